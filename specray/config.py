@@ -1,0 +1,87 @@
+"""The engine's configuration: one frozen pydantic tree, checked as a whole when it is built.
+
+What lives here: every option of the engine, its bounds, cross-field checks and automatic values
+that need no model. Not here: options of the HTTP server (`cluster.config`), the drafters' names
+(`specray.spec_decode.DRAFTERS`) and anything that opens a file.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from specray.errors import ConfigError
+
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Options(BaseModel):
+    """Base of every part: frozen, unknown keys refused, no silent coercion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class SpeculativeConfig(Options):
+    """How drafts are made; option names are those of SGLang's documentation."""
+
+    algorithm: str | None = Field(None, description="Drafting method, a key of DRAFTERS (NGRAM); null decodes plainly.")
+    num_draft_tokens: Annotated[int, Field(ge=2, le=64)] | None = Field(
+        None, description="Nodes of a draft tree, the root (last known token) included; null takes the method's own."
+    )
+
+    @model_validator(mode="after")
+    def _needs_algorithm(self) -> Self:
+        if self.algorithm is None and self.num_draft_tokens is not None:
+            raise ConfigError(
+                f"speculative.num_draft_tokens={self.num_draft_tokens} has no effect while speculative.algorithm "
+                "is null; set an algorithm (NGRAM) or remove num_draft_tokens"
+            )
+        return self
+
+
+class EngineConfig(Options):
+    """Everything one engine (one target group) needs."""
+
+    model: str = Field(EMBEDDED_MODEL, min_length=1, description="Embedded name, local folder, .gguf file or hub name.")
+    revision: str | None = Field(None, description="Commit, branch or tag of a hub model.")
+    load_format: Literal["auto", "safetensors", "gguf", "bin"] = Field("auto", description="Weight files to read.")
+    dtype: Dtype = Field("auto", description="Type of weights and KV; auto takes the checkpoint's (float32 becomes bfloat16 where the CPU has it).")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the target runs; auto takes a GPU if there is one.")
+    tp_size: int = Field(1, ge=1, le=64, description="Tensor-parallel ranks of the target.")
+    attention_backend: Literal["auto", "torch"] = Field("auto", description="Attention kernels; auto takes the fastest that fits.")
+    num_threads: int | None = Field(None, ge=1, le=1024, description="Compute threads of a rank on CPU; null takes cores / ranks.")
+
+    context_length: int | None = Field(None, ge=2, le=10_000_000, description="Longest prompt + output; null takes the model's.")
+    page_size: int = Field(16, ge=1, le=1024, description="Tokens in a KV block, the unit of sharing and eviction.")
+    max_total_tokens: int | None = Field(None, ge=2, le=1_000_000_000, description="Tokens in the KV pool; null derives it from memory.")
+    mem_fraction_static: float | None = Field(
+        None, gt=0.0, lt=1.0, description="Share of memory for weights + KV pool; null takes 0.85 on a GPU, 0.4 on CPU."
+    )
+    disable_radix_cache: bool = Field(False, description="Turn prefix reuse off.")
+
+    max_running_requests: int = Field(48, ge=1, le=4096, description="Requests decoded together.")
+    max_queued_requests: int = Field(256, ge=0, le=1_000_000, description="Requests that may wait; more are refused (429).")
+    chunked_prefill_size: int = Field(512, ge=1, le=1_000_000, description="Most prompt tokens of one request in one step.")
+    max_prefill_tokens: int = Field(2048, ge=1, le=1_000_000, description="Most prompt tokens of all requests in one step.")
+
+    speculative: SpeculativeConfig = SpeculativeConfig()
+
+    @model_validator(mode="after")
+    def _chunk_fits_step(self) -> Self:
+        if self.chunked_prefill_size > self.max_prefill_tokens:
+            raise ConfigError(
+                f"chunked_prefill_size={self.chunked_prefill_size} is more than max_prefill_tokens="
+                f"{self.max_prefill_tokens}; a chunk has to fit a step, so raise max_prefill_tokens or lower the chunk"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tree_fits_pool(self) -> Self:
+        nodes = self.speculative.num_draft_tokens or 1
+        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size + nodes:
+            raise ConfigError(
+                f"max_total_tokens={self.max_total_tokens} cannot hold one block of page_size={self.page_size} and a "
+                f"tree of {nodes} nodes; set max_total_tokens >= {self.page_size + nodes} or lower the others"
+            )
+        return self

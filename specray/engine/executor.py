@@ -1,0 +1,31 @@
+"""The one door between the host and the ranks; `specray.worker.local` and `cluster.executor` implement it."""
+
+from typing import NamedTuple, Protocol
+
+from specray.step import StepPlan, StepResult
+
+
+class Capacity(NamedTuple):
+    """What the loaded ranks can hold, learnt once at start."""
+
+    num_blocks: int                       # KV blocks, the reserved null block 0 included
+    max_draft_tokens: int                 # tree nodes beside the root that the drafter may propose; 0: none
+    context_length: int                   # longest prompt + output
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
+class Executor(Protocol):
+    """Runs plans in order. `submit` returns at once or after the step; `collect` waits for the oldest plan's result.
+
+    Both raise EngineDeadError when a rank is gone.
+    """
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,109 @@
+"""Every metric: name, kind and help, once. Exporters and dashboards read this table and define nothing.
+
+`EngineStats` is the only place that counts: plain integers and floats touched by the step loop's
+thread, copied out by `snapshot` about once a second. Counters, never averages, so that PromQL can
+difference them: accept length = 1 + rate(accepted) / rate(drafts).
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+
+class Metric(NamedTuple):
+    """One time series family. `label` is the only label, where there is one; its values are bounded."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    label: str | None = None
+
+
+METRICS = (
+    Metric("specray_num_requests_running", "gauge", "Requests being computed."),
+    Metric("specray_num_requests_waiting", "gauge", "Requests in the queue."),
+    Metric("specray_kv_cache_usage_perc", "gauge", "Share of KV blocks held by running requests, 0 to 1."),
+    Metric("specray_kv_cache_cached_perc", "gauge", "Share of KV blocks kept for prefix reuse only, 0 to 1."),
+    Metric("specray_prompt_tokens_total", "counter", "Prompt tokens of admitted requests."),
+    Metric("specray_generation_tokens_total", "counter", "Tokens emitted."),
+    Metric("specray_prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache."),
+    Metric("specray_prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache."),
+    Metric("specray_num_preemptions_total", "counter", "Times a running request gave its KV blocks up."),
+    Metric("specray_request_finished_total", "counter", "Requests ended.", "finished_reason"),
+    Metric("specray_requests_refused_total", "counter", "Requests refused because the queue was full."),
+    Metric("specray_steps_total", "counter", "Engine steps."),
+    Metric("specray_step_seconds_total", "counter", "Time in steps, by part: host, prepare, forward, verify, draft.", "phase"),
+    Metric("specray_verify_steps_total", "counter", "Rows that sampled, summed over steps; one row, one verify."),
+    Metric("specray_spec_decode_num_drafts_total", "counter", "Verified trees with at least one draft token."),
+    Metric("specray_spec_decode_num_draft_tokens_total", "counter", "Draft tokens verified, root not counted."),
+    Metric("specray_spec_decode_num_accepted_tokens_total", "counter", "Draft tokens accepted, bonus not counted."),
+    Metric("specray_spec_decode_num_accepted_tokens_per_pos_total", "counter", "Draft tokens accepted at each depth, from 0.", "position"),
+    Metric("specray_time_to_first_token_seconds", "histogram", "From arrival in the engine to the first token."),
+    Metric("specray_time_per_output_token_seconds", "histogram", "Mean gap between a finished request's tokens."),
+    Metric("specray_request_queue_time_seconds", "histogram", "From arrival to the first step."),
+    Metric("specray_e2e_request_latency_seconds", "histogram", "From arrival in the engine to the last token."),
+)
+
+SECONDS_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+MAX_POSITIONS = 64
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts per bucket of SECONDS_BUCKETS (the last is +Inf), their number and sum."""
+
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BUCKETS) + 1))
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.buckets[bisect_left(SECONDS_BUCKETS, seconds)] += 1
+        self.total += seconds
+
+
+class HistogramSnapshot(NamedTuple):
+    buckets: list[int]                    # per bucket, not cumulative
+    total: float
+
+
+# name -> value, name -> label value -> value, or name -> histogram; plain data
+Snapshot = dict[str, float | dict[str, float] | HistogramSnapshot]
+
+
+class EngineStats:
+    """Plain counters under the metrics' names; unlabelled ones in `values`, labelled in `labelled`."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {m.name: 0 for m in METRICS if m.kind != "histogram" and m.label is None}
+        self.labelled: dict[str, dict[str, float]] = {m.name: {} for m in METRICS if m.label is not None}
+        self.histograms: dict[str, Histogram] = {m.name: Histogram() for m in METRICS if m.kind == "histogram"}
+
+    def add(self, name: str, amount: float = 1) -> None:
+        self.values[name] += amount
+
+    def add_labelled(self, name: str, label: str, amount: float = 1) -> None:
+        series = self.labelled[name]
+        series[label] = series.get(label, 0) + amount
+
+    def set(self, name: str, value: float) -> None:
+        self.values[name] = value
+
+    def observe(self, name: str, seconds: float) -> None:
+        self.histograms[name].observe(seconds)
+
+    def accepted(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count one row's verify."""
+        self.add("specray_verify_steps_total")
+        if num_draft_tokens == 0:
+            return
+        self.add("specray_spec_decode_num_drafts_total")
+        self.add("specray_spec_decode_num_draft_tokens_total", num_draft_tokens)
+        self.add("specray_spec_decode_num_accepted_tokens_total", num_accepted)
+        for position in range(min(num_accepted, MAX_POSITIONS)):
+            self.add_labelled("specray_spec_decode_num_accepted_tokens_per_pos_total", str(position))
+
+    def snapshot(self) -> Snapshot:
+        """A copy that another thread or process may keep."""
+        copy: Snapshot = dict(self.values)
+        copy.update({name: dict(series) for name, series in self.labelled.items()})
+        copy.update({name: HistogramSnapshot(list(h.buckets), h.total) for name, h in self.histograms.items()})
+        return copy

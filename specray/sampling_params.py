@@ -1,0 +1,89 @@
+"""What a request may ask of sampling, with both bounds of every field: the one owner of those bounds.
+
+Servers reuse the annotated types below in their schemas, so a limit is written once. Not here:
+how a token is sampled (`specray.ops.sampling`) and how text is cut (`specray.engine.detokenizer`).
+"""
+
+import secrets
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from specray.errors import InvalidRequestError
+
+SEED_BITS = 64
+MAX_CHOICES = 8
+MAX_LOGPROBS = 20
+
+Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1, le=1_000_000)]
+MinP = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+AdditivePenalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(gt=0.0, le=2.0, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
+LogitBias = Annotated[dict[TokenId, Bias], Field(max_length=300)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+MaxTokens = Annotated[int, Field(ge=1, le=10_000_000)]
+MinTokens = Annotated[int, Field(ge=0, le=10_000_000)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], Field(max_length=4)]
+StopTokenIds = Annotated[list[TokenId], Field(max_length=64)]
+NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class SamplingParams:
+    """One request's sampling options; a bad value raises `InvalidRequestError` naming field, value and bound.
+
+    Penalties: presence and frequency count generated tokens, repetition counts prompt and generated
+    tokens. `logprobs` is the number of alternatives reported per token (0: the token's own only).
+    """
+
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1                      # -1 and 0: off
+    min_p: MinP = 0.0
+    presence_penalty: AdditivePenalty = 0.0
+    frequency_penalty: AdditivePenalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: LogitBias = Field(default_factory=dict)
+    seed: Seed | None = None              # None: a fresh random one, reported with the output
+    n: NumChoices = 1
+    max_tokens: MaxTokens | None = None   # None: up to the context's end
+    min_tokens: MinTokens = 0
+    stop: StopStrings = Field(default_factory=list)
+    stop_token_ids: StopTokenIds = Field(default_factory=list)
+    ignore_eos: bool = False
+    logprobs: NumLogprobs | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+
+_ADAPTER = TypeAdapter(SamplingParams)
+
+
+def make_sampling_params(**fields: object) -> SamplingParams:
+    """SamplingParams from untrusted fields.
+
+    Raises InvalidRequestError naming the first bad field, the value seen and its bound.
+    """
+    try:
+        return _ADAPTER.validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequestError(f"{name}={first['input']!r}: {first['msg']}", param=name) from None
+
+
+def fresh_seed() -> int:
+    """A random seed from the operating system, within `Seed`'s bounds and exact in a JSON double."""
+    return secrets.randbits(53)
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Seed of choice `index` of an n-choice request; choice 0 keeps the request's own seed."""
+    return (seed + index * 0x9E3779B97F4A7C15 + 2**63) % 2**SEED_BITS - 2**63
