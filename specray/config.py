@@ -46,24 +46,43 @@ class EngineConfig(Options):
     model: str = Field(EMBEDDED_MODEL, min_length=1, description="Embedded name, local folder, .gguf file or hub name.")
     revision: str | None = Field(None, description="Commit, branch or tag of a hub model.")
     load_format: Literal["auto", "safetensors", "gguf", "bin"] = Field("auto", description="Weight files to read.")
-    dtype: Dtype = Field("auto", description="Type of weights and KV; auto takes the checkpoint's (float32 becomes bfloat16 where the CPU has it).")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the target runs; auto takes a GPU if there is one.")
+    dtype: Dtype = Field(
+        "auto",
+        description="Type of weights and KV; auto takes the checkpoint's (float32 becomes bfloat16 where the CPU has it).",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the target runs; auto takes a GPU if there is one."
+    )
     tp_size: int = Field(1, ge=1, le=64, description="Tensor-parallel ranks of the target.")
-    attention_backend: Literal["auto", "torch"] = Field("auto", description="Attention kernels; auto takes the fastest that fits.")
-    num_threads: int | None = Field(None, ge=1, le=1024, description="Compute threads of a rank on CPU; null takes cores / ranks.")
+    attention_backend: Literal["auto", "torch"] = Field(
+        "auto", description="Attention kernels; auto takes the fastest that fits."
+    )
+    num_threads: int | None = Field(
+        None, ge=1, le=1024, description="Compute threads of a rank on CPU; null takes cores / ranks."
+    )
 
-    context_length: int | None = Field(None, ge=2, le=10_000_000, description="Longest prompt + output; null takes the model's.")
+    context_length: int | None = Field(
+        None, ge=2, le=10_000_000, description="Longest prompt + output; null takes the model's."
+    )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens in a KV block, the unit of sharing and eviction.")
-    max_total_tokens: int | None = Field(None, ge=2, le=1_000_000_000, description="Tokens in the KV pool; null derives it from memory.")
+    max_total_tokens: int | None = Field(
+        None, ge=2, le=1_000_000_000, description="Tokens in the KV pool; null derives it from memory."
+    )
     mem_fraction_static: float | None = Field(
         None, gt=0.0, lt=1.0, description="Share of memory for weights + KV pool; null takes 0.85 on a GPU, 0.4 on CPU."
     )
     disable_radix_cache: bool = Field(False, description="Turn prefix reuse off.")
 
     max_running_requests: int = Field(48, ge=1, le=4096, description="Requests decoded together.")
-    max_queued_requests: int = Field(256, ge=0, le=1_000_000, description="Requests that may wait; more are refused (429).")
-    chunked_prefill_size: int = Field(512, ge=1, le=1_000_000, description="Most prompt tokens of one request in one step.")
-    max_prefill_tokens: int = Field(2048, ge=1, le=1_000_000, description="Most prompt tokens of all requests in one step.")
+    max_queued_requests: int = Field(
+        256, ge=0, le=1_000_000, description="Requests that may wait; more are refused (429)."
+    )
+    chunked_prefill_size: int = Field(
+        512, ge=1, le=1_000_000, description="Most prompt tokens of one request in one step."
+    )
+    max_prefill_tokens: int = Field(
+        2048, ge=1, le=1_000_000, description="Most prompt tokens of all requests in one step."
+    )
 
     speculative: SpeculativeConfig = SpeculativeConfig()
 

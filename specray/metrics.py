@@ -32,12 +32,22 @@ METRICS = (
     Metric("specray_request_finished_total", "counter", "Requests ended.", "finished_reason"),
     Metric("specray_requests_refused_total", "counter", "Requests refused because the queue was full."),
     Metric("specray_steps_total", "counter", "Engine steps."),
-    Metric("specray_step_seconds_total", "counter", "Time in steps, by part: host, prepare, forward, verify, draft.", "phase"),
+    Metric(
+        "specray_step_seconds_total",
+        "counter",
+        "Time in steps, by part: host, prepare, forward, verify, draft.",
+        "phase",
+    ),
     Metric("specray_verify_steps_total", "counter", "Rows that sampled, summed over steps; one row, one verify."),
     Metric("specray_spec_decode_num_drafts_total", "counter", "Verified trees with at least one draft token."),
     Metric("specray_spec_decode_num_draft_tokens_total", "counter", "Draft tokens verified, root not counted."),
     Metric("specray_spec_decode_num_accepted_tokens_total", "counter", "Draft tokens accepted, bonus not counted."),
-    Metric("specray_spec_decode_num_accepted_tokens_per_pos_total", "counter", "Draft tokens accepted at each depth, from 0.", "position"),
+    Metric(
+        "specray_spec_decode_num_accepted_tokens_per_pos_total",
+        "counter",
+        "Draft tokens accepted at each depth, from 0.",
+        "position",
+    ),
     Metric("specray_time_to_first_token_seconds", "histogram", "From arrival in the engine to the first token."),
     Metric("specray_time_per_output_token_seconds", "histogram", "Mean gap between a finished request's tokens."),
     Metric("specray_request_queue_time_seconds", "histogram", "From arrival to the first step."),
@@ -61,7 +71,7 @@ class Histogram:
 
 
 class HistogramSnapshot(NamedTuple):
-    buckets: list[int]                    # per bucket, not cumulative
+    buckets: list[int]  # per bucket, not cumulative
     total: float
 
 

@@ -19,18 +19,18 @@ class TokenLogprob(NamedTuple):
 
     token_id: int
     logprob: float
-    top: list[tuple[int, float]]          # the most likely (token id, logprob), best first
+    top: list[tuple[int, float]]  # the most likely (token id, logprob), best first
 
 
 class RequestUsage(NamedTuple):
     """Counts of one request so far. Accept length = (num_accepted + num_verify_steps) / num_verify_steps."""
 
     num_prompt_tokens: int
-    num_cached_tokens: int                # prompt tokens found in the request's own cache namespace
+    num_cached_tokens: int  # prompt tokens found in the request's own cache namespace
     num_completion_tokens: int
-    num_verify_steps: int                 # target forwards that sampled for this request
-    num_draft_tokens: int                 # proposed, root not counted
-    num_accepted: int                     # accepted drafts, bonus not counted
+    num_verify_steps: int  # target forwards that sampled for this request
+    num_draft_tokens: int  # proposed, root not counted
+    num_accepted: int  # accepted drafts, bonus not counted
     num_preemptions: int
 
 
@@ -41,9 +41,9 @@ class RequestOutput(NamedTuple):
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprob] | None
-    finish_reason: FinishReason | None    # set in the last output only
-    stop_reason: str | int | None         # the stop string or token id that ended it, where one did
-    error: str | None                     # set with FinishReason.ERROR
+    finish_reason: FinishReason | None  # set in the last output only
+    stop_reason: str | int | None  # the stop string or token id that ended it, where one did
+    error: str | None  # set with FinishReason.ERROR
     usage: RequestUsage
 
 

@@ -45,15 +45,15 @@ class SamplingParams:
 
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    top_k: TopK = -1                      # -1 and 0: off
+    top_k: TopK = -1  # -1 and 0: off
     min_p: MinP = 0.0
     presence_penalty: AdditivePenalty = 0.0
     frequency_penalty: AdditivePenalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: LogitBias = Field(default_factory=dict)
-    seed: Seed | None = None              # None: a fresh random one, reported with the output
+    seed: Seed | None = None  # None: a fresh random one, reported with the output
     n: NumChoices = 1
-    max_tokens: MaxTokens | None = None   # None: up to the context's end
+    max_tokens: MaxTokens | None = None  # None: up to the context's end
     min_tokens: MinTokens = 0
     stop: StopStrings = Field(default_factory=list)
     stop_token_ids: StopTokenIds = Field(default_factory=list)

@@ -17,14 +17,14 @@ class RowSampling(NamedTuple):
     seed: int
     temperature: float
     top_p: float
-    top_k: int                            # 0: off
+    top_k: int  # 0: off
     min_p: float
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: list[tuple[int, float]]
     min_tokens: int
-    eos_token_ids: list[int]              # held back until min_tokens tokens were generated
+    eos_token_ids: list[int]  # held back until min_tokens tokens were generated
     logprobs: int | None
 
 
@@ -34,7 +34,7 @@ class NewRow(NamedTuple):
     slot: int
     token_ids: list[int]
     num_prompt_tokens: int
-    num_computed_tokens: int              # found in the prefix cache; their KV is in `block_ids`
+    num_computed_tokens: int  # found in the prefix cache; their KV is in `block_ids`
     block_ids: list[int]
     sampling: RowSampling
     cache_salt: str
@@ -45,8 +45,8 @@ class RowStep(NamedTuple):
 
     slot: int
     num_tokens: int
-    max_draft_tokens: int                 # most tree nodes beside the root that the KV reserve and the limits allow
-    new_block_ids: list[int]              # appended to the row's blocks before the step
+    max_draft_tokens: int  # most tree nodes beside the root that the KV reserve and the limits allow
+    new_block_ids: list[int]  # appended to the row's blocks before the step
 
 
 class StepPlan(NamedTuple):
@@ -63,18 +63,18 @@ class RowResult(NamedTuple):
 
     slot: int
     token_ids: list[int]
-    num_draft_tokens: int                 # nodes verified, root not counted
-    logprobs: list[TokenLogprob] | None   # one for each of token_ids
-    error: str | None                     # set if the row is broken (NaN logits); it must be ended
+    num_draft_tokens: int  # nodes verified, root not counted
+    logprobs: list[TokenLogprob] | None  # one for each of token_ids
+    error: str | None  # set if the row is broken (NaN logits); it must be ended
 
 
 class StepTimes(NamedTuple):
     """Seconds of the worker's parts of a step."""
 
-    prepare: float                        # state, trees and input tensors
-    forward: float                        # the target's forward
-    verify: float                         # sampling, walk and KV commit
-    draft: float                          # of the drafts verified in this step
+    prepare: float  # state, trees and input tensors
+    forward: float  # the target's forward
+    verify: float  # sampling, walk and KV commit
+    draft: float  # of the drafts verified in this step
 
 
 class StepResult(NamedTuple):

@@ -1,13 +1,13 @@
 """The step loop in a thread of its own: requests in, batches of outputs out.
 
-`deliver` is called once per step, in the loop's thread, with all outputs of that step; callers hop to
-their own event loop there. Every submitted request ends in exactly one output with a finish reason,
-also when the loop dies.
+`deliver` is called in the loop's thread with all outputs of a step at once; callers hop to their own
+event loop there. Every submitted request ends in exactly one output with a finish reason, also when
+the loop dies. Not here: what a step does (`engine`).
 """
 
-import queue
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
@@ -15,25 +15,93 @@ from specray.errors import EngineDeadError
 from specray.metrics import Snapshot
 from specray.outputs import RequestOutput
 
+logger = logging.getLogger(__name__)
+
 
 class AsyncEngine:
-    """Thread-safe front of an `Engine`; start it once, close it once."""
+    """Thread-safe front of an `Engine`; start it once, close it once.
 
-    def __init__(self, engine: Engine, deliver: Callable[[list[RequestOutput]], None]) -> None: ...
+    Callers only leave notes in `_arrived` and `_aborted`; the engine itself belongs to the loop's
+    thread, so nobody ever waits for a step.
+    """
 
-    def start(self) -> None: ...
+    def __init__(self, engine: Engine, deliver: Callable[[list[RequestOutput]], None]) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._arrived: list[EngineRequest] = []
+        self._aborted: list[str] = []
+        self._notes = threading.Condition()
+        self._closing = False
+        self._error: str | None = None
+        self._snapshot = engine.stats.snapshot()
+        self._thread = threading.Thread(target=self._run, name="specray-step", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises QueueFullError, InvalidRequestError or EngineDeadError; then nothing was queued."""
+        with self._notes:
+            if self._error is not None or self._closing:
+                raise EngineDeadError(self._error or "the engine is shutting down; send the request to another replica")
+            self._engine.check(request, arriving=self._arrived)
+            self._arrived.append(request)
+            self._notes.notify()
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: Iterable[str]) -> None:
         """End requests early; their last output says `abort`. Unknown or finished ids are ignored."""
+        with self._notes:
+            self._aborted.extend(request_ids)
+            self._notes.notify()
 
-    def stats(self) -> Snapshot: ...
+    def stats(self) -> Snapshot:
+        """Metrics as of the last step."""
+        return self._snapshot
 
     @property
     def error(self) -> str | None:
         """Why the loop died, or None while it lives."""
+        return self._error
 
     def close(self) -> None:
         """Stop the loop; whatever was in flight ends with an `error` output."""
+        with self._notes:
+            self._closing = True
+            self._notes.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._take_notes():
+                self._publish(self._engine.step())
+            self._fail("the engine was shut down")
+        except Exception as error:  # the loop is the last place that can tell the callers
+            logger.exception("the step loop failed")
+            self._fail(str(error) or type(error).__name__)
+
+    def _take_notes(self) -> bool:
+        """Wait until there is work and enter what arrived; False when closing."""
+        with self._notes:
+            while not (self._closing or self._arrived or self._aborted or self._engine.has_work):
+                self._notes.wait()
+            arrived, self._arrived = self._arrived, []
+            aborted, self._aborted = self._aborted, []
+            for request in arrived:
+                self._engine.enqueue(request)
+            self._engine.abort(aborted)
+            return not self._closing
+
+    def _publish(self, outputs: list[RequestOutput]) -> None:
+        self._engine.update_gauges()
+        self._snapshot = self._engine.stats.snapshot()
+        if outputs:
+            self._deliver(outputs)
+
+    def _fail(self, message: str) -> None:
+        with self._notes:
+            self._error = message
+            for request in self._arrived:
+                self._engine.enqueue(request)
+            self._arrived = []
+        self._publish(self._engine.fail_all(message))

@@ -8,9 +8,9 @@ from specray.step import StepPlan, StepResult
 class Capacity(NamedTuple):
     """What the loaded ranks can hold, learnt once at start."""
 
-    num_blocks: int                       # KV blocks, the reserved null block 0 included
-    max_draft_tokens: int                 # tree nodes beside the root that the drafter may propose; 0: none
-    context_length: int                   # longest prompt + output
+    num_blocks: int  # KV blocks, the reserved null block 0 included
+    max_draft_tokens: int  # tree nodes beside the root that the drafter may propose; 0: none
+    context_length: int  # longest prompt + output
     vocab_size: int
     eos_token_ids: list[int]
 

@@ -18,10 +18,80 @@ class EngineRequest:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    cache_salt: str = ""                  # tenants with different salts share no cached prefix
+    cache_salt: str = ""  # tenants with different salts share no cached prefix
 
 
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One admitted request. `token_ids` is the prompt and what was generated after it."""
+
+    spec: EngineRequest
+    max_length: int  # token_ids never grows beyond it: max_tokens, context and pool
+    arrival: float  # seconds on the engine's clock
+    token_ids: list[int]
+    num_prompt_tokens: int
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+
+    slot: int = -1  # the worker's row, while running
+    num_computed_tokens: int = 0  # committed tokens whose KV is written
+    block_ids: list[int] = field(default_factory=list)
+    shared_path: list[CacheNode] = field(default_factory=list)  # locked; block i is cached iff its node holds it
+
+    first_token: float | None = None
+    num_cached_tokens: int = 0
+    num_verify_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Known tokens still to compute; 1 when decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def max_useful_drafts(self) -> int:
+        """Drafts that could still be emitted before the bonus token fills the request up."""
+        return self.max_length - len(self.token_ids) - 1
+
+    def private_blocks(self) -> list[int]:
+        """Blocks the cache does not hold; they go back to the pool with the request."""
+        shared = [node.block_id for node in self.shared_path]
+        return [b for i, b in enumerate(self.block_ids) if i >= len(shared) or shared[i] != b]
+
+    def usage(self) -> RequestUsage:
+        return RequestUsage(
+            self.num_prompt_tokens,
+            self.num_cached_tokens,
+            self.num_output_tokens,
+            self.num_verify_steps,
+            self.num_draft_tokens,
+            self.num_accepted,
+            self.num_preemptions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What one step gave one request, before text is made of it."""
+
+    request: Request
+    token_ids: list[int]
+    num_draft_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    error: str | None = None

@@ -1,0 +1,28 @@
+"""Free KV blocks. Who holds the others is the request's and the radix cache's business."""
+
+
+class BlockPool:
+    """Hands out block ids 1 … num_blocks-1, low ids first; block 0 stays zero and pads attention."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, num_blocks
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks in ascending runs where possible, so that a row's KV tends to lie in one piece."""
+        assert 0 <= count <= len(self._free), (count, len(self._free))
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return taken[::-1]
+
+    def give(self, block_ids: list[int]) -> None:
+        self._free.extend(reversed(block_ids))

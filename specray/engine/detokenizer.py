@@ -1,0 +1,108 @@
+"""Text of a request, token by token, and the one place where an output is cut.
+
+Tokens are fed singly, however many a step accepted, so text, ids, logprobs and usage end at the same
+token for any split of the same output into steps. Text that may turn out to be the start of a stop
+string is held back until it cannot.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from specray.outputs import FinishReason
+from specray.sampling_params import SamplingParams
+
+
+class Cut(NamedTuple):
+    """What is left of a run of tokens: the first `num_kept` of them and the text now safe to show."""
+
+    num_kept: int
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+
+
+class TextStream:
+    """One request's output text. `max_tokens` is the resolved limit, `eos_token_ids` the model's."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Sequence[int], max_tokens: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        self._max_tokens = max_tokens
+        self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
+        self._longest_stop = max(map(len, params.stop), default=0)
+        self._num_tokens = 0
+        self._text = ""  # all text so far, or its last part when there are no stop strings
+        self._num_shown = 0  # characters of `_text` already returned
+        self._undecoded: list[int] = []  # tokens whose characters are not complete yet
+
+    def feed(self, token_ids: Sequence[int]) -> Cut:
+        """Take a run of emitted tokens; everything after the token that ends the output is dropped."""
+        for index, token_id in enumerate(token_ids):
+            reason, stop = self._feed_one(token_id)
+            if reason is not None:
+                return Cut(index + 1, self._take(len(self._text)), reason, stop)
+        return Cut(len(token_ids), self._take(self._num_safe()), None, None)
+
+    def _feed_one(self, token_id: int) -> tuple[FinishReason | None, str | int | None]:
+        self._num_tokens += 1
+        may_stop = self._num_tokens >= max(1, self._params.min_tokens)
+        if may_stop and token_id in self._stop_ids:
+            self._flush()
+            return FinishReason.STOP, token_id
+        new_text = self._decode(token_id)
+        at_limit = self._num_tokens >= self._max_tokens
+        if at_limit:
+            new_text += self._flush()
+        if may_stop and (stop := self._cut_at_stop(len(new_text))):
+            return FinishReason.STOP, stop
+        return (FinishReason.LENGTH, None) if at_limit else (None, None)
+
+    def _decode(self, token_id: int) -> str:
+        self._undecoded.append(token_id)
+        new_text: str | None = self._stream.step(self._tokenizer, token_id)
+        if new_text is None:
+            return ""
+        self._undecoded.clear()
+        self._text += new_text
+        return new_text
+
+    def _flush(self) -> str:
+        """Show the bytes of a character that will never be completed, as U+FFFD."""
+        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._params.skip_special_tokens)
+        self._undecoded.clear()
+        self._text += rest
+        return rest
+
+    def _cut_at_stop(self, num_new: int) -> str | None:
+        """Cut the text at the first stop string that ends in its last `num_new` characters."""
+        matches = []
+        for stop in self._params.stop:
+            start = self._text.find(stop, max(0, len(self._text) - num_new - len(stop) + 1))
+            if start >= 0:
+                matches.append((start, len(stop), stop))
+        if not matches:
+            return None
+        start, length, stop = min(matches)
+        self._text = self._text[: start + (length if self._params.include_stop_str_in_output else 0)]
+        return stop
+
+    def _num_safe(self) -> int:
+        """Characters that cannot belong to a stop string still to come."""
+        for held in range(min(self._longest_stop - 1, len(self._text) - self._num_shown), 0, -1):
+            tail = self._text[len(self._text) - held :]
+            if any(len(stop) > held and stop.startswith(tail) for stop in self._params.stop):
+                return len(self._text) - held
+        return len(self._text)
+
+    def _take(self, end: int) -> str:
+        text = self._text[self._num_shown : end]
+        keep = max(0, end - self._longest_stop)
+        self._text = self._text[keep:]
+        self._num_shown = end - keep
+        return text

@@ -1,0 +1,174 @@
+"""The engine's host side: requests in, plans out, results in, text out.
+
+`step` is the whole engine. Not here: policy (`scheduler`), text (`detokenizer`), threads
+(`async_engine`), anything of a device (behind `Executor`).
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer
+
+from specray.config import EngineConfig
+from specray.engine.detokenizer import TextStream
+from specray.engine.executor import Executor
+from specray.engine.request import Emitted, EngineRequest, Request
+from specray.engine.scheduler import Scheduler
+from specray.errors import InvalidRequestError
+from specray.metrics import EngineStats
+from specray.outputs import FinishReason, RequestOutput
+from specray.step import StepPlan, StepResult
+
+
+class Engine:
+    """Continuous batching over one executor; used from one thread."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.executor = executor
+        self.capacity = executor.capacity
+        self.scheduler = Scheduler(config, self.capacity)
+        self.max_length = min(self.capacity.context_length, self.scheduler.max_request_tokens)
+        self.stats = EngineStats()
+        self._tokenizer = tokenizer
+        self._requests: dict[str, Request] = {}
+        self._texts: dict[str, TextStream] = {}
+        self._ended: list[RequestOutput] = []  # endings that no step's result brings: aborts
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._ended or self.scheduler.has_freed_slots)
+
+    def add_request(self, spec: EngineRequest) -> None:
+        """Queue a request. Raises InvalidRequestError or QueueFullError; then nothing was queued."""
+        self.check(spec)
+        self.enqueue(spec)
+
+    def check(self, spec: EngineRequest, arriving: Sequence[EngineRequest] = ()) -> None:
+        """Refuse what could never be served or finds the queue full, `arriving` requests counted in; changes nothing."""
+        num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens or 1
+        if spec.request_id in self._requests or any(spec.request_id == other.request_id for other in arriving):
+            raise InvalidRequestError(f"request_id={spec.request_id!r} is already in use; choose another", "request_id")
+        if num_prompt == 0:
+            raise InvalidRequestError("the prompt has no tokens; send at least one", "prompt")
+        if num_prompt + max_tokens > self.max_length:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together {num_prompt + max_tokens}, "
+                f"but this server holds {self.max_length} per request; shorten the prompt or lower max_tokens",
+                "prompt" if num_prompt >= self.max_length else "max_tokens",
+            )
+        self._check_ids("prompt", spec.prompt_token_ids)
+        self._check_ids("logit_bias", spec.params.logit_bias)
+        self._check_ids("stop_token_ids", spec.params.stop_token_ids)
+        self.scheduler.check_queue(len(arriving))
+
+    def enqueue(self, spec: EngineRequest) -> None:
+        """Queue a request that passed `check`."""
+        num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens
+        max_length = self.max_length if max_tokens is None else num_prompt + max_tokens
+        request = Request(spec, max_length, time.monotonic(), list(spec.prompt_token_ids), num_prompt)
+        text = TextStream(self._tokenizer, spec.params, self.capacity.eos_token_ids, max_length - num_prompt)
+        self.scheduler.add(request)
+        self._requests[spec.request_id], self._texts[spec.request_id] = request, text
+        self.stats.add("specray_prompt_tokens_total", num_prompt)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests now; the next `step` reports them. Unknown or finished ids are ignored."""
+        for request_id in request_ids:
+            if request := self._requests.get(request_id):
+                self._ended.append(self._end(request, FinishReason.ABORT))
+
+    def step(self) -> list[RequestOutput]:
+        """One step of every running request; the news of those that have any."""
+        start = time.perf_counter()
+        plan = self.scheduler.schedule()
+        outputs, self._ended = self._ended, []
+        if not (plan.rows or plan.freed_slots):
+            return outputs
+        self.executor.submit(plan)
+        result = self.executor.collect()
+        self._note_queue_times(plan)
+        outputs += [self._output(emitted) for emitted in self.scheduler.commit(plan, result)]
+        self._count_step(result, time.perf_counter() - start)
+        return outputs
+
+    def fail_all(self, message: str) -> list[RequestOutput]:
+        """End every request with an error, after the executor failed."""
+        ended = [self._end(request, FinishReason.ERROR, error=message) for request in list(self._requests.values())]
+        outputs, self._ended = self._ended + ended, []
+        return outputs
+
+    def update_gauges(self) -> None:
+        """Bring the gauges of `stats` up to date; called before a snapshot."""
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        usable = scheduler.pool.num_usable
+        held = usable - scheduler.pool.num_free - cache.num_idle
+        self.stats.set("specray_num_requests_running", len(scheduler.running))
+        self.stats.set("specray_num_requests_waiting", len(scheduler.waiting))
+        self.stats.set("specray_kv_cache_usage_perc", held / usable)
+        self.stats.set("specray_kv_cache_cached_perc", cache.num_idle / usable)
+        self.stats.values["specray_num_preemptions_total"] = scheduler.num_preemptions
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self.capacity.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} has token id {token_id}, but the vocabulary ends at {self.capacity.vocab_size - 1}", name
+                )
+
+    def _output(self, emitted: Emitted) -> RequestOutput:
+        """Make one row's tokens into news, cut where the request ends."""
+        request = emitted.request
+        if emitted.error is not None:
+            return self._end(request, FinishReason.ERROR, error=emitted.error)
+        if not emitted.token_ids:
+            return _news(request)
+        self._count_tokens(emitted)
+        cut = self._texts[request.request_id].feed(emitted.token_ids)
+        num_dropped = len(emitted.token_ids) - cut.num_kept
+        if num_dropped:
+            del request.token_ids[-num_dropped:]
+        self.stats.add("specray_generation_tokens_total", cut.num_kept)
+        logprobs = emitted.logprobs and emitted.logprobs[: cut.num_kept]
+        news = _news(request)._replace(token_ids=emitted.token_ids[: cut.num_kept], text=cut.text, logprobs=logprobs)
+        if cut.finish_reason is None:
+            return news
+        self._end(request, cut.finish_reason)
+        return news._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason)
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        self.scheduler.finish(request)
+        request.finish_reason = reason
+        del self._requests[request.request_id], self._texts[request.request_id]
+        self.stats.add_labelled("specray_request_finished_total", reason.value)
+        now = time.monotonic()
+        self.stats.observe("specray_e2e_request_latency_seconds", now - request.arrival)
+        if request.first_token is not None and request.num_output_tokens > 1:
+            gap = (now - request.first_token) / (request.num_output_tokens - 1)
+            self.stats.observe("specray_time_per_output_token_seconds", gap)
+        return _news(request)._replace(finish_reason=reason, error=error)
+
+    def _count_tokens(self, emitted: Emitted) -> None:
+        request = emitted.request
+        self.stats.accepted(emitted.num_draft_tokens, len(emitted.token_ids) - 1)
+        if request.first_token is None:
+            request.first_token = time.monotonic()
+            self.stats.observe("specray_time_to_first_token_seconds", request.first_token - request.arrival)
+
+    def _note_queue_times(self, plan: StepPlan) -> None:
+        """A request's first step is the one its row entered in, unless it was preempted before."""
+        for request in self.scheduler.running[len(self.scheduler.running) - len(plan.new_rows) :]:
+            if request.num_preemptions == 0:
+                self.stats.observe("specray_request_queue_time_seconds", time.monotonic() - request.arrival)
+                self.stats.add("specray_prefix_cache_queries_total", request.num_prompt_tokens)
+                self.stats.add("specray_prefix_cache_hits_total", request.num_cached_tokens)
+
+    def _count_step(self, result: StepResult, seconds: float) -> None:
+        self.stats.add("specray_steps_total")
+        for phase, spent in result.times._asdict().items():
+            self.stats.add_labelled("specray_step_seconds_total", phase, spent)
+        self.stats.add_labelled("specray_step_seconds_total", "host", max(0.0, seconds - sum(result.times)))
+
+
+def _news(request: Request) -> RequestOutput:
+    return RequestOutput(request.request_id, [], "", None, None, None, None, request.usage())

@@ -1,0 +1,129 @@
+"""Prefix reuse: a radix tree over token blocks, one tree per namespace, least recently used leaf first out.
+
+A node is one full KV block, found by the tokens in it under the path of blocks before it: keys are
+the token ids themselves, so there is no hash to collide. A namespace (a tenant's `cache_salt`) has a
+root of its own and shares nothing. What is cached is exactly what committed tokens wrote.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+
+from specray.engine.block_pool import BlockPool
+
+
+@dataclass(slots=True, eq=False)
+class CacheNode:
+    """One cached block; `num_users` running requests read it or a block below it."""
+
+    block_id: int
+    parent: "CacheNode | None"
+    key: tuple[int, ...] = ()
+    namespace: str = ""  # of a root; a root holds no block
+    children: dict[tuple[int, ...], "CacheNode"] = field(default_factory=dict)
+    num_users: int = 0
+    last_used: int = 0
+
+
+class RadixCache:
+    """Owns the blocks of its nodes; takes from and returns to `pool`."""
+
+    def __init__(self, pool: BlockPool, block_size: int, enabled: bool = True) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.enabled = enabled
+        self.num_cached = 0  # blocks in the tree
+        self.num_idle = 0  # of these, blocks no running request uses
+        self._roots: dict[str, CacheNode] = {}
+        self._clock = count(1)
+        self._evictable: list[
+            tuple[int, int, CacheNode]
+        ] = []  # heap of (last_used, tie, node); stale entries are skipped
+        self._ties = count()
+
+    def match(self, namespace: str, token_ids: Sequence[int]) -> list[CacheNode]:
+        """The longest cached path of full blocks at the start of `token_ids`."""
+        node = self._roots.get(namespace)
+        path: list[CacheNode] = []
+        for key in self._keys(token_ids):
+            node = node.children.get(key) if node else None
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def lock(self, path: list[CacheNode]) -> None:
+        """Keep a path from eviction; pair with `unlock`."""
+        for node in path:
+            self.num_idle -= node.num_users == 0
+            node.num_users += 1
+
+    def unlock(self, path: list[CacheNode]) -> None:
+        now = next(self._clock)
+        for node in reversed(path):
+            node.num_users -= 1
+            self.num_idle += node.num_users == 0
+            node.last_used = now
+            self._offer(node)
+
+    def insert(self, namespace: str, path: list[CacheNode], key: tuple[int, ...], block_id: int) -> CacheNode:
+        """Lock and return the node of block `key` below `path`; a new one takes over `block_id`.
+
+        If the returned node has another block, an equal one was cached before and the caller keeps its own.
+        """
+        assert len(key) == self.block_size
+        parent = path[-1] if path else self._root(namespace)
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = CacheNode(block_id, parent, key)
+            self.num_cached += 1
+            self.num_idle += 1
+        self.lock([node])
+        return node
+
+    def take_blocks(self, num_blocks: int) -> list[int] | None:
+        """Free blocks, evicting idle cached ones if need be; None (and nothing evicted) if there are not enough."""
+        if num_blocks > self.pool.num_free + self.num_idle:
+            return None
+        while self.pool.num_free < num_blocks:
+            self._evict_one()
+        return self.pool.take(num_blocks)
+
+    def clear(self) -> None:
+        """Drop every idle block."""
+        while self.num_idle:
+            self._evict_one()
+
+    def _keys(self, token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        if not self.enabled:
+            return
+        size = self.block_size
+        for start in range(0, len(token_ids) - size + 1, size):
+            yield tuple(token_ids[start : start + size])
+
+    def _offer(self, node: CacheNode) -> None:
+        if node.num_users == 0 and not node.children and node.parent is not None:
+            heappush(self._evictable, (node.last_used, next(self._ties), node))
+
+    def _evict_one(self) -> None:
+        while True:
+            last_used, _, node = heappop(self._evictable)
+            alive = node.parent is not None and node.parent.children.get(node.key) is node
+            if alive and last_used == node.last_used and node.num_users == 0 and not node.children:
+                break
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        node.parent = None
+        self.num_cached -= 1
+        self.num_idle -= 1
+        self.pool.give([node.block_id])
+        self._offer(parent)
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.namespace]
+
+    def _root(self, namespace: str) -> CacheNode:
+        if namespace not in self._roots:
+            self._roots[namespace] = CacheNode(block_id=0, parent=None, namespace=namespace)
+        return self._roots[namespace]

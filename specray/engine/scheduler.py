@@ -1,0 +1,217 @@
+"""Who runs in the next step, with which KV blocks: first come, first served, no other policy.
+
+`schedule` turns requests into a StepPlan, `commit` turns its StepResult into emitted tokens. There is
+no prefill and no decode here: a row computes up to so many known tokens, and a row with none left
+verifies a tree. Not here: text, stop conditions (`engine`), tensors (the worker).
+"""
+
+from collections import deque
+
+from specray.config import EngineConfig
+from specray.engine.block_pool import BlockPool
+from specray.engine.executor import Capacity
+from specray.engine.radix_cache import RadixCache
+from specray.engine.request import Emitted, Request, Status
+from specray.errors import QueueFullError
+from specray.step import NewRow, RowResult, RowSampling, RowStep, StepPlan, StepResult
+
+
+class Scheduler:
+    """Owns the queue, the running list (oldest first), the slots and the KV blocks."""
+
+    def __init__(self, config: EngineConfig, capacity: Capacity) -> None:
+        self.pool = BlockPool(capacity.num_blocks)
+        self.cache = RadixCache(self.pool, config.page_size, enabled=not config.disable_radix_cache)
+        self.block_size = config.page_size
+        self.chunk_size = config.chunked_prefill_size
+        self.max_prefill_tokens = config.max_prefill_tokens
+        self.max_queued = config.max_queued_requests
+        self.max_draft_tokens = capacity.max_draft_tokens
+        self.eos_token_ids = capacity.eos_token_ids
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._free_slots = list(range(config.max_running_requests - 1, -1, -1))
+        self._freed_slots: list[int] = []
+        self._num_steps = 0
+        self.num_preemptions = 0
+
+    @property
+    def has_freed_slots(self) -> bool:
+        """Whether the worker still has to hear of slots that were freed."""
+        return bool(self._freed_slots)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The longest request that the whole pool could hold."""
+        return self.pool.num_usable * self.block_size
+
+    def check_queue(self, num_arriving: int = 0) -> None:
+        """QueueFullError if one more request, after `num_arriving` others, would wait beyond the queue's limit."""
+        num_waiting = len(self.waiting) + num_arriving
+        if num_waiting >= self.max_queued + len(self._free_slots):
+            raise QueueFullError(
+                f"{num_waiting} requests are waiting and max_queued_requests is {self.max_queued}; "
+                "send the request again later"
+            )
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> StepPlan:
+        """The next step. Known tokens of running rows come first, then waiting requests while budget and blocks last."""
+        rows: list[RowStep] = []
+        budget = self.max_prefill_tokens
+        for request in list(self.running):
+            if request.status is Status.RUNNING and (row := self._continue(request, budget)):
+                rows.append(row)
+                budget -= row.num_tokens if request.num_pending_tokens > 1 else 0
+        new_rows: list[NewRow] = []
+        while self.waiting and self._free_slots and budget > 0:
+            if not self._admit(self.waiting[0]):
+                break
+            request = self.waiting.popleft()
+            row = self._row_step(request, budget, new_block_ids=[])
+            new_rows.append(self._new_row(request))
+            rows.append(row)
+            budget -= row.num_tokens
+        freed, self._freed_slots = self._freed_slots, []
+        self._num_steps += 1
+        return StepPlan(self._num_steps, freed, new_rows, rows)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
+        """Enter a step's results. Requests that ended since the plan was made get nothing."""
+        by_slot = {request.slot: request for request in self.running}
+        emitted = []
+        for row, news in zip(plan.rows, result.rows, strict=True):
+            assert row.slot == news.slot, (row, news)
+            if request := by_slot.get(row.slot):
+                emitted.append(self._commit_row(request, row, news))
+        return emitted
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, wherever it is; its cached blocks stay, the rest is free at once."""
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        elif request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._release(request)
+        request.status = Status.FINISHED
+
+    def _continue(self, request: Request, budget: int) -> RowStep | None:
+        """A running request's next row; None if its prompt must wait or it had to give way."""
+        if request.num_pending_tokens > 1 and budget == 0:
+            return None
+        num_known = len(request.token_ids)
+        while (blocks := self._grow(request, num_known)) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return self._row_step(request, budget, blocks)
+
+    def _row_step(self, request: Request, budget: int, new_block_ids: list[int]) -> RowStep:
+        pending = request.num_pending_tokens
+        num_tokens = 1 if pending == 1 else min(pending, self.chunk_size, budget)
+        num_drafts = 0
+        if num_tokens == pending:
+            num_drafts = max(0, min(self.max_draft_tokens, request.max_useful_drafts))
+            new_block_ids = new_block_ids + (self._grow(request, len(request.token_ids) + num_drafts) or [])
+            room = len(request.block_ids) * self.block_size - len(request.token_ids)
+            num_drafts = min(num_drafts, room)  # drafts are never worth a preemption
+        return RowStep(request.slot, num_tokens, num_drafts, new_block_ids)
+
+    def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Blocks to hold `num_tokens`, appended to the request; None if there are not enough."""
+        missing = max(0, -(-num_tokens // self.block_size) - len(request.block_ids))
+        blocks = self.cache.take_blocks(missing)
+        if blocks:
+            request.block_ids += blocks
+        return blocks
+
+    def _admit(self, request: Request) -> bool:
+        """Give a waiting request a slot, its cached prefix and blocks for all its known tokens, or nothing."""
+        path = self.cache.match(request.spec.cache_salt, request.token_ids[:-1])  # one token is left to compute
+        self.cache.lock(path)
+        request.block_ids = [node.block_id for node in path]
+        if self._grow(request, len(request.token_ids)) is None:
+            self.cache.unlock(path)
+            request.block_ids = []
+            return False
+        request.shared_path = path
+        request.num_computed_tokens = len(path) * self.block_size
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+        request.slot = self._free_slots.pop()
+        request.status = Status.RUNNING
+        self.running.append(request)
+        return True
+
+    def _new_row(self, request: Request) -> NewRow:
+        return NewRow(
+            request.slot,
+            list(request.token_ids),
+            request.num_prompt_tokens,
+            request.num_computed_tokens,
+            list(request.block_ids),
+            _row_sampling(request, self.eos_token_ids),
+            request.spec.cache_salt,
+        )
+
+    def _commit_row(self, request: Request, row: RowStep, news: RowResult) -> Emitted:
+        if news.error is not None:
+            return Emitted(request, [], error=news.error)
+        request.num_computed_tokens += row.num_tokens
+        if news.token_ids:
+            num_accepted = len(news.token_ids) - 1
+            request.num_computed_tokens += num_accepted
+            request.num_verify_steps += 1
+            request.num_draft_tokens += news.num_draft_tokens
+            request.num_accepted += num_accepted
+        request.token_ids += news.token_ids
+        self._share_full_blocks(request)
+        return Emitted(request, news.token_ids, news.num_draft_tokens, news.logprobs)
+
+    def _share_full_blocks(self, request: Request) -> None:
+        """Enter every block that committed tokens have filled into the cache, as soon as it is full."""
+        size, path = self.block_size, request.shared_path
+        while self.cache.enabled and (len(path) + 1) * size <= request.num_computed_tokens:
+            start = len(path) * size
+            key = tuple(request.token_ids[start : start + size])
+            path.append(self.cache.insert(request.spec.cache_salt, path, key, request.block_ids[len(path)]))
+
+    def _preempt(self, request: Request) -> None:
+        """Recompute later: give slot and blocks back and wait at the head of the queue."""
+        self.running.remove(request)
+        self._release(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.give(request.private_blocks())
+        self.cache.unlock(request.shared_path)
+        self._free_slots.append(request.slot)
+        self._freed_slots.append(request.slot)
+        request.slot, request.num_computed_tokens = -1, 0
+        request.block_ids, request.shared_path = [], []
+
+
+def _row_sampling(request: Request, eos_token_ids: list[int]) -> RowSampling:
+    params = request.spec.params
+    assert params.seed is not None
+    stops = [] if params.ignore_eos else eos_token_ids
+    return RowSampling(
+        params.seed,
+        params.temperature,
+        params.top_p,
+        max(0, params.top_k),
+        params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+        list(params.logit_bias.items()),
+        params.min_tokens,
+        stops + params.stop_token_ids if params.min_tokens else [],
+        params.logprobs,
+    )
