@@ -48,7 +48,7 @@ class EngineConfig(Options):
     load_format: Literal["auto", "safetensors", "gguf", "bin"] = Field("auto", description="Weight files to read.")
     dtype: Dtype = Field(
         "auto",
-        description="Type of weights and KV; auto takes the checkpoint's (float32 becomes bfloat16 where the CPU has it).",
+        description="Type of weights and KV; auto takes the checkpoint's, for float32 bfloat16 where it is fast.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the target runs; auto takes a GPU if there is one."

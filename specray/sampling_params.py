@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from specray.errors import InvalidRequestError
 
-SEED_BITS = 64
+_WRAP = 1 << 64
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 
@@ -86,4 +86,5 @@ def fresh_seed() -> int:
 
 def choice_seed(seed: int, index: int) -> int:
     """Seed of choice `index` of an n-choice request; choice 0 keeps the request's own seed."""
-    return (seed + index * 0x9E3779B97F4A7C15 + 2**63) % 2**SEED_BITS - 2**63
+    half = _WRAP >> 1
+    return (seed + index * 0x9E3779B97F4A7C15 + half) % _WRAP - half

@@ -104,8 +104,8 @@ def unpack_result(data: bytes) -> StepResult:
 
 
 def _new_row(*fields: Any) -> NewRow:
-    *head, sampling, cache_salt = fields
-    return NewRow(*head, RowSampling(*sampling), cache_salt)
+    row = NewRow(*fields)
+    return row._replace(sampling=RowSampling(*row.sampling))
 
 
 def _row_result(*fields: Any) -> RowResult:

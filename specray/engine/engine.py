@@ -45,7 +45,7 @@ class Engine:
         self.enqueue(spec)
 
     def check(self, spec: EngineRequest, arriving: Sequence[EngineRequest] = ()) -> None:
-        """Refuse what could never be served or finds the queue full, `arriving` requests counted in; changes nothing."""
+        """Refuse what could never be served or finds the queue full, `arriving` ones counted in; changes nothing."""
         num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens or 1
         if spec.request_id in self._requests or any(spec.request_id == other.request_id for other in arriving):
             raise InvalidRequestError(f"request_id={spec.request_id!r} is already in use; choose another", "request_id")
@@ -53,8 +53,9 @@ class Engine:
             raise InvalidRequestError("the prompt has no tokens; send at least one", "prompt")
         if num_prompt + max_tokens > self.max_length:
             raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together {num_prompt + max_tokens}, "
-                f"but this server holds {self.max_length} per request; shorten the prompt or lower max_tokens",
+                f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together "
+                f"{num_prompt + max_tokens}, but this server holds {self.max_length} per request; "
+                "shorten the prompt or lower max_tokens",
                 "prompt" if num_prompt >= self.max_length else "max_tokens",
             )
         self._check_ids("prompt", spec.prompt_token_ids)

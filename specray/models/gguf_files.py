@@ -1,0 +1,520 @@
+"""A GGUF file, converted once into an ordinary model folder: config.json, model.safetensors, tokenizer files.
+
+What lives here: a reader that believes no size a header claims, llama.cpp's names and layouts put back into those
+of transformers, and the cache of converted folders. Not here: anything that computes with the tensors.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from tqdm import tqdm
+
+from specray.errors import ConfigError
+
+_LAYOUT_VERSION = 1  # raise it when the converted folders change, so that old ones are not used
+
+
+def convert_gguf(path: Path, *, progress: bool) -> Path:
+    """The folder converted from `path`; made on first use, keyed by the file's content.
+
+    Several processes may convert the same file at once: the first to finish wins, the others use its folder.
+    """
+    target = cache_root() / "gguf" / f"{_sha256(path)}-v{_LAYOUT_VERSION}"
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+            folder = Path(scratch) / "model"
+            folder.mkdir()
+            _write_folder(read_gguf(path), folder, progress)
+            _publish(folder, target)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep the converted model in {target.parent}: {error}; free space there or set SPECRAY_CACHE "
+            "to a folder with room for four bytes per parameter"
+        ) from error
+    return target
+
+
+def cache_root() -> Path:
+    """Where converted models are kept: $SPECRAY_CACHE, else specray under the user's cache folder."""
+    if own := os.environ.get("SPECRAY_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specray"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _publish(folder: Path, target: Path) -> None:
+    try:
+        folder.replace(target)
+    except OSError:
+        if not target.is_dir():  # no other process was faster: a real failure
+            raise
+
+
+def _write_folder(file: "GgufFile", folder: Path, progress: bool) -> None:
+    config = _config(file)
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", _generation_config(file))
+    _write_tokenizer(file, folder)
+    _write_safetensors(file, config, folder / "model.safetensors", progress)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+# type id: code of the struct module
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_ENTRIES = 65_536  # metadata keys, tensors; real files have some hundreds
+_MAX_STRINGS = 4_194_304  # strings of one array; the largest vocabularies have a tenth of it
+_MAX_DIMS = 4
+
+
+class GgufTensor(NamedTuple):
+    """Where a tensor lies in the file; `shape` is in numpy's order (rows first)."""
+
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """Metadata and tensor table of a checked file; `data` maps the whole of it."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+    data: npt.NDArray[np.uint8]
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The metadata value under `key`, checked to be of `kind`."""
+        value = self.metadata.get(key, default)
+        if value is not None and type(value) is not kind:
+            raise _unusable(self.path, f"{key} is a {type(value).__name__}, not a {kind.__name__}")
+        return value
+
+    def need(self, key: str, kind: type, default: Any = None) -> Any:
+        value = self.get(key, kind, default)
+        if value is None or (kind is int and value < 1):
+            raise _unusable(self.path, f"{key}={value}, where a model needs a {kind.__name__} above zero")
+        return value
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the header and check every count, size and offset in it against the file's real size."""
+    if path.stat().st_size < 24:
+        raise _unusable(path, f"it has {path.stat().st_size} bytes, less than a header")
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    cursor = _Cursor(path, memoryview(data.data))
+    magic, version, num_tensors, num_keys = bytes(cursor.take(4)), *cursor.unpack("<IQQ")
+    if magic != b"GGUF" or version not in (2, 3):
+        raise _unusable(path, f"it starts with {magic!r} version {version}, not b'GGUF' version 2 or 3 (little-endian)")
+    if max(num_tensors, num_keys) > _MAX_ENTRIES:
+        raise _unusable(path, f"it claims {num_tensors} tensors and {num_keys} metadata keys")
+    metadata = {cursor.string(): cursor.value(cursor.unpack("<I")[0]) for _ in range(num_keys)}
+    claims = {cursor.string(): cursor.tensor() for _ in range(num_tensors)}
+    if len(metadata) != num_keys or len(claims) != num_tensors:
+        raise _unusable(path, "it names a metadata key or a tensor twice")
+    start = _data_start(path, metadata, cursor.position)
+    tensors = {name: _placed(path, name, claim, start, data.size) for name, claim in claims.items()}
+    return GgufFile(path, metadata, tensors, data)
+
+
+def _unusable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{path} is not a usable GGUF file: {reason}; fetch the file again or use another model")
+
+
+class _Cursor:
+    """Reads values off the front of a buffer; never past its end, however large a claimed length is."""
+
+    def __init__(self, path: Path, data: memoryview) -> None:
+        self.position = 0
+        self._path = path
+        self._data = data
+
+    def take(self, num_bytes: int) -> memoryview:
+        end = self.position + num_bytes
+        if end > len(self._data):
+            raise _unusable(self._path, f"byte {self.position} claims {num_bytes} more bytes than the file has")
+        piece = self._data[self.position : end]
+        self.position = end
+        return piece
+
+    def unpack(self, layout: str) -> tuple[Any, ...]:
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))
+
+    def string(self) -> str:
+        raw = self.take(int.from_bytes(self.take(8), "little"))
+        try:
+            return str(raw, "utf-8")
+        except UnicodeDecodeError as error:
+            raise _unusable(self._path, f"a string before byte {self.position} is not UTF-8") from error
+
+    def value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.unpack("<" + _SCALARS[kind])[0]
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self._array(*self.unpack("<IQ"))
+        raise _unusable(self._path, f"metadata of the unknown type {kind} before byte {self.position}")
+
+    def _array(self, kind: int, length: int) -> list[str] | npt.NDArray[Any]:
+        if kind in _SCALARS:
+            scalar = np.dtype("<" + _SCALARS[kind])
+            return np.frombuffer(self.take(length * scalar.itemsize), dtype=scalar)
+        if kind != _STRING or length > _MAX_STRINGS:
+            raise _unusable(self._path, f"an array of {length} values of type {kind} before byte {self.position}")
+        return [self.string() for _ in range(length)]
+
+    def tensor(self) -> GgufTensor:
+        """A tensor as claimed: `start` is still relative to the data section, `num_bytes` unknown."""
+        (num_dims,) = self.unpack("<I")
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise _unusable(self._path, f"a tensor of {num_dims} dimensions before byte {self.position}")
+        *dims, kind, offset = self.unpack(f"<{num_dims}QIQ")
+        try:
+            return GgufTensor(tuple(reversed(dims)), GGMLQuantizationType(kind), offset, 0)
+        except ValueError as error:
+            raise _unusable(self._path, f"a tensor of the unknown type {kind}") from error
+
+
+def _data_start(path: Path, metadata: dict[str, Any], header_end: int) -> int:
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment <= 65_536 or alignment & (alignment - 1):
+        raise _unusable(path, f"general.alignment={alignment} is not a power of two up to 65536")
+    return -(-header_end // alignment) * alignment
+
+
+def _placed(path: Path, name: str, claim: GgufTensor, start: int, file_size: int) -> GgufTensor:
+    block, block_bytes = GGML_QUANT_SIZES[claim.kind]
+    if min(claim.shape) < 1 or claim.shape[-1] % block:
+        raise _unusable(path, f"{name} has the shape {claim.shape}, impossible for {claim.kind.name}")
+    placed = claim._replace(start=start + claim.start, num_bytes=math.prod(claim.shape) // block * block_bytes)
+    if placed.start + placed.num_bytes > file_size:
+        raise _unusable(
+            path, f"{name} claims bytes {placed.start} to {placed.start + placed.num_bytes} of a file of {file_size}"
+        )
+    return placed
+
+
+# ---- config --------------------------------------------------------------------------------------------------------
+
+_ARCHITECTURES = {  # general.architecture: (model_type, class); llama.cpp stores Mistral and SmolLM as llama
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+}
+_INTERLEAVED_ROPE = ("llama", "mistral")  # llama.cpp reorders the rows of q and k for these
+
+
+def _config(file: GgufFile) -> dict[str, Any]:
+    architecture = file.get("general.architecture", str)
+    if architecture not in _ARCHITECTURES:
+        raise ConfigError(
+            f"{file.path} holds the architecture {architecture!r}; supported are {', '.join(_ARCHITECTURES)}"
+        )
+    if "token_embd.weight" not in file.tensors:
+        raise _unusable(file.path, "it has no tensor token_embd.weight")
+    model_type, class_name = _ARCHITECTURES[architecture]
+    return {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,  # llama.cpp stores it only when it differs
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        **_shape_config(file, architecture),
+        **{f"{name}_token_id": _token_id(file, name) for name in ("bos", "eos")},
+    }
+
+
+def _shape_config(file: GgufFile, architecture: str) -> dict[str, Any]:
+    hidden_size = file.need(f"{architecture}.embedding_length", int)
+    num_heads = file.need(f"{architecture}.attention.head_count", int)
+    head_dim = file.need(f"{architecture}.attention.key_length", int, hidden_size // num_heads)
+    if file.get(f"{architecture}.rope.dimension_count", int, head_dim) != head_dim:
+        raise _unusable(file.path, f"it rotates only a part of each head of {head_dim}, which is not supported")
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": file.need(f"{architecture}.feed_forward_length", int),
+        "num_hidden_layers": file.need(f"{architecture}.block_count", int),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": file.need(f"{architecture}.attention.head_count_kv", int, num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": file.need(f"{architecture}.context_length", int),
+        "rms_norm_eps": file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float),
+        "rope_parameters": _rope_parameters(file, architecture, head_dim),
+    }
+
+
+def _rope_parameters(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
+    theta = file.need(f"{architecture}.rope.freq_base", float, 10_000.0)
+    prefix = f"{architecture}.rope.scaling"
+    kind = file.get(f"{prefix}.type", str, "none")
+    if "rope_freqs.weight" in file.tensors:
+        return {"rope_theta": theta, **_llama3_scaling(file, theta, head_dim)}
+    if kind == "none":
+        return {"rope_theta": theta, "rope_type": "default"}
+    parameters = {"rope_theta": theta, "rope_type": kind, "factor": file.need(f"{prefix}.factor", float)}
+    if kind == "linear":
+        return parameters
+    if kind == "yarn":
+        original = file.need(f"{prefix}.original_context_length", int)
+        return {**parameters, "original_max_position_embeddings": original}
+    raise _unusable(file.path, f"{prefix}.type={kind!r} is not supported (none, linear, yarn)")
+
+
+def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3.1's parameters, found again in the divisors of frequencies that llama.cpp stores in their place."""
+    stored = _dequantized(file, "rope_freqs.weight")
+    low, high, original = 1.0, 4.0, 8192
+    factor = float(stored.max())
+    waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((original / waves - low) / (high - low), 0.0, 1.0)
+    expected = 1.0 / ((1.0 - smooth) / factor + smooth)
+    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
+        raise _unusable(file.path, "its rope_freqs.weight is not Llama 3.1's scaling, the only one supported")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _generation_config(file: GgufFile) -> dict[str, Any]:
+    ends = (_token_id(file, name) for name in ("eos", "eot", "eom"))
+    return {
+        "bos_token_id": _token_id(file, "bos"),
+        "eos_token_id": sorted({token for token in ends if token is not None}),
+    }
+
+
+def _token_id(file: GgufFile, name: str) -> int | None:
+    token: int | None = file.get(f"tokenizer.ggml.{name}_token_id", int)
+    if token is not None and not 0 <= token < len(_tokens(file)):
+        raise _unusable(file.path, f"its {name} token {token} is not in its vocabulary of {len(_tokens(file))}")
+    return token
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,4})\.)?(?P<part>[a-z_]+)\.(?P<kind>weight|bias)")
+_CHUNK_ELEMENTS = 4_194_304  # dequantised at a time: memory stays flat whatever the tensor's size
+
+
+def _write_safetensors(file: GgufFile, config: dict[str, Any], path: Path, progress: bool) -> None:
+    # Written by hand because the format is this simple, and tensors can then pass through one at a time.
+    names = {name: _hf_name(file, name) for name in file.tensors if name != "rope_freqs.weight"}
+    header, end = {}, 0
+    for name, hf_name in names.items():
+        start, end = end, end + 4 * math.prod(file.tensors[name].shape)
+        header[hf_name] = {"dtype": "F32", "shape": file.tensors[name].shape, "data_offsets": (start, end)}
+    encoded = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    bar = tqdm(total=end, desc=f"Converting {file.path.name}", unit="B", unit_scale=True, disable=not progress)
+    with path.open("wb") as out, bar:
+        out.write(struct.pack("<Q", len(encoded)) + encoded)
+        for name in names:
+            _copy_tensor(file, config, name, out, bar.update)
+
+
+def _hf_name(file: GgufFile, name: str) -> str:
+    match = _TENSOR_NAME.fullmatch(name)
+    if match is None or match["part"] not in _NAMES:
+        raise _unusable(file.path, f"the tensor {name!r} is not part of a supported architecture")
+    layer = f"model.layers.{int(match['layer'])}." if match["layer"] else ""
+    return f"{layer}{_NAMES[match['part']]}.{match['kind']}"
+
+
+def _copy_tensor(
+    file: GgufFile, config: dict[str, Any], name: str, out: BinaryIO, done: Callable[[int], object]
+) -> None:
+    heads = _permuted_heads(file, config, name)
+    chunks = _chunks(file, name) if heads is None else iter([_unpermuted(_dequantized(file, name), heads)])
+    for chunk in chunks:
+        done(out.write(np.ascontiguousarray(chunk, dtype="<f4").data.cast("B")))
+
+
+def _chunks(file: GgufFile, name: str) -> Iterator[npt.NDArray[np.float32]]:
+    stored = _stored(file, name)
+    shape = file.tensors[name].shape
+    rows = max(1, _CHUNK_ELEMENTS // shape[-1])
+    for first in range(0, len(stored), rows):
+        yield _dequantize(file, name, stored[first : first + rows])
+
+
+def _stored(file: GgufFile, name: str) -> npt.NDArray[np.uint8]:
+    """The tensor's bytes, one row of quantised blocks per row."""
+    tensor = file.tensors[name]
+    return file.data[tensor.start : tensor.start + tensor.num_bytes].reshape(math.prod(tensor.shape[:-1]), -1)
+
+
+def _dequantized(file: GgufFile, name: str) -> npt.NDArray[np.float32]:
+    return _dequantize(file, name, _stored(file, name)).reshape(file.tensors[name].shape)
+
+
+def _dequantize(file: GgufFile, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    kind = file.tensors[name].kind
+    try:
+        return dequantize(rows, kind)
+    except NotImplementedError as error:
+        raise _unusable(file.path, f"{name} is stored as {kind.name}, which cannot be dequantised") from error
+
+
+def _permuted_heads(file: GgufFile, config: dict[str, Any], name: str) -> int | None:
+    """Number of heads whose rows llama.cpp reordered in this tensor; None: it is stored as it was."""
+    if file.metadata["general.architecture"] not in _INTERLEAVED_ROPE:
+        return None
+    part = name.split(".")[-2]
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}.get(part)
+    rows = file.tensors[name].shape[0]
+    if heads is not None and rows != heads * config["head_dim"]:
+        raise _unusable(file.path, f"{name} has {rows} rows, not {heads} heads of {config['head_dim']}")
+    return heads
+
+
+def _unpermuted(tensor: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+    """Rows of each head from pairs side by side (x0 y0 x1 y1 …) back to halves (x0 x1 … y0 y1 …)."""
+    pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)
+
+
+# ---- tokenizer -----------------------------------------------------------------------------------------------------
+
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3, _QWEN2 = _CL100K % "{1,3}", _CL100K % ""
+# tokenizer.ggml.pre: regexes that cut text, one after the other, before merges apply; they belong to the vocabulary.
+_PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "jais"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "falcon3"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (_QWEN2,)),
+}
+
+
+def _write_tokenizer(file: GgufFile, folder: Path) -> None:
+    model = file.get("tokenizer.ggml.model", str)
+    if model == "gpt2":
+        _write_byte_level(file, folder)
+    elif model == "llama":
+        _write_sentencepiece(file, folder)
+    else:
+        raise _unusable(file.path, f"its tokenizer is {model!r}; supported are gpt2 (byte-level BPE) and llama")
+
+
+def _tokens(file: GgufFile) -> list[str]:
+    tokens: list[str] = file.need("tokenizer.ggml.tokens", list)
+    return tokens
+
+
+def _write_byte_level(file: GgufFile, folder: Path) -> None:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = file.get("tokenizer.ggml.pre", str, "default")
+    if pre not in _PRE_TOKENIZERS:
+        raise _unusable(file.path, f"tokenizer.ggml.pre={pre!r} is unknown; known are {', '.join(_PRE_TOKENIZERS)}")
+    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in _PRE_TOKENIZERS[pre]]
+    tokenizer = Tokenizer(_bpe(file, models.BPE, ignore_merges=_PRE_TOKENIZERS[pre] == (_LLAMA3,)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    if file.metadata["general.architecture"].startswith("qwen"):
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in _of_type(file, _CONTROL)])
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in _of_type(file, _USER_DEFINED)])
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
+
+
+def _bpe(file: GgufFile, bpe: Callable[..., Any], *, ignore_merges: bool) -> Any:
+    vocabulary = {token: index for index, token in enumerate(_tokens(file))}
+    merges = [tuple(merge.split(" ")) for merge in file.need("tokenizer.ggml.merges", list)]
+    try:
+        return bpe(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
+    except Exception as error:  # the tokenizers library has no class of its own for a bad merge
+        raise _unusable(file.path, f"its merges do not fit its vocabulary ({error})") from error
+
+
+def _of_type(file: GgufFile, kind: int) -> list[str]:
+    kinds = file.get("tokenizer.ggml.token_type", np.ndarray)
+    if kinds is None:
+        return []
+    return [token for token, its_kind in zip(_tokens(file), kinds.tolist(), strict=False) if its_kind == kind]
+
+
+def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
+    ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    special = {key: _token_id(file, name) for key, name in ids.items()}
+    template = file.get("tokenizer.chat_template", str)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": file.get("tokenizer.ggml.add_bos_token", bool, False),
+        "add_eos_token": file.get("tokenizer.ggml.add_eos_token", bool, False),
+        **{key: _tokens(file)[token] for key, token in special.items() if token is not None},
+        **({"chat_template": template} if template is not None else {}),
+    }
+
+
+def _write_sentencepiece(file: GgufFile, folder: Path) -> None:
+    # Merges have to be derived from the scores, which transformers does; byte-level files do not pay its import.
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        shutil.copyfile(folder / "config.json", Path(scratch) / "config.json")
+        (Path(scratch) / "model.gguf").symlink_to(file.path.resolve())
+        tokenizer = AutoTokenizer.from_pretrained(
+            scratch, gguf_file="model.gguf", local_files_only=True, trust_remote_code=False
+        )
+    tokenizer.save_pretrained(folder)

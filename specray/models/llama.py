@@ -1,0 +1,184 @@
+"""The Llama family: Llama 2/3, Mistral, SmolLM2, Qwen2 (qkv bias), Qwen3 (q/k norm).
+
+One flattened batch [T, hidden] goes through; rows, trees and caches are `attend`'s business. Fused
+qkv and gate-up; each rank of a RankGroup holds whole groups of heads (they need not divide evenly).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from specray.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
+from specray.layers.norm import RMSNorm
+from specray.layers.parallel import RankGroup
+from specray.layers.rotary import RotaryEmbedding, rotate
+from specray.models.loading import Loader
+from specray.ops.attention import Attend
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """Sizes of a checkpoint and of this rank's part."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int  # of the checkpoint
+    num_kv_heads: int  # of the checkpoint
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    eps: float
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    tied: bool
+    kv_heads: slice  # this rank's
+    ffn: slice  # this rank's
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, group: RankGroup) -> "LlamaShape":
+        architecture = (config.architectures or ["LlamaForCausalLM"])[0]
+        num_heads = config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        llama_bias = bool(getattr(config, "attention_bias", False))
+        return cls(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            ffn_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            eps=config.rms_norm_eps,
+            qkv_bias=llama_bias or architecture == "Qwen2ForCausalLM",
+            output_bias=llama_bias,
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            tied=bool(config.tie_word_embeddings),
+            kv_heads=group.share(num_kv_heads),
+            ffn=group.share(config.intermediate_size),
+        )
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_local_kv_heads(self) -> int:
+        return len(range(self.num_kv_heads)[self.kv_heads])
+
+    @property
+    def num_local_heads(self) -> int:
+        return self.num_local_kv_heads * self.heads_per_group
+
+    def kv_part(self) -> slice:
+        """This rank's rows of k_proj and v_proj."""
+        return slice(self.kv_heads.start * self.head_dim, self.kv_heads.stop * self.head_dim)
+
+    def q_part(self) -> slice:
+        """This rank's rows of q_proj, and columns of o_proj."""
+        width = self.heads_per_group * self.head_dim
+        return slice(self.kv_heads.start * width, self.kv_heads.stop * width)
+
+
+class Llama:
+    """The target. `__call__` gives final hidden states; `logits` the law of the next token."""
+
+    def __init__(self, config: PretrainedConfig, loader: Loader, group: RankGroup, max_positions: int) -> None:
+        self.shape = shape = LlamaShape.of(config, group)
+        vocab = (shape.vocab_size, shape.hidden_size)
+        self.embedding = VocabEmbedding(loader.vocab("model.embed_tokens.weight", vocab, group.rank, group.size), group)
+        self.layers = [DecoderLayer(index, shape, loader, group) for index in range(shape.num_layers)]
+        self.norm = RMSNorm(loader.tensor("model.norm.weight", (shape.hidden_size,)), shape.eps)
+        tied = shape.tied or "lm_head.weight" not in loader
+        head = self.embedding.weight if tied else loader.vocab("lm_head.weight", vocab, group.rank, group.size)
+        self.head = VocabHead(head, shape.vocab_size, group)
+        self.rotary = RotaryEmbedding(config, shape.head_dim, max_positions, loader.dtype, loader.device)
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states after the final norm, [T, hidden]; token_ids and positions are int64 [T]."""
+        cos, sin = self.rotary.at(positions)
+        hidden = self.embedding(token_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, attend)
+        return self.norm(hidden)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """float32 [n, vocab] from final hidden states [n, hidden]."""
+        return self.head(hidden_states)
+
+
+class DecoderLayer:
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, index: int, shape: LlamaShape, loader: Loader, group: RankGroup) -> None:
+        prefix = f"model.layers.{index}."
+        size = (shape.hidden_size,)
+        self.input_norm = RMSNorm(loader.tensor(prefix + "input_layernorm.weight", size), shape.eps)
+        self.attention = Attention(index, shape, loader, group, prefix + "self_attn.")
+        self.ffn_norm = RMSNorm(loader.tensor(prefix + "post_attention_layernorm.weight", size), shape.eps)
+        self.ffn = FeedForward(shape, loader, group, prefix + "mlp.")
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        hidden = hidden + self.attention(self.input_norm(hidden), cos, sin, attend)
+        return hidden + self.ffn(self.ffn_norm(hidden))
+
+
+class Attention:
+    """Grouped-query attention over this rank's KV heads and their query heads."""
+
+    def __init__(self, index: int, shape: LlamaShape, loader: Loader, group: RankGroup, prefix: str) -> None:
+        self.index = index
+        self.shape = shape
+        self.qkv = ColumnLinear(*_qkv(shape, loader, prefix))
+        whole = (shape.hidden_size, shape.num_heads * shape.head_dim)
+        bias = loader.tensor(prefix + "o_proj.bias", (shape.hidden_size,)) if shape.output_bias else None
+        self.out = RowLinear(
+            loader.tensor(prefix + "o_proj.weight", whole, shape.q_part(), 1).contiguous(), group, bias
+        )
+        self.q_norm = self.k_norm = None
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(loader.tensor(prefix + "q_norm.weight", (shape.head_dim,)), shape.eps)
+            self.k_norm = RMSNorm(loader.tensor(prefix + "k_norm.weight", (shape.head_dim,)), shape.eps)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        q_heads, kv_heads = self.shape.num_local_heads, self.shape.num_local_kv_heads
+        qkv = self.qkv(x).view(len(x), q_heads + 2 * kv_heads, self.shape.head_dim)
+        qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, :q_heads]), self.k_norm(qk[:, q_heads:])), 1)
+        qk = rotate(qk, cos, sin)
+        kv = torch.stack((qk[:, q_heads:], v), 1)
+        return self.out(attend(self.index, qk[:, :q_heads], kv))
+
+
+class FeedForward:
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, shape: LlamaShape, loader: Loader, group: RankGroup, prefix: str) -> None:
+        size = (shape.ffn_size, shape.hidden_size)
+        gate = loader.tensor(prefix + "gate_proj.weight", size, shape.ffn)
+        up = loader.tensor(prefix + "up_proj.weight", size, shape.ffn)
+        self.gate_up = ColumnLinear(torch.cat((gate, up)))
+        self.down = RowLinear(loader.tensor(prefix + "down_proj.weight", size[::-1], shape.ffn, 1).contiguous(), group)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+def _qkv(shape: LlamaShape, loader: Loader, prefix: str) -> tuple[Tensor, Tensor | None]:
+    """This rank's rows of q, k and v stacked, and their bias if the family has one."""
+    weights, biases = [], []
+    for name, heads, part in (
+        ("q_proj", shape.num_heads, shape.q_part()),
+        ("k_proj", shape.num_kv_heads, shape.kv_part()),
+        ("v_proj", shape.num_kv_heads, shape.kv_part()),
+    ):
+        size = (heads * shape.head_dim, shape.hidden_size)
+        weights.append(loader.tensor(f"{prefix}{name}.weight", size, part))
+        if shape.qkv_bias:
+            biases.append(loader.tensor(f"{prefix}{name}.bias", size[:1], part))
+    return torch.cat(weights), torch.cat(biases) if biases else None

@@ -1,0 +1,83 @@
+"""Which architectures are served, and by which class. The only place that names them."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from specray.config import EngineConfig
+from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
+from specray.models.llama import Llama
+from specray.models.loading import Loader
+from specray.ops.attention import torch_dtype
+
+MODELS = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Llama,
+    "Qwen2ForCausalLM": Llama,
+    "Qwen3ForCausalLM": Llama,
+}
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """The checkpoint's config.json. ConfigError for an architecture we do not serve."""
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    names = _architectures(config)
+    if not names or names[0] not in MODELS:
+        raise ConfigError(f"{folder}: architectures={names} is not supported; served are {', '.join(MODELS)}")
+    for option in ("mlp_bias", "attention_out_bias"):
+        if getattr(config, option, False):
+            raise ConfigError(f"{folder}: config.json sets {option}, which no served architecture uses")
+    return config
+
+
+def context_length(config: PretrainedConfig, wanted: int | None) -> int:
+    """Longest prompt + output: the wanted one if the checkpoint allows it, else the checkpoint's own.
+
+    A sliding window is treated as the context's end: inside it attention is full, so output is exact.
+    """
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    longest = min(config.max_position_embeddings, window or config.max_position_embeddings)
+    if wanted is not None and wanted > longest:
+        raise ConfigError(
+            f"context_length={wanted} is more than the {longest} positions the checkpoint supports; "
+            f"set context_length <= {longest} or leave it out"
+        )
+    return wanted or longest
+
+
+def resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """The type to compute in. auto: the checkpoint's; bfloat16 for a float32 one where the hardware has it."""
+    if name != "auto":
+        return torch_dtype(name)
+    stored = config.dtype or torch.float32
+    assert isinstance(stored, torch.dtype)
+    if stored is torch.float32 and _has_bfloat16(device):
+        return torch.bfloat16
+    return stored
+
+
+def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: torch.device, progress: bool) -> Llama:
+    """The target's part of this rank, ready to run."""
+    model_config = load_config(folder)
+    num_kv_heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+    if group.size > num_kv_heads:
+        raise ConfigError(f"tp_size={group.size} is more than the model's {num_kv_heads} KV heads; lower tp_size")
+    dtype = resolve_dtype(config.dtype, model_config, device)
+    loader = Loader(folder, config.load_format, dtype, device, progress and group.leads)
+    try:
+        positions = context_length(model_config, config.context_length)
+        return MODELS[_architectures(model_config)[0]](model_config, loader, group, positions)
+    finally:
+        loader.close()
+
+
+def _architectures(config: PretrainedConfig) -> list[str]:
+    return list(config.architectures or [])
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    return bool(torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.ops.mkldnn._is_mkldnn_bf16_supported())

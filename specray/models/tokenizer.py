@@ -1,0 +1,267 @@
+"""The tokenizer of a model folder: loading it, its end tokens, and chat messages turned into token ids.
+
+What lives here: the rule that only the template may write special tokens, never a message. Not here: incremental
+decoding (`specray.engine.detokenizer`), checks of a request's shape (the server's).
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from jinja2 import TemplateError
+from tokenizers import Encoding, Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from specray.errors import ConfigError, InvalidRequestError
+
+Message = Mapping[str, Any]
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The folder's tokenizer. Nothing is fetched, and no code of the folder is run."""
+    try:
+        loaded = _load(folder)
+    except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot parse
+        raise ConfigError(
+            f"no usable tokenizer in {folder}: {error}; a model folder needs tokenizer.json (or tokenizer.model and "
+            "the package sentencepiece)"
+        ) from error
+    if not isinstance(loaded, PreTrainedTokenizerFast):
+        raise ConfigError(f"the tokenizer in {folder} is a {type(loaded).__name__}, not a fast one; add tokenizer.json")
+    loaded.backend_tokenizer.no_truncation()  # some files ask for these; a prompt is never cut silently
+    loaded.backend_tokenizer.no_padding()
+    return loaded
+
+
+def eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Tokens that end a text: those of generation_config.json, config.json and the tokenizer together."""
+    claimed: list[Any] = [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        claimed += value if isinstance(value, list) else [value]
+    ids = [token for token in claimed if token is not None]
+    wrong = [token for token in ids if type(token) is not int or not 0 <= token < len(tokenizer)]
+    if wrong:
+        raise ConfigError(
+            f"eos_token_id {wrong} of {folder} is not in its vocabulary of {len(tokenizer)}; correct config.json"
+        )
+    return sorted(set(ids))
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add_generation_prompt: bool = True
+) -> list[int]:
+    """The chat template filled with `messages`, as token ids.
+
+    Equal to `tokenizer.apply_chat_template`, except that a special token written inside a message ("<|im_end|>")
+    stays plain text: nobody can forge the start or the end of a role. May run in any thread.
+    """
+    encoder = _ENCODERS.setdefault(tokenizer, _ChatEncoder(tokenizer.backend_tokenizer))
+    for name in _names(messages):
+        if encoder.mentions_special(name):
+            raise InvalidRequestError(f"{name!r} as a role or key of messages contains a special token", "messages")
+    text = _render(tokenizer, messages, add_generation_prompt)
+    marks = _template_marks(encoder, tokenizer, messages, add_generation_prompt, text)
+    if marks is not None:
+        return encoder.encode_marked(text, marks)
+    texts = _texts(messages)
+    if encoder.mentions_special("".join(texts)) or encoder.mentions_special("".join(t.strip() for t in texts)):
+        raise InvalidRequestError(
+            "a message contains a special token of the model as text, and this model's chat template rewrites messages "
+            "so that the two cannot be told apart; remove it from the message",
+            "messages",
+        )
+    return encoder.encode(text).ids
+
+
+def _load(folder: Path) -> object:
+    if (folder / "tokenizer.json").is_file():
+        # The generic class: AutoTokenizer takes seconds more for its imports and ends up reading the same file.
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    loaded: object = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return loaded
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__} instead of an object; fetch it again")
+    return content
+
+
+# ---- encoding ------------------------------------------------------------------------------------------------------
+
+
+class _Mark(NamedTuple):
+    """A special token in a text, without the blanks some of them swallow around themselves."""
+
+    token: int
+    start: int
+    end: int
+
+
+class _ChatEncoder:
+    """One tokenizer in two moods: special tokens recognised, or taken as the characters they are."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        # A copy: the switch is state of the tokenizer, and another thread may be encoding a template with it.
+        copy = Tokenizer.from_str(self._backend.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
+    def encode(self, text: str) -> Encoding:
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
+        except TypeError as error:
+            raise InvalidRequestError("a message is not valid Unicode (a lone surrogate)", "messages") from error
+
+    def mentions_special(self, text: str) -> bool:
+        return not self._special_ids.isdisjoint(self.encode(text).ids)
+
+    def marks(self, encoding: Encoding, text: str, shift: int = 0) -> list[_Mark]:
+        """The special tokens of an encoded text, `shift` characters further on."""
+        found = []
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token in self._special_ids:
+                covered = text[start:end]
+                left, right = len(covered) - len(covered.lstrip()), len(covered) - len(covered.rstrip())
+                found.append(_Mark(token, start + left + shift, end - right + shift))
+        return found
+
+    def encode_marked(self, text: str, marks: list[_Mark]) -> list[int]:
+        """Token ids with special tokens at `marks` and nowhere else."""
+        whole = self.encode(text)
+        if self.marks(whole, text) == marks:
+            return whole.ids
+        ids, position = [], 0
+        for mark in marks:
+            ids += [*self._plain.encode(text[position : mark.start], add_special_tokens=False).ids, mark.token]
+            position = mark.end
+        return ids + self._plain.encode(text[position:], add_special_tokens=False).ids
+
+
+_ENCODERS: WeakKeyDictionary[PreTrainedTokenizerFast, _ChatEncoder] = WeakKeyDictionary()
+
+
+# ---- templates -----------------------------------------------------------------------------------------------------
+
+# What templates compare with constants: it cannot be replaced by a placeholder, so it must be free of special tokens.
+_NAMING_KEYS = ("role", "type")
+# What a template can raise when it meets messages it was not written for.
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    if not messages:
+        raise InvalidRequestError("messages is empty; a chat needs at least one", "messages")
+    if tokenizer.chat_template is None:
+        raise InvalidRequestError("this model has no chat template; use plain completions instead", "messages")
+    conversation: list[Any] = [dict(message) for message in messages]
+    try:
+        return str(
+            tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
+        )
+    except _TEMPLATE_ERRORS as error:
+        raise InvalidRequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+
+
+def _template_marks(
+    encoder: _ChatEncoder,
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    text: str,
+) -> list[_Mark] | None:
+    """The special tokens in `text` that the template itself wrote; None where its part cannot be told.
+
+    Found by rendering once more with a placeholder in every message: what is left between them is the template's.
+    """
+    texts: list[str] = []
+    placeholder = re.compile(f"\ue000{secrets.token_hex(8)}\\.(\\d+)\ue001")
+
+    def stand_in(content: str) -> str:
+        texts.append(content)
+        return placeholder.pattern.replace("\\.(\\d+)", f".{len(texts) - 1}")
+
+    try:
+        rendered = _render(tokenizer, _replaced(messages, stand_in), add_generation_prompt)
+    except InvalidRequestError:  # the template looks into contents and dislikes placeholders
+        return None
+    pieces = placeholder.split(rendered)
+    starts = _literal_starts(text, pieces[::2], [texts[int(index)] for index in pieces[1::2]])
+    if starts is None:
+        return None
+    literals = zip(pieces[::2], starts, strict=True)
+    return [mark for literal, start in literals for mark in encoder.marks(encoder.encode(literal), literal, start)]
+
+
+def _literal_starts(text: str, literals: list[str], contents: list[str]) -> list[int] | None:
+    """Where each literal begins if `text` is literals and contents in turn, contents possibly trimmed; else None."""
+    if not text.startswith(literals[0]):
+        return None
+    starts = [0]
+    position = len(literals[0])
+    for content, literal in zip(contents, literals[1:], strict=True):
+        variants = (content, content.strip(), content.lstrip(), content.rstrip())
+        fitting = next((v for v in variants if text.startswith(v + literal, position)), None)
+        if fitting is None:
+            return None
+        starts.append(position + len(fitting))
+        position = starts[-1] + len(literal)
+    return starts if position == len(text) else None
+
+
+def _replaced(value: Any, change: Callable[[str], str], key: object = None) -> Any:
+    """A copy with `change` applied to every text a user may choose; empty ones stay, for templates test for them."""
+    if isinstance(value, str):
+        return change(value) if value and key not in _NAMING_KEYS else value
+    if isinstance(value, Mapping):
+        return {name: _replaced(inner, change, name) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(inner, change, key) for inner in value]
+    return value
+
+
+def _texts(messages: Sequence[Message]) -> list[str]:
+    found: list[str] = []
+
+    def note(text: str) -> str:
+        found.append(text)
+        return text
+
+    _replaced(messages, note)
+    return found
+
+
+def _names(value: Any, key: object = None) -> Iterator[str]:
+    """Strings that reach the template as they are: roles, types and keys."""
+    if isinstance(value, str) and key in _NAMING_KEYS:
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield str(name)
+            yield from _names(inner, name)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _names(inner, key)

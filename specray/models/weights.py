@@ -1,0 +1,170 @@
+"""Reading tensors by name from a model folder: safetensors or .bin, one file or many.
+
+What lives here: which files hold which tensor, and opening them lazily. Not here: what the tensors mean
+(`specray.models.llama`), GGUF (converted to safetensors by `gguf_files`).
+"""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from pickle import UnpicklingError
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specray.errors import ConfigError
+
+
+class WeightReader:
+    """Tensors of one checkpoint folder, read on demand; files are memory-mapped and opened once.
+
+    A tensor may outlive the reader: it keeps its own mapping alive.
+    """
+
+    def __init__(self, folder: Path, load_format: str = "auto") -> None:
+        self._folder = folder
+        self._shards: dict[str, _Shard] = {}
+        self._file_of = _files_by_tensor(folder, load_format, self._shards)
+
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
+
+    def get(self, name: str) -> Tensor:
+        file = self._file_of.get(name)
+        if file is None:
+            raise ConfigError(
+                f"the checkpoint in {self._folder} has no tensor {name!r} in {_listed(self._file_of)}; "
+                "the files are incomplete or config.json describes another model"
+            )
+        return _open(self._folder / file, self._shards).get(name)
+
+    def close(self) -> None:
+        self._shards.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Shard(Protocol):
+    """One open file of tensors."""
+
+    def names(self) -> Collection[str]: ...
+
+    def get(self, name: str) -> Tensor: ...
+
+
+class _SafetensorsShard:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        opener: Any = safe_open  # untyped in its package
+        try:
+            self._file = opener(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{path} is not a readable safetensors file ({error}); delete it and fetch it again"
+            ) from error
+        self._names: frozenset[str] = frozenset(self._file.keys())
+
+    def names(self) -> Collection[str]:
+        return self._names
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise _not_in_shard(name, self._path)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+
+class _BinShard:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            # weights_only: a .bin is a pickle, and only this mode refuses to run what it names.
+            loaded: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"{path} cannot be read as plain tensors ({reason}); only zip-format files with nothing but tensors "
+                "are accepted: save the model again as safetensors"
+            ) from error
+        entries = loaded.items() if isinstance(loaded, dict) else ()
+        self._tensors = {name: value for name, value in entries if isinstance(value, Tensor)}
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise _not_in_shard(name, self._path)
+        return self._tensors[name]
+
+
+_LAYOUTS = {  # load_format: (index, usual single file, pattern of a single file)
+    "safetensors": ("model.safetensors.index.json", "model.safetensors", "*.safetensors"),
+    "bin": ("pytorch_model.bin.index.json", "pytorch_model.bin", "*.bin"),
+}
+
+
+def _files_by_tensor(folder: Path, load_format: str, shards: dict[str, _Shard]) -> dict[str, str]:
+    formats = {"auto": ("safetensors", "bin"), "gguf": ("safetensors",)}.get(load_format, (load_format,))
+    for name in formats:
+        index, usual, pattern = _LAYOUTS[name]
+        if (folder / index).is_file():
+            return _read_index(folder / index)
+        file = _single_file(folder, usual, pattern)
+        if file is not None:
+            return dict.fromkeys(_open(folder / file, shards).names(), file)
+    wanted = " or ".join(f"{_LAYOUTS[name][1]} (or {_LAYOUTS[name][0]})" for name in formats)
+    raise ConfigError(
+        f"no weights in {folder} for load_format={load_format}: expected {wanted}; "
+        "fetch the weight files or choose the load_format of those that are there"
+    )
+
+
+def _single_file(folder: Path, usual: str, pattern: str) -> str | None:
+    if (folder / usual).is_file():
+        return usual
+    files = sorted(path.name for path in folder.glob(pattern))
+    return files[0] if len(files) == 1 else None
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        weight_map: dict[str, str] = {str(name): str(file) for name, file in content["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not a readable index (no map from tensors to files): {error!r}; fetch it again"
+        ) from error
+    for file in sorted(set(weight_map.values())):
+        # A file name out of an index is data: it must not lead out of the folder.
+        if Path(file).name != file or not (path.parent / file).is_file():
+            raise ConfigError(
+                f"{path} names the file {file!r}, which is not in {path.parent}; fetch the missing weight files"
+            )
+    return weight_map
+
+
+def _open(path: Path, shards: dict[str, _Shard]) -> _Shard:
+    shard = shards.get(path.name)
+    if shard is None:
+        shard = _SafetensorsShard(path) if path.suffix == ".safetensors" else _BinShard(path)
+        shards[path.name] = shard
+    return shard
+
+
+def _not_in_shard(name: str, path: Path) -> ConfigError:
+    return ConfigError(f"the index puts the tensor {name!r} into {path}, but it is not there; fetch that file again")
+
+
+def _listed(file_of: dict[str, str]) -> str:
+    files = sorted(set(file_of.values()))
+    return ", ".join(files) if len(files) <= 4 else f"{files[0]} … {files[-1]} ({len(files)} files)"

@@ -1,0 +1,62 @@
+"""The tree is a type: candidate continuations of a batch of requests, and what follows from their shape.
+
+Plain decoding is a tree of one node, a chain a tree with one branch. Not here: how trees are made
+(drafters) or judged (`verifier`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROOT = 0
+NONE = -1  # token and parent of what is not a node
+
+
+class RowTree(NamedTuple):
+    """One request's tree as lists, root included; parents[0] == -1 and parents[i] < i."""
+
+    tokens: list[int]
+    parents: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTree:
+    """Candidate continuations of B requests; node 0 of each is its last known token."""
+
+    tokens: Tensor  # int64 [B, N], -1 past a row's nodes
+    parents: Tensor  # int64 [B, N], parents[:, 0] == -1, parents[:, i] < i, -1 past a row's nodes
+    num_nodes: list[int]  # B counts, the root included
+
+    @classmethod
+    def of(cls, rows: Sequence[RowTree]) -> "DraftTree":
+        """Pad rows to the widest one."""
+        width = max((len(row.tokens) for row in rows), default=1)
+        tokens = [row.tokens + [NONE] * (width - len(row.tokens)) for row in rows]
+        parents = [row.parents + [NONE] * (width - len(row.parents)) for row in rows]
+        shape = (len(rows), width)
+        return cls(
+            torch.tensor(tokens, dtype=torch.int64).view(shape),
+            torch.tensor(parents, dtype=torch.int64).view(shape),
+            [len(row.tokens) for row in rows],
+        )
+
+    def rows(self) -> list[RowTree]:
+        """The rows as lists: a copy to the host."""
+        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        return [RowTree(t[:n], p[:n]) for t, p, n in zip(tokens, parents, self.num_nodes, strict=True)]
+
+    def ancestors(self) -> Tensor:
+        """bool [B, N, N]: entry [b, i, j] says that j is i or an ancestor of i. Past a row's nodes: only itself."""
+        size = self.tokens.shape[1]
+        eye = torch.eye(size, dtype=torch.float32, device=self.tokens.device)
+        reach = eye + torch.nn.functional.one_hot(self.parents + 1, size + 1)[..., 1:].float()
+        for _ in range((size - 1).bit_length()):  # paths of length 1, 2, 4, …: squaring doubles them
+            reach = (reach @ reach).clamp_(max=1.0)
+        return reach > 0
+
+    def depths(self) -> Tensor:
+        """int64 [B, N]: edges between a node and its root."""
+        return self.ancestors().sum(-1) - 1

@@ -1,0 +1,64 @@
+"""The KV pool of one rank: how many blocks fit, where they lie, and how an accepted path becomes a prefix."""
+
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from specray.config import EngineConfig
+from specray.errors import ConfigError
+from specray.ops.attention import move_kv
+
+
+class KVCache:
+    """Pool [layers, slots, 2, kv_heads, dim]. Block 0 is never written: padding reads its zeros."""
+
+    def __init__(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int, page_size: int,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        shape = (num_layers, num_blocks * page_size, 2, num_kv_heads, head_dim)
+        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+
+    def commit(self, kv_slots: np.ndarray, root: int, path: Sequence[int]) -> None:
+        """Keep one row's accepted path: node n was written at position root + n and belongs at root + depth."""
+        moved = [(root + node, root + depth) for depth, node in enumerate(path) if node != depth]
+        if moved:
+            source, target = torch.from_numpy(kv_slots[np.array(moved)]).to(self.pool.device).unbind(-1)
+            move_kv(self.pool, source, target)
+
+
+def count_blocks(config: EngineConfig, bytes_per_token: int, context_length: int, device: torch.device) -> int:
+    """Blocks of this rank's pool, the null block included: `max_total_tokens`, or what memory leaves after the weights.
+
+    Never more than all running requests could use. ConfigError if not even one block fits.
+    """
+    useful = config.max_running_requests * (context_length + config.page_size)
+    if config.max_total_tokens is not None:
+        return config.max_total_tokens // config.page_size + 1
+    total, used = _memory(device)
+    fraction = config.mem_fraction_static or (0.85 if device.type == "cuda" else 0.4)
+    room = int(total * fraction) - used
+    tokens = min(room // bytes_per_token, useful)
+    if tokens < config.page_size:
+        raise ConfigError(
+            f"mem_fraction_static={fraction} of {total / 2**30:.1f} GiB leaves {room / 2**30:.2f} GiB for the KV pool "
+            f"after {used / 2**30:.1f} GiB already in use, less than one block of {config.page_size} tokens; raise "
+            "mem_fraction_static, take a smaller dtype or set max_total_tokens"
+        )
+    return tokens // config.page_size + 1
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """(total, used) bytes of the device; on CPU the machine's or the container's limit, and this process's peak."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total, total - free
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,45 @@
+"""Executor for one rank in this process: no Ray, no sockets."""
+
+from collections import deque
+
+from specray.config import EngineConfig
+from specray.engine.executor import Capacity
+from specray.errors import ConfigError
+from specray.models.llama import Llama
+from specray.spec_decode.drafter import Drafter
+from specray.step import StepPlan, StepResult
+from specray.worker.worker import Worker
+
+
+class LocalExecutor:
+    """Runs a plan when it is submitted and drafts for the next one at once."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: bool = False,
+        drafter: Drafter | None = None,
+        model: Llama | None = None,
+    ) -> None:
+        if config.tp_size != 1:
+            raise ConfigError(
+                f"tp_size={config.tp_size} needs a process per rank, which an in-process engine does not start; "
+                "set tp_size=1 or serve it with `serve run`"
+            )
+        self.worker = Worker(config, progress=progress, drafter=drafter, model=model)
+        self._results: deque[StepResult] = deque()
+
+    @property
+    def capacity(self) -> Capacity:
+        return self.worker.capacity
+
+    def submit(self, plan: StepPlan) -> None:
+        self._results.append(self.worker.execute(plan))
+        self.worker.propose()
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def close(self) -> None:
+        self.worker.close()

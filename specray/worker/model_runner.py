@@ -1,0 +1,41 @@
+"""The target's forward: the model of this rank, its KV pool and its attention kernels.
+
+Not here: which rows run (`worker`), and what becomes of the logits (`specray.spec_decode.verifier`).
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specray.config import EngineConfig
+from specray.layers.parallel import RankGroup
+from specray.models.llama import Llama
+from specray.models.registry import context_length, load_config, load_model
+from specray.ops.attention import make_backend
+from specray.worker.input_batch import InputBatch
+from specray.worker.kv_cache import KVCache, count_blocks
+
+
+class ModelRunner:
+    """One rank of the target. `model` may be one that is already loaded, to serve it twice in a process."""
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, group: RankGroup, device: torch.device,
+        progress: bool = False, model: Llama | None = None,
+    ) -> None:  # fmt: skip
+        self.device = device
+        self.model = model or load_model(folder, config, group, device, progress)
+        self.context_length = context_length(load_config(folder), config.context_length)
+        shape, dtype = self.model.shape, self.model.embedding.weight.dtype
+        token_bytes = shape.num_layers * 2 * shape.num_local_kv_heads * shape.head_dim * dtype.itemsize
+        self.num_blocks = group.smallest(count_blocks(config, token_bytes, self.context_length, device))
+        self.kv = KVCache(
+            shape.num_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size, dtype, device
+        )
+        self._attention = make_backend(config.attention_backend, self.kv.pool, shape.num_local_heads)
+
+    def forward(self, batch: InputBatch) -> tuple[Tensor, Tensor]:
+        """(final hidden states [T, hidden], float32 logits of the trees' nodes [nodes, V])."""
+        hidden = self.model(batch.token_ids, batch.positions, self._attention.plan(batch.attention))
+        return hidden, self.model.logits(hidden.index_select(0, batch.node_index))

@@ -1,0 +1,148 @@
+"""One rank of the target: executes plans, and has the drafter prepare the next step's trees.
+
+`execute` is the whole speculative step. Rank 0 decides what is verified and what is emitted and tells
+the other ranks, so ranks cannot diverge; a follower runs the same code on what it is told.
+"""
+
+import logging
+import time
+from typing import Any
+
+import msgpack
+import torch
+
+from specray.config import EngineConfig
+from specray.engine.executor import Capacity
+from specray.layers.parallel import RankGroup
+from specray.models.files import resolve_model
+from specray.models.llama import Llama
+from specray.models.tokenizer import eos_token_ids, load_tokenizer
+from specray.spec_decode import make_drafter
+from specray.spec_decode.draft_tree import DraftTree, RowTree
+from specray.spec_decode.drafter import Drafter, DraftSource, InlineDrafts, ProposeContext
+from specray.spec_decode.verifier import Verdict, verify
+from specray.step import RowResult, StepPlan, StepResult, StepTimes, pack, unpack_plan
+from specray.worker.input_batch import InputBatch, build_batch, count_known, sampling_rows
+from specray.worker.model_runner import ModelRunner
+from specray.worker.request_state import Row, RowTable
+
+logger = logging.getLogger(__name__)
+
+NOT_A_NUMBER = "the model's output for this request is not a number (NaN or infinity); the request cannot go on"
+
+
+class Worker:
+    """Rank `rank` of `world_size`. Rank 0 is driven by `execute` and `propose`, the others by `follow`.
+
+    `drafter` replaces the configured one (tests); `model` is an already loaded target to share.
+    """
+
+    def __init__(
+        self, config: EngineConfig, rank: int = 0, world_size: int = 1, init_method: str | None = None,
+        progress: bool = False, drafter: Drafter | None = None, model: Llama | None = None,
+    ) -> None:  # fmt: skip
+        device = _device(config, rank)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
+        self._group = RankGroup(rank, world_size, init_method, device)
+        self._runner = ModelRunner(config, folder, self._group, device, progress, model)
+        vocab_size = self._runner.model.shape.vocab_size
+        self._rows = RowTable(config.page_size, vocab_size, device)
+        drafter = drafter or (make_drafter(config.speculative) if self._group.leads else None)
+        self._drafts: DraftSource = InlineDrafts(drafter)
+        self._context = ProposeContext([])
+        self.capacity = Capacity(
+            num_blocks=self._runner.num_blocks,
+            max_draft_tokens=self._drafts.max_draft_tokens,
+            context_length=self._runner.context_length,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids(folder, load_tokenizer(folder)),
+        )
+
+    @property
+    def model(self) -> Llama:
+        return self._runner.model
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step: target forward over known tokens and draft trees, verify, keep the accepted path."""
+        if self._group.size > 1:
+            self._group.broadcast_bytes(pack(plan))
+        return self._execute(plan)
+
+    def propose(self) -> None:
+        """Draft for the next step; called when the step's result is on its way to the host."""
+        self._drafts.submit(self._context)
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Ranks above 0: run rank 0's plans until the group breaks."""
+        while True:
+            self._execute(unpack_plan(self._group.broadcast_bytes(None)))
+
+    def close(self) -> None:
+        self._group.close()
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        start = time.perf_counter()
+        rows = self._rows.apply(plan)
+        self._drafts.release(plan.freed_slots)
+        if not rows:
+            return StepResult(plan.step_id, [], StepTimes(time.perf_counter() - start, 0.0, 0.0, 0.0))
+        batch = self._build(plan, rows)
+        draft_seconds = self._drafts.seconds
+        prepared = time.perf_counter()
+        hidden, logits = self._runner.forward(batch)
+        is_sound = hidden.index_select(0, batch.last_index).isfinite().all(-1).tolist()  # also waits for the device
+        forwarded = time.perf_counter()
+        verdicts = dict(zip(batch.sampling, self._verify(batch, logits), strict=True))
+        results = [self._commit(batch, i, verdicts.get(i), is_sound[i]) for i in range(len(rows))]
+        self._context = ProposeContext([rows[i].draft_row() for i in batch.sampling if not verdicts[i].is_broken])
+        verified = time.perf_counter()
+        times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
+        return StepResult(plan.step_id, results, times)
+
+    def _build(self, plan: StepPlan, rows: list[Row]) -> InputBatch:
+        num_known = count_known(plan.rows, rows)
+        sampling = sampling_rows(rows, num_known)
+        roots = [(rows[i].slot, rows[i].token_ids[-1]) for i in sampling]
+        limits = [plan.rows[i].max_draft_tokens for i in sampling]
+        trees = self._agree(self._drafts.collect(roots, limits).rows() if self._group.leads else None)
+        tree = DraftTree.of([RowTree(*row) for row in trees])
+        return build_batch(rows, num_known, sampling, tree, self._runner.device)
+
+    def _verify(self, batch: InputBatch, logits: torch.Tensor) -> list[Verdict]:
+        rows = batch.sampling_rows()
+        samplers, lengths = [row.sampler for row in rows], [len(row.token_ids) for row in rows]
+        verdicts = verify(logits, batch.tree, samplers, lengths) if self._group.leads else None
+        return [Verdict(*verdict) for verdict in self._agree(verdicts)]
+
+    def _commit(self, batch: InputBatch, index: int, verdict: Verdict | None, is_sound: bool) -> RowResult:
+        """Make a row's accepted path its own: KV, length and tokens."""
+        row = batch.rows[index]
+        if not is_sound or (verdict is not None and verdict.is_broken):
+            return RowResult(row.slot, [], 0, None, NOT_A_NUMBER)
+        row.num_computed_tokens += batch.num_known[index]
+        if verdict is None:
+            return RowResult(row.slot, [], 0, None, None)
+        self._runner.kv.commit(row.kv_slots, row.num_computed_tokens - 1, verdict.path)
+        row.num_computed_tokens += len(verdict.path) - 1
+        row.token_ids += verdict.token_ids
+        num_drafts = batch.tree.num_nodes[batch.sampling.index(index)] - 1
+        return RowResult(row.slot, verdict.token_ids, num_drafts, verdict.logprobs, None)
+
+    def _agree(self, value: Any) -> Any:
+        """Rank 0's value on every rank, as plain data."""
+        if self._group.size == 1:
+            return value
+        packed = msgpack.packb(value) if self._group.leads else None
+        return msgpack.unpackb(self._group.broadcast_bytes(packed))
+
+
+def _device(config: EngineConfig, rank: int) -> torch.device:
+    wants_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    if not wants_gpu:
+        return torch.device("cpu")
+    # Under Ray a rank sees its own GPU only; without it, ranks take the GPUs in order.
+    return torch.device("cuda", rank % torch.cuda.device_count())
