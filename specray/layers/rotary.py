@@ -28,9 +28,10 @@ class RotaryEmbedding:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, dim]; rolling by half swaps the pairs, and the sign is in `sin`."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate x [T, heads, dim] in place; rolling by half swaps the pairs, and the sign is in `sin`."""
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    x.mul_(cos).addcmul_(swapped, sin)
 
 
 def _frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float]:

@@ -4,9 +4,11 @@ What lives here: the order in which a name is looked up, and the only code of th
 network (for hub names, nothing else). Not here: what is inside the folder (`gguf_files`, `weights`, `tokenizer`).
 """
 
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from tqdm.asyncio import tqdm_asyncio
 
 from specray.config import EMBEDDED_MODEL
 from specray.errors import ConfigError
@@ -99,13 +101,15 @@ def _from_hub(model: str, revision: str | None, load_format: str, progress: bool
 def _download(model: str, revision: str | None, patterns: list[str], progress: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-    from tqdm import tqdm
 
-    bar = tqdm if progress else partial(tqdm, disable=True)
     try:
         return Path(
             snapshot_download(
-                model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_WANTED, tqdm_class=bar
+                model,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=_NOT_WANTED,
+                tqdm_class=None if progress else _SilentBar,
             )
         )
     except (HfHubHTTPError, HFValidationError, EntryNotFoundError, OSError) as error:
@@ -114,3 +118,10 @@ def _download(model: str, revision: str | None, patterns: list[str], progress: b
             f"model={model!r} (revision {revision or 'default'}) is neither a local path nor could it be fetched from "
             f"the Hugging Face hub: {reason}; check the name, the network and HF_TOKEN, or use {EMBEDDED_MODEL!r}"
         ) from error
+
+
+class _SilentBar(tqdm_asyncio):  # type: ignore[type-arg]  # generic only in its stubs
+    """A progress bar that shows nothing."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "disable": True})

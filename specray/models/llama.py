@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from specray.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
-from specray.layers.rotary import RotaryEmbedding, rotate
+from specray.layers.rotary import RotaryEmbedding, rotate_
 from specray.models.loading import Loader
 from specray.ops.attention import Attend
 
@@ -146,12 +146,12 @@ class Attention:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q_heads, kv_heads = self.shape.num_local_heads, self.shape.num_local_kv_heads
         qkv = self.qkv(x).view(len(x), q_heads + 2 * kv_heads, self.shape.head_dim)
-        qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :q_heads]), self.k_norm(qk[:, q_heads:])), 1)
-        qk = rotate(qk, cos, sin)
-        kv = torch.stack((qk[:, q_heads:], v), 1)
-        return self.out(attend(self.index, qk[:, :q_heads], kv))
+            qkv[:, :q_heads] = self.q_norm(qkv[:, :q_heads])
+            qkv[:, q_heads:-kv_heads] = self.k_norm(qkv[:, q_heads:-kv_heads])
+        rotate_(qkv[:, :-kv_heads], cos, sin)
+        q, kv = qkv[:, :q_heads], qkv[:, q_heads:].view(len(x), 2, kv_heads, -1)
+        return self.out(attend(self.index, q, kv))
 
 
 class FeedForward:

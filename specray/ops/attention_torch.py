@@ -25,7 +25,8 @@ class _Group:
     num_queries: int
     queries: Tensor | None  # int64 [B * Q] into the flattened batch; None: all of it, unpadded
     written: Tensor | None  # int64 [T of the group] into [B * Q]: the queries that are not padding
-    keys: Tensor | slice  # pool slots, int64 [B * K], or one row's slots where they lie in a piece
+    keys: Tensor | None  # pool slots, int64 [B * K]; None: `views` already are the row's KV
+    views: list[tuple[Tensor, Tensor]]  # per layer (k, v) [1, kv_heads, K, dim] of one row whose KV lies in a piece
     mask: Tensor | None  # additive [B, 1, heads per group * Q, K]; None: everything is visible
 
 
@@ -42,32 +43,47 @@ class TorchAttention:
         slot_mapping = rows.slot_mapping
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-            pool = self._pool[layer]
-            pool.index_copy_(0, slot_mapping, kv)
+            self._pool[layer].index_copy_(0, slot_mapping, kv)
             if len(groups) == 1 and groups[0].queries is None:
-                return self._attend(pool, q, groups[0]).flatten(1)
+                return self._attend(layer, q, groups[0]).flatten(1)
             out = torch.empty_like(q)
             for group in groups:
-                assert group.queries is not None
-                padded = self._attend(pool, q[group.queries], group)
-                if group.written is None:
-                    out[group.queries] = padded
-                else:
-                    out[group.queries[group.written]] = padded[group.written]
+                self._scatter(out, self._attend(layer, q[group.queries], group), group)
             return out.flatten(1)
 
         return attend
 
-    def _attend(self, pool: Tensor, q: Tensor, group: _Group) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, group: _Group) -> Tensor:
         """[B * Q, heads, dim] of a group's padded queries `q`."""
         size, num_queries = group.size, group.num_queries
         shape = (size, num_queries, self._num_kv_heads, self._fold, self._head_dim)
         folded = q.view(shape).permute(0, 2, 3, 1, 4).reshape(size, self._num_kv_heads, -1, self._head_dim)
-        kv = pool[group.keys] if isinstance(group.keys, slice) else pool.index_select(0, group.keys)
-        k, v = kv.view(size, -1, *kv.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
+        k, v = self._gather(layer, group.keys, size) if group.keys is not None else group.views[layer]
         out = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
         unfolded = out.view(size, self._num_kv_heads, self._fold, num_queries, -1).permute(0, 3, 1, 2, 4)
         return unfolded.reshape(size * num_queries, -1, self._head_dim)
+
+    def _gather(self, layer: int, keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """(k, v) [B, kv_heads, K, dim] copied out of the pool."""
+        kv = self._pool[layer].index_select(0, keys)
+        k, v = kv.view(size, -1, *kv.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
+        return k, v
+
+    def _views(self, slots: np.ndarray) -> list[tuple[Tensor, Tensor]]:
+        """Every layer's (k, v) of one row without a copy, if its slots are consecutive; else nothing."""
+        first, last = int(slots[0]), int(slots[-1])
+        if last - first + 1 != len(slots) or not np.all(np.diff(slots) == 1):
+            return []
+        k, v = self._pool[:, first : last + 1].permute(2, 0, 3, 1, 4)[:, :, None].unbind()
+        return list(zip(k.unbind(), v.unbind(), strict=True))
+
+    def _scatter(self, out: Tensor, padded: Tensor, group: _Group) -> None:
+        """Put a group's results back into the flattened batch, padding left out."""
+        assert group.queries is not None
+        if group.written is None:
+            out[group.queries] = padded
+        else:
+            out[group.queries[group.written]] = padded[group.written]
 
     def _group(self, rows: RaggedRows, members: list[int]) -> _Group:
         device = self._pool.device
@@ -84,18 +100,20 @@ class TorchAttention:
             visible[i, :length, : len(slots)] = _visible(length, len(slots), rows.trees[r])
             visible[i, length:, 0] = True  # a padded query must see something
         whole = min(lens) == num_queries and sum(lens) == starts[-1]
+        views = self._views(keys[0]) if len(members) == 1 else []
         written = np.flatnonzero(np.arange(num_queries) < np.array(lens)[:, None])
         return _Group(
             size=len(members),
             num_queries=num_queries,
             queries=None if whole else torch.from_numpy(queries.ravel()).to(device),
             written=None if min(lens) == num_queries else torch.from_numpy(written).to(device),
-            keys=_as_slice(keys[0]) if len(members) == 1 else torch.from_numpy(keys.ravel()).to(device),
+            keys=None if views else torch.from_numpy(keys.ravel()).to(device),
+            views=views,
             mask=None if visible.all() else self._additive(visible),
         )
 
     def _additive(self, visible: np.ndarray) -> Tensor:
-        """0 where visible, else -inf, [B, 1, fold * Q, K] in the pool's type: a bool mask would be converted per layer."""
+        """0 where visible, else -inf, [B, 1, fold * Q, K]; in the pool's type, or each layer would convert it."""
         mask = np.where(visible, np.float32(0), np.float32(-np.inf))
         tensor = torch.from_numpy(mask).to(self._pool.device, self._pool.dtype)
         return tensor.repeat(1, self._fold, 1)[:, None]
@@ -115,10 +133,3 @@ def _visible(num_queries: int, num_keys: int, tree: np.ndarray | None) -> np.nda
         nodes = len(tree)
         visible[-nodes:, -nodes:] = tree
     return visible
-
-
-def _as_slice(slots: np.ndarray) -> slice | Tensor:
-    first = int(slots[0])
-    if len(slots) == int(slots[-1]) - first + 1 and np.all(np.diff(slots) == 1):
-        return slice(first, first + len(slots))  # a view: nothing is copied
-    return torch.from_numpy(slots)
