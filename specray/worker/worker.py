@@ -4,7 +4,7 @@
 the other ranks, so ranks cannot diverge; a follower runs the same code on what it is told.
 """
 
-import logging
+import os
 import time
 from typing import Any
 
@@ -26,8 +26,6 @@ from specray.worker.input_batch import InputBatch, build_batch, count_known, sam
 from specray.worker.model_runner import ModelRunner
 from specray.worker.request_state import Row, RowTable
 
-logger = logging.getLogger(__name__)
-
 NOT_A_NUMBER = "the model's output for this request is not a number (NaN or infinity); the request cannot go on"
 
 
@@ -42,8 +40,8 @@ class Worker:
         progress: bool = False, drafter: Drafter | None = None, model: Llama | None = None,
     ) -> None:  # fmt: skip
         device = _device(config, rank)
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        if device.type == "cpu":
+            torch.set_num_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
         folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
         self._group = RankGroup(rank, world_size, init_method, device)
         self._runner = ModelRunner(config, folder, self._group, device, progress, model)
