@@ -86,6 +86,7 @@ class Worker:
         start = time.perf_counter()
         rows = self._rows.apply(plan)
         self._drafts.release(plan.freed_slots)
+        self._context = ProposeContext([])  # of the last step; its rows may just have been freed
         if not rows:
             return StepResult(plan.step_id, [], StepTimes(time.perf_counter() - start, 0.0, 0.0, 0.0))
         batch = self._build(plan, rows)
