@@ -38,14 +38,6 @@ class AttentionBackend(Protocol):
         """Prepare what all layers of one step share."""
 
 
-def make_backend(name: str, pool: Tensor, num_heads: int) -> AttentionBackend:
-    """The one choice point of attention kernels; `name` is EngineConfig.attention_backend."""
-    from specray.ops.attention_torch import TorchAttention
-
-    assert name in ("auto", "torch"), name
-    return TorchAttention(pool, num_heads)
-
-
 def move_kv(pool: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy the KV of slots `source` to slots `target` (int64 [n]) in every layer; overlaps are safe."""
     pool[:, target] = pool[:, source]

@@ -12,7 +12,7 @@ from specray.config import EngineConfig
 from specray.layers.parallel import RankGroup
 from specray.models.llama import Llama
 from specray.models.registry import context_length, load_config, load_model
-from specray.ops.attention import make_backend
+from specray.ops.backends import make_backend
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache, count_blocks
 

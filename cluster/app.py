@@ -1,0 +1,57 @@
+"""What `serve run` imports: the application, built from its arguments.
+
+Not here: what the deployments do. Limits on their queues are here, because Serve's defaults have none.
+"""
+
+from ray import serve
+from ray.serve import Application
+
+from cluster.config import AppConfig
+from cluster.ingress import OpenAIIngress
+from cluster.placement import STRATEGY, bundles, uses_gpus
+from cluster.router import Router
+from specray.spec_decode import check_algorithm
+
+ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
+INGRESS_SLACK = 256  # requests that are being refused or answered without the engine
+HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # the ranks own the compute threads
+
+
+def build(args: AppConfig) -> Application:
+    """The application for a configuration, which Serve has validated against the annotation."""
+    check_algorithm(args.speculative)
+    return _ingress(args).bind(args, _router(args).bind(args))
+
+
+def _ingress(config: AppConfig) -> serve.Deployment:
+    """More requests than the engine admits may be open, so that the excess gets our 429 and not Serve's own."""
+    max_open = config.max_running_requests + config.max_queued_requests + INGRESS_SLACK
+    return serve.deployment(
+        name="OpenAIIngress",
+        num_replicas=config.server.num_ingress_replicas,
+        max_ongoing_requests=max_open,
+        max_queued_requests=max_open,
+        ray_actor_options={
+            "num_cpus": config.server.ingress_cpus,
+            "runtime_env": {"env_vars": HOST_ENVIRONMENT},
+        },
+        graceful_shutdown_timeout_s=10.0,
+    )(OpenAIIngress)
+
+
+def _router(config: AppConfig) -> serve.Deployment:
+    return serve.deployment(
+        name="Router",
+        max_ongoing_requests=ROUTER_MAX_CALLS,
+        logging_config={"enable_access_log": False},  # the ingress logs requests; calls between us are no news
+        ray_actor_options={
+            "num_cpus": config.server.router_cpus,
+            "runtime_env": {"env_vars": HOST_ENVIRONMENT},
+        },
+        placement_group_bundles=bundles(config, uses_gpus(config)),
+        placement_group_strategy=STRATEGY,
+        health_check_period_s=1.0,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=2.0,  # its streams never end by themselves
+    )(Router)

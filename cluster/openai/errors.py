@@ -1,0 +1,116 @@
+"""Errors as clients see them: OpenAI's JSON shape, the right status, nothing of our insides.
+
+What lives here: `ApiError`, how other exceptions become one, and the JSON response. Not here: when
+something is an error.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from specray.errors import InvalidRequestError, SpecRayError
+
+INTERNAL_MESSAGE = "the server failed on this request; it is logged there, try again"
+RETRY_AFTER_S = {429: 1, 503: 2}
+MAX_SHOWN = 80  # characters of a bad value that a message repeats
+
+_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    429: "queue_full",
+    500: "internal_error",
+    503: "service_unavailable",
+    504: "timeout",
+}
+
+
+class ApiError(Exception):
+    """A request's end in an error; `status` decides type, code and Retry-After unless given."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code or _CODES.get(status, "invalid_value")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        seconds = RETRY_AFTER_S.get(self.status)
+        return {} if seconds is None else {"retry-after": str(seconds)}
+
+
+def error_response(error: ApiError) -> Response:
+    """The error as a whole response."""
+    content = json.dumps(error.body)  # ASCII: the message may repeat text that is not valid Unicode
+    return Response(content, error.status, error.headers, "application/json")
+
+
+def from_engine(error: SpecRayError) -> ApiError:
+    """A named engine error under its status."""
+    return ApiError(error.status, str(error), getattr(error, "param", None))
+
+
+async def handle_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def handle_engine_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, SpecRayError)
+    return error_response(from_engine(error))
+
+
+async def handle_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    if not request.headers.get("content-type", "").startswith("application/json"):
+        return error_response(ApiError(400, "the body must be JSON; send the header Content-Type: application/json"))
+    return error_response(from_validation(error.errors()))
+
+
+async def handle_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = error_response(ApiError(error.status_code, _http_message(request, error)))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first of pydantic's errors, naming field, value seen and bound."""
+    first = errors[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidRequestError):
+        return from_engine(cause)
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {cause} at character {first['loc'][-1]}")
+    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "[key]"))
+    if not param:
+        return ApiError(400, f"the body must be a JSON object: {first['msg']}")
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is required", param)
+    return ApiError(400, f"{param}={shown(first['input'])}: {first['msg']}", param)
+
+
+def shown(value: object) -> str:
+    """A value as a message repeats it: its beginning."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+
+
+def _http_message(request: Request, error: HTTPException) -> str:
+    path = shown(request.scope["path"])
+    if error.status_code == 404:
+        return f"there is no route {path}; see /docs for the routes"
+    if error.status_code == 405:
+        return f"{request.method} is not allowed on {path}"
+    return str(error.detail)

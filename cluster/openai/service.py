@@ -1,0 +1,175 @@
+"""From a validated body to a running job and the reply it fills: what the routes call.
+
+Not here: HTTP itself (`app`, `streams`), shapes (`protocol`, `replies`).
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Response
+
+from cluster.client import NOT_READY, RouterClient
+from cluster.config import AppConfig
+from cluster.connections import RouterInfo
+from cluster.openai.errors import ApiError, shown
+from cluster.openai.protocol import Body, ChatRequest, CompletionRequest, GenerateRequest
+from cluster.openai.replies import ChatReply, CompletionReply, GenerateReply, Head, Reply
+from cluster.openai.streams import EventStream, whole
+from cluster.openai.tokenization import Tokenization
+from specray.engine.request import EngineRequest
+from specray.metrics import Snapshot
+from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
+
+IGNORED_FIELDS_HEADER = "x-specray-ignored-fields"
+
+Json = dict[str, Any]
+
+
+class Service:
+    """One ingress replica's work. `load` makes the tokenizer; it is called once a router is connected."""
+
+    def __init__(self, config: AppConfig, client: RouterClient, load: Callable[[], Tokenization]) -> None:
+        self.config = config
+        self._client = client
+        self._load = load
+        self._loading = asyncio.Lock()
+        self._tokenization: Tokenization | None = None
+        self._created = int(time.time())
+        digest = hashlib.sha256(config.engine.model_dump_json().encode()).hexdigest()
+        self._fingerprint = f"fp_{digest[:12]}"
+
+    async def chat(self, body: ChatRequest) -> Response:
+        self._check_model(body.model)
+        tokenization = await self._ready()
+        params = _seeded(body.sampling(self.config.server.default_max_tokens))
+        prompt = await asyncio.to_thread(tokenization.chat, body.messages)
+        head = self._head("chatcmpl", params)
+        reply = ChatReply(head, 1, params, tokenization.token, body.include_usage)
+        return await self._respond(body, [prompt], params, head, reply)
+
+    async def completion(self, body: CompletionRequest) -> Response:
+        self._check_model(body.model)
+        tokenization = await self._ready()
+        params = _seeded(body.sampling())
+        prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
+        head = self._head("cmpl", params)
+        reply = CompletionReply(head, len(prompts), params, tokenization.token, body.include_usage)
+        return await self._respond(body, prompts, params, head, reply)
+
+    async def generate(self, body: GenerateRequest) -> Response:
+        tokenization = await self._ready()
+        params = _seeded(body.sampling())
+        prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
+        head = self._head("gen", params)
+        is_list = body.prompt.is_batch or params.n > 1
+        reply = GenerateReply(head, len(prompts), params, tokenization.token, is_list)
+        return await self._respond(body, prompts, params, head, reply)
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError (503) unless a request would be served now."""
+        await self._ready()
+
+    async def stats(self) -> Snapshot:
+        return await self._client.stats()
+
+    def models(self) -> Json:
+        return {"object": "list", "data": [self.model(self.config.model_name)]}
+
+    def model(self, name: str) -> Json:
+        self._check_model(name)
+        info = self._client.info
+        return {
+            "id": self.config.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "specray",
+            "max_model_len": info.context_length if info else self.config.context_length,
+        }
+
+    def model_info(self) -> Json:
+        """SGLang's /get_model_info."""
+        info = self._info()
+        return {
+            "model_path": self.config.model,
+            "tokenizer_path": self.config.model,
+            "served_model_name": self.config.model_name,
+            "is_generation": True,
+            "max_model_len": info.context_length,
+            "vocab_size": info.vocab_size,
+            "eos_token_ids": info.eos_token_ids,
+        }
+
+    async def server_info(self) -> Json:
+        """SGLang's /server_info: every option in force, and the engine's state."""
+        info = self._info()
+        speculative = {f"speculative_{name}": value for name, value in self.config.speculative.model_dump().items()}
+        return {
+            **self.config.model_dump(exclude={"speculative"}),
+            **speculative,
+            "max_total_num_tokens": info.num_kv_tokens,
+            "max_draft_tokens": info.max_draft_tokens,
+            "internal_states": [await self.stats()],
+        }
+
+    async def _respond(
+        self,
+        body: ChatRequest | CompletionRequest | GenerateRequest,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        head: Head,
+        reply: Reply,
+    ) -> Response:
+        requests = _engine_requests(head.request_id, prompts, params, body.cache_salt or "")
+        limit = self.config.server.request_timeout_s
+        job = await self._client.submit(requests, min(body.timeout or limit, limit))
+        headers = _headers(body)
+        return EventStream(job, reply, headers) if body.stream else await whole(job, reply, headers)
+
+    async def _ready(self) -> Tokenization:
+        self._info()
+        async with self._loading:
+            if self._tokenization is None:
+                self._tokenization = await asyncio.to_thread(self._load)
+        return self._tokenization
+
+    def _info(self) -> RouterInfo:
+        if self._client.info is None:
+            raise ApiError(503, NOT_READY)
+        return self._client.info
+
+    def _head(self, prefix: str, params: SamplingParams) -> Head:
+        assert params.seed is not None
+        return Head(f"{prefix}-{uuid.uuid4().hex}", self.config.model_name, self._fingerprint, params.seed)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.config.model_name:
+            message = f"model={shown(name)} is not served here; use {self.config.model_name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    return params if params.seed is not None else replace(params, seed=fresh_seed())
+
+
+def _engine_requests(
+    request_id: str, prompts: list[list[int]], params: SamplingParams, cache_salt: str
+) -> list[EngineRequest]:
+    """One request per choice, in the order of `replies.empty_choices`."""
+    assert params.seed is not None
+    variants = [replace(params, seed=choice_seed(params.seed, index), n=1) for index in range(params.n)]
+    pairs = [(prompt, variant) for prompt in prompts for variant in variants]
+    return [
+        EngineRequest(f"{request_id}-{index}", prompt, variant, cache_salt)
+        for index, (prompt, variant) in enumerate(pairs)
+    ]
+
+
+def _headers(body: Body) -> Mapping[str, str]:
+    """Names are quoted into ASCII: they are the client's text."""
+    names = [ascii(name)[1:-1] for name in body.ignored_fields]
+    return {IGNORED_FIELDS_HEADER: ", ".join(names)} if names else {}

@@ -1,0 +1,72 @@
+"""From a job's outputs to HTTP: one JSON body, or server-sent events as the steps come in.
+
+What lives here: order, endings and failures of a reply. Not here: what a chunk looks like (`replies`).
+"""
+
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from cluster.client import Job
+from cluster.openai.errors import INTERNAL_MESSAGE, ApiError, from_engine
+from cluster.openai.replies import Reply, extend
+from specray.errors import SpecRayError
+
+DONE = b"data: [DONE]\n\n"
+
+logger = logging.getLogger(__name__)
+
+
+class EventStream(StreamingResponse):
+    """A reply as server-sent events. The job ends with the response, however that ends."""
+
+    def __init__(self, job: Job, reply: Reply, headers: Mapping[str, str]) -> None:
+        super().__init__(events(job, reply), headers=headers, media_type="text/event-stream")
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.close()
+
+
+async def whole(job: Job, reply: Reply, headers: Mapping[str, str]) -> Response:
+    """A reply as one JSON body."""
+    try:
+        async for index, output in job.outputs():
+            extend(reply.choices[index], output)
+    finally:
+        job.close()
+    return Response(dumps(reply.whole()), headers=dict(headers), media_type="application/json")
+
+
+async def events(job: Job, reply: Reply) -> AsyncIterator[bytes]:
+    """All events of a stream; after a failure an error event and no [DONE], so that no client takes it for whole."""
+    try:
+        if opening := reply.opening():
+            yield _encode(opening)
+        async for index, output in job.outputs():
+            choice = reply.choices[index]
+            extend(choice, output)
+            if chunks := reply.chunks(choice, output):
+                yield _encode(chunks)
+        yield _encode(reply.closing()) + DONE
+    except SpecRayError as error:
+        yield _encode([from_engine(error).body])
+    except Exception:
+        logger.exception("unexpected error in a stream")
+        yield _encode([ApiError(500, INTERNAL_MESSAGE).body])
+
+
+def dumps(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _encode(chunks: list[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + dumps(chunk) + b"\n\n" for chunk in chunks)

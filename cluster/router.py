@@ -1,0 +1,162 @@
+"""The host side of one engine as a Serve deployment: the step loop in a thread, its news to the ingresses.
+
+No HTTP and no tokenising in this process: a busy event loop would take the interpreter from the step
+thread. Not here: the engine (`specray.engine`), the ranks (`executor`), HTTP (`ingress`).
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+
+from cluster.config import AppConfig
+from cluster.connections import Connections, Item, Refusal, RouterInfo
+from cluster.executor import RayExecutor
+from cluster.metrics import RayExporter, log_line
+from specray.engine.async_engine import AsyncEngine
+from specray.engine.engine import Engine
+from specray.engine.request import EngineRequest
+from specray.errors import EngineDeadError, SpecRayError
+from specray.metrics import Snapshot
+from specray.models.files import resolve_model
+from specray.models.tokenizer import load_tokenizer
+from specray.outputs import RequestOutput
+
+LAST_NEWS_S = 0.5  # between telling the ingresses of a dead engine and leaving
+NOT_CONNECTED = "the engine was restarted; try again in a few seconds"
+
+logger = logging.getLogger("ray.serve")
+
+
+class Router:
+    """One replica is one engine. Every request ends in one output, or with its ingress's stream in an exception."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: AppConfig, leave: Callable[[int], object] = os._exit
+    ) -> None:
+        # A replica counts as started once this returns; a thread keeps its event loop free meanwhile.
+        self._config = config
+        self._leave = leave
+        self._death: str | None = None
+        self._executor, engine = await asyncio.to_thread(_start_engine, config)
+        self._loop = asyncio.get_running_loop()
+        self._engine = AsyncEngine(engine, self._deliver_from_thread)
+        self._connections = Connections(self._engine.abort, time.monotonic)
+        self._info = _info(config, engine)
+        self._engine.start()
+        self._keeper = asyncio.create_task(self._keep_house())
+        logger.info("engine ready: %s", self._info)
+
+    async def outputs(self, connection_id: str) -> AsyncIterator[Item]:
+        """One ingress replica's stream: who we are, then one item per step. Ends with an exception only."""
+        self._raise_if_dead()
+        async for item in self._connections.stream(connection_id, self._info):
+            yield item
+
+    async def submit(self, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
+        """Queue requests, all or none."""
+        if connection_id not in self._connections:
+            return Refusal(EngineDeadError.status, NOT_CONNECTED, None)
+        self._connections.add(connection_id, [request.request_id for request in requests])
+        for index, request in enumerate(requests):
+            try:
+                self._engine.submit(request)
+            except SpecRayError as error:
+                self._connections.remove(request.request_id for request in requests)
+                self._engine.abort([request.request_id for request in requests[:index]])
+                return Refusal(error.status, str(error), getattr(error, "param", None))
+        return None
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests nobody waits for any more; they get no further output."""
+        self._connections.remove(request_ids)
+        self._engine.abort(request_ids)
+
+    async def renew(self, connection_id: str) -> bool:
+        """An ingress says that it lives; False if its connection is gone."""
+        return self._connections.renew(connection_id)
+
+    async def stats(self) -> Snapshot:
+        return self._engine.stats()
+
+    async def check_health(self) -> None:
+        """Serve asks every second and replaces the replica when this raises."""
+        self._raise_if_dead()
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    def _die(self, reason: str) -> None:
+        """End every stream with an error and leave: Serve replaces a gone replica sooner than an unhealthy one."""
+        if self._death is not None:
+            return
+        self._death = reason
+        logger.error("the engine died: %s; this replica leaves", reason)
+        self._connections.fail(EngineDeadError(reason))
+        self._loop.call_later(LAST_NEWS_S, self._leave, 1)
+
+    def _deliver_from_thread(self, outputs: list[RequestOutput]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, outputs, self._engine.error)
+
+    def _deliver(self, outputs: list[RequestOutput], engine_error: str | None) -> None:
+        if engine_error is None:
+            self._connections.deliver(outputs)
+        else:
+            self._die(engine_error)
+
+    async def _keep_house(self) -> None:
+        exporter = RayExporter()
+        reporter = LogReporter(self._config.server.log_interval_s, self._info.num_kv_tokens, time.monotonic)
+        reporter.report(self._engine.stats())
+        while True:
+            await asyncio.sleep(self._config.server.metrics_interval_s)
+            snapshot = self._engine.stats()
+            exporter.export(snapshot)
+            reporter.report(snapshot)
+            self._connections.expire(self._config.server.lease_s)
+            if failure := self._engine.error or self._executor.failure():
+                self._die(failure)
+
+
+class LogReporter:
+    """Writes one line per interval in which something happened."""
+
+    def __init__(self, interval_s: float, num_kv_tokens: int, clock: Callable[[], float]) -> None:
+        self._interval_s = interval_s
+        self._num_kv_tokens = num_kv_tokens
+        self._clock = clock
+        self._last: tuple[float, Snapshot] | None = None
+
+    def report(self, snapshot: Snapshot) -> None:
+        """Take note of a snapshot; the first one only starts the clock."""
+        now = self._clock()
+        if self._last is None:
+            self._last = now, snapshot
+        since, before = self._last
+        if now - since < self._interval_s:
+            return
+        if line := log_line(before, snapshot, now - since, self._num_kv_tokens):
+            logger.info(line)
+        self._last = now, snapshot
+
+
+def _start_engine(config: AppConfig) -> tuple[RayExecutor, Engine]:
+    # Resolved before any rank starts, so that one process converts or downloads, and the ranks find it done.
+    folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
+    tokenizer = load_tokenizer(folder).backend_tokenizer
+    executor = RayExecutor(config)
+    return executor, Engine(config.engine, executor, tokenizer)
+
+
+def _info(config: AppConfig, engine: Engine) -> RouterInfo:
+    capacity = engine.capacity
+    return RouterInfo(
+        model=config.model_name,
+        context_length=engine.max_length,
+        vocab_size=capacity.vocab_size,
+        num_kv_tokens=(capacity.num_blocks - 1) * config.page_size,
+        max_draft_tokens=capacity.max_draft_tokens,
+        eos_token_ids=capacity.eos_token_ids,
+    )

@@ -1,0 +1,179 @@
+"""The whole path through Ray Serve: the openai client, limits, counts, and what happens when processes die."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+MESSAGES: Any = [{"role": "user", "content": "Say something, é 🎉."}]
+LONG = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "temperature": 1.0, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def client(app: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0)
+
+
+def samples(app: Any) -> dict[str, float]:
+    families = text_string_to_metric_families(app.http.get("/metrics").text)
+    return {s.name + "".join(s.labels.values()): s.value for family in families for s in family.samples}
+
+
+def wait_until_idle(app: Any, seconds: float = 5.0) -> float:
+    """Seconds until nothing runs, waits or holds KV blocks."""
+    start = time.monotonic()
+    gauges = ("specray_num_requests_running", "specray_num_requests_waiting", "specray_kv_cache_usage_perc")
+    while any(samples(app)[name] for name in gauges):
+        assert time.monotonic() - start < seconds
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def test_stream_equals_whole(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 40, "seed": 3, "n": 2, "logprobs": True}
+    whole = client.chat.completions.create(**options, top_logprobs=2)
+    texts, logprobs, finished = ["", ""], [[], []], {}  # type: ignore[var-annotated]
+    usage = None
+    for chunk in client.chat.completions.create(
+        **options, top_logprobs=2, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            logprobs[choice.index] += (choice.logprobs and choice.logprobs.content) or []
+            if choice.finish_reason:
+                finished[choice.index] = choice.finish_reason
+    assert [choice.message.content for choice in whole.choices] == texts
+    assert [choice.finish_reason for choice in whole.choices] == [finished[0], finished[1]]
+    for choice, streamed in zip(whole.choices, logprobs, strict=True):
+        assert choice.logprobs is not None
+        assert [e.bytes for e in choice.logprobs.content or []] == [e.bytes for e in streamed]
+        assert [e.logprob for e in choice.logprobs.content or []] == pytest.approx(
+            [e.logprob for e in streamed], abs=1e-3
+        )
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (openai.BadRequestError, {"temperature": 101}),
+        (openai.BadRequestError, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        (openai.BadRequestError, {"max_tokens": 100_000}),
+        (openai.NotFoundError, {"model": "other"}),
+    ],
+)
+def test_errors_have_the_clients_classes(client: openai.OpenAI, error: type[Exception], options: Any) -> None:
+    with pytest.raises(error):
+        client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES} | options)
+
+
+def test_routes_and_bodies_that_are_not_served(app: Any) -> None:
+    replies = {
+        404: app.http.get("/v2"),
+        405: app.http.get("/v1/completions"),
+        413: app.http.post("/v1/completions", content=iter([b"x" * 2**20] * 3)),
+    }
+    for status, reply in replies.items():
+        assert reply.status_code == status
+        assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_excess_requests_get_429(app: Any) -> None:
+    with ThreadPoolExecutor(12) as pool:
+        body = LONG | {"max_tokens": 300}
+        replies = list(pool.map(lambda _: app.http.post("/v1/completions", json=body), range(12)))
+    statuses = [reply.status_code for reply in replies]
+    assert set(statuses) == {200, 429}
+    assert all(reply.headers["retry-after"] for reply in replies if reply.status_code == 429)
+    assert len({reply.json()["choices"][0]["text"] for reply in replies if reply.status_code == 200}) == 1
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-request-disconnect-disabled": "1"}])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_leaving_client_frees_what_it_held(app: Any, stream: bool, headers: dict[str, str]) -> None:
+    before = samples(app)["specray_request_finished_totalabort"] if stream is False else None
+    try:
+        with app.http.stream(
+            "POST", "/v1/completions", json=LONG | {"stream": stream}, headers=headers, timeout=0.5
+        ) as reply:
+            next(reply.iter_lines())
+    except httpx.ReadTimeout:
+        pass
+    wait_until_idle(app)
+    assert samples(app)["specray_request_finished_totalabort"] > (before or 0)
+
+
+def test_counters_match_the_replies(app: Any) -> None:
+    wait_until_idle(app)
+    before = samples(app)
+    usages = [app.complete("a b a b a b", max_tokens=30, temperature=0, n=2)["usage"] for _ in range(3)]
+    after = samples(app)
+    pairs = {
+        "specray_generation_tokens_total": lambda u: u["completion_tokens"],
+        "specray_verify_steps_total": lambda u: u["speculative"]["verify_steps"],
+        "specray_spec_decode_num_draft_tokens_total": lambda u: u["speculative"]["draft_tokens"],
+    }
+    for name, count in pairs.items():
+        assert after[name] - before[name] == sum(map(count, usages)), name
+
+
+def test_two_ranks_write_the_same_text(app: Any, deployer: Any) -> None:
+    from ray import serve
+
+    two = deployer.deploy("two", "/two", tp_size=2)
+    try:
+        for options in ({"temperature": 0}, {"temperature": 0.8, "seed": 4}):
+            one_text, two_text = (
+                a.complete("Once upon", max_tokens=48, **options)["choices"][0]["text"] for a in (app, two)
+            )
+            assert one_text == two_text
+    finally:
+        serve.delete("two")
+
+
+@pytest.mark.parametrize("title", ["ray::TargetActor", "ray::ServeReplica:one:Router"])
+def test_a_killed_process_ends_requests_explicitly_and_comes_back(app: Any, title: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(app.http.post, "/v1/completions", json=LONG)
+        stream = pool.submit(app.http.post, "/v1/completions", json=LONG | {"stream": True})
+        time.sleep(0.5)
+        os.kill(own_process(title), signal.SIGKILL)
+        assert whole.result().status_code == 503
+        assert whole.result().json()["error"]["code"] == "service_unavailable"
+        last = stream.result().text.strip().rsplit("\n", 1)[-1]
+        assert last.startswith('data: {"error":')
+    app.wait_until_ready()
+    assert app.complete("Once", max_tokens=4)["usage"]["completion_tokens"] == 4
+
+
+def own_process(title: str) -> int:
+    """A process below this one whose title begins so; other clusters on the machine are not ours to kill."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and read(folder / "cmdline").startswith(title) and is_below(int(folder.name)):
+            return int(folder.name)
+    raise AssertionError(f"no process {title} of ours")
+
+
+def is_below(pid: int) -> bool:
+    while pid > 1:
+        if pid == os.getpid():
+            return True
+        pid = int(read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1] or 0)
+    return False
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return "() 0 0"

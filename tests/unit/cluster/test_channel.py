@@ -1,0 +1,56 @@
+"""Frames arrive whole, in order, and only those of the reader's epoch."""
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.channel import Channel, ChannelClosedError
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_frames_arrive_whole_and_in_order(pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = Channel(pair[0], 7), Channel(pair[1], 7)
+    frames = [b"", b"a", b"x" * 3_000_000, b"end"]
+    sender = threading.Thread(target=lambda: [left.send(frame) for frame in frames])
+    sender.start()
+    assert [right.recv(5.0) for _ in frames] == frames
+    sender.join()
+
+
+def test_frames_of_another_epoch_are_dropped(pair: tuple[socket.socket, socket.socket]) -> None:
+    Channel(pair[0], 1).send(b"late reply of a dead step")
+    Channel(pair[0], 2).send(b"reply")
+    assert Channel(pair[1], 2).recv(5.0) == b"reply"
+
+
+def test_a_timeout_keeps_the_half_frame(pair: tuple[socket.socket, socket.socket]) -> None:
+    reader = Channel(pair[1], 3)
+    frame = struct.pack(">IQ", 4, 3) + b"four"
+    pair[0].sendall(frame[:9])
+    with pytest.raises(TimeoutError):
+        reader.recv(0.02)
+    pair[0].sendall(frame[9:14])
+    with pytest.raises(TimeoutError):
+        reader.recv(0.02)
+    pair[0].sendall(frame[14:])
+    assert reader.recv(5.0) == b"four"
+
+
+def test_a_closed_end_is_an_error_on_both_sides(pair: tuple[socket.socket, socket.socket]) -> None:
+    reader = Channel(pair[1], 1)
+    pair[0].sendall(b"half a header"[:5])
+    pair[0].close()
+    with pytest.raises(ChannelClosedError):
+        reader.recv(5.0)
+    with pytest.raises(ChannelClosedError):
+        reader.send(b"x" * 10_000_000)
