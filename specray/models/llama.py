@@ -149,9 +149,9 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             qkv[:, :q_heads] = self.q_norm(qkv[:, :q_heads])
             qkv[:, q_heads:-kv_heads] = self.k_norm(qkv[:, q_heads:-kv_heads])
-        rotate_(qkv[:, :-kv_heads], cos, sin)
-        q, kv = qkv[:, :q_heads], qkv[:, q_heads:].view(len(x), 2, kv_heads, -1)
-        return self.out(attend(self.index, q, kv))
+        rotate_(qkv.narrow(1, 0, q_heads + kv_heads), cos, sin)
+        q, kv = qkv.split((q_heads, 2 * kv_heads), 1)
+        return self.out(attend(self.index, q, kv.view(len(x), 2, kv_heads, -1)))
 
 
 class FeedForward:

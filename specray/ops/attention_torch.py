@@ -35,6 +35,7 @@ class TorchAttention:
 
     def __init__(self, pool: Tensor, num_heads: int) -> None:
         self._pool = pool
+        self._layers = pool.unbind()
         self._num_kv_heads, self._head_dim = pool.shape[-2:]
         self._fold = num_heads // self._num_kv_heads
 
@@ -43,7 +44,7 @@ class TorchAttention:
         slot_mapping = rows.slot_mapping
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-            self._pool[layer].index_copy_(0, slot_mapping, kv)
+            self._layers[layer].index_copy_(0, slot_mapping, kv)
             if len(groups) == 1 and groups[0].queries is None:
                 return self._attend(layer, q, groups[0]).flatten(1)
             out = torch.empty_like(q)
@@ -56,16 +57,18 @@ class TorchAttention:
     def _attend(self, layer: int, q: Tensor, group: _Group) -> Tensor:
         """[B * Q, heads, dim] of a group's padded queries `q`."""
         size, num_queries = group.size, group.num_queries
-        shape = (size, num_queries, self._num_kv_heads, self._fold, self._head_dim)
-        folded = q.view(shape).permute(0, 2, 3, 1, 4).reshape(size, self._num_kv_heads, -1, self._head_dim)
         k, v = self._gather(layer, group.keys, size) if group.keys is not None else group.views[layer]
+        kv_heads, fold, dim = self._num_kv_heads, self._fold, self._head_dim
+        if num_queries == 1:  # decoding: the heads of a group already are its query rows
+            out = F.scaled_dot_product_attention(q.view(size, kv_heads, fold, dim), k, v, attn_mask=group.mask)
+            return out.reshape(size, -1, dim)
+        folded = q.view(size, num_queries, kv_heads, fold, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
-        unfolded = out.view(size, self._num_kv_heads, self._fold, num_queries, -1).permute(0, 3, 1, 2, 4)
-        return unfolded.reshape(size * num_queries, -1, self._head_dim)
+        return out.view(size, kv_heads, fold, num_queries, dim).permute(0, 3, 1, 2, 4).reshape(-1, kv_heads * fold, dim)
 
     def _gather(self, layer: int, keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """(k, v) [B, kv_heads, K, dim] copied out of the pool."""
-        kv = self._pool[layer].index_select(0, keys)
+        kv = self._layers[layer].index_select(0, keys)
         k, v = kv.view(size, -1, *kv.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
         return k, v
 

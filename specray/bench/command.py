@@ -1,0 +1,94 @@
+"""`specray bench`: options, and from them a comparison, its table and its JSON file.
+
+Light to import, for the command line reads its options here before torch is needed. Not here: measuring (`session`).
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from specray.config import EngineConfig
+from specray.errors import ConfigError
+
+HELP = "Compare drafting methods on this machine: arms take turns in one process, over the same weights."
+IMPORT_PATH = "cluster.app:build"
+POOL_TOKENS = 8192  # an arm's KV room for each request under way, where the configuration does not say
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--arms", type=arm_names, default="plain,ngram", metavar="A,B",
+        help="of plain, ngram, ngram:N (N tree nodes), transformers (default: %(default)s)")  # fmt: skip
+    add("--prompts", type=Path, metavar="FILE", help="JSON Lines with id, category, turns (default: a built-in set)")
+    add("--limit", type=positive, metavar="N", help="N prompts only, from each category in turn")
+    add("--turns", type=positive, default=1, metavar="N", help="turns of each conversation (default: %(default)s)")
+    add("--concurrency", type=positive, default=1, metavar="N", help="requests under way (default: %(default)s)")
+    add("--max-tokens", type=positive, default=128, metavar="N", help="longest answer (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the first request; the others count on (default: %(default)s)")
+    add("--ignore-eos", action="store_true", help="every answer goes on to --max-tokens")
+    add("--repeats", type=positive, default=1, metavar="N", help="passes over all prompts (default: %(default)s)")
+    add("--config", type=Path, metavar="FILE", help="Serve configuration, or YAML with engine options, to start from")
+    add("--model", help="over that of --config: embedded name, folder, .gguf file or hub name")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="over that of --config")
+    add("--floor", action="store_true", help="also time the bare weight matmuls of one token")
+    add("--json", type=Path, metavar="FILE", help="write figures, machine, versions and settings there as well")
+
+
+def run(options: argparse.Namespace) -> int:
+    config = engine_config(options.config, options.concurrency, model=options.model, dtype=options.dtype)
+    from specray.bench.session import run_and_report  # torch and transformers: seconds that --help need not wait for
+
+    run_and_report(options, config)
+    return 0
+
+
+def arm_names(text: str) -> list[str]:
+    names = [name.strip().lower() for name in text.split(",")]
+    if len(set(names)) != len(names) or "" in names:
+        raise argparse.ArgumentTypeError(f"{text!r} names an arm twice or an empty one; separate names by commas")
+    return names
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def engine_config(path: Path | None, concurrency: int, **over: str | None) -> EngineConfig:
+    """The engine part of a file (none: defaults) with what is not None in `over` put over it. Raises ConfigError."""
+    fields = {**_engine_fields(path), **{name: value for name, value in over.items() if value is not None}}
+    fields.setdefault("max_total_tokens", POOL_TOKENS * concurrency)
+    try:
+        config = EngineConfig.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path or 'the options'}: {place}={first['input']!r}: {first['msg']}") from None
+    if config.max_running_requests < concurrency:
+        raise ConfigError(
+            f"concurrency={concurrency} is more than max_running_requests={config.max_running_requests}; "
+            "lower the former or raise the latter in --config"
+        )
+    return config
+
+
+def _engine_fields(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: must hold a Serve configuration or a mapping of engine options")
+    if "applications" not in document:
+        return document
+    for app in document["applications"] or []:
+        if app.get("import_path") == IMPORT_PATH:
+            return {name: value for name, value in (app.get("args") or {}).items() if name != "server"}
+    raise ConfigError(f"{path}: no application has import_path {IMPORT_PATH}; give one that has, or engine options")

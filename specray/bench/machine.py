@@ -1,0 +1,50 @@
+"""Where a figure was measured: processor, cores, memory, GPU, and the versions that matter."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from specray import __version__
+
+PACKAGES = ("torch", "transformers", "ray")
+
+
+def describe_machine() -> dict[str, str | int]:
+    facts: dict[str, str | int] = {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    return {**facts, "gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else facts
+
+
+def versions() -> dict[str, str]:
+    return {"specray": __version__, "python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def one_line() -> str:
+    """Machine and versions for a caption."""
+    facts = describe_machine()
+    device = facts.get("gpu") or f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
+    return f"{device}, {facts['memory_gib']} GiB; " + ", ".join(f"{name} {v}" for name, v in versions().items())
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown CPU"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

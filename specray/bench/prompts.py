@@ -1,0 +1,61 @@
+"""Prompts to measure with: a file of the user's, or the small set that comes with the package."""
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from specray.errors import ConfigError
+
+
+class Prompt(BaseModel):
+    """One conversation: turn 2 is asked after the model's own answer to turn 1."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")  # data sets carry fields of their own
+
+    id: str | int
+    category: str = "all"
+    turns: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+
+
+def load_prompts(path: Path | None = None, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a JSON Lines file, or the built-in ones (chat and copy). Raises ConfigError naming the line.
+
+    `limit` takes that many, from each category in turn.
+    """
+    if path is None:
+        text, name = files("specray.bench").joinpath("prompts.jsonl").read_text(encoding="utf-8"), "prompts.jsonl"
+    else:
+        text, name = path.read_text(encoding="utf-8"), str(path)
+    numbered = enumerate(text.splitlines(), start=1)
+    prompts = [_parse(f"{name}, line {number}", line) for number, line in numbered if line.strip()]
+    if not prompts:
+        raise ConfigError(f"{name} holds no prompts; write one JSON object with id, category and turns on each line")
+    return prompts if limit is None else _spread(prompts)[:limit]
+
+
+def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.category, []).append(prompt)
+    return groups
+
+
+def _parse(place: str, line: str) -> Prompt:
+    try:
+        return Prompt.model_validate(json.loads(line))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place} is not JSON: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the line"
+        raise ConfigError(f"{place}: {field}: {first['msg']}; needed are id, category and turns") from None
+
+
+def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
+    rounds = zip_longest(*by_category(prompts).values())
+    return [prompt for prompts_of_round in rounds for prompt in prompts_of_round if prompt is not None]

@@ -1,0 +1,124 @@
+"""From records to figures, and from figures to a table or JSON. Medians, except for counts, which add up."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from specray.bench.arms import PLAIN, Reply, Run
+from specray.bench.measure import Key, Record
+from specray.bench.tables import format_table
+
+ALL = "all"
+HEADERS = ("arm", "prompts", "tok/s", "x plain", "TTFT ms", "TPOT ms", "accept len", "host share", "same as plain")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Figures of one arm over some prompts; None where the arm has no such thing."""
+
+    output_tokens_per_s: float  # prefill included; median over runs
+    ratio_to_plain: float | None  # median over pairs of runs of the same prompts
+    ttft_ms: float | None
+    tpot_ms: float | None
+    accept_length: float | None  # tokens per verify step, bonus included
+    host_share: float | None  # of a step's time, median over steps
+    identical_to_plain: float | None  # share of answers whose tokens equal the plain arm's
+    num_requests: int
+    num_output_tokens: int
+
+
+def summarise(records: Sequence[Record]) -> dict[str, dict[str, Summary]]:
+    """arm -> category -> figures; the category `all` is every prompt together."""
+    plain = {record.key: record.run for record in records if record.arm == PLAIN}
+    arms: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        groups = arms.setdefault(record.arm, {ALL: []})
+        groups[ALL].append(record)
+        groups.setdefault(record.key.category, []).append(record)
+    return {arm: {name: _summary(group, plain) for name, group in groups.items()} for arm, groups in sorted_arms(arms)}
+
+
+def identical_share(records: Sequence[Record], arm: str, base: str) -> float:
+    """Share of the answers of `arm` whose tokens equal those of `base`, both among the records."""
+    bases = {record.key: record.run for record in records if record.arm == base}
+    share = _identical([(record.run, bases[record.key]) for record in records if record.arm == arm])
+    assert share is not None, f"{arm} and {base} were compared"
+    return share
+
+
+def to_json(summaries: dict[str, dict[str, Summary]]) -> dict[str, Any]:
+    """`arms.<name>` holds the figures over all prompts, and under `categories` the same for each category."""
+    arms = {}
+    for arm, groups in summaries.items():
+        categories = {name: asdict(summary) for name, summary in groups.items() if name != ALL}
+        arms[arm] = {**asdict(groups[ALL]), "categories": categories}
+    return arms
+
+
+def to_table(summaries: dict[str, dict[str, Summary]]) -> str:
+    rows = []
+    for arm, groups in summaries.items():
+        names = [name for name in groups if name != ALL]
+        rows += [_row(arm, name, groups[name]) for name in (names if len(names) == 1 else [*names, ALL])]
+    return format_table(HEADERS, rows)
+
+
+def sorted_arms(arms: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Plain first, then by name: the order of measuring rotates and says nothing."""
+    return sorted(arms.items(), key=lambda item: (item[0] != PLAIN, item[0]))
+
+
+def _summary(records: Sequence[Record], plain: dict[Key, Run]) -> Summary:
+    runs = [record.run for record in records]
+    replies = [reply for run in runs for reply in run.replies]
+    pairs = [(record.run, plain[record.key]) for record in records if record.key in plain]
+    return Summary(
+        output_tokens_per_s=median(run.tokens_per_s for run in runs),
+        ratio_to_plain=_median(run.tokens_per_s / base.tokens_per_s for run, base in pairs),
+        ttft_ms=_median(1000 * reply.ttft for reply in replies),
+        tpot_ms=_median(1000 * reply.tpot for reply in replies if reply.tpot is not None),
+        accept_length=_accept_length(replies),
+        host_share=_median(share for run in runs for share in run.host_shares),
+        identical_to_plain=_identical(pairs),
+        num_requests=len(replies),
+        num_output_tokens=sum(len(reply.token_ids) for reply in replies),
+    )
+
+
+def _accept_length(replies: Sequence[Reply]) -> float | None:
+    usages = [reply.usage for reply in replies if reply.usage is not None]
+    num_verify_steps = sum(usage.num_verify_steps for usage in usages)
+    return 1 + sum(usage.num_accepted for usage in usages) / num_verify_steps if num_verify_steps else None
+
+
+def _identical(pairs: Sequence[tuple[Run, Run]]) -> float | None:
+    same = [
+        reply.token_ids == base.token_ids
+        for run, base_run in pairs
+        for reply, base in zip(run.replies, base_run.replies, strict=True)
+    ]
+    return sum(same) / len(same) if same else None
+
+
+def _median(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return median(known) if known else None
+
+
+def _row(arm: str, category: str, summary: Summary) -> list[str]:
+    return [
+        arm,
+        f"{category} ({summary.num_requests})",
+        f"{summary.output_tokens_per_s:.1f}",
+        _cell(summary.ratio_to_plain, "{:.2f}"),
+        _cell(summary.ttft_ms, "{:.0f}"),
+        _cell(summary.tpot_ms, "{:.1f}"),
+        _cell(summary.accept_length, "{:.2f}"),
+        _cell(summary.host_share, "{:.1%}"),
+        _cell(summary.identical_to_plain, "{:.0%}"),
+    ]
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

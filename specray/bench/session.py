@@ -1,0 +1,112 @@
+"""A bench in this process: models loaded, arms made, the comparison run, its figures shown and kept."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from specray.bench import machine
+from specray.bench.arms import PLAIN, TRANSFORMERS, Arm, EngineArm, parse_method, target_of
+from specray.bench.floor import Floor
+from specray.bench.measure import Record, Settings, compare
+from specray.bench.prompts import Prompt, load_prompts
+from specray.bench.report import ALL, Summary, summarise, to_json, to_table
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.errors import ConfigError
+from specray.llm import LLM
+from specray.models.files import resolve_model
+
+
+class Session:
+    """One target, loaded once, and arms over it, made when first asked for."""
+
+    def __init__(self, config: EngineConfig, progress: bool = False) -> None:
+        self._config = config
+        self._llm = LLM(config.model_copy(update={"speculative": SpeculativeConfig()}), progress=progress)
+        self._arms: dict[str, Arm] = {}
+
+    def arm(self, name: str) -> Arm:
+        """The arm of that name. Raises ConfigError if there is no such method."""
+        if name not in self._arms:
+            self._arms[name] = self._make(name)
+        return self._arms[name]
+
+    def floor(self) -> Floor:
+        return Floor(target_of(self._llm))
+
+    def compare(
+        self, names: Sequence[str], prompts: Sequence[Prompt], settings: Settings, floor: Floor | None = None,
+        progress: bool = False,
+    ) -> list[Record]:  # fmt: skip
+        return compare([self.arm(name) for name in names], prompts, self._llm.tokenizer, settings, floor, progress)
+
+    def _make(self, name: str) -> Arm:
+        if name == TRANSFORMERS:
+            return self._yardstick()
+        method = parse_method(name, self._config.speculative)
+        return EngineArm(name, self._llm if name == PLAIN else self._llm.with_speculative(method))
+
+    def _yardstick(self) -> Arm:
+        from specray.bench.transformers_arm import TransformersArm  # seconds of imports that no other arm needs
+
+        config, weight = self._config, target_of(self._llm).embedding.weight
+        folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
+        return TransformersArm(folder, weight.dtype, weight.device, self._llm.engine.capacity.eos_token_ids)
+
+
+def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
+    """The command's work: load, measure, print, write."""
+    settings = Settings(
+        options.concurrency, options.max_tokens, options.temperature, options.turns, options.repeats, options.seed,
+        options.ignore_eos,
+    )  # fmt: skip
+    for name in options.arms:
+        _check_arm(name, settings)
+    prompts = load_prompts(options.prompts, options.limit)
+    session = Session(config, progress=sys.stderr.isatty())
+    floor = session.floor() if options.floor else None
+    summaries = summarise(session.compare(options.arms, prompts, settings, floor, progress=True))
+    print(to_table(summaries))
+    if floor is not None:
+        print(f"\n{_floor_line(floor, summaries)}")
+    print(f"\n{machine.one_line()}")
+    if options.json is not None:
+        write_json(options.json, summaries, floor, config, settings)
+
+
+def write_json(
+    path: Path,
+    summaries: dict[str, dict[str, Summary]],
+    floor: Floor | None,
+    config: EngineConfig,
+    settings: Settings,
+) -> None:
+    document: dict[str, Any] = {
+        "arms": to_json(summaries),
+        "floor_ms": None if floor is None else floor.milliseconds,
+        "machine": machine.describe_machine(),
+        "versions": machine.versions(),
+        "settings": {**asdict(settings), "engine": config.model_dump()},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_arm(name: str, settings: Settings) -> None:
+    """Refuse what cannot be measured before anything is loaded."""
+    if name != TRANSFORMERS:
+        parse_method(name)
+    elif settings.concurrency != 1 or settings.temperature > 0:
+        raise ConfigError(
+            f"the arm {TRANSFORMERS} answers one prompt at a time, greedily, but concurrency={settings.concurrency} "
+            f"and temperature={settings.temperature}; use --concurrency 1 --temperature 0 or leave the arm out"
+        )
+
+
+def _floor_line(floor: Floor, summaries: dict[str, dict[str, Summary]]) -> str:
+    line = f"weight matmuls of one token: {floor.milliseconds:.1f} ms"
+    tpot = summaries[PLAIN][ALL].tpot_ms if PLAIN in summaries else None
+    return line if tpot is None else f"{line}; plain decoding reaches {floor.milliseconds / tpot:.2f} of that floor"

@@ -1,0 +1,188 @@
+"""`specray chat`: a conversation with a running server, in the terminal or through a pipe.
+
+Speaks OpenAI's HTTP interface only. Not here: serving, and any knowledge of models or drafters.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from specray.errors import SpecRayError
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+HELP = "Type a message. /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class ServerError(SpecRayError):
+    """The server could not be reached, or answered with an error."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One streamed answer. `usage` is the server's, empty until the stream's end."""
+
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0  # from sending the request to the last piece of text
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.usage.get("completion_tokens", 0))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens per verify step, bonus included; None from a server that does not say."""
+        value = (self.usage.get("speculative") or {}).get("accept_length")
+        return None if value is None else float(value)
+
+    def summary(self) -> str:
+        parts = [f"{self.num_tokens} tokens", f"{self.tokens_per_s:.1f} tokens/s"]
+        if self.accept_length is not None:
+            parts.append(f"accept length {self.accept_length:.2f}")
+        return ", ".join(parts)
+
+
+def connect(url: str) -> "OpenAI":
+    """A client of the server at `url`; SpecRayError, with the fix, where the openai package is missing."""
+    try:
+        from openai import DefaultHttpxClient, OpenAI
+    except ImportError:
+        raise SpecRayError("the package openai is not installed; run: pip install openai") from None
+    is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")  # never by way of a proxy
+    http = DefaultHttpxClient(trust_env=not is_local)
+    return OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=0, http_client=http)
+
+
+def first_model(client: "OpenAI") -> str:
+    """The name of the model that the server offers. Raises ServerError."""
+    with _server_errors(client):
+        return client.models.list().data[0].id
+
+
+def stream_answer(client: "OpenAI", answer: Answer, **request: Any) -> Iterator[str]:
+    """Ask, and yield pieces of text as they come, filling `answer` meanwhile. Raises ServerError."""
+    start = time.perf_counter()
+    with (
+        _server_errors(client),
+        client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **request) as stream,
+    ):
+        for chunk in stream:
+            if chunk.usage is not None:
+                answer.usage = chunk.usage.model_dump()
+            piece = chunk.choices[0].delta.content if chunk.choices else None
+            if piece:
+                answer.text += piece
+                answer.seconds = time.perf_counter() - start
+                yield piece
+
+
+class Chat:
+    """A conversation: the messages so far, and the options sent with each of them."""
+
+    def __init__(self, client: "OpenAI", system: str | None, options: dict[str, Any]) -> None:
+        self._client = client
+        self._options = options
+        self._start = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._start)
+
+    def reset(self) -> None:
+        self._messages = list(self._start)
+
+    def ask(self, text: str) -> None:
+        """Print the answer to `text` as it comes. A failed question is taken back, a stopped answer is kept."""
+        self._messages.append({"role": "user", "content": text})
+        answer = Answer()
+        try:
+            for piece in stream_answer(self._client, answer, messages=self._messages, **self._options):
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        except ServerError:
+            self._messages.pop()
+            raise
+        self._messages.append({"role": "assistant", "content": answer.text})
+        print()
+        if answer.usage:
+            print(f"[{answer.summary()}]", file=sys.stderr, flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help="where the server listens (default: %(default)s)")
+    parser.add_argument("--model", help="model name to send (default: the one the server offers)")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the server's)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: the server's)")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same answers (default: a fresh one each)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command. Returns 1 if a piped question failed; in a terminal the user has seen it and goes on."""
+    client = connect(options.url)
+    chosen = {name: getattr(options, name) for name in ("temperature", "max_tokens", "seed")}
+    request = {name: value for name, value in chosen.items() if value is not None}
+    chat = Chat(client, options.system, {"model": options.model or first_model(client), **request})
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(HELP)
+    failed = False
+    for line in _lines(interactive):
+        if line == "/exit":
+            break
+        failed |= not _answer_line(chat, line)
+    return int(failed and not interactive)
+
+
+def _answer_line(chat: Chat, line: str) -> bool:
+    if line == "/reset":
+        chat.reset()
+    elif line:
+        try:
+            chat.ask(line)
+        except ServerError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return False
+    return True
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """What the user sends: typed lines, or all of a pipe, line by line."""
+    yield from (line.strip() for line in (_typed() if interactive else sys.stdin))
+
+
+def _typed() -> Iterable[str]:
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+
+
+@contextmanager
+def _server_errors(client: "OpenAI") -> Iterator[None]:
+    """Name what the openai package raises, and say what to do."""
+    from openai import APIConnectionError, APIError, APIStatusError
+
+    try:
+        yield
+    except APIStatusError as error:
+        raise ServerError(f"{client.base_url} answered {error.status_code}: {error.message}") from None
+    except APIConnectionError as error:
+        raise ServerError(
+            f"no server answers at {client.base_url} ({error.__cause__ or error}); start one with "
+            "`serve run configs/ngram.yaml`, or name another with --url"
+        ) from None
+    except APIError as error:  # an error event inside a stream
+        raise ServerError(f"{client.base_url} broke the answer off: {error.message}") from None

@@ -1,0 +1,33 @@
+"""The README's configuration reference is what the configuration says, and the step stays readable."""
+
+from pathlib import Path
+
+from cluster.reference import reference
+
+ROOT = Path(__file__).parents[2]
+MAX_STEP_PATH_LINES = 1400
+STEP_PATH = (
+    "step",
+    "engine/request",
+    "engine/block_pool",
+    "engine/radix_cache",
+    "engine/scheduler",
+    "engine/engine",
+    "worker/worker",
+    "worker/model_runner",
+    "worker/input_batch",
+    "worker/request_state",
+    "spec_decode/draft_tree",
+    "spec_decode/verifier",
+)
+
+
+def test_the_reference_is_up_to_date() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    begin, end = "<!-- reference: python -m cluster.reference -->\n", "\n<!-- end of reference -->"
+    assert readme.partition(begin)[2].partition(end)[0] == reference(), "paste the output of the command in the comment"
+
+
+def test_the_step_path_can_be_read_in_one_sitting() -> None:
+    lines = {name: len((ROOT / f"specray/{name}.py").read_text(encoding="utf-8").splitlines()) for name in STEP_PATH}
+    assert sum(lines.values()) <= MAX_STEP_PATH_LINES, lines

@@ -1,0 +1,52 @@
+"""The models compute what their architecture says, and greedy text is that of a float64 oracle."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specray.sampling_params import SamplingParams
+from tests.support.engine import generate, make_llm
+from tests.support.stories import expected_greedy
+from tests.support.toy import VARIANTS, oracle_greedy, oracle_logits, write_toy
+
+PROMPTS = [[0, 10, 20, 30], [5], [0, *range(4, 60)], [7, 7, 7, 7, 7, 7, 7]]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_text_is_the_oracles(variant: str, tmp_path: Path) -> None:
+    write_toy(tmp_path, variant)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    seen = [choice.token_ids for choice in generate(tmp_path, PROMPTS, params)]
+    assert seen == [oracle_greedy(tmp_path, prompt, 24) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logprobs_are_the_oracles_and_equal_a_rescoring(variant: str, tmp_path: Path) -> None:
+    """Each decoded token's logprob, and that of the same token right behind a prompt that ends before it."""
+    write_toy(tmp_path, variant)
+    with make_llm(tmp_path, disable_radix_cache=True) as llm:
+        params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True, logprobs=4)
+        [choice] = [g.choices[0] for g in llm.generate([PROMPTS[0]], params)]
+        assert choice.logprobs is not None
+        tokens = PROMPTS[0] + choice.token_ids
+        logits = oracle_logits(tmp_path, tokens)
+        truth = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        again = llm.generate(
+            [tokens[: len(PROMPTS[0]) + i] for i in range(20)],
+            SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=20),
+        )
+        for index, (entry, scored) in enumerate(zip(choice.logprobs, again, strict=True)):
+            law = truth[len(PROMPTS[0]) - 1 + index]
+            assert entry.logprob == pytest.approx(law[entry.token_id], abs=2e-4)
+            assert [token for token, _ in entry.top] == np.argsort(-law)[:4].tolist()
+            [rescored] = scored.choices[0].logprobs or []
+            assert dict(rescored.top).get(entry.token_id, entry.logprob) == pytest.approx(entry.logprob, abs=2e-4)
+
+
+def test_stories260k_tells_its_known_story(stories: Path) -> None:
+    prompt, known = expected_greedy()
+    params = SamplingParams(temperature=0, max_tokens=len(known), ignore_eos=True)
+    [choice] = generate(stories, [prompt], params)
+    assert choice.token_ids == known
+    assert choice.text.startswith("Once upon a time, there was a little girl named Lily.")

@@ -1,0 +1,34 @@
+"""Two tensor-parallel ranks in two processes say what one rank says."""
+
+from pathlib import Path
+
+import pytest
+
+from specray.sampling_params import make_sampling_params
+from tests.support.engine import generate
+from tests.support.two_ranks import run_ranks
+
+PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5], [0, *range(10, 50)], [0, 20, 21, 22, 20, 21]]
+PARAMS = [
+    {"seed": 1, "temperature": 0.0, "max_tokens": 30},
+    {"seed": 2, "temperature": 0.7, "top_p": 0.9, "max_tokens": 30},
+    {"seed": 3, "temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.5, "max_tokens": 30},
+    {"seed": 4, "temperature": 1.0, "top_k": 20, "repetition_penalty": 1.2, "stop": ["a"], "max_tokens": 30},
+]
+
+
+@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+def test_two_ranks_say_what_one_says(algorithm: str | None, toy: Path) -> None:
+    alone = generate(toy, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
+    together = run_ranks(toy, 2, algorithm, PROMPTS, PARAMS, page_size=4, chunked_prefill_size=16)
+    assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
+    assert [choice["text"] for choice in together] == [choice.text for choice in alone]
+    assert [choice["finish_reason"] for choice in together] == [choice.finish_reason for choice in alone]
+
+
+def test_heads_and_rows_that_do_not_divide_evenly_are_shared_out(stories: Path) -> None:
+    """stories260K has four KV heads: over three ranks the first takes two of them."""
+    params = [{"temperature": 0.0, "seed": 0, "max_tokens": 40, "ignore_eos": True}]
+    [alone] = generate(stories, [[1]], make_sampling_params(**params[0]))
+    [together] = run_ranks(stories, 3, None, [[1]], params)
+    assert together["token_ids"] == alone.token_ids

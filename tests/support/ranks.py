@@ -1,0 +1,118 @@
+"""An Executor without a model: it checks every plan against a simulated KV pool and answers with a known text.
+
+The KV of a token is simulated by the tokens before it, so a wrong block, a stale slot or a block shared
+by two different texts is seen the moment it is read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from specray.config import EngineConfig
+from specray.engine.executor import Capacity
+from specray.outputs import TokenLogprob
+from specray.step import NewRow, RowResult, RowStep, StepPlan, StepResult, StepTimes
+
+# what follows `token_ids`, one token
+Text = Callable[[list[int]], int]
+
+
+@dataclass(eq=False)
+class SimulatedRow:
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed: int
+    block_ids: list[int]
+    cache_salt: str
+
+
+class SimulatedRanks:
+    """Executor whose target says `text` and whose drafts are accepted as often as `random` likes."""
+
+    def __init__(self, config: EngineConfig, capacity: Capacity, text: Text, random: Random) -> None:
+        self.capacity = capacity
+        self.num_steps = 0
+        self.largest_step = 0
+        self._config = config
+        self._text = text
+        self._random = random
+        self._rows: dict[int, SimulatedRow] = {}
+        self._kv: dict[int, tuple[str, tuple[int, ...]]] = {}  # KV slot -> salt and tokens up to the slot's own
+        self._results: list[StepResult] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self._check(plan)
+        for slot in plan.freed_slots:
+            del self._rows[slot]
+        for new in plan.new_rows:
+            self._enter(new)
+        self.num_steps += 1
+        self._results.append(StepResult(plan.step_id, [self._run(row) for row in plan.rows], StepTimes(0, 0, 0, 0)))
+
+    def collect(self) -> StepResult:
+        return self._results.pop(0)
+
+    def close(self) -> None:
+        pass
+
+    def _check(self, plan: StepPlan) -> None:
+        slots = [row.slot for row in plan.rows]
+        assert len(set(slots)) == len(slots) <= self._config.max_running_requests
+        assert all(1 <= row.num_tokens <= self._config.chunked_prefill_size for row in plan.rows)
+        prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
+        assert prefill <= self._config.max_prefill_tokens
+        self.largest_step = max(self.largest_step, prefill)
+        assert plan.rows or plan.freed_slots
+
+    def _enter(self, new: NewRow) -> None:
+        assert new.slot not in self._rows
+        assert 0 <= new.slot < self._config.max_running_requests
+        assert new.num_computed_tokens < len(new.token_ids)
+        row = SimulatedRow(
+            list(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, list(new.block_ids), new.cache_salt
+        )
+        self._rows[new.slot] = row
+
+    def _run(self, step: RowStep) -> RowResult:
+        row = self._rows[step.slot]
+        row.block_ids += step.new_block_ids
+        assert len(set(row.block_ids)) == len(row.block_ids)
+        assert all(0 < block < self.capacity.num_blocks for block in row.block_ids)
+        known = min(step.num_tokens, len(row.token_ids) - row.num_computed)
+        assert known > 0
+        self._read(row)
+        self._write(row, row.num_computed + known)
+        row.num_computed += known
+        if row.num_computed < len(row.token_ids):
+            return RowResult(step.slot, [], 0, None, None)
+        return self._sample(step, row)
+
+    def _sample(self, step: RowStep, row: SimulatedRow) -> RowResult:
+        """Write any number of drafts, accept any number of them, leave what was rejected as rubbish."""
+        assert 0 <= step.max_draft_tokens <= self.capacity.max_draft_tokens
+        num_drafts = self._random.randint(0, step.max_draft_tokens)
+        num_accepted = self._random.randint(0, num_drafts)
+        root, tokens = row.num_computed - 1, []
+        for _ in range(num_accepted + 1):
+            tokens.append(self._text(row.token_ids + tokens))
+        row.token_ids += tokens
+        for position in range(root + 1, root + 1 + num_drafts):
+            self._kv[self._slot(row, position)] = ("rejected", ())
+        self._write(row, row.num_computed + num_accepted)
+        row.num_computed += num_accepted
+        assert len(row.token_ids) <= self.capacity.context_length
+        return RowResult(step.slot, tokens, num_drafts, [TokenLogprob(t, -float(t), []) for t in tokens], None)
+
+    def _read(self, row: SimulatedRow) -> None:
+        for position in range(row.num_computed):
+            seen = self._kv.get(self._slot(row, position))
+            assert seen == (row.cache_salt, tuple(row.token_ids[: position + 1])), (position, seen)
+
+    def _write(self, row: SimulatedRow, end: int) -> None:
+        for position in range(row.num_computed, end):
+            self._kv[self._slot(row, position)] = (row.cache_salt, tuple(row.token_ids[: position + 1]))
+
+    def _slot(self, row: SimulatedRow, position: int) -> int:
+        size = self._config.page_size
+        assert position // size < len(row.block_ids), "a token is written beyond its row's blocks"
+        return row.block_ids[position // size] * size + position % size

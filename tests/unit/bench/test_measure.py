@@ -1,0 +1,83 @@
+"""Order, seeds and turns of a comparison, with arms that only note what they were asked."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from specray.bench import measure
+from specray.bench.arms import Job, Reply, Run
+from specray.bench.measure import Settings, compare
+from specray.bench.prompts import Prompt
+
+PROMPTS = [Prompt(id=i, category="ab"[i % 2], turns=(f"question {i}", f"more {i}")) for i in range(6)]
+
+
+class Tokenizer(PreTrainedTokenizerFast):
+    """One token per character; only what a comparison needs."""
+
+    def __init__(self) -> None:
+        pass
+
+    def decode(self, token_ids: object, **_: object) -> str:
+        assert isinstance(token_ids, list)
+        return "".join(map(chr, token_ids))
+
+
+class NotingArm:
+    def __init__(self, name: str, log: list[tuple[str, list[str], str]]) -> None:
+        self.name = name
+        self._log = log
+        self.jobs: list[Job] = []
+
+    def run(self, jobs: Sequence[Job], concurrency: int, cache_salt: str) -> Run:
+        assert 1 <= len(jobs) <= 4 * concurrency
+        self._log.append((self.name, ["".join(map(chr, job.token_ids)) for job in jobs], cache_salt))
+        self.jobs += jobs
+        return Run([Reply([ord("!")], 0.1, 0.2) for _ in jobs], 0.2, [])
+
+
+@pytest.fixture(autouse=True)
+def readable_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+    def render(_: object, talk: list[dict[str, str]]) -> list[int]:
+        return [ord(letter) for letter in "/".join(message["content"] for message in talk)]
+
+    monkeypatch.setattr(measure, "render_chat", render)
+
+
+def test_every_arm_answers_every_prompt_and_the_order_rotates() -> None:
+    log: list[tuple[str, list[str], str]] = []
+    records = compare([NotingArm("x", log), NotingArm("y", log)], PROMPTS, Tokenizer(), Settings())
+    assert len(records) == 2 * len(PROMPTS)
+    measured = log[2:]  # after the warm-up of both
+    assert [questions for _, questions, _ in measured[::2]] == [questions for _, questions, _ in measured[1::2]]
+    firsts = [name for name, _, _ in measured[::2]]
+    assert all(one != next_ for one, next_ in pairwise(firsts))
+
+
+def test_records_of_two_arms_meet_under_one_key() -> None:
+    records = compare([NotingArm("x", []), NotingArm("y", [])], PROMPTS, Tokenizer(), Settings(repeats=2, turns=2))
+    keys = {arm: {record.key for record in records if record.arm == arm} for arm in "xy"}
+    assert keys["x"] == keys["y"]
+    assert len(keys["x"]) == len(PROMPTS) * 2 * 2
+
+
+def test_turn_two_follows_the_models_own_answer() -> None:
+    log: list[tuple[str, list[str], str]] = []
+    compare([NotingArm("x", log)], PROMPTS[:1], Tokenizer(), Settings(turns=3))
+    assert [questions for _, questions, _ in log[1:]] == [["question 0"], ["question 0/!/more 0"]]
+
+
+def test_repeats_never_share_a_cache() -> None:
+    log: list[tuple[str, list[str], str]] = []
+    compare([NotingArm("x", log)], PROMPTS[:1], Tokenizer(), Settings(repeats=3))
+    salts = [salt for _, _, salt in log]
+    assert len(set(salts)) == len(salts) == 4
+
+
+def test_arms_get_the_same_seeds() -> None:
+    arms = [NotingArm("x", []), NotingArm("y", [])]
+    compare(arms, PROMPTS, Tokenizer(), Settings(concurrency=2, temperature=0.7, seed=5))
+    assert [job.params.seed for job in arms[0].jobs] == [job.params.seed for job in arms[1].jobs]
+    assert {job.params.seed for job in arms[0].jobs} == {5, 6, 7}

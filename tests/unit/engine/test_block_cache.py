@@ -1,0 +1,186 @@
+"""Block pool and radix cache together, driven at random beside a plain model of what they should hold."""
+
+from dataclasses import dataclass, field
+from itertools import count
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from specray.engine.block_pool import BlockPool
+from specray.engine.radix_cache import CacheNode, RadixCache
+
+NUM_BLOCKS = 14
+Key = tuple[int, ...]
+Path = tuple[str, tuple[Key, ...]]  # namespace and the blocks' tokens from the root
+
+
+@dataclass(eq=False)
+class Holder:
+    """A request as the scheduler keeps it: a locked cached path and blocks of its own."""
+
+    namespace: str
+    tokens: list[int]
+    path: list[CacheNode]
+    blocks: list[int] = field(default_factory=list)
+
+    def private(self) -> list[int]:
+        shared = [node.block_id for node in self.path]
+        return [b for i, b in enumerate(self.blocks) if i >= len(shared) or shared[i] != b]
+
+
+@dataclass(eq=False)
+class Expected:
+    """One cached block in the model."""
+
+    block_id: int
+    users: int = 0
+    last_used: int = 0
+
+
+class BlocksMachine(RuleBasedStateMachine):
+    holders = Bundle("holders")
+
+    @initialize(size=st.sampled_from([1, 2, 4]))
+    def start(self, size: int) -> None:
+        self.size = size
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.cache = RadixCache(self.pool, size)
+        self.cached: dict[Path, Expected] = {}
+        self.alive: list[Holder] = []
+        self.clock = count(1)
+
+    @rule(target=holders, namespace=st.sampled_from(["", "a"]), tokens=st.lists(st.integers(0, 1), max_size=12))
+    def admit(self, namespace: str, tokens: list[int]) -> Holder:
+        path = self.cache.match(namespace, tokens)
+        holder = Holder(namespace, list(tokens), path, [node.block_id for node in path])
+        assert holder.blocks == self.longest_match(namespace, tokens)
+        self.cache.lock(path)
+        for depth in range(len(path)):
+            self.cached[self.key(holder, depth)].users += 1
+        self.alive.append(holder)
+        self.take(holder, -(-len(tokens) // self.size) - len(path))
+        return holder
+
+    @rule(holder=holders, num_tokens=st.integers(1, 6), token=st.integers(0, 1))
+    def grow(self, holder: Holder, num_tokens: int, token: int) -> None:
+        if holder in self.alive:
+            holder.tokens += [token] * num_tokens
+            self.take(holder, -(-len(holder.tokens) // self.size) - len(holder.blocks))
+
+    @rule(holder=holders)
+    def commit(self, holder: Holder) -> None:
+        """Everything the holder has blocks for was computed: its full blocks enter the cache."""
+        if holder not in self.alive:
+            return
+        full = min(len(holder.tokens) // self.size, len(holder.blocks))
+        for depth in range(len(holder.path), full):
+            key = tuple(holder.tokens[depth * self.size : (depth + 1) * self.size])
+            node = self.cache.insert(holder.namespace, holder.path, key, holder.blocks[depth])
+            holder.path.append(node)
+            expected = self.cached.setdefault(self.key(holder, depth), Expected(holder.blocks[depth]))
+            assert node.block_id == expected.block_id
+            expected.users += 1
+
+    @rule(holder=consumes(holders))
+    def release(self, holder: Holder) -> None:
+        if holder in self.alive:
+            self.drop(holder)
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        self.cached = {key: block for key, block in self.cached.items() if block.users}
+
+    @invariant()
+    def every_block_is_in_one_place(self) -> None:
+        held = [block for holder in self.alive for block in holder.private()]
+        cached = [block.block_id for block in self.cached.values()]
+        assert len(set(held + cached)) == len(held) + len(cached)
+        assert self.pool.num_free + len(held) + len(cached) == self.pool.num_usable == NUM_BLOCKS - 1
+        assert 0 not in held + cached
+
+    @invariant()
+    def the_cache_holds_what_the_model_holds(self) -> None:
+        assert self.cache.num_cached == len(self.cached)
+        assert self.cache.num_idle == sum(block.users == 0 for block in self.cached.values())
+        for (namespace, keys), block in self.cached.items():
+            path = self.cache.match(namespace, [token for key in keys for token in key])
+            assert path[len(keys) - 1].block_id == block.block_id
+
+    def take(self, holder: Holder, num_blocks: int) -> None:
+        """Take blocks, evicting as the model says; a holder that gets none goes away, as when preempted."""
+        num_idle = sum(block.users == 0 for block in self.cached.values())
+        fits = num_blocks <= self.pool.num_free + num_idle
+        for _ in range(num_blocks - self.pool.num_free if fits else 0):
+            del self.cached[self.oldest_leaf()]
+        blocks = self.cache.take_blocks(max(0, num_blocks))
+        assert (blocks is not None) == fits
+        if blocks is None:
+            self.drop(holder)
+        else:
+            holder.blocks += blocks
+
+    def drop(self, holder: Holder) -> None:
+        now = next(self.clock)
+        for depth in range(len(holder.path)):
+            block = self.cached[self.key(holder, depth)]
+            block.users -= 1
+            block.last_used = now
+        self.alive.remove(holder)
+        self.pool.give(holder.private())
+        self.cache.unlock(holder.path)
+
+    def oldest_leaf(self) -> Path:
+        def is_leaf(path: Path) -> bool:
+            return not any(space == path[0] and keys[:-1] == path[1] for space, keys in self.cached)
+
+        leaves = [path for path, block in self.cached.items() if block.users == 0 and is_leaf(path)]
+        return min(leaves, key=lambda path: self.cached[path].last_used)
+
+    def longest_match(self, namespace: str, tokens: list[int]) -> list[int]:
+        blocks: list[int] = []
+        keys: tuple[Key, ...] = ()
+        for start in range(0, len(tokens) - self.size + 1, self.size):
+            keys = (*keys, tuple(tokens[start : start + self.size]))
+            if (namespace, keys) not in self.cached:
+                break
+            blocks.append(self.cached[namespace, keys].block_id)
+        return blocks
+
+    def key(self, holder: Holder, depth: int) -> Path:
+        starts = range(0, (depth + 1) * self.size, self.size)
+        return holder.namespace, tuple(tuple(holder.tokens[s : s + self.size]) for s in starts)
+
+
+TestBlocks = BlocksMachine.TestCase
+TestBlocks.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_a_prefix_that_is_read_for_ever_leaves_no_growing_trace() -> None:
+    """A pool that never fills never evicts: what is remembered for eviction must not grow with the requests served."""
+    cache = RadixCache(BlockPool(10), 2)
+    [block] = cache.take_blocks(1) or []
+    path = [cache.insert("", [], (1, 2), block)]
+    cache.unlock(path)
+    for _ in range(10_000):
+        cache.lock(path)
+        cache.unlock(path)
+    assert len(cache._evictable) < 100
+
+
+def test_a_disabled_cache_finds_nothing() -> None:
+    cache = RadixCache(BlockPool(10), 2, enabled=False)
+    assert cache.match("", [1, 2, 3, 4]) == []
+
+
+def test_a_namespace_shares_nothing_with_another() -> None:
+    cache = RadixCache(BlockPool(10), 2)
+    [block] = cache.take_blocks(1) or []
+    cache.insert("tenant", [], (1, 2), block)
+    assert cache.match("tenant", [1, 2])
+    assert cache.match("", [1, 2]) == cache.match("other", [1, 2]) == []
+
+
+def test_blocks_come_in_ascending_runs() -> None:
+    assert BlockPool(10).take(4) == [1, 2, 3, 4]

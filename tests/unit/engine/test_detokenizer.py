@@ -1,0 +1,176 @@
+"""Text and its end do not depend on how tokens were grouped into steps; an oracle decodes whole texts each time."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from specray.engine.detokenizer import TextStream
+from specray.outputs import FinishReason
+from specray.sampling_params import SamplingParams
+from tests.support.stories import stories_tokenizer
+from tests.support.toy import toy_tokenizer
+
+TOKENIZERS: dict[str, Tokenizer] = {
+    "byte-level": toy_tokenizer().backend_tokenizer,  # é, ☃ and 😀 are two to four tokens
+    "byte-fallback": stories_tokenizer().backend_tokenizer,  # spaces belong to words, the first one is stripped
+}
+EOS = {"byte-level": [1], "byte-fallback": [2]}
+WORDS = ["the", "a", "aa", "aab", "é", "☃", "😀", " ", "\n", "on", "in", ". "]
+STOPS = ["a", "aa", "aab", "b", "the", "he ", "é", "☃a", "😀", "�", "\n\n", " a", "nin"]
+SPLIT_CHARACTER = "�"
+
+
+class Case(NamedTuple):
+    kind: str
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+
+
+class Ending(NamedTuple):
+    token_ids: list[int]
+    text: str
+    reason: FinishReason | None
+    stop: str | int | None
+
+
+@st.composite
+def cases(draw: st.DrawFn, any_tokens: bool, kinds: tuple[str, ...] = ("byte-level", "byte-fallback")) -> Case:
+    kind = draw(st.sampled_from(kinds))
+    tokenizer = TOKENIZERS[kind]
+    if any_tokens:  # half characters, broken ones, special tokens in the middle
+        token_ids = draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=24))
+    else:
+        words = draw(st.lists(st.sampled_from(WORDS), min_size=1, max_size=10))
+        token_ids = tokenizer.encode("".join(words), add_special_tokens=False).ids
+        if draw(st.booleans()):
+            token_ids.insert(draw(st.integers(0, len(token_ids))), EOS[kind][0])
+    params = SamplingParams(
+        stop=draw(st.lists(st.sampled_from(STOPS), max_size=3, unique=True)),
+        stop_token_ids=draw(st.lists(st.sampled_from(token_ids), max_size=1)),
+        ignore_eos=draw(st.booleans()),
+        min_tokens=draw(st.integers(0, 6)),
+        include_stop_str_in_output=draw(st.booleans()),
+        skip_special_tokens=draw(st.booleans()),
+    )
+    return Case(kind, token_ids, params, draw(st.integers(1, 26)))
+
+
+def oracle(case: Case) -> Ending:
+    """One token at a time, each time decoding all of them; only whole characters count, except at the very end."""
+    kind, token_ids, params, max_tokens = case
+    stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else EOS[kind])}
+    shown = ""
+    for count, token_id in enumerate(token_ids, 1):
+        kept, may_stop = token_ids[:count], count >= max(1, params.min_tokens)
+        if may_stop and token_id in stop_ids:
+            return Ending(kept, decode(case, kept[:-1]), FinishReason.STOP, token_id)
+        whole = decode(case, kept)
+        if whole.endswith(SPLIT_CHARACTER) and count < max_tokens:
+            continue
+        stop = first_stop(whole, len(shown), params.stop) if may_stop else None
+        if stop is not None:
+            start, text = stop
+            end = start + (len(text) if params.include_stop_str_in_output else 0)
+            return Ending(kept, whole[:end], FinishReason.STOP, text)
+        shown = whole
+        if count == max_tokens:
+            return Ending(kept, whole, FinishReason.LENGTH, None)
+    return Ending(token_ids, shown, None, None)
+
+
+def decode(case: Case, token_ids: list[int]) -> str:
+    text: str = TOKENIZERS[case.kind].decode(token_ids, skip_special_tokens=case.params.skip_special_tokens)
+    return text
+
+
+def first_stop(text: str, num_old: int, stops: list[str]) -> tuple[int, str] | None:
+    """The stop string that begins first, of those that end in the new part of the text; of two, the shorter."""
+    starts = range(len(text))
+    found = [(s, stop) for s in starts for stop in stops if text.startswith(stop, s) and s + len(stop) > num_old]
+    return min(found, key=lambda match: (match[0], len(match[1])), default=None)
+
+
+def feed(case: Case, cuts: list[int]) -> tuple[Ending, list[str]]:
+    """The stream's ending and deltas when tokens come in the runs between `cuts`."""
+    kind, token_ids, params, max_tokens = case
+    stream = TextStream(TOKENIZERS[kind], params, EOS[kind], max_tokens)
+    kept: list[int] = []
+    deltas: list[str] = []
+    for start, end in pairwise(sorted({0, len(token_ids), *cuts})):
+        cut = stream.feed(token_ids[start:end])
+        kept += token_ids[start : start + cut.num_kept]
+        deltas.append(cut.text)
+        if cut.finish_reason is not None:
+            return Ending(kept, "".join(deltas), cut.finish_reason, cut.stop_reason), deltas
+    return Ending(kept, "".join(deltas), None, None), deltas
+
+
+def cut_lists() -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(1, 24), max_size=6)
+
+
+@given(cases(any_tokens=False), cut_lists())
+@settings(max_examples=500)
+def test_runs_of_any_length_end_where_single_tokens_end(case: Case, cuts: list[int]) -> None:
+    expected, (seen, _) = oracle(case), feed(case, cuts)
+    assert (seen.token_ids, seen.reason, seen.stop) == (expected.token_ids, expected.reason, expected.stop)
+    if expected.reason is not None:
+        assert seen.text == expected.text
+    else:  # what may still become a stop string is held back
+        assert expected.text.startswith(seen.text)
+
+
+@given(cases(any_tokens=True, kinds=("byte-level",)), cut_lists())
+@settings(max_examples=500)
+def test_broken_characters_and_special_tokens_end_alike_too(case: Case, cuts: list[int]) -> None:
+    """Byte-level only: a byte-fallback decoder rewrites earlier bytes when a later one breaks their run."""
+    expected, (seen, _) = oracle(case), feed(case, cuts)
+    assert seen.token_ids == expected.token_ids
+    if expected.reason is not None:
+        assert seen == expected
+
+
+@given(cases(any_tokens=True), cut_lists(), cut_lists())
+@settings(max_examples=300)
+@example(Case("byte-fallback", [3, 131, 0], SamplingParams(), 4), [], [])  # <0x00> <0x80> <unk>
+@example(Case("byte-fallback", [100, 3, 131, 131, 300, 131, 261], SamplingParams(), 9), [], [2, 5])
+def test_two_ways_to_cut_a_stream_end_alike(case: Case, cuts: list[int], others: list[int]) -> None:
+    assert feed(case, cuts)[0] == feed(case, others)[0]
+
+
+@given(cases(any_tokens=False), cut_lists())
+@settings(max_examples=300)
+def test_no_delta_holds_half_a_character(case: Case, cuts: list[int]) -> None:
+    if SPLIT_CHARACTER not in oracle(case).text:
+        assert SPLIT_CHARACTER not in "".join(feed(case, cuts)[1])
+
+
+@given(cases(any_tokens=False), cut_lists())
+@settings(max_examples=300)
+def test_a_stop_string_is_never_shown_unless_asked_for(case: Case, cuts: list[int]) -> None:
+    params = case.params
+    if params.min_tokens == 0 and not params.include_stop_str_in_output:
+        text = feed(case, cuts)[0].text
+        assert not any(stop in text for stop in params.stop)
+
+
+def test_text_is_shown_at_once_where_no_stop_string_can_begin() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    stream = TextStream(tokenizer, SamplingParams(stop=["xyz"]), [1], 100)
+    ids = tokenizer.encode("abxyq").ids
+    assert [stream.feed([token]).text for token in ids] == ["a", "b", "", "", "xyq"]
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+def test_an_unfinished_character_at_the_end_is_shown_as_a_replacement(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    ids = tokenizer.encode("a😀", add_special_tokens=False).ids
+    cut = TextStream(tokenizer, SamplingParams(), EOS[kind], len(ids) - 1).feed(ids)
+    assert cut.finish_reason is FinishReason.LENGTH
+    assert cut.text == tokenizer.decode(ids[:-1])
+    assert SPLIT_CHARACTER in cut.text

@@ -1,0 +1,66 @@
+"""Ids, text, logprobs, usage and the reason of an end are one: accepted runs of any length change none of them."""
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specray.config import EngineConfig
+from specray.engine.engine import Engine
+from specray.engine.executor import Capacity
+from specray.engine.request import EngineRequest
+from specray.outputs import RequestOutput
+from specray.sampling_params import SamplingParams
+from tests.support.ranks import SimulatedRanks
+from tests.support.toy import VOCAB_SIZE, toy_tokenizer
+
+TOKENIZER = toy_tokenizer().backend_tokenizer
+STOPS = ["a", "the", "on", "é", "0 ", "!\n", "😀a", "b1"]
+
+
+def run(script: list[int], params: SamplingParams, max_drafts: int, seed: int) -> list[RequestOutput]:
+    """The outputs of one request whose target says `script`."""
+    capacity = Capacity(40, max_drafts, 100, VOCAB_SIZE, [1])
+    config = EngineConfig(page_size=4)
+    ranks = SimulatedRanks(config, capacity, lambda tokens: script[len(tokens) - 2], Random(seed))
+    engine = Engine(config, ranks, TOKENIZER)
+    engine.add_request(EngineRequest("x", [7, 8], params))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    return outputs
+
+
+def summary(outputs: list[RequestOutput]) -> tuple[object, ...]:
+    """What the caller has in hand at the end; counts of steps and drafts are left out."""
+    last = outputs[-1]
+    return (
+        [token for output in outputs for token in output.token_ids],
+        "".join(output.text for output in outputs),
+        [entry for output in outputs for entry in output.logprobs or []],
+        (last.finish_reason, last.stop_reason, last.usage.num_completion_tokens, last.usage.num_prompt_tokens),
+    )
+
+
+@given(
+    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=98, max_size=98),
+    st.lists(st.sampled_from(STOPS), max_size=3, unique=True),
+    st.integers(0, 20),
+    st.one_of(st.none(), st.integers(1, 40)),
+    st.booleans(),
+    st.integers(1, 12),
+    st.integers(0, 99),
+)
+@settings(max_examples=250)
+def test_accepted_runs_change_nothing_a_caller_sees(
+    script: list[int], stop: list[str], min_tokens: int, max_tokens: int | None, ignore_eos: bool, drafts: int, seed: int
+) -> None:
+    params = SamplingParams(
+        seed=1, stop=stop, stop_token_ids=[9], min_tokens=min_tokens, max_tokens=max_tokens, ignore_eos=ignore_eos,
+        logprobs=0,
+    )  # fmt: skip
+    plain, speculative = run(script, params, 0, 0), run(script, params, drafts, seed)
+    assert summary(speculative) == summary(plain)
+    ids, _, logprobs, (_, _, num_completion, _) = summary(speculative)
+    assert [entry.token_id for entry in logprobs] == ids
+    assert num_completion == len(ids)

@@ -1,0 +1,303 @@
+"""The engine driven at random, one call at a time, over an executor that checks every plan as a worker would."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from specray.config import EngineConfig
+from specray.engine.engine import Engine
+from specray.engine.request import EngineRequest
+from specray.errors import InvalidRequestError, QueueFullError
+from specray.outputs import FinishReason, RequestOutput
+from specray.sampling_params import SamplingParams
+from tests.unit.engine.fake_executor import (
+    BROKEN,
+    EOS,
+    VOCAB_SIZE,
+    FakeExecutor,
+    continuation,
+    free_blocks_are_accounted_for,
+    letters_tokenizer,
+    request,
+    run_to_end,
+)
+
+CONTEXT = 48
+TOKENIZER = letters_tokenizer()
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> EngineConfig:
+    chunk = draw(st.integers(1, 12))
+    return EngineConfig(
+        page_size=draw(st.sampled_from([1, 3, 4, 16])),
+        max_running_requests=draw(st.integers(1, 5)),
+        max_queued_requests=draw(st.integers(0, 6)),
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=draw(st.integers(chunk, 20)),
+        disable_radix_cache=draw(st.booleans()),
+    )
+
+
+accept_counts = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8)
+prompts = st.lists(st.integers(2, 3), min_size=1, max_size=CONTEXT - 1)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """A caller of the engine who knows what each request must say."""
+
+    @initialize(config=configs(), accepts=accept_counts, drafts=st.integers(0, 6), spare=st.integers(0, 12))
+    def start(self, config: EngineConfig, accepts: list[tuple[int, int]], drafts: int, spare: int) -> None:
+        num_blocks = -(-CONTEXT // config.page_size) + 1 + spare  # the longest request just fits: pressure is likely
+        self.executor = FakeExecutor(config, num_blocks, drafts, accepts, CONTEXT)
+        self.engine = Engine(config, self.executor, TOKENIZER)
+        self.added: list[EngineRequest] = []
+        self.alive: set[int] = set()
+        self.aborted: set[int] = set()
+        self.outputs: dict[str, list[RequestOutput]] = {}
+
+    @rule(prompt=prompts, max_tokens=st.one_of(st.none(), st.integers(1, CONTEXT)), salt=st.sampled_from(["", "b"]))
+    def add(self, prompt: list[int], max_tokens: int | None, salt: str) -> None:
+        max_tokens = max_tokens and min(max_tokens, CONTEXT - len(prompt))
+        seed, config = len(self.added), self.engine.config
+        self.executor.limits[seed] = len(prompt) + (max_tokens or CONTEXT - len(prompt))
+        new = request(seed, prompt, max_tokens, salt)
+        is_full = len(self.alive) >= config.max_running_requests + config.max_queued_requests
+        try:
+            self.engine.add_request(new)
+        except QueueFullError:
+            assert len(self.engine.scheduler.waiting) >= config.max_queued_requests
+            return
+        assert not is_full
+        self.added.append(new)
+        self.alive.add(seed)
+        self.outputs[new.request_id] = []
+
+    @precondition(lambda self: self.added)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        seed = data.draw(st.integers(0, len(self.added) - 1))
+        self.engine.abort([f"r{seed}"])
+        if seed in self.alive:
+            self.aborted.add(seed)
+        self.alive.discard(seed)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def break_a_row(self, data: st.DataObject) -> None:
+        self.executor.broken.add(data.draw(st.sampled_from(sorted(self.alive))))
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.step_once()
+
+    def step_once(self) -> None:
+        alive, had_work, num_steps = sorted(self.alive), self.engine.has_work, self.executor.ledger.steps
+        outputs = self.engine.step()
+        ran = self.executor.ledger.steps > num_steps
+        assert had_work or not (outputs or ran)
+        assert ran or not alive, "requests wait and nothing runs"
+        if ran:  # first come, first served: whoever has a row came before all who wait
+            assert self.executor.seeds == alive[: len(self.executor.seeds)]
+        assert len({output.request_id for output in outputs}) == len(outputs)
+        for output in outputs:
+            self.take(output)
+        free_blocks_are_accounted_for(self.engine)
+
+    def take(self, output: RequestOutput) -> None:
+        seen = self.outputs[output.request_id]
+        assert not seen or seen[-1].finish_reason is None, "a request ended twice"
+        seen.append(output)
+        if output.finish_reason is not None:
+            self.alive.discard(int(output.request_id[1:]))
+
+    @invariant()
+    def every_block_is_accounted_for(self) -> None:
+        if hasattr(self, "engine"):
+            free_blocks_are_accounted_for(self.engine)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(3000):
+            if not self.engine.has_work:
+                break
+            self.step_once()
+        assert not self.engine.has_work
+        for seed, spec in enumerate(self.added):
+            self.check_end(seed, spec)
+        scheduler = self.engine.scheduler
+        assert not self.executor.rows
+        assert not scheduler.running
+        assert scheduler.cache.num_idle == scheduler.cache.num_cached
+        assert scheduler.pool.num_free + scheduler.cache.num_cached == scheduler.pool.num_usable
+
+    def check_end(self, seed: int, spec: EngineRequest) -> None:
+        outputs = self.outputs[spec.request_id]
+        said = [token for output in outputs for token in output.token_ids]
+        expected = continuation(spec.prompt_token_ids, self.executor.limits[seed] - len(spec.prompt_token_ids))
+        reason = outputs[-1].finish_reason
+        assert said == expected[: len(said)]
+        assert outputs[-1].usage.num_completion_tokens == len(said)
+        if reason is FinishReason.ABORT:
+            assert seed in self.aborted
+        elif reason is FinishReason.ERROR:
+            assert seed in self.executor.broken
+            assert outputs[-1].error == BROKEN
+        else:
+            assert seed not in self.aborted
+            assert said == expected
+            stopped = expected[-1] == EOS
+            assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            assert outputs[-1].stop_reason == (EOS if stopped else None)
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+@given(accepts=accept_counts, page_size=st.sampled_from([1, 4]), reuse=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_preempted_request_says_the_same_as_one_left_alone(
+    accepts: list[tuple[int, int]], page_size: int, reuse: bool
+) -> None:
+    config = EngineConfig(page_size=page_size, disable_radix_cache=not reuse, max_running_requests=4)
+    num_blocks = -(-CONTEXT // page_size) + 1
+    executor = FakeExecutor(config, num_blocks, 4, accepts, CONTEXT)
+    engine = Engine(config, executor, TOKENIZER)
+    prompts = [[2, 3, seed + 4] * 3 for seed in range(4)]
+    for seed, prompt in enumerate(prompts):
+        executor.limits[seed] = len(prompt) + 30
+        engine.add_request(EngineRequest(f"r{seed}", prompt, SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)))
+    said: dict[str, list[int]] = {f"r{seed}": [] for seed in range(4)}
+    for output in run_to_end(engine):
+        said[output.request_id] += output.token_ids
+    assert engine.scheduler.num_preemptions > 0
+    for seed, prompt in enumerate(prompts):
+        tokens = prompt + said[f"r{seed}"]
+        assert len(tokens) == len(prompt) + 30
+        alone = FakeExecutor(config, num_blocks, 0, context_length=CONTEXT)
+        alone.limits[seed] = len(tokens)
+        engine = Engine(config, alone, TOKENIZER)
+        engine.add_request(EngineRequest("alone", prompt, SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)))
+        assert [t for output in run_to_end(engine) for t in output.token_ids] == said[f"r{seed}"]
+
+
+def test_lookahead_blocks_of_a_new_row_are_sent_once() -> None:
+    """A row that enters and verifies in the same step gets its lookahead in the row's step, not in NewRow as well."""
+    config = EngineConfig(page_size=1)
+    executor = FakeExecutor(config, 40, 4, context_length=CONTEXT)
+    executor.limits[0] = 20
+    engine = Engine(config, executor, TOKENIZER)
+    engine.add_request(request(0, [2, 3], max_tokens=18))
+    plan = engine.scheduler.schedule()
+    assert len(plan.new_rows[0].block_ids) == 2
+    assert len(plan.rows[0].new_block_ids) == plan.rows[0].max_draft_tokens == 4
+    executor.submit(plan)
+
+
+def test_drafts_stop_where_the_last_token_would_be_wasted() -> None:
+    """With three tokens to go two drafts are useful: the bonus token is the third."""
+    config = EngineConfig(page_size=16)
+    executor = FakeExecutor(config, max_drafts=6)
+    executor.limits[0] = 5
+    engine = Engine(config, executor, TOKENIZER)
+    engine.add_request(request(0, [2, 3], max_tokens=3))
+    assert engine.scheduler.schedule().rows[0].max_draft_tokens == 2
+
+
+def test_an_aborted_row_is_gone_from_the_ranks_one_step_later_while_others_run() -> None:
+    executor = FakeExecutor(EngineConfig(page_size=4))
+    engine = Engine(EngineConfig(page_size=4), executor, TOKENIZER)
+    for seed in range(2):
+        executor.limits[seed] = 40
+        engine.add_request(
+            EngineRequest(f"r{seed}", [2, seed + 2], SamplingParams(seed=seed, max_tokens=30, ignore_eos=True))
+        )
+    engine.step()
+    engine.abort(["r0"])
+    engine.step()
+    assert executor.seeds == [1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
+        ([], {}, ["no tokens", "at least one"]),
+        ([2] * CONTEXT, {}, [str(CONTEXT), "shorten the prompt"]),
+        ([2] * 40, {"max_tokens": 9}, ["40", "max_tokens is 9", str(CONTEXT), "lower max_tokens"]),
+        ([2, VOCAB_SIZE], {}, [str(VOCAB_SIZE), f"ends at {VOCAB_SIZE - 1}"]),
+        ([2, -7], {}, ["-7"]),
+        ([2], {"logit_bias": {99: 1.0}}, ["logit_bias", "99"]),
+        ([2], {"stop_token_ids": [77]}, ["stop_token_ids", "77"]),
+    ],
+)
+def test_a_refusal_names_the_value_and_the_fix(prompt: list[int], options: dict[str, object], says: list[str]) -> None:
+    engine = Engine(EngineConfig(), FakeExecutor(EngineConfig()), TOKENIZER)
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.add_request(EngineRequest("x", prompt, SamplingParams(seed=1, **options)))
+    assert all(part in str(caught.value) for part in says), str(caught.value)
+    assert not engine.has_work
+
+
+def test_a_refusal_of_an_id_in_use_leaves_the_first_request_alone() -> None:
+    executor = FakeExecutor(EngineConfig())
+    executor.limits[0] = 5
+    engine = Engine(EngineConfig(), executor, TOKENIZER)
+    engine.add_request(request(0, [2, 3], max_tokens=3))
+    with pytest.raises(InvalidRequestError, match="'r0' is already in use; choose another"):
+        engine.add_request(request(0, [5], max_tokens=1))
+    assert [t for o in run_to_end(engine) for t in o.token_ids] == continuation([2, 3], 3)
+    engine.add_request(request(0, [2, 3], max_tokens=3))  # free again once it has ended
+
+
+def test_a_refusal_of_a_full_queue_says_the_limit_and_to_come_back() -> None:
+    config = EngineConfig(max_running_requests=2, max_queued_requests=1)
+    engine = Engine(config, FakeExecutor(config), TOKENIZER)
+    for seed in range(3):
+        engine.add_request(request(seed, [2], max_tokens=1))
+    with pytest.raises(QueueFullError, match="max_queued_requests is 1; send the request again"):
+        engine.add_request(request(3, [2], max_tokens=1))
+    ended = Counter(output.request_id for output in run_to_end(engine) if output.finish_reason)
+    assert ended == {"r0": 1, "r1": 1, "r2": 1}
+
+
+def test_fail_all_ends_running_waiting_and_aborted_requests_once() -> None:
+    config = EngineConfig(max_running_requests=1)
+    executor = FakeExecutor(config)
+    engine = Engine(config, executor, TOKENIZER)
+    for seed in range(3):
+        executor.limits[seed] = 40
+        engine.add_request(EngineRequest(f"r{seed}", [2], SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)))
+    engine.step()
+    engine.abort(["r1"])
+    ends = {output.request_id: output for output in engine.fail_all("rank 0 is gone")}
+    assert {name: end.finish_reason for name, end in ends.items()} == {
+        "r0": FinishReason.ERROR,
+        "r1": FinishReason.ABORT,
+        "r2": FinishReason.ERROR,
+    }
+    assert ends["r0"].error == ends["r2"].error == "rank 0 is gone"
+    assert engine.fail_all("again") == []
+    free_blocks_are_accounted_for(engine)
+
+
+def test_an_abort_is_told_even_if_the_ranks_die_in_the_step_that_would_have_told_it() -> None:
+    class Dying(FakeExecutor):
+        def collect(self) -> object:  # type: ignore[override]
+            raise RuntimeError("gone")
+
+    executor = Dying(EngineConfig())
+    engine = Engine(EngineConfig(), executor, TOKENIZER)
+    for seed in range(2):
+        executor.limits[seed] = 40
+        engine.add_request(request(seed, [2], max_tokens=30))
+    engine.abort(["r0"])
+    with pytest.raises(RuntimeError, match="gone"):
+        engine.step()
+    ends = [(output.request_id, output.finish_reason) for output in engine.fail_all("gone")]
+    assert sorted(ends) == [("r0", FinishReason.ABORT), ("r1", FinishReason.ERROR)]

@@ -1,0 +1,311 @@
+"""Any mix of requests, accepted runs, aborts and preemptions: every request ends once, whole, and nothing leaks."""
+
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specray.config import EngineConfig
+from specray.engine.engine import Engine
+from specray.engine.executor import Capacity
+from specray.engine.request import EngineRequest
+from specray.errors import InvalidRequestError, QueueFullError
+from specray.outputs import FinishReason, RequestOutput
+from specray.sampling_params import SamplingParams
+from specray.step import StepPlan, StepResult
+from tests.support.ranks import SimulatedRanks
+from tests.support.toy import VOCAB_SIZE, toy_tokenizer
+
+TOKENIZER = toy_tokenizer().backend_tokenizer
+CONTEXT = 40
+
+
+def text(token_ids: list[int]) -> int:
+    """A known text: any function of all that was said before will do. It never ends by itself."""
+    return 4 + hash(tuple(token_ids)) % (VOCAB_SIZE - 4)
+
+
+def continuation(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(text(tokens))
+    return tokens[len(prompt) :]
+
+
+def capacity(num_blocks: int = 20, max_draft_tokens: int = 4) -> Capacity:
+    return Capacity(num_blocks, max_draft_tokens, CONTEXT, VOCAB_SIZE, [1])
+
+
+@dataclass(frozen=True)
+class Case:
+    config: EngineConfig
+    num_blocks: int
+    max_draft_tokens: int
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    chunk = draw(st.integers(1, 12))
+    config = EngineConfig(
+        page_size=draw(st.sampled_from([1, 2, 4, 16])),
+        max_running_requests=draw(st.integers(1, 5)),
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=draw(st.integers(chunk, 20)),
+        max_queued_requests=100,
+        disable_radix_cache=draw(st.booleans()),
+    )
+    at_least = -(-CONTEXT // config.page_size) + 1
+    num_blocks = draw(st.integers(at_least, at_least + 2 * CONTEXT // config.page_size))
+    return Case(config, num_blocks, draw(st.integers(0, 6)), draw(st.integers(0, 2**32)))
+
+
+class Run:
+    """One engine over simulated ranks, fed at random by `case.seed`."""
+
+    def __init__(self, case: Case, abort_share: float = 0.0) -> None:
+        self.random = Random(case.seed)
+        self.ranks = SimulatedRanks(case.config, capacity(case.num_blocks, case.max_draft_tokens), text, self.random)
+        self.engine = Engine(case.config, self.ranks, TOKENIZER)
+        self.requests: dict[str, EngineRequest] = {}
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.abort_share = abort_share
+
+    def play(self, num_requests: int) -> None:
+        waiting = [self.request(index) for index in range(num_requests)]
+        while waiting or self.engine.has_work:
+            while waiting and self.random.random() < 0.5:
+                request = waiting.pop()
+                self.requests[request.request_id] = request
+                self.outputs[request.request_id] = []
+                self.engine.add_request(request)
+            if self.requests and self.random.random() < self.abort_share:
+                self.engine.abort([self.random.choice(list(self.requests))])
+            for output in self.engine.step():
+                self.outputs[output.request_id].append(output)
+            self.check_blocks()
+
+    def request(self, index: int) -> EngineRequest:
+        prompt = [4 + self.random.randrange(2) for _ in range(self.random.randint(1, CONTEXT - 1))]
+        room = CONTEXT - len(prompt)
+        max_tokens = self.random.choice([None, self.random.randint(1, room)])
+        params = SamplingParams(seed=index, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
+        return EngineRequest(str(index), prompt, params, self.random.choice(["", "tenant"]))
+
+    def check_blocks(self) -> None:
+        """Free, cached and held blocks are all blocks, each once."""
+        scheduler = self.engine.scheduler
+        held = [block for request in scheduler.running for block in request.private_blocks()]
+        assert len(set(held)) == len(held)
+        assert scheduler.pool.num_free + scheduler.cache.num_cached + len(held) == scheduler.pool.num_usable
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+
+@given(cases())
+@settings(max_examples=120)
+def test_every_request_gets_its_whole_text_whatever_was_accepted_cached_or_preempted(case: Case) -> None:
+    run = Run(case)
+    run.play(num_requests=8)
+    for request_id, request in run.requests.items():
+        expected = request.params.max_tokens or CONTEXT - len(request.prompt_token_ids)
+        assert run.tokens(request_id) == continuation(request.prompt_token_ids, expected)
+        assert [o.finish_reason for o in run.outputs[request_id] if o.finish_reason] == [FinishReason.LENGTH]
+
+
+@given(cases())
+@settings(max_examples=80)
+def test_aborts_end_once_with_a_prefix_of_the_text_and_leave_no_block(case: Case) -> None:
+    run = Run(case, abort_share=0.3)
+    run.play(num_requests=8)
+    for request_id, request in run.requests.items():
+        said = run.tokens(request_id)
+        assert said == continuation(request.prompt_token_ids, len(said))
+        assert len([o for o in run.outputs[request_id] if o.finish_reason]) == 1
+        assert run.outputs[request_id][-1].finish_reason is not None
+    scheduler = run.engine.scheduler
+    assert not scheduler.running
+    assert scheduler.cache.num_idle == scheduler.cache.num_cached
+    assert scheduler.pool.num_free + scheduler.cache.num_idle == scheduler.pool.num_usable
+
+
+@given(cases())
+@settings(max_examples=40)
+def test_usage_and_metrics_add_up(case: Case) -> None:
+    run = Run(case)
+    run.play(num_requests=6)
+    run.engine.update_gauges()
+    stats, usages = run.engine.stats.snapshot(), [outputs[-1].usage for outputs in run.outputs.values()]
+    for output_list, usage in zip(run.outputs.values(), usages, strict=True):
+        assert usage.num_completion_tokens == sum(len(o.token_ids) for o in output_list)
+    assert stats["specray_generation_tokens_total"] == sum(u.num_completion_tokens for u in usages)
+    assert stats["specray_prompt_tokens_total"] == sum(u.num_prompt_tokens for u in usages)
+    assert stats["specray_verify_steps_total"] == sum(u.num_verify_steps for u in usages)
+    assert stats["specray_spec_decode_num_draft_tokens_total"] == sum(u.num_draft_tokens for u in usages)
+    assert stats["specray_spec_decode_num_accepted_tokens_total"] == sum(u.num_accepted for u in usages)
+    assert stats["specray_num_preemptions_total"] == sum(u.num_preemptions for u in usages)
+    assert stats["specray_request_finished_total"] == {"length": len(usages)}
+    assert stats["specray_kv_cache_usage_perc"] == stats["specray_num_requests_running"] == 0
+    assert stats["specray_prefix_cache_hits_total"] == sum(u.num_cached_tokens for u in usages)
+
+
+def test_a_small_pool_preempts_and_all_still_finish() -> None:
+    config = EngineConfig(page_size=4, max_running_requests=4, disable_radix_cache=True)
+    run = Run(Case(config, 12, 4, seed=1))
+    run.play(num_requests=12)
+    assert run.engine.scheduler.num_preemptions > 0
+    assert all(outputs[-1].finish_reason is FinishReason.LENGTH for outputs in run.outputs.values())
+
+
+def test_a_second_request_with_the_same_prompt_computes_only_its_end() -> None:
+    run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
+    prompt = list(range(4, 25))
+    for request_id in ("cold", "warm"):
+        run.engine.add_request(EngineRequest(request_id, prompt, SamplingParams(seed=1, max_tokens=1)))
+        run.outputs[request_id] = run.engine.step()
+    assert run.outputs["cold"][-1].usage.num_cached_tokens == 0
+    assert run.outputs["warm"][-1].usage.num_cached_tokens == 20
+    assert run.tokens("cold") == run.tokens("warm")
+
+
+def test_first_come_first_served() -> None:
+    run = Run(Case(EngineConfig(page_size=4, max_running_requests=1), 40, 0, seed=1))
+    for index in range(4):
+        run.engine.add_request(EngineRequest(str(index), [5, 6], SamplingParams(seed=1, max_tokens=3)))
+    ended: list[str] = []
+    while run.engine.has_work:
+        ended += [output.request_id for output in run.engine.step() if output.finish_reason]
+    assert ended == ["0", "1", "2", "3"]
+
+
+def test_a_long_prompt_does_not_keep_running_requests_from_their_tokens() -> None:
+    config = EngineConfig(page_size=4, chunked_prefill_size=4, max_prefill_tokens=4)
+    run = Run(Case(config, 60, 0, seed=1))
+    run.engine.add_request(EngineRequest("short", [5], SamplingParams(seed=1, max_tokens=12)))
+    run.engine.step()
+    run.engine.add_request(EngineRequest("long", [6] * 30, SamplingParams(seed=1, max_tokens=2)))
+    for _ in range(5):
+        assert [o.request_id for o in run.engine.step() if o.token_ids] == ["short"]
+
+
+def test_an_abort_is_reported_by_the_next_step_and_frees_its_slot_on_the_ranks() -> None:
+    run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
+    run.engine.add_request(EngineRequest("a", [5, 6], SamplingParams(seed=1, max_tokens=30)))
+    run.engine.step()
+    run.engine.abort(["a", "unknown"])
+    [output] = run.engine.step()
+    assert (output.request_id, output.finish_reason) == ("a", FinishReason.ABORT)
+    assert not run.engine.has_work
+    assert not run.ranks._rows
+
+
+def test_an_abort_while_waiting_never_reaches_the_ranks() -> None:
+    run = Run(Case(EngineConfig(page_size=4, max_running_requests=1), 40, 0, seed=1))
+    for request_id in ("runs", "waits"):
+        run.engine.add_request(EngineRequest(request_id, [5, 6], SamplingParams(seed=1, max_tokens=3)))
+    run.engine.step()
+    run.engine.abort(["waits"])
+    outputs = []
+    while run.engine.has_work:
+        outputs += run.engine.step()
+    assert [(o.request_id, o.finish_reason) for o in outputs if o.finish_reason] == [
+        ("waits", FinishReason.ABORT),
+        ("runs", FinishReason.LENGTH),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "param"),
+    [
+        ([], {}, "prompt"),
+        ([5] * CONTEXT, {}, "prompt"),
+        ([5] * (CONTEXT + 1), {"max_tokens": 1}, "prompt"),
+        ([5] * 30, {"max_tokens": 11}, "max_tokens"),
+        ([VOCAB_SIZE], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([5], {"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
+        ([5], {"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_and_nothing_is_queued(
+    prompt: list[int], options: dict[str, object], param: str
+) -> None:
+    run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
+    with pytest.raises(InvalidRequestError) as caught:
+        run.engine.add_request(EngineRequest("x", prompt, SamplingParams(seed=1, **options)))
+    assert caught.value.param == param
+    assert not run.engine.has_work
+
+
+def test_a_request_larger_than_the_pool_is_refused() -> None:
+    run = Run(Case(EngineConfig(page_size=4), num_blocks=6, max_draft_tokens=0, seed=1))
+    with pytest.raises(InvalidRequestError, match="20 per request"):
+        run.engine.add_request(EngineRequest("x", [5] * 19, SamplingParams(seed=1, max_tokens=2)))
+    run.engine.add_request(EngineRequest("x", [5] * 19, SamplingParams(seed=1, max_tokens=1)))
+    assert run.engine.step()[0].finish_reason is FinishReason.LENGTH
+
+
+def test_an_id_in_use_is_refused() -> None:
+    run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
+    run.engine.add_request(EngineRequest("x", [5], SamplingParams(seed=1)))
+    with pytest.raises(InvalidRequestError, match="already in use"):
+        run.engine.add_request(EngineRequest("x", [5], SamplingParams(seed=1)))
+
+
+def test_a_full_queue_refuses_and_keeps_what_it_has() -> None:
+    config = EngineConfig(page_size=4, max_running_requests=1, max_queued_requests=2)
+    run = Run(Case(config, 40, 0, seed=1))
+    added = Counter[bool]()
+    for index in range(6):
+        try:
+            run.engine.add_request(EngineRequest(str(index), [5], SamplingParams(seed=1, max_tokens=1)))
+            added[True] += 1
+        except QueueFullError:
+            added[False] += 1
+    assert added == {True: 3, False: 3}  # one to run, two to wait
+    ended = 0
+    while run.engine.has_work:
+        ended += sum(output.finish_reason is not None for output in run.engine.step())
+    assert ended == 3
+
+
+def test_a_broken_row_ends_in_an_error_and_its_neighbours_go_on() -> None:
+    class OneBroken(SimulatedRanks):
+        def collect(self) -> StepResult:
+            result = super().collect()
+            rows = [row._replace(token_ids=[], error="NaN") if row.slot == 0 else row for row in result.rows]
+            return result._replace(rows=rows)
+
+    run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
+    run.engine.executor = OneBroken(run.engine.config, run.ranks.capacity, text, Random(0))
+    for request_id in ("broken", "sound"):
+        run.engine.add_request(EngineRequest(request_id, [5, 6], SamplingParams(seed=1, max_tokens=4)))
+    outputs = []
+    while run.engine.has_work:
+        outputs += run.engine.step()
+    ends = {output.request_id: output for output in outputs if output.finish_reason}
+    assert (ends["broken"].finish_reason, ends["broken"].error) == (FinishReason.ERROR, "NaN")
+    assert ends["sound"].finish_reason is FinishReason.LENGTH
+    run.check_blocks()
+
+
+def test_when_the_ranks_die_every_request_ends_in_an_error() -> None:
+    class Dead(SimulatedRanks):
+        def submit(self, plan: StepPlan) -> None:  # noqa: ARG002
+            raise RuntimeError("gone")
+
+    run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
+    run.engine.executor = Dead(run.engine.config, run.ranks.capacity, text, Random(0))
+    for index in range(3):
+        run.engine.add_request(EngineRequest(str(index), [5, 6], SamplingParams(seed=1)))
+    with pytest.raises(RuntimeError, match="gone"):
+        run.engine.step()
+    outputs = run.engine.fail_all("the ranks are gone")
+    assert {(o.request_id, o.finish_reason, o.error) for o in outputs} == {
+        (str(i), FinishReason.ERROR, "the ranks are gone") for i in range(3)
+    }
+    assert not run.engine._requests

@@ -1,0 +1,146 @@
+"""Attention over ragged rows, pages and trees, against a loop over single queries."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specray.ops.attention import RaggedRows, move_kv
+from specray.ops.backends import make_backend
+
+NUM_SLOTS = 400
+KV_HEADS, FOLD, DIM, LAYERS = 2, 3, 8, 2
+
+
+class RowShape(NamedTuple):
+    """A row's KV before its queries, its known queries and its tree's parents (root: the last known query)."""
+
+    num_past: int
+    num_known: int
+    parents: list[int]
+
+
+@st.composite
+def row_shapes(draw: st.DrawFn, longest: int) -> RowShape:
+    parents = [-1] + [draw(st.integers(0, node)) for node in range(draw(st.integers(0, 8)))]
+    return RowShape(draw(st.integers(0, 40)), draw(st.integers(1, longest)), parents)
+
+
+batches = st.tuples(
+    st.lists(row_shapes(longest=4), max_size=3), st.lists(row_shapes(longest=90), max_size=2)
+).map(lambda both: both[0] + both[1]).filter(bool)  # fmt: skip
+
+
+def sees(shape: RowShape, query: int, key: int) -> bool:
+    """Whether a row's query (counted from its first) sees a key (counted from its first), both in the row's order."""
+    first_draft = shape.num_past + shape.num_known  # as a key
+    query_as_key = shape.num_past + query
+    if key < first_draft:
+        return key <= query_as_key
+    node = query_as_key - first_draft + 1  # node 0 is the root
+    while node > 0:
+        if key == first_draft + node - 1:
+            return True
+        node = shape.parents[node]
+    return False
+
+
+def ancestors(parents: list[int]) -> np.ndarray:
+    mask = np.eye(len(parents), dtype=bool)
+    for node in range(1, len(parents)):
+        mask[node] |= mask[parents[node]]
+    return mask
+
+
+def make_rows(shapes: list[RowShape], scattered: bool) -> RaggedRows:
+    """Rows whose KV lies in one piece each, or anywhere; slot 0 to 15 stay free."""
+    order = np.random.default_rng(1).permutation(np.arange(16, NUM_SLOTS)) if scattered else np.arange(16, NUM_SLOTS)
+    kv_slots, query_lens, start = [], [], 0
+    for shape in shapes:
+        queries = shape.num_known + len(shape.parents) - 1
+        kv_slots.append(order[start : start + shape.num_past + queries])
+        query_lens.append(queries)
+        start += len(kv_slots[-1])
+    trees = [ancestors(shape.parents) if len(shape.parents) > 1 else None for shape in shapes]
+    written = [slots[shape.num_past :] for slots, shape in zip(kv_slots, shapes, strict=True)]
+    return RaggedRows(query_lens, kv_slots, torch.from_numpy(np.concatenate(written)), trees)
+
+
+def naive(shapes: list[RowShape], rows: RaggedRows, layer_pool: Tensor, q: Tensor) -> Tensor:
+    """float64 attention of one query and one head after the other."""
+    out, at = torch.zeros(len(q), KV_HEADS * FOLD, DIM, dtype=torch.float64), 0
+    for shape, slots, length in zip(shapes, rows.kv_slots, rows.query_lens, strict=True):
+        for query in range(length):
+            keys = [int(slot) for key, slot in enumerate(slots) if sees(shape, query, key)]
+            for head in range(KV_HEADS * FOLD):
+                k, v = layer_pool[keys, 0, head // FOLD].double(), layer_pool[keys, 1, head // FOLD].double()
+                law = (k @ q[at + query, head].double() / DIM**0.5).softmax(0)
+                out[at + query, head] = law @ v
+        at += length
+    return out.flatten(1)
+
+
+@given(batches, st.booleans(), st.integers(0, 1))
+@settings(max_examples=40)
+def test_every_query_attends_to_its_past_and_its_branch(shapes: list[RowShape], scattered: bool, layer: int) -> None:
+    torch.manual_seed(0)
+    pool = torch.randn(LAYERS, NUM_SLOTS, 2, KV_HEADS, DIM)
+    pool[:, :16] = 0
+    rows = make_rows(shapes, scattered)
+    q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
+    before = pool.clone()
+    seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(layer, q, kv)
+    before[layer, rows.slot_mapping] = kv
+    assert torch.equal(pool, before)  # the new KV is written, and nothing else
+    torch.testing.assert_close(seen.double(), naive(shapes, rows, pool[layer], q), atol=2e-5, rtol=1e-4)
+
+
+def test_what_lies_in_other_rows_slots_does_not_matter() -> None:
+    """Rubbish, even not-a-number, outside a row's own KV changes nothing, padding included."""
+    shapes = [RowShape(3, 1, [-1, 0, 0]), RowShape(30, 2, [-1]), RowShape(0, 80, [-1])]
+    rows = make_rows(shapes, scattered=True)
+    torch.manual_seed(0)
+    clean = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
+    clean[:, :16] = 0
+    dirty, own = clean.clone(), np.concatenate([np.arange(16), *rows.kv_slots])
+    dirty[:, np.setdiff1d(np.arange(NUM_SLOTS), own)] = torch.nan
+    q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
+    outs = [make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv) for pool in (clean, dirty)]
+    assert torch.equal(*outs)
+
+
+def test_a_row_that_is_not_a_number_leaves_its_neighbours_alone() -> None:
+    shapes = [RowShape(3, 1, [-1, 0]), RowShape(5, 1, [-1]), RowShape(9, 1, [-1, 0, 1])]
+    rows = make_rows(shapes, scattered=False)
+    torch.manual_seed(0)
+    q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
+    outs = []
+    for poison in (False, True):
+        pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
+        q_in, kv_in = q.clone(), kv.clone()
+        if poison:
+            q_in[2] = kv_in[2] = torch.nan
+        outs.append(make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q_in, kv_in))
+    assert outs[1][2].isnan().all()
+    assert torch.equal(outs[0][[0, 1, 3, 4, 5]], outs[1][[0, 1, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near(dtype: torch.dtype) -> None:
+    shapes = [RowShape(20, 1, [-1, 0, 0, 1]), RowShape(7, 3, [-1])]
+    rows = make_rows(shapes, scattered=True)
+    torch.manual_seed(0)
+    pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM).to(dtype)
+    q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
+    seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q.to(dtype), kv.to(dtype))
+    torch.testing.assert_close(seen.double(), naive(shapes, rows, pool[0], q.to(dtype)), atol=0.05, rtol=0.05)
+
+
+def test_moves_that_overlap_read_what_was_there_before() -> None:
+    pool = torch.arange(10.0).view(1, 10, 1, 1, 1).clone()
+    move_kv(pool, torch.tensor([4, 5, 7]), torch.tensor([3, 4, 5]))
+    assert pool.flatten().tolist() == [0, 1, 2, 4, 5, 7, 6, 7, 8, 9]

@@ -1,0 +1,151 @@
+"""The command line: what it accepts, how it refuses, and `check`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specray import __version__, cli
+from specray.bench.command import engine_config
+from specray.errors import ConfigError
+
+SERVE_CONFIG = """
+http_options: {host: 127.0.0.1, port: 8000}
+applications:
+  - name: specray
+    import_path: cluster.app:build
+    args:
+      model: smollm2-135m-instruct
+      max_running_requests: 4
+      speculative: {algorithm: NGRAM}
+      server: {request_timeout_s: 60}
+"""
+
+
+@pytest.fixture
+def serve_config(tmp_path: Path) -> Path:
+    path = tmp_path / "serve.yaml"
+    path.write_text(SERVE_CONFIG)
+    return path
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["chat", "--help"], ["bench", "--help"], ["check", "--help"]])
+def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(arguments)
+    assert "usage: specray" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"specray {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["serve"],
+        ["chat", "--temperature", "warm"],
+        ["bench", "--max-tokens", "0"],
+        ["bench", "--arms", "plain,,ngram"],
+        ["bench", "--arms", "plain,plain"],
+        ["bench", "--dtype", "int4"],
+        ["check"],
+    ],
+)
+def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--arms", "magic"], "arm 'magic' is not known; choose from plain, transformers, ngram"),
+        (["bench", "--arms", "transformers", "--temperature", "0.5"], "temperature=0.5"),
+        (["bench", "--prompts", "missing.jsonl"], "missing.jsonl"),
+        (["bench", "--config", "missing.yaml"], "missing.yaml"),
+        (["bench", "--model", "./missing", "--limit", "1"], "missing"),
+        (["bench", "--concurrency", "1000"], "max_running_requests=48"),
+        (["chat", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    seen = capsys.readouterr()
+    assert seen.err.startswith("error: ")
+    assert message in seen.err
+    assert seen.err.count("\n") == 1
+    assert seen.out == ""
+
+
+def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specray.chat.run", interrupt)
+    assert cli.main(["chat"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_bench_takes_the_engine_part_of_a_serve_config(serve_config: Path) -> None:
+    config = engine_config(serve_config, concurrency=2, dtype="float32", model=None)
+    assert (config.max_running_requests, config.dtype) == (4, "float32")
+    assert config.speculative.algorithm == "NGRAM"
+    with pytest.raises(ConfigError, match="concurrency=5 is more than max_running_requests=4"):
+        engine_config(serve_config, concurrency=5)
+
+
+@pytest.mark.parametrize("text", ["[]", "a: [", "applications: []", "modle: x"])
+def test_bench_refuses_other_configs(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        engine_config(path, concurrency=1)
+
+
+def test_check_accepts_and_names_what_it_saw(serve_config: Path) -> None:
+    done = run_check(serve_config)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "application 'specray' is valid: smollm2-135m-instruct, auto, NGRAM" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("algorithm: NGRAM", "algorithm: NGRM", "speculative.algorithm='NGRM' is not known; choose one of"),
+        ("model:", "modle:", "specray.args.modle: there is no such option; did you mean model?"),
+        ("request_timeout_s", "request_timeout", "did you mean request_timeout_s?"),
+        ("max_running_requests: 4", "max_running_requests: 0", "specray.args.max_running_requests=0"),
+        ("    args:", "    arg:", "applications.0.arg: there is no such option; did you mean args?"),
+        ("port: 8000", "prt: 8000", "http_options.prt: there is no such option; did you mean port?"),
+        ("cluster.app:build", "other:app", "set applications[0].import_path to cluster.app:build"),
+        ("applications:", "applications: [", "is not YAML"),
+    ],
+)
+def test_check_names_every_mistake(old: str, new: str, message: str, serve_config: Path) -> None:
+    from cluster.check import check_file
+
+    serve_config.write_text(SERVE_CONFIG.replace(old, new))
+    with pytest.raises(ConfigError) as caught:
+        check_file(serve_config)
+    assert message in str(caught.value)
+
+
+def test_check_of_a_bad_file_is_status_2(serve_config: Path) -> None:
+    serve_config.write_text(SERVE_CONFIG.replace("NGRAM", "NGRM"))
+    done = run_check(serve_config)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def run_check(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "specray.cli", "check", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])

@@ -1,0 +1,112 @@
+"""A child server is waited for, given up with a reason, stopped with all it started. No Ray: `serve` is a script."""
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specray import local_server
+from specray.local_server import LocalServer, ServerStartError
+
+HEALTHY = """
+import http.server, subprocess, sys, yaml
+stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", stubborn])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+        self.wfile.write(b"fine")
+port = yaml.safe_load(open(sys.argv[-1]))["http_options"]["port"]
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number: int = probe.getsockname()[1]
+    return number
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "plain.yaml"
+    path.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1", "port": 8000}, "applications": []}))
+    return path
+
+
+def use_script(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
+    script = folder / "serve"
+    script.write_text(f"#!{sys.executable}\n{program}")
+    script.chmod(0o755)
+    monkeypatch.setattr(local_server, "_serve_command", lambda: str(script))
+
+
+def test_a_healthy_server_is_used_and_stopped_with_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Path, port: int
+) -> None:
+    use_script(monkeypatch, tmp_path, HEALTHY)
+    with LocalServer(config, port) as server:
+        server.wait_until_ready(timeout=20)
+        assert server.url == f"http://127.0.0.1:{port}"
+        assert server.get("/health") == "fine"
+        child = int(server.log_tail().split("child ")[1].split()[0])
+        folder = server._folder
+    assert not folder.exists()
+    assert has_ended(child)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("print('no such model'); raise SystemExit(3)", "ended with status 3.*no such model"),
+        (
+            "import time; print('app: DEPLOY_FAILED, bad option', flush=True); time.sleep(60)",
+            "could not start the application.*bad option",
+        ),
+        ("import time; print('thinking', flush=True); time.sleep(60)", "not ready after 1 s.*thinking"),
+    ],
+)
+def test_a_server_that_does_not_come_up_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Path, port: int, program: str, reason: str
+) -> None:
+    use_script(monkeypatch, tmp_path, program)
+    with (
+        pytest.raises(ServerStartError, match=f"(?s){reason}"),
+        LocalServer(config, port) as server,
+    ):
+        server.wait_until_ready(timeout=1)
+
+
+def test_a_port_in_use_is_named(config: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        with pytest.raises(ServerStartError, match=f"127.0.0.1:{number} .*--port"), LocalServer(config, number):
+            pass
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ServerStartError, match=r"nothing\.yaml"):
+        LocalServer(tmp_path / "nothing.yaml")
+
+
+def has_ended(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():  # dead; its adopter has not noticed yet
+            return True
+        time.sleep(0.05)
+    return False
