@@ -77,7 +77,7 @@ def report(rounds: Sequence[Round]) -> str:
         for played in rounds
         for answer in [played.answers[column]]
     ]
-    table = format_table(("question", "", "accept length", "tokens/s", "tokens"), rows)
+    table = format_table(("question", "decoding", "accept length", "tokens/s", "tokens"), rows)
     return f"\n{table}\n\n{_verdict(rounds)}"
 
 

@@ -65,12 +65,24 @@ class TextStream:
 
     def _decode(self, token_id: int) -> str:
         self._undecoded.append(token_id)
-        new_text: str | None = self._stream.step(self._tokenizer, token_id)
+        try:
+            new_text: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # the library raises nothing narrower
+            new_text = self._decode_afresh()
         if new_text is None:
             return ""
         self._undecoded.clear()
         self._text += new_text
         return new_text
+
+    def _decode_afresh(self) -> str:
+        """Decode the pending tokens as a text of their own.
+
+        Byte-fallback decoders turn a whole run of byte tokens into U+FFFD once a later byte breaks it, also
+        the characters that were shown; the stream refuses to go on from there, and what was shown stays.
+        """
+        self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
+        return "".join(self._stream.step(self._tokenizer, token_id) or "" for token_id in self._undecoded)
 
     def _flush(self) -> str:
         """Show the bytes of a character that will never be completed, as U+FFFD."""

@@ -14,7 +14,7 @@ from specray.engine.detokenizer import TextStream
 from specray.engine.executor import Executor
 from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.scheduler import Scheduler
-from specray.errors import InvalidRequestError
+from specray.errors import InvalidRequestError, QueueFullError
 from specray.metrics import EngineStats
 from specray.outputs import FinishReason, RequestOutput
 from specray.step import StepPlan, StepResult
@@ -33,11 +33,11 @@ class Engine:
         self._tokenizer = tokenizer
         self._requests: dict[str, Request] = {}
         self._texts: dict[str, TextStream] = {}
-        self._ended: list[RequestOutput] = []  # endings that no step's result brings: aborts
+        self._untold: list[RequestOutput] = []  # news not handed out yet; kept while a step may still fail
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._ended or self.scheduler.has_freed_slots)
+        return bool(self._requests or self._untold or self.scheduler.has_freed_slots)
 
     def add_request(self, spec: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError; then nothing was queued."""
@@ -45,7 +45,7 @@ class Engine:
         self.enqueue(spec)
 
     def check(self, spec: EngineRequest, arriving: Sequence[EngineRequest] = ()) -> None:
-        """Refuse what could never be served or finds the queue full, `arriving` ones counted in; changes nothing."""
+        """Refuse what could never be served or finds the queue full, `arriving` ones counted in; queues nothing."""
         num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens or 1
         if spec.request_id in self._requests or any(spec.request_id == other.request_id for other in arriving):
             raise InvalidRequestError(f"request_id={spec.request_id!r} is already in use; choose another", "request_id")
@@ -61,7 +61,11 @@ class Engine:
         self._check_ids("prompt", spec.prompt_token_ids)
         self._check_ids("logit_bias", spec.params.logit_bias)
         self._check_ids("stop_token_ids", spec.params.stop_token_ids)
-        self.scheduler.check_queue(len(arriving))
+        try:
+            self.scheduler.check_queue(len(arriving))
+        except QueueFullError:
+            self.stats.add("specray_requests_refused_total")
+            raise
 
     def enqueue(self, spec: EngineRequest) -> None:
         """Queue a request that passed `check`."""
@@ -77,27 +81,26 @@ class Engine:
         """End requests now; the next `step` reports them. Unknown or finished ids are ignored."""
         for request_id in request_ids:
             if request := self._requests.get(request_id):
-                self._ended.append(self._end(request, FinishReason.ABORT))
+                self._untold.append(self._end(request, FinishReason.ABORT))
 
     def step(self) -> list[RequestOutput]:
         """One step of every running request; the news of those that have any."""
         start = time.perf_counter()
         plan = self.scheduler.schedule()
-        outputs, self._ended = self._ended, []
-        if not (plan.rows or plan.freed_slots):
-            return outputs
-        self.executor.submit(plan)
-        result = self.executor.collect()
-        self._note_queue_times(plan)
-        outputs += [self._output(emitted) for emitted in self.scheduler.commit(plan, result)]
-        self._count_step(result, time.perf_counter() - start)
-        return outputs
+        if plan.rows or plan.freed_slots:
+            self.executor.submit(plan)
+            result = self.executor.collect()
+            self._note_queue_times(plan)
+            for emitted in self.scheduler.commit(plan, result):
+                self._untold.append(self._output(emitted))
+            self._count_step(result, time.perf_counter() - start)
+        return self._take_news()
 
     def fail_all(self, message: str) -> list[RequestOutput]:
         """End every request with an error, after the executor failed."""
-        ended = [self._end(request, FinishReason.ERROR, error=message) for request in list(self._requests.values())]
-        outputs, self._ended = self._ended + ended, []
-        return outputs
+        for request in list(self._requests.values()):
+            self._untold.append(self._end(request, FinishReason.ERROR, error=message))
+        return self._take_news()
 
     def update_gauges(self) -> None:
         """Bring the gauges of `stats` up to date; called before a snapshot."""
@@ -109,6 +112,10 @@ class Engine:
         self.stats.set("specray_kv_cache_usage_perc", held / usable)
         self.stats.set("specray_kv_cache_cached_perc", cache.num_idle / usable)
         self.stats.values["specray_num_preemptions_total"] = scheduler.num_preemptions
+
+    def _take_news(self) -> list[RequestOutput]:
+        news, self._untold = self._untold, []
+        return news
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:

@@ -24,6 +24,7 @@ class CacheNode:
     children: dict[tuple[int, ...], "CacheNode"] = field(default_factory=dict)
     num_users: int = 0
     last_used: int = 0
+    is_offered: bool = False  # in the cache's heap of candidates for eviction, at most once
 
 
 class RadixCache:
@@ -37,9 +38,7 @@ class RadixCache:
         self.num_idle = 0  # of these, blocks no running request uses
         self._roots: dict[str, CacheNode] = {}
         self._clock = count(1)
-        self._evictable: list[
-            tuple[int, int, CacheNode]
-        ] = []  # heap of (last_used, tie, node); stale entries are skipped
+        self._evictable: list[tuple[int, int, CacheNode]] = []  # heap of (last_used when offered, tie, node)
         self._ties = count()
 
     def match(self, namespace: str, token_ids: Sequence[int]) -> list[CacheNode]:
@@ -103,15 +102,22 @@ class RadixCache:
             yield tuple(token_ids[start : start + size])
 
     def _offer(self, node: CacheNode) -> None:
-        if node.num_users == 0 and not node.children and node.parent is not None:
+        is_idle_leaf = node.num_users == 0 and not node.children and node.parent is not None
+        if is_idle_leaf and not node.is_offered:
+            node.is_offered = True
             heappush(self._evictable, (node.last_used, next(self._ties), node))
 
-    def _evict_one(self) -> None:
+    def _oldest_idle_leaf(self) -> CacheNode:
+        """Entries may be too old, never too young: a node used since it was offered goes back to its new place."""
         while True:
             last_used, _, node = heappop(self._evictable)
-            alive = node.parent is not None and node.parent.children.get(node.key) is node
-            if alive and last_used == node.last_used and node.num_users == 0 and not node.children:
-                break
+            node.is_offered = False
+            if last_used == node.last_used and node.num_users == 0 and not node.children:
+                return node
+            self._offer(node)
+
+    def _evict_one(self) -> None:
+        node = self._oldest_idle_leaf()
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]

@@ -21,6 +21,12 @@ class RowTree(NamedTuple):
     tokens: list[int]
     parents: list[int]
 
+    def or_root(self, vocab_size: int) -> "RowTree":
+        """This tree, or its root alone if a drafter made nonsense: foreign tokens, parents that do not come first."""
+        tokens_known = all(0 <= token < vocab_size for token in self.tokens)
+        parents_first = all(0 <= parent < node for node, parent in enumerate(self.parents[1:], start=1))
+        return self if tokens_known and parents_first else RowTree(self.tokens[:1], [NONE])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:

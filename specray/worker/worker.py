@@ -108,7 +108,7 @@ class Worker:
         roots = [(rows[i].slot, rows[i].token_ids[-1]) for i in sampling]
         limits = [plan.rows[i].max_draft_tokens for i in sampling]
         trees = self._agree(self._drafts.collect(roots, limits).rows() if self._group.leads else None)
-        tree = DraftTree.of([RowTree(*row) for row in trees])
+        tree = DraftTree.of([RowTree(*row).or_root(self.capacity.vocab_size) for row in trees])
         return build_batch(rows, num_known, sampling, tree, self._runner.device)
 
     def _verify(self, batch: InputBatch, logits: torch.Tensor) -> list[Verdict]:

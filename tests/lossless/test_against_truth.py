@@ -1,9 +1,13 @@
 """The models compute what their architecture says, and greedy text is that of a float64 oracle."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specray.sampling_params import SamplingParams
 from tests.support.engine import generate, make_llm
@@ -42,6 +46,36 @@ def test_logprobs_are_the_oracles_and_equal_a_rescoring(variant: str, tmp_path: 
             assert [token for token, _ in entry.top] == np.argsort(-law)[:4].tolist()
             [rescored] = scored.choices[0].logprobs or []
             assert dict(rescored.top).get(entry.token_id, entry.logprob) == pytest.approx(entry.logprob, abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+        {"attention_bias": True},
+    ],
+    ids=["linear-rope", "yarn-rope", "attention-bias"],
+)
+def test_rarer_options_of_a_checkpoint_give_transformers_text(changes: dict[str, Any], tmp_path: Path) -> None:
+    write_toy(tmp_path)
+    config = LlamaConfig(**(json.loads((tmp_path / "config.json").read_text()) | changes))
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(config).float()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    model.save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    seen = [choice.token_ids for choice in generate(tmp_path, PROMPTS, params)]
+    assert seen == [_transformers_greedy(model, prompt, 24) for prompt in PROMPTS]
+
+
+def _transformers_greedy(model: LlamaForCausalLM, prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
 
 
 def test_stories260k_tells_its_known_story(stories: Path) -> None:

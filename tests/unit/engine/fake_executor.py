@@ -95,9 +95,13 @@ class FakeExecutor:
     """Checks and answers plans; `broken` seeds get an error row, `limits` are the requests' longest lengths."""
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int = 40, max_drafts: int = 0, accepts: Sequence[tuple[int, int]] = ((0, 0),),
+        self,
+        config: EngineConfig,
+        num_blocks: int = 40,
+        max_drafts: int = 0,
+        accepts: Sequence[tuple[int, int]] = ((0, 0),),
         context_length: int = 48,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.capacity = Capacity(num_blocks, max_drafts, context_length, VOCAB_SIZE, [EOS])
         self.rows: dict[int, Row] = {}
         self.limits: dict[int, int] = {}
@@ -139,9 +143,7 @@ class FakeExecutor:
         assert new.slot not in self.rows
         assert new.num_computed_tokens % size == 0
         assert new.num_computed_tokens < len(new.token_ids) <= len(new.block_ids) * size
-        row = Row(
-            new.sampling.seed, new.cache_salt, list(new.token_ids), new.num_computed_tokens, list(new.block_ids)
-        )
+        row = Row(new.sampling.seed, new.cache_salt, list(new.token_ids), new.num_computed_tokens, list(new.block_ids))
         check_block_ids(row.blocks, self.capacity.num_blocks)
         self.rows[new.slot] = row
         self.ledger.entries[row.seed] += 1

@@ -154,7 +154,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestBlocks = BlocksMachine.TestCase
-TestBlocks.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestBlocks.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
 def test_a_prefix_that_is_read_for_ever_leaves_no_growing_trace() -> None:

@@ -157,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 @given(accepts=accept_counts, page_size=st.sampled_from([1, 4]), reuse=st.booleans())

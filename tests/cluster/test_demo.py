@@ -1,0 +1,38 @@
+"""`make demo` from start to end, on a real Ray cluster and the embedded model."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_demo_answers_both_ways_and_leaves_nothing_behind() -> None:
+    before = set(Path("/tmp").glob("specray-serve-*"))
+    demo = subprocess.run(
+        [sys.executable, "-m", "specray.demo", "--port", str(free_port())],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert demo.returncode == 0, demo.stderr + demo.stdout
+    assert "List 3 countries and their capitals." in demo.stdout
+    assert demo.stdout.count("accept length") >= 3
+    assert "speculation off" in demo.stdout
+    assert set(Path("/tmp").glob("specray-serve-*")) <= before
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,107 @@
+"""After any run the engine's counters equal a ledger that the executor and the caller kept."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specray.config import EngineConfig
+from specray.engine.engine import Engine
+from specray.errors import InvalidRequestError, QueueFullError
+from specray.outputs import RequestOutput
+from tests.unit.engine.fake_executor import FakeExecutor, letters_tokenizer, request
+
+CONTEXT = 40
+TOKENIZER = letters_tokenizer()
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(2, 3), min_size=1, max_size=30), min_size=1, max_size=8),
+    accepts=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6),
+    spare_blocks=st.integers(0, 8),
+    aborted=st.sets(st.integers(0, 7), max_size=3),
+    broken=st.sets(st.integers(0, 7), max_size=2),
+    reuse=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_counters_equal_the_ledger(
+    prompts: list[list[int]],
+    accepts: list[tuple[int, int]],
+    spare_blocks: int,
+    aborted: set[int],
+    broken: set[int],
+    reuse: bool,
+) -> None:
+    config = EngineConfig(page_size=4, max_running_requests=3, chunked_prefill_size=7, disable_radix_cache=not reuse)
+    executor = FakeExecutor(config, CONTEXT // 4 + 1 + spare_blocks, 5, accepts, CONTEXT)
+    executor.broken = broken
+    engine = Engine(config, executor, TOKENIZER)
+    for seed, prompt in enumerate(prompts):
+        executor.limits[seed] = CONTEXT
+        engine.add_request(request(seed, prompt, CONTEXT - len(prompt)))
+    outputs: list[RequestOutput] = []
+    while engine.has_work:
+        outputs += engine.step()
+        engine.abort(f"r{seed}" for seed in aborted)
+    engine.update_gauges()
+    check(engine, executor, prompts, outputs)
+
+
+def check(engine: Engine, executor: FakeExecutor, prompts: list[list[int]], outputs: list[RequestOutput]) -> None:
+    stats, ledger = engine.stats.snapshot(), executor.ledger
+    preemptions = {seed: entries - 1 for seed, entries in ledger.entries.items()}
+    reasons = Counter(output.finish_reason.value for output in outputs if output.finish_reason)
+    assert stats["specray_prompt_tokens_total"] == sum(map(len, prompts))
+    assert stats["specray_generation_tokens_total"] == sum(len(output.token_ids) for output in outputs)
+    assert stats["specray_prefix_cache_queries_total"] == sum(len(prompts[seed]) for seed in ledger.cached)
+    assert stats["specray_prefix_cache_hits_total"] == sum(ledger.cached.values())
+    assert stats["specray_steps_total"] == ledger.steps
+    assert stats["specray_verify_steps_total"] == ledger.verifies.total()
+    assert stats["specray_spec_decode_num_drafts_total"] == ledger.trees
+    assert stats["specray_spec_decode_num_draft_tokens_total"] == ledger.drafts.total()
+    assert stats["specray_spec_decode_num_accepted_tokens_total"] == ledger.accepted.total()
+    assert stats["specray_spec_decode_num_accepted_tokens_per_pos_total"] == dict(ledger.per_position)
+    assert stats["specray_request_finished_total"] == dict(reasons)
+    assert reasons.total() == len(prompts)
+    for output in outputs:
+        if output.finish_reason is not None:
+            seed, usage = int(output.request_id[1:]), output.usage
+            assert usage.num_prompt_tokens == len(prompts[seed])
+            assert usage.num_cached_tokens == ledger.cached.get(seed, 0)
+            assert (usage.num_verify_steps, usage.num_draft_tokens) == (ledger.verifies[seed], ledger.drafts[seed])
+            assert usage.num_accepted == ledger.accepted[seed]
+            # a request that was preempted and then aborted never came back for its last row
+            assert usage.num_preemptions in (preemptions.get(seed, 0), preemptions.get(seed, 0) + 1)
+    waits = stats["specray_request_queue_time_seconds"]
+    assert sum(waits.buckets) == len(ledger.cached)
+    assert sum(stats["specray_e2e_request_latency_seconds"].buckets) == len(prompts)
+    assert sum(stats["specray_time_to_first_token_seconds"].buckets) == len(ledger.verifies)
+    for gauge in ("specray_num_requests_running", "specray_num_requests_waiting", "specray_kv_cache_usage_perc"):
+        assert stats[gauge] == 0
+
+
+def test_preemptions_are_counted_each_time() -> None:
+    config = EngineConfig(page_size=4, max_running_requests=3, disable_radix_cache=True)
+    executor = FakeExecutor(config, CONTEXT // 4 + 1, context_length=CONTEXT)
+    engine = Engine(config, executor, TOKENIZER)
+    for seed in range(5):
+        executor.limits[seed] = CONTEXT
+        engine.add_request(request(seed, [2, 3, seed + 4] * 3))
+    while engine.has_work:
+        engine.step()
+    engine.update_gauges()
+    returns = executor.ledger.entries.total() - len(executor.ledger.entries)
+    assert engine.stats.snapshot()["specray_num_preemptions_total"] == returns > 0
+
+
+def test_refusals_of_a_full_queue_are_counted_and_bad_requests_are_not() -> None:
+    config = EngineConfig(max_running_requests=1, max_queued_requests=0)
+    engine = Engine(config, FakeExecutor(config), TOKENIZER)
+    engine.add_request(request(0, [2], max_tokens=1))
+    for seed in (1, 2):
+        with pytest.raises(QueueFullError):
+            engine.add_request(request(seed, [2], max_tokens=1))
+    with pytest.raises(InvalidRequestError):
+        engine.add_request(request(3, []))
+    assert engine.stats.snapshot()["specray_requests_refused_total"] == 2

@@ -1,0 +1,102 @@
+"""Norm, rotary positions, linear layers and the division of work over ranks, each against its definition."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from specray.errors import ConfigError
+from specray.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
+from specray.layers.norm import RMSNorm
+from specray.layers.parallel import RankGroup
+from specray.layers.rotary import RotaryEmbedding, rotate_
+
+CPU = torch.device("cpu")
+DIM = 8
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_norm_is_x_over_its_root_mean_square(dtype: torch.dtype, tolerance: float, scale: float) -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(5, 3, 64) * scale + scale).to(dtype), torch.rand(64).to(dtype)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(RMSNorm(weight, 1e-5)(x).double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_norm_leaves_its_input_alone() -> None:
+    x = torch.randn(4, 16)
+    before = x.clone()
+    RMSNorm(torch.ones(16), 1e-5)(x)
+    assert torch.equal(x, before)
+
+
+def rotated(positions: list[int], x: Tensor) -> Tensor:
+    config = LlamaConfig(rope_theta=100.0, max_position_embeddings=64)
+    rotary, turned = RotaryEmbedding(config, DIM, 64, torch.float32, CPU), x.clone()
+    rotate_(turned, *rotary.at(torch.tensor(positions)))
+    return turned
+
+
+def test_pairs_are_turned_by_position_times_frequency() -> None:
+    x, positions = torch.randn(4, 3, DIM), [0, 1, 7, 63]
+    halves = x[..., : DIM // 2].double().numpy() + 1j * x[..., DIM // 2 :].double().numpy()
+    turn = np.exp(1j * np.outer(positions, 100.0 ** (-np.arange(DIM // 2) / (DIM // 2))))[:, None]
+    expected = np.concatenate(((halves * turn).real, (halves * turn).imag), -1)
+    np.testing.assert_allclose(rotated(positions, x).numpy(), expected, atol=1e-5)
+
+
+def test_a_turned_product_depends_on_the_distance_alone() -> None:
+    q, k = torch.randn(1, 1, DIM), torch.randn(1, 1, DIM)
+    products = [float((rotated([p + 5], q) * rotated([p], k)).sum()) for p in (0, 10, 50)]
+    assert products == pytest.approx([products[0]] * 3, abs=1e-5)
+
+
+def test_an_unknown_kind_of_rope_is_refused_by_name() -> None:
+    config = LlamaConfig(max_position_embeddings=64)
+    config.rope_parameters = {"rope_type": "spiral", "rope_theta": 1.0}
+    with pytest.raises(ConfigError, match="spiral"):
+        RotaryEmbedding(config, DIM, 64, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_layers_are_a_product_and_a_sum(rows: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40) if has_bias else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    for layer in (ColumnLinear(weight, bias), RowLinear(weight, RankGroup(), bias)):
+        torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_embedding_and_head_are_rows_of_their_matrix() -> None:
+    weight = torch.randn(10, 6)
+    assert torch.equal(VocabEmbedding(weight, RankGroup())(torch.tensor([3, 9, 3])), weight[[3, 9, 3]])
+    logits = VocabHead(weight, 9, RankGroup())(torch.eye(6))
+    torch.testing.assert_close(logits, weight[:9].T)
+
+
+@pytest.mark.parametrize(("total", "size"), [(8, 1), (8, 2), (9, 4), (3, 3), (7, 2)])
+def test_ranks_share_everything_once_and_nearly_evenly(total: int, size: int) -> None:
+    shares = [RankGroup.share(_group(rank, size), total) for rank in range(size)]
+    assert [unit for share in shares for unit in range(total)[share]] == list(range(total))
+    lengths = [share.stop - share.start for share in shares]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def _group(rank: int, size: int) -> RankGroup:
+    """A member of a group that is never built: sharing needs only numbers."""
+    group = RankGroup()
+    group.rank, group.size = rank, size
+    return group
+
+
+def test_one_rank_talks_to_nobody() -> None:
+    group, tensor = RankGroup(), torch.randn(3, 2)
+    assert group.leads
+    assert torch.equal(group.sum(tensor), tensor)
+    assert torch.equal(group.gather(tensor), tensor)
+    assert group.broadcast_bytes(b"plan") == b"plan"
+    assert group.smallest(7) == 7

@@ -1,0 +1,70 @@
+"""Bounds of every sampling option, and seeds."""
+
+import pytest
+
+from specray.errors import InvalidRequestError
+from specray.sampling_params import SamplingParams, choice_seed, fresh_seed, make_sampling_params
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("field", "allowed", "refused"),
+    [
+        ("temperature", [0, 0.7, 100.0], [-0.1, 100.1, NAN, INFINITY, "hot", None]),
+        ("top_p", [0.01, 1.0], [0.0, 1.01, NAN]),
+        ("top_k", [-1, 0, 1_000_000], [-2, 1_000_001, 1.5]),
+        ("min_p", [0.0, 1.0], [-0.1, 1.1, NAN]),
+        ("presence_penalty", [-2.0, 2.0], [-2.1, 2.1, NAN]),
+        ("frequency_penalty", [-2.0, 2.0], [-2.1, 2.1, INFINITY]),
+        ("repetition_penalty", [0.1, 2.0], [0.0, -1.0, 2.1, NAN]),
+        ("logit_bias", [{}, {3: -100.0}, {"3": 5}], [{3: 101.0}, {-1: 1.0}, {2**31: 1.0}, {3: NAN}, {"x": 1.0}]),
+        ("seed", [None, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 0.5]),
+        ("n", [1, 8], [0, 9]),
+        ("max_tokens", [None, 1, 10_000_000], [0, -1, 10_000_001]),
+        ("min_tokens", [0, 10_000_000], [-1, 10_000_001]),
+        ("stop", [[], ["a"], ["a", "b", "c", "d"]], [[""], ["a"] * 5, ["a" * 257], "a"]),
+        ("stop_token_ids", [[], [0, 2**31 - 1]], [[-1], [2**31], list(range(65))]),
+        ("logprobs", [None, 0, 20], [-1, 21]),
+    ],
+)
+def test_bounds(field: str, allowed: list[object], refused: list[object]) -> None:
+    for value in allowed:
+        make_sampling_params(**{field: value})
+    for value in refused:
+        with pytest.raises(InvalidRequestError) as caught:
+            make_sampling_params(**{field: value})
+        assert (caught.value.param or "").startswith(field)
+        assert field in str(caught.value)
+
+
+def test_three_hundred_biases_are_the_most() -> None:
+    make_sampling_params(logit_bias=dict.fromkeys(range(300), 1.0))
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        make_sampling_params(logit_bias=dict.fromkeys(range(301), 1.0))
+
+
+def test_an_unknown_option_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        make_sampling_params(temprature=1.0)
+    assert caught.value.param == "temprature"
+
+
+def test_options_given_in_code_are_checked_too() -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        SamplingParams(temperature=-1.0)
+
+
+def test_fresh_seeds_differ_and_survive_a_json_double() -> None:
+    seeds = [fresh_seed() for _ in range(1_000)]
+    assert len(set(seeds)) == 1_000
+    assert all(0 <= seed < 2**53 and int(float(seed)) == seed for seed in seeds)
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, -(2**63), 2**63 - 1])
+def test_the_first_choice_keeps_the_seed_and_all_choices_seeds_are_valid_and_different(seed: int) -> None:
+    seeds = [choice_seed(seed, index) for index in range(8)]
+    assert seeds[0] == seed
+    assert len(set(seeds)) == 8
+    for each in seeds:
+        make_sampling_params(seed=each)

@@ -1,0 +1,50 @@
+"""Plans and results survive their way over the wire, and need no torch to do so."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specray.outputs import TokenLogprob
+from specray.step import NewRow, RowResult, RowSampling, RowStep, StepPlan, StepResult, StepTimes, pack
+from specray.step import unpack_plan, unpack_result  # isort: skip
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=5)
+small = st.integers(0, 1000)
+real = st.floats(-1e9, 1e9)
+pair = st.tuples(small, real)
+
+sampling = st.builds(
+    RowSampling, st.integers(-(2**63), 2**63 - 1), real, real, small, real, real, real, real,
+    st.lists(pair, max_size=3), small, ids, st.none() | small,
+)  # fmt: skip
+new_row = st.builds(NewRow, small, ids, small, small, ids, sampling, st.text(max_size=5))
+plans = st.builds(
+    StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(st.builds(RowStep, small, small, small, ids), max_size=3)
+)
+logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))
+row_result = st.builds(
+    RowResult, small, ids, small, st.none() | st.lists(logprobs, max_size=3), st.none() | st.text(max_size=9)
+)
+results = st.builds(StepResult, small, st.lists(row_result, max_size=3), st.builds(StepTimes, real, real, real, real))
+
+
+def tupled(value: Any) -> Any:
+    """Lists and tuples made one, for comparison: the wire has only one of them."""
+    return tuple(tupled(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+@given(plans)
+def test_a_plan_comes_back(plan: StepPlan) -> None:
+    back = unpack_plan(pack(plan))
+    assert tupled(back) == tupled(plan)
+    assert [type(row.sampling) for row in back.new_rows] == [RowSampling] * len(plan.new_rows)
+    assert all(isinstance(row, RowStep) for row in back.rows)
+
+
+@given(results)
+def test_a_result_comes_back(result: StepResult) -> None:
+    back = unpack_result(pack(result))
+    assert back == result
+    assert all(isinstance(entry, TokenLogprob) for row in back.rows for entry in row.logprobs or [])
+    assert isinstance(back.times, StepTimes)
