@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
-from specray.errors import EngineDeadError
+from specray.errors import EngineDeadError, QueueFullError
 from specray.metrics import Snapshot
 from specray.outputs import RequestOutput
 
@@ -44,7 +44,11 @@ class AsyncEngine:
         with self._notes:
             if self._error is not None or self._closing:
                 raise EngineDeadError(self._error or "the engine is shutting down; send the request to another replica")
-            self._engine.check(request, arriving=self._arrived)
+            try:
+                self._engine.check(request, arriving=self._arrived)
+            except QueueFullError:
+                self._engine.stats.add("specray_requests_refused_total")  # no other thread writes this one
+                raise
             self._arrived.append(request)
             self._notes.notify()
 

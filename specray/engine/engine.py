@@ -14,7 +14,7 @@ from specray.engine.detokenizer import TextStream
 from specray.engine.executor import Executor
 from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.scheduler import Scheduler
-from specray.errors import InvalidRequestError, QueueFullError
+from specray.errors import InvalidRequestError
 from specray.metrics import EngineStats
 from specray.outputs import FinishReason, RequestOutput
 from specray.step import StepPlan, StepResult
@@ -45,7 +45,7 @@ class Engine:
         self.enqueue(spec)
 
     def check(self, spec: EngineRequest, arriving: Sequence[EngineRequest] = ()) -> None:
-        """Refuse what could never be served or finds the queue full, `arriving` ones counted in; queues nothing."""
+        """Refuse what could never be served or finds the queue full, `arriving` ones counted in; changes nothing."""
         num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens or 1
         if spec.request_id in self._requests or any(spec.request_id == other.request_id for other in arriving):
             raise InvalidRequestError(f"request_id={spec.request_id!r} is already in use; choose another", "request_id")
@@ -61,11 +61,7 @@ class Engine:
         self._check_ids("prompt", spec.prompt_token_ids)
         self._check_ids("logit_bias", spec.params.logit_bias)
         self._check_ids("stop_token_ids", spec.params.stop_token_ids)
-        try:
-            self.scheduler.check_queue(len(arriving))
-        except QueueFullError:
-            self.stats.add("specray_requests_refused_total")
-            raise
+        self.scheduler.check_queue(len(arriving))
 
     def enqueue(self, spec: EngineRequest) -> None:
         """Queue a request that passed `check`."""

@@ -150,7 +150,7 @@ class Attention:
             qkv[:, :q_heads] = self.q_norm(qkv[:, :q_heads])
             qkv[:, q_heads:-kv_heads] = self.k_norm(qkv[:, q_heads:-kv_heads])
         rotate_(qkv.narrow(1, 0, q_heads + kv_heads), cos, sin)
-        q, kv = qkv.split((q_heads, 2 * kv_heads), 1)
+        q, kv = qkv.split_with_sizes((q_heads, 2 * kv_heads), 1)
         return self.out(attend(self.index, q, kv.view(len(x), 2, kv_heads, -1)))
 
 

@@ -128,6 +128,8 @@ def _lowest_kept(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
     """Smallest logit that top-k, then top-p over what top-k kept, let through."""
     vocab_size = scaled.shape[-1]
     prefix = min(vocab_size, top_k or _PREFIX)
+    if top_p == 1.0:
+        return scaled.topk(prefix).values[-1]  # a sum in float32 may reach 1 before its last token
     while True:
         best = scaled.topk(prefix).values
         total = best.logsumexp(-1) if top_k else scaled.logsumexp(-1)

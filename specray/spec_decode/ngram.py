@@ -15,7 +15,8 @@ DEFAULT_NUM_DRAFT_TOKENS = 12  # SGLang's speculative_num_draft_tokens for NGRAM
 _MAX_MATCH = 12  # tokens of suffix compared
 _DRAFTS_PER_MATCHED_TOKEN = 2
 _PLACES = 8  # most recent places of a bigram that are looked at
-_SHARED_TOKENS = 500_000  # of earlier outputs remembered for each cache salt
+_SHARED_TOKENS = 100_000  # of earlier outputs remembered for each cache salt
+_SALTS = 16  # salts whose outputs are remembered, those taught last
 _GAP = -2  # stands between texts; no token id
 
 
@@ -36,9 +37,7 @@ class NgramDrafter:
         for slot in slots:
             self._own.pop(slot, None)
             if row := self._rows.pop(slot, None):
-                shared = self._shared.setdefault(row.cache_salt, SuffixIndex(_SHARED_TOKENS))
-                shared.extend(row.token_ids[row.num_prompt_tokens :])
-                shared.extend([_GAP])
+                self._teach(row.cache_salt, row.token_ids[row.num_prompt_tokens :])
 
     def _propose_row(self, row: DraftRow) -> RowTree:
         own = self._own.setdefault(row.slot, SuffixIndex())
@@ -49,6 +48,13 @@ class NgramDrafter:
         if shared := self._shared.get(row.cache_salt):
             matches += shared.matches(suffix)
         return _merge(suffix[-1], matches, self.max_draft_tokens)
+
+    def _teach(self, salt: str, output: Sequence[int]) -> None:
+        shared = self._shared.pop(salt, None) or SuffixIndex(_SHARED_TOKENS)
+        shared.extend([*output, _GAP])
+        self._shared[salt] = shared  # behind all others
+        if len(self._shared) > _SALTS:  # or a client with a new salt in every request would fill the memory
+            del self._shared[next(iter(self._shared))]
 
 
 class SuffixIndex:

@@ -3,23 +3,10 @@
 from pathlib import Path
 
 from cluster.reference import reference
+from specray.bench.figures import STEP_PATH
 
 ROOT = Path(__file__).parents[2]
 MAX_STEP_PATH_LINES = 1400
-STEP_PATH = (
-    "step",
-    "engine/request",
-    "engine/block_pool",
-    "engine/radix_cache",
-    "engine/scheduler",
-    "engine/engine",
-    "worker/worker",
-    "worker/model_runner",
-    "worker/input_batch",
-    "worker/request_state",
-    "spec_decode/draft_tree",
-    "spec_decode/verifier",
-)
 
 
 def test_the_reference_is_up_to_date() -> None:

@@ -59,7 +59,7 @@ def test_an_end_token_at_every_offset_of_a_run(name: str, offset: int, toy: Path
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("room", range(1, MAX_DRAFTS + 3))
-def test_the_last_tokens_of_the_context(name: str, room: int, toy: Path, story: list[int]) -> None:
+def test_the_last_tokens_of_the_context(name: str, room: int, toy: Path) -> None:
     prompt = [*[7] * (CONTEXT - room - len(PROMPT)), *PROMPT]
     params = SamplingParams(temperature=0, ignore_eos=True)
     [plain] = generate(toy, [prompt], params)
@@ -104,5 +104,5 @@ def test_a_bad_prompt_among_good_ones_is_named_and_runs_none(toy: Path) -> None:
 
 def test_drafts_past_the_vocabulary_cost_speed_and_no_token(toy: Path, story: list[int]) -> None:
     """A drafter's nonsense is refused before the target reads it."""
-    absurd = ScriptedDrafter(lambda root, future, random: RowTree([root, VOCAB_SIZE, -5, 2**40], [NONE, 0, 1, 2]))
+    absurd = ScriptedDrafter(lambda root, *_: RowTree([root, VOCAB_SIZE, -5, 2**40], [NONE, 0, 1, 2]))
     assert one(toy, absurd, PROMPT, max_tokens=10, ignore_eos=True).token_ids == story[:10]

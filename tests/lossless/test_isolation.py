@@ -49,7 +49,6 @@ def test_a_broken_request_errors_alone(chunk: int, is_drafting: bool, poisoned: 
             assert texts == expected
 
 
-
 def draw_without_poison(root: int, future: list[int], random: Random) -> RowTree:
     tree = draw_random(root, future, random)
     return RowTree([token % POISON for token in tree.tokens], tree.parents)

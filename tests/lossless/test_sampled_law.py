@@ -27,9 +27,7 @@ def true_law(folder: Path, options: dict[str, Any]) -> dict[tuple[int, ...], flo
         longer = {}
         for text, probability in law.items():
             tokens = [*PROMPT, *text]
-            step = processed_law(
-                oracle_logits(folder, tokens)[-1], OPTIONS._replace(**options), tokens, len(PROMPT)
-            )
+            step = processed_law(oracle_logits(folder, tokens)[-1], OPTIONS._replace(**options), tokens, len(PROMPT))
             longer |= {(*text, int(token)): probability * step[token] for token in np.flatnonzero(step)}
         law = longer
     return law
@@ -40,7 +38,7 @@ def true_law(folder: Path, options: dict[str, Any]) -> dict[tuple[int, ...], flo
 def test_first_three_tokens_have_the_joint_law(name: str, options: dict[str, Any], toy: Path) -> None:
     law = true_law(toy, options)
     likely = max(law, key=lambda text: law[text])
-    drafter = ScriptedDrafter(DRAWS[name], [PROMPT + list(text)[:cut] + [7] * 9 for cut in (3, 2, 1) for text in [likely]])
+    drafter = ScriptedDrafter(DRAWS[name], [[*PROMPT, *likely[:cut], *[7] * 9] for cut in (3, 2, 1)])
     params = [SamplingParams(seed=seed, max_tokens=3, ignore_eos=True, **options) for seed in range(NUM_TEXTS)]
     with make_llm(toy, drafter, max_running_requests=100) as llm:
         seen = [tuple(g.choices[0].token_ids) for g in llm.generate([PROMPT] * NUM_TEXTS, params)]

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from specray.llm import LLM
-from specray.outputs import Completion, Generation
+from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.drafter import Drafter
 
 
 def make_llm(folder: Path, drafter: Drafter | None = None, **options: Any) -> LLM:
-    small = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 4096}
+    small: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 4096}
     return LLM(drafter=drafter, model=str(folder), **(small | options))
 
 
@@ -30,7 +30,3 @@ def generate(
 def visible(completion: Completion) -> tuple[object, ...]:
     """All that a caller sees of a choice and that may not depend on how it was computed; logprobs apart."""
     return completion.token_ids, completion.text, completion.finish_reason, completion.stop_reason, completion.seed
-
-
-def choices(generations: Sequence[Generation]) -> list[Completion]:
-    return [choice for generation in generations for choice in generation.choices]

@@ -92,7 +92,8 @@ class SimulatedRanks:
         assert 0 <= step.max_draft_tokens <= self.capacity.max_draft_tokens
         num_drafts = self._random.randint(0, step.max_draft_tokens)
         num_accepted = self._random.randint(0, num_drafts)
-        root, tokens = row.num_computed - 1, []
+        root = row.num_computed - 1
+        tokens: list[int] = []
         for _ in range(num_accepted + 1):
             tokens.append(self._text(row.token_ids + tokens))
         row.token_ids += tokens

@@ -56,7 +56,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 _SPECIALS = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 _TEXT = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,!?é☃😀"
-_MERGES = [("t", "h"), ("h", "e"), ("i", "n"), ("e", "r"), ("a", "n"), ("o", "n"), ("o", "r"), ("a", "r"), ("s", "t"), ("l", "e")]
+_PAIRS = ["th", "he", "in", "er", "an", "on", "or", "ar", "st", "le"]
+_MERGES: list[tuple[str, str]] = [(pair[0], pair[1]) for pair in _PAIRS]
 _TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -82,9 +83,7 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = bytewise
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIALS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=_TEMPLATE
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=_TEMPLATE)
 
 
 def oracle_logits(folder: Path, token_ids: list[int]) -> np.ndarray:
@@ -160,7 +159,8 @@ def _attention(x: np.ndarray, layer: dict[str, np.ndarray], config: dict[str, An
             scores = k[: i + 1, head // fold] @ q[i, head] / np.sqrt(dim)
             law = np.exp(scores - scores.max())
             out[i, head] = law / law.sum() @ v[: i + 1, head // fold]
-    return out.reshape(num_tokens, -1) @ layer["self_attn.o_proj.weight"].T
+    joined: np.ndarray = out.reshape(num_tokens, -1) @ layer["self_attn.o_proj.weight"].T
+    return joined
 
 
 def _rotate(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
@@ -184,4 +184,5 @@ def _llama3(frequency: float, scaling: dict[str, Any]) -> float:
 
 def _ffn(x: np.ndarray, layer: dict[str, np.ndarray]) -> np.ndarray:
     gate = x @ layer["mlp.gate_proj.weight"].T
-    return gate / (1 + np.exp(-gate)) * (x @ layer["mlp.up_proj.weight"].T) @ layer["mlp.down_proj.weight"].T
+    out: np.ndarray = gate / (1 + np.exp(-gate)) * (x @ layer["mlp.up_proj.weight"].T) @ layer["mlp.down_proj.weight"].T
+    return out

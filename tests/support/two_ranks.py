@@ -49,7 +49,12 @@ class RankZero:
 
 
 def run_ranks(
-    folder: Path, size: int, algorithm: str | None, prompts: list[list[int]], params: list[dict[str, Any]], **options: Any
+    folder: Path,
+    size: int,
+    algorithm: str | None,
+    prompts: list[list[int]],
+    params: list[dict[str, Any]],
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """Choices of `prompts` from `size` processes."""
     job = {"options": options, "algorithm": algorithm, "prompts": prompts, "params": params}
@@ -71,11 +76,9 @@ def main(folder: str, size: int) -> None:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as meeting:
         address = f"file://{meeting}/ranks"
-        module = "tests.support.two_ranks"
+        command = [sys.executable, "-m", "tests.support.two_ranks", folder, str(size)]
         followers = [
-            subprocess.Popen(
-                [sys.executable, "-m", module, folder, str(size), str(rank), address, config.model_dump_json()], cwd=ROOT
-            )
+            subprocess.Popen([*command, str(rank), address, config.model_dump_json()], cwd=ROOT)
             for rank in range(1, size)
         ]
         try:

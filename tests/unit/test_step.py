@@ -6,8 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specray.outputs import TokenLogprob
-from specray.step import NewRow, RowResult, RowSampling, RowStep, StepPlan, StepResult, StepTimes, pack
-from specray.step import unpack_plan, unpack_result  # isort: skip
+from specray.step import (
+    NewRow,
+    RowResult,
+    RowSampling,
+    RowStep,
+    StepPlan,
+    StepResult,
+    StepTimes,
+    pack,
+    unpack_plan,
+    unpack_result,
+)
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 small = st.integers(0, 1000)
@@ -19,9 +29,8 @@ sampling = st.builds(
     st.lists(pair, max_size=3), small, ids, st.none() | small,
 )  # fmt: skip
 new_row = st.builds(NewRow, small, ids, small, small, ids, sampling, st.text(max_size=5))
-plans = st.builds(
-    StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(st.builds(RowStep, small, small, small, ids), max_size=3)
-)
+row_step = st.builds(RowStep, small, small, small, ids)
+plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))
 logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))
 row_result = st.builds(
     RowResult, small, ids, small, st.none() | st.lists(logprobs, max_size=3), st.none() | st.text(max_size=9)

@@ -214,9 +214,12 @@ def test_the_queue_limit_counts_arrivals_the_loop_has_not_taken_yet() -> None:
             engine.submit(request(seed, [2], max_tokens=1))
         with pytest.raises(QueueFullError, match="2 requests are waiting"):
             engine.submit(request(3, [2], max_tokens=1))
+        with pytest.raises(InvalidRequestError):  # refused for its own sake, and not counted with those
+            engine.submit(request(4, []))
         executor.gate.set()
         inbox.wait(3)
         assert set(inbox.reasons) == {"r0", "r1", "r2"}
+        assert engine.stats()["specray_requests_refused_total"] == 1
 
 
 def test_a_bad_request_is_refused_in_the_callers_thread_and_disturbs_nobody() -> None:

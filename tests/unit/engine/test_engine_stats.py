@@ -2,17 +2,16 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
-from specray.errors import InvalidRequestError, QueueFullError
 from specray.outputs import RequestOutput
-from tests.unit.engine.fake_executor import FakeExecutor, letters_tokenizer, request
+from tests.unit.engine.fake_executor import FakeExecutor, letters_tokenizer, request, run_to_end
 
 CONTEXT = 40
+MAX_STEPS = 1000
 TOKENIZER = letters_tokenizer()
 
 
@@ -41,9 +40,11 @@ def test_counters_equal_the_ledger(
         executor.limits[seed] = CONTEXT
         engine.add_request(request(seed, prompt, CONTEXT - len(prompt)))
     outputs: list[RequestOutput] = []
-    while engine.has_work:
+    for _ in range(MAX_STEPS):
         outputs += engine.step()
         engine.abort(f"r{seed}" for seed in aborted)
+        if not engine.has_work:
+            break
     engine.update_gauges()
     check(engine, executor, prompts, outputs)
 
@@ -88,20 +89,7 @@ def test_preemptions_are_counted_each_time() -> None:
     for seed in range(5):
         executor.limits[seed] = CONTEXT
         engine.add_request(request(seed, [2, 3, seed + 4] * 3))
-    while engine.has_work:
-        engine.step()
+    run_to_end(engine)
     engine.update_gauges()
     returns = executor.ledger.entries.total() - len(executor.ledger.entries)
     assert engine.stats.snapshot()["specray_num_preemptions_total"] == returns > 0
-
-
-def test_refusals_of_a_full_queue_are_counted_and_bad_requests_are_not() -> None:
-    config = EngineConfig(max_running_requests=1, max_queued_requests=0)
-    engine = Engine(config, FakeExecutor(config), TOKENIZER)
-    engine.add_request(request(0, [2], max_tokens=1))
-    for seed in (1, 2):
-        with pytest.raises(QueueFullError):
-            engine.add_request(request(seed, [2], max_tokens=1))
-    with pytest.raises(InvalidRequestError):
-        engine.add_request(request(3, []))
-    assert engine.stats.snapshot()["specray_requests_refused_total"] == 2

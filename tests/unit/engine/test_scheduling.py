@@ -161,14 +161,16 @@ def test_a_small_pool_preempts_and_all_still_finish() -> None:
     assert all(outputs[-1].finish_reason is FinishReason.LENGTH for outputs in run.outputs.values())
 
 
-def test_a_second_request_with_the_same_prompt_computes_only_its_end() -> None:
+@pytest.mark.parametrize(("length", "cached"), [(19, 16), (20, 16), (21, 20), (3, 0)])
+def test_a_second_request_with_the_same_prompt_computes_only_its_end(length: int, cached: int) -> None:
+    """The last prompt token is always computed: its logits are needed."""
     run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
-    prompt = list(range(4, 25))
+    prompt = list(range(4, 4 + length))
     for request_id in ("cold", "warm"):
         run.engine.add_request(EngineRequest(request_id, prompt, SamplingParams(seed=1, max_tokens=1)))
         run.outputs[request_id] = run.engine.step()
     assert run.outputs["cold"][-1].usage.num_cached_tokens == 0
-    assert run.outputs["warm"][-1].usage.num_cached_tokens == 20
+    assert run.outputs["warm"][-1].usage.num_cached_tokens == cached
     assert run.tokens("cold") == run.tokens("warm")
 
 
@@ -180,6 +182,16 @@ def test_first_come_first_served() -> None:
     while run.engine.has_work:
         ended += [output.request_id for output in run.engine.step() if output.finish_reason]
     assert ended == ["0", "1", "2", "3"]
+
+
+def test_a_preempted_request_waits_before_later_ones() -> None:
+    config = EngineConfig(page_size=4, max_running_requests=2, disable_radix_cache=True)
+    run = Run(Case(config, 11, 0, seed=1))
+    for request_id in ("first", "second", "third"):
+        run.engine.add_request(EngineRequest(request_id, [5, 6], SamplingParams(seed=1, max_tokens=30)))
+    while not run.engine.scheduler.num_preemptions:
+        run.engine.step()
+    assert [request.request_id for request in run.engine.scheduler.waiting] == ["second", "third"]
 
 
 def test_a_long_prompt_does_not_keep_running_requests_from_their_tokens() -> None:

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specray.errors import ConfigError
 from specray.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
@@ -24,6 +26,30 @@ def test_norm_is_x_over_its_root_mean_square(dtype: torch.dtype, tolerance: floa
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     torch.testing.assert_close(RMSNorm(weight, 1e-5)(x).double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
+)
+@pytest.mark.parametrize("shape", [(1, 64), (7, 576), (3, 9, 64)])
+def test_norm_equals_torchs_own(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
+    expected = F.rms_norm(x, (shape[-1],), weight, 1e-6)
+    torch.testing.assert_close(RMSNorm(weight, 1e-6)(x), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_norm_of_nothing_is_nothing() -> None:
+    assert torch.equal(RMSNorm(torch.ones(16), 1e-5)(torch.zeros(2, 16)), torch.zeros(2, 16))
+    assert RMSNorm(torch.ones(16), 1e-5)(torch.zeros(0, 16)).shape == (0, 16)
+
+
+def test_a_norms_broken_row_is_broken_alone() -> None:
+    x = torch.randn(3, 16)
+    x[1, 4] = torch.nan
+    out = RMSNorm(torch.ones(16), 1e-5)(x)
+    assert out[1].isnan().any()
+    assert out[[0, 2]].isfinite().all()
 
 
 def test_norm_leaves_its_input_alone() -> None:
@@ -52,6 +78,32 @@ def test_a_turned_product_depends_on_the_distance_alone() -> None:
     q, k = torch.randn(1, 1, DIM), torch.randn(1, 1, DIM)
     products = [float((rotated([p + 5], q) * rotated([p], k)).sum()) for p in (0, 10, 50)]
     assert products == pytest.approx([products[0]] * 3, abs=1e-5)
+
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_every_kind_of_rope_turns_as_transformers_does(kind: str) -> None:
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=256, rope_parameters=dict(ROPES[kind])
+    )
+    positions, x = torch.tensor([0, 1, 5, 63, 64, 255]), torch.randn(6, 2, 64)
+    cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
+    expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
+    turned = x.clone()
+    rotate_(turned, *RotaryEmbedding(config, 64, 256, torch.float32, CPU).at(positions))
+    torch.testing.assert_close(turned, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
 def test_an_unknown_kind_of_rope_is_refused_by_name() -> None:

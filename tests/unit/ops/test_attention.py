@@ -13,7 +13,9 @@ from specray.ops.attention import RaggedRows, move_kv
 from specray.ops.backends import make_backend
 
 NUM_SLOTS = 400
-KV_HEADS, FOLD, DIM, LAYERS = 2, 3, 8, 2
+DIM, LAYERS = 8, 2
+KV_HEADS, FOLD = 2, 3
+GROUPINGS = [(KV_HEADS, FOLD), (3, 1), (1, 4)]  # (KV heads, query heads that share each)
 
 
 class RowShape(NamedTuple):
@@ -72,28 +74,31 @@ def make_rows(shapes: list[RowShape], scattered: bool) -> RaggedRows:
 
 def naive(shapes: list[RowShape], rows: RaggedRows, layer_pool: Tensor, q: Tensor) -> Tensor:
     """float64 attention of one query and one head after the other."""
-    out, at = torch.zeros(len(q), KV_HEADS * FOLD, DIM, dtype=torch.float64), 0
+    out, at, fold = torch.zeros(q.shape, dtype=torch.float64), 0, q.shape[1] // layer_pool.shape[2]
     for shape, slots, length in zip(shapes, rows.kv_slots, rows.query_lens, strict=True):
         for query in range(length):
             keys = [int(slot) for key, slot in enumerate(slots) if sees(shape, query, key)]
-            for head in range(KV_HEADS * FOLD):
-                k, v = layer_pool[keys, 0, head // FOLD].double(), layer_pool[keys, 1, head // FOLD].double()
+            for head in range(q.shape[1]):
+                k, v = layer_pool[keys, 0, head // fold].double(), layer_pool[keys, 1, head // fold].double()
                 law = (k @ q[at + query, head].double() / DIM**0.5).softmax(0)
                 out[at + query, head] = law @ v
         at += length
     return out.flatten(1)
 
 
-@given(batches, st.booleans(), st.integers(0, 1))
-@settings(max_examples=40)
-def test_every_query_attends_to_its_past_and_its_branch(shapes: list[RowShape], scattered: bool, layer: int) -> None:
+@given(batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS))
+@settings(max_examples=60)
+def test_every_query_attends_to_its_past_and_its_branch(
+    shapes: list[RowShape], scattered: bool, layer: int, grouping: tuple[int, int]
+) -> None:
     torch.manual_seed(0)
-    pool = torch.randn(LAYERS, NUM_SLOTS, 2, KV_HEADS, DIM)
+    kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
+    pool = torch.randn(LAYERS, NUM_SLOTS, 2, kv_heads, DIM)
     pool[:, :16] = 0
     rows = make_rows(shapes, scattered)
-    q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
+    q, kv = torch.randn(sum(rows.query_lens), num_heads, DIM), torch.randn(sum(rows.query_lens), 2, kv_heads, DIM)
     before = pool.clone()
-    seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(layer, q, kv)
+    seen = make_backend("torch", pool, num_heads).plan(rows)(layer, q, kv)
     before[layer, rows.slot_mapping] = kv
     assert torch.equal(pool, before)  # the new KV is written, and nothing else
     torch.testing.assert_close(seen.double(), naive(shapes, rows, pool[layer], q), atol=2e-5, rtol=1e-4)
@@ -127,6 +132,29 @@ def test_a_row_that_is_not_a_number_leaves_its_neighbours_alone() -> None:
         outs.append(make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q_in, kv_in))
     assert outs[1][2].isnan().all()
     assert torch.equal(outs[0][[0, 1, 3, 4, 5]], outs[1][[0, 1, 3, 4, 5]])
+
+
+def test_one_plan_serves_every_layer() -> None:
+    shapes = [RowShape(5, 1, [-1, 0, 0]), RowShape(0, 70, [-1])]
+    rows = make_rows(shapes, scattered=True)
+    torch.manual_seed(0)
+    pool = torch.randn(LAYERS, NUM_SLOTS, 2, KV_HEADS, DIM)
+    attend = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)
+    for layer in (1, 0, 1):
+        q = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM)
+        seen = attend(layer, q, torch.randn(len(q), 2, KV_HEADS, DIM))
+        torch.testing.assert_close(seen.double(), naive(shapes, rows, pool[layer], q), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_queries", [63, 64, 65, 66])
+def test_rows_on_both_sides_of_the_bound_of_a_shared_batch(num_queries: int) -> None:
+    shapes = [RowShape(9, 1, [-1]), RowShape(4, num_queries, [-1]), RowShape(2, num_queries - 2, [-1, 0, 0])]
+    rows = make_rows(shapes, scattered=False)
+    torch.manual_seed(0)
+    pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
+    q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
+    seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv)
+    torch.testing.assert_close(seen.double(), naive(shapes, rows, pool[0], q), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,5 +1,6 @@
 """What follows from a tree's shape, against loops that walk parents one by one."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,29 @@ def test_past_a_rows_end_there_is_nothing(rows: list[RowTree]) -> None:
     for index, row in enumerate(rows):
         assert (tree.tokens[index, len(row.tokens) :] == NONE).all()
         assert (tree.parents[index, len(row.tokens) :] == NONE).all()
+
+
+@given(row_trees(), st.integers(1, 21))
+def test_any_cut_of_a_tree_is_a_tree(row: RowTree, length: int) -> None:
+    cut = RowTree(row.tokens[:length], row.parents[:length])
+    assert cut.or_root(vocab_size=100) == cut
+    whole, part = DraftTree.of([row]).ancestors()[0], DraftTree.of([cut]).ancestors()[0]
+    assert torch.equal(whole[:length, :length], part)
+
+
+@given(row_trees())
+def test_a_sound_tree_is_taken_as_it_is(row: RowTree) -> None:
+    assert row.or_root(vocab_size=100) is row
+
+
+@pytest.mark.parametrize("tokens", [[5, 1, 100], [5, -1, 2], [5, 1, 2**40]])
+def test_of_a_tree_with_a_foreign_token_the_root_remains(tokens: list[int]) -> None:
+    assert RowTree(tokens, [NONE, 0, 1]).or_root(vocab_size=100) == RowTree([5], [NONE])
+
+
+@pytest.mark.parametrize("parents", [[NONE, 0, 2], [NONE, 1, 0], [NONE, 2, 1], [NONE, NONE, 0], [NONE, 0, -7]])
+def test_of_a_tree_whose_parents_do_not_come_first_the_root_remains(parents: list[int]) -> None:
+    assert RowTree([5, 1, 2], parents).or_root(vocab_size=100) == RowTree([5], [NONE])
 
 
 def test_a_batch_of_no_rows_is_a_tree_of_none() -> None:

@@ -110,9 +110,7 @@ def test_a_broken_row_says_so_and_its_neighbours_do_not_notice(bad: float) -> No
 def test_logprobs_are_those_of_the_unprocessed_logits_along_the_path(num_top: int) -> None:
     tree, options = RowTree([1, 2, 3], [NONE, 0, 0]), OPTIONS._replace(seed=4, temperature=0.5, logprobs=num_top)
     logits = node_logits(tree, 9)
-    [verdict] = verify(
-        logits, DraftTree.of([tree]), [SamplerRow.start(options, [1], 1, VOCAB_SIZE, CPU)], [1]
-    )
+    [verdict] = verify(logits, DraftTree.of([tree]), [SamplerRow.start(options, [1], 1, VOCAB_SIZE, CPU)], [1])
     assert verdict.logprobs is not None
     for node, token, reported in zip(verdict.path, verdict.token_ids, verdict.logprobs, strict=True):
         law = processed_law(logits[node].numpy(), OPTIONS)
@@ -126,7 +124,7 @@ def test_logprobs_are_those_of_the_unprocessed_logits_along_the_path(num_top: in
 # ---- the joint law of several tokens, whatever was drafted ----------------------------------------------------------
 
 MARKOV = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
-NUM_TEXTS = 30_000
+NUM_TEXTS = 15_000
 FIRST = 5
 
 
