@@ -58,22 +58,27 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> StepPlan:
-        """The next step: known tokens of running rows first, then waiting requests while budget and blocks last."""
-        rows: list[RowStep] = []
-        budget = self.max_prefill_tokens
+        """The next step: known tokens of running rows first, then waiting requests while budget and blocks last.
+
+        Drafts get what is left when every row has its blocks, so they never cost a preemption.
+        """
+        budget, num_preemptions = self.max_prefill_tokens, self.num_preemptions
+        work: list[tuple[Request, int, list[int]]] = []  # known tokens to compute, blocks that were added for them
         for request in list(self.running):
-            if request.status is Status.RUNNING and (row := self._continue(request, budget)):
-                rows.append(row)
-                budget -= row.num_tokens if request.num_pending_tokens > 1 else 0
+            num_tokens = self._num_tokens(request, budget)
+            if num_tokens and (blocks := self._keep(request)) is not None:
+                work.append((request, num_tokens, blocks))
+                budget -= num_tokens if request.num_pending_tokens > 1 else 0
         new_rows: list[NewRow] = []
-        while self.waiting and self._free_slots and budget > 0:
+        while self.waiting and self._free_slots and budget > 0 and num_preemptions == self.num_preemptions:
             if not self._admit(self.waiting[0]):
                 break
             request = self.waiting.popleft()
-            new_rows.append(self._new_row(request))  # before the row's step, which may add blocks of its own
-            row = self._row_step(request, budget, new_block_ids=[])
-            rows.append(row)
-            budget -= row.num_tokens
+            num_tokens = self._num_tokens(request, budget)
+            new_rows.append(self._new_row(request))
+            work.append((request, num_tokens, []))
+            budget -= num_tokens
+        rows = [self._row_step(*item) for item in work]
         freed, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
         return StepPlan(self._num_steps, freed, new_rows, rows)
@@ -97,27 +102,25 @@ class Scheduler:
             self._release(request)
         request.status = Status.FINISHED
 
-    def _continue(self, request: Request, budget: int) -> RowStep | None:
-        """A running request's next row; None if its prompt must wait or it had to give way."""
-        if request.num_pending_tokens > 1 and budget == 0:
-            return None
-        num_known = len(request.token_ids)
-        while (blocks := self._grow(request, num_known)) is None:
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is request:
-                return None
-        return self._row_step(request, budget, blocks)
-
-    def _row_step(self, request: Request, budget: int, new_block_ids: list[int]) -> RowStep:
+    def _num_tokens(self, request: Request, budget: int) -> int:
+        """Known tokens to compute in this step; decoding is not charged to the prefill budget."""
         pending = request.num_pending_tokens
-        num_tokens = 1 if pending == 1 else min(pending, self.chunk_size, budget)
-        num_drafts = 0
-        if num_tokens == pending:
+        return 1 if pending == 1 else min(pending, self.chunk_size, budget)
+
+    def _keep(self, request: Request) -> list[int] | None:
+        """New blocks for a running request's known tokens; None if it had to give way to older ones."""
+        while request.status is Status.RUNNING:
+            if (blocks := self._grow(request, len(request.token_ids))) is not None:
+                return blocks
+            self._preempt(self.running[-1])
+        return None
+
+    def _row_step(self, request: Request, num_tokens: int, new_block_ids: list[int]) -> RowStep:
+        num_known, num_drafts = len(request.token_ids), 0
+        if num_tokens == request.num_pending_tokens:
             num_drafts = max(0, min(self.max_draft_tokens, request.max_useful_drafts))
-            new_block_ids = new_block_ids + (self._grow(request, len(request.token_ids) + num_drafts) or [])
-            room = len(request.block_ids) * self.block_size - len(request.token_ids)
-            num_drafts = min(num_drafts, room)  # drafts are never worth a preemption
+            new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
+            num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
         return RowStep(request.slot, num_tokens, num_drafts, new_block_ids)
 
     def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
