@@ -157,6 +157,18 @@ def test_rows_on_both_sides_of_the_bound_of_a_shared_batch(num_queries: int) -> 
     torch.testing.assert_close(seen.double(), naive(shapes, rows, pool[0], q), atol=2e-5, rtol=1e-4)
 
 
+def test_slots_out_of_order_are_read_in_the_rows_order() -> None:
+    """The first and the last slot look like one piece; those between are swapped, so causality tells them apart."""
+    shape = RowShape(0, 6, [-1])
+    slots = np.array([20, 23, 22, 21, 24, 25])
+    rows = RaggedRows([6], [slots], torch.from_numpy(slots), [None])
+    torch.manual_seed(0)
+    pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
+    q, kv = torch.randn(6, KV_HEADS * FOLD, DIM), torch.randn(6, 2, KV_HEADS, DIM)
+    seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv)
+    torch.testing.assert_close(seen.double(), naive([shape], rows, pool[0], q), atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near(dtype: torch.dtype) -> None:
     shapes = [RowShape(20, 1, [-1, 0, 0, 1]), RowShape(7, 3, [-1])]
