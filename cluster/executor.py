@@ -128,9 +128,13 @@ class RayExecutor:
 
 
 def rank_environment(config: AppConfig) -> dict[str, str]:
-    """Environment of a rank: its compute threads, which Ray would set to the CPUs it reserves."""
+    """Environment of a rank: its compute threads, which Ray would set to the CPUs it reserves.
+
+    Its threads wait actively, OpenMP's default: with OMP_WAIT_POLICY=passive each of a step's 150 parallel regions
+    begins with a wake-up, and a step of 12.6 ms took 23.4.
+    """
     num_threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // config.tp_size)
-    environment = {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}
+    environment = {"OMP_NUM_THREADS": str(num_threads)}
     if config.tp_size > 1 and sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # ranks share a node; nothing listens beyond it
     return environment

@@ -122,8 +122,8 @@ class DecoderLayer:
         self.ffn = FeedForward(shape, loader, group, prefix + "mlp.")
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        hidden = hidden + self.attention(self.input_norm(hidden), cos, sin, attend)
-        return hidden + self.ffn(self.ffn_norm(hidden))
+        hidden = self.attention(self.input_norm(hidden), cos, sin, attend).add_(hidden)
+        return self.ffn(self.ffn_norm(hidden)).add_(hidden)
 
 
 class Attention:
@@ -131,7 +131,11 @@ class Attention:
 
     def __init__(self, index: int, shape: LlamaShape, loader: Loader, group: RankGroup, prefix: str) -> None:
         self.index = index
-        self.shape = shape
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            shape.num_local_heads,
+            shape.num_local_kv_heads,
+            shape.head_dim,
+        )
         self.qkv = ColumnLinear(*_qkv(shape, loader, prefix))
         whole = (shape.hidden_size, shape.num_heads * shape.head_dim)
         bias = loader.tensor(prefix + "o_proj.bias", (shape.hidden_size,)) if shape.output_bias else None
@@ -144,14 +148,14 @@ class Attention:
             self.k_norm = RMSNorm(loader.tensor(prefix + "k_norm.weight", (shape.head_dim,)), shape.eps)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q_heads, kv_heads = self.shape.num_local_heads, self.shape.num_local_kv_heads
-        qkv = self.qkv(x).view(len(x), q_heads + 2 * kv_heads, self.shape.head_dim)
+        q_heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv(x).view(-1, q_heads + 2 * kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             qkv[:, :q_heads] = self.q_norm(qkv[:, :q_heads])
             qkv[:, q_heads:-kv_heads] = self.k_norm(qkv[:, q_heads:-kv_heads])
         rotate_(qkv.narrow(1, 0, q_heads + kv_heads), cos, sin)
         q, kv = qkv.split_with_sizes((q_heads, 2 * kv_heads), 1)
-        return self.out(attend(self.index, q, kv.view(len(x), 2, kv_heads, -1)))
+        return self.out(attend(self.index, q, kv.view(-1, 2, kv_heads, self.head_dim)))
 
 
 class FeedForward:

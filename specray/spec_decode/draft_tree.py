@@ -56,7 +56,9 @@ class DraftTree:
 
     def ancestors(self) -> Tensor:
         """bool [B, N, N]: entry [b, i, j] says that j is i or an ancestor of i. Past a row's nodes: only itself."""
-        size = self.tokens.shape[1]
+        num_rows, size = self.tokens.shape
+        if size == 1:  # plain decoding: every step comes by
+            return torch.ones(num_rows, 1, 1, dtype=torch.bool, device=self.tokens.device)
         eye = torch.eye(size, dtype=torch.float32, device=self.tokens.device)
         reach = eye + torch.nn.functional.one_hot(self.parents + 1, size + 1)[..., 1:].float()
         for _ in range((size - 1).bit_length()):  # paths of length 1, 2, 4, …: squaring doubles them
@@ -65,4 +67,9 @@ class DraftTree:
 
     def depths(self) -> Tensor:
         """int64 [B, N]: edges between a node and its root."""
-        return self.ancestors().sum(-1) - 1
+        return depths_of(self.ancestors())
+
+
+def depths_of(ancestors: Tensor) -> Tensor:
+    """Depths [B, N] of a tree from its ancestors [B, N, N], for who has these already."""
+    return ancestors.sum(-1) - 1

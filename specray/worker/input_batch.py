@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import RaggedRows
-from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.draft_tree import DraftTree, depths_of
 from specray.step import RowStep
 from specray.worker.request_state import Row
 
@@ -54,8 +54,9 @@ def build_batch(
 ) -> InputBatch:
     """Flatten rows and trees; `tree` holds the trees of `rows[i] for i in sampling`."""
     trees = dict(zip(sampling, tree.rows(), strict=True))
-    depths = dict(zip(sampling, tree.depths().tolist(), strict=True))
-    masks = dict(zip(sampling, tree.ancestors().numpy(), strict=True))
+    ancestors = tree.ancestors()
+    depths = dict(zip(sampling, depths_of(ancestors).tolist(), strict=True))
+    masks = dict(zip(sampling, ancestors.numpy(), strict=True))
     tokens: list[int] = []
     positions: list[int] = []
     kv_slots, new_slots, corners, query_lens = [], [], [], []
