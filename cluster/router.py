@@ -144,7 +144,7 @@ class LogReporter:
 
 def _start_engine(config: AppConfig) -> tuple[RayExecutor, Engine]:
     # Resolved before any rank starts, so that one process converts or downloads, and the ranks find it done.
-    folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
+    folder = resolve_model(config.model, config.revision, config.load_format, progress=True)
     tokenizer = load_tokenizer(folder).backend_tokenizer
     executor = RayExecutor(config)
     return executor, Engine(config.engine, executor, tokenizer)

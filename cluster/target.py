@@ -24,7 +24,7 @@ class TargetActor:
         # Here, not above: the router imports this module, and torch must stay out of its process.
         from specray.worker.worker import Worker
 
-        self._worker = Worker(self._config, self._rank, self._config.tp_size, self._init_method)
+        self._worker = Worker(self._config, self._rank, self._config.tp_size, self._init_method, progress=True)
         return self._worker.capacity
 
     def loop(self, address: str, epoch: int) -> None:

@@ -108,6 +108,7 @@ def _against_transformers(session: Session, effort: Effort) -> Iterator[Figure]:
     yield Figure("plain decoding, output tokens/s", plain.output_tokens_per_s, None, "{:.1f}")
     yield Figure("plain decoding / transformers' generate", 1 / yardstick.ratio_to_plain, 1.5)
     yield Figure("weight matmuls alone / plain decoding, time of a token", floor.milliseconds / plain.tpot_ms, 0.75)
+    yield Figure("the same with torch's F.linear for the matmuls", floor.linear_milliseconds / plain.tpot_ms, None)
     yield Figure("host share of a step, in process", plain.host_share, 0.08, "{:.1%}", at_most=True)
 
 

@@ -48,6 +48,11 @@ class Floor:
     def milliseconds(self) -> float:
         return 1000 * min(median(seconds) for seconds in self._seconds)
 
+    @property
+    def linear_milliseconds(self) -> float:
+        """The same with `F.linear` alone, for comparison with engines that call it."""
+        return 1000 * median(self._seconds[0])
+
 
 def _sizes(shape: LlamaShape) -> Iterator[tuple[int, int]]:
     """[out, in] of every weight matrix a token passes."""
