@@ -16,7 +16,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if self._doubled is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # torch has no fused RMS norm for CPU (12 us a call against 5). [x, -x] has mean 0 and variance mean(x^2),
+        # torch has no fused RMS norm for CPU (10 us a call against 5). [x, -x] has mean 0 and variance mean(x^2),
         # so the fused layer norm computes the same.
         doubled = torch.layer_norm(torch.cat((x, -x), -1), self._doubled.shape, self._doubled, None, self.eps)
         return doubled.narrow(-1, 0, x.shape[-1])

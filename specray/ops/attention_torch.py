@@ -2,7 +2,7 @@
 
 Rows with few queries (decoding, trees) are padded into one batch; a row with many (a prompt's chunk)
 is a batch of its own. Heads of a KV group are folded into query rows, because CPU kernels waste a
-grouped head (bfloat16, one row: 29 ms against 0.7 ms at context 1 K).
+grouped head (bfloat16, one query of 9 heads over 256 keys: 126 us against 24).
 """
 
 from dataclasses import dataclass
