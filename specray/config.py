@@ -58,7 +58,7 @@ class EngineConfig(Options):
         "auto", description="Attention kernels; auto takes the fastest that fits."
     )
     num_threads: int | None = Field(
-        None, ge=1, le=1024, description="Compute threads of a rank on CPU; null takes cores / ranks."
+        None, ge=1, le=1024, description="Compute threads of a rank on CPU; null: cores / ranks, served: one core less."
     )
 
     context_length: int | None = Field(
