@@ -37,7 +37,7 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class SamplingParams:
-    """One request's sampling options; a bad value raises `InvalidRequestError` naming field, value and bound.
+    """One request's sampling options; a bad value raises a ValueError (pydantic's) naming field, value and bound.
 
     Penalties: presence and frequency count generated tokens, repetition counts prompt and generated
     tokens. `logprobs` is the number of alternatives reported per token (0: the token's own only).

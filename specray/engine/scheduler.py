@@ -60,7 +60,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step: known tokens of running rows first, then waiting requests while budget and blocks last.
 
-        Drafts get what is left when every row has its blocks, so they never cost a preemption.
+        Drafts get the blocks that are left when every row has its own: they never push a row out of the step.
         """
         budget, num_preemptions = self.max_prefill_tokens, self.num_preemptions
         work: list[tuple[Request, int, list[int]]] = []  # known tokens to compute, blocks that were added for them

@@ -9,10 +9,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
-from specray.engine.request import EngineRequest
+from specray.engine.executor import Capacity
+from specray.engine.request import EngineRequest, Request
+from specray.engine.scheduler import Scheduler
 from specray.errors import InvalidRequestError, QueueFullError
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
+from specray.step import RowResult, StepResult, StepTimes
 from tests.unit.engine.fake_executor import (
     BROKEN,
     EOS,
@@ -198,6 +201,27 @@ def test_lookahead_blocks_of_a_new_row_are_sent_once() -> None:
     assert len(plan.new_rows[0].block_ids) == 2
     assert len(plan.rows[0].new_block_ids) == plan.rows[0].max_draft_tokens == 4
     executor.submit(plan)
+
+
+def test_an_older_row_does_not_draft_into_the_block_a_younger_one_needs() -> None:
+    config = EngineConfig(page_size=4, disable_radix_cache=True)
+    scheduler = Scheduler(config, Capacity(6, 4, CONTEXT, VOCAB_SIZE, [EOS]))
+    old, young, brief = (_waiting(seed, length) for seed, length in enumerate((5, 8, 1)))
+    for each in (old, young, brief):
+        scheduler.add(each)
+    plan = scheduler.schedule()  # 2 + 2 + 1 blocks: nothing is left for drafts
+    scheduler.commit(
+        plan, StepResult(1, [RowResult(row.slot, [2], 0, None, None) for row in plan.rows], StepTimes(0, 0, 0, 0))
+    )
+    scheduler.finish(brief)
+    plan = scheduler.schedule()  # one block: `old` could draft into it, `young` has a ninth token
+    assert [row.slot for row in plan.rows] == [old.slot, young.slot]
+    assert [len(each.block_ids) for each in (old, young)] == [2, 3]
+    assert scheduler.num_preemptions == 0
+
+
+def _waiting(seed: int, num_tokens: int) -> Request:
+    return Request(request(seed, [2] * num_tokens), CONTEXT, 0.0, [2] * num_tokens, num_tokens)
 
 
 def test_drafts_stop_where_the_last_token_would_be_wasted() -> None:
