@@ -23,9 +23,9 @@ def test_the_defaults_fit_one_core() -> None:
     assert cpus + config.server.num_ingress_replicas * config.server.ingress_cpus <= 1.0
 
 
-def test_ranks_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_start_with_their_share_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
-    assert rank_environment(AppConfig(tp_size=2))["OMP_NUM_THREADS"] == "4"
+    assert rank_environment(AppConfig(tp_size=2))["OMP_NUM_THREADS"] == "3"
     assert rank_environment(AppConfig(tp_size=16))["OMP_NUM_THREADS"] == "1"
     assert rank_environment(AppConfig(num_threads=3))["OMP_NUM_THREADS"] == "3"
 
