@@ -84,9 +84,9 @@ class Engine:
         start = time.perf_counter()
         plan = self.scheduler.schedule()
         if plan.rows or plan.freed_slots:
+            self._note_queue_times(plan)
             self.executor.submit(plan)
             result = self.executor.collect()
-            self._note_queue_times(plan)
             for emitted in self.scheduler.commit(plan, result):
                 self._untold.append(self._output(emitted))
             self._count_step(result, time.perf_counter() - start)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 from pickle import UnpicklingError
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -47,9 +46,7 @@ class WeightReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
