@@ -25,17 +25,39 @@ class Options(BaseModel):
 class SpeculativeConfig(Options):
     """How drafts are made; option names are those of SGLang's documentation."""
 
-    algorithm: str | None = Field(None, description="Drafting method, a key of DRAFTERS (NGRAM); null decodes plainly.")
-    num_draft_tokens: Annotated[int, Field(ge=2, le=64)] | None = Field(
+    algorithm: str | None = Field(
+        None, description="Drafting method, a key of DRAFTERS (EAGLE3, EAGLE, NGRAM); null decodes plainly."
+    )
+    num_steps: Annotated[int, Field(ge=1, le=32)] | None = Field(
+        None, description="Depth of a draft tree. Set it with eagle_topk and num_draft_tokens, or none of the three."
+    )
+    eagle_topk: Annotated[int, Field(ge=1, le=32)] | None = Field(
+        None, description="Children drafted below a node, and nodes expanded per level; 1 drafts a chain."
+    )
+    num_draft_tokens: Annotated[int, Field(ge=2, le=128)] | None = Field(
         None, description="Nodes of a draft tree, the root (last known token) included; null takes the method's own."
+    )
+
+    draft_model_path: str | None = Field(
+        None, min_length=1, description="Draft head or model: embedded name, local folder or hub name."
+    )
+    draft_model_revision: str | None = Field(None, description="Commit, branch or tag of a draft model on the hub.")
+    draft_load_format: Literal["auto", "safetensors", "bin"] = Field("auto", description="Its weight files to read.")
+    draft_dtype: Dtype = Field("auto", description="Type of its weights and KV; auto takes the target's.")
+    token_map: str | None = Field(
+        None,
+        min_length=1,
+        description="FR-Spec: file of frequent token ids (.pt or .json); drafts are chosen among these.",
     )
 
     @model_validator(mode="after")
     def _needs_algorithm(self) -> Self:
-        if self.algorithm is None and self.num_draft_tokens is not None:
+        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if self.algorithm is None and changed:
+            name = changed[0]
             raise ConfigError(
-                f"speculative.num_draft_tokens={self.num_draft_tokens} has no effect while speculative.algorithm "
-                "is null; set an algorithm (NGRAM) or remove num_draft_tokens"
+                f"speculative.{name}={getattr(self, name)!r} has no effect while speculative.algorithm is null; "
+                f"set an algorithm (EAGLE3, EAGLE, NGRAM) or remove {name}"
             )
         return self
 

@@ -2,7 +2,10 @@
 
 `EngineStats` is the only place that counts: plain integers and floats touched by the step loop's
 thread, copied out by `snapshot` about once a second. Counters, never averages, so that PromQL can
-difference them: accept length = 1 + rate(accepted) / rate(drafts).
+difference them: accept length = 1 + rate(accepted) / rate(drafts). Acceptance at position p, given that
+position p - 1 was accepted, is rate(per_pos{position="p"}) / rate(per_pos{position="p-1"}); at position 0
+it is rate(per_pos{position="0"}) / rate(drafts). One engine has one drafter: `* on (instance)
+group_left (drafter) specray_drafter_info` puts its name to any of these.
 """
 
 from bisect import bisect_left
@@ -20,6 +23,7 @@ class Metric(NamedTuple):
 
 
 METRICS = (
+    Metric("specray_drafter_info", "gauge", "1 for the drafting method in use, none without one.", "drafter"),
     Metric("specray_num_requests_running", "gauge", "Requests being computed."),
     Metric("specray_num_requests_waiting", "gauge", "Requests in the queue."),
     Metric("specray_kv_cache_usage_perc", "gauge", "Share of KV blocks held by running requests, 0 to 1."),
@@ -82,10 +86,11 @@ Snapshot = dict[str, float | dict[str, float] | HistogramSnapshot]
 class EngineStats:
     """Plain counters under the metrics' names; unlabelled ones in `values`, labelled in `labelled`."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafter: str | None = None) -> None:
         self.values: dict[str, float] = {m.name: 0 for m in METRICS if m.kind != "histogram" and m.label is None}
         self.labelled: dict[str, dict[str, float]] = {m.name: {} for m in METRICS if m.label is not None}
         self.histograms: dict[str, Histogram] = {m.name: Histogram() for m in METRICS if m.kind == "histogram"}
+        self.add_labelled("specray_drafter_info", drafter or "none")
 
     def add(self, name: str, amount: float = 1) -> None:
         self.values[name] += amount

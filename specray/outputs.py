@@ -1,7 +1,9 @@
 """What a request gets back, as plain data: step by step from the engine, or whole from `LLM`."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
 
@@ -32,6 +34,24 @@ class RequestUsage(NamedTuple):
     num_draft_tokens: int  # proposed, root not counted
     num_accepted: int  # accepted drafts, bonus not counted
     num_preemptions: int
+    accept_histogram: tuple[int, ...] = ()  # [k]: verified trees with drafts of which exactly k were accepted
+
+
+def add_histograms(histograms: Iterable[Sequence[int]]) -> list[int]:
+    """The accept histogram of several requests together."""
+    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
+
+
+def acceptance_per_depth(accept_histogram: Sequence[int]) -> list[float]:
+    """Share of the trees accepted to depth d that were accepted to depth d + 1 as well; depth 0 is the root.
+
+    The list ends at the deepest draft ever accepted; where a tree had no node below the accepted one, the next depth
+    counts as not accepted. Empty without drafts.
+    """
+    reached = list(accumulate(reversed(accept_histogram)))[::-1]  # [d]: trees accepted to depth d or deeper
+    if len(reached) == 1:
+        return [0.0]
+    return [deeper / above for above, deeper in pairwise(reached)]
 
 
 class RequestOutput(NamedTuple):

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from cluster.openai.tokenization import TokenText
-from specray.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
+from specray.outputs import (
+    Completion,
+    FinishReason,
+    RequestOutput,
+    TokenLogprob,
+    acceptance_per_depth,
+    add_histograms,
+)
 from specray.sampling_params import SamplingParams, choice_seed
 
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
@@ -247,6 +254,7 @@ class GenerateReply:
             "spec_draft_token_num": counts.num_draft_tokens,
             "spec_accept_token_num": counts.num_accepted,
             "spec_accept_length": accept_length(counts.num_accepted, counts.num_verify_steps),
+            "spec_accept_histogram": list(counts.accept_histogram),
             "e2e_latency": time.monotonic() - self._started,
             "seed": choice.seed,
         }
@@ -271,6 +279,7 @@ def usage(choices: Sequence[Completion], n: int) -> Json:
     num_steps = sum(count.num_verify_steps for count in counts)
     num_draft = sum(count.num_draft_tokens for count in counts)
     num_accepted = sum(count.num_accepted for count in counts)
+    histogram = add_histograms(count.accept_histogram for count in counts)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
@@ -285,6 +294,8 @@ def usage(choices: Sequence[Completion], n: int) -> Json:
             "draft_tokens": num_draft,
             "accepted_tokens": num_accepted,
             "accept_length": accept_length(num_accepted, num_steps),
+            "accept_histogram": histogram,
+            "acceptance_per_depth": acceptance_per_depth(histogram),
         },
     }
 

@@ -4,14 +4,15 @@ An arm answers jobs and times them; it knows nothing of other arms. Not here: th
 order and repeats (`measure`), statistics (`report`).
 """
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pydantic import ValidationError
 
-from specray.config import SpeculativeConfig
+from specray.config import EMBEDDED_MODEL, EngineConfig, SpeculativeConfig
 from specray.engine.request import EngineRequest
 from specray.errors import ConfigError, EngineDeadError
 from specray.llm import LLM
@@ -23,6 +24,13 @@ from specray.worker.local import LocalExecutor
 
 PLAIN = "plain"
 TRANSFORMERS = "transformers"
+ALIASES = {"eagle2": "EAGLE"}  # names that people use, and that of DRAFTERS
+# Heads for the embedded model that come with the package: what an arm drafts with if nobody names another.
+EMBEDDED_HEADS = {"EAGLE3": f"{EMBEDDED_MODEL}-eagle3", "EAGLE": f"{EMBEDDED_MODEL}-eagle2"}
+ARM = re.compile(
+    r"(?P<method>[a-z0-9]+)(@(?P<head>[^+]+?))?(\+(?P<token_map>.+?))?(:(?P<tree>[^:]*))?", re.IGNORECASE | re.DOTALL
+)
+TREE = re.compile(r"(?P<num_draft_tokens>\d+)|(?P<steps>\d+)-(?P<topk>\d+)-(?P<nodes>\d+)")
 
 
 class Job(NamedTuple):
@@ -69,27 +77,84 @@ class Arm(Protocol):
         ...
 
 
-def parse_method(name: str, configured: SpeculativeConfig = SpeculativeConfig()) -> SpeculativeConfig:  # noqa: B008
-    """The speculation an arm's name stands for: `plain`, a method (`ngram`), or one with tree nodes (`ngram:8`).
+def parse_method(name: str, config: EngineConfig = EngineConfig()) -> SpeculativeConfig:  # noqa: B008
+    """The speculation an arm's name stands for: `plain`, or METHOD[@HEAD][+MAP][:TREE] (see `bench --help`).
 
-    Options of `configured` hold for an arm of the same method. Raises ConfigError for an unknown name.
+    Options of `config.speculative` hold for an arm of the same method, those in the name come before them. Raises
+    ConfigError for a name that stands for nothing.
     """
-    method, colon, nodes = name.partition(":")
-    if name == PLAIN:
+    if name.lower() == PLAIN:
         return SpeculativeConfig()
-    if method.upper() not in DRAFTERS or (colon and not nodes.isdecimal()):
-        known = ", ".join([PLAIN, TRANSFORMERS, *(drafter.lower() for drafter in DRAFTERS)])
-        raise ConfigError(f"arm {name!r} is not known; choose from {known}, with :N for N tree nodes (ngram:8)")
-    same = configured if configured.algorithm == method.upper() else SpeculativeConfig(algorithm=method.upper())
-    return _with_nodes(same, int(nodes)) if colon else same
+    match = ARM.fullmatch(name)
+    algorithm = algorithm_of(match["method"]) if match else None
+    if match is None or algorithm is None:
+        known = ", ".join([PLAIN, TRANSFORMERS, *(drafter.lower() for drafter in DRAFTERS), *ALIASES])
+        raise ConfigError(
+            f"arm {name!r} is not known; choose from {known}, with @HEAD for a draft head, +FILE for a token map and "
+            ":N or :STEPS-TOPK-N for a tree of N nodes (ngram:8, eagle3:5-4-16)"
+        )
+    return _speculative(name, _base(algorithm, config) | _named_files(match) | tree_options(match["tree"], name))
 
 
-def _with_nodes(config: SpeculativeConfig, num_draft_tokens: int) -> SpeculativeConfig:
+def algorithm_of(method: str) -> str | None:
+    """The key of DRAFTERS that a method's name means, in any case; None for no method."""
+    algorithm = ALIASES.get(method.lower(), method.upper())
+    return algorithm if algorithm in DRAFTERS else None
+
+
+def tree_options(tree: str | None, place: str) -> dict[str, int]:
+    """Options of a tree written `N` or `STEPS-TOPK-N`; none for None. Raises ConfigError naming `place`."""
+    if tree is None:
+        return {}
+    match = TREE.fullmatch(tree)
+    if match is None:
+        raise ConfigError(f"{place!r}: the tree {tree!r} is neither N nodes nor STEPS-TOPK-N; choose such as 5-4-16")
+    if match["num_draft_tokens"]:
+        return {"num_draft_tokens": int(tree)}
+    return {
+        "num_steps": int(match["steps"]), "eagle_topk": int(match["topk"]), "num_draft_tokens": int(match["nodes"]),
+    }  # fmt: skip
+
+
+def with_tree(config: SpeculativeConfig, tree: str) -> SpeculativeConfig:
+    """The same method and head with another tree. Raises ConfigError."""
+    return _speculative(tree, config.model_dump() | tree_options(tree, tree))
+
+
+def tree_name(config: SpeculativeConfig) -> str:
+    """The tree as `tree_options` reads it; `auto` where the method chooses."""
+    if config.num_steps and config.eagle_topk and config.num_draft_tokens:
+        return f"{config.num_steps}-{config.eagle_topk}-{config.num_draft_tokens}"
+    return str(config.num_draft_tokens or "auto")
+
+
+def _base(algorithm: str, config: EngineConfig) -> dict[str, Any]:
+    if config.speculative.algorithm == algorithm:
+        return config.speculative.model_dump()
+    head = EMBEDDED_HEADS.get(algorithm) if config.model == EMBEDDED_MODEL else None
+    return {"algorithm": algorithm, "draft_model_path": head}
+
+
+def _named_files(match: re.Match[str]) -> dict[str, str | None]:
+    """A head named in an arm has nothing of the configured one's revision and format."""
+    defaults = SpeculativeConfig()
+    fields: dict[str, str | None] = {}
+    if match["head"]:
+        fields = {
+            "draft_model_path": match["head"],
+            "draft_model_revision": defaults.draft_model_revision,
+            "draft_load_format": defaults.draft_load_format,
+        }
+    return fields | ({"token_map": match["token_map"]} if match["token_map"] else {})
+
+
+def _speculative(name: str, fields: dict[str, Any]) -> SpeculativeConfig:
     try:
-        return SpeculativeConfig.model_validate({**config.model_dump(), "num_draft_tokens": num_draft_tokens})
+        return SpeculativeConfig.model_validate(fields)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise ConfigError(f"num_draft_tokens={num_draft_tokens}: {reason}; choose another number of nodes") from None
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"arm {name!r}: {place}={first['input']!r}: {first['msg']}; choose another") from None
 
 
 def target_of(llm: LLM) -> Llama:

@@ -20,8 +20,16 @@ POOL_TOKENS = 8192  # an arm's KV room for each request under way, where the con
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--arms", type=arm_names, default="plain,ngram", metavar="A,B",
-        help="of plain, ngram, ngram:N (N tree nodes), transformers (default: %(default)s)")  # fmt: skip
+    add(
+        "--arms",
+        type=arm_names,
+        default="plain,ngram",
+        metavar="A,B",
+        help="of plain, transformers and METHOD[@HEAD][+MAP][:TREE]: METHOD is ngram, eagle3 or eagle2; HEAD a draft "
+        "head (embedded name, folder, hub name), MAP a token map (.pt or .json), TREE the number of nodes N or "
+        "STEPS-TOPK-N. Without HEAD, MAP or TREE, --config's hold if it has the same method, then the head that "
+        "comes with the embedded model. Such as plain,ngram:8,eagle3:5-4-16,eagle2+map.json (default: %(default)s)",
+    )
     add("--prompts", type=Path, metavar="FILE", help="JSON Lines with id, category, turns (default: a built-in set)")
     add("--limit", type=positive, metavar="N", help="N prompts only, from each category in turn")
     add("--turns", type=positive, default=1, metavar="N", help="turns of each conversation (default: %(default)s)")
@@ -47,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def arm_names(text: str) -> list[str]:
-    names = [name.strip().lower() for name in text.split(",")]
+    stripped = [name.strip() for name in text.split(",")]
+    names = [name if {"@", "+"} & set(name) else name.lower() for name in stripped]  # file names keep their case
     if len(set(names)) != len(names) or "" in names:
         raise argparse.ArgumentTypeError(f"{text!r} names an arm twice or an empty one; separate names by commas")
     return names
@@ -59,10 +68,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def engine_config(path: Path | None, concurrency: int, **over: str | None) -> EngineConfig:
-    """The engine part of a file (none: defaults) with what is not None in `over` put over it. Raises ConfigError."""
+def engine_config(
+    path: Path | None, concurrency: int, pool_tokens: int = POOL_TOKENS, **over: str | int | None
+) -> EngineConfig:
+    """The engine part of a file (none: defaults) with what is not None in `over` put over it. Raises ConfigError.
+
+    `pool_tokens` is the KV room for each request under way, where neither says how much in all.
+    """
     fields = {**_engine_fields(path), **{name: value for name, value in over.items() if value is not None}}
-    fields.setdefault("max_total_tokens", POOL_TOKENS * concurrency)
+    fields.setdefault("max_total_tokens", pool_tokens * concurrency)
     try:
         config = EngineConfig.model_validate(fields)
     except ValidationError as error:

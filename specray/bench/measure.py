@@ -22,7 +22,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to measure. Request i of a turn is sampled with seed `seed + i`, the same in every arm."""
+    """How to measure. Prompt i is answered with seed `seed + i`, the same in every arm and at any concurrency."""
 
     concurrency: int = 1
     max_tokens: int = 128
@@ -31,6 +31,7 @@ class Settings:
     repeats: int = 1
     seed: int = 0
     ignore_eos: bool = False
+    cache_salt: str = ""  # nothing measured under another one is found in a prefix cache
 
 
 class Key(NamedTuple):
@@ -53,6 +54,7 @@ class Chunk(NamedTuple):
 
     category: str
     number: int
+    first: int  # the first prompt's place among all
     prompts: list[Prompt]
 
 
@@ -63,6 +65,7 @@ def compare(
     settings: Settings,
     floor: Floor | None = None,
     progress: bool = False,
+    title: str = "measuring",
 ) -> list[Record]:
     """All records. The order of arms rotates from chunk to chunk; `floor` is sampled once after each arm."""
     interview = Interview(tokenizer, settings)
@@ -71,7 +74,7 @@ def compare(
         interview.warm_up(arm, chunks[0])
     records: list[Record] = []
     total = len(chunks) * settings.repeats * len(arms)
-    with tqdm(total=total, desc="measuring", unit="run", disable=None if progress else True) as bar:
+    with tqdm(total=total, desc=title, unit="run", disable=None if progress else True) as bar:
         for repeat in range(settings.repeats):
             for chunk in chunks:
                 for arm in _rotated(arms, chunk.number + repeat):
@@ -92,44 +95,44 @@ class Interview:
 
     def warm_up(self, arm: Arm, chunk: Chunk) -> None:
         """Let everything that happens once happen before the first record."""
-        jobs = self._jobs([[{"role": "user", "content": prompt.turns[0]}] for prompt in chunk.prompts[:1]])
-        short = [job._replace(params=replace(job.params, max_tokens=WARM_UP_TOKENS)) for job in jobs]
-        arm.run(short, self._settings.concurrency, cache_salt="warm-up")
+        job = self._job([{"role": "user", "content": chunk.prompts[0].turns[0]}], chunk.first)
+        short = job._replace(params=replace(job.params, max_tokens=WARM_UP_TOKENS))
+        arm.run([short], self._settings.concurrency, cache_salt=f"{self._settings.cache_salt}warm-up")
 
     def hold(self, arm: Arm, chunk: Chunk, repeat: int) -> Iterator[Record]:
         """One record per turn. A salt of its own keeps a repeat from finding the last one's answers in a cache."""
         talks: list[list[dict[str, str]]] = [[] for _ in chunk.prompts]
         for turn in range(self._settings.turns):
-            asked = [(talk, p.turns[turn]) for talk, p in zip(talks, chunk.prompts, strict=True) if turn < len(p.turns)]
+            asked = [i for i, prompt in enumerate(chunk.prompts) if turn < len(prompt.turns)]
             if not asked:
                 return
-            for talk, question in asked:
-                talk.append({"role": "user", "content": question})
-            jobs = self._jobs([talk for talk, _ in asked])
-            run = arm.run(jobs, self._settings.concurrency, cache_salt=f"repeat-{repeat}")
-            for (talk, _), reply in zip(asked, run.replies, strict=True):
+            for i in asked:
+                talks[i].append({"role": "user", "content": chunk.prompts[i].turns[turn]})
+            jobs = [self._job(talks[i], chunk.first + i) for i in asked]
+            salt = f"{self._settings.cache_salt}repeat-{repeat}"
+            run = arm.run(jobs, self._settings.concurrency, salt)
+            for i, reply in zip(asked, run.replies, strict=True):
                 answer = self._tokenizer.decode(reply.token_ids, skip_special_tokens=True)
-                talk.append({"role": "assistant", "content": str(answer)})
+                talks[i].append({"role": "assistant", "content": str(answer)})
             yield Record(arm.name, Key(chunk.category, chunk.number, repeat, turn), run)
 
-    def _jobs(self, talks: Sequence[list[dict[str, str]]]) -> list[Job]:
+    def _job(self, talk: list[dict[str, str]], number: int) -> Job:
         settings = self._settings
-        options = SamplingParams(
-            temperature=settings.temperature, max_tokens=settings.max_tokens, ignore_eos=settings.ignore_eos
-        )
-        return [
-            Job(render_chat(self._tokenizer, talk), replace(options, seed=settings.seed + index))
-            for index, talk in enumerate(talks)
-        ]
+        params = SamplingParams(
+            temperature=settings.temperature, max_tokens=settings.max_tokens, ignore_eos=settings.ignore_eos,
+            seed=settings.seed + number,
+        )  # fmt: skip
+        return Job(render_chat(self._tokenizer, talk), params)
 
 
 def _chunks(prompts: Sequence[Prompt], concurrency: int) -> Iterator[Chunk]:
     """One prompt at a time, or enough of them that `concurrency` are under way most of the time."""
     size = 1 if concurrency == 1 else 4 * concurrency
-    numbers = count()
+    numbers, first = count(), 0
     for category, members in by_category(prompts).items():
         for start in range(0, len(members), size):
-            yield Chunk(category, next(numbers), members[start : start + size])
+            yield Chunk(category, next(numbers), first + start, members[start : start + size])
+        first += len(members)
 
 
 def _rotated(arms: Sequence[Arm], by: int) -> list[Arm]:

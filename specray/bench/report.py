@@ -1,4 +1,4 @@
-"""From records to figures, and from figures to a table or JSON. Medians, except for counts, which add up."""
+"""From records to figures, and from figures to tables or JSON. Medians, except for counts, which add up."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -8,6 +8,7 @@ from typing import Any
 from specray.bench.arms import PLAIN, Reply, Run
 from specray.bench.measure import Key, Record
 from specray.bench.tables import format_table
+from specray.outputs import acceptance_per_depth, add_histograms
 
 ALL = "all"
 HEADERS = ("arm", "prompts", "tok/s", "x plain", "TTFT ms", "TPOT ms", "accept len", "host share", "same as plain")
@@ -22,6 +23,8 @@ class Summary:
     ttft_ms: float | None
     tpot_ms: float | None
     accept_length: float | None  # tokens per verify step, bonus included
+    accept_histogram: list[int]  # [k]: verified trees with drafts of which exactly k were accepted
+    acceptance_per_depth: list[float]  # accepted to this depth, of those accepted to the one above
     host_share: float | None  # of a step's time, median over steps
     identical_to_plain: float | None  # share of answers whose tokens equal the plain arm's
     num_requests: int
@@ -41,10 +44,14 @@ def summarise(records: Sequence[Record]) -> dict[str, dict[str, Summary]]:
 
 def identical_share(records: Sequence[Record], arm: str, base: str) -> float:
     """Share of the answers of `arm` whose tokens equal those of `base`, both among the records."""
-    bases = {record.key: record.run for record in records if record.arm == base}
-    share = _identical([(record.run, bases[record.key]) for record in records if record.arm == arm])
+    share = _identical(_pairs(records, arm, base))
     assert share is not None, f"{arm} and {base} were compared"
     return share
+
+
+def speed_ratios(records: Sequence[Record], arm: str, base: str) -> list[float]:
+    """Output tokens/s of `arm` over those of `base`, both among the records, for each run of the same prompts."""
+    return [run.tokens_per_s / base_run.tokens_per_s for run, base_run in _pairs(records, arm, base)]
 
 
 def to_json(summaries: dict[str, dict[str, Summary]]) -> dict[str, Any]:
@@ -64,6 +71,20 @@ def to_table(summaries: dict[str, dict[str, Summary]]) -> str:
     return format_table(HEADERS, rows)
 
 
+def depth_table(summaries: dict[str, dict[str, Summary]]) -> str | None:
+    """How often drafts are accepted at each depth, given the depth above was; None where nothing was drafted."""
+    drafting = {arm: groups[ALL] for arm, groups in summaries.items() if groups[ALL].accept_histogram}
+    if not drafting:
+        return None
+    num_depths = max(len(summary.acceptance_per_depth) for summary in drafting.values())
+    headers = ["accepted at depth, given the depth above", "trees", *(str(depth + 1) for depth in range(num_depths))]
+    rows = []
+    for arm, summary in drafting.items():
+        shares = [f"{share:.0%}" for share in summary.acceptance_per_depth]
+        rows.append([arm, str(sum(summary.accept_histogram)), *shares, *["-"] * (num_depths - len(shares))])
+    return format_table(headers, rows, num_text_columns=1)
+
+
 def sorted_arms(arms: dict[str, Any]) -> list[tuple[str, Any]]:
     """Plain first, then by name: the order of measuring rotates and says nothing."""
     return sorted(arms.items(), key=lambda item: (item[0] != PLAIN, item[0]))
@@ -73,17 +94,25 @@ def _summary(records: Sequence[Record], plain: dict[Key, Run]) -> Summary:
     runs = [record.run for record in records]
     replies = [reply for run in runs for reply in run.replies]
     pairs = [(record.run, plain[record.key]) for record in records if record.key in plain]
+    histogram = add_histograms(reply.usage.accept_histogram for reply in replies if reply.usage is not None)
     return Summary(
         output_tokens_per_s=median(run.tokens_per_s for run in runs),
         ratio_to_plain=_median(run.tokens_per_s / base.tokens_per_s for run, base in pairs),
         ttft_ms=_median(1000 * reply.ttft for reply in replies),
         tpot_ms=_median(1000 * reply.tpot for reply in replies if reply.tpot is not None),
         accept_length=_accept_length(replies),
+        accept_histogram=histogram,
+        acceptance_per_depth=acceptance_per_depth(histogram),
         host_share=_median(share for run in runs for share in run.host_shares),
         identical_to_plain=_identical(pairs),
         num_requests=len(replies),
         num_output_tokens=sum(len(reply.token_ids) for reply in replies),
     )
+
+
+def _pairs(records: Sequence[Record], arm: str, base: str) -> list[tuple[Run, Run]]:
+    bases = {record.key: record.run for record in records if record.arm == base}
+    return [(record.run, bases[record.key]) for record in records if record.arm == arm]
 
 
 def _accept_length(replies: Sequence[Reply]) -> float | None:

@@ -13,7 +13,7 @@ from specray.bench.arms import PLAIN, TRANSFORMERS, Arm, EngineArm, parse_method
 from specray.bench.floor import Floor
 from specray.bench.measure import Record, Settings, compare
 from specray.bench.prompts import Prompt, load_prompts
-from specray.bench.report import ALL, Summary, summarise, to_json, to_table
+from specray.bench.report import ALL, Summary, depth_table, summarise, to_json, to_table
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
@@ -27,6 +27,11 @@ class Session:
         self._config = config
         self._llm = LLM(config.model_copy(update={"speculative": SpeculativeConfig()}), progress=progress)
         self._arms: dict[str, Arm] = {}
+        self._defined: dict[str, SpeculativeConfig] = {}
+
+    def define(self, name: str, speculative: SpeculativeConfig) -> None:
+        """Give an arm a name of the caller's, whatever `parse_method` would make of it."""
+        self._defined[name] = speculative
 
     def arm(self, name: str) -> Arm:
         """The arm of that name. Raises ConfigError if there is no such method."""
@@ -37,16 +42,21 @@ class Session:
     def floor(self) -> Floor:
         return Floor(target_of(self._llm))
 
+    def drop(self, name: str) -> None:
+        """Forget an arm, its head and its KV pool."""
+        self._arms.pop(name, None)
+
     def compare(
         self, names: Sequence[str], prompts: Sequence[Prompt], settings: Settings, floor: Floor | None = None,
-        progress: bool = False,
+        progress: bool = False, title: str = "measuring",
     ) -> list[Record]:  # fmt: skip
-        return compare([self.arm(name) for name in names], prompts, self._llm.tokenizer, settings, floor, progress)
+        arms = [self.arm(name) for name in names]
+        return compare(arms, prompts, self._llm.tokenizer, settings, floor, progress, title)
 
     def _make(self, name: str) -> Arm:
         if name == TRANSFORMERS:
             return self._yardstick()
-        method = parse_method(name, self._config.speculative)
+        method = self._defined.get(name) or parse_method(name, self._config)
         return EngineArm(name, self._llm if name == PLAIN else self._llm.with_speculative(method))
 
     def _yardstick(self) -> Arm:
@@ -64,12 +74,14 @@ def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
         options.ignore_eos,
     )  # fmt: skip
     for name in options.arms:
-        _check_arm(name, settings)
+        _check_arm(name, settings, config)
     prompts = load_prompts(options.prompts, options.limit)
     session = Session(config, progress=sys.stderr.isatty())
     floor = session.floor() if options.floor else None
     summaries = summarise(session.compare(options.arms, prompts, settings, floor, progress=True))
     print(to_table(summaries))
+    if depths := depth_table(summaries):
+        print(f"\n{depths}")
     if floor is not None:
         print(f"\n{_floor_line(floor, summaries)}")
     print(f"\n{machine.one_line()}")
@@ -95,10 +107,10 @@ def write_json(
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_arm(name: str, settings: Settings) -> None:
+def _check_arm(name: str, settings: Settings, config: EngineConfig) -> None:
     """Refuse what cannot be measured before anything is loaded."""
     if name != TRANSFORMERS:
-        parse_method(name)
+        parse_method(name, config)
     elif settings.concurrency != 1 or settings.temperature > 0:
         raise ConfigError(
             f"the arm {TRANSFORMERS} answers one prompt at a time, greedily, but concurrency={settings.concurrency} "

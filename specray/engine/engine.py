@@ -29,7 +29,7 @@ class Engine:
         self.capacity = executor.capacity
         self.scheduler = Scheduler(config, self.capacity)
         self.max_length = min(self.capacity.context_length, self.scheduler.max_request_tokens)
-        self.stats = EngineStats()
+        self.stats = EngineStats(config.speculative.algorithm)
         self._tokenizer = tokenizer
         self._requests: dict[str, Request] = {}
         self._texts: dict[str, TextStream] = {}

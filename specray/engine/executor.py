@@ -13,6 +13,7 @@ class Capacity(NamedTuple):
     context_length: int  # longest prompt + output
     vocab_size: int
     eos_token_ids: list[int]
+    reads_next_token: bool = False  # a block's draft KV depends on the token after the block as well
 
 
 class Executor(Protocol):

@@ -1,7 +1,8 @@
 """Prefix reuse: a radix tree over token blocks, one tree per namespace, least recently used leaf first out.
 
 A node is one full KV block, found by the tokens in it under the path of blocks before it: keys are
-the token ids themselves, so there is no hash to collide. A namespace (a tenant's `cache_salt`) has a
+the token ids themselves, so there is no hash to collide. Where a drafter's KV of a token depends on the
+token after it, a key takes that one token in as well (bigram keys), so that a hit gives the same draft state. A namespace (a tenant's `cache_salt`) has a
 root of its own and shares nothing. What is cached is exactly what committed tokens wrote.
 """
 
@@ -28,12 +29,13 @@ class CacheNode:
 
 
 class RadixCache:
-    """Owns the blocks of its nodes; takes from and returns to `pool`."""
+    """Owns the blocks of its nodes; takes from and returns to `pool`. A key has `block_size + lookahead` tokens."""
 
-    def __init__(self, pool: BlockPool, block_size: int, enabled: bool = True) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, enabled: bool = True, lookahead: int = 0) -> None:
         self.pool = pool
         self.block_size = block_size
         self.enabled = enabled
+        self.lookahead = lookahead  # tokens after a block on which its KV depends
         self.num_cached = 0  # blocks in the tree
         self.num_idle = 0  # of these, blocks no running request uses
         self._roots: dict[str, CacheNode] = {}
@@ -71,7 +73,7 @@ class RadixCache:
 
         If the returned node has another block, an equal one was cached before and the caller keeps its own.
         """
-        assert len(key) == self.block_size
+        assert len(key) == self.block_size + self.lookahead
         parent = path[-1] if path else self._root(namespace)
         node = parent.children.get(key)
         if node is None:
@@ -97,8 +99,8 @@ class RadixCache:
     def _keys(self, token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
         if not self.enabled:
             return
-        size = self.block_size
-        for start in range(0, len(token_ids) - size + 1, size):
+        size = self.block_size + self.lookahead
+        for start in range(0, len(token_ids) - size + 1, self.block_size):
             yield tuple(token_ids[start : start + size])
 
     def _offer(self, node: CacheNode) -> None:

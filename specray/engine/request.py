@@ -49,6 +49,7 @@ class Request:
     num_verify_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted: int = 0
+    accept_histogram: list[int] = field(default_factory=list)  # see RequestUsage
     num_preemptions: int = 0
 
     @property
@@ -69,6 +70,15 @@ class Request:
         """Drafts that could still be emitted before the bonus token fills the request up."""
         return self.max_length - len(self.token_ids) - 1
 
+    def count_verify(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Note one verified tree; one without drafts is a step, and says nothing of a drafter."""
+        self.num_verify_steps += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted += num_accepted
+        if num_draft_tokens:
+            self.accept_histogram += [0] * (num_accepted + 1 - len(self.accept_histogram))
+            self.accept_histogram[num_accepted] += 1
+
     def private_blocks(self) -> list[int]:
         """Blocks the cache does not hold; they go back to the pool with the request."""
         shared = [node.block_id for node in self.shared_path]
@@ -83,6 +93,7 @@ class Request:
             self.num_draft_tokens,
             self.num_accepted,
             self.num_preemptions,
+            tuple(self.accept_histogram),
         )
 
 

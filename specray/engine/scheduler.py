@@ -21,7 +21,9 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, capacity: Capacity) -> None:
         self.pool = BlockPool(capacity.num_blocks)
-        self.cache = RadixCache(self.pool, config.page_size, enabled=not config.disable_radix_cache)
+        self.cache = RadixCache(
+            self.pool, config.page_size, enabled=not config.disable_radix_cache, lookahead=capacity.reads_next_token
+        )
         self.block_size = config.page_size
         self.chunk_size = config.chunked_prefill_size
         self.max_prefill_tokens = config.max_prefill_tokens
@@ -133,7 +135,8 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request a slot, its cached prefix and blocks for all its known tokens, or nothing."""
-        path = self.cache.match(request.spec.cache_salt, request.token_ids[:-1])  # one token is left to compute
+        num_cacheable = len(request.token_ids) - 1  # one token is left to compute
+        path = self.cache.match(request.spec.cache_salt, request.token_ids[: num_cacheable + self.cache.lookahead])
         self.cache.lock(path)
         request.block_ids = [node.block_id for node in path]
         if self._grow(request, len(request.token_ids)) is None:
@@ -167,9 +170,7 @@ class Scheduler:
         if news.token_ids:
             num_accepted = len(news.token_ids) - 1
             request.num_computed_tokens += num_accepted
-            request.num_verify_steps += 1
-            request.num_draft_tokens += news.num_draft_tokens
-            request.num_accepted += num_accepted
+            request.count_verify(news.num_draft_tokens, num_accepted)
         request.token_ids += news.token_ids
         self._share_full_blocks(request)
         return Emitted(request, news.token_ids, news.num_draft_tokens, news.logprobs)
@@ -179,7 +180,7 @@ class Scheduler:
         size, path = self.block_size, request.shared_path
         while self.cache.enabled and (len(path) + 1) * size <= request.num_computed_tokens:
             start = len(path) * size
-            key = tuple(request.token_ids[start : start + size])
+            key = tuple(request.token_ids[start : start + size + self.cache.lookahead])
             path.append(self.cache.insert(request.spec.cache_salt, path, key, request.block_ids[len(path)]))
 
     def _preempt(self, request: Request) -> None:

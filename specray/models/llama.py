@@ -4,6 +4,7 @@ One flattened batch [T, hidden] goes through; rows, trees and caches are `attend
 qkv and gate-up; each rank of a RankGroup holds whole groups of heads (they need not divide evenly).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,15 +96,26 @@ class Llama:
         tied = shape.tied or "lm_head.weight" not in loader
         head = self.embedding.weight if tied else loader.vocab("lm_head.weight", vocab, group.rank, group.size)
         self.head = VocabHead(head, shape.vocab_size, group)
+        self.max_positions = max_positions
         self.rotary = RotaryEmbedding(config, shape.head_dim, max_positions, loader.dtype, loader.device)
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm, [T, hidden]; token_ids and positions are int64 [T]."""
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, feature_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(hidden states after the final norm, features), each [T, hidden]; token_ids and positions are int64 [T].
+
+        A feature is the residual stream as it enters a layer of `feature_layers`; for `num_layers`, one past the last,
+        it is the hidden states after the final norm.
+        """
         cos, sin = self.rotary.at(positions)
         hidden = self.embedding(token_ids)
+        entering = []
         for layer in self.layers:
+            entering.append(hidden)
             hidden = layer(hidden, cos, sin, attend)
-        return self.norm(hidden)
+        final = self.norm(hidden)
+        entering.append(final)
+        return final, [entering[index] for index in feature_layers]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""
@@ -127,16 +139,18 @@ class DecoderLayer:
 
 
 class Attention:
-    """Grouped-query attention over this rank's KV heads and their query heads."""
+    """Grouped-query attention over this rank's KV heads and their query heads; reads `width` inputs (None: hidden)."""
 
-    def __init__(self, index: int, shape: LlamaShape, loader: Loader, group: RankGroup, prefix: str) -> None:
+    def __init__(
+        self, index: int, shape: LlamaShape, loader: Loader, group: RankGroup, prefix: str, width: int | None = None
+    ) -> None:
         self.index = index
         self.num_heads, self.num_kv_heads, self.head_dim = (
             shape.num_local_heads,
             shape.num_local_kv_heads,
             shape.head_dim,
         )
-        self.qkv = ColumnLinear(*_qkv(shape, loader, prefix))
+        self.qkv = ColumnLinear(*_qkv(shape, loader, prefix, width or shape.hidden_size))
         whole = (shape.hidden_size, shape.num_heads * shape.head_dim)
         bias = loader.tensor(prefix + "o_proj.bias", (shape.hidden_size,)) if shape.output_bias else None
         self.out = RowLinear(
@@ -173,7 +187,7 @@ class FeedForward:
         return self.down(F.silu(gate) * up)
 
 
-def _qkv(shape: LlamaShape, loader: Loader, prefix: str) -> tuple[Tensor, Tensor | None]:
+def _qkv(shape: LlamaShape, loader: Loader, prefix: str, width: int) -> tuple[Tensor, Tensor | None]:
     """This rank's rows of q, k and v stacked, and their bias if the family has one."""
     weights, biases = [], []
     for name, heads, part in (
@@ -181,7 +195,7 @@ def _qkv(shape: LlamaShape, loader: Loader, prefix: str) -> tuple[Tensor, Tensor
         ("k_proj", shape.num_kv_heads, shape.kv_part()),
         ("v_proj", shape.num_kv_heads, shape.kv_part()),
     ):
-        size = (heads * shape.head_dim, shape.hidden_size)
+        size = (heads * shape.head_dim, width)
         weights.append(loader.tensor(f"{prefix}{name}.weight", size, part))
         if shape.qkv_bias:
             biases.append(loader.tensor(f"{prefix}{name}.bias", size[:1], part))

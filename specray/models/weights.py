@@ -40,6 +40,10 @@ class WeightReader:
             )
         return _open(self._folder / file, self._shards).get(name)
 
+    def path(self, name: str) -> Path:
+        """The file that holds tensor `name`, which must be there."""
+        return self._folder / self._file_of[name]
+
     def close(self) -> None:
         self._shards.clear()
 
@@ -48,6 +52,20 @@ class WeightReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def read_torch_file(path: Path, remedy: str) -> object:
+    """What torch.save wrote into `path`: tensors, numbers and containers of them. `remedy` ends the ConfigError."""
+    try:
+        # weights_only: such a file is a pickle, and only this mode refuses to run what it names.
+        loaded: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{path} cannot be read as plain tensors ({reason}); only zip-format files with nothing but tensors "
+            f"are accepted: {remedy}"
+        ) from error
+    return loaded
 
 
 class _Shard(Protocol):
@@ -83,15 +101,7 @@ class _SafetensorsShard:
 class _BinShard:
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            # weights_only: a .bin is a pickle, and only this mode refuses to run what it names.
-            loaded: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ConfigError(
-                f"{path} cannot be read as plain tensors ({reason}); only zip-format files with nothing but tensors "
-                "are accepted: save the model again as safetensors"
-            ) from error
+        loaded = read_torch_file(path, "save the model again as safetensors")
         entries = loaded.items() if isinstance(loaded, dict) else ()
         self._tensors = {name: value for name, value in entries if isinstance(value, Tensor)}
 

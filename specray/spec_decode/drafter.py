@@ -6,32 +6,50 @@ speed, never a token. Not here: any method's name, and anything a verifier decid
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
 
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 
 
 class DraftRow(NamedTuple):
-    """One request after a step: all its known tokens, the bonus last. Read only."""
+    """One request after a step. Read only.
+
+    The step computed the tokens at positions `start` … `end - 1` for good; the token at `end` is known as well (the
+    bonus, or the next one of the prompt), so a drafter that pairs the feature of a token with the token after it has
+    all its pairs. KV of its own may lie in the slots of the target's: blocks are shared and freed together.
+    """
 
     slot: int
     token_ids: list[int]
     num_prompt_tokens: int
     cache_salt: str  # nothing learnt under one salt may draft for another
+    start: int
+    end: int
+    kv_slots: np.ndarray  # int64 [>= end]: pool slot of each position
+    seed: int
+    temperature: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProposeContext:
     """What a step leaves behind for the next step's drafts."""
 
-    rows: list[DraftRow]
+    rows: list[DraftRow]  # want a tree; their last known token, at `end`, is its root
+    unfinished: list[DraftRow] = field(default_factory=list)  # in the middle of their prompt: to be read, not drafted
+    # [sum of end - start, len(feature_layers) * hidden]: the computed tokens', first of `rows`, then of `unfinished`
+    features: Tensor | None = None
 
 
 class Drafter(Protocol):
     """A drafting method with a state per slot. Trees have at most `max_draft_tokens` nodes beside the root."""
 
     max_draft_tokens: int
+    feature_layers: Sequence[int]  # of the target (see Llama.__call__), side by side in ProposeContext.features
+    reads_next_token: bool  # its KV of a token depends on the token after it, too; the prefix cache then minds that
 
     def propose(self, context: ProposeContext) -> DraftTree:
         """Trees for the rows' next tokens, in the rows' order."""
@@ -44,6 +62,8 @@ class DraftSource(Protocol):
     """Where drafts come from: `submit` starts drafting, `collect` takes what is ready for the next step."""
 
     max_draft_tokens: int
+    feature_layers: Sequence[int]
+    reads_next_token: bool
     seconds: float  # spent on the drafts of the last submit
 
     def submit(self, context: ProposeContext) -> None: ...
@@ -61,6 +81,8 @@ class InlineDrafts:
         self._drafter = drafter
         self._pending: dict[int, RowTree] = {}
         self.max_draft_tokens = drafter.max_draft_tokens if drafter else 0
+        self.feature_layers = drafter.feature_layers if drafter else ()
+        self.reads_next_token = drafter is not None and drafter.reads_next_token
         self.seconds = 0.0
 
     def submit(self, context: ProposeContext) -> None:

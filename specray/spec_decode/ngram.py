@@ -23,6 +23,9 @@ _GAP = -2  # stands between texts; no token id
 class NgramDrafter:
     """Drafter by lookup; shares what finished requests of the same cache salt have said."""
 
+    feature_layers: Sequence[int] = ()
+    reads_next_token = False
+
     def __init__(self, config: SpeculativeConfig) -> None:
         self.max_draft_tokens = (config.num_draft_tokens or DEFAULT_NUM_DRAFT_TOKENS) - 1
         self._own: dict[int, SuffixIndex] = {}

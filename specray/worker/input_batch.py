@@ -30,10 +30,16 @@ class InputBatch:
     positions: Tensor  # int64 [T]
     attention: RaggedRows
     node_index: Tensor  # int64 [sum of tree.num_nodes]: each node's place in the batch
-    last_index: Tensor  # int64 [rows]: the place of each row's last known token
+    last_places: list[int]  # the place of each row's last known token in the batch
+    last_index: Tensor  # the same, int64 [rows]
 
     def sampling_rows(self) -> list[Row]:
         return [self.rows[i] for i in self.sampling]
+
+    def kept(self, index: int, path: Sequence[int]) -> list[int]:
+        """Places of what row `index` computed for good: its known tokens and the accepted `path`, root first."""
+        last = self.last_places[index]
+        return [*range(last - self.num_known[index] + 1, last), *(last + node for node in path)]
 
 
 def count_known(steps: Sequence[RowStep], rows: Sequence[Row]) -> list[int]:
@@ -83,5 +89,6 @@ def build_batch(
         positions=torch.tensor(positions, device=device),
         attention=RaggedRows(query_lens, kv_slots, slot_mapping, corners),
         node_index=torch.tensor(nodes, dtype=torch.int64, device=device),
+        last_places=last,
         last_index=torch.tensor(last, device=device),
     )

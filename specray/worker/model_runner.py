@@ -3,6 +3,7 @@
 Not here: which rows run (`worker`), and what becomes of the logits (`specray.spec_decode.verifier`).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -35,7 +36,8 @@ class ModelRunner:
         )
         self._attention = make_backend(config.attention_backend, self.kv.pool, shape.num_local_heads)
 
-    def forward(self, batch: InputBatch) -> tuple[Tensor, Tensor]:
-        """(final hidden states [T, hidden], float32 logits of the trees' nodes [nodes, V])."""
-        hidden = self.model(batch.token_ids, batch.positions, self._attention.plan(batch.attention))
-        return hidden, self.model.logits(hidden.index_select(0, batch.node_index))
+    def forward(self, batch: InputBatch, feature_layers: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(final hidden states [T, hidden], float32 logits of the trees' nodes [nodes, V], features [T, hidden] each)."""
+        attend = self._attention.plan(batch.attention)
+        hidden, features = self.model(batch.token_ids, batch.positions, attend, feature_layers)
+        return hidden, self.model.logits(hidden.index_select(0, batch.node_index)), features

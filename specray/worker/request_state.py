@@ -22,8 +22,19 @@ class Row:
     sampler: SamplerRow
     cache_salt: str
 
-    def draft_row(self) -> DraftRow:
-        return DraftRow(self.slot, self.token_ids, self.num_prompt_tokens, self.cache_salt)
+    def draft_row(self, start: int) -> DraftRow:
+        """The row for the drafter, after a step that computed it from position `start`."""
+        return DraftRow(
+            self.slot,
+            self.token_ids,
+            self.num_prompt_tokens,
+            self.cache_salt,
+            start,
+            self.num_computed_tokens,
+            self.kv_slots,
+            self.sampler.options.seed,
+            self.sampler.options.temperature,
+        )
 
 
 class RowTable:

@@ -56,6 +56,7 @@ class Worker:
             context_length=self._runner.context_length,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids(folder, load_tokenizer(folder)),
+            reads_next_token=self._drafts.reads_next_token,
         )
 
     @property
@@ -92,12 +93,12 @@ class Worker:
         batch = self._build(plan, rows)
         draft_seconds = self._drafts.seconds
         prepared = time.perf_counter()
-        hidden, logits = self._runner.forward(batch)
+        hidden, logits, features = self._runner.forward(batch, self._drafts.feature_layers)
         is_sound = hidden.index_select(0, batch.last_index).isfinite().all(-1).tolist()  # also waits for the device
         forwarded = time.perf_counter()
         verdicts = dict(zip(batch.sampling, self._verify(batch, logits), strict=True))
         results = [self._commit(batch, i, verdicts.get(i), is_sound[i]) for i in range(len(rows))]
-        self._context = ProposeContext([rows[i].draft_row() for i in batch.sampling if not verdicts[i].is_broken])
+        self._context = self._draft_context(batch, results, verdicts, features)
         verified = time.perf_counter()
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times)
@@ -130,6 +131,26 @@ class Worker:
         row.token_ids += verdict.token_ids
         num_drafts = batch.tree.num_nodes[batch.sampling.index(index)] - 1
         return RowResult(row.slot, verdict.token_ids, num_drafts, verdict.logprobs, None)
+
+    def _draft_context(
+        self, batch: InputBatch, results: list[RowResult], verdicts: dict[int, Verdict], features: list[torch.Tensor]
+    ) -> ProposeContext:
+        """What the drafter is told: every sound row, and the target's features of what it computed for good."""
+        sound = [i for i, result in enumerate(results) if result.error is None]
+        ready = [i for i in sound if i in verdicts]
+        unfinished = [i for i in sound if i not in verdicts]
+        kept = [batch.kept(i, verdicts[i].path if i in verdicts else [0]) for i in ready + unfinished]
+        rows = [
+            batch.rows[i].draft_row(batch.rows[i].num_computed_tokens - len(k))
+            for i, k in zip(ready + unfinished, kept, strict=True)
+        ]
+        if not features:
+            return ProposeContext(rows[: len(ready)], rows[len(ready) :])
+        index = torch.tensor(
+            [place for places in kept for place in places], dtype=torch.int64, device=features[0].device
+        )
+        together = torch.cat([feature.index_select(0, index) for feature in features], -1)
+        return ProposeContext(rows[: len(ready)], rows[len(ready) :], together)
 
     def _agree(self, value: Any) -> Any:
         """Rank 0's value on every rank, as plain data."""

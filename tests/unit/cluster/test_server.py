@@ -105,6 +105,7 @@ def test_usage_counts_a_prompt_once_and_shows_speculation(serve: Serve) -> None:
             }
             assert usage["speculative"] == {
                 "verify_steps": 6, "draft_tokens": 12, "accepted_tokens": 12, "accept_length": 3.0,
+                "accept_histogram": [0, 0, 6], "acceptance_per_depth": [1.0, 1.0],
             }  # fmt: skip
 
     asyncio.run(scenario())

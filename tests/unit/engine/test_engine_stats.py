@@ -72,6 +72,8 @@ def check(engine: Engine, executor: FakeExecutor, prompts: list[list[int]], outp
             assert usage.num_cached_tokens == ledger.cached.get(seed, 0)
             assert (usage.num_verify_steps, usage.num_draft_tokens) == (ledger.verifies[seed], ledger.drafts[seed])
             assert usage.num_accepted == ledger.accepted[seed]
+            assert sum(k * count for k, count in enumerate(usage.accept_histogram)) == usage.num_accepted
+            assert sum(usage.accept_histogram) <= usage.num_verify_steps
             # a request that was preempted and then aborted never came back for its last row
             assert usage.num_preemptions in (preemptions.get(seed, 0), preemptions.get(seed, 0) + 1)
     waits = stats["specray_request_queue_time_seconds"]

@@ -1,0 +1,231 @@
+"""The search for the fastest draft tree: rounds of measuring, and what is decided after each of them.
+
+Plain decoding is the baseline, and in every round all that are left take turns on the same prompts; then the slower
+half leaves. Not here: options (`tune_command`), measuring (`measure`, `session`), the plot (`tune_plot`).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import yaml
+
+from specray.bench import machine
+from specray.bench.arms import PLAIN, parse_method, tree_name, with_tree
+from specray.bench.measure import Record, Settings
+from specray.bench.prompts import Prompt, by_category, load_prompts
+from specray.bench.report import ALL, speed_ratios, summarise
+from specray.bench.session import Session
+from specray.bench.tables import format_table
+from specray.bench.tune_command import METHOD
+from specray.bench.tune_plot import save_plot
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.errors import ConfigError
+
+# From a short chain, which a busy machine can still afford, to trees that only pay where many rows cost like one.
+TREES = (
+    "2-1-3", "3-1-4", "5-1-6", "3-2-6", "4-2-8", "5-4-8", "5-4-12", "5-4-16", "6-8-16", "6-8-24", "7-8-32",
+)  # fmt: skip
+CANDIDATES = {"NGRAM": ("4", "6", "8", "12", "16", "24")}  # of methods that know no other tree option
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One tree and what was measured of it, by batch size; a run is some prompts answered at that size."""
+
+    tree: str
+    speculative: SpeculativeConfig
+    ratios: dict[int, list[float]] = field(default_factory=dict)  # of each run: tokens/s over plain decoding's
+    tokens_per_s: dict[int, list[float]] = field(default_factory=dict)  # median of each round
+    accept_lengths: list[float] = field(default_factory=list)
+    num_rounds: int = 0
+
+    def ratio(self, batch_size: int) -> float:
+        return median(self.ratios[batch_size])
+
+    @property
+    def score(self) -> float:
+        """Geometric mean over the batch sizes: being twice as fast at one makes up for half as fast at another."""
+        return geometric_mean(self.ratio(size) for size in self.ratios)
+
+    def note(self, batch_size: int, records: Sequence[Record]) -> None:
+        summary = summarise(records)[self.tree][ALL]
+        self.ratios.setdefault(batch_size, []).extend(speed_ratios(records, self.tree, PLAIN))
+        self.tokens_per_s.setdefault(batch_size, []).append(summary.output_tokens_per_s)
+        if summary.accept_length is not None:
+            self.accept_lengths.append(summary.accept_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Candidates, the best first; those that left early come last and were measured less."""
+
+    ranking: list[Candidate]
+    plain_tokens_per_s: dict[int, float]
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranking[0]
+
+
+def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
+    """The command's work: load, search, print, write."""
+    method = options.method or (None if config.speculative.algorithm else METHOD)
+    speculative = parse_method(method, config) if method else config.speculative
+    contenders = make_candidates(speculative, options.candidates)
+    prompts = _prompts(options.prompts, max(options.batch_sizes))
+    settings = Settings(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
+    session = Session(config, progress=sys.stderr.isatty())
+    outcome = search(session, contenders, prompts, settings, options.batch_sizes, options.rounds, options.limit)
+    block = yaml_block(outcome.best)
+    print(f"{to_table(outcome)}\n\n{verdict(outcome)}\n\n{block}\n{machine.one_line()}")
+    write_files(options.out, outcome, config, settings, block)
+
+
+def make_candidates(speculative: SpeculativeConfig, trees: Sequence[str] | None = None) -> list[Candidate]:
+    """The trees to try with a method; the configured one is always among them. Raises ConfigError."""
+    if speculative.algorithm is None:
+        raise ConfigError("plain decoding has no draft tree to tune; choose a drafting method with --method")
+    names = list(trees or CANDIDATES.get(speculative.algorithm, TREES))
+    configured = tree_name(speculative)
+    if configured not in (*names, "auto"):
+        names.append(configured)
+    return [Candidate(name, with_tree(speculative, name)) for name in names]
+
+
+def search(
+    session: Session, candidates: Sequence[Candidate], prompts: Sequence[Prompt], settings: Settings,
+    batch_sizes: Sequence[int], num_rounds: int, num_prompts: int,
+) -> Outcome:  # fmt: skip
+    """Measure in rounds and let the slower half go after each but the last."""
+    plain: dict[int, list[float]] = {size: [] for size in batch_sizes}
+    for candidate in candidates:
+        session.define(candidate.tree, candidate.speculative)
+    left = list(candidates)
+    gone: list[Candidate] = []
+    for number in range(1, num_rounds + 1):
+        for size in batch_sizes:
+            asked = prompts_of_round(prompts, number, max(num_prompts, 2 * size))
+            records = session.compare(
+                [PLAIN, *(candidate.tree for candidate in left)], asked,
+                _settings(settings, size, f"round-{number}-batch-{size}-"), progress=True,
+                title=f"round {number}/{num_rounds}, {len(left)} trees, batch {size}",
+            )  # fmt: skip
+            plain[size].append(summarise(records)[PLAIN][ALL].output_tokens_per_s)
+            for candidate in left:
+                candidate.note(size, records)
+        for candidate in left:
+            candidate.num_rounds = number
+        if number < num_rounds:
+            kept = survivors({c.tree: {size: c.ratio(size) for size in batch_sizes} for c in left})
+            leaving = [candidate for candidate in left if candidate.tree not in kept]
+            gone, left = _ranked(leaving) + gone, [candidate for candidate in left if candidate.tree in kept]
+            for candidate in leaving:
+                session.drop(candidate.tree)
+    return Outcome(_ranked(left) + gone, {size: median(speeds) for size, speeds in plain.items()})
+
+
+def prompts_of_round(prompts: Sequence[Prompt], number: int, count: int) -> list[Prompt]:
+    """`count` prompts, or all if there are fewer; each round goes on where the last one ended."""
+    count = min(count, len(prompts))
+    start = (number - 1) * count % len(prompts)
+    return [*prompts[start:], *prompts[:start]][:count]
+
+
+def survivors(ratios: Mapping[str, Mapping[int, float]]) -> set[str]:
+    """Trees that stay for the next round: the better half by mean ratio, and the best one at each batch size.
+
+    `ratios` is tree -> batch size -> tokens/s over plain decoding's.
+    """
+    by_mean = sorted(ratios, key=lambda tree: geometric_mean(ratios[tree].values()), reverse=True)
+    sizes = next(iter(ratios.values()))
+    leaders = {max(ratios, key=lambda tree: ratios[tree][size]) for size in sizes}
+    return leaders | set(by_mean[: -(-len(by_mean) // 2)])
+
+
+def to_table(outcome: Outcome) -> str:
+    sizes = list(outcome.plain_tokens_per_s)
+    by_size = [header for size in sizes for header in (f"tok/s, batch {size}", "x plain")]
+    headers = ["tree", "rounds", *by_size, "mean x plain", "accept len"]
+    plain = [cell for speed in outcome.plain_tokens_per_s.values() for cell in (f"{speed:.1f}", "1.00")]
+    rows = [[PLAIN, str(outcome.best.num_rounds), *plain, "1.00", "1.00"]]
+    for c in outcome.ranking:
+        cells = [cell for size in sizes for cell in (f"{median(c.tokens_per_s[size]):.1f}", f"{c.ratio(size):.2f}")]
+        accepted = f"{median(c.accept_lengths):.2f}" if c.accept_lengths else "-"
+        rows.append([c.tree, str(c.num_rounds), *cells, f"{c.score:.2f}", accepted])
+    return format_table(headers, rows, num_text_columns=1)
+
+
+def verdict(outcome: Outcome) -> str:
+    best = outcome.best
+    if best.score <= 1:
+        return (
+            f"No tree is faster than plain decoding here: {best.tree} comes closest with {best.score:.2f} times its "
+            "speed. Leave speculation off."
+        )
+    lines = [f"Best: {best.tree}, {best.score:.2f} times plain decoding."]
+    for size in outcome.plain_tokens_per_s:
+        lead = max(outcome.ranking, key=lambda candidate: (candidate.num_rounds, candidate.ratio(size)))
+        if lead is not best and lead.ratio(size) > best.ratio(size):
+            lines.append(f"At batch size {size} alone {lead.tree} is faster ({lead.ratio(size):.2f}).")
+    return " ".join(lines)
+
+
+def yaml_block(best: Candidate) -> str:
+    """The option group of a configuration, with what was measured in its first line."""
+    measured = ", ".join(f"{best.ratio(size):.2f} x plain at batch size {size}" for size in best.ratios)
+    options = {"speculative": best.speculative.model_dump(exclude_defaults=True)}
+    return f"# specray tune: {measured}\n{yaml.safe_dump(options, sort_keys=False)}"
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """Everything measured, ready for JSON; `candidates` in the ranking's order."""
+    candidates = [{**asdict(c), "speculative": c.speculative.model_dump(), "score": c.score} for c in outcome.ranking]
+    best = outcome.best.speculative.model_dump(exclude_defaults=True)
+    return {"best": best, "plain_tokens_per_s": outcome.plain_tokens_per_s, "candidates": candidates}
+
+
+def write_files(folder: Path, outcome: Outcome, config: EngineConfig, settings: Settings, block: str) -> None:
+    """tune.json, speculative.yaml and, where matplotlib is there, tune.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {
+        **to_json(outcome),
+        "machine": machine.describe_machine(),
+        "versions": machine.versions(),
+        "settings": {**asdict(settings), "engine": config.model_dump()},
+    }
+    (folder / "tune.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (folder / "speculative.yaml").write_text(block, encoding="utf-8")
+    written = ["tune.json", "speculative.yaml"]
+    trees = {
+        candidate.tree: {size: candidate.ratio(size) for size in candidate.ratios} for candidate in outcome.ranking
+    }
+    if save_plot(folder / "tune.png", trees, f"{outcome.best.speculative.algorithm} / plain decoding"):
+        written.append("tune.png")
+    else:
+        print("no plot: matplotlib is not installed; run `pip install matplotlib` for one", file=sys.stderr)
+    print(f"written to {folder}: {', '.join(written)}")
+
+
+def _prompts(path: Path | None, batch_size: int) -> list[Prompt]:
+    """All in one category, so that a batch is filled from any."""
+    prompts = by_category(load_prompts())["chat"] if path is None else load_prompts(path)
+    if len(prompts) < batch_size:
+        raise ConfigError(
+            f"batch size {batch_size} needs as many prompts, but {path or 'the built-in set'} has {len(prompts)}; "
+            "name a longer file with --prompts or lower --batch-sizes"
+        )
+    return [prompt.model_copy(update={"category": ALL}) for prompt in prompts]
+
+
+def _settings(settings: Settings, batch_size: int, salt: str) -> Settings:
+    return Settings(**{**asdict(settings), "concurrency": batch_size, "cache_salt": salt})
+
+
+def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda candidate: candidate.score, reverse=True)

@@ -1,0 +1,64 @@
+"""`specray tune`: options, and from them a search for the fastest draft tree, its table and its files.
+
+Light to import, for the command line reads its options here before torch is needed. Not here: the search (`tune`).
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from specray.bench.command import engine_config, positive
+
+HELP = (
+    "Find the draft tree that is fastest on this machine, by measuring: plain decoding and all candidates take turns, "
+    "the slower half of the candidates leaves after each round, and the best one is written as YAML to paste."
+)
+METHOD = "eagle3"
+POOL_TOKENS = 4096  # many arms at once: less KV room for each request than a bench gives
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="Serve configuration, or YAML with engine options, to tune")
+    add("--method", metavar="METHOD", help=f"METHOD[@HEAD][+MAP] as in bench (default: --config's, else {METHOD})")
+    add("--model", help="over that of --config: embedded name, folder, .gguf file or hub name")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="over that of --config")
+    add("--batch-sizes", type=batch_sizes, default="1,8", metavar="A,B",
+        help="requests under way; the best tree is that of the highest mean over them (default: %(default)s)")  # fmt: skip
+    add("--candidates", type=candidates, metavar="A,B",
+        help="trees: STEPS-TOPK-N, or numbers of nodes N (default: a list from small to large)")  # fmt: skip
+    add("--rounds", type=positive, default=3, metavar="N", help="passes, each on other prompts (default: %(default)s)")
+    add("--prompts", type=Path, metavar="FILE",
+        help="JSON Lines with id, category, turns; not those you evaluate with (default: the built-in chat prompts)")  # fmt: skip
+    add("--limit", type=positive, default=6, metavar="N",
+        help="prompts in a round, and at least two for each request under way (default: %(default)s)")  # fmt: skip
+    add("--max-tokens", type=positive, default=96, metavar="N", help="longest answer (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the first request; the others count on (default: %(default)s)")
+    add("--out", type=Path, default=Path("tune"), metavar="FOLDER",
+        help="where tune.json, tune.png and speculative.yaml go (default: %(default)s)")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    most = max(options.batch_sizes)
+    config = engine_config(options.config, most, POOL_TOKENS, model=options.model, dtype=options.dtype)
+    from specray.bench.tune import run_and_report  # torch and transformers: seconds that --help need not wait for
+
+    run_and_report(options, config)
+    return 0
+
+
+def batch_sizes(text: str) -> list[int]:
+    sizes = [positive(part.strip()) for part in text.split(",")]
+    if len(set(sizes)) != len(sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} names a batch size twice")
+    return sizes
+
+
+def candidates(text: str) -> list[str]:
+    trees = [part.strip() for part in text.split(",")]
+    wrong = [tree for tree in trees if not re.fullmatch(r"\d+(-\d+-\d+)?", tree)]
+    if wrong or len(set(trees)) != len(trees):
+        what = f"{wrong[0]!r} is neither N nodes nor STEPS-TOPK-N" if wrong else f"{text!r} names a tree twice"
+        raise argparse.ArgumentTypeError(f"{what}; give trees such as 4-2-8,5-4-16")
+    return trees

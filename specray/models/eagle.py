@@ -1,0 +1,330 @@
+"""EAGLE draft heads: one decoder layer over the target's embedding of a token and features of what came before it.
+
+What lives here: what EAGLE-2 (and -1) and EAGLE-3 heads compute, and what they share with their target. Not here: trees
+and the draft's KV (`specray.spec_decode.eagle`), layouts of checkpoints (`eagle_files`). Found in checkpoints rather
+than in papers: the norm before `fc` over all features at once is stored as `input_norm`; EAGLE-1's code gives `fc` a
+bias where config.json does not say, so there the tensors decide.
+"""
+
+import logging
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+from specray.layers.linear import ColumnLinear, VocabEmbedding, VocabHead
+from specray.layers.norm import RMSNorm
+from specray.layers.parallel import RankGroup
+from specray.layers.rotary import RotaryEmbedding
+from specray.models.eagle_files import HeadConfig, TensorNames, check_rest, head_shape, read_draft_vocabulary
+from specray.models.files import resolve_model
+from specray.models.llama import Attention, FeedForward, Llama, LlamaShape
+from specray.models.loading import Loader
+from specray.ops.attention import Attend, torch_dtype
+
+logger = logging.getLogger(__name__)
+
+ALGORITHMS: dict[Literal[2, 3], str] = {2: "EAGLE", 3: "EAGLE3"}
+
+
+class EagleHead(Protocol):
+    """A draft head of hidden size H. A state stands for what precedes a token; the layer's index in `attend` is 0."""
+
+    feature_layers: tuple[int, ...]  # of the target, see `Llama.__call__`
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    vocab_size: int  # columns of `logits`
+    draft_token_ids: Tensor | None  # int64 [vocab_size]: target id of each column; None: the same id
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """States [T, H] from the target's features [T, len(feature_layers) * target hidden], of any type."""
+
+    def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Output [T, H] of the layer, before any norm; token_ids (of the target) and positions are int64 [T]."""
+
+    def recur(self, output: Tensor) -> Tensor:
+        """The state to go with the token that is drafted from `output`."""
+
+    def logits(self, output: Tensor) -> Tensor:
+        """float32 [n, vocab_size]"""
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """int64: the target's ids of draft ids of any shape."""
+
+
+def load_eagle_head(
+    speculative: SpeculativeConfig, target_folder: Path, target: Llama, target_load_format: str,
+    device: torch.device, version: Literal[2, 3], token_map: Tensor | None = None,
+) -> EagleHead:  # fmt: skip
+    """The head at `speculative.draft_model_path`, whole on this rank. ConfigError if it does not fit the target.
+
+    `token_map` int64 [n] narrows an EAGLE-2 head to these ids of the target (FR-Spec).
+    """
+    folder = _find(speculative, version)
+    config = HeadConfig.read(folder)
+    config.check_target(folder, target.shape)
+    shared = TargetMatrices(target, target_folder, target_load_format, _dtype(speculative, target), device)
+    loader = Loader(folder, speculative.draft_load_format, shared.dtype, device)
+    try:
+        names = TensorNames.of(loader)
+        _check_version(folder, names, version)
+        shape = head_shape(config, folder, names)
+        if version == 2:
+            head: EagleHead = Eagle2Head(config, shape, loader, names, shared, token_map)
+        else:
+            if token_map is not None or speculative.token_map is not None:
+                logger.warning("speculative.token_map is ignored: an EAGLE-3 head has a vocabulary of its own")
+            head = Eagle3Head(config, shape, loader, names, shared)
+        check_rest(loader, names, shape)
+    finally:
+        loader.close()
+    return head
+
+
+class Eagle2Head:
+    """EAGLE-1 and -2: fc over [embedding, feature], then a layer without input norm; the target's output matrix."""
+
+    def __init__(
+        self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames,
+        shared: "TargetMatrices", token_map: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        size = shape.hidden_size
+        if size != shared.shape.hidden_size:
+            raise ConfigError(
+                f"{loader.folder}: an EAGLE-2 head of hidden_size={size} cannot use the output matrix of a target of "
+                f"{shared.shape.hidden_size}; choose a head made for this target"
+            )
+        self.feature_layers: tuple[int, ...] = (shared.shape.num_layers,)
+        self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.dtype = shared.dtype
+        self.draft_token_ids = None if token_map is None else token_map.to(shared.device, torch.int64)
+        self.vocab_size = shape.vocab_size if token_map is None else len(token_map)
+        self._embedding = shared.embedding()
+        self._fc = _fusion(config, loader, names, 2 * size, size)
+        self._layer = _Layer(shape, loader, names.layer, size)
+        self._head = shared.head(self.draft_token_ids)
+        self._rotary = _rotary(config, shape, loader, shared.max_positions)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features.to(self.dtype)
+
+    def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self._fc(torch.cat((self._embedding(token_ids), states), -1))
+        return self._layer(x, x, self._rotary.at(positions), attend)
+
+    def recur(self, output: Tensor) -> Tensor:
+        return output
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self._head(output)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return _target_ids(self.draft_token_ids, draft_ids)
+
+
+class Eagle3Head:
+    """EAGLE-3: several features fused into the first state; the layer reads [norm(embedding), norm(state)]."""
+
+    def __init__(
+        self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: "TargetMatrices"
+    ) -> None:
+        size, width, layer, eps = shape.hidden_size, shared.shape.hidden_size, names.layer, shape.eps
+        self.feature_layers = config.feature_layers(loader.folder, shared.shape.num_layers)
+        self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.dtype = shared.dtype
+        self.vocab_size = config.draft_vocab_size or shape.vocab_size
+        ids = read_draft_vocabulary(loader, names, self.vocab_size, shape.vocab_size)
+        self.draft_token_ids = None if ids is None else ids.to(shared.device)
+        self._embedding = _own_embedding(shape, loader, names, width) or shared.embedding()
+        self._fuse = _Fusion(config, shape, loader, names, len(self.feature_layers), width)
+        self._token_norm = RMSNorm(loader.tensor(layer + "input_layernorm.weight", (size,)), eps)
+        self._state_norm = RMSNorm(loader.tensor(layer + "hidden_norm.weight", (size,)), eps)
+        self._normed_residual = config.norm_before_residual
+        self._layer = _Layer(shape, loader, layer, 2 * size)
+        self._norm = RMSNorm(loader.tensor(names.of_plain("norm.weight"), (size,)), eps)
+        self._normed_output = config.norm_output
+        self._head = _own_head(config, shape, loader, names, width) or shared.head(self.draft_token_ids)
+        self._rotary = _rotary(config, shape, loader, shared.max_positions)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self._fuse(features.to(self.dtype))
+
+    def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        normed = self._state_norm(states)
+        x = torch.cat((self._token_norm(self._embedding(token_ids)), normed), -1)
+        return self._layer(x, normed if self._normed_residual else states, self._rotary.at(positions), attend)
+
+    def recur(self, output: Tensor) -> Tensor:
+        return self._norm(output) if self._normed_output else output
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self._head(self._norm(output))
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return _target_ids(self.draft_token_ids, draft_ids)
+
+
+class TargetMatrices:
+    """The target's embedding and output matrix for a head on one rank: shared with it if type and place allow.
+
+    Otherwise they are read from the target's own files: a rank of several holds only its part.
+    """
+
+    def __init__(self, target: Llama, folder: Path, load_format: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = target.shape
+        self.dtype = dtype
+        self.device = device
+        self.max_positions = target.max_positions
+        self._target = target
+        self._folder = folder
+        self._load_format = load_format
+        weight = target.embedding.weight
+        is_whole = len(weight) == target.shape.vocab_size
+        self._shares = is_whole and weight.dtype == dtype and weight.device == device
+
+    def embedding(self) -> VocabEmbedding:
+        return self._target.embedding if self._shares else VocabEmbedding(self._matrix(_EMBEDDING), RankGroup())
+
+    def head(self, ids: Tensor | None) -> VocabHead:
+        """The output matrix, or its rows `ids` [n]."""
+        if self._shares and ids is None:
+            return self._target.head
+        matrix = self._matrix("lm_head.weight")
+        rows = matrix if ids is None else matrix.index_select(0, ids)
+        return VocabHead(rows, len(rows), RankGroup())
+
+    def _matrix(self, name: str) -> Tensor:
+        """[vocab, hidden]; the embedding also where the target has no output matrix of its own."""
+        if self._shares and self.shape.tied:
+            return self._target.embedding.weight
+        loader = Loader(self._folder, self._load_format, self.dtype, self.device)
+        try:
+            if self.shape.tied or name not in loader:
+                name = _EMBEDDING
+            return loader.tensor(name, (self.shape.vocab_size, self.shape.hidden_size))
+        finally:
+            loader.close()
+
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+class _Layer:
+    """Attention reading `width` inputs, then the feed-forward; what is added to the attention comes from outside."""
+
+    def __init__(self, shape: LlamaShape, loader: Loader, prefix: str, width: int) -> None:
+        group = RankGroup()
+        self._attention = Attention(0, shape, loader, group, prefix + "self_attn.", width)
+        weight = loader.tensor(prefix + "post_attention_layernorm.weight", (shape.hidden_size,))
+        self._ffn_norm = RMSNorm(weight, shape.eps)
+        self._ffn = FeedForward(shape, loader, group, prefix + "mlp.")
+
+    def __call__(self, x: Tensor, residual: Tensor, turn: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        hidden = self._attention(x, *turn, attend).add_(residual)
+        return self._ffn(self._ffn_norm(hidden)).add_(hidden)
+
+
+class _Fusion:
+    """EAGLE-3's first state from features: norms where the head has them, then fc; without fc, the feature itself."""
+
+    def __init__(
+        self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, count: int, width: int
+    ) -> None:
+        eps = shape.eps
+        self._whole_norm: RMSNorm | None = None
+        self._norms: list[RMSNorm] = []
+        self._fc: ColumnLinear | None = None
+        if config.norm_before_fc:
+            name = names.of_plain("input_norm.weight", "norm_before_fc.weight")
+            self._whole_norm = RMSNorm(loader.tensor(name, (count * width,)), eps)
+        if config.fc_norm:
+            each = [names.of_plain(f"fc_norm.{index}.weight") for index in range(count)]
+            self._norms = [RMSNorm(loader.tensor(name, (width,)), eps) for name in each]
+        if config.use_aux_hidden_state or names.has("fc.weight") or width != shape.hidden_size:
+            self._fc = _fusion(config, loader, names, count * width, shape.hidden_size)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        if self._whole_norm is not None:
+            features = self._whole_norm(features)
+        if self._norms:
+            chunks = features.chunk(len(self._norms), -1)
+            features = torch.cat([norm(chunk) for norm, chunk in zip(self._norms, chunks, strict=True)], -1)
+        return features if self._fc is None else self._fc(features)
+
+
+def _fusion(config: HeadConfig, loader: Loader, names: TensorNames, width: int, size: int) -> ColumnLinear:
+    """The linear `fc` [size, width]; the checkpoint decides on a bias that config.json does not mention."""
+    weight, bias = (names.of_plain(f"fc.{part}", f"fusion_fc.{part}") for part in ("weight", "bias"))
+    stated = config.bias if config.fusion_bias is None else config.fusion_bias
+    has_bias = bias in names.stored if stated is None else stated
+    return ColumnLinear(loader.tensor(weight, (size, width)), loader.tensor(bias, (size,)) if has_bias else None)
+
+
+def _own_embedding(shape: LlamaShape, loader: Loader, names: TensorNames, target_size: int) -> VocabEmbedding | None:
+    """The checkpoint's embedding, for heads narrower or wider than their target; all others take the target's."""
+    if shape.hidden_size == target_size:
+        return None
+    name = names.of_plain("embed_tokens.weight")
+    return VocabEmbedding(loader.tensor(name, (shape.vocab_size, shape.hidden_size)), RankGroup())
+
+
+def _own_head(
+    config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, target_size: int
+) -> VocabHead | None:
+    """The checkpoint's output matrix. None: it says to use the target's, which an unequal width rules out."""
+    name, num_ids = names.of_plain("lm_head.weight"), config.draft_vocab_size
+    is_left_out = num_ids is None or (num_ids == shape.vocab_size and name not in names.stored)
+    if is_left_out and shape.hidden_size == target_size:
+        return None
+    num_ids = num_ids or shape.vocab_size
+    return VocabHead(loader.tensor(name, (num_ids, shape.hidden_size)), num_ids, RankGroup())
+
+
+def _rotary(config: HeadConfig, shape: LlamaShape, loader: Loader, max_positions: int) -> RotaryEmbedding:
+    """Tables as long as the target's: a head's own max_position_embeddings is that of its training data."""
+    try:
+        return RotaryEmbedding(config.rope(), shape.head_dim, max_positions, loader.dtype, loader.device)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{loader.folder / 'config.json'}: its RoPE settings cannot be used ({error}); correct rope_scaling"
+        ) from error
+
+
+def _find(speculative: SpeculativeConfig, version: Literal[2, 3]) -> Path:
+    if speculative.draft_model_path is None:
+        raise ConfigError(
+            f"speculative.algorithm={ALGORITHMS[version]} drafts with a trained head, but speculative.draft_model_path "
+            "is null; set it to the head's folder or hub name"
+        )
+    return resolve_model(
+        speculative.draft_model_path,
+        speculative.draft_model_revision,
+        speculative.draft_load_format,
+        progress=False,
+    )
+
+
+def _check_version(folder: Path, names: TensorNames, version: Literal[2, 3]) -> None:
+    if names.kind != version:
+        raise ConfigError(
+            f"{folder} holds an EAGLE-{names.kind} head, but speculative.algorithm={ALGORITHMS[version]} expects an "
+            f"EAGLE-{version} one; set speculative.algorithm: {ALGORITHMS[names.kind]} or choose another head"
+        )
+
+
+def _dtype(speculative: SpeculativeConfig, target: Llama) -> torch.dtype:
+    if speculative.draft_dtype == "auto":
+        return target.embedding.weight.dtype
+    return torch_dtype(speculative.draft_dtype)
+
+
+def _target_ids(draft_token_ids: Tensor | None, draft_ids: Tensor) -> Tensor:
+    ids = draft_ids.to(torch.int64)
+    return ids if draft_token_ids is None else draft_token_ids[ids]

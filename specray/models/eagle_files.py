@@ -1,0 +1,253 @@
+"""What a draft head's folder says: its config.json in every known form, and how its tensors are named.
+
+Four layouts are read as they are: SafeAILab's (`midlayer.*`, EAGLE-3), `layers.0.*` (EAGLE-1/2 and newer EAGLE-3),
+speculators' (settings nested in `transformer_layer_config`; its EAGLE-1 says `fusion_fc` and `transformer.*`), each
+with or without `model.` before a name. The architecture string decides nothing: checkpoints of both kinds call
+themselves LlamaForCausalLM. Not here: what is computed (`specray.models.eagle`).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+from transformers import LlamaConfig, PretrainedConfig
+
+from specray.errors import ConfigError
+from specray.models.llama import LlamaShape
+from specray.models.loading import Loader
+
+_Size = Annotated[int, Field(ge=1)]
+
+# Settings that change what is computed in ways no served head uses, and the values that are harmless.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "mlp_bias": (False,),
+    "hidden_act": ("silu", "swish"),
+    "num_hidden_layers": (1,),
+    "quantization_config": (),
+    "layernorms": (False,),
+    "use_mtp_layernorm": (False,),
+    "parallel_draft_step": (1,),
+    "partial_rotary_factor": (1.0,),
+}
+
+
+class HeadConfig(BaseModel):
+    """config.json of an EAGLE head; None: left out there. What only trainers or other engines read is skipped."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_attention_heads: _Size
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    vocab_size: _Size
+    draft_vocab_size: _Size | None = None
+    target_hidden_size: _Size | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0.0)] = 1e-6
+    max_position_embeddings: _Size = 2048
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool | None = None
+    bias: bool | None = None
+    fusion_bias: bool | None = None  # speculators' word for `bias`
+    eagle_aux_hidden_state_layer_ids: list[int] = []
+    num_aux_hidden_states: _Size | None = None
+    use_aux_hidden_state: bool = True
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The settings in `folder`, wherever they are nested. ConfigError for a setting we do not compute."""
+        path = folder / "config.json"
+        settings = _flat(_read_object(path))
+        for name, harmless in _UNSUPPORTED.items():
+            if name in settings and settings[name] not in harmless:
+                raise ConfigError(
+                    f"{path}: {name}={settings[name]!r} is not supported in an EAGLE head"
+                    f"{f' (only {harmless[0]!r})' if harmless else ''}; choose another head"
+                )
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"{path} does not describe an EAGLE head ({problems}); correct it") from error
+
+    def check_target(self, folder: Path, target: LlamaShape) -> None:
+        """ConfigError unless the head was made for a target of this width and vocabulary."""
+        width = self.target_hidden_size or self.hidden_size
+        for name, ours, theirs in (
+            ("vocab_size", self.vocab_size, target.vocab_size),
+            ("target_hidden_size" if self.target_hidden_size else "hidden_size", width, target.hidden_size),
+        ):
+            if ours != theirs:
+                raise ConfigError(
+                    f"{folder / 'config.json'}: {name}={ours}, but the target's is {theirs}; an EAGLE head works with "
+                    "the one target it was trained for: set speculative.draft_model_path to a head made for this target"
+                )
+
+    def feature_layers(self, folder: Path, num_layers: int) -> tuple[int, ...]:
+        """Layers of a target of `num_layers` whose entering state EAGLE-3 reads; the config lists layer outputs."""
+        if not self.use_aux_hidden_state:
+            return (num_layers,)
+        named = tuple(index + 1 for index in self.eagle_aux_hidden_state_layer_ids)
+        layers = named or (2, num_layers // 2, num_layers - 3)
+        problem = None
+        if self.num_aux_hidden_states not in (None, len(layers)):
+            problem = f"num_aux_hidden_states={self.num_aux_hidden_states}, but there are {len(layers)} feature layers"
+        elif not all(0 <= layer <= num_layers for layer in layers):
+            problem = f"features of the outputs of layers {[layer - 1 for layer in layers]} do not exist in the target"
+        if problem:
+            raise ConfigError(
+                f"{folder / 'config.json'}: {problem} ({num_layers} layers, "
+                f"{'by' if named else 'without'} eagle_aux_hidden_state_layer_ids); set that key to the layers the head "
+                f"was trained on, each from -1 (the embedding) to {num_layers - 1}"
+            )
+        return layers
+
+    def rope(self) -> PretrainedConfig:
+        """The settings `RotaryEmbedding` reads; without any in the file, transformers' defaults."""
+        names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+        rope = ("rope_theta", "rope_scaling", "rope_parameters")
+        chosen = self.model_dump(include={*names, *rope}, exclude_none=True)
+        return LlamaConfig(**chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """How one checkpoint names its tensors."""
+
+    stored: frozenset[str]
+    layer: str  # what stands before self_attn, mlp and the layer's norms
+    kind: Literal[2, 3]  # EAGLE-1 and -2 heads are the same network
+
+    @classmethod
+    def of(cls, loader: Loader) -> "TensorNames":
+        """ConfigError if the tensors are those of no EAGLE head."""
+        stored = frozenset(loader.names())
+        layers = [layer for layer in _spellings(*_LAYERS) if any(name.startswith(layer) for name in stored)]
+        signs = [layer for layer in layers if f"{layer}hidden_norm.weight" in stored or "midlayer" in layer]
+        is_third = bool(signs) or not stored.isdisjoint(("d2t", "t2d"))
+        if len(layers) != 1 or not (is_third or stored & set(_spellings("fc.weight", "fusion_fc.weight"))):
+            raise ConfigError(
+                f"{loader.folder} holds no EAGLE head: expected fc.weight and one layer, midlayer.* or layers.0.*, found "
+                f"{', '.join(sorted(stored)[:6])}{', …' if len(stored) > 6 else ''}; "
+                "check speculative.draft_model_path"
+            )
+        return cls(stored, layers[0], 3 if is_third else 2)
+
+    def of_plain(self, *plain: str) -> str:
+        """The stored spelling of a tensor outside the layer; the first of `plain` if there is none."""
+        return next((name for name in _spellings(*plain) if name in self.stored), plain[0])
+
+    def has(self, *plain: str) -> bool:
+        return self.of_plain(*plain) in self.stored
+
+    def in_layer(self, name: str) -> bool:
+        return self.layer + name in self.stored
+
+
+def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaShape:
+    """Sizes of the head's layer. A bias that config.json does not settle is there if the checkpoint has it."""
+    heads = config.num_attention_heads
+    kv_heads, head_dim = config.num_key_value_heads or heads, config.head_dim or config.hidden_size // heads
+    if heads % kv_heads or head_dim % 2 or not head_dim:
+        raise ConfigError(
+            f"{folder / 'config.json'}: {heads} heads, {kv_heads} KV heads and head_dim {head_dim} do not fit; "
+            "heads must be a multiple of KV heads and head_dim even"
+        )
+    found = {part: names.in_layer(f"self_attn.{part}_proj.bias") for part in "qo"}
+    return LlamaShape(
+        num_layers=1,
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        eps=config.rms_norm_eps,
+        qkv_bias=found["q"] if config.attention_bias is None else config.attention_bias,
+        output_bias=found["o"] if config.attention_bias is None else config.attention_bias,
+        qk_norm=names.in_layer("self_attn.q_norm.weight"),
+        tied=False,
+        kv_heads=slice(0, kv_heads),
+        ffn=slice(0, config.intermediate_size),
+    )
+
+
+def read_draft_vocabulary(loader: Loader, names: TensorNames, size: int, target_size: int) -> Tensor | None:
+    """int64 [size]: the target id of each draft id (stored as offsets, `d2t`), checked against the mask `t2d`.
+
+    None if they are the same. ConfigError if ids are missing, out of range, doubled or not those of the mask.
+    """
+    if size == target_size and not names.has("d2t"):
+        return None
+    name = names.of_plain("d2t")
+    ids = loader.stored(name, (size,)).to(torch.int64) + torch.arange(size)
+    problem = None
+    if int(ids.min()) < 0 or int(ids.max()) >= target_size or len(set(ids.tolist())) != size:
+        problem = f"must give {size} different ids below {target_size}, but gives {int(ids.min())} … {int(ids.max())}"
+    elif names.has("t2d"):
+        mask = torch.zeros(target_size, dtype=torch.bool)
+        mask[ids] = True
+        if not torch.equal(mask, loader.stored(names.of_plain("t2d"), (target_size,)).to(torch.bool)):
+            problem = "names other target ids than the mask t2d"
+    if problem:
+        raise ConfigError(
+            f"{loader.path(name)}: tensor {name} (offsets from draft ids to target ids) {problem}; "
+            "the file is damaged: fetch it again"
+        )
+    return None if torch.equal(ids, torch.arange(target_size)) else ids
+
+
+def check_rest(loader: Loader, names: TensorNames, shape: LlamaShape) -> None:
+    """ConfigError if the checkpoint holds a tensor that nothing has read, other than copies of the target's."""
+    matrix = (shape.vocab_size, shape.hidden_size)
+    copies = {"embed_tokens.weight": matrix, "lm_head.weight": matrix, "t2d": (shape.vocab_size,)}
+    for plain, size in copies.items():
+        if names.has(plain):
+            loader.stored(names.of_plain(plain), size)
+    # Tables of positions, and what speculators' trainer keeps of the target.
+    extra = [n for n in loader.unread() if not (n.endswith("rotary_emb.inv_freq") or n.startswith("verifier_"))]
+    if extra:
+        raise ConfigError(
+            f"{loader.path(extra[0])}: {len(extra)} tensors are not part of an EAGLE-{names.kind} head with this "
+            f"config.json: {', '.join(extra[:4])}{', …' if len(extra) > 4 else ''}; "
+            "the weights and the config do not belong together"
+        )
+
+
+_LAYERS = ("midlayer.", "layers.0.", "transformer.")
+
+
+def _spellings(*plain: str) -> Iterator[str]:
+    for name in plain:
+        yield name
+        yield "model." + name
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings beside those at top level, which win; null is the same as left out."""
+    parts = [config.get("transformer_layer_config"), config.get("eagle_config"), config]
+    return {
+        name: value for part in parts if isinstance(part, dict) for name, value in part.items() if value is not None
+    }
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not readable JSON ({error}); an EAGLE head needs its config.json") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__} instead of an object; fetch it again")
+    return content

@@ -1,0 +1,138 @@
+"""From a folder of answers to batches, in an order that a checkpoint can take up again.
+
+The folder may grow while a head trains: each round takes the shards that were visited least, so fresh text goes first.
+Not here: the files (`shards`), what is learnt from a batch (`unroll`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from specray.errors import ConfigError
+from specray.train.shards import Answer, Shard, list_shards, read_description
+from specray.train.unroll import Batch
+
+_ROUND_SHARDS = 8  # mixed together; more would read more files at random
+_POOL_BATCHES = 32  # sequences of so many batches are sorted by length together
+
+
+class AnswerFolder:
+    """The shards of a folder, opened when they are first used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.description: dict[str, Any] = read_description(path)
+        self.hidden_size: int = self.description["hidden_size"]
+        self.feature_layers: list[int] = self.description["feature_layers"]
+        self._shards: dict[str, Shard] = {}
+
+    def names(self) -> list[str]:
+        """Shards there are by now. ConfigError if there is none."""
+        names = list_shards(self.path)
+        if not names:
+            raise ConfigError(f"{self.path} holds no shards yet; make answers first, or wait for the first shard")
+        return names
+
+    def __getitem__(self, name: str) -> Shard:
+        if name not in self._shards:
+            self._shards[name] = Shard(self.path / name, self.hidden_size * len(self.feature_layers))
+        return self._shards[name]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where in the data a run is; plain values, so that a checkpoint can hold it."""
+
+    round: int = 0
+    names: list[str] = field(default_factory=list)  # shards of this round
+    batch: int = 0  # of this round, the next one
+    visits: dict[str, int] = field(default_factory=dict)  # finished rounds by shard
+
+
+class BatchStream:
+    """An endless stream of batches; each is a list of (shard, index in it)."""
+
+    def __init__(self, folder: AnswerFolder, progress: Progress, seed: int, batch_tokens: int, max_length: int) -> None:
+        self._folder = folder
+        self.progress = progress
+        self._seed = seed
+        self._batch_tokens = batch_tokens
+        self._max_length = max_length
+        self._batches: list[list[tuple[str, int]]] = self._plan() if progress.names else []
+
+    def __next__(self) -> list[Answer]:
+        while self.progress.batch >= len(self._batches):
+            self._next_round()
+        picked = self._batches[self.progress.batch]
+        self.progress.batch += 1
+        return [self._folder[name][index] for name, index in picked]
+
+    def _next_round(self) -> None:
+        progress = self.progress
+        for name in progress.names:
+            progress.visits[name] = progress.visits.get(name, 0) + 1
+        names = self._folder.names()
+        fewest = min(progress.visits.get(name, 0) for name in names)
+        least = [name for name in names if progress.visits.get(name, 0) == fewest]
+        Random(f"{self._seed} {progress.round}").shuffle(least)
+        progress.round, progress.names, progress.batch = progress.round + 1, sorted(least[:_ROUND_SHARDS]), 0
+        self._batches = self._plan()
+        if not self._batches and len(names) <= _ROUND_SHARDS:
+            raise ConfigError(f"{self._folder.path} has no sequence to train on yet; wait for more answers")
+
+    def _plan(self) -> list[list[tuple[str, int]]]:
+        """This round's batches: shuffled, each of sequences of similar lengths."""
+        random = Random(f"{self._seed} {self.progress.round} batches")
+        pool = [place for name in self.progress.names for place in self._usable(name)]
+        random.shuffle(pool)
+        size = max(1, _POOL_BATCHES * self._batch_tokens // 256)
+        parts = [pool[begin : begin + size] for begin in range(0, len(pool), size)]
+        batches = [batch for part in parts for batch in self._cut(sorted(part, key=self._length))]
+        random.shuffle(batches)
+        return batches
+
+    def _usable(self, name: str) -> list[tuple[str, int]]:
+        shard = self._folder[name]
+        return [
+            (name, index)
+            for index, prompt in enumerate(shard.prompt_lengths)
+            if min(shard.lengths[index], self._max_length) > max(prompt + 1, 3) and not shard.is_held_out(index)
+        ]
+
+    def _cut(self, places: Sequence[tuple[str, int]]) -> list[list[tuple[str, int]]]:
+        """Places in ascending length, in batches of at most `batch_tokens` padded positions (or one sequence)."""
+        batches: list[list[tuple[str, int]]] = []
+        for place in places:
+            if batches and (len(batches[-1]) + 1) * self._length(place) <= self._batch_tokens:
+                batches[-1].append(place)
+            else:
+                batches.append([place])
+        return batches
+
+    def _length(self, place: tuple[str, int]) -> int:
+        return min(self._folder[place[0]].lengths[place[1]], self._max_length)
+
+
+def collate(
+    answers: Sequence[Answer], columns: slice, hidden_size: int, max_length: int, dtype: torch.dtype, device: torch.device
+) -> Batch:
+    """Pad answers into one batch; `columns` are the feature columns that the head reads."""
+    lengths = [min(len(answer.token_ids), max_length) for answer in answers]
+    size = (len(answers), max(lengths))
+    token_ids = torch.zeros(size, dtype=torch.int64)
+    features = torch.zeros(*size, answers[0].features.shape[1], dtype=torch.bfloat16)
+    for row, (answer, length) in enumerate(zip(answers, lengths, strict=True)):
+        token_ids[row, :length] = answer.token_ids[:length]
+        features[row, :length] = answer.features[:length]
+    features = features.to(device, dtype)
+    return Batch(
+        token_ids=token_ids.to(device),
+        lengths=torch.tensor(lengths, device=device),
+        prompt_lengths=torch.tensor([answer.prompt_length for answer in answers], device=device),
+        features=features[..., columns],
+        final=features[..., -hidden_size:],
+    )

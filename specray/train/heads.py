@@ -1,0 +1,230 @@
+"""The draft heads as they are trained; parameter names are those of the checkpoints, so saving is `state_dict`.
+
+What lives here: EAGLE-3's and EAGLE-2's modules and how they start. Not here: running them in the engine
+(`specray.models`), the unrolled steps (`unroll`), config.json (`export`).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specray.models.llama import LlamaShape
+from specray.train.attention import ChainMemory
+from specray.train.norm import rms_norm
+
+_SPREAD = 0.02  # standard deviation of matrices that start at random
+_QUIET = 0.002  # of those that write into the residual stream, so that the start is what the identity gives
+
+
+class DraftHead(Protocol):
+    """What the trainer asks of a head; states are [B, L, H]."""
+
+    draft_ids: Tensor  # int64 [draft vocab], ascending: the target's ids of the output rows
+
+    def enter(self, features: Tensor) -> Tensor:
+        """The first state, from target features [B, L, columns it was built for]."""
+
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
+        """One draft step; at step 0 over all L positions, and only those with chains come back."""
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """What is multiplied with `output_weight`."""
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[draft vocab, H]"""
+
+
+class Eagle3Head(nn.Module):
+    """Three target features and the next token in; one layer with queries, keys and values of [embedding; state]."""
+
+    draft_ids: Tensor
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, shape: LlamaShape, draft_ids: Tensor, num_features: int = 3) -> None:
+        super().__init__()
+        size = shape.hidden_size
+        self.fc = _linear(num_features * size, size)
+        self.fc_norm = nn.ModuleList(Norm(size, shape.eps) for _ in range(num_features))
+        self.midlayer = Eagle3Layer(shape)
+        self.norm = Norm(size, shape.eps)
+        self.lm_head = _linear(size, len(draft_ids))
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+        self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids)))
+        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, draft_ids, True))
+
+    def start_from(self, target_head: Tensor, target_norm: Tensor) -> None:
+        """Begin as: the state is the highest feature, and the output is the target's."""
+        _begin_as_last_block(self.fc.weight)
+        with torch.no_grad():
+            self.lm_head.weight.copy_(target_head[self.draft_ids])
+            self.norm.weight.copy_(target_norm)
+
+    def enter(self, features: Tensor) -> Tensor:
+        chunks = features.chunk(len(self.fc_norm), -1)
+        normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
+        states: Tensor = self.fc(torch.cat(normed, -1))
+        return states
+
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
+        states = self.midlayer(embeds, states, cos, sin, memory)
+        return states
+
+    def outputs(self, states: Tensor) -> Tensor:
+        normed: Tensor = self.norm(states)
+        return normed
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.lm_head.weight
+
+
+class Eagle2Head(nn.Module):
+    """The target's final hidden state and the next token in; a Llama layer without its first norm; the target's head.
+
+    Training looks at the most frequent ids only (`draft_ids`): the head is frozen, so nothing depends on the others.
+    """
+
+    draft_ids: Tensor
+    target_rows: Tensor
+
+    def __init__(self, shape: LlamaShape, draft_ids: Tensor, bias: bool = False) -> None:
+        super().__init__()
+        self.fc = _linear(2 * shape.hidden_size, shape.hidden_size, bias)
+        self.layers = nn.ModuleList([Eagle2Layer(shape)])
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+        rows = torch.zeros(len(draft_ids), shape.hidden_size)
+        self.register_buffer("target_rows", rows, persistent=False)
+
+    def start_from(self, target_head: Tensor, target_norm: Tensor) -> None:  # noqa: ARG002  # one call for both heads
+        """Begin as: the layer is fed the feature."""
+        _begin_as_last_block(self.fc.weight)
+        self.target_rows = target_head[self.draft_ids]
+
+    def enter(self, features: Tensor) -> Tensor:
+        return features
+
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
+        states = self.layers[0](self.fc(torch.cat((embeds, states), -1)), cos, sin, memory)
+        return states
+
+    def outputs(self, states: Tensor) -> Tensor:
+        return states
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.target_rows
+
+
+class Eagle3Layer(nn.Module):
+    """The residual is the state as it came, un-normed."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        size = shape.hidden_size
+        self.input_layernorm = Norm(size, shape.eps)
+        self.hidden_norm = Norm(size, shape.eps)
+        self.self_attn = Attention(shape, 2 * size)
+        self.post_attention_layernorm = Norm(size, shape.eps)
+        self.mlp = FeedForward(shape)
+
+    def forward(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
+        x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(states)), -1)
+        states = memory.rows_with_queries(states) + self.self_attn(x, cos, sin, memory)
+        fed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return fed
+
+
+class Eagle2Layer(nn.Module):
+    """Attention reads the states as they are."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape, shape.hidden_size)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.eps)
+        self.mlp = FeedForward(shape)
+
+    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
+        attended = self.self_attn(states, cos, sin, memory)
+        states = memory.rows_with_queries(states) + attended
+        fed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return fed
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a ChainMemory."""
+
+    def __init__(self, shape: LlamaShape, in_size: int) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.q_proj = _linear(in_size, shape.num_heads * shape.head_dim)
+        self.k_proj = _linear(in_size, shape.num_kv_heads * shape.head_dim)
+        self.v_proj = _linear(in_size, shape.num_kv_heads * shape.head_dim)
+        self.o_proj = _linear(shape.num_heads * shape.head_dim, shape.hidden_size, spread=_QUIET)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
+        """x [B, L or chains, in_size]; cos and sin [L or chains, 1, dim] are of x's positions."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        k = _rotated(self.k_proj(x).view(heads), cos, sin)
+        v = self.v_proj(x).view(heads)
+        asking = memory.rows_with_queries(x)
+        skipped = x.shape[1] - asking.shape[1]
+        q = self.q_proj(asking).view(*asking.shape[:2], -1, self.head_dim)
+        out: Tensor = self.o_proj(memory.attend(_rotated(q, cos[skipped:], sin[skipped:]), k, v))
+        return out
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.gate_proj = _linear(shape.hidden_size, shape.ffn_size)
+        self.up_proj = _linear(shape.hidden_size, shape.ffn_size)
+        self.down_proj = _linear(shape.ffn_size, shape.hidden_size, spread=_QUIET)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def matrices(head: nn.Module, besides: Sequence[str] = ()) -> list[nn.Parameter]:
+    """The head's 2-D parameters, without those whose name begins with one of `besides`."""
+    return [p for name, p in head.named_parameters() if p.ndim == 2 and not name.startswith(tuple(besides))]
+
+
+def _linear(in_size: int, out_size: int, bias: bool = False, spread: float = _SPREAD) -> nn.Linear:
+    linear = nn.Linear(in_size, out_size, bias)
+    nn.init.normal_(linear.weight, std=spread)
+    if bias:
+        nn.init.zeros_(linear.bias)
+    return linear
+
+
+def _begin_as_last_block(weight: Tensor) -> None:
+    """Let [H, n * H] pass its last block through, and next to nothing of the others."""
+    size = weight.shape[0]
+    with torch.no_grad():
+        weight.mul_(_QUIET / _SPREAD)
+        weight[:, -size:].copy_(torch.eye(size))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, n, heads, dim] turned to its positions; rolling by half swaps the pairs, and the sign is in `sin`."""
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

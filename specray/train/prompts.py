@@ -1,0 +1,109 @@
+"""What the target is asked while training data is made: rows of prompt files, and turns it writes itself.
+
+A self-written turn needs no data set: the target is given the chat template up to where a user speaks, and whatever it
+says is the prompt. Not here: asking (`answers`).
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from specray.errors import ConfigError
+from specray.models.tokenizer import render_chat
+
+
+@dataclass(slots=True)
+class PromptFile:
+    """One file's usable prompts, and what the model card says of it."""
+
+    path: Path
+    texts: list[str] = field(default_factory=list)
+    licences: Counter[str] = field(default_factory=Counter)
+    bad_rows: list[str] = field(default_factory=list)  # "line 7: why"
+
+    def describe(self) -> dict[str, Any]:
+        """For answers.json; the file's name without its folder."""
+        digest = hashlib.sha256(self.path.read_bytes()).hexdigest()
+        return {
+            "file": self.path.name,
+            "sha256": digest,
+            "prompts": len(self.texts),
+            "licences": dict(self.licences),
+            "skipped_rows": len(self.bad_rows),
+        }
+
+
+def read_prompt_file(path: Path, max_bad_rows: int) -> PromptFile:
+    """Rows of a JSON Lines file with `turns` (the first is taken), `messages` or `prompt`; `license` is counted.
+
+    A row that cannot be used is noted with its line number. ConfigError if there are more than `max_bad_rows` or
+    nothing is left.
+    """
+    file = PromptFile(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error}); convert it, one JSON object a line") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            _read_row(file, number, line)
+        if len(file.bad_rows) > max_bad_rows:
+            listed = "; ".join(file.bad_rows)
+            raise ConfigError(
+                f"{path} has more than {max_bad_rows} unusable rows ({listed}); mend them or raise --max-bad-rows"
+            )
+    if not file.texts:
+        raise ConfigError(f'{path} holds no prompts; write rows such as {{"turns": ["What is a tree?"]}}')
+    return file
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Token ids of `text` as a user's turn, up to where the answer begins; of a model without chat, the bare text."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer.encode(text))
+    return render_chat(tokenizer, [{"role": "user", "content": text}])
+
+
+def user_header(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Token ids of the chat template up to where a user's words begin; of a model without chat, how a text begins."""
+    first, second = (chat_prompt(tokenizer, text) for text in ("Alpha", "Zoo"))
+    common = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
+    if common == 0:
+        raise ConfigError(
+            "this model's prompts begin with the user's first word, so there is nothing to let it write a turn from; "
+            "give --prompts files and --self-prompts 0"
+        )
+    return first[:common]
+
+
+def _read_row(file: PromptFile, number: int, line: str) -> None:
+    try:
+        row = json.loads(line)
+        text = _first_turn(row)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        file.bad_rows.append(f"line {number}: {type(error).__name__} {error}")
+        return
+    file.texts.append(text)
+    file.licences[str(row.get("license", "not stated"))] += 1
+
+
+def _first_turn(row: Any) -> str:
+    if "turns" in row:
+        text = row["turns"][0]
+    elif "messages" in row:
+        text = next(message["content"] for message in row["messages"] if message["role"] == "user")
+    else:
+        text = row["prompt"]
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("no text in turns, messages or prompt")
+    return text
+
+
+def describe_all(files: Sequence[PromptFile]) -> list[dict[str, Any]]:
+    return [file.describe() for file in files]

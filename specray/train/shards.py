@@ -1,0 +1,186 @@
+"""Training data on disk: the target's answers with the features a head learns from.
+
+A folder of answers holds `answers.json` ({"model", "feature_layers", "hidden_size", "num_layers", …}: what wrote them)
+and shards, `shard-PART-NUMBER.safetensors`, each complete from the moment it has its name. A shard has
+
+    token_ids       int32 [T]      its sequences one after another
+    lengths         int32 [n]      tokens of each sequence, sum T
+    prompt_lengths  int32 [n]      tokens before the first one that the target wrote itself
+    indexes         int64 [n]      which request of the run each sequence answers
+    features        bfloat16 [T, len(feature_layers) * hidden_size], columns in the order of `feature_layers`
+
+Feature layers are those of EAGLE-3, then `num_layers`: the hidden state after the final norm. The last position of
+every sequence has zeros: its features were not computed. Not here: making answers (`answers`), batches (`batches`).
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specray.errors import ConfigError
+
+DESCRIPTION = "answers.json"
+_PATTERN = "shard-*.safetensors"
+_FIELDS = {"model": str, "feature_layers": list, "hidden_size": int, "num_layers": int}
+# Enough tokens to be past the header that all sampled conversations share.
+_KEY_TOKENS = 48
+_HELD_OUT_PERCENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """One request as it was recorded: a prompt and what the target wrote after it."""
+
+    token_ids: Sequence[int]  # n
+    prompt_length: int
+    features: Tensor  # bfloat16 [n, columns]; the last row is zeros
+    index: int  # of the request in its run
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sequence as a trainer reads it; views of the mapped file."""
+
+    token_ids: Tensor  # int32 [n]
+    prompt_length: int
+    features: Tensor  # bfloat16 [n, columns]
+
+
+def write_shard(folder: Path, sequences: Sequence[TokenSequence], part: int = 0) -> Path:
+    """Write the next shard of process `part`; it appears under its name when it is complete."""
+    tensors = {
+        "token_ids": torch.tensor([token for row in sequences for token in row.token_ids], dtype=torch.int32),
+        "lengths": torch.tensor([len(row.token_ids) for row in sequences], dtype=torch.int32),
+        "prompt_lengths": torch.tensor([row.prompt_length for row in sequences], dtype=torch.int32),
+        "indexes": torch.tensor([row.index for row in sequences], dtype=torch.int64),
+        "features": torch.cat([row.features.bfloat16() for row in sequences]),
+    }
+    path = folder / f"shard-{part:02d}-{_next_number(folder, part):05d}.safetensors"
+    unfinished = path.with_name(f".{path.name}.tmp")
+    save_file(tensors, unfinished)
+    os.replace(unfinished, path)
+    return path
+
+
+def written_indexes(folder: Path) -> set[int]:
+    """Requests of the run that some shard holds."""
+    opener: Any = safe_open  # untyped in its package
+    indexes: set[int] = set()
+    for name in list_shards(folder):
+        try:
+            with opener(folder / name, framework="pt") as file:
+                indexes.update(file.get_tensor("indexes").tolist())
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(folder / name, error) from error
+    return indexes
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """What answers.json says. ConfigError if it is not there or lacks a field."""
+    path = folder / DESCRIPTION
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); name a folder that answers were written to") from None
+    for name, kind in _FIELDS.items():
+        if not isinstance(content, dict) or not isinstance(content.get(name), kind):
+            raise ConfigError(f"{path}: {name} is missing or not a {kind.__name__}; write the answers again")
+    return dict(content)
+
+
+def list_shards(folder: Path) -> list[str]:
+    """Names of the shards there are by now, in order."""
+    return sorted(path.name for path in folder.glob(_PATTERN))
+
+
+def written_indexes(folder: Path) -> set[int]:
+    """Indexes of the requests that the folder's shards hold."""
+    opener: Any = safe_open
+    indexes: set[int] = set()
+    for name in list_shards(folder):
+        with opener(folder / name, framework="pt") as file:
+            indexes.update(file.get_tensor("indexes").tolist())
+    return indexes
+
+
+class Shard:
+    """One shard, memory-mapped: features are read when a sequence is taken."""
+
+    def __init__(self, path: Path, columns: int) -> None:
+        """ConfigError if the file is broken or does not have `columns` columns of features."""
+        self.path = path
+        tensors = _open(path)
+        self._token_ids = tensors["token_ids"]
+        self._features = tensors["features"]
+        self.lengths: list[int] = tensors["lengths"].tolist()
+        self.prompt_lengths: list[int] = tensors["prompt_lengths"].tolist()
+        self._starts = [0]
+        for length in self.lengths:
+            self._starts.append(self._starts[-1] + length)
+        self._check(columns)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int32 [T], all sequences."""
+        return self._token_ids
+
+    def tokens_of(self, index: int) -> Tensor:
+        return self._token_ids[self._starts[index] : self._starts[index + 1]]
+
+    def __getitem__(self, index: int) -> Answer:
+        rows = slice(self._starts[index], self._starts[index + 1])
+        return Answer(self._token_ids[rows], self.prompt_lengths[index], self._features[rows])
+
+    def is_held_out(self, index: int) -> bool:
+        """Whether this sequence is for validation only: a function of its prompt, so that no answer to it is trained
+        on, whatever the temperature."""
+        key = self.tokens_of(index)[: max(self.prompt_lengths[index], _KEY_TOKENS)]
+        return zlib.crc32(key.numpy().tobytes()) % 100 < _HELD_OUT_PERCENT
+
+    def _check(self, columns: int) -> None:
+        shapes = {
+            "token_ids": (tuple(self._token_ids.shape), (self.num_tokens,)),
+            "prompt_lengths": ((len(self.prompt_lengths),), (len(self.lengths),)),
+            "features": (tuple(self._features.shape), (self.num_tokens, columns)),
+        }
+        for name, (seen, wanted) in shapes.items():
+            if seen != wanted:
+                raise ConfigError(
+                    f"{self.path}: {name} has shape {list(seen)}, but lengths and {DESCRIPTION} imply {list(wanted)}; "
+                    "delete the shard and write it again"
+                )
+
+
+def _next_number(folder: Path, part: int) -> int:
+    prefix = f"shard-{part:02d}-"
+    numbers = [int(name[len(prefix) :].partition(".")[0]) for name in list_shards(folder) if name.startswith(prefix)]
+    return max(numbers, default=-1) + 1
+
+
+def _open(path: Path) -> dict[str, Tensor]:
+    opener: Any = safe_open  # untyped in its package
+    try:
+        with opener(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in ("token_ids", "lengths", "prompt_lengths", "features")}
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} is not a readable shard ({error}); delete it and write it again")

@@ -1,0 +1,67 @@
+"""What the trainer needs of a target: its embeddings, output matrix, final norm, shape and rotary positions.
+
+Works for every served target. Not here: running the target (the engine does), its features (`shards`).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from specray.layers.parallel import RankGroup
+from specray.layers.rotary import RotaryEmbedding
+from specray.models.files import resolve_model
+from specray.models.llama import LlamaShape
+from specray.models.loading import Loader
+from specray.models.registry import load_config
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Frozen parts of the target, in the type trained in."""
+
+    name: str
+    folder: Path
+    config: PretrainedConfig
+    shape: LlamaShape
+    embedding: Tensor  # [V, H]
+    head: Tensor  # [V, H]
+    norm: Tensor  # [H]
+    rotary: RotaryEmbedding
+    device: torch.device
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.embedding)
+
+    @property
+    def eos_ids(self) -> list[int]:
+        ids = self.config.eos_token_id
+        return list(ids) if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def load_target(name: str, dtype: torch.dtype, device: torch.device, max_length: int) -> Target:
+    """Load the target called `name` as the engine would find it."""
+    folder = resolve_model(name, None, "auto", progress=True)
+    config = load_config(folder)
+    shape = LlamaShape.of(config, RankGroup())
+    loader = Loader(folder, "auto", dtype, device)
+    try:
+        vocab = (shape.vocab_size, shape.hidden_size)
+        embedding = loader.tensor("model.embed_tokens.weight", vocab)
+        tied = shape.tied or "lm_head.weight" not in loader
+        return Target(
+            name=name,
+            folder=folder,
+            config=config,
+            shape=shape,
+            embedding=embedding,
+            head=embedding if tied else loader.tensor("lm_head.weight", vocab),
+            norm=loader.tensor("model.norm.weight", (shape.hidden_size,)),
+            rotary=RotaryEmbedding(config, shape.head_dim, max_length + 64, torch.float32, device),
+            device=device,
+        )
+    finally:
+        loader.close()

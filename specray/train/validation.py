@@ -1,0 +1,131 @@
+"""How good a head is on sequences it never saw: agreement with the target's best token of the *whole* vocabulary.
+
+Depth s is the s-th unrolled step (0: from target features). "Accepted" at a depth means that this and all smaller
+depths agreed, so 1 + the sum over depths is the accept length of a drafted chain at temperature 0. Not here: when to
+validate (`trainer`), the plot (`plot`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specray.train.batches import AnswerFolder, collate
+from specray.train.heads import DraftHead
+from specray.train.shards import Answer
+from specray.train.target import Target
+from specray.train.unroll import Batch, Lessons, lessons, unroll
+
+DEPTHS = 5
+_TOP = (4, 8)
+_MAX_SEQUENCES = 100
+_CHUNK = 256
+_ABSENT = 1 << 40  # the rank of a token outside the draft vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Figures of one pass; lists go by depth."""
+
+    num_sequences: int
+    num_positions: int
+    top1: list[float]  # agrees, whatever came before
+    conditional: list[float]  # agrees, given that all smaller depths did
+    accepted: list[float]  # this and all smaller depths agree
+    accept_length: float  # of a chain: 1 + sum of `accepted`
+    top4: list[float]  # the target's token is among the best 4
+    top8: list[float]
+    accept_length_top4: float  # 1 + sum of the share of chains on which it is among the best 4 at every depth so far
+    accept_length_top8: float
+    covered: float  # the target's token is in the draft vocabulary
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Validator:
+    """The held-out sequences (the first of the folder, at most 100) and the target's best tokens on them."""
+
+    def __init__(
+        self, folder: AnswerFolder, target: Target, columns: slice, max_length: int, dtype: torch.dtype
+    ) -> None:
+        self._folder = folder
+        self._target = target
+        self._collate = (columns, folder.hidden_size, max_length, dtype, target.device)
+        self._best: dict[int, Tensor] = {}  # by number of the sequence
+
+    @torch.no_grad()
+    def __call__(self, head: DraftHead, depths: int = DEPTHS) -> Validation | None:
+        """None if no sequence is held out yet."""
+        hits = [
+            self._hits(number, collate([answer], *self._collate), head, depths)
+            for number, answer in enumerate(self._held_out())
+        ]
+        return _figures(hits) if hits else None
+
+    def _held_out(self) -> list[Answer]:
+        longest = self._collate[2]
+        found = (
+            shard[index]
+            for shard in map(self._folder.__getitem__, self._folder.names())
+            for index in range(len(shard))
+            if shard.is_held_out(index) and min(shard.lengths[index], longest) > max(shard.prompt_lengths[index] + 1, 3)
+        )
+        return list(islice(found, _MAX_SEQUENCES))
+
+    def _hits(self, number: int, batch: Batch, head: DraftHead, depths: int) -> Tensor:
+        """int64 [chains, depths]: the rank of the target's token among the draft's; -1 past the sequence's end."""
+        taught = lessons(batch)
+        if number not in self._best:
+            self._best[number] = _best_tokens(taught, self._target.head)
+        best = self._best[number]
+        chains = batch.token_ids.shape[1] - batch.start
+        ranks = torch.full((chains, depths), -1, device=best.device)
+        output_weight = head.output_weight.to(batch.features.dtype)
+        column_of = torch.full((self._target.head.shape[0],), -1, device=best.device)
+        column_of[head.draft_ids] = torch.arange(len(head.draft_ids), device=best.device)
+        for depth, step in enumerate(unroll(head, self._target, batch, taught, depths)):
+            logits = (step.outputs @ output_weight.T).float()
+            column = column_of[best[step.lessons]]
+            wanted = logits.gather(1, column.clamp(min=0)[:, None])
+            better = (logits > wanted).sum(-1)
+            ranks[step.chains, depth] = better.masked_fill(column < 0, _ABSENT)
+        return ranks
+
+
+def _best_tokens(taught: Lessons, target_head: Tensor) -> Tensor:
+    """The target's best token of the whole vocabulary at every lesson, int64 [n]."""
+    parts = [(rows @ target_head.T).argmax(-1) for rows in taught.final.split(_CHUNK)]
+    return torch.cat(parts)
+
+
+def _figures(ranks: Sequence[Tensor]) -> Validation:
+    rows = torch.cat(list(ranks))
+    # Every depth is judged on the same chains: those that have all depths before their sequence ends.
+    rows = rows[(rows >= 0).all(1)]
+    top1, agreed = _shares(rows, 1)
+    tops = [_shares(rows, count) for count in _TOP]
+    conditional = [now / before if before else 0.0 for now, before in zip(agreed, [1.0, *agreed], strict=False)]
+    return Validation(
+        num_sequences=len(ranks),
+        num_positions=len(rows),
+        top1=top1,
+        conditional=[round(share, 4) for share in conditional],
+        accepted=agreed,
+        accept_length=round(1 + sum(agreed), 4),
+        top4=tops[0][0],
+        top8=tops[1][0],
+        accept_length_top4=round(1 + sum(tops[0][1]), 4),
+        accept_length_top8=round(1 + sum(tops[1][1]), 4),
+        covered=1.0 - round(float((rows[:, :1] == _ABSENT).float().mean()), 4),
+    )
+
+
+def _shares(ranks: Tensor, count: int) -> tuple[list[float], list[float]]:
+    """By depth: the share of rows in the best `count`, and in them at this and all smaller depths."""
+    hits = (ranks < count).float()
+    every = hits.cumprod(1)
+    return [round(share, 4) for share in hits.mean(0).tolist()], [round(share, 4) for share in every.mean(0).tolist()]
