@@ -10,7 +10,7 @@ from cluster.config import AppConfig
 from cluster.ingress import OpenAIIngress
 from cluster.placement import STRATEGY, bundles, uses_gpus
 from cluster.router import Router
-from specray.spec_decode import check_algorithm
+from specray.spec_decode import check_speculative
 
 ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
 INGRESS_SLACK = 256  # requests that are being refused or answered without the engine
@@ -19,7 +19,7 @@ HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # the
 
 def build(args: AppConfig) -> Application:
     """The application for a configuration, which Serve has validated against the annotation."""
-    check_algorithm(args.speculative)
+    check_speculative(args.speculative)
     return _ingress(args).bind(args, _router(args).bind(args))
 
 

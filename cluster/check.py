@@ -21,7 +21,7 @@ from cluster.config import AppConfig, ServerConfig
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.models.files import resolve_model
-from specray.spec_decode import check_algorithm
+from specray.spec_decode import check_speculative
 
 IMPORT_PATH = "cluster.app:build"
 OPTION_GROUPS = (AppConfig, SpeculativeConfig, ServerConfig)
@@ -86,7 +86,7 @@ def _refuse_unknown(path: Path, document: dict[str, Any]) -> None:
 def _check_args(path: Path, name: str, args: dict[str, Any]) -> AppConfig:
     try:
         config = AppConfig.model_validate(args)
-        check_algorithm(config.speculative)
+        check_speculative(config.speculative)
     except ValidationError as error:
         raise ConfigError(_describe(path, f"{name}.args.", error)) from None
     except ConfigError as error:

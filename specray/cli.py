@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 from specray import __version__, chat
 from specray.bench import command as bench
+from specray.bench import tune_command as tune
 from specray.errors import SpecRayError
+from specray.train import command as train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,12 +41,20 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_arguments(benching)
     benching.set_defaults(run=bench.run)
 
+    tuning = commands.add_parser("tune", help="find the fastest draft tree on this machine", description=tune.HELP)
+    tune.add_arguments(tuning)
+    tuning.set_defaults(run=tune.run)
+
+    training = commands.add_parser("train", help="make a draft head or a token map", description=train.HELP)
+    train.add_arguments(training)
+    training.set_defaults(run=train.run)
+
     checking = commands.add_parser(
         "check",
         help="check a configuration for `serve run`",
         description="Name every mistake in a Serve configuration.",
     )
-    checking.add_argument("file", metavar="FILE", help="a YAML file for `serve run`, such as configs/ngram.yaml")
+    checking.add_argument("file", metavar="FILE", help="a YAML file for `serve run`, such as configs/eagle3.yaml")
     checking.add_argument("--model", action="store_true", help="also find the model's files, downloading if need be")
     checking.set_defaults(run=check)
     return parser

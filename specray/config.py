@@ -50,10 +50,13 @@ class SpeculativeConfig(Options):
         description="FR-Spec: file of frequent token ids (.pt or .json); drafts are chosen among these.",
     )
 
+    def changed(self) -> set[str]:
+        """Names of the options that do not have their default."""
+        return {name for name, option in type(self).model_fields.items() if getattr(self, name) != option.default}
+
     @model_validator(mode="after")
     def _needs_algorithm(self) -> Self:
-        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-        if self.algorithm is None and changed:
+        if self.algorithm is None and (changed := sorted(self.changed())):
             name = changed[0]
             raise ConfigError(
                 f"speculative.{name}={getattr(self, name)!r} has no effect while speculative.algorithm is null; "

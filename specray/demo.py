@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         rounds = [
-            play("speculation on (NGRAM)", CONFIGS / "ngram.yaml", options, show=True),
+            play("speculation on (EAGLE-3)", CONFIGS / "eagle3.yaml", options, show=True),
             play("speculation off", CONFIGS / "plain.yaml", options, show=False),
         ]
     except (SpecRayError, OSError) as error:
@@ -78,16 +78,29 @@ def report(rounds: Sequence[Round]) -> str:
         for answer in [played.answers[column]]
     ]
     table = format_table(("question", "decoding", "accept length", "tokens/s", "tokens"), rows)
-    return f"\n{table}\n\n{_verdict(rounds)}"
+    return f"\n{table}\n\n{_speeds(rounds)}\n{_verdict(rounds)}"
+
+
+def _speeds(rounds: Sequence[Round]) -> str:
+    """One line for each question; a single answer is an impression, `make bench` measures."""
+    with_, without = rounds[0], rounds[-1]
+    return "\n".join(
+        f"{title}: {fast.tokens_per_s:.1f} tokens/s with speculation, {slow.tokens_per_s:.1f} without: "
+        f"{fast.tokens_per_s / slow.tokens_per_s:.2f} times plain decoding."
+        for title, fast, slow in zip(QUESTIONS, with_.answers, without.answers, strict=True)
+    )
 
 
 def _verdict(rounds: Sequence[Round]) -> str:
-    texts = [[answer.text for answer in played.answers] for played in rounds]
-    if all(other == texts[0] for other in texts):
-        return "Both ways gave the same texts, word for word."
+    """What the texts say, and no more than that."""
+    different = [
+        title for column, title in enumerate(QUESTIONS) if len({played.answers[column].text for played in rounds}) > 1
+    ]
+    if not different:
+        return "Both ways gave identical texts, character for character."
     return (
-        "The texts differ in places: in bfloat16 two tokens can be equally likely, and rounding decides between them. "
-        "With `dtype: float32` they are the same."
+        f"The texts differ ({', '.join(different)}): in bfloat16 two tokens can be equally likely, and rounding "
+        "decides between them. With `dtype: float32` in both configurations they are identical."
     )
 
 

@@ -1,23 +1,25 @@
 """`make bench`: the README's figures on this machine, as one table. Each row: what, measured, to reach.
 
-Rows are measured with the parts of `specray bench`, arms interleaved. Takes minutes; wants an idle machine.
+Rows are measured with the parts of `specray bench`, arms interleaved. Takes minutes; wants an idle machine. Not here:
+the rows about EAGLE heads (`eagle_figures`).
 """
 
 import argparse
+import json
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
-from specray.bench import machine
+from specray.bench import eagle_figures, machine
 from specray.bench.arms import PLAIN, TRANSFORMERS
 from specray.bench.command import engine_config
+from specray.bench.figure import CONCURRENCY, FULL, QUICK, ROOT, Effort, Figure, Section, prompts_of
 from specray.bench.measure import Settings
-from specray.bench.prompts import Prompt, by_category, load_prompts
+from specray.bench.prompts import load_prompts
 from specray.bench.report import identical_share, summarise
 from specray.bench.session import Session
 from specray.bench.tables import format_table
@@ -25,9 +27,7 @@ from specray.chat import Answer, connect, first_model, stream_answer
 from specray.errors import SpecRayError
 from specray.local_server import LocalServer
 
-ROOT = Path(__file__).parents[2]
 NGRAM = "ngram"
-CONCURRENCY = 8
 STEP_PATH = (
     "step", "engine/request", "engine/block_pool", "engine/radix_cache", "engine/scheduler", "engine/engine",
     "worker/worker", "worker/model_runner", "worker/input_batch", "worker/request_state", "spec_decode/draft_tree",
@@ -36,52 +36,32 @@ STEP_PATH = (
 PHASE_LINE = re.compile(r'^specray_step_seconds_total\{[^}]*phase="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 
 
-class Figure(NamedTuple):
-    what: str
-    measured: float
-    bound: float | None  # None: for information
-    form: str = "{:.2f}"
-    at_most: bool = False
-
-    def row(self) -> list[str]:
-        if self.bound is None:
-            return [self.what, "-", self.form.format(self.measured), "-"]
-        reached = self.measured <= self.bound if self.at_most else self.measured >= self.bound
-        sign = "<=" if self.at_most else ">="
-        bound = f"{sign} {self.form.format(self.bound)}"
-        return [self.what, "yes" if reached else "no", self.form.format(self.measured), bound]
-
-
-class Effort(NamedTuple):
-    """How much to measure; `quick` only shows that everything runs."""
-
-    num_exact: int
-    num_chat: int
-    num_copy: int
-    max_tokens: int
-    rounds: int
-
-
-FULL = Effort(num_exact=32, num_chat=12, num_copy=16, max_tokens=128, rounds=3)
-QUICK = Effort(num_exact=2, num_chat=1, num_copy=1, max_tokens=16, rounds=1)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m specray.bench.figures", description="Measure the README's figures.")
-    parser.add_argument("--quick", action="store_true", help="a few tokens of everything, to try the bench itself")
-    options = parser.parse_args(argv)
-    effort = QUICK if options.quick else FULL
-    try:
-        figures = [figure for section in SECTIONS for figure in section(effort)]
-    except (SpecRayError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    options = _parser().parse_args(argv)
+    effort = (QUICK if options.quick else FULL)._replace(mt_bench=options.mt_bench, accept_tree=options.accept_tree)
+    figures: list[Figure] = []
+    failed = False
+    for section in SECTIONS:
+        try:  # figures so far took minutes: a section that fails must not take them along
+            for figure in _measured(section, effort, options.only):
+                figures.append(figure)
+        except (SpecRayError, OSError) as error:
+            print(f"error: {', '.join(section.names)}: {error}", file=sys.stderr)
+            failed = True
     headers = ("figure", "reached", "measured", "to reach")
     print(f"\n{format_table(headers, [figure.row() for figure in figures])}\n\n{machine.one_line()}")
-    return 0
+    if options.json is not None:
+        _write_json(options.json, figures)
+    return int(failed)
 
 
-def exactness(effort: Effort) -> Iterator[Figure]:
+def _measured(section: Section, effort: Effort, only: set[str] | None) -> Iterator[Figure]:
+    wanted = set(section.names) if only is None else only.intersection(section.names)
+    return section.measure(effort, wanted) if wanted else iter(())
+
+
+def exactness(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    del wanted  # one comparison, all of its rows
     session = _session("float32")
     arms = [TRANSFORMERS, PLAIN, NGRAM]
     records = session.compare(arms, load_prompts(limit=effort.num_exact), Settings(max_tokens=64), progress=True)
@@ -90,16 +70,19 @@ def exactness(effort: Effort) -> Iterator[Figure]:
         yield Figure(what, identical_share(records, arm, TRANSFORMERS), 1.0, "{:.0%}")
 
 
-def in_process(effort: Effort) -> Iterator[Figure]:
+def in_process(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     session = _session("bfloat16")
-    yield from _against_transformers(session, effort)
-    yield from _speculation(session, effort)
-    yield _concurrency(session, effort)
+    if "plain" in wanted:
+        yield from _against_transformers(session, effort)
+    if "ngram" in wanted:
+        yield from _speculation(session, effort)
+    if "concurrent" in wanted:
+        yield _concurrency(session, effort)
 
 
 def _against_transformers(session: Session, effort: Effort) -> Iterator[Figure]:
     floor = session.floor()
-    prompts, settings = _prompts("chat", effort.num_chat), Settings(max_tokens=effort.max_tokens)
+    prompts, settings = prompts_of("chat", effort.num_chat), Settings(max_tokens=effort.max_tokens)
     summaries = summarise(session.compare([PLAIN, TRANSFORMERS], prompts, settings, floor, progress=True))
     plain, yardstick = summaries[PLAIN]["all"], summaries[TRANSFORMERS]["all"]
     assert plain.tpot_ms is not None, "answers have more than one token"
@@ -113,7 +96,7 @@ def _against_transformers(session: Session, effort: Effort) -> Iterator[Figure]:
 
 
 def _speculation(session: Session, effort: Effort) -> Iterator[Figure]:
-    prompts = _prompts("copy", effort.num_copy) + _prompts("chat", effort.num_chat)
+    prompts = prompts_of("copy", effort.num_copy) + prompts_of("chat", effort.num_chat)
     settings = Settings(max_tokens=effort.max_tokens)
     ngram = summarise(session.compare([PLAIN, NGRAM], prompts, settings, progress=True))[NGRAM]
     for category, title, bound in (("copy", "copy-heavy prompts", 1.5), ("chat", "open chat", 0.95)):
@@ -127,7 +110,7 @@ def _concurrency(session: Session, effort: Effort) -> Figure:
     """Alternating, because the two cannot be arms of one comparison."""
     settings = Settings(max_tokens=effort.max_tokens, ignore_eos=True)
     many = Settings(concurrency=CONCURRENCY, max_tokens=effort.max_tokens, ignore_eos=True)
-    prompts = _prompts("chat", 2 * CONCURRENCY)
+    prompts = prompts_of("chat", 2 * CONCURRENCY)
     ratios = []
     for _ in range(effort.rounds):
         one = summarise(session.compare([PLAIN], prompts[:2], settings, progress=True))[PLAIN]["all"]
@@ -136,13 +119,14 @@ def _concurrency(session: Session, effort: Effort) -> Figure:
     return Figure(f"{CONCURRENCY} concurrent requests / 1, output tokens/s, plain", median(ratios), 5.0)
 
 
-def through_the_router(effort: Effort) -> Iterator[Figure]:
+def through_the_router(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    del wanted
     with LocalServer(ROOT / "configs" / "plain.yaml", _free_port()) as server:
         server.wait_until_ready()
         client = connect(server.url)
         request = {"model": first_model(client), "temperature": 0, "max_tokens": effort.max_tokens}
         before: dict[str, float] = {}
-        for prompt in _prompts("chat", 1 + effort.num_chat):
+        for prompt in prompts_of("chat", 1 + effort.num_chat):
             messages = [{"role": "user", "content": prompt.turns[0]}]
             list(stream_answer(client, Answer(), messages=messages, **request))
             before = before or _phases(server)  # the first question warms up
@@ -151,22 +135,25 @@ def through_the_router(effort: Effort) -> Iterator[Figure]:
     yield Figure("host share of a step, through the router (mean)", share, 0.15, "{:.1%}", at_most=True)
 
 
-def step_path(effort: Effort) -> Iterator[Figure]:
-    del effort  # nothing to measure
+def step_path(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    del effort, wanted  # nothing to measure
     files = [ROOT / "specray" / f"{name}.py" for name in STEP_PATH]
     num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-    yield Figure(f"lines of the step path, {len(files)} files", num_lines, 1400, "{:.0f}", at_most=True)
+    yield Figure(f"lines of the step path, {len(files)} files", num_lines, 1500, "{:.0f}", at_most=True)
 
 
-SECTIONS: tuple[Callable[[Effort], Iterator[Figure]], ...] = (exactness, in_process, through_the_router, step_path)
+SECTIONS = (
+    Section(("exact-ngram",), exactness),
+    Section(("plain", "ngram", "concurrent"), in_process),
+    *eagle_figures.SECTIONS,
+    Section(("router",), through_the_router),
+    Section(("step-path",), step_path),
+)
+ROWS = [name for section in SECTIONS for name in section.names]
 
 
 def _session(dtype: str) -> Session:
     return Session(engine_config(None, CONCURRENCY, dtype=dtype), progress=sys.stderr.isatty())
-
-
-def _prompts(category: str, count: int) -> list[Prompt]:
-    return by_category(load_prompts())[category][:count]
 
 
 def _phases(server: LocalServer) -> dict[str, float]:
@@ -179,6 +166,32 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m specray.bench.figures", description="Measure the README's figures.")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a few tokens of everything, to try the bench itself")
+    add("--only", type=_rows, metavar="A,B", help=f"these rows only, of {', '.join(ROWS)}")
+    add("--mt-bench", type=Path, metavar="FILE",
+        help="MT-bench's questions as JSON Lines (default: built-in prompts, and rows say so)")  # fmt: skip
+    add("--accept-tree", metavar="STEPS-TOPK-N", help="tree of the accept-length rows (default: that of configs/)")
+    add("--json", type=Path, metavar="FILE", help="write figures, machine and versions there as well")
+    return parser
+
+
+def _rows(text: str) -> set[str]:
+    names = {name.strip() for name in text.split(",")}
+    if unknown := names.difference(ROWS):
+        raise argparse.ArgumentTypeError(f"there is no row {', '.join(sorted(unknown))}; choose from {', '.join(ROWS)}")
+    return names
+
+
+def _write_json(path: Path, figures: Sequence[Figure]) -> None:
+    rows = [{**figure._asdict(), "is_reached": figure.is_reached} for figure in figures]
+    document = {"figures": rows, "machine": machine.describe_machine(), "versions": machine.versions()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ from specray.errors import ConfigError
 TREES = (
     "2-1-3", "3-1-4", "5-1-6", "3-2-6", "4-2-8", "5-4-8", "5-4-12", "5-4-16", "6-8-16", "6-8-24", "7-8-32",
 )  # fmt: skip
-CANDIDATES = {"NGRAM": ("4", "6", "8", "12", "16", "24")}  # of methods that know no other tree option
+CANDIDATES: dict[str, tuple[str, ...]] = {
+    "NGRAM": ("4", "6", "8", "12", "16", "24")
+}  # of methods that know no other tree option
 
 
 @dataclass(slots=True)
@@ -208,7 +210,7 @@ def write_files(folder: Path, outcome: Outcome, config: EngineConfig, settings: 
     if save_plot(folder / "tune.png", trees, f"{outcome.best.speculative.algorithm} / plain decoding"):
         written.append("tune.png")
     else:
-        print("no plot: matplotlib is not installed; run `pip install matplotlib` for one", file=sys.stderr)
+        print("no plot: matplotlib is not installed; run `pip install specray[train]` for one", file=sys.stderr)
     print(f"written to {folder}: {', '.join(written)}")
 
 

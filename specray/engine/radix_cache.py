@@ -2,8 +2,9 @@
 
 A node is one full KV block, found by the tokens in it under the path of blocks before it: keys are
 the token ids themselves, so there is no hash to collide. Where a drafter's KV of a token depends on the
-token after it, a key takes that one token in as well (bigram keys), so that a hit gives the same draft state. A namespace (a tenant's `cache_salt`) has a
-root of its own and shares nothing. What is cached is exactly what committed tokens wrote.
+token after it, a key takes that one token in as well (bigram keys): a hit gives the same draft state.
+A namespace (a tenant's `cache_salt`) has a root of its own and shares nothing. What is cached is exactly
+what committed tokens wrote.
 """
 
 from collections.abc import Iterator, Sequence

@@ -109,8 +109,8 @@ class HeadConfig(BaseModel):
         if problem:
             raise ConfigError(
                 f"{folder / 'config.json'}: {problem} ({num_layers} layers, "
-                f"{'by' if named else 'without'} eagle_aux_hidden_state_layer_ids); set that key to the layers the head "
-                f"was trained on, each from -1 (the embedding) to {num_layers - 1}"
+                f"{'by' if named else 'without'} eagle_aux_hidden_state_layer_ids); set that key to the layers the "
+                f"head was trained on, each from -1 (the embedding) to {num_layers - 1}"
             )
         return layers
 
@@ -139,8 +139,8 @@ class TensorNames:
         is_third = bool(signs) or not stored.isdisjoint(("d2t", "t2d"))
         if len(layers) != 1 or not (is_third or stored & set(_spellings("fc.weight", "fusion_fc.weight"))):
             raise ConfigError(
-                f"{loader.folder} holds no EAGLE head: expected fc.weight and one layer, midlayer.* or layers.0.*, found "
-                f"{', '.join(sorted(stored)[:6])}{', …' if len(stored) > 6 else ''}; "
+                f"{loader.folder} holds no EAGLE head: expected fc.weight and one layer, midlayer.* or layers.0.*, "
+                f"found {', '.join(sorted(stored)[:6])}{', …' if len(stored) > 6 else ''}; "
                 "check speculative.draft_model_path"
             )
         return cls(stored, layers[0], 3 if is_third else 2)
@@ -213,8 +213,9 @@ def check_rest(loader: Loader, names: TensorNames, shape: LlamaShape) -> None:
     """ConfigError if the checkpoint holds a tensor that nothing has read, other than copies of the target's."""
     matrix = (shape.vocab_size, shape.hidden_size)
     copies = {"embed_tokens.weight": matrix, "lm_head.weight": matrix, "t2d": (shape.vocab_size,)}
+    unread = loader.unread()
     for plain, size in copies.items():
-        if names.has(plain):
+        if names.of_plain(plain) in unread:
             loader.stored(names.of_plain(plain), size)
     # Tables of positions, and what speculators' trainer keeps of the target.
     extra = [n for n in loader.unread() if not (n.endswith("rotary_emb.inv_freq") or n.startswith("verifier_"))]

@@ -4,6 +4,7 @@ A backend is planned once per step and then called by every layer. It owns the l
 and how masks are made; callers know neither. Not here: any kernel (`attention_torch`).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,14 +18,14 @@ from torch import Tensor
 class RaggedRows:
     """A flattened batch as attention sees it. Row r has `query_lens[r]` consecutive queries of the T in all.
 
-    Query j of a row sees the row's KV before its queries, and of its queries those up to j; but the last
-    `len(trees[r])` queries form a tree in which query i sees tree query j iff `trees[r][i, j]`.
+    Query j of a row sees the row's KV before its queries, and of its queries those up to j; but where `trees[r]` is
+    [n, m], the last n queries are nodes of a tree: of the last m keys, query i sees key j iff `trees[r][i, j]`.
     """
 
     query_lens: list[int]
     kv_slots: list[np.ndarray]  # per row int64 [KV length]: pool slots, the row's queries last
     slot_mapping: Tensor  # int64 [T]: where each query's KV is written
-    trees: list[np.ndarray | None]  # per row bool [nodes, nodes], each node sees itself and its ancestors
+    trees: list[np.ndarray | None]  # per row bool [n, m], each node sees itself and its ancestors
 
 
 # attend(layer, q [T, heads, dim], kv [T, 2, kv_heads, dim]) -> [T, heads * dim]; writes kv, then reads the pool
@@ -36,6 +37,19 @@ class AttentionBackend(Protocol):
 
     def plan(self, rows: RaggedRows) -> Attend:
         """Prepare what all layers of one step share."""
+
+
+def make_pool(
+    num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A KV pool [layers, slots, 2, kv_heads, dim] of zeros.
+
+    On CPU the system's own zero pages, taken when first written: a large pool costs nothing at start.
+    """
+    shape = (num_layers, num_slots, 2, num_kv_heads, head_dim)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def move_kv(pool: Tensor, source: Tensor, target: Tensor) -> None:

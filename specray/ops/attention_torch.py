@@ -145,6 +145,6 @@ def _visible(num_queries: int, num_keys: int, tree: np.ndarray | None) -> np.nda
     """Bool [Q, K] of one row: causal, with the tree's own rule in its corner."""
     visible = np.tri(num_queries, num_keys, num_keys - num_queries, dtype=bool)
     if tree is not None:
-        nodes = len(tree)
-        visible[-nodes:, -nodes:] = tree
+        nodes, span = tree.shape
+        visible[-nodes:, -span:] = tree
     return visible

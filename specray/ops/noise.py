@@ -13,11 +13,17 @@ from torch import Tensor
 _MASK64 = 2**64 - 1
 
 
-def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise, float32 [rows, vocab_size]; `positions` are those of the tokens to sample."""
+def gumbel(
+    seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device, ids: Tensor | None = None
+) -> Tensor:
+    """Standard Gumbel noise, float32 [rows, vocab_size]; `positions` are those of the tokens to sample.
+
+    `ids` int64 [vocab_size] are the token ids to make it for, where these are not all ids in order.
+    """
     words = [_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     keys = torch.tensor(words, dtype=torch.int32, device=device)  # [rows, 2]
-    bits = _mix(_token_hash(vocab_size, device) + keys[:, :1], keys[:, 1:])
+    hashes = _token_hash(vocab_size, device) if ids is None else _hash(ids.to(torch.int32))
+    bits = _mix(hashes + keys[:, :1], keys[:, 1:])
     # 31 bits; exact for small values, which are the large Gumbels, and kept inside (0, 1) at both ends.
     uniform = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
@@ -41,10 +47,13 @@ def _shift(bits: Tensor, count: int) -> Tensor:
 
 @cache
 def _token_hash(vocab_size: int, device: torch.device) -> Tensor:
-    """A well mixed 32-bit word for each token id, int32 [vocab_size]: the part of the hash that no key changes."""
-    bits = torch.arange(1, vocab_size + 1, dtype=torch.int32, device=device)
-    bits *= -0x61C88647  # 0x9E3779B9
-    return _mix(bits, torch.tensor(0x2545F491, dtype=torch.int32, device=device))
+    return _hash(torch.arange(vocab_size, dtype=torch.int32, device=device))
+
+
+def _hash(ids: Tensor) -> Tensor:
+    """A well mixed 32-bit word for each token id, int32 like `ids`: the part of the hash that no key changes."""
+    bits = (ids + 1) * -0x61C88647  # 0x9E3779B9
+    return _mix(bits, torch.tensor(0x2545F491, dtype=torch.int32, device=ids.device))
 
 
 def _key(seed: int, position: int) -> tuple[int, int]:

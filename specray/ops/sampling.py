@@ -16,7 +16,7 @@ from specray.ops.noise import gumbel
 from specray.outputs import TokenLogprob
 from specray.step import RowSampling
 
-_GREEDY_BELOW = 1e-5  # temperatures under it divide logits beyond float32
+GREEDY_BELOW = 1e-5  # temperatures under it divide logits beyond float32
 _PREFIX = 1024  # most likely tokens looked at before the whole vocabulary is
 
 
@@ -76,7 +76,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int])
     """
     if any(row.adjusts for row in rows):
         logits = torch.stack([_adjust(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)])
-    noisy = [i for i, row in enumerate(rows) if row.options.temperature >= _GREEDY_BELOW]
+    noisy = [i for i, row in enumerate(rows) if row.options.temperature >= GREEDY_BELOW]
     if not noisy:
         return logits.argmax(-1)
     options = [rows[i].options for i in noisy]

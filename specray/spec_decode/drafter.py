@@ -7,11 +7,14 @@ speed, never a token. Not here: any method's name, and anything a verifier decid
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from specray.models.llama import Llama
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 
 
@@ -44,11 +47,27 @@ class ProposeContext:
     features: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetView:
+    """What a drafter may know of, and share with, the target it drafts for."""
+
+    model: Llama
+    folder: Path
+    load_format: str
+    architecture: str
+    eos_token_ids: list[int]
+    context_length: int
+    num_slots: int  # of the KV pool
+    max_rows: int  # requests in a step
+    attention_backend: str
+    device: torch.device
+
+
 class Drafter(Protocol):
     """A drafting method with a state per slot. Trees have at most `max_draft_tokens` nodes beside the root."""
 
     max_draft_tokens: int
-    feature_layers: Sequence[int]  # of the target (see Llama.__call__), side by side in ProposeContext.features
+    feature_layers: tuple[int, ...]  # of the target (see Llama.__call__), side by side in ProposeContext.features
     reads_next_token: bool  # its KV of a token depends on the token after it, too; the prefix cache then minds that
 
     def propose(self, context: ProposeContext) -> DraftTree:
@@ -62,7 +81,7 @@ class DraftSource(Protocol):
     """Where drafts come from: `submit` starts drafting, `collect` takes what is ready for the next step."""
 
     max_draft_tokens: int
-    feature_layers: Sequence[int]
+    feature_layers: tuple[int, ...]
     reads_next_token: bool
     seconds: float  # spent on the drafts of the last submit
 

@@ -23,7 +23,7 @@ _GAP = -2  # stands between texts; no token id
 class NgramDrafter:
     """Drafter by lookup; shares what finished requests of the same cache salt have said."""
 
-    feature_layers: Sequence[int] = ()
+    feature_layers: tuple[int, ...] = ()
     reads_next_token = False
 
     def __init__(self, config: SpeculativeConfig) -> None:

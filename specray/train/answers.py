@@ -87,7 +87,7 @@ def make_answers(options: AnswerOptions, progress: bool = True) -> Path:
 
 
 def feature_layers(num_layers: int) -> list[int]:
-    """Layers whose entering state is written down: EAGLE-3's three, and the final state (EAGLE-1/2, and the teacher)."""
+    """Layers whose entering state is written down: EAGLE-3's three, and the final one (EAGLE-1/2, and the teacher)."""
     if num_layers < 4:
         raise ConfigError(f"a target with {num_layers} layers has no low, middle and high ones; 4 are needed")
     return [2, num_layers // 2, num_layers - 3, num_layers]
@@ -219,7 +219,7 @@ class _Generator:
         if not job.writes_prompt:
             self._finished[self._seed(job)] = job
             return True
-        text = self._llm.tokenizer.decode(answer, skip_special_tokens=True).strip()
+        text = str(self._llm.tokenizer.decode(answer, skip_special_tokens=True)).strip()
         if output.finish_reason is not FinishReason.STOP or not text:
             return True  # a turn without an end is no prompt
         asked = chat_prompt(self._llm.tokenizer, text)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specray.models.llama import LlamaShape
 from specray.train.attention import ChainMemory
 from specray.train.norm import rms_norm
+from specray.train.target import Target
 
 _SPREAD = 0.02  # standard deviation of matrices that start at random
 _QUIET = 0.002  # of those that write into the residual stream, so that the start is what the identity gives
@@ -57,12 +58,14 @@ class Eagle3Head(nn.Module):
         self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids)))
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, draft_ids, True))
 
-    def start_from(self, target_head: Tensor, target_norm: Tensor) -> None:
+    def start_from(self, target: Target, start: str) -> None:
         """Begin as: the state is the highest feature, and the output is the target's."""
         _begin_as_last_block(self.fc.weight)
         with torch.no_grad():
-            self.lm_head.weight.copy_(target_head[self.draft_ids])
-            self.norm.weight.copy_(target_norm)
+            self.lm_head.weight.copy_(target.head[self.draft_ids])
+            self.norm.weight.copy_(target.norm)
+        if start == "target":
+            raise NotImplementedError
 
     def enter(self, features: Tensor) -> Tensor:
         chunks = features.chunk(len(self.fc_norm), -1)
@@ -100,10 +103,12 @@ class Eagle2Head(nn.Module):
         rows = torch.zeros(len(draft_ids), shape.hidden_size)
         self.register_buffer("target_rows", rows, persistent=False)
 
-    def start_from(self, target_head: Tensor, target_norm: Tensor) -> None:  # noqa: ARG002  # one call for both heads
+    def start_from(self, target: Target, start: str) -> None:
         """Begin as: the layer is fed the feature."""
         _begin_as_last_block(self.fc.weight)
-        self.target_rows = target_head[self.draft_ids]
+        self.target_rows = target.head[self.draft_ids]
+        if start == "target":
+            raise NotImplementedError
 
     def enter(self, features: Tensor) -> Tensor:
         return features
@@ -134,7 +139,8 @@ class Eagle3Layer(nn.Module):
 
     def forward(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
         x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(states)), -1)
-        states = memory.rows_with_queries(states) + self.self_attn(x, cos, sin, memory)
+        residual = memory.rows_with_queries(states)
+        states = residual + self.self_attn(x, cos, sin, memory)
         fed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return fed
 
@@ -149,8 +155,8 @@ class Eagle2Layer(nn.Module):
         self.mlp = FeedForward(shape)
 
     def forward(self, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
-        attended = self.self_attn(states, cos, sin, memory)
-        states = memory.rows_with_queries(states) + attended
+        residual = memory.rows_with_queries(states)
+        states = residual + self.self_attn(states, cos, sin, memory)
         fed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return fed
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK = 256  # rows; with 8 K draft tokens a chunk's logits stay in the cache
+_CHUNK = 128  # rows; with 8 K draft tokens a chunk's logits stay in the cache
+_BLOCK = 2048  # rows whose errors are multiplied at once: few passes over the weight's gradient
 
 
 def soft_labels(final: Tensor, target_rows: Tensor) -> Tensor:
@@ -38,28 +39,43 @@ class _SoftCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, label_of: Tensor, importance: Tensor
     ) -> tuple[Tensor, Tensor]:
-        trains_weight = ctx.needs_input_grad[1]
-        hidden_grad = torch.empty_like(hidden)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if trains_weight else None
-        total = hidden.new_zeros((), dtype=torch.float32)
+        """Passes over a chunk's logits cost as much as its products: each one here has to earn its place."""
+        size = (min(_BLOCK, len(hidden)), len(weight))
+        errors, hidden_grad = hidden.new_empty(size), torch.empty_like(hidden)
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        losses = torch.empty(len(hidden), device=hidden.device)
         agrees = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-        for begin in range(0, len(hidden), _CHUNK):
-            rows = slice(begin, begin + _CHUNK)
-            logits = (hidden[rows] @ weight.T).float()
-            wanted = labels[label_of[rows]].float()
-            agrees[rows] = logits.argmax(-1) == wanted.argmax(-1)
-            normaliser = logits.logsumexp(-1, keepdim=True)
-            logits.sub_(normaliser)
-            total -= torch.einsum("nv,nv,n->", wanted, logits, importance[rows])
-            error = logits.exp_().sub_(wanted).mul_(importance[rows, None]).to(hidden.dtype)
-            hidden_grad[rows] = error @ weight
+        best = labels.argmax(-1)
+        # Importance multiplies what is H wide, not what is V wide.
+        scaled = hidden * importance[:, None].to(hidden.dtype)
+        for begin in range(0, len(hidden), _BLOCK):
+            block = slice(begin, min(begin + _BLOCK, len(hidden)))
+            for first in range(block.start, block.stop, _CHUNK):
+                rows = slice(first, min(first + _CHUNK, block.stop))
+                logits = hidden[rows] @ weight.T
+                wanted = labels.index_select(0, label_of[rows])
+                errors_of_rows = errors[rows.start - begin : rows.stop - begin]
+                losses[rows], agrees[rows] = _compare(logits, wanted, best[label_of[rows]], errors_of_rows)
+            part = errors[: block.stop - begin]
+            hidden_grad[block] = part @ weight
             if weight_grad is not None:
-                weight_grad += error.T @ hidden[rows]
+                weight_grad += part.T @ scaled[block]
+        hidden_grad *= importance[:, None]
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.mark_non_differentiable(agrees)
-        return total, agrees
+        return losses @ importance, agrees
 
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
         return hidden_grad * loss_grad, None if weight_grad is None else weight_grad * loss_grad, None, None, None
+
+
+def _compare(logits: Tensor, wanted: Tensor, best: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """(cross-entropy, whether the best token is `best`) of each row; writes softmax(logits) - wanted into `errors`."""
+    drafted = logits.softmax(-1, dtype=torch.float32)
+    highest = logits.amax(-1)
+    normaliser = highest.float() - drafted.amax(-1).log()  # log(sum(exp(logits)))
+    losses = normaliser - (wanted * logits).sum(-1, dtype=torch.float32)
+    errors.copy_(drafted.sub_(wanted))
+    return losses, logits.gather(-1, best[:, None])[:, 0] >= highest

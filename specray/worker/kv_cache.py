@@ -1,6 +1,5 @@
 """The KV pool of one rank: how many blocks fit, where they lie, and how an accepted path becomes a prefix."""
 
-import math
 import os
 import resource
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import torch
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
-from specray.ops.attention import move_kv
+from specray.ops.attention import make_pool, move_kv
 
 
 class KVCache:
@@ -21,8 +20,7 @@ class KVCache:
         self, num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int, page_size: int,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        shape = (num_layers, num_blocks * page_size, 2, num_kv_heads, head_dim)
-        self.pool = _zeros(shape, dtype, device)
+        self.pool = make_pool(num_layers, num_blocks * page_size, num_kv_heads, head_dim, dtype, device)
 
     def commit(self, kv_slots: np.ndarray, root: int, path: Sequence[int]) -> None:
         """Keep one row's accepted path: node n was written at position root + n and belongs at root + depth."""
@@ -51,13 +49,6 @@ def count_blocks(config: EngineConfig, bytes_per_token: int, context_length: int
             "mem_fraction_static, take a smaller dtype or set max_total_tokens"
         )
     return tokens // config.page_size + 1
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On CPU the system's own zero pages, taken when first written: a large pool costs nothing at start."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _memory(device: torch.device) -> tuple[int, int]:

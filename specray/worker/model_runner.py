@@ -14,6 +14,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.llama import Llama
 from specray.models.registry import context_length, load_config, load_model
 from specray.ops.backends import make_backend
+from specray.spec_decode.drafter import TargetView
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache, count_blocks
 
@@ -27,7 +28,9 @@ class ModelRunner:
     ) -> None:  # fmt: skip
         self.device = device
         self.model = model or load_model(folder, config, group, device, progress)
-        self.context_length = context_length(load_config(folder), config.context_length)
+        model_config = load_config(folder)
+        self._architecture = (model_config.architectures or [""])[0]
+        self.context_length = context_length(model_config, config.context_length)
         shape, dtype = self.model.shape, self.model.embedding.weight.dtype
         token_bytes = shape.num_layers * 2 * shape.num_local_kv_heads * shape.head_dim * dtype.itemsize
         self.num_blocks = group.smallest(count_blocks(config, token_bytes, self.context_length, device))
@@ -36,8 +39,15 @@ class ModelRunner:
         )
         self._attention = make_backend(config.attention_backend, self.kv.pool, shape.num_local_heads)
 
+    def view(self, config: EngineConfig, folder: Path, eos_token_ids: list[int]) -> TargetView:
+        """What a drafter on this rank may share."""
+        return TargetView(
+            self.model, folder, config.load_format, self._architecture, eos_token_ids, self.context_length,
+            self.num_blocks * config.page_size, config.max_running_requests, config.attention_backend, self.device,
+        )  # fmt: skip
+
     def forward(self, batch: InputBatch, feature_layers: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(final hidden states [T, hidden], float32 logits of the trees' nodes [nodes, V], features [T, hidden] each)."""
+        """(final hidden states [T, hidden], float32 logits [nodes, V] of the trees, features [T, hidden] each)."""
         attend = self._attention.plan(batch.attention)
         hidden, features = self.model(batch.token_ids, batch.positions, attend, feature_layers)
         return hidden, self.model.logits(hidden.index_select(0, batch.node_index)), features

@@ -47,7 +47,9 @@ class Worker:
         self._runner = ModelRunner(config, folder, self._group, device, progress, model)
         vocab_size = self._runner.model.shape.vocab_size
         self._rows = RowTable(config.page_size, vocab_size, device)
-        drafter = drafter or (make_drafter(config.speculative) if self._group.leads else None)
+        eos_ids = eos_token_ids(folder, load_tokenizer(folder))
+        if drafter is None and self._group.leads:
+            drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
         self._drafts: DraftSource = InlineDrafts(drafter)
         self._context = ProposeContext([])
         self.capacity = Capacity(
@@ -55,7 +57,7 @@ class Worker:
             max_draft_tokens=self._drafts.max_draft_tokens,
             context_length=self._runner.context_length,
             vocab_size=vocab_size,
-            eos_token_ids=eos_token_ids(folder, load_tokenizer(folder)),
+            eos_token_ids=eos_ids,
             reads_next_token=self._drafts.reads_next_token,
         )
 

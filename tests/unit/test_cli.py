@@ -30,7 +30,9 @@ def serve_config(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["chat", "--help"], ["bench", "--help"], ["check", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([command, "--help"] for command in ("chat", "bench", "tune", "train", "check"))]
+)
 def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(arguments)
@@ -53,6 +55,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["bench", "--arms", "plain,,ngram"],
         ["bench", "--arms", "plain,plain"],
         ["bench", "--dtype", "int4"],
+        ["tune", "--batch-sizes", "1,1"],
+        ["tune", "--batch-sizes", "0"],
+        ["tune", "--candidates", "5-4"],
+        ["tune", "--candidates", "5-4-16,5-4-16"],
+        ["train"],
         ["check"],
     ],
 )
@@ -71,6 +78,11 @@ def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFix
         (["bench", "--config", "missing.yaml"], "missing.yaml"),
         (["bench", "--model", "./missing", "--limit", "1"], "missing"),
         (["bench", "--concurrency", "1000"], "max_running_requests=48"),
+        (["tune", "--method", "plain"], "plain decoding has no draft tree"),
+        (["tune", "--method", "magic"], "arm 'magic' is not known"),
+        (["tune", "--method", "ngram", "--candidates", "1"], "num_draft_tokens=1"),
+        (["tune", "--method", "ngram", "--batch-sizes", "40"], "batch size 40 needs as many prompts"),
+        (["tune", "--config", "missing.yaml"], "missing.yaml"),
         (["chat", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
     ],
 )

@@ -54,6 +54,11 @@ def test_accepted_drafts_are_counted_at_each_depth() -> None:
     assert seen["specray_spec_decode_num_accepted_tokens_per_pos_total"] == {"0": 1, "1": 1}
 
 
+def test_the_drafter_is_a_label() -> None:
+    assert EngineStats("EAGLE3").snapshot()["specray_drafter_info"] == {"EAGLE3": 1}
+    assert EngineStats().snapshot()["specray_drafter_info"] == {"none": 1}
+
+
 def test_the_number_of_positions_is_bounded() -> None:
     stats = EngineStats()
     stats.accepted(num_draft_tokens=1000, num_accepted=1000)

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from specray.bench.arms import EngineArm, Job, parse_method, target_of
+from specray.bench.arms import EngineArm, Job, parse_method, target_of, tree_name, with_tree
 from specray.bench.floor import Floor
 from specray.bench.transformers_arm import TransformersArm
-from specray.config import SpeculativeConfig
+from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
+from specray.spec_decode import DRAFTERS, NgramDrafter
 
 PROMPTS = [[1, 403, 407, 261, 378], [1, 410, 471], [1, 291, 435, 330, 285], [1, 403]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, seed=0)
@@ -72,10 +73,84 @@ def test_the_floor_is_below_a_step(llm: LLM) -> None:
     ],
 )
 def test_names_of_arms(name: str, expected: SpeculativeConfig) -> None:
-    assert parse_method(name, SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=6)) == expected
+    configured = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=6)
+    assert parse_method(name, EngineConfig(speculative=configured)) == expected
 
 
-@pytest.mark.parametrize("name", ["", "ngrm", "plain:3", "ngram:", "ngram:x", "ngram:-1", "ngram:1", "ngram:1000"])
+@pytest.fixture
+def eagles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are all that parsing needs of a method."""
+    for algorithm in ("EAGLE3", "EAGLE"):
+        monkeypatch.setitem(DRAFTERS, algorithm, NgramDrafter)
+
+
+@pytest.mark.usefixtures("eagles")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("eagle3", {"algorithm": "EAGLE3", "draft_model_path": "smollm2-135m-instruct-eagle3"}),
+        ("EAGLE2", {"algorithm": "EAGLE", "draft_model_path": "smollm2-135m-instruct-eagle2"}),
+        ("eagle", {"algorithm": "EAGLE", "draft_model_path": "smollm2-135m-instruct-eagle2"}),
+        (
+            "eagle3:5-4-16",
+            {
+                "algorithm": "EAGLE3", "draft_model_path": "smollm2-135m-instruct-eagle3", "num_steps": 5,
+                "eagle_topk": 4, "num_draft_tokens": 16,
+            },
+        ),
+        ("eagle3@Org/Head", {"algorithm": "EAGLE3", "draft_model_path": "Org/Head"}),
+        (
+            "eagle2@./my heads/a:1+Map.json:3-1-4",
+            {
+                "algorithm": "EAGLE", "draft_model_path": "./my heads/a:1", "token_map": "Map.json", "num_steps": 3,
+                "eagle_topk": 1, "num_draft_tokens": 4,
+            },
+        ),
+        (
+            "eagle2+map.pt",
+            {"algorithm": "EAGLE", "draft_model_path": "smollm2-135m-instruct-eagle2", "token_map": "map.pt"},
+        ),
+    ],
+)  # fmt: skip
+def test_an_arm_names_head_map_and_tree(name: str, options: dict[str, object]) -> None:
+    assert parse_method(name) == SpeculativeConfig.model_validate(options)
+
+
+@pytest.mark.usefixtures("eagles")
+def test_an_arm_inherits_the_options_of_its_own_method_only() -> None:
+    configured = SpeculativeConfig(
+        algorithm="EAGLE3", draft_model_path="mine", draft_model_revision="v2", draft_dtype="float32", num_steps=3,
+        eagle_topk=2, num_draft_tokens=6,
+    )  # fmt: skip
+    config = EngineConfig(speculative=configured)
+    assert parse_method("eagle3", config) == configured
+    assert parse_method("eagle3:4-2-8", config) == with_tree(configured, "4-2-8")
+    other = parse_method("eagle3@theirs", config)
+    assert (other.draft_model_path, other.draft_model_revision, other.draft_dtype) == ("theirs", None, "float32")
+    assert tree_name(other) == "3-2-6"
+    assert parse_method("eagle2", config).num_steps is None
+
+
+@pytest.mark.usefixtures("eagles")
+def test_only_the_embedded_model_has_heads_of_its_own() -> None:
+    assert parse_method("eagle3", EngineConfig(model="./another")).draft_model_path is None
+
+
+@pytest.mark.usefixtures("eagles")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "ngrm", "plain:3", "ngram:", "ngram:x", "ngram:-1", "ngram:1", "ngram:1000", "eagle4", "eagle3@", "eagle3+",
+        "eagle3:5-4", "eagle3:5-4-16-2", "eagle3:0-4-16", "eagle3:5-99-16", "@head", "eagle 3",
+    ],
+)  # fmt: skip
 def test_unknown_arms_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"choose|num_draft_tokens"):
+    with pytest.raises(ConfigError, match="choose"):
         parse_method(name)
+
+
+@pytest.mark.parametrize(
+    ("tree", "name"), [({}, "auto"), ({"num_draft_tokens": 8}, "8"), ({"num_steps": 5, "eagle_topk": 4}, "auto")]
+)
+def test_a_tree_that_is_not_whole_has_a_name_as_well(tree: dict[str, int], name: str) -> None:
+    assert tree_name(SpeculativeConfig(algorithm="EAGLE3", **tree)) == name

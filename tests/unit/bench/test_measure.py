@@ -73,11 +73,22 @@ def test_repeats_never_share_a_cache() -> None:
     log: list[tuple[str, list[str], str]] = []
     compare([NotingArm("x", log)], PROMPTS[:1], Tokenizer(), Settings(repeats=3))
     salts = [salt for _, _, salt in log]
-    assert len(set(salts)) == len(salts) == 4
+    compare([NotingArm("x", log)], PROMPTS[:1], Tokenizer(), Settings(cache_salt="other-"))
+    salts = [salt for _, _, salt in log]
+    assert len(set(salts)) == len(salts) == 6
 
 
 def test_arms_get_the_same_seeds() -> None:
     arms = [NotingArm("x", []), NotingArm("y", [])]
     compare(arms, PROMPTS, Tokenizer(), Settings(concurrency=2, temperature=0.7, seed=5))
     assert [job.params.seed for job in arms[0].jobs] == [job.params.seed for job in arms[1].jobs]
-    assert {job.params.seed for job in arms[0].jobs} == {5, 6, 7}
+    assert {job.params.seed for job in arms[0].jobs} == set(range(5, 11))
+
+
+def test_a_prompts_seed_does_not_depend_on_concurrency() -> None:
+    def seeds(concurrency: int) -> dict[tuple[int, ...], int | None]:
+        arm = NotingArm("x", [])
+        compare([arm], PROMPTS, Tokenizer(), Settings(concurrency=concurrency, turns=2))
+        return {tuple(job.token_ids): job.params.seed for job in arm.jobs}
+
+    assert seeds(1) == seeds(3)

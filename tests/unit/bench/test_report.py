@@ -2,13 +2,15 @@ import pytest
 
 from specray.bench.arms import Reply, Run
 from specray.bench.measure import Key, Record
-from specray.bench.report import identical_share, summarise, to_json, to_table
+from specray.bench.report import depth_table, identical_share, speed_ratios, summarise, to_json, to_table
 from specray.bench.tables import format_table
 from specray.outputs import RequestUsage
 
 
 def usage(num_verify_steps: int, num_accepted: int) -> RequestUsage:
-    return RequestUsage(1, 0, num_verify_steps + num_accepted, num_verify_steps, 9, num_accepted, 0)
+    num_tokens = num_verify_steps + num_accepted
+    histogram = (1, 0, 1) if num_accepted == 2 else (num_verify_steps,)
+    return RequestUsage(1, 0, num_tokens, num_verify_steps, 9, num_accepted, 0, histogram)
 
 
 def record(arm: str, chunk: int, tokens: list[int], seconds: float, counts: RequestUsage | None) -> Record:
@@ -40,6 +42,24 @@ def test_figures_of_an_arm() -> None:
     assert ngram["all"].host_share == pytest.approx(0.2)
     assert ngram["all"].identical_to_plain == 0.5
     assert (ngram["all"].num_requests, ngram["all"].num_output_tokens) == (2, 8)
+
+
+def test_acceptance_at_each_depth_is_of_all_trees_together() -> None:
+    ngram = summarise(RECORDS)["ngram"]
+    assert (ngram["chat"].accept_histogram, ngram["all"].accept_histogram) == ([1, 0, 1], [5, 0, 1])
+    assert ngram["all"].acceptance_per_depth == pytest.approx([1 / 6, 1.0])
+
+
+def test_depth_table_has_the_drafting_arms_only() -> None:
+    lines = (depth_table(summarise(RECORDS)) or "").splitlines()
+    assert lines[2].split() == ["|", "plain", "|", "8", "|", "0%", "|", "-", "|"]
+    assert lines[3].split() == ["|", "ngram", "|", "6", "|", "17%", "|", "100%", "|"]
+    assert len(lines) == 4
+    assert depth_table(summarise([r for r in RECORDS if r.arm == "transformers"])) is None
+
+
+def test_speeds_are_compared_run_by_run() -> None:
+    assert speed_ratios(RECORDS, "ngram", "plain") == [2.0, 1.0]
 
 
 def test_a_yardstick_has_no_accept_length() -> None:

@@ -1,0 +1,155 @@
+"""The README's rows about EAGLE heads: identical output, accept lengths, speed over plain decoding.
+
+Heads and trees are those of `configs/`, so that what is measured is what is served. Not here: the table (`figures`).
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+from specray.bench.arms import PLAIN, tree_name, with_tree
+from specray.bench.command import engine_config
+from specray.bench.figure import CONCURRENCY, ROOT, Effort, Figure, Section, mt_bench_prompts
+from specray.bench.measure import Record, Settings
+from specray.bench.prompts import Prompt, load_prompts
+from specray.bench.report import ALL, speed_ratios, summarise
+from specray.bench.session import Session
+from specray.config import SpeculativeConfig
+
+EAGLE3, EAGLE2, FRSPEC = "eagle3", "eagle2", "eagle2-frspec"  # arms, and the names of their files in configs/
+TITLES = {EAGLE3: "EAGLE-3", EAGLE2: "EAGLE-2", FRSPEC: "EAGLE-2 with FR-Spec"}
+CHAIN = "5-1-6"
+EXACT_TOKENS = 64
+EXACT_CHUNK = 16  # so short that prompts take several chunks
+EXACT_ROWS = {"exact-eagle3": EAGLE3, "exact-eagle2": EAGLE2}
+MT_BENCH_ROWS = (
+    "eagle3-accept", "eagle3-accept-t1", "eagle2-accept", "eagle3-speed", "frspec", "eagle3-concurrent",
+)  # fmt: skip
+
+
+def exactness(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    """Trees and chains against plain decoding, in float32, greedy and seeded.
+
+    Each answers alone on an empty cache and eight at a time on a warm one, prompts in chunks of 16, then eight at a
+    time on an empty cache with ordinary chunks. Plain decoding answers once: it is what all must equal.
+    """
+    prompts = load_prompts(limit=effort.num_exact)
+    arms = {method: _tree_and_chain(method) for row, method in EXACT_ROWS.items() if row in wanted}
+    names = [name for by_name in arms.values() for name in by_name]
+    same: dict[str, list[bool]] = {name: [] for name in names}
+    truths: dict[float, list[list[int]]] = {}
+    for chunk, passes in ((None, [(CONCURRENCY, "a")]), (EXACT_CHUNK, [(1, "b"), (CONCURRENCY, "b")])):
+        session = _session("float32", chunk)
+        for by_name in arms.values():
+            _define(session, by_name)
+        for temperature in (0.0, 1.0):
+            for concurrency, salt in passes:
+                settings = Settings(concurrency, EXACT_TOKENS, temperature, cache_salt=f"{salt}{temperature}-")
+                title = f"exactness, T = {temperature:g}, batch {concurrency}, chunk {chunk or 'default'}"
+                baseline = [] if temperature in truths else [PLAIN]
+                records = session.compare([*baseline, *names], prompts, settings, progress=True, title=title)
+                truth = truths.setdefault(temperature, _answers(records, PLAIN))
+                for name in names:
+                    same[name] += [one == other for one, other in zip(_answers(records, name), truth, strict=True)]
+    for method, by_name in arms.items():
+        verdicts = [verdict for name in by_name for verdict in same[name]]
+        yield Figure(
+            f"{TITLES[method]} answers equal to plain, float32, T = 0 and 1, {' and '.join(by_name)}, batch 1 and "
+            f"{CONCURRENCY}, cold and warm, {len(verdicts)} answers x {EXACT_TOKENS} tokens",
+            sum(verdicts) / len(verdicts), 1.0, "{:.0%}",
+        )  # fmt: skip
+
+
+def on_mt_bench(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    """All that is greedy and one at a time comes from one comparison of the arms that the wanted rows need."""
+    prompts, data = mt_bench_prompts(effort)
+    session, settings = _session("bfloat16"), Settings(max_tokens=effort.max_tokens)
+    arms = {name: _served(name) for name in TITLES}
+    third, second = (_accept_arm(arms, method, effort) for method in (EAGLE3, EAGLE2))
+    _define(session, arms)
+    needs = {
+        "eagle3-accept": (third,), "eagle3-accept-t1": (third,), "eagle2-accept": (second,),
+        "eagle3-speed": (PLAIN, EAGLE3), "frspec": (EAGLE2, FRSPEC),
+    }  # fmt: skip
+    needed = list(dict.fromkeys(name for row, names in needs.items() if row in wanted for name in names))
+    greedy = session.compare(needed, prompts, settings, progress=True, title=f"{data}, T = 0") if needed else []
+    if "eagle3-accept" in wanted:
+        yield Figure(
+            f"accept length, EAGLE-3 {tree_name(arms[third])}, T = 0, {data}", _accept_length(greedy, third), 2.5
+        )
+    if "eagle3-accept-t1" in wanted:
+        sampled = session.compare(
+            [third], prompts, replace(settings, temperature=1.0), progress=True, title=f"{data}, T = 1"
+        )
+        length = _accept_length(sampled, third)
+        what = f"the same at T = 1 ({length:.2f}) / at T = 0"
+        yield Figure(what, length / _accept_length(greedy, third), 0.85)
+    if "eagle2-accept" in wanted:
+        what = f"accept length, EAGLE-2 {tree_name(arms[second])}, T = 0, {data}"
+        yield Figure(what, _accept_length(greedy, second), 2.1)
+    if "eagle3-speed" in wanted:
+        what = f"EAGLE-3 {tree_name(arms[EAGLE3])} / plain, one request, bfloat16, {data}"
+        yield Figure(what, median(speed_ratios(greedy, EAGLE3, PLAIN)), 1.6)
+    if "frspec" in wanted:
+        yield from _frspec(greedy, arms)
+    if "eagle3-concurrent" in wanted:
+        yield _concurrent(session, prompts, data, settings)
+
+
+def _accept_arm(arms: dict[str, SpeculativeConfig], method: str, effort: Effort) -> str:
+    """The arm whose accept length is shown: the served one, or one more of `arms`, with a tree of its own."""
+    if effort.accept_tree is None:
+        return method
+    name = f"{method} {effort.accept_tree}"
+    arms[name] = with_tree(arms[method], effort.accept_tree)
+    return name
+
+
+def _frspec(greedy: list[Record], arms: dict[str, SpeculativeConfig]) -> Iterator[Figure]:
+    what = f"EAGLE-2 {tree_name(arms[FRSPEC])}, token map / full head"
+    yield Figure(f"{what}, tokens/s", median(speed_ratios(greedy, FRSPEC, EAGLE2)), 1.1)
+    yield Figure(f"{what}, accept length", _accept_length(greedy, FRSPEC) / _accept_length(greedy, EAGLE2), 0.97)
+
+
+def _concurrent(session: Session, prompts: Sequence[Prompt], data: str, settings: Settings) -> Figure:
+    """Prompts of all categories mixed, so that the batch stays full."""
+    mixed = [prompt.model_copy(update={"category": ALL}) for prompt in prompts]
+    settings = replace(settings, concurrency=CONCURRENCY, cache_salt="concurrent-")
+    records = session.compare([PLAIN, EAGLE3], mixed, settings, progress=True, title=f"{CONCURRENCY} concurrent")
+    what = f"EAGLE-3 / plain, {CONCURRENCY} concurrent requests, output tokens/s, {data}"
+    return Figure(what, median(speed_ratios(records, EAGLE3, PLAIN)), 1.3)
+
+
+def _served(name: str) -> SpeculativeConfig:
+    return engine_config(ROOT / "configs" / f"{name}.yaml", 1).speculative
+
+
+def _tree_and_chain(method: str) -> dict[str, SpeculativeConfig]:
+    served = _served(method)
+    return {f"{method} {tree_name(config)}": config for config in (served, with_tree(served, CHAIN))}
+
+
+def _define(session: Session, arms: dict[str, SpeculativeConfig]) -> None:
+    for name, speculative in arms.items():
+        session.define(name, speculative)
+
+
+def _session(dtype: str, chunk: int | None = None) -> Session:
+    config = engine_config(None, CONCURRENCY, dtype=dtype, chunked_prefill_size=chunk)
+    return Session(config, progress=sys.stderr.isatty())
+
+
+def _answers(records: Sequence[Record], arm: str) -> list[list[int]]:
+    """Every answer's tokens in the prompts' order, however they were batched."""
+    mine = sorted((record for record in records if record.arm == arm), key=lambda record: record.key.chunk)
+    return [reply.token_ids for record in mine for reply in record.run.replies]
+
+
+def _accept_length(records: Sequence[Record], arm: str) -> float:
+    length = summarise(records)[arm][ALL].accept_length
+    assert length is not None, f"{arm} verifies"
+    return length
+
+
+SECTIONS = (Section(tuple(EXACT_ROWS), exactness), Section(MT_BENCH_ROWS, on_mt_bench))

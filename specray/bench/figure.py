@@ -1,0 +1,72 @@
+"""What a row of the README's table is, how much is measured for it, and where its prompts come from.
+
+Not here: any measurement (`figures`, `eagle_figures`).
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from specray.bench.prompts import Prompt, by_category, load_prompts
+
+CONCURRENCY = 8
+ROOT = Path(__file__).parents[2]
+
+
+class Figure(NamedTuple):
+    what: str
+    measured: float
+    bound: float | None  # None: for information
+    form: str = "{:.2f}"
+    at_most: bool = False
+
+    @property
+    def is_reached(self) -> bool | None:
+        if self.bound is None:
+            return None
+        return self.measured <= self.bound if self.at_most else self.measured >= self.bound
+
+    def row(self) -> list[str]:
+        if self.bound is None:
+            return [self.what, "-", self.form.format(self.measured), "-"]
+        sign = "<=" if self.at_most else ">="
+        bound = f"{sign} {self.form.format(self.bound)}"
+        return [self.what, "yes" if self.is_reached else "no", self.form.format(self.measured), bound]
+
+
+class Effort(NamedTuple):
+    """How much to measure; `quick` only shows that everything runs."""
+
+    num_exact: int
+    num_chat: int
+    num_copy: int
+    max_tokens: int
+    rounds: int
+    num_mt_bench: int | None = None  # None: all
+    mt_bench: Path | None = None  # None: the built-in chat prompts stand in, and rows say so
+    accept_tree: str | None = None  # for accept lengths; None: the served configurations' trees
+
+
+FULL = Effort(num_exact=32, num_chat=12, num_copy=16, max_tokens=128, rounds=3)
+QUICK = Effort(num_exact=2, num_chat=1, num_copy=1, max_tokens=16, rounds=1, num_mt_bench=2)
+
+
+class Section(NamedTuple):
+    """Rows that are measured together. `measure(effort, wanted)` yields those whose names are in `wanted`."""
+
+    names: tuple[str, ...]
+    measure: Callable[[Effort, set[str]], Iterator[Figure]]
+
+
+def prompts_of(category: str, count: int) -> list[Prompt]:
+    """Built-in prompts of a category."""
+    return by_category(load_prompts())[category][:count]
+
+
+def mt_bench_prompts(effort: Effort) -> tuple[list[Prompt], str]:
+    """First turns to measure EAGLE with, and what to call them in a row."""
+    if effort.mt_bench is None:
+        prompts = prompts_of("chat", effort.num_mt_bench or effort.num_chat)
+        return prompts, f"{len(prompts)} built-in chat prompts, not MT-bench"
+    prompts = load_prompts(effort.mt_bench, effort.num_mt_bench)
+    return prompts, f"MT-bench, {len(prompts)} first turns"

@@ -1,0 +1,167 @@
+"""EAGLE-1, -2 and -3: a small head on the target's features drafts a dynamic tree.
+
+After every step the head first reads what the target computed for good (draft extend: feature of token i with token
+i + 1), overwriting whatever it guessed there, and then expands a tree level by level on its own outputs. Its KV of
+position i lies in the slot of the target's, so blocks are shared, cached and freed together, and the drafter keeps no
+state of its own. KV of tree nodes lies in scratch slots behind the pool and is forgotten. At T > 0 the head adds the
+noise the target will sample with. Not here: the head (`specray.models.eagle`), the choice of nodes (`eagle_tree`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+from specray.models.eagle import EagleHead, load_eagle_head
+from specray.ops.attention import RaggedRows, make_pool
+from specray.ops.backends import make_backend
+from specray.ops.noise import gumbel
+from specray.ops.sampling import GREEDY_BELOW
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import DraftRow, ProposeContext, TargetView
+from specray.spec_decode.eagle_tree import CandidatePool, TreeShape
+from specray.spec_decode.fr_spec import load_token_map
+
+
+def make_eagle3(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter":
+    return _make(config, target, version=3)
+
+
+def make_eagle2(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter":
+    """EAGLE-1 and -2 heads alike: they differ in how they were trained."""
+    return _make(config, target, version=2)
+
+
+def check_eagle(config: SpeculativeConfig) -> None:
+    """ConfigError for what is wrong whatever the target."""
+    TreeShape.of(config, architecture="")
+    if config.draft_model_path is None:
+        raise ConfigError(
+            f"speculative.algorithm={config.algorithm} drafts with a trained head, but speculative.draft_model_path "
+            "is null; set it to the head's folder or hub name"
+        )
+
+
+class EagleDrafter:
+    """Drafter over an EAGLE-2 or EAGLE-3 head, whole on this rank."""
+
+    reads_next_token = True
+
+    def __init__(self, head: EagleHead, shape: TreeShape, target: TargetView) -> None:
+        assert shape.topk <= head.vocab_size
+        self.max_draft_tokens = shape.num_draft_tokens - 1
+        self.feature_layers = head.feature_layers
+        self._head = head
+        self._shape = shape
+        self._last_position = target.context_length - 1
+        self._device = target.device
+        num_scratch = shape.topk * (shape.num_steps - 1)
+        # Behind the target's slots, a stretch for each row of a step: level after level of its tree.
+        scratch = np.arange(target.max_rows * num_scratch, dtype=np.int64)
+        self._scratch = target.num_slots + scratch.reshape(target.max_rows, num_scratch)
+        pool = make_pool(
+            1, target.num_slots + scratch.size, head.num_kv_heads, head.head_dim, head.dtype, target.device
+        )
+        self._attention = make_backend(target.attention_backend, pool, head.num_heads)
+
+    @torch.inference_mode()
+    def propose(self, context: ProposeContext) -> DraftTree:
+        rows = context.rows + context.unfinished
+        if not rows:
+            return DraftTree.of([])
+        assert context.features is not None
+        last = self._extend(rows, context.features)[: len(context.rows)]
+        if not context.rows:
+            return DraftTree.of([])
+        return self._expand(context.rows, last)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Nothing to forget: all there is lies in KV blocks, which have owners."""
+
+    def _extend(self, rows: list[DraftRow], features: Tensor) -> Tensor:
+        """Read what the step computed; the head's output [rows, hidden] at each row's last position."""
+        lengths = [row.end - row.start for row in rows]
+        tokens = [token for row in rows for token in row.token_ids[row.start + 1 : row.end + 1]]
+        positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
+        written = np.concatenate([row.kv_slots[row.start : row.end] for row in rows])
+        kv_slots = [row.kv_slots[: row.end] for row in rows]
+        ragged = RaggedRows(lengths, kv_slots, self._tensor(written), [None] * len(rows))
+        states = self._head.fuse(features)
+        attend = self._attention.plan(ragged)
+        output = self._head(torch.tensor(tokens, device=self._device), states, self._tensor(positions), attend)
+        return output.index_select(0, self._tensor(np.cumsum(lengths) - 1))
+
+    def _expand(self, rows: list[DraftRow], output: Tensor) -> DraftTree:
+        """Trees below the rows' last known tokens, from the head's output [rows, hidden] before them."""
+        topk, num_rows = self._shape.topk, len(rows)
+        scores, tokens = self._candidates(output, rows, depth=1)
+        pool = CandidatePool.of_roots(scores, tokens)
+        states = self._head.recur(output).repeat_interleave(topk, 0)  # what precedes each of the frontier's tokens
+        sees = np.empty((num_rows, topk, 0), dtype=bool)  # earlier nodes that are ancestors
+        frontier = torch.arange(topk, device=self._device).expand(num_rows, topk)
+        for level in range(1, self._shape.num_steps):
+            tokens = pool.tokens.gather(1, frontier).flatten()
+            sees = np.concatenate((sees, np.broadcast_to(np.eye(topk, dtype=bool), (num_rows, topk, topk))), 2)
+            output = self._forward_level(rows, tokens, states, sees, level)
+            law, children = self._candidates(output, [row for row in rows for _ in range(topk)], level + 1)
+            path = pool.scores.gather(1, frontier)[:, :, None] * law.view(num_rows, topk, topk)
+            pool.expand(frontier, path, children.view(num_rows, topk, topk))
+            if level + 1 < self._shape.num_steps:
+                frontier = pool.best_of_last()
+                parents = (frontier - (pool.scores.shape[1] - topk**2)) // topk  # places in the level just computed
+                flat = (parents + topk * torch.arange(num_rows, device=self._device)[:, None]).flatten()
+                states = self._head.recur(output).index_select(0, flat)
+                sees = np.take_along_axis(sees, parents.cpu().numpy()[:, :, None], 1)
+        return pool.tree([row.token_ids[row.end] for row in rows], self.max_draft_tokens)
+
+    def _forward_level(
+        self, rows: list[DraftRow], tokens: Tensor, states: Tensor, sees: np.ndarray, level: int
+    ) -> Tensor:
+        """The head's output [rows * topk, hidden] for one level's nodes, a row's side by side."""
+        topk = self._shape.topk
+        scratch = self._scratch[: len(rows), : level * topk]
+        positions = [min(row.end + level - 1, self._last_position) for row in rows for _ in range(topk)]
+        ragged = RaggedRows(
+            [topk] * len(rows),
+            [np.concatenate((row.kv_slots[: row.end], slots)) for row, slots in zip(rows, scratch, strict=True)],
+            self._tensor(scratch[:, -topk:].ravel()),
+            list(sees),
+        )
+        return self._head(tokens, states, torch.tensor(positions, device=self._device), self._attention.plan(ragged))
+
+    def _candidates(self, output: Tensor, rows: Sequence[DraftRow], depth: int) -> tuple[Tensor, Tensor]:
+        """(probabilities, target ids) [n, topk] of the likeliest tokens after each output, best first."""
+        logits = self._head.logits(output)
+        noisy = [i for i, row in enumerate(rows) if row.temperature >= GREEDY_BELOW]
+        if noisy:
+            logits[noisy] = self._with_noise(logits[noisy], [rows[i] for i in noisy], depth)
+        best = logits.topk(self._shape.topk)
+        law = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
+        return law, self._head.target_ids(best.indices)
+
+    def _with_noise(self, logits: Tensor, rows: Sequence[DraftRow], depth: int) -> Tensor:
+        """Logits under temperature and the noise with which the target will sample the tokens at `depth`."""
+        noise = gumbel(
+            [row.seed for row in rows], [row.end + depth for row in rows], logits.shape[-1], self._device,
+            self._head.draft_token_ids,
+        )  # fmt: skip
+        temperatures = torch.tensor([row.temperature for row in rows], device=self._device)
+        return logits / temperatures[:, None] + noise
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _make(config: SpeculativeConfig, target: TargetView, version: Literal[2, 3]) -> EagleDrafter:
+    shape = TreeShape.of(config, target.architecture)
+    token_map = None
+    if config.token_map is not None:
+        vocab_size = target.model.shape.vocab_size
+        token_map = load_token_map(Path(config.token_map).expanduser(), vocab_size, target.eos_token_ids)
+    head = load_eagle_head(config, target.folder, target.model, target.load_format, target.device, version, token_map)
+    return EagleDrafter(head, shape, target)

@@ -1,0 +1,139 @@
+"""`specray train`: options, and from them a draft head or a token map.
+
+Light to import, for the command line reads its options here before torch is needed. Not here: training (`trainer`),
+making answers (`answers`).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from specray.bench.command import positive
+from specray.errors import ConfigError
+
+HELP = "Train a draft head for any served target, or count a token map, from answers the target writes itself."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(title="what to make", required=True, metavar="KIND", dest="kind")
+    for kind, method in (("eagle3", "EAGLE-3"), ("eagle2", "EAGLE-2")):
+        making = kinds.add_parser(kind, help=f"an {method} head", description=f"Train an {method} head.")
+        _add_answers(making)
+        _add_training(making, kind)
+    mapping = kinds.add_parser(
+        "token-map", help="ids by frequency, for speculative.token_map", description="Count the target's own tokens."
+    )
+    _add_answers(mapping)
+    mapping.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON, or torch-saved if it ends in .pt")
+    mapping.add_argument("--size", type=positive, default=8192, metavar="N", help="ids kept (default: %(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    answers = _answers(options)
+    if options.kind == "token-map":
+        return _make_token_map(options, answers)
+    return _train(options, answers)
+
+
+def main() -> int:
+    """For `python -m specray.train.command`."""
+    parser = argparse.ArgumentParser("specray train", description=HELP)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args())
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _add_answers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--answers", type=Path, required=True, metavar="FOLDER",
+                        help="the target's answers; may still be growing")  # fmt: skip
+
+
+def _answers(options: argparse.Namespace) -> Path:
+    folder: Path = options.answers
+    return folder
+
+
+def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
+    add = parser.add_argument
+    add("--run", type=Path, required=True, dest="run_folder", metavar="FOLDER",
+        help="checkpoint, log, plot and head; the same command goes on where it stopped")  # fmt: skip
+    add("--tokens", type=positive, required=True, metavar="N", help="positions to learn from in all; may change later")
+    add("--max-minutes", type=float, metavar="M", help="checkpoint and stop after M minutes")
+    add("--unroll", type=positive, default=3, metavar="N", help="draft steps trained together (default: %(default)s)")
+    add("--step-decay", type=float, default=0.8, metavar="X",
+        help="weight of each step over that of the one before (default: %(default)s)")  # fmt: skip
+    if kind == "eagle3":
+        add("--draft-vocab-size", type=positive, default=8192, metavar="N",
+            help="most frequent ids the head can draft (default: %(default)s)")  # fmt: skip
+    else:
+        add("--train-vocab", type=positive, default=8192, dest="draft_vocab_size", metavar="N",
+            help="most frequent ids trained on; serving uses all (default: %(default)s)")  # fmt: skip
+        add("--bias", action="store_true", help="let fc have a bias")
+    add("--batch-tokens", type=positive, default=2048, metavar="N", help="positions of a batch (default: %(default)s)")
+    add("--max-length", type=positive, default=2048, metavar="N", help="longer sequences are cut (default: %(default)s)")
+    add("--learning-rate", type=float, default=1e-3, metavar="X", help="the highest (default: %(default)s)")
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the matrices (default: %(default)s)")
+    add("--warmup", type=float, default=0.02, metavar="X", help="share of --tokens (default: %(default)s)")
+    add("--decay", type=float, default=0.25, metavar="X", help="last share of --tokens (default: %(default)s)")
+    add("--clip", type=float, default=1.0, metavar="X", help="largest norm of the gradient (default: %(default)s)")
+    add("--start", choices=("identity", "target"), default="identity",
+        help="target: the layer starts as the target's last (default: %(default)s)")  # fmt: skip
+    add("--init-head", metavar="FOLDER", help="start from this head's weights")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="of the arithmetic; the weights that are trained stay float32 (default: %(default)s)")  # fmt: skip
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    add("--threads", type=positive, metavar="N", help="CPU threads (default: all cores)")
+    add("--seed", type=int, default=0, help="of the start and of the order of the data (default: %(default)s)")
+    add("--validate-every", type=positive, default=500_000, metavar="N", help="tokens (default: %(default)s)")
+    add("--checkpoint-minutes", type=float, default=10.0, metavar="M", help="between checkpoints (default: %(default)s)")
+
+
+def _train(options: argparse.Namespace, answers: Path) -> int:
+    import torch  # seconds that --help need not wait for
+
+    from specray.train.trainer import Trainer, TrainSettings
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    names = TrainSettings.__dataclass_fields__
+    settings = TrainSettings(**{name: value for name, value in vars(options).items() if name in names})
+    trainer = Trainer(settings, answers, options.run_folder, _device(options.device))
+    if trainer.run():
+        print(f"done: the head is in {options.run_folder / 'head'}")
+    else:
+        seen = trainer.counters.tokens
+        print(f"stopped after {seen:,} of {settings.tokens:,} tokens; run the same command again to go on")
+    return 0
+
+
+def _device(name: str) -> "torch.device":  # noqa: F821  # torch is imported when it is needed
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but torch finds no GPU here; use --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _make_token_map(options: argparse.Namespace, answers: Path) -> int:
+    from specray.models.files import resolve_model
+    from specray.models.registry import load_config
+    from specray.train.batches import AnswerFolder
+    from specray.train.token_map import frequent_ids, write_token_map
+
+    folder = AnswerFolder(answers)
+    config = load_config(resolve_model(folder.description["model"], None, "auto", progress=True))
+    eos = config.eos_token_id
+    forced = eos if isinstance(eos, list) else [eos] if eos is not None else []
+    write_token_map(options.out, frequent_ids(folder, options.size, config.vocab_size, forced))
+    print(f"wrote {options.size} ids to {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""A trained head as files: model.safetensors and config.json in the layout of public EAGLE heads, and a model card."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specray.errors import ConfigError
+from specray.train.batches import AnswerFolder
+from specray.train.card import model_card
+from specray.train.heads import Eagle2Head, Eagle3Head
+from specray.train.target import Target
+
+if TYPE_CHECKING:
+    from specray.train.trainer import TrainSettings
+
+WEIGHTS = "model.safetensors"
+
+
+def export_head(
+    folder: Path, head: Eagle2Head | Eagle3Head, target: Target, settings: "TrainSettings", answers: AnswerFolder,
+    counters: dict[str, Any], validation: dict[str, Any] | None,
+) -> None:  # fmt: skip
+    """Write the head; each file appears whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f".{WEIGHTS}.tmp"
+    save_file({name: _stored(tensor) for name, tensor in head.state_dict().items()}, unfinished)
+    os.replace(unfinished, folder / WEIGHTS)
+    config = head_config(head, target, answers.feature_layers[:-1])
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    card = model_card(config, settings, answers.description, counters, validation)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def head_config(head: Eagle2Head | Eagle3Head, target: Target, feature_layers: list[int]) -> dict[str, Any]:
+    """config.json of the head."""
+    shape, config = target.shape, target.config
+    common = {
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+        **_rope(config.rope_parameters),
+        **{name: getattr(config, name) for name in ("bos_token_id", "eos_token_id")},
+    }
+    if isinstance(head, Eagle2Head):
+        return {"architectures": ["LlamaForCausalLMEagle"], "bias": head.fc.bias is not None, **common}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **common,
+        "draft_vocab_size": len(head.draft_ids),
+        "fc_norm": True,
+        # Outputs of layers, as public heads have it: what enters layer l is the output of layer l - 1.
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in feature_layers],
+            "use_aux_hidden_state": True,
+        },
+    }
+
+
+def load_exported(head: Eagle2Head | Eagle3Head, folder: Path) -> None:
+    """Take the weights of a head that was written before. A draft vocabulary of its own stays: rows go by target id."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ConfigError(f"--init-head {folder} has no {WEIGHTS}; name a folder that this trainer wrote")
+    tensors = load_file(path)
+    if isinstance(head, Eagle3Head):
+        _move_output_rows(head, tensors, path)
+    own = head.state_dict()
+    for name, tensor in own.items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            seen = list(tensors[name].shape) if name in tensors else "missing"
+            raise ConfigError(f"{path}: tensor {name} is {seen}, the head to train has {list(tensor.shape)}")
+    head.load_state_dict({name: tensors[name].to(tensor.dtype) for name, tensor in own.items()})
+
+
+def _move_output_rows(head: Eagle3Head, tensors: dict[str, Tensor], path: Path) -> None:
+    """Make the stored output rows those of this head's draft vocabulary; ids it did not have keep the start's."""
+    if "d2t" not in tensors or "lm_head.weight" not in tensors:
+        raise ConfigError(f"{path} has no d2t and lm_head.weight; it is not an EAGLE-3 head with a draft vocabulary")
+    stored_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+    rows = head.lm_head.weight.detach().clone().cpu()
+    place = {int(token): index for index, token in enumerate(stored_ids)}
+    for row, token in enumerate(head.draft_ids.tolist()):
+        if token in place:
+            rows[row] = tensors["lm_head.weight"][place[token]].float()
+    tensors.update({"lm_head.weight": rows, "d2t": head.d2t.cpu(), "t2d": head.t2d.cpu()})
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    return (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
+
+
+def _rope(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """The target's rotary positions in the names of public heads."""
+    rope = dict(parameters or {})
+    theta = rope.pop("rope_theta", 10000.0)
+    scaled = rope.get("rope_type", "default") != "default"
+    return {"rope_theta": theta, "rope_scaling": rope if scaled else None}

@@ -1,0 +1,41 @@
+"""The picture of a run: acceptance against tokens seen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specray.errors import ConfigError
+
+PLOT = "plot.png"
+
+
+def plot_run(run: Path) -> None:
+    """Draw `plot.png` from the run's log. ConfigError if matplotlib is not installed."""
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    points = [line for line in lines if line["validation"]]
+    if points:
+        _draw(points, run / PLOT)
+
+
+def _draw(points: list[dict[str, Any]], path: Path) -> None:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ConfigError(f"the plot needs matplotlib ({error}); run `pip install specray[train]`") from None
+    millions = [point["tokens"] / 1e6 for point in points]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for name, label in (("accept_length", "chain"), ("accept_length_top4", "in the best 4")):
+        left.plot(millions, [point["validation"][name] for point in points], marker=".", label=label)
+    left.set(xlabel="million tokens seen", ylabel="estimated accept length", title="Accept length, held-out answers")
+    for depth in range(len(points[0]["validation"]["conditional"])):
+        shares = [point["validation"]["conditional"][depth] for point in points]
+        right.plot(millions, shares, marker=".", label=f"depth {depth + 1}")
+    right.set(xlabel="million tokens seen", ylabel="agreement", title="Best token agrees, given all before did")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

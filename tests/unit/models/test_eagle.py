@@ -1,0 +1,349 @@
+"""EAGLE heads of every layout compute what the definition says, and share their target's matrices as told."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.layers.linear import VocabEmbedding
+from specray.layers.parallel import RankGroup
+from specray.models.eagle import ALGORITHMS, EagleHead, load_eagle_head
+from specray.models.llama import Llama
+from specray.models.registry import load_model
+from tests.support.eagle_toy import DRAFT_VOCAB, LAYOUTS, NUM_LAYERS, TARGET_SIZE, ToyHead, target_matrices, toy_head
+from tests.support.toy import CONTEXT, VOCAB_SIZE, write_toy
+
+CPU = torch.device("cpu")
+TOKENS = [5, 63, 0, 17, 17, 40, 2]
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: Path) -> Llama:
+    return load_target(target_folder)
+
+
+def load_target(folder: Path, **options: Any) -> Llama:
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", **options)
+    return load_model(folder, config, RankGroup(), CPU, progress=False)
+
+
+def load(
+    folder: Path, target_folder: Path, target: Llama, version: int, token_map: Tensor | None = None, **options: Any
+) -> EagleHead:
+    algorithm = ALGORITHMS[version]  # type: ignore[index]
+    speculative = SpeculativeConfig(algorithm=algorithm, draft_model_path=str(folder), **options)
+    return load_eagle_head(speculative, target_folder, target, "auto", CPU, version, token_map)  # type: ignore[arg-type]
+
+
+def causal(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    """One row without a past, head by head."""
+    assert layer == 0
+    num_tokens, heads, dim = q.shape
+    mask = torch.full((num_tokens, num_tokens), float("-inf")).triu(1)
+    out = torch.zeros(num_tokens, heads, dim, dtype=q.dtype)
+    for head in range(heads):
+        k, v = kv[:, 0, head * kv.shape[2] // heads], kv[:, 1, head * kv.shape[2] // heads]
+        out[:, head] = ((q[:, head] @ k.T / dim**0.5).float() + mask).softmax(-1).to(q.dtype) @ v
+    return out.reshape(num_tokens, -1)
+
+
+def features_for(head: EagleHead, seed: int = 3) -> Tensor:
+    width = len(head.feature_layers) * TARGET_SIZE
+    return torch.randn(len(TOKENS), width, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@torch.inference_mode()
+def ours(head: EagleHead, first_position: int = 0) -> dict[str, np.ndarray]:
+    """Two draft steps, the second on the first's own states."""
+    tokens, positions = torch.tensor(TOKENS), torch.arange(len(TOKENS)) + first_position
+    found = {"states": head.fuse(features_for(head))}
+    for step in (1, 2):
+        found[f"output {step}"] = output = head(tokens, found["states"], positions, causal)
+        found[f"logits {step}"] = head.logits(output)
+        found["states"] = found[f"recurred {step}"] = head.recur(output)
+    return {name: value.double().numpy() for name, value in found.items()}
+
+
+def reference(toy: ToyHead, features: np.ndarray, embeds: np.ndarray, target_head: np.ndarray) -> dict[str, np.ndarray]:
+    found = {"states": toy.fuse(features)}
+    for step in (1, 2):
+        found[f"output {step}"] = output = toy.step(embeds, found["states"])
+        found[f"logits {step}"] = toy.logits(output, target_head)
+        found["states"] = found[f"recurred {step}"] = toy.recur(output)
+    return found
+
+
+def expected(toy: ToyHead, head: EagleHead, target_folder: Path) -> dict[str, np.ndarray]:
+    embedding, target_head = target_matrices(target_folder)
+    own = toy.weights.get("embed_tokens.weight", embedding)  # only where the target's does not fit
+    return reference(toy, features_for(head).double().numpy(), own[TOKENS], target_head)
+
+
+def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert found[name].shape == values.shape, name
+        error = np.abs(found[name] - values).max() / np.abs(values).max()
+        assert error < tolerance, (name, error)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_computes_what_the_definition_says(
+    name: str, tmp_path: Path, target_folder: Path, target: Llama
+) -> None:
+    toy = toy_head(name)
+    head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
+    assert_close(ours(head), expected(toy, head, target_folder), 1e-5)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_attributes(name: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
+    toy = toy_head(name)
+    head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
+    assert (head.num_heads, head.num_kv_heads, head.head_dim, head.dtype) == (2, 1, 16, torch.float32)
+    ids = toy.settings.get("eagle_aux_hidden_state_layer_ids")
+    assert head.feature_layers == (tuple(index + 1 for index in ids) if ids else (NUM_LAYERS,))
+    has_own_vocabulary = "d2t" in toy.tensors
+    assert head.vocab_size == (DRAFT_VOCAB if has_own_vocabulary else VOCAB_SIZE)
+    columns = torch.arange(head.vocab_size)
+    offsets = toy.tensors["d2t"] if has_own_vocabulary else torch.zeros_like(columns)
+    assert head.target_ids(columns.view(2, -1)).tolist() == (columns + offsets).view(2, -1).tolist()
+    assert (head.draft_token_ids is not None) == has_own_vocabulary
+
+
+@pytest.mark.parametrize("name", ["eagle3-safeailab", "eagle2"])
+def test_positions_reach_the_targets_context(name: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
+    """The head's own max_position_embeddings is far shorter. Attention is relative, so a shifted row is the same."""
+    toy = toy_head(name)
+    head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
+    assert_close(ours(head, CONTEXT - len(TOKENS)), expected(toy, head, target_folder), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["eagle3-safeailab", "eagle3-target-head", "eagle3-fc-norm", "eagle2"])
+def test_draft_type_is_independent_of_the_targets(
+    name: str, tmp_path: Path, target_folder: Path, target: Llama
+) -> None:
+    toy = toy_head(name)
+    head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version, draft_dtype="bfloat16")
+    tokens, positions = torch.tensor(TOKENS), torch.arange(len(TOKENS))
+    output = head(tokens, head.fuse(features_for(head)), positions, causal)
+    assert (head.dtype, output.dtype, head.logits(output).dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    wanted = expected(toy, head, target_folder)["logits 1"]
+    assert np.abs(head.logits(output).double().numpy() - wanted).max() / np.abs(wanted).max() < 0.05
+
+
+@pytest.mark.parametrize("name", ["eagle3-target-head", "eagle2"])
+@pytest.mark.parametrize("variant", ["llama", "tied"])
+def test_a_target_rank_with_part_of_the_vocabulary(name: str, variant: str, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    target_folder = write_toy(tmp_path / "target", variant)
+    target = load_target(target_folder)
+    target.embedding = VocabEmbedding(target.embedding.weight[: VOCAB_SIZE // 2], RankGroup())
+    toy = toy_head(name)
+    head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
+    assert_close(ours(head), expected(toy, head, target_folder), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["eagle3-target-head", "eagle2"])
+def test_the_targets_matrices_are_shared_not_read_again(name: str, tmp_path: Path, target: Llama) -> None:
+    toy = toy_head(name)
+    head = load(toy.write(tmp_path / "head"), tmp_path / "nothing here", target, toy.layout.version)
+    assert head.vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("variant", ["llama", "tied"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_token_map_takes_rows_of_the_targets_output_matrix(variant: str, dtype: str, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    target_folder = write_toy(tmp_path / "target", variant)
+    ids = torch.tensor([9, 2, 63, 30, 1])
+    target, toy = load_target(target_folder), toy_head("eagle2")
+    toy.write(tmp_path / "head")
+    head = load(tmp_path / "head", target_folder, target, 2, ids, draft_dtype=dtype)
+    whole = load(tmp_path / "head", target_folder, target, 2, draft_dtype=dtype)
+    assert (head.vocab_size, head.draft_token_ids.tolist() if head.draft_token_ids is not None else None) == (
+        len(ids),
+        ids.tolist(),
+    )
+    assert head.target_ids(torch.tensor([[4, 0], [2, 2]])).tolist() == [[1, 9], [63, 63]]
+    output = torch.randn(3, TARGET_SIZE, generator=torch.Generator().manual_seed(1)).to(head.dtype)
+    torch.testing.assert_close(head.logits(output), whole.logits(output)[:, ids], rtol=1e-2, atol=1e-5)
+
+
+def test_token_map_is_ignored_by_eagle3_with_a_warning(
+    tmp_path: Path, target_folder: Path, target: Llama, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("eagle3-target-head", "eagle3-safeailab"):
+        folder = toy_head(name).write(tmp_path / name)
+        plain = load(folder, target_folder, target, 3)
+        assert not caplog.records
+        mapped = load(folder, target_folder, target, 3, torch.tensor([1, 2]))
+        assert "token_map is ignored" in caplog.text
+        assert mapped.vocab_size == plain.vocab_size
+        caplog.clear()
+
+
+def test_default_features_enter_layers_two_half_and_third_from_last(tmp_path: Path) -> None:
+    from specray.models.eagle_files import HeadConfig
+
+    toy = toy_head("eagle3-safeailab")
+    del toy.config["eagle_config"]
+    config = HeadConfig.read(toy.write(tmp_path))
+    assert config.feature_layers(tmp_path, 30) == (2, 15, 27)
+    assert config.feature_layers(tmp_path, 33) == (2, 16, 30)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+Break = Callable[[ToyHead], object]
+
+
+def setting(**changes: Any) -> Break:
+    return lambda toy: toy.config.update(changes)
+
+
+def tensor(name: str, change: Callable[[Tensor], Tensor]) -> Break:
+    def apply(toy: ToyHead) -> None:
+        toy.tensors[toy.stored(name)] = change(toy.tensors[toy.stored(name)]).contiguous()
+
+    return apply
+
+
+def with_extra(name: str) -> Break:
+    return lambda toy: toy.tensors.update({name: torch.zeros(3)})
+
+
+def no_aux_ids(toy: ToyHead) -> None:
+    toy.config.pop("eagle_config", None)
+
+
+REFUSED: dict[str, tuple[str, Break, str]] = {
+    "vocabulary": ("eagle3-safeailab", setting(vocab_size=65), r"config.json: vocab_size=65, but the target's is 64"),
+    "vocabulary, EAGLE-2": ("eagle2", setting(vocab_size=65), r"vocab_size=65, but the target's is 64"),
+    "hidden size": ("eagle3-safeailab", setting(hidden_size=40), r"hidden_size=40, but the target's is 32"),
+    "target hidden size": ("eagle3-layers", setting(target_hidden_size=40), r"target_hidden_size=40, .* is 32"),
+    "another width, EAGLE-2": ("eagle2", setting(hidden_size=40, target_hidden_size=32), r"cannot use the output"),
+    "d2t beyond the vocabulary": (
+        "eagle3-layers",
+        tensor("d2t", lambda t: t + 30),
+        r"safetensors: tensor d2t .* 24 di",
+    ),
+    "d2t below 0": ("eagle3-layers", tensor("d2t", lambda t: t - 2), r"d2t .* -1 …"),
+    "d2t doubled": (
+        "eagle3-no-mask",
+        tensor("d2t", lambda t: t - torch.arange(24).eq(3).int() * 2),
+        r"d2t .*different",
+    ),
+    "t2d disagrees": ("eagle3-layers", tensor("t2d", lambda t: t.roll(1)), r"d2t .* mask t2d"),
+    "t2d of another length": ("eagle3-layers", tensor("t2d", lambda t: t[:63]), r"t2d has shape \[63\], .* \[64\]"),
+    "draft vocabulary": ("eagle3-layers", setting(draft_vocab_size=25), r"d2t has shape \[24\], .* \[25\]"),
+    "a copy of another size": (
+        "eagle2",
+        tensor("embed_tokens.weight", lambda t: t[:60]),
+        r"pytorch_model.bin: tensor embed_tokens.weight has shape \[60, 32\], .* \[64, 32\]",
+    ),
+    "extra tensor": ("eagle2", with_extra("layers.1.x"), r"pytorch_model.bin: 1 tensors are not part .*layers.1.x"),
+    "EAGLE-3 norm in EAGLE-2": ("eagle2", with_extra("norm.weight"), r"not part of an EAGLE-2 head .*norm.weight"),
+    "bias denied": ("eagle2-bias-unsaid", setting(bias=False), r"not part of .*fc.bias"),
+    "bias claimed": ("eagle2", setting(bias=True), r"no tensor 'fc.bias' in pytorch_model.bin"),
+    "fc_norm unsaid": ("eagle3-fc-norm", setting(fc_norm=False), r"3 tensors .*fc_norm.0.weight"),
+    "fc_norm claimed": ("eagle3-layers", setting(fc_norm=True), r"no tensor 'fc_norm.0.weight'"),
+    "no ids of features": ("eagle3-safeailab", no_aux_ids, r"\[1, 0, -2\] do not exist .*without eagle_aux"),
+    "ids past the target": (
+        "eagle3-layers",
+        setting(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
+        r"\[0, 1, 2\] do not exist in the target \(2 layers, by eagle_aux",
+    ),
+    "number of features": ("eagle3-layers", setting(num_aux_hidden_states=2), r"num_aux_hidden_states=2, but .* 3"),
+    "two layers": ("eagle2", setting(num_hidden_layers=2), r"num_hidden_layers=2 is not supported .*only 1"),
+    "activation": ("eagle2", setting(hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
+    "mlp bias": ("eagle2", setting(mlp_bias=True), r"mlp_bias=True is not supported"),
+    "quantized": ("eagle3-layers", setting(quantization_config={"bits": 4}), r"quantization_config="),
+    "heads": ("eagle2", setting(num_key_value_heads=3), r"2 heads, 3 KV heads"),
+    "rope kind": ("eagle2", setting(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), r"rope_type='dynamic'"),
+    "rope settings": ("eagle2", setting(rope_scaling={"rope_type": "llama3"}), r"config.json: its RoPE settings"),
+    "a word for a number": ("eagle2", setting(hidden_size="32"), r"hidden_size: Input should be a valid integer"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_misfits_are_refused(case: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
+    name, change, message = REFUSED[case]
+    toy = toy_head(name)
+    change(toy)
+    with pytest.raises(ValueError, match=message):
+        load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
+
+
+def _needed(name: str) -> list[str]:
+    return [n for n in toy_head(name).tensors if n not in ("t2d", "embed_tokens.weight")]
+
+
+MATRICES = [(name, n) for name in ("eagle3-safeailab", "eagle3-prefixed", "eagle2") for n in _needed(name)]
+
+
+@pytest.mark.parametrize(("name", "missing"), MATRICES)
+def test_a_missing_tensor_is_named(name: str, missing: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
+    toy = toy_head(name)
+    del toy.tensors[missing]
+    with pytest.raises(ValueError, match=rf"{missing.removeprefix('model.')}") as caught:
+        load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
+    assert str(tmp_path / "head") in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "misshapen"), MATRICES)
+def test_a_misshapen_tensor_is_named_with_both_shapes(
+    name: str, misshapen: str, tmp_path: Path, target_folder: Path, target: Llama
+) -> None:
+    toy = toy_head(name)
+    whole = toy.tensors[misshapen]
+    toy.tensors[misshapen] = whole[:-1].contiguous()
+    shapes = rf"\[{len(whole) - 1}.*\], but config.json implies \[{len(whole)}"
+    with pytest.raises(ValueError, match=rf"head/\S+: tensor {misshapen} has shape {shapes}"):
+        load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "last-state" not in name])
+def test_the_other_kind_is_refused_with_the_algorithm_to_set(
+    name: str, tmp_path: Path, target_folder: Path, target: Llama
+) -> None:
+    toy = toy_head(name)
+    kind = toy.layout.version
+    with pytest.raises(ValueError, match=rf"EAGLE-{kind} head, .*set speculative.algorithm: {ALGORITHMS[kind]} "):  # type: ignore[index]
+        load(toy.write(tmp_path / "head"), target_folder, target, 5 - kind)
+
+
+def test_a_folder_that_holds_no_head(tmp_path: Path, target_folder: Path, target: Llama) -> None:
+    with pytest.raises(ValueError, match=r"num_hidden_layers=2"):
+        load(target_folder, target_folder, target, 3)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds a list instead of an object"):
+        load(tmp_path, target_folder, target, 3)
+    toy = toy_head("eagle2")
+    toy.tensors = {"model.norm.weight": torch.zeros(32)}
+    with pytest.raises(ValueError, match=r"holds no EAGLE head: expected fc.weight .*found model.norm.weight"):
+        load(toy.write(tmp_path / "other"), target_folder, target, 2)
+
+
+def test_no_path_is_refused(target_folder: Path, target: Llama) -> None:
+    with pytest.raises(ValueError, match="draft_model_path is null"):
+        load_eagle_head(SpeculativeConfig(algorithm="EAGLE3"), target_folder, target, "auto", CPU, 3)
+
+
+@pytest.mark.parametrize("name", ["eagle2", "eagle3-safeailab"])
+def test_draft_load_format_chooses_the_files(name: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
+    toy = toy_head(name)
+    folder = toy.write(tmp_path / "head")
+    load(folder, target_folder, target, toy.layout.version, draft_load_format="bin")
+    with pytest.raises(ValueError, match="load_format=safetensors"):
+        load(folder, target_folder, target, toy.layout.version, draft_load_format="safetensors")
