@@ -2,7 +2,7 @@
 
 `EngineStats` is the only place that counts: plain integers and floats touched by the step loop's
 thread, copied out by `snapshot` about once a second. Counters, never averages, so that PromQL can
-difference them: accept length = 1 + rate(accepted) / rate(drafts). Acceptance at position p, given that
+difference them: accept length = 1 + rate(accepted) / rate(verify_steps). Acceptance at position p, given that
 position p - 1 was accepted, is rate(per_pos{position="p"}) / rate(per_pos{position="p-1"}); at position 0
 it is rate(per_pos{position="0"}) / rate(drafts). One engine has one drafter: `* on (instance)
 group_left (drafter) specray_drafter_info` puts its name to any of these.

@@ -1,4 +1,5 @@
 """Measuring: drafting methods compared in one process, interleaved, over the same weights.
 
-`command` is `specray bench`; `figures` prints the README's table. Not here: tuning, and anything that serves.
+`command` is `specray bench`, `tune_command` is `specray tune`; `figures` prints the README's table. Not here: anything
+that serves.
 """

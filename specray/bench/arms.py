@@ -19,7 +19,7 @@ from specray.llm import LLM
 from specray.models.llama import Llama
 from specray.outputs import FinishReason, RequestOutput, RequestUsage
 from specray.sampling_params import SamplingParams
-from specray.spec_decode import DRAFTERS
+from specray.spec_decode import DRAFTERS, check_speculative
 from specray.worker.local import LocalExecutor
 
 PLAIN = "plain"
@@ -149,12 +149,17 @@ def _named_files(match: re.Match[str]) -> dict[str, str | None]:
 
 
 def _speculative(name: str, fields: dict[str, Any]) -> SpeculativeConfig:
+    """The options as a whole, checked as far as that goes without a model."""
     try:
-        return SpeculativeConfig.model_validate(fields)
+        config = SpeculativeConfig.model_validate(fields)
+        check_speculative(config)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"arm {name!r}: {place}={first['input']!r}: {first['msg']}; choose another") from None
+    except ConfigError as error:
+        raise ConfigError(f"arm {name!r}: {error}") from None
+    return config
 
 
 def target_of(llm: LLM) -> Llama:

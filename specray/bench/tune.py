@@ -26,14 +26,13 @@ from specray.bench.tune_command import METHOD
 from specray.bench.tune_plot import save_plot
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
+from specray.spec_decode import DRAFTERS
 
 # From a short chain, which a busy machine can still afford, to trees that only pay where many rows cost like one.
 TREES = (
     "2-1-3", "3-1-4", "5-1-6", "3-2-6", "4-2-8", "5-4-8", "5-4-12", "5-4-16", "6-8-16", "6-8-24", "7-8-32",
 )  # fmt: skip
-CANDIDATES: dict[str, tuple[str, ...]] = {
-    "NGRAM": ("4", "6", "8", "12", "16", "24")
-}  # of methods that know no other tree option
+NODES = ("4", "6", "8", "12", "16", "24")  # for methods that know no other tree option
 
 
 @dataclass(slots=True)
@@ -93,7 +92,7 @@ def make_candidates(speculative: SpeculativeConfig, trees: Sequence[str] | None 
     """The trees to try with a method; the configured one is always among them. Raises ConfigError."""
     if speculative.algorithm is None:
         raise ConfigError("plain decoding has no draft tree to tune; choose a drafting method with --method")
-    names = list(trees or CANDIDATES.get(speculative.algorithm, TREES))
+    names = list(trees or (TREES if "eagle_topk" in DRAFTERS[speculative.algorithm].options else NODES))
     configured = tree_name(speculative)
     if configured not in (*names, "auto"):
         names.append(configured)

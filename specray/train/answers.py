@@ -5,7 +5,6 @@ prompt, temperature and noise follow from it, and a shard names the indexes it h
 where it was, and several processes share the work. Not here: what the shards look like (`shards`).
 """
 
-import argparse
 import json
 import os
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from specray.models.files import resolve_model
 from specray.models.registry import load_config
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
+from specray.train.answer_options import AnswerOptions
 from specray.train.prompts import PromptFile, chat_prompt, describe_all, read_prompt_file, user_header
 from specray.train.recorder import FeatureRecorder, Recording
 from specray.train.shards import DESCRIPTION, TokenSequence, write_shard, written_indexes
@@ -32,30 +32,6 @@ SHARD_TOKENS = 65_536
 _INDEX_BITS = 40
 _LONGEST_TURN = 256  # tokens of a turn the target writes itself; a longer one is not used
 _LONGEST_PROMPT = 768  # tokens; a longer prompt is not used
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """What to ask and how; the same options over the same folder go on where they stopped."""
-
-    folder: Path
-    model: str
-    prompts: tuple[Path, ...]
-    samples: int  # answers to each prompt of the files
-    self_prompts: int  # prompts the target writes itself
-    max_tokens: int
-    concurrency: int
-    generators: int  # processes
-    seed: int
-    dtype: str
-    max_bad_rows: int
-
-    @classmethod
-    def of(cls, options: argparse.Namespace, folder: Path) -> "AnswerOptions":
-        return cls(
-            folder, options.model, tuple(options.prompts), options.samples, options.self_prompts, options.answer_tokens,
-            options.answer_concurrency, options.generators, options.seed, options.dtype, options.max_bad_rows,
-        )  # fmt: skip
 
 
 def make_answers(options: AnswerOptions, progress: bool = True) -> Path:
@@ -182,10 +158,10 @@ class _Generator:
     def _indexes(self) -> list[int]:
         """This part's requests that are still to do, in an order that mixes all kinds."""
         total = len(self._texts) * self._options.samples + self._options.self_prompts
-        done = written_indexes(self._options.folder)
-        order = [index for index in range(total) if index not in done]
+        order = list(range(total))
         Random(self._options.seed).shuffle(order)
-        return order[self._part :: self._options.generators]
+        done = written_indexes(self._options.folder)
+        return [index for index in order[self._part :: self._options.generators] if index not in done]
 
     def _first_job(self, index: int) -> _Job:
         temperature = TEMPERATURES[Random(index).randrange(len(TEMPERATURES))]
@@ -202,6 +178,7 @@ class _Generator:
         params = SamplingParams(
             max_tokens=_LONGEST_TURN if job.writes_prompt else self._options.max_tokens,
             temperature=1.0 if job.writes_prompt else job.temperature,
+            top_p=0.9 if job.writes_prompt else 1.0,  # a question from the tail of the law is no question
             seed=self._seed(job),
         )
         self._llm.engine.add_request(EngineRequest(request_id, job.token_ids, params))

@@ -117,22 +117,29 @@ class BatchStream:
         return min(self._folder[place[0]].lengths[place[1]], self._max_length)
 
 
-def collate(
-    answers: Sequence[Answer], columns: slice, hidden_size: int, max_length: int, dtype: torch.dtype, device: torch.device
-) -> Batch:
-    """Pad answers into one batch; `columns` are the feature columns that the head reads."""
-    lengths = [min(len(answer.token_ids), max_length) for answer in answers]
-    size = (len(answers), max(lengths))
-    token_ids = torch.zeros(size, dtype=torch.int64)
-    features = torch.zeros(*size, answers[0].features.shape[1], dtype=torch.bfloat16)
-    for row, (answer, length) in enumerate(zip(answers, lengths, strict=True)):
-        token_ids[row, :length] = answer.token_ids[:length]
-        features[row, :length] = answer.features[:length]
-    features = features.to(device, dtype)
-    return Batch(
-        token_ids=token_ids.to(device),
-        lengths=torch.tensor(lengths, device=device),
-        prompt_lengths=torch.tensor([answer.prompt_length for answer in answers], device=device),
-        features=features[..., columns],
-        final=features[..., -hidden_size:],
-    )
+@dataclass(frozen=True, slots=True)
+class Collate:
+    """Pads answers into one batch on the device that trains."""
+
+    columns: slice  # of the features: what the head reads
+    hidden_size: int
+    max_length: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, answers: Sequence[Answer]) -> Batch:
+        lengths = [min(len(answer.token_ids), self.max_length) for answer in answers]
+        size = (len(answers), max(lengths))
+        token_ids = torch.zeros(size, dtype=torch.int64)
+        features = torch.zeros(*size, answers[0].features.shape[1], dtype=torch.bfloat16)
+        for row, (answer, length) in enumerate(zip(answers, lengths, strict=True)):
+            token_ids[row, :length] = answer.token_ids[:length]
+            features[row, :length] = answer.features[:length]
+        features = features.to(self.device, self.dtype)
+        return Batch(
+            token_ids=token_ids.to(self.device),
+            lengths=torch.tensor(lengths, device=self.device),
+            prompt_lengths=torch.tensor([answer.prompt_length for answer in answers], device=self.device),
+            features=features[..., self.columns],
+            final=features[..., -self.hidden_size :],
+        )

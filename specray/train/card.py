@@ -1,16 +1,15 @@
 """The model card of a trained head: what it is, what it learnt from, how, and how good it was on held-out answers."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from specray.train.trainer import TrainSettings
+from specray.train.settings import Counters, TrainSettings
 
 _METHODS = {"eagle3": "EAGLE-3", "eagle2": "EAGLE-2"}
 
 
 def model_card(
-    config: dict[str, Any], settings: "TrainSettings", answers: dict[str, Any], counters: dict[str, Any],
+    config: dict[str, Any], settings: TrainSettings, answers: dict[str, Any], counters: Counters,
     validation: dict[str, Any] | None,
 ) -> str:  # fmt: skip
     """README.md of a head, in Markdown."""
@@ -35,9 +34,9 @@ def _data(answers: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _training(settings: "TrainSettings", counters: dict[str, Any], config: dict[str, Any]) -> str:
-    hours = counters["seconds"] / 3600
-    rows = {"steps": f"{counters['steps']:,}", "tokens seen": f"{counters['tokens']:,}", "hours": f"{hours:.1f}"}
+def _training(settings: TrainSettings, counters: Counters, config: dict[str, Any]) -> str:
+    hours = counters.seconds / 3600
+    rows = {"steps": f"{counters.steps:,}", "tokens seen": f"{counters.tokens:,}", "hours": f"{hours:.1f}"}
     rows |= {name.replace("_", " "): _plain(value) for name, value in asdict(settings).items() if value is not None}
     rows["draft vocabulary"] = str(config.get("draft_vocab_size", "that of the target"))
     return "\n".join(f"- {name}: {value}" for name, value in rows.items())

@@ -75,7 +75,7 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
         add("--train-vocab", type=positive, default=8192, dest="draft_vocab_size", metavar="N",
             help="most frequent ids trained on; serving uses all (default: %(default)s)")  # fmt: skip
         add("--bias", action="store_true", help="let fc have a bias")
-    add("--batch-tokens", type=positive, default=2048, metavar="N", help="positions of a batch (default: %(default)s)")
+    add("--batch-tokens", type=positive, default=1024, metavar="N", help="positions of a batch (default: %(default)s)")
     add("--max-length", type=positive, default=2048, metavar="N", help="longer sequences are cut (default: %(default)s)")
     add("--learning-rate", type=float, default=1e-3, metavar="X", help="the highest (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the matrices (default: %(default)s)")
@@ -97,7 +97,8 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
 def _train(options: argparse.Namespace, answers: Path) -> int:
     import torch  # seconds that --help need not wait for
 
-    from specray.train.trainer import Trainer, TrainSettings
+    from specray.train.settings import TrainSettings
+    from specray.train.trainer import Trainer
 
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,18 +12,16 @@ from torch import Tensor
 from specray.errors import ConfigError
 from specray.train.batches import AnswerFolder
 from specray.train.card import model_card
-from specray.train.heads import Eagle2Head, Eagle3Head
+from specray.train.heads import Eagle2Head, Eagle3Head, TrainedHead
+from specray.train.settings import Counters, TrainSettings
 from specray.train.target import Target
-
-if TYPE_CHECKING:
-    from specray.train.trainer import TrainSettings
 
 WEIGHTS = "model.safetensors"
 
 
 def export_head(
-    folder: Path, head: Eagle2Head | Eagle3Head, target: Target, settings: "TrainSettings", answers: AnswerFolder,
-    counters: dict[str, Any], validation: dict[str, Any] | None,
+    folder: Path, head: TrainedHead, target: Target, settings: TrainSettings, answers: AnswerFolder,
+    counters: Counters, validation: dict[str, Any] | None,
 ) -> None:  # fmt: skip
     """Write the head; each file appears whole."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +34,7 @@ def export_head(
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def head_config(head: Eagle2Head | Eagle3Head, target: Target, feature_layers: list[int]) -> dict[str, Any]:
+def head_config(head: TrainedHead, target: Target, feature_layers: list[int]) -> dict[str, Any]:
     """config.json of the head."""
     shape, config = target.shape, target.config
     common = {
@@ -72,7 +70,7 @@ def head_config(head: Eagle2Head | Eagle3Head, target: Target, feature_layers: l
     }
 
 
-def load_exported(head: Eagle2Head | Eagle3Head, folder: Path) -> None:
+def load_exported(head: TrainedHead, folder: Path) -> None:
     """Take the weights of a head that was written before. A draft vocabulary of its own stays: rows go by target id."""
     path = folder / WEIGHTS
     if not path.is_file():

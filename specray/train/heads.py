@@ -4,7 +4,6 @@ What lives here: EAGLE-3's and EAGLE-2's modules and how they start. Not here: r
 (`specray.models`), the unrolled steps (`unroll`), config.json (`export`).
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -210,9 +209,7 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def matrices(head: nn.Module, besides: Sequence[str] = ()) -> list[nn.Parameter]:
-    """The head's 2-D parameters, without those whose name begins with one of `besides`."""
-    return [p for name, p in head.named_parameters() if p.ndim == 2 and not name.startswith(tuple(besides))]
+TrainedHead = Eagle3Head | Eagle2Head
 
 
 def _linear(in_size: int, out_size: int, bias: bool = False, spread: float = _SPREAD) -> nn.Linear:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK = 128  # rows; with 8 K draft tokens a chunk's logits stay in the cache
+_CHUNK = 256  # rows; with 8 K draft tokens a chunk's logits stay in the cache
 _BLOCK = 2048  # rows whose errors are multiplied at once: few passes over the weight's gradient
 
 

@@ -1,18 +1,17 @@
 """The picture of a run: acceptance against tokens seen."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from specray.errors import ConfigError
+from specray.train.checkpoint import read_log
 
 PLOT = "plot.png"
 
 
 def plot_run(run: Path) -> None:
     """Draw `plot.png` from the run's log. ConfigError if matplotlib is not installed."""
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    points = [line for line in lines if line["validation"]]
+    points = [line for line in read_log(run) if line["validation"]]
     if points:
         _draw(points, run / PLOT)
 

@@ -71,7 +71,9 @@ def chat_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def user_header(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Token ids of the chat template up to where a user's words begin; of a model without chat, how a text begins."""
+    """Token ids of the chat template up to where a user's words begin; of a model without chat, the token of a start."""
+    if tokenizer.chat_template is None and tokenizer.bos_token_id is not None:
+        return [tokenizer.bos_token_id]
     first, second = (chat_prompt(tokenizer, text) for text in ("Alpha", "Zoo"))
     common = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
     if common == 0:
@@ -97,7 +99,7 @@ def _first_turn(row: Any) -> str:
     if "turns" in row:
         text = row["turns"][0]
     elif "messages" in row:
-        text = next(message["content"] for message in row["messages"] if message["role"] == "user")
+        text = next((message["content"] for message in row["messages"] if message["role"] == "user"), None)
     else:
         text = row["prompt"]
     if not isinstance(text, str) or not text.strip():

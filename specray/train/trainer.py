@@ -2,15 +2,11 @@
 
 A run folder holds `checkpoint.pt` (all that is needed to go on), `log.jsonl` (losses and validations), `plot.png` and
 `head/` (what the engine serves, as of the last checkpoint). Not here: options (`command`), the files of a head
-(`export`), what is learnt from a batch (`unroll`, `loss`).
+(`export`), what is learnt from a batch (`learner`).
 """
 
-import json
-import os
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,278 +15,176 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specray.errors import ConfigError
-from specray.train.batches import AnswerFolder, BatchStream, Progress, collate
+from specray.train.batches import AnswerFolder, BatchStream, Collate, Progress
+from specray.train.checkpoint import CHECKPOINT, append_log, last_validation, read_checkpoint, write_checkpoint
 from specray.train.export import export_head, load_exported
-from specray.train.heads import Eagle2Head, Eagle3Head
-from specray.train.loss import soft_cross_entropy, soft_labels
-from specray.train.optimizer import Optimizer, learning_rate
+from specray.train.heads import Eagle2Head, Eagle3Head, TrainedHead
+from specray.train.interrupts import Interrupts
+from specray.train.learner import Learner, autocast
 from specray.train.plot import plot_run
-from specray.train.shards import Answer
-from specray.train.target import load_target
+from specray.train.settings import Counters, TrainSettings
+from specray.train.target import Target, load_target
 from specray.train.token_map import frequent_ids
-from specray.train.unroll import lessons, unroll
-from specray.train.validation import Validation, Validator
+from specray.train.validation import Validator
 
-CHECKPOINT = "checkpoint.pt"
-LOG = "log.jsonl"
 HEAD = "head"
-
-
-@dataclass(frozen=True, slots=True)
-class TrainSettings:
-    """Everything a run depends on besides its data; the meaning of each is in `specray train eagle3 --help`."""
-
-    kind: str  # eagle3 or eagle2
-    tokens: int
-    unroll: int = 3
-    step_decay: float = 0.8
-    draft_vocab_size: int = 8192
-    batch_tokens: int = 2048
-    max_length: int = 2048
-    learning_rate: float = 1e-3
-    optimizer: str = "adamw"
-    warmup: float = 0.02
-    decay: float = 0.25
-    clip: float = 1.0
-    seed: int = 0
-    bias: bool = False
-    start: str = "identity"
-    init_head: str | None = None
-    dtype: str = "auto"
-    validate_every: int = 500_000
-    checkpoint_minutes: float = 10.0
-    max_minutes: float | None = None
-
-    def same_run(self, other: dict[str, Any]) -> str | None:
-        """The first option that must not change when a run goes on, but did."""
-        return next((name for name in ("kind", "seed", "bias") if other[name] != getattr(self, name)), None)
-
-
-@dataclass(slots=True)
-class Counters:
-    """How far a run is; in every checkpoint."""
-
-    steps: int = 0
-    tokens: int = 0  # positions that taught, those seen twice counted twice
-    next_validation: int = 0
-    seconds: float = 0.0
+_SHOWN_STEPS = 20  # the bar's figures are the mean of so many
 
 
 class Trainer:
     """One run. Building it loads the target and, where the run folder has one, the checkpoint."""
 
     def __init__(self, settings: TrainSettings, answers: Path, run: Path, device: torch.device) -> None:
-        self.settings = settings
-        self.run_folder = run
-        self._device = device
+        self._settings = settings
+        self._run = run
         self._folder = AnswerFolder(answers)
-        self._dtype = _resolve_dtype(settings.dtype, device)
-        self.target = load_target(self._folder.description["model"], self._dtype, device, settings.max_length)
+        dtype = _resolve_dtype(settings.dtype, device)
+        self._target = load_target(self._folder.description["model"], dtype, device, settings.max_length)
+        columns = _head_columns(settings.kind, self._folder)
+        self._collate = Collate(columns, self._folder.hidden_size, settings.max_length, dtype, device)
         run.mkdir(parents=True, exist_ok=True)
-        saved = _read_checkpoint(run / CHECKPOINT, device)
-        if saved is not None and (name := settings.same_run(saved["settings"])):
+        saved = read_checkpoint(run, device)
+        if saved is not None and (name := settings.changed(saved["settings"])):
             raise ConfigError(
                 f"{run / CHECKPOINT} was made with {name}={saved['settings'][name]!r}, and now it is "
                 f"{getattr(settings, name)!r}; use the same option to go on, or another run folder"
             )
-        self._prepare(saved)
+        torch.manual_seed(settings.seed)
+        self.head = _build_head(settings, self._folder, self._target, saved["draft_ids"] if saved else None)
+        self._learner = Learner(self.head, self._target, settings, self._collate)
+        self._validator = Validator(self._folder, self._target, self._collate)
+        self.counters = Counters(**saved["counters"]) if saved else Counters()
+        progress = Progress(**saved["progress"]) if saved else Progress()
+        if saved is not None:
+            self._restore(saved)
+        self._stream = BatchStream(self._folder, progress, settings.seed, settings.batch_tokens, settings.max_length)
+        self._recent: list[Tensor] = []  # figures of the steps since the last line of the log
+        self._resumed_at = time.monotonic() - self.counters.seconds
 
     def run(self) -> bool:
-        """Train until the budget is spent; False if --max-minutes ended it before. Ctrl-C checkpoints, then raises."""
-        settings, counters = self.settings, self.counters
-        began = saved_at = time.monotonic()
-        with tqdm(total=settings.tokens, initial=counters.tokens, desc=settings.kind, unit="token", unit_scale=True,
-                  smoothing=0.1) as bar:  # fmt: skip
-            try:
-                while counters.tokens < settings.tokens:
-                    bar.update(self._train(next(self._stream)))
-                    now = time.monotonic()
-                    if counters.tokens >= counters.next_validation:
-                        self._validate(bar)
-                    if now - saved_at > 60 * settings.checkpoint_minutes:
-                        self._save(began)
-                        began = saved_at = now
-                    if settings.max_minutes is not None and now - self._started > 60 * settings.max_minutes:
-                        break
-                    self._show(bar)
+        """Train until the budget is spent; False if --max-minutes ended it before.
+
+        Ctrl-C checkpoints after the step under way, then raises KeyboardInterrupt.
+        """
+        counters, total = self.counters, self._settings.tokens
+        clock = _Clock(self._settings)
+        bar = tqdm(total=total, initial=counters.tokens, desc=self._settings.kind, unit="token", unit_scale=True)
+        with bar, Interrupts() as interrupts:
+            while counters.tokens < total and not clock.is_over() and not interrupts.wanted:
+                bar.update(self._step())
+                self._show(bar)
+                if counters.tokens >= counters.next_validation:
+                    self._validate(bar)
+                if clock.wants_checkpoint():
+                    self._save()
+            if counters.tokens >= total:
                 self._validate(bar)
-            finally:
-                self._save(began)
-        return counters.tokens >= settings.tokens
+            self._save()
+            if interrupts.wanted:
+                raise KeyboardInterrupt
+        return counters.tokens >= total
 
-    def _prepare(self, saved: dict[str, Any] | None) -> None:
-        settings = self.settings
-        self._started = time.monotonic()
-        torch.manual_seed(settings.seed)
-        if saved is None:
-            count = settings.draft_vocab_size
-            ids = frequent_ids(self._folder, count, self.target.shape.vocab_size, self.target.eos_ids)
-        else:
-            ids = saved["draft_ids"].cpu()
-        ids = ids.sort().values
-        num_features = len(self._folder.feature_layers) - 1
-        self.head: Eagle2Head | Eagle3Head = (
-            Eagle2Head(self.target.shape, ids, settings.bias)
-            if settings.kind == "eagle2"
-            else Eagle3Head(self.target.shape, ids, num_features)
-        )
-        self.head.to(self._device)
-        self.head.start_from(self.target, settings.start)
-        size = self._folder.hidden_size
-        # EAGLE-2 reads the final state, the last columns; EAGLE-3 all columns before.
-        last = num_features * size
-        self._columns = slice(last, None) if settings.kind == "eagle2" else slice(0, last)
-        if saved is None and settings.init_head:
-            load_exported(self.head, Path(settings.init_head))
-        self._optimizer = Optimizer(self.head, settings.optimizer, settings.learning_rate)
-        progress, self.counters = Progress(), Counters()
-        if saved is not None:
-            self.head.load_state_dict(saved["head"])
-            self._optimizer.load_state_dict(saved["optimizer"])
-            progress, self.counters = Progress(**saved["progress"]), Counters(**saved["counters"])
-            torch.set_rng_state(saved["rng"].cpu())
-        self._stream = BatchStream(self._folder, progress, settings.seed, settings.batch_tokens, settings.max_length)
-        self._validator = Validator(self._folder, self.target, self._columns, settings.max_length, self._dtype)
-        self._shown: dict[str, str] = {}
-        self._smooth: list[Tensor] = []  # [loss, top-1 by step …] of the batches since the last log line
-
-    def _train(self, answers: list[Answer]) -> int:
-        """One step of the optimizer; the positions that taught."""
-        settings, head = self.settings, self.head
-        batch = collate(
-            answers, self._columns, self._folder.hidden_size, settings.max_length, self._dtype, self._device
-        )
-        taught = lessons(batch, self._usable_ids())
-        count = len(taught.final)
-        if count == 0:
-            return 0
-        with torch.no_grad():
-            labels = soft_labels(taught.final, self._label_rows())
-        with self._autocast():
-            steps = list(unroll(head, self.target, batch, taught, settings.unroll))
-            weights = [settings.step_decay**depth for depth in range(len(steps))]
-            importance = [
-                torch.full((len(step.lessons),), weight / (sum(weights) * max(len(step.lessons), 1)))
-                for weight, step in zip(weights, steps, strict=True)
-            ]
-            loss, agrees = soft_cross_entropy(
-                torch.cat([step.outputs for step in steps]).to(self._dtype),
-                head.output_weight.to(self._dtype),
-                labels,
-                torch.cat([step.lessons for step in steps]),
-                torch.cat(importance).to(self._device),
-            )
-        loss.backward()  # type: ignore[no-untyped-call]
-        rate = learning_rate(settings, self.counters.tokens)
-        self._optimizer.step(rate, settings.clip)
-        shares = [part.float().mean() for part in agrees.split([len(step.lessons) for step in steps])]
-        self._smooth.append(torch.stack((loss.detach(), *shares)).cpu())
+    def _step(self) -> int:
+        count, figures = self._learner.learn(next(self._stream), self._settings.rate(self.counters.tokens))
+        self._recent.append(figures)
         self.counters.steps += 1
         self.counters.tokens += count
+        self.counters.seconds = time.monotonic() - self._resumed_at
         return count
 
-    def _usable_ids(self) -> Tensor:
-        if not hasattr(self, "_usable"):
-            self._usable = torch.zeros(self.target.shape.vocab_size, dtype=torch.bool, device=self._device)
-            self._usable[self.head.draft_ids] = True
-        return self._usable
-
-    def _label_rows(self) -> Tensor:
-        """The target's own output rows of the draft vocabulary."""
-        if not hasattr(self, "_rows"):
-            self._rows = self.target.head[self.head.draft_ids]
-        return self._rows
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16)
+    def _show(self, bar: "tqdm[Any]") -> None:
+        loss, *shares = torch.stack(self._recent[-_SHOWN_STEPS:]).mean(0).tolist()
+        seen = last_validation(self._run)
+        accept = {"accept": f"{seen['validation']['accept_length']:.2f}"} if seen else {}
+        tops = "/".join(f"{share:.2f}" for share in shares)
+        bar.set_postfix({"loss": f"{loss:.3f}", "top1": tops, **accept}, refresh=False)
 
     def _validate(self, bar: "tqdm[Any]") -> None:
-        settings, counters = self.settings, self.counters
-        every = settings.validate_every
+        counters, every = self.counters, self._settings.validate_every
         counters.next_validation = (counters.tokens // every + 1) * every
-        bar.set_description(f"{settings.kind} validation")
-        with self._autocast():
+        bar.set_description(f"{self._settings.kind}, validating")
+        with autocast(self._collate):
             figures = self._validator(self.head)
-        bar.set_description(settings.kind)
-        self._log(figures)
-        if figures is not None:
-            self._shown["accept"] = f"{figures.accept_length:.2f}"
-            plot_run(self.run_folder)
-
-    def _log(self, figures: Validation | None) -> None:
-        mean = torch.stack(self._smooth).mean(0).tolist() if self._smooth else []
-        self._smooth.clear()
+        bar.set_description(self._settings.kind)
+        loss, *shares = torch.stack(self._recent).mean(0).tolist() if self._recent else (None,)
         line = {
-            "tokens": self.counters.tokens,
-            "steps": self.counters.steps,
-            "seconds": round(self.counters.seconds + time.monotonic() - self._started, 1),
-            "learning_rate": learning_rate(self.settings, self.counters.tokens),
-            "loss": round(mean[0], 4) if mean else None,
-            "train_top1": [round(share, 4) for share in mean[1:]],
+            **asdict(counters),
+            "learning_rate": self._settings.rate(counters.tokens),
+            "loss": loss,
+            "train_top1": shares,
             "validation": figures.as_dict() if figures else None,
         }
-        with (self.run_folder / LOG).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_log(self._run, line)
+        self._recent = self._recent[-1:]
+        plot_run(self._run)
 
-    def _show(self, bar: "tqdm[Any]") -> None:
-        if not self._smooth:
-            return
-        recent = torch.stack(self._smooth[-20:]).mean(0).tolist()
-        shares = [*recent[1:]]
-        tops = "/".join(f"{share:.2f}" for share in shares)
-        bar.set_postfix({"loss": f"{recent[0]:.3f}", "top1": tops, **self._shown}, refresh=False)
-
-    def _save(self, began: float) -> None:
-        """The checkpoint first, then the head that is served; both appear whole or not at all."""
-        del began
-        seconds = self.counters.seconds + time.monotonic() - self._started
+    def _save(self) -> None:
+        """The checkpoint first, then the head that is served; each file appears whole or not at all."""
         content = {
-            "settings": asdict(self.settings),
+            "settings": asdict(self._settings),
             "draft_ids": self.head.draft_ids,
             "head": self.head.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self._learner.optimizer.state_dict(),
             "progress": asdict(self._stream.progress),
-            "counters": {**asdict(self.counters), "seconds": seconds},
+            "counters": asdict(self.counters),
             "rng": torch.get_rng_state(),
         }
-        path = self.run_folder / CHECKPOINT
-        unfinished = path.with_name(f".{CHECKPOINT}.tmp")
-        torch.save(content, unfinished)
-        os.replace(unfinished, path)
-        export_head(
-            self.run_folder / HEAD, self.head, self.target, self.settings, self._folder,
-            {**asdict(self.counters), "seconds": seconds}, last_validation(self.run_folder),
-        )  # fmt: skip
+        write_checkpoint(self._run, content)
+        seen = last_validation(self._run)
+        export_head(self._run / HEAD, self.head, self._target, self._settings, self._folder, self.counters, seen)
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        self.head.load_state_dict(saved["head"])
+        self._learner.optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["rng"].cpu())
 
 
-def last_validation(run: Path) -> dict[str, Any] | None:
-    """The newest log line that has validation figures."""
-    lines = [line for line in read_log(run) if line["validation"]]
-    return lines[-1] if lines else None
+class _Clock:
+    """When to checkpoint and when to stop, by the time since this process began to train."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self._settings = settings
+        self._began = self._saved_at = time.monotonic()
+
+    def is_over(self) -> bool:
+        minutes = self._settings.max_minutes
+        return minutes is not None and time.monotonic() - self._began > 60 * minutes
+
+    def wants_checkpoint(self) -> bool:
+        """Says so once every `checkpoint_minutes`."""
+        now = time.monotonic()
+        if now - self._saved_at < 60 * self._settings.checkpoint_minutes:
+            return False
+        self._saved_at = now
+        return True
 
 
-def read_log(run: Path) -> Iterable[dict[str, Any]]:
-    path = run / LOG
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+def _build_head(settings: TrainSettings, folder: AnswerFolder, target: Target, draft_ids: Tensor | None) -> TrainedHead:
+    """A head as it starts. Its draft vocabulary is counted from the answers there are, if it is not given."""
+    if draft_ids is None:
+        draft_ids = frequent_ids(folder, settings.draft_vocab_size, target.shape.vocab_size, target.eos_ids)
+    ids = draft_ids.cpu().sort().values
+    head: TrainedHead
+    if settings.kind == "eagle2":
+        head = Eagle2Head(target.shape, ids, settings.bias)
+    else:
+        head = Eagle3Head(target.shape, ids, len(folder.feature_layers) - 1)
+    head.to(target.device)
+    head.start_from(target, settings.start)
+    if settings.init_head:
+        load_exported(head, Path(settings.init_head))
+    return head
 
 
-def _read_checkpoint(path: Path, device: torch.device) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise ConfigError(f"{path} is not a readable checkpoint ({error}); delete it to start again") from None
-    return content
+def _head_columns(kind: str, folder: AnswerFolder) -> slice:
+    """EAGLE-2 reads the final state, the last columns of the features; EAGLE-3 all before."""
+    last = (len(folder.feature_layers) - 1) * folder.hidden_size
+    return slice(last, None) if kind == "eagle2" else slice(0, last)
 
 
 def _resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """auto: bfloat16 where the hardware multiplies it faster than float32."""
     if name == "auto":
-        quick = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bfloat16()
+        quick = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if quick else torch.float32
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-
-
-def _cpu_has_bfloat16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specray.train.batches import AnswerFolder, collate
+from specray.train.batches import AnswerFolder, Collate
 from specray.train.heads import DraftHead
 from specray.train.shards import Answer
 from specray.train.target import Target
@@ -49,25 +49,25 @@ class Validation:
 class Validator:
     """The held-out sequences (the first of the folder, at most 100) and the target's best tokens on them."""
 
-    def __init__(
-        self, folder: AnswerFolder, target: Target, columns: slice, max_length: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, folder: AnswerFolder, target: Target, collate: Collate) -> None:
         self._folder = folder
         self._target = target
-        self._collate = (columns, folder.hidden_size, max_length, dtype, target.device)
+        self._collate = collate
         self._best: dict[int, Tensor] = {}  # by number of the sequence
 
     @torch.no_grad()
     def __call__(self, head: DraftHead, depths: int = DEPTHS) -> Validation | None:
         """None if no sequence is held out yet."""
         hits = [
-            self._hits(number, collate([answer], *self._collate), head, depths)
+            self._hits(number, self._collate([answer]), head, depths)
             for number, answer in enumerate(self._held_out())
         ]
-        return _figures(hits) if hits else None
+        # Every depth is judged on the same chains: those that have all depths before their sequence ends.
+        rows = [part[(part >= 0).all(1)] for part in hits]
+        return _figures(torch.cat(rows), len(rows)) if any(len(part) for part in rows) else None
 
     def _held_out(self) -> list[Answer]:
-        longest = self._collate[2]
+        longest = self._collate.max_length
         found = (
             shard[index]
             for shard in map(self._folder.__getitem__, self._folder.names())
@@ -102,15 +102,12 @@ def _best_tokens(taught: Lessons, target_head: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _figures(ranks: Sequence[Tensor]) -> Validation:
-    rows = torch.cat(list(ranks))
-    # Every depth is judged on the same chains: those that have all depths before their sequence ends.
-    rows = rows[(rows >= 0).all(1)]
+def _figures(rows: Tensor, num_sequences: int) -> Validation:
     top1, agreed = _shares(rows, 1)
     tops = [_shares(rows, count) for count in _TOP]
     conditional = [now / before if before else 0.0 for now, before in zip(agreed, [1.0, *agreed], strict=False)]
     return Validation(
-        num_sequences=len(ranks),
+        num_sequences=num_sequences,
         num_positions=len(rows),
         top1=top1,
         conditional=[round(share, 4) for share in conditional],
@@ -120,7 +117,7 @@ def _figures(ranks: Sequence[Tensor]) -> Validation:
         top8=tops[1][0],
         accept_length_top4=round(1 + sum(tops[0][1]), 4),
         accept_length_top8=round(1 + sum(tops[1][1]), 4),
-        covered=1.0 - round(float((rows[:, :1] == _ABSENT).float().mean()), 4),
+        covered=round(1 - float((rows[:, 0] == _ABSENT).float().mean()), 4),
     )
 
 

@@ -27,7 +27,10 @@ def test_demo_answers_both_ways_and_leaves_nothing_behind() -> None:
     assert demo.returncode == 0, demo.stderr + demo.stdout
     assert "List 3 countries and their capitals." in demo.stdout
     assert demo.stdout.count("accept length") >= 3
+    assert "speculation on (EAGLE-3)" in demo.stdout
     assert "speculation off" in demo.stdout
+    assert demo.stdout.count("times plain decoding.") == 2
+    assert "identical" in demo.stdout  # or says why not
     assert set(Path("/tmp").glob("specray-serve-*")) <= before
 
 

@@ -1,18 +1,16 @@
 """One seed, one text: no drafter, batch, cache, chunk, page or preemption changes what a caller gets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specray.config import SpeculativeConfig
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
-from specray.spec_decode import DRAFTERS, make_drafter
-from specray.spec_decode.drafter import Drafter
 from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import generate, make_llm, visible
+from tests.support.methods import METHODS, SOME_METHODS
 
 PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4, 30, 31]  # repeats itself: NGRAM finds something
 PROMPTS = [[*PREFIX[: 3 + 2 * (i % 8)], 4 + i, 9, 8] for i in range(12)]
@@ -66,47 +64,57 @@ def assert_same(seen: Sequence[Completion], expected: Sequence[Completion]) -> N
             assert [token for token, _ in entry.top] == [token for token, _ in true_entry.top]
 
 
-def drafter_named(name: str, texts: list[list[int]]) -> Drafter | None:
-    if name == "none":
-        return None
-    if name in DRAFTERS:
-        return make_drafter(SpeculativeConfig(algorithm=name))
-    return ScriptedDrafter(DRAWS[name], texts)
+Drafting = Callable[[str], dict[str, Any]]
 
 
-EVERY_DRAFTER = ["none", *DRAFTERS, *DRAWS]
-SOME_DRAFTERS = ["none", "NGRAM", "right", "random", "right-last"]
+@pytest.fixture(scope="module")
+def drafting(toy: Path, texts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Drafting:
+    """A drafter's name -> options of a run with it."""
+
+    def options(name: str) -> dict[str, Any]:
+        if name == "none":
+            return {}
+        if name in METHODS:
+            return {"speculative": METHODS[name](toy, tmp_path_factory.mktemp(name))}
+        return {"drafter": ScriptedDrafter(DRAWS[name], texts)}
+
+    return options
+
+
+EVERY_DRAFTER = ["none", *METHODS, *DRAWS]
+SOME_DRAFTERS = ["none", *SOME_METHODS, "right", "random", "right-last"]
 
 
 @pytest.mark.parametrize("name", EVERY_DRAFTER)
-def test_any_drafter(name: str, toy: Path, plain: list[Completion], texts: list[list[int]]) -> None:
-    assert_same(generate(toy, PROMPTS, PARAMS, drafter_named(name, texts)), plain)
+def test_any_drafter(name: str, toy: Path, plain: list[Completion], drafting: Drafting) -> None:
+    assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name)), plain)
 
 
 @pytest.mark.parametrize("name", EVERY_DRAFTER)
-def test_each_request_alone(name: str, toy: Path, plain: list[Completion], texts: list[list[int]]) -> None:
-    assert_same(generate(toy, PROMPTS, PARAMS, drafter_named(name, texts), max_running_requests=1), plain)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_any_batch(name: str, batch: int, toy: Path, plain: list[Completion], drafting: Drafting) -> None:
+    assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name), max_running_requests=batch), plain)
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-def test_any_page_size(name: str, page_size: int, toy: Path, plain: list[Completion], texts: list[list[int]]) -> None:
-    assert_same(generate(toy, PROMPTS, PARAMS, drafter_named(name, texts), page_size=page_size), plain)
+def test_any_page_size(name: str, page_size: int, toy: Path, plain: list[Completion], drafting: Drafting) -> None:
+    assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name), page_size=page_size), plain)
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
-@pytest.mark.parametrize("chunk", [1, 2, 5])
-def test_any_chunk(name: str, chunk: int, toy: Path, plain: list[Completion], texts: list[list[int]]) -> None:
+@pytest.mark.parametrize("chunk", [1, 2, 5, 16])
+def test_any_chunk(name: str, chunk: int, toy: Path, plain: list[Completion], drafting: Drafting) -> None:
     options = {"chunked_prefill_size": chunk, "max_prefill_tokens": chunk + 3, "page_size": 4}
-    assert_same(generate(toy, PROMPTS, PARAMS, drafter_named(name, texts), **options), plain)
+    assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name), **options), plain)
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_cold_and_a_warm_cache(
-    name: str, page_size: int, toy: Path, plain: list[Completion], texts: list[list[int]]
+    name: str, page_size: int, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
-    with make_llm(toy, drafter_named(name, texts), page_size=page_size) as llm:
+    with make_llm(toy, **drafting(name), page_size=page_size) as llm:
         for is_warm in (False, True, True):
             seen = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS)]
             assert_same(seen, plain)
@@ -117,10 +125,10 @@ def test_a_cold_and_a_warm_cache(
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
 @pytest.mark.parametrize("disable_radix_cache", [False, True])
 def test_forced_preemption(
-    name: str, disable_radix_cache: bool, toy: Path, plain: list[Completion], texts: list[list[int]]
+    name: str, disable_radix_cache: bool, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
     options = {"page_size": 4, "max_total_tokens": 96, "disable_radix_cache": disable_radix_cache}
-    with make_llm(toy, drafter_named(name, texts), **options) as llm:
+    with make_llm(toy, **drafting(name), **options) as llm:
         seen = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS)]
         llm.engine.update_gauges()
         assert llm.engine.stats.snapshot()["specray_num_preemptions_total"] > 0
@@ -128,8 +136,8 @@ def test_forced_preemption(
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
-def test_tenants_with_their_own_cache(name: str, toy: Path, plain: list[Completion], texts: list[list[int]]) -> None:
-    with make_llm(toy, drafter_named(name, texts), page_size=2) as llm:
+def test_tenants_with_their_own_cache(name: str, toy: Path, plain: list[Completion], drafting: Drafting) -> None:
+    with make_llm(toy, **drafting(name), page_size=2) as llm:
         for salt in ("", "a", "b"):
             seen = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS, cache_salt=salt)]
             assert_same(seen, plain)
@@ -148,10 +156,10 @@ def test_right_drafts_are_accepted_and_wrong_ones_are_not(toy: Path) -> None:
     assert all(usage.num_accepted == 0 and usage.num_draft_tokens > 30 for usage in usages["wrong"])
 
 
-@pytest.mark.parametrize("name", ["none", *DRAFTERS])
-def test_choices_of_one_prompt_differ_and_each_equals_its_own_seed(name: str, toy: Path) -> None:
+@pytest.mark.parametrize("name", ["none", *METHODS])
+def test_choices_of_one_prompt_differ_and_each_equals_its_own_seed(name: str, toy: Path, drafting: Drafting) -> None:
     params = SamplingParams(seed=5, n=4, max_tokens=20, ignore_eos=True)
-    with make_llm(toy, drafter_named(name, [])) as llm:
+    with make_llm(toy, **drafting(name)) as llm:
         [generation] = llm.generate([PREFIX], params)
         assert len({tuple(choice.token_ids) for choice in generation.choices}) == 4
         for choice in generation.choices:

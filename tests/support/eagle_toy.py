@@ -68,6 +68,7 @@ class Layout:
     is_nested: bool = False  # speculators
     save: Save = save_safetensors
     without: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()  # settings that config.json leaves to the tensors
     copies: tuple[str, ...] = ()  # matrices of the target's that the checkpoint repeats (and nobody may use)
 
 
@@ -95,6 +96,9 @@ LAYOUTS: dict[str, Layout] = {
     "eagle3-norm-before-fc": Layout(3, _OWN_VOCAB | AUX | {"norm_before_fc": True}),
     "eagle3-norm-output": Layout(3, _OWN_VOCAB | AUX | {"norm_output": True}),
     "eagle3-biases": Layout(3, _OWN_VOCAB | AUX | {"bias": True, "attention_bias": True}),
+    "eagle3-biases-unsaid": Layout(
+        3, _OWN_VOCAB | AUX | {"bias": True, "attention_bias": True}, unsaid=("bias", "attention_bias")
+    ),
     "eagle3-two-features": Layout(
         3, _OWN_VOCAB | {"eagle_aux_hidden_state_layer_ids": [0, 1], "num_aux_hidden_states": 2}
     ),
@@ -103,7 +107,10 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "eagle3-wider": Layout(3, _OWN_VOCAB | AUX | {"hidden_size": 48, "target_hidden_size": TARGET_SIZE}),
     "eagle2": Layout(2, {"bias": False}, save=save_bin, copies=("embed_tokens.weight",)),
-    "eagle2-bias-unsaid": Layout(2, {"architectures": ["LlamaForCausalLMEagle"]}),
+    "eagle2-bias-unsaid": Layout(2, {"architectures": ["LlamaForCausalLMEagle"], "bias": True}, unsaid=("bias",)),
+    "eagle2-qkv-bias-unsaid": Layout(
+        2, {"attention_bias": True}, unsaid=("attention_bias",), without=("layer.self_attn.o_proj.bias",)
+    ),
     "eagle2-prefixed": Layout(2, {"bias": True}, prefix="model.", save=save_sharded_bin),
     "eagle2-speculators": Layout(
         2,
@@ -216,7 +223,7 @@ def _tensors(layout: Layout, s: dict[str, Any], generator: torch.Generator) -> T
     if s.get("attention_bias"):
         sizes = {"q": q_size, "k": kv_size, "v": kv_size, "o": size}
         tensors |= {f"layer.self_attn.{n}_proj.bias": normal(length) for n, length in sizes.items()}
-    if s.get("bias") or s["architectures"] == ["LlamaForCausalLMEagle"]:
+    if s.get("bias"):
         tensors["fc.bias"] = normal(size)
     tensors |= {name: normal(VOCAB_SIZE, size) for name in layout.copies}
     if layout.version == 2:
@@ -258,7 +265,7 @@ def _spelled(name: str, layout: Layout) -> str:
 
 
 def _config(layout: Layout) -> dict[str, Any]:
-    settings = _BASE | layout.settings
+    settings = {n: v for n, v in (_BASE | layout.settings).items() if n not in layout.unsaid}
     if not layout.is_nested:
         return settings
     nested = {name: value for name, value in settings.items() if name in _NESTED}

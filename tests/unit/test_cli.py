@@ -72,7 +72,7 @@ def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "--arms", "magic"], "arm 'magic' is not known; choose from plain, transformers, ngram"),
+        (["bench", "--arms", "magic"], "arm 'magic' is not known; choose from plain, transformers, eagle3, "),
         (["bench", "--arms", "transformers", "--temperature", "0.5"], "temperature=0.5"),
         (["bench", "--prompts", "missing.jsonl"], "missing.jsonl"),
         (["bench", "--config", "missing.yaml"], "missing.yaml"),

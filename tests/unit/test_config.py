@@ -1,11 +1,16 @@
 """Options are refused at load when they cannot work, with the value seen and the fix."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
-from specray.spec_decode import DRAFTERS, check_algorithm, make_drafter
+from specray.spec_decode import DRAFTERS, check_speculative
+from tests.support.engine import make_llm
+from tests.support.methods import METHODS
 
 
 def test_the_defaults_are_a_complete_configuration() -> None:
@@ -29,7 +34,10 @@ def test_the_defaults_are_a_complete_configuration() -> None:
         {"max_queued_requests": -1},
         {"chunked_prefill_size": 0},
         {"speculative": {"algorithm": "NGRAM", "num_draft_tokens": 1}},
-        {"speculative": {"algorithm": "NGRAM", "num_draft_tokens": 65}},
+        {"speculative": {"algorithm": "NGRAM", "num_draft_tokens": 129}},
+        {"speculative": {"algorithm": "EAGLE3", "num_steps": 0}},
+        {"speculative": {"algorithm": "EAGLE3", "eagle_topk": 33}},
+        {"speculative": {"algorithm": "EAGLE3", "draft_load_format": "gguf"}},
     ],
 )
 def test_unknown_keys_and_values_out_of_bounds_are_refused(options: dict[str, object]) -> None:
@@ -57,16 +65,42 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="NGRAM"):
-        check_algorithm(SpeculativeConfig(algorithm="MAGIC"))
+    with pytest.raises(ConfigError, match="EAGLE3, EAGLE, NGRAM"):
+        check_speculative(SpeculativeConfig(algorithm="MAGIC"))
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_every_method_can_be_made_and_keeps_its_limit(name: str) -> None:
-    drafter = make_drafter(SpeculativeConfig(algorithm=name, num_draft_tokens=5))
-    assert drafter is not None
-    assert drafter.max_draft_tokens == 4
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"algorithm": "NGRAM", "eagle_topk": 4}, ["eagle_topk=4", "NGRAM", "remove it", "num_draft_tokens"]),
+        ({"algorithm": "NGRAM", "draft_model_path": "x"}, ["draft_model_path='x'", "no effect"]),
+        ({"algorithm": "EAGLE3"}, ["EAGLE3", "draft_model_path is null"]),
+        ({"algorithm": "EAGLE"}, ["EAGLE", "draft_model_path is null"]),
+        ({"algorithm": "EAGLE3", "draft_model_path": "x", "num_steps": 3}, ["eagle_topk, num_draft_tokens is not set"]),
+    ],
+)
+def test_options_that_a_method_does_not_read_or_misses_are_refused(options: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_speculative(SpeculativeConfig(**options))
+    assert all(part in str(caught.value) for part in said)
 
 
-def test_no_algorithm_makes_no_drafter() -> None:
-    assert make_drafter(SpeculativeConfig()) is None
+def test_every_method_is_tested() -> None:
+    """Tests that run each method run those of this table."""
+    assert set(METHODS) >= set(DRAFTERS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_can_be_made_and_keeps_its_limit(name: str, toy: Path, tmp_path: Path) -> None:
+    speculative = METHODS[name](toy, tmp_path)
+    check_speculative(speculative)
+    with make_llm(toy, speculative=speculative) as llm:
+        limit = llm.engine.capacity.max_draft_tokens
+    assert limit > 0
+    assert speculative.num_draft_tokens in (None, limit + 1)
+
+
+def test_no_algorithm_makes_no_drafter(toy: Path) -> None:
+    check_speculative(SpeculativeConfig())
+    with make_llm(toy) as llm:
+        assert llm.engine.capacity.max_draft_tokens == 0

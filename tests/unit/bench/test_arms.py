@@ -12,7 +12,6 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
-from specray.spec_decode import DRAFTERS, NgramDrafter
 
 PROMPTS = [[1, 403, 407, 261, 378], [1, 410, 471], [1, 291, 435, 330, 285], [1, 403]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, seed=0)
@@ -77,14 +76,6 @@ def test_names_of_arms(name: str, expected: SpeculativeConfig) -> None:
     assert parse_method(name, EngineConfig(speculative=configured)) == expected
 
 
-@pytest.fixture
-def eagles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names are all that parsing needs of a method."""
-    for algorithm in ("EAGLE3", "EAGLE"):
-        monkeypatch.setitem(DRAFTERS, algorithm, NgramDrafter)
-
-
-@pytest.mark.usefixtures("eagles")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -116,7 +107,6 @@ def test_an_arm_names_head_map_and_tree(name: str, options: dict[str, object]) -
     assert parse_method(name) == SpeculativeConfig.model_validate(options)
 
 
-@pytest.mark.usefixtures("eagles")
 def test_an_arm_inherits_the_options_of_its_own_method_only() -> None:
     configured = SpeculativeConfig(
         algorithm="EAGLE3", draft_model_path="mine", draft_model_revision="v2", draft_dtype="float32", num_steps=3,
@@ -131,12 +121,11 @@ def test_an_arm_inherits_the_options_of_its_own_method_only() -> None:
     assert parse_method("eagle2", config).num_steps is None
 
 
-@pytest.mark.usefixtures("eagles")
 def test_only_the_embedded_model_has_heads_of_its_own() -> None:
-    assert parse_method("eagle3", EngineConfig(model="./another")).draft_model_path is None
+    with pytest.raises(ConfigError, match=r"arm 'eagle3': .*draft_model_path is null"):
+        parse_method("eagle3", EngineConfig(model="./another"))
 
 
-@pytest.mark.usefixtures("eagles")
 @pytest.mark.parametrize(
     "name",
     [
@@ -146,6 +135,12 @@ def test_only_the_embedded_model_has_heads_of_its_own() -> None:
 )  # fmt: skip
 def test_unknown_arms_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="choose"):
+        parse_method(name)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("eagle3:16", "not set"), ("eagle3:2-2-16", "candidates")])
+def test_a_tree_that_no_head_can_draft_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"arm '{name}': .*{reason}"):
         parse_method(name)
 
 

@@ -13,6 +13,7 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.layers.linear import VocabEmbedding
 from specray.layers.parallel import RankGroup
 from specray.models.eagle import ALGORITHMS, EagleHead, load_eagle_head
+from specray.models.eagle_files import HeadConfig
 from specray.models.llama import Llama
 from specray.models.registry import load_model
 from tests.support.eagle_toy import DRAFT_VOCAB, LAYOUTS, NUM_LAYERS, TARGET_SIZE, ToyHead, target_matrices, toy_head
@@ -194,8 +195,6 @@ def test_token_map_is_ignored_by_eagle3_with_a_warning(
 
 
 def test_default_features_enter_layers_two_half_and_third_from_last(tmp_path: Path) -> None:
-    from specray.models.eagle_files import HeadConfig
-
     toy = toy_head("eagle3-safeailab")
     del toy.config["eagle_config"]
     config = HeadConfig.read(toy.write(tmp_path))

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.models.llama import Llama
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.spec_decode.drafter import Drafter, ProposeContext
+from specray.spec_decode.drafter import Drafter, DraftRow, ProposeContext
 from specray.step import NewRow, RowResult, RowSampling, RowStep, StepPlan
 from specray.worker.worker import NOT_A_NUMBER, Worker
 from tests.support.drafters import DRAWS, ScriptedDrafter, draw_right, draw_right_last
 from tests.support.law import OPTIONS
+from tests.support.naive_eagle import attend_to_the_past
 from tests.support.toy import VOCAB_SIZE, oracle_greedy
 
 PAGE = 4
@@ -237,6 +239,140 @@ def test_blocks_of_a_broken_row_serve_the_next_request(toy: Path, greedy: list[i
     driver.free(0)
     driver.enter(0)
     assert driver.run(0, 8) == greedy[9:17]
+
+
+# ---- what a drafter is told -----------------------------------------------------------------------------------------
+
+LAYERS = (1, 0, 2)  # of the toy's two: entering the second, entering the first, after the last norm
+
+
+class Recorder(ScriptedDrafter):
+    """Keeps copies of all it is told."""
+
+    feature_layers = LAYERS
+
+    def __init__(self, draw: str, texts: Sequence[Sequence[int]] = ()) -> None:
+        super().__init__(DRAWS[draw], texts)
+        self.told: list[ProposeContext] = []
+
+    def propose(self, context: ProposeContext) -> DraftTree:
+        ready, unfinished = (
+            [row._replace(token_ids=row.token_ids.copy()) for row in rows]
+            for rows in (context.rows, context.unfinished)
+        )
+        self.told.append(ProposeContext(ready, unfinished, context.features))
+        return super().propose(context)
+
+
+def true_features(model: Llama, row: DraftRow) -> torch.Tensor:
+    """Of the tokens a step computed, by one forward over all tokens without a cache."""
+    tokens = torch.tensor(row.token_ids)
+    with torch.inference_mode():
+        _, features = model(tokens, torch.arange(len(tokens)), attend_to_the_past, LAYERS)
+    return torch.cat(features, -1)[row.start : row.end]
+
+
+def assert_true_features(driver: Driver, context: ProposeContext) -> None:
+    expected = [true_features(driver.worker.model, row) for row in context.rows + context.unfinished]
+    torch.testing.assert_close(context.features, torch.cat(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_a_drafter_is_told_whose_row_it_is_and_what_was_computed(toy: Path, greedy: list[int]) -> None:
+    recorder = Recorder("empty")
+    driver = Driver(toy, recorder)
+    driver.enter(2, sampling=SAMPLED._replace(temperature=0.0, seed=-5))
+    driver.step([2])
+    [context] = recorder.told
+    [row] = context.rows
+    assert (row.slot, row.token_ids, row.num_prompt_tokens, row.cache_salt) == (2, greedy[:10], len(PROMPT), "")
+    assert (row.start, row.end, row.seed, row.temperature) == (0, len(PROMPT), -5, 0.0)
+    first = (BLOCKS * 2 + 1) * PAGE
+    assert row.kv_slots[: row.end].tolist() == list(range(first, first + row.end))
+    assert context.unfinished == []
+    assert_true_features(driver, context)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_accepted_nodes_are_told_with_their_own_features(draw: str, toy: Path, greedy: list[int]) -> None:
+    """Step after step without a gap, whatever the tree's shape: of right-last no path is a beginning of its tree."""
+    recorder = Recorder(draw, [greedy])
+    driver = Driver(toy, recorder)
+    driver.enter(1)
+    driver.run(1, 20)
+    end = 0
+    for context in recorder.told:
+        [row] = context.rows
+        assert (row.start, row.end) == (end, len(row.token_ids) - 1)
+        assert_true_features(driver, context)
+        end = row.end
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 8])
+def test_a_chunk_is_told_as_unfinished(chunk: int, toy: Path) -> None:
+    recorder = Recorder("random")
+    driver = Driver(toy, recorder)
+    driver.enter(0)
+    for start in range(0, len(PROMPT), chunk):
+        driver.step([0], num_tokens=chunk)
+        context = recorder.told[-1]
+        is_last = start + chunk >= len(PROMPT)
+        [row] = context.rows if is_last else context.unfinished
+        assert len(context.rows + context.unfinished) == 1
+        assert (row.start, row.end) == (start, min(start + chunk, len(PROMPT)))
+        assert row.token_ids[: len(PROMPT)] == PROMPT  # so the token after a chunk is known
+        assert_true_features(driver, context)
+
+
+def test_features_of_ready_rows_come_before_those_of_unfinished_ones(toy: Path) -> None:
+    recorder = Recorder("random")
+    driver = Driver(toy, recorder)
+    for slot, prompt in enumerate([PROMPT, [0, 20], [0, *range(10, 30)], [7]]):
+        driver.enter(slot, prompt, SAMPLED)
+    for order in ([2, 1, 0, 3], [0, 3, 2, 1], [3, 2, 1, 0], [1, 0]):
+        driver.step(order, num_tokens=4)
+        context = recorder.told[-1]
+        told = [row.slot for row in context.rows + context.unfinished]
+        assert sorted(told) == sorted(order)
+        assert [row.slot for row in context.rows] == [slot for slot in order if slot in told[: len(context.rows)]]
+        assert_true_features(driver, context)
+    assert [len(context.unfinished) for context in recorder.told] == [2, 2, 1, 0]
+
+
+def test_what_the_cache_held_was_not_computed(toy: Path) -> None:
+    recorder = Recorder("empty")
+    driver = Driver(toy, recorder)
+    driver.enter(0)
+    driver.step([0])
+    again = NewRow(2, PROMPT, len(PROMPT), 2 * PAGE, [1, 2, 60], GREEDY, "tenant")
+    driver.worker.execute(StepPlan(9, [], [again], [RowStep(2, 100, 0, [])]))
+    driver.worker.propose()
+    [row] = recorder.told[-1].rows
+    assert (row.start, row.end, row.cache_salt) == (2 * PAGE, len(PROMPT), "tenant")
+    assert row.kv_slots[: row.end].tolist() == [*range(PAGE, 3 * PAGE), 60 * PAGE]
+    assert_true_features(driver, recorder.told[-1])
+
+
+def test_a_broken_row_is_not_told(toy: Path) -> None:
+    recorder = Recorder("random")
+    driver = Driver(toy, recorder)
+    together(driver, 4, poison=1)
+    assert [[row.slot for row in context.rows] for context in recorder.told] == [[0, 1, 2], [0, 1, 2], [0, 2], [0, 2]]
+    for context in recorder.told:
+        assert_true_features(driver, context)
+
+
+def test_who_wants_no_features_gets_none(toy: Path) -> None:
+    contexts: list[ProposeContext] = []
+
+    class Listener(ScriptedDrafter):
+        def propose(self, context: ProposeContext) -> DraftTree:
+            contexts.append(context)
+            return super().propose(context)
+
+    driver = Driver(toy, Listener(DRAWS["random"]))
+    driver.enter(0)
+    driver.step([0])
+    assert [context.features for context in contexts] == [None]
 
 
 # ---- slots come and go ----------------------------------------------------------------------------------------------

@@ -1,0 +1,48 @@
+"""A run's files: the checkpoint that it goes on from, and the log of its figures."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specray.errors import ConfigError
+
+CHECKPOINT = "checkpoint.pt"
+_LOG = "log.jsonl"
+
+
+def write_checkpoint(run: Path, content: dict[str, Any]) -> None:
+    """Replace the run's checkpoint; an interrupted write leaves the old one."""
+    unfinished = run / f".{CHECKPOINT}.tmp"
+    torch.save(content, unfinished)
+    os.replace(unfinished, run / CHECKPOINT)
+
+
+def read_checkpoint(run: Path, device: torch.device) -> dict[str, Any] | None:
+    """What was written last, None in a new run. ConfigError if the file is broken."""
+    path = run / CHECKPOINT
+    if not path.is_file():
+        return None
+    try:
+        content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"{path} is not a readable checkpoint ({error}); delete it to start again") from None
+    return content
+
+
+def append_log(run: Path, line: dict[str, Any]) -> None:
+    with (run / _LOG).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read_log(run: Path) -> list[dict[str, Any]]:
+    """The run's lines so far, oldest first."""
+    path = run / _LOG
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def last_validation(run: Path) -> dict[str, Any] | None:
+    """The newest line that has validation figures."""
+    return next((line for line in reversed(read_log(run)) if line["validation"]), None)

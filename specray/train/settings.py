@@ -1,0 +1,54 @@
+"""What a training run depends on besides its data. The meaning of each option is in `specray train eagle3 --help`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """One run's options; checkpoints and model cards hold them."""
+
+    kind: str  # eagle3 or eagle2
+    tokens: int
+    unroll: int = 3
+    step_decay: float = 0.8
+    draft_vocab_size: int = 8192
+    batch_tokens: int = 1024
+    max_length: int = 2048
+    learning_rate: float = 1e-3
+    optimizer: str = "adamw"
+    warmup: float = 0.02
+    decay: float = 0.25
+    clip: float = 1.0
+    seed: int = 0
+    bias: bool = False
+    start: str = "identity"
+    init_head: str | None = None
+    dtype: str = "auto"
+    validate_every: int = 500_000
+    checkpoint_minutes: float = 10.0
+    max_minutes: float | None = None
+
+    def changed(self, saved: dict[str, Any]) -> str | None:
+        """The first option that must stay as it was while a run goes on, but did not."""
+        return next((name for name in ("kind", "seed", "bias", "optimizer") if saved[name] != getattr(self, name)), None)
+
+    def rate(self, tokens: int) -> float:
+        """Learning rate: up over the first share of the run, level, down to 1 % over the last.
+
+        Depends on --tokens alone, so a later run with another number moves the end.
+        """
+        warm = self.warmup * self.tokens
+        left = (self.tokens - tokens) / max(self.decay * self.tokens, 1.0)
+        factor = min((tokens + self.batch_tokens) / warm if warm else 1.0, 1.0, max(left, 0.01))
+        return self.learning_rate * factor
+
+
+@dataclass(slots=True)
+class Counters:
+    """How far a run is; in every checkpoint."""
+
+    steps: int = 0
+    tokens: int = 0  # positions that taught, those seen twice counted twice
+    next_validation: int = 0  # by tokens
+    seconds: float = 0.0

@@ -1,0 +1,133 @@
+"""EAGLE drafting the slow way: the rules word by word, every number computed from the tokens alone, nothing kept.
+
+The tree's rules are a loop over single candidates; a node is computed on its own path behind the whole prefix, whose
+features come from a forward of the target without a cache. Shared with the package: what the target and the head
+compute of given inputs, and the noise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specray.models.eagle import EagleHead
+from specray.models.llama import Llama
+from specray.ops.noise import gumbel
+from specray.ops.sampling import GREEDY_BELOW
+from specray.spec_decode.draft_tree import NONE, RowTree
+from specray.spec_decode.drafter import DraftRow
+from specray.spec_decode.eagle_tree import TreeShape
+
+# tokens below the root, the last one's own included -> the topk likeliest (probability, token) after it, best first
+Path = tuple[int, ...]
+Law = Callable[[Path], list[tuple[float, int]]]
+
+
+@dataclass
+class Candidate:
+    """One entry of the pool."""
+
+    path: Path
+    score: float
+    parent: int  # index in the pool; -1 for the root
+
+
+def naive_pool(law: Law, num_steps: int, topk: int) -> list[Candidate]:
+    """All candidates in the order they are made."""
+    pool = [Candidate((token,), p, NONE) for p, token in law(())]
+    frontier = list(range(topk))
+    for _ in range(num_steps - 1):
+        first = len(pool)
+        for index in frontier:
+            parent = pool[index]
+            pool += [Candidate((*parent.path, token), parent.score * p, index) for p, token in law(parent.path)]
+        frontier = _best(pool, range(first, len(pool)), topk)
+    return pool
+
+
+def naive_tree(pool: list[Candidate], num_drafts: int, root: int) -> RowTree:
+    chosen = sorted(_best(pool, range(len(pool)), num_drafts))
+    tokens = [root] + [pool[index].path[-1] for index in chosen]
+    return RowTree(tokens, [NONE] + [0 if pool[i].parent < 0 else 1 + chosen.index(pool[i].parent) for i in chosen])
+
+
+def _best(pool: list[Candidate], among: range, count: int) -> list[int]:
+    """Taken one by one: the highest score, and of equal ones the first."""
+    left, taken = list(among), []
+    for _ in range(count):
+        winner = left[0]
+        for index in left:
+            if pool[index].score > pool[winner].score:
+                winner = index
+        left.remove(winner)
+        taken.append(winner)
+    return taken
+
+
+class NaiveDraft:
+    """One row's draft; `kv` [prefix, 2, kv_heads, dim] is what the head's cache has to hold of the prefix."""
+
+    def __init__(self, row: DraftRow, target: Llama, head: EagleHead, shape: TreeShape, last_position: int) -> None:
+        assert len(row.token_ids) == row.end + 1
+        self._row, self._head, self._shape, self._last_position = row, head, shape, last_position
+        self._last_kv: Tensor | None = None
+        self._outputs: dict[Path, Tensor] = {}
+        self._gaps: list[float] = []  # relative distances of neighbours wherever an order decided something
+        positions = torch.arange(row.end)
+        tokens = torch.tensor(row.token_ids)
+        _, features = target(tokens[:-1], positions, attend_to_the_past, head.feature_layers)
+        self._states = head.fuse(torch.cat(features, -1))
+        self._output(())
+        assert self._last_kv is not None
+        self.kv = self._last_kv
+        self._pool = naive_pool(self._law, shape.num_steps, shape.topk)
+        self.tree = naive_tree(self._pool, shape.num_draft_tokens - 1, row.token_ids[-1])
+
+    def is_close_call(self, tolerance: float) -> bool:
+        """Whether rounding may order two candidates either way, so that `tree` is one of several right ones."""
+        topk, last = self._shape.topk, self._shape.num_draft_tokens - 1
+        scores = [candidate.score for candidate in self._pool]
+        for start in range(topk, len(scores), topk**2):
+            self._note_gaps(sorted(scores[start : start + topk**2], reverse=True)[: topk + 1])
+        self._note_gaps(sorted(scores, reverse=True)[last - 1 : last + 1])
+        return min(self._gaps) < tolerance
+
+    def _law(self, path: Path) -> list[tuple[float, int]]:
+        logits = self._head.logits(self._output(path)[None])[0]
+        size = len(logits)
+        ids = torch.arange(size) if self._head.draft_token_ids is None else self._head.draft_token_ids
+        if self._row.temperature >= GREEDY_BELOW:
+            position = self._row.end + 1 + len(path)
+            noise = gumbel([self._row.seed], [position], 1 + int(ids.max()), logits.device)[0]
+            logits = logits / self._row.temperature + noise[ids]
+        law = sorted(((p, int(ids[i])) for i, p in enumerate(logits.softmax(-1).tolist())), reverse=True)
+        self._note_gaps([p for p, _ in law[: self._shape.topk + 1]])
+        return law[: self._shape.topk]
+
+    def _output(self, path: Path) -> Tensor:
+        """The head's output [hidden] at the end of prefix and path, all of it computed again."""
+        if path not in self._outputs:
+            states, end = self._states, self._row.end
+            for length in range(len(path)):
+                states = torch.cat((states, self._head.recur(self._output(path[:length])[None])))
+            tokens = torch.tensor([*self._row.token_ids[1:], *path])
+            positions = torch.tensor([*range(end), *(min(end + i, self._last_position) for i in range(len(path)))])
+            self._outputs[path] = self._head(tokens, states, positions, self._remembering)[-1]
+        return self._outputs[path]
+
+    def _remembering(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        self._last_kv = kv.clone()
+        return attend_to_the_past(layer, q, kv)
+
+    def _note_gaps(self, falling: list[float]) -> None:
+        self._gaps += [(a - b) / max(a, 1e-30) for a, b in pairwise(falling)] + [1.0]
+
+
+def attend_to_the_past(layer: int, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
+    """The Attend of one row that is computed whole: token i sees tokens 0 … i."""
+    k, v = kv.transpose(0, 1).transpose(1, 2)[:, None]
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1).flatten(1)

@@ -1,0 +1,134 @@
+"""Rows of the README's table: what each needs to be measured, and what it says; sessions are scripted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specray.bench import eagle_figures, figures
+from specray.bench.figure import QUICK, Effort, Figure, Section, mt_bench_prompts
+from specray.bench.measure import Settings
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+from specray.outputs import RequestUsage
+from tests.unit.bench.scripted import ScriptedSession
+
+SPEEDS = {"plain": 10.0, "eagle3": 20.0, "eagle2": 15.0, "eagle2-frspec": 18.0}
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16}
+    options = SpeculativeConfig.model_validate({"algorithm": "EAGLE3", "draft_model_path": "head", **tree})
+    monkeypatch.setattr(eagle_figures, "_served", lambda _: options)
+
+
+def script(session: ScriptedSession, monkeypatch: pytest.MonkeyPatch) -> ScriptedSession:
+    monkeypatch.setattr(eagle_figures, "_session", lambda *_: session)
+    return session
+
+
+def eagle_session(monkeypatch: pytest.MonkeyPatch) -> ScriptedSession:
+    def usage(arm: str, settings: Settings) -> RequestUsage:
+        num_accepted = {"eagle3": 20, "eagle2": 14, "eagle2-frspec": 14}.get(arm, 0) - int(2 * settings.temperature)
+        return RequestUsage(1, 0, 10 + num_accepted, 10, 99, num_accepted, 0)
+
+    return script(ScriptedSession(lambda arm, _: SPEEDS[arm.split()[0]], usage=usage), monkeypatch)
+
+
+def measure(wanted: set[str], effort: Effort = QUICK) -> list[Figure]:
+    return list(eagle_figures.on_mt_bench(effort, wanted))
+
+
+def test_every_row_has_a_name_of_its_own() -> None:
+    assert len(set(figures.ROWS)) == len(figures.ROWS)
+
+
+def test_wanted_rows_share_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = eagle_session(monkeypatch)
+    rows = measure({"eagle3-accept", "eagle3-speed", "frspec", "eagle2-accept"})
+    assert [set(names) for names, _, _ in session.calls] == [{"plain", "eagle3", "eagle2", "eagle2-frspec"}]
+    measured = {row.what.split(", 2 built-in")[0]: row.measured for row in rows}
+    assert measured == pytest.approx(
+        {
+            "accept length, EAGLE-3 5-4-16, T = 0": 3.0,
+            "accept length, EAGLE-2 5-4-16, T = 0": 2.4,
+            "EAGLE-3 5-4-16 / plain, one request, bfloat16": 2.0,
+            "EAGLE-2 5-4-16, token map / full head, tokens/s": 1.2,
+            "EAGLE-2 5-4-16, token map / full head, accept length": 1.0,
+        }
+    )
+
+
+def test_a_row_measures_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = eagle_session(monkeypatch)
+    (row,) = measure({"eagle3-accept-t1"})
+    assert [(names, settings.temperature) for names, _, settings in session.calls] == [(["eagle3"], 0), (["eagle3"], 1)]
+    assert row.measured == pytest.approx(2.8 / 3.0)
+    assert row.is_reached
+
+
+def test_concurrent_requests_are_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = eagle_session(monkeypatch)
+    (row,) = measure({"eagle3-concurrent"})
+    (names, prompts, settings) = session.calls[0]
+    assert (names, settings.concurrency, {prompt.category for prompt in prompts}) == (["plain", "eagle3"], 8, {"all"})
+    assert row.measured == 2.0
+
+
+def test_accept_lengths_may_have_a_tree_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = eagle_session(monkeypatch)
+    rows = measure({"eagle3-accept", "eagle3-speed"}, QUICK._replace(accept_tree="7-8-32"))
+    assert set(session.calls[0][0]) == {"plain", "eagle3", "eagle3 7-8-32"}
+    assert session.defined["eagle3 7-8-32"].num_draft_tokens == 32
+    assert rows[0].what.startswith("accept length, EAGLE-3 7-8-32")
+    assert rows[1].what.startswith("EAGLE-3 5-4-16 / plain")
+
+
+def test_exactness_compares_every_pass_with_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(arm: str, settings: Settings) -> list[int]:
+        wrong = arm == "eagle3 5-1-6" and settings.temperature == 1 and settings.concurrency == 1
+        return [9] if wrong else [int(settings.temperature), 2, 3]
+
+    session = script(ScriptedSession(answer=answer), monkeypatch)
+    third, second = eagle_figures.exactness(QUICK, {"exact-eagle3", "exact-eagle2"})
+    assert third.measured == pytest.approx(1 - 1 / 12)  # 2 arms x 2 temperatures x 3 passes
+    assert (second.measured, third.is_reached, second.is_reached) == (1.0, False, True)
+    assert "24 answers" in third.what
+    assert sum("plain" in names for names, _, _ in session.calls) == 2
+    salts = [(settings.concurrency, settings.cache_salt) for _, _, settings in session.calls]
+    assert salts[2][1] == salts[3][1]  # the second pass finds the first one's prompts in the cache
+    assert len({salt for _, salt in salts}) == 4
+
+
+def test_a_row_says_what_it_was_measured_with(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"id": 1, "category": "x", "turns": ["a"]}\n{"id": 2, "category": "x", "turns": ["b"]}\n')
+    assert mt_bench_prompts(QUICK)[1] == "2 built-in chat prompts, not MT-bench"
+    assert mt_bench_prompts(QUICK._replace(mt_bench=path, num_mt_bench=None))[1] == "MT-bench, 2 first turns"
+
+
+def test_figures_measured_before_a_failure_are_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fails(*_: object):  # type: ignore[no-untyped-def]
+        yield Figure("first", 1.0, 2.0)
+        raise ConfigError("no head")
+
+    def works(*_: object):  # type: ignore[no-untyped-def]
+        yield Figure("second", 1.0, 2.0, at_most=True)
+
+    monkeypatch.setattr(figures, "SECTIONS", (Section(("a",), fails), Section(("b",), works)))
+    assert figures.main(["--json", str(tmp_path / "figures.json")]) == 1
+    seen = capsys.readouterr()
+    assert "error: a: no head" in seen.err
+    assert "| first  | no" in seen.out
+    assert "| second | yes" in seen.out
+    kept = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert [(row["what"], row["is_reached"]) for row in kept] == [("first", False), ("second", True)]
+
+
+def test_only_known_rows_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        figures.main(["--only", "eagle3-accept,speed"])
+    assert "there is no row speed; choose from" in capsys.readouterr().err

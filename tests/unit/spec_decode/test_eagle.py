@@ -1,0 +1,191 @@
+"""The EAGLE drafter inside real runs, call by call, against a reference that keeps no cache and shares no batch.
+
+Every tree and every draft KV of every row is compared, so whatever reaches the drafter wrongly shows here: features of
+other tokens, a cached block with another draft state, a mask that sees a neighbour's branch.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specray.config import SpeculativeConfig
+from specray.llm import LLM
+from specray.outputs import Completion
+from specray.sampling_params import SamplingParams
+from specray.spec_decode import DRAFTERS, Method
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import Drafter, DraftRow, ProposeContext, TargetView
+from specray.spec_decode.eagle import EagleDrafter
+from tests.support.engine import make_llm
+from tests.support.methods import Make, eagle
+from tests.support.naive_eagle import NaiveDraft
+from tests.support.toy import CONTEXT
+
+PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
+# Prefixes of all lengths, and the same prefix before different tokens: at the end of a block (pages of 1, 4 and 16)
+# that block's draft KV is another one.
+PROMPTS = [[*PREFIX, 40, 41, 42], [*PREFIX, 50, 41], [*PREFIX[:8], 33], [*PREFIX[:8], 34, 35], [5]]
+# The hotter, the more the noise decides that target and draft share: hot rows accept, cold ones do not.
+TEMPERATURES = [0.0, 4.0, 0.8, 8.0, 1.5]
+CLOSE = 1e-5  # of probabilities, relative: a gap that rounding may close
+
+HEADS: dict[str, Make] = {
+    "EAGLE3": eagle(3, shape=(3, 3, 8), draft_vocab_size=40),
+    "EAGLE3-full": eagle(3, shape=(4, 2, 9)),
+    "EAGLE3-chain": eagle(3, shape=(4, 1, 5)),
+    "EAGLE": eagle(2, shape=(3, 3, 8)),
+    "EAGLE-map": eagle(2, shape=(4, 2, 12), token_map=range(3, 60, 2)),
+    "EAGLE-chain": eagle(2, shape=(4, 1, 5)),
+    "EAGLE-flat": eagle(2, shape=(1, 6, 5)),
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "pages-of-1": {"page_size": 1},
+    "pages-of-16": {"page_size": 16},
+    "chunks": {"page_size": 4, "chunked_prefill_size": 4, "max_prefill_tokens": 6},
+    "one-by-one": {"page_size": 4, "max_running_requests": 1},
+    "preemption": {"page_size": 4, "max_total_tokens": 52},
+    "no-cache": {"page_size": 4, "disable_radix_cache": True},
+}
+
+
+class CheckedDrafter:
+    """The drafter, and beside each of its calls what it should have said."""
+
+    reads_next_token = True
+
+    def __init__(self, drafter: EagleDrafter, target: TargetView) -> None:
+        self.max_draft_tokens, self.feature_layers = drafter.max_draft_tokens, drafter.feature_layers
+        self.num_checked = self.num_close_calls = 0
+        self._drafter, self._target = drafter, target
+
+    def propose(self, context: ProposeContext) -> DraftTree:
+        proposed = self._drafter.propose(context)
+        assert len(proposed.num_nodes) == len(context.rows)
+        with torch.inference_mode():
+            for row, tree in zip(context.rows, proposed.rows(), strict=True):
+                expected = self._naive(row)
+                torch.testing.assert_close(self._kv(row), expected.kv, atol=1e-4, rtol=1e-3)
+                self.num_checked += 1
+                is_close_call = tree != expected.tree and expected.is_close_call(CLOSE)
+                self.num_close_calls += is_close_call
+                assert is_close_call or tree == expected.tree, row
+        return proposed
+
+    def release(self, slots: Sequence[int]) -> None:
+        self._drafter.release(slots)
+
+    def _naive(self, row: DraftRow) -> NaiveDraft:
+        head, shape = self._drafter._head, self._drafter._shape
+        return NaiveDraft(row, self._target.model, head, shape, self._target.context_length - 1)
+
+    def _kv(self, row: DraftRow) -> torch.Tensor:
+        return self._drafter._attention._pool[0, row.kv_slots[: row.end]]  # type: ignore[attr-defined]
+
+
+Start = Callable[..., tuple[LLM, CheckedDrafter]]
+
+
+@pytest.fixture
+def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """(an engine whose drafter is checked, the checked drafter) of a head's name and the engine's options."""
+    made: list[CheckedDrafter] = []
+
+    def checked(method: Method) -> Method:
+        def make(config: SpeculativeConfig, target: TargetView) -> Drafter:
+            drafter = method.make(config, target)
+            assert isinstance(drafter, EagleDrafter)
+            made.append(CheckedDrafter(drafter, target))
+            return made[-1]
+
+        return method._replace(make=make)
+
+    for name in ("EAGLE3", "EAGLE"):
+        monkeypatch.setitem(DRAFTERS, name, checked(DRAFTERS[name]))
+
+    def start(head: str, **options: Any) -> tuple[LLM, CheckedDrafter]:
+        llm = make_llm(toy, speculative=HEADS[head](toy, tmp_path), **options)
+        return llm, made[-1]
+
+    return start
+
+
+def run(
+    llm: LLM, prompts: Sequence[list[int]] = PROMPTS, max_tokens: int = 8, temperatures: Sequence[float] = TEMPERATURES
+) -> list[Completion]:
+    params = [
+        SamplingParams(temperature=temperatures[i], seed=i, max_tokens=max_tokens, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    return [generation.choices[0] for generation in llm.generate(prompts, params)]
+
+
+def total(choices: Sequence[Completion], name: str) -> int:
+    return sum(getattr(choice.usage, name) for choice in choices)
+
+
+def assert_checked(drafter: CheckedDrafter, at_least: int) -> None:
+    assert drafter.num_checked >= at_least
+    assert drafter.num_close_calls <= drafter.num_checked // 20
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_cold_and_warm_every_tree_is_the_naive_one(head: str, start: Start) -> None:
+    llm, drafter = start(head, page_size=4)
+    with llm:
+        cold = run(llm)
+        warm = run(llm)
+    assert [choice.token_ids for choice in warm] == [choice.token_ids for choice in cold]
+    assert total(warm, "num_cached_tokens") >= 40
+    assert total(warm, "num_accepted") > 0
+    assert_checked(drafter, at_least=40)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("head", ["EAGLE3", "EAGLE"])
+def test_pages_chunks_and_preemption_change_no_tree(head: str, name: str, start: Start) -> None:
+    llm, drafter = start(head, **RUNS[name])
+    with llm:
+        choices = run(llm) + run(llm, PROMPTS[::-1])
+    assert (total(choices, "num_preemptions") > 0) == (name == "preemption")
+    assert_checked(drafter, at_least=40)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_cached_prefix_before_another_token_is_not_the_same_draft_state(page_size: int, start: Start) -> None:
+    """The draft KV of a block's last token was made with the token after it."""
+    llm, drafter = start("EAGLE3", page_size=page_size)
+    with llm:
+        [first, again, other] = [run(llm, [[*PREFIX, token, 20]], max_tokens=3)[0] for token in (40, 40, 50)]
+    assert total([first], "num_cached_tokens") == 0
+    assert total([again], "num_cached_tokens") == 17 // page_size * page_size
+    assert total([other], "num_cached_tokens") == 15 // page_size * page_size
+    assert_checked(drafter, at_least=6)
+
+
+@pytest.mark.parametrize("head", ["EAGLE3", "EAGLE"])
+def test_trees_at_the_end_of_the_context(head: str, start: Start) -> None:
+    """Nodes past the last position have nowhere to go, and never come to be verified."""
+    llm, drafter = start(head, page_size=16)
+    with llm:
+        [choice] = run(llm, [[*[7] * (CONTEXT - 6), 5]], max_tokens=5)
+    assert len(choice.token_ids) == 5
+    assert_checked(drafter, at_least=3)
+
+
+@pytest.mark.parametrize("head", ["EAGLE3-chain", "EAGLE-chain"])
+def test_noise_that_outweighs_all_logits_is_drafted_to_the_end(head: str, start: Start) -> None:
+    """It is the noise the target samples with, so nearly every draft is right, however bad the head."""
+    llm, drafter = start(head, page_size=4)
+    with llm:
+        choices = run(llm, PROMPTS[:3], max_tokens=41, temperatures=[100.0] * 3)
+    assert total(choices, "num_accepted") > 2 * total(choices, "num_verify_steps")
+    assert_checked(drafter, at_least=20)
+
+
+def test_nothing_to_read_is_nothing_to_draft(start: Start) -> None:
+    llm, drafter = start("EAGLE3")
+    with llm:
+        assert drafter.propose(ProposeContext([])).rows() == []

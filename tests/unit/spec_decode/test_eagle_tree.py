@@ -1,0 +1,169 @@
+"""EAGLE's dynamic tree against a naive loop that follows the rules word by word, ties and certainties included."""
+
+import logging
+from random import Random
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
+from specray.spec_decode.eagle_tree import CandidatePool, TreeShape
+from tests.support.naive_eagle import Law, naive_pool, naive_tree
+
+# Powers of two: products are exact, so that ties are ties. 1.0 ties a child with its parent.
+PROBABILITIES = [1.0, 1.0, 0.5, 0.5, 0.25, 0.0]
+
+
+def law_of(seed: int, topk: int) -> Law:
+    """A law that is any function of the path."""
+
+    def law(path: tuple[int, ...]) -> list[tuple[float, int]]:
+        random = Random(f"{seed} {path}")
+        values = sorted((random.choice(PROBABILITIES) for _ in range(topk)), reverse=True)
+        return list(zip(values, random.sample(range(100), topk), strict=True))
+
+    return law
+
+
+def grown(laws: list[Law], shape: TreeShape) -> CandidatePool:
+    """The pool of several rows, their children looked up by the paths that the pool itself names."""
+    pool = CandidatePool.of_roots(*tensors([[law(()) for law in laws]], shape.topk))
+    frontier = torch.arange(shape.topk).expand(len(laws), shape.topk)
+    for level in range(1, shape.num_steps):
+        children = [
+            [law(path_of(pool, row, index)) for index in frontier[row].tolist()] for row, law in enumerate(laws)
+        ]
+        law, tokens = tensors(children, shape.topk)
+        scores = pool.scores.gather(1, frontier)[:, :, None] * law.view(len(laws), shape.topk, shape.topk)
+        pool.expand(frontier, scores, tokens.view(len(laws), shape.topk, shape.topk))
+        if level + 1 < shape.num_steps:
+            frontier = pool.best_of_last()
+    return pool
+
+
+def tensors(children: list[list[list[tuple[float, int]]]], topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = [pair for row in children for node in row for pair in node]
+    scores, tokens = torch.tensor([p for p, _ in flat]), torch.tensor([token for _, token in flat])
+    return scores.view(-1, topk), tokens.view(-1, topk)
+
+
+def path_of(pool: CandidatePool, row: int, index: int) -> tuple[int, ...]:
+    if index == NONE:
+        return ()
+    parent = int(pool.expanded[row, index // pool.topk])
+    return (*path_of(pool, row, parent), int(pool.tokens[row, index]))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> TreeShape:
+    steps, topk = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    size = TreeShape(steps, topk, 2).pool_size
+    return TreeShape(steps, topk, draw(st.integers(2, size + 1)))
+
+
+@given(shapes(), st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
+@settings(max_examples=150)
+def test_a_tree_is_the_naive_one(shape: TreeShape, seeds: list[int]) -> None:
+    laws = [law_of(seed, shape.topk) for seed in seeds]
+    pool = grown(laws, shape)
+    roots = list(range(1000, 1000 + len(laws)))
+    naive = [naive_pool(law, shape.num_steps, shape.topk) for law in laws]
+    assert pool.scores.tolist() == [[candidate.score for candidate in row] for row in naive]
+    assert pool.tokens.tolist() == [[candidate.path[-1] for candidate in row] for row in naive]
+    drafts = shape.num_draft_tokens - 1
+    expected = [naive_tree(candidates, drafts, root) for candidates, root in zip(naive, roots, strict=True)]
+    assert pool.tree(roots, drafts).rows() == expected
+
+
+@given(shapes(), st.integers(0, 10_000))
+@example(TreeShape(5, 3, 5), 0)
+@settings(max_examples=100)
+def test_parents_come_first_and_none_is_left_out(shape: TreeShape, seed: int) -> None:
+    law = law_of(seed, shape.topk)
+    [tree] = grown([law], shape).tree([7], shape.num_draft_tokens - 1).rows()
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, shape.num_draft_tokens):
+        assert 0 <= tree.parents[node] < node
+        above = paths[tree.parents[node]]
+        assert tree.tokens[node] in [token for _, token in law(above)]  # drafted below this very path
+        paths.append((*above, tree.tokens[node]))
+    assert len(set(paths)) == len(paths)
+
+
+def test_of_equal_scores_the_first_is_taken() -> None:
+    """Everything is certain: the tree is the pool's beginning, and a child never comes without its parent."""
+    shape = TreeShape(3, 2, 6)
+    law = law_from({(): [(1.0, 10), (1.0, 20)]}, default=[(1.0, 1), (1.0, 2)])
+    [tree] = grown([law], shape).tree([0], 5).rows()
+    assert tree == RowTree([0, 10, 20, 1, 2, 1], [NONE, 0, 0, 1, 1, 2])
+
+
+def test_a_frontier_is_expanded_best_first() -> None:
+    laws = {(): [(0.5, 10), (0.5, 20)], (10,): [(0.25, 1), (0.125, 2)], (20,): [(0.5, 3), (0.0, 4)]}
+    pool = grown([law_from(laws, default=[(1.0, 5), (1.0, 6)])], TreeShape(3, 2, 2))
+    assert pool.expanded.tolist() == [[NONE, 0, 1, 4, 2]]
+    assert [path_of(pool, 0, index) for index in (6, 8)] == [(20, 3, 5), (10, 1, 5)]
+
+
+def law_from(table: dict[tuple[int, ...], list[tuple[float, int]]], default: list[tuple[float, int]]) -> Law:
+    return lambda path: table.get(path, default)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_one_child_a_node_makes_a_chain(num_steps: int) -> None:
+    shape = TreeShape(num_steps, 1, num_steps + 1)
+    trees = grown([law_of(seed, 1) for seed in (1, 2)], shape).tree([8, 9], num_steps)
+    assert isinstance(trees, DraftTree)
+    assert trees.parents.tolist() == [[NONE, *range(num_steps)]] * 2
+    assert trees.tokens[:, 0].tolist() == [8, 9]
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def shape_of(
+    steps: int | None, topk: int | None, nodes: int | None, architecture: str = "LlamaForCausalLM"
+) -> TreeShape:
+    config = SpeculativeConfig(algorithm="EAGLE3", num_steps=steps, eagle_topk=topk, num_draft_tokens=nodes)
+    return TreeShape.of(config, architecture)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [("LlamaForCausalLM", TreeShape(5, 4, 8)), ("Qwen3ForCausalLM", TreeShape(3, 1, 4)), ("", TreeShape(3, 1, 4))],
+)
+def test_without_any_size_the_architecture_decides(architecture: str, shape: TreeShape) -> None:
+    assert shape_of(None, None, None, architecture) == shape
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+def test_all_three_sizes_or_none(bits: int) -> None:
+    sizes = [value if bits >> bit & 1 else None for bit, value in enumerate((3, 2, 4))]
+    missing = ", ".join(
+        name for name, size in zip(("num_steps", "eagle_topk", "num_draft_tokens"), sizes, strict=True) if size is None
+    )
+    with pytest.raises(ConfigError, match=f"{missing} is not set; set all three, or none"):
+        shape_of(*sizes)
+
+
+def test_a_chains_length_follows_from_its_steps_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert shape_of(4, 1, 5) == TreeShape(4, 1, 5)
+        assert not caplog.records
+        assert shape_of(4, 1, 16) == TreeShape(4, 1, 5)
+    [record] = caplog.records
+    assert "num_draft_tokens=16 becomes num_steps + 1 = 5" in record.getMessage()
+
+
+@pytest.mark.parametrize(("steps", "topk", "size"), [(1, 4, 4), (2, 4, 20), (3, 2, 10), (2, 1, 2)])
+def test_a_tree_cannot_have_more_nodes_than_candidates(steps: int, topk: int, size: int) -> None:
+    assert shape_of(steps, topk, size + 1).pool_size == size
+    if topk > 1:
+        with pytest.raises(
+            ConfigError, match=rf"num_draft_tokens={size + 2} .* {size} candidates; lower .* {size + 1}"
+        ):
+            shape_of(steps, topk, size + 2)

@@ -1,0 +1,89 @@
+"""Answers: every request once, the same whoever makes it and however often it was stopped."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specray.errors import ConfigError
+from specray.train.answer_options import AnswerOptions
+from specray.train.answers import feature_layers, make_answers
+from specray.train.shards import Shard, list_shards, written_indexes
+
+Found = dict[int, tuple[list[int], int, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def options(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> AnswerOptions:
+    prompts = tmp_path_factory.mktemp("prompts") / "p.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("Once upon a time", "Lily", "The dog")))
+    return AnswerOptions(Path(), str(stories), (prompts,), 2, 3, 12, 4, 1, 0, "float32", 0)
+
+
+def read(folder: Path) -> Found:
+    found: Found = {}
+    for name in list_shards(folder):
+        shard = Shard(folder / name, 4 * 64)
+        for i, index in enumerate(load_file(folder / name)["indexes"].tolist()):
+            answer = shard[i]
+            found[index] = (answer.token_ids.tolist(), answer.prompt_length, answer.features.float())
+    return found
+
+
+def assert_same(seen: Found, expected: Found) -> None:
+    assert seen.keys() == expected.keys()
+    for index, (token_ids, prompt_length, features) in expected.items():
+        assert seen[index][:2] == (token_ids, prompt_length)
+        assert torch.allclose(seen[index][2], features, atol=0.05, rtol=0.02)  # bfloat16 on disk
+
+
+@pytest.fixture(scope="module")
+def complete(options: AnswerOptions, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_answers(replace(options, folder=tmp_path_factory.mktemp("answers")), progress=False)
+
+
+def test_every_prompt_is_answered_as_often_as_asked(complete: Path) -> None:
+    found = read(complete)
+    assert {0, 1, 2, 3, 4, 5} <= found.keys() <= set(range(9))
+    assert written_indexes(complete) == found.keys()
+    for token_ids, prompt_length, features in found.values():
+        assert prompt_length < len(token_ids)
+        assert features.shape == (len(token_ids), 4 * 64)
+        assert not features[-1].any()
+        assert features[:-1].abs().sum(-1).all()
+
+
+def test_a_stopped_run_goes_on_and_gives_the_same(options: AnswerOptions, complete: Path, tmp_path: Path) -> None:
+    folder = make_answers(replace(options, folder=tmp_path, self_prompts=0), progress=False)
+    assert written_indexes(folder) == set(range(6))
+    make_answers(replace(options, folder=tmp_path), progress=False)
+    assert_same(read(folder), read(complete))
+    shards = list_shards(folder)
+    make_answers(replace(options, folder=tmp_path), progress=False)
+    assert list_shards(folder)[: len(shards)] == shards
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same(options: AnswerOptions, complete: Path, tmp_path: Path) -> None:
+    folder = make_answers(replace(options, folder=tmp_path, generators=2), progress=False)
+    assert len(list_shards(folder)) == 2
+    assert_same(read(folder), read(complete))
+
+
+def test_other_options_over_the_same_folder_are_refused(options: AnswerOptions, complete: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_tokens=12, and now max_tokens=13 is asked for"):
+        make_answers(replace(options, folder=complete, max_tokens=13), progress=False)
+
+
+def test_nothing_to_ask_is_refused(options: AnswerOptions, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to ask"):
+        make_answers(replace(options, folder=tmp_path, prompts=(), self_prompts=0), progress=False)
+
+
+def test_a_target_too_shallow_is_refused() -> None:
+    with pytest.raises(ConfigError, match="2 layers"):
+        feature_layers(2)
+    assert feature_layers(30) == [2, 15, 27, 30]

@@ -1,0 +1,154 @@
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specray.errors import ConfigError
+from specray.train.learner import Learner
+from specray.train.settings import TrainSettings
+from specray.train.trainer import Trainer
+from tests.support.lessons import HIDDEN, write_answers
+from tests.support.toy import EOS, VOCAB_SIZE
+
+CPU = torch.device("cpu")
+
+
+def settings(**over: Any) -> TrainSettings:
+    options = {"kind": "eagle3", "tokens": 2000, "unroll": 2, "draft_vocab_size": 40, "batch_tokens": 256,
+               "dtype": "float32", "validate_every": 10_000}  # fmt: skip
+    return TrainSettings(**{**options, **over})
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return dict(torch.load(run / "checkpoint.pt", weights_only=True)["head"])
+
+
+@pytest.mark.parametrize("options", [{"kind": "eagle3"}, {"kind": "eagle2"}, {"optimizer": "muon"}], ids=str)
+def test_a_stopped_run_ends_with_the_weights_of_an_uninterrupted_one(
+    options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    answers = write_answers(tmp_path)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert Trainer(settings(**options), answers, whole, CPU).run()
+
+    learn = Learner.learn
+
+    def learn_and_interrupt(self: Learner, *args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return learn(self, *args)
+
+    monkeypatch.setattr(Learner, "learn", learn_and_interrupt)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            Trainer(settings(**options), answers, stopped, CPU).run()
+    monkeypatch.undo()
+    assert Trainer(settings(**options), answers, stopped, CPU).run()
+
+    expected, got = weights(whole), weights(stopped)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_a_tiny_head_learns_its_text_by_heart(tmp_path: Path) -> None:
+    answers = write_answers(tmp_path, sequences=4)
+    trainer = Trainer(settings(tokens=60_000, learning_rate=5e-3, draft_vocab_size=VOCAB_SIZE), answers, tmp_path / "run", CPU)
+    assert trainer.run()
+    figures = torch.stack(trainer._recent)[-1]
+    assert figures[1] > 0.9
+    assert figures[2] > 0.9
+
+
+def test_max_minutes_stops_with_a_checkpoint_and_the_rest_still_to_do(tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    assert not Trainer(settings(max_minutes=0.0), answers, tmp_path / "run", CPU).run()
+    assert (tmp_path / "run" / "checkpoint.pt").is_file()
+    assert Trainer(settings(), answers, tmp_path / "run", CPU).run()
+
+
+def test_eagle3_is_exported_in_the_public_layout(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Trainer(settings(), write_answers(tmp_path), run, CPU).run()
+    tensors = load_file(run / "head" / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes == {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        **{f"fc_norm.{index}.weight": (HIDDEN,) for index in range(3)},
+        **{f"midlayer.{name}.weight": (HIDDEN,)
+           for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+        "midlayer.self_attn.q_proj.weight": (32, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj.weight": (16, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj.weight": (16, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj.weight": (HIDDEN, 32),
+        "midlayer.mlp.gate_proj.weight": (48, HIDDEN),
+        "midlayer.mlp.up_proj.weight": (48, HIDDEN),
+        "midlayer.mlp.down_proj.weight": (HIDDEN, 48),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (40, HIDDEN),
+        "d2t": (40,),
+        "t2d": (VOCAB_SIZE,),
+    }  # fmt: skip
+    assert tensors["d2t"].dtype is torch.int64
+    assert tensors["t2d"].dtype is torch.bool
+    ids = torch.arange(40) + tensors["d2t"]
+    assert torch.equal(ids, tensors["t2d"].nonzero()[:, 0])
+    assert EOS in ids.tolist()
+
+    config = json.loads((run / "head" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draft_vocab_size"] == 40
+    assert config["fc_norm"] is True
+    # The answers' layers 0, 1, 1 are entered; the layers whose outputs those are come one before.
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 0]
+    card = (run / "head" / "README.md").read_text()
+    assert "EAGLE-3 draft head" in card
+    assert "learning rate: 0.001" in card
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_eagle2_is_exported_without_the_targets_head(bias: bool, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Trainer(settings(kind="eagle2", bias=bias), write_answers(tmp_path), run, CPU).run()
+    tensors = load_file(run / "head" / "model.safetensors")
+    assert tensors["fc.weight"].shape == (HIDDEN, 2 * HIDDEN)
+    assert ("fc.bias" in tensors) == bias
+    assert not {"lm_head.weight", "norm.weight", "layers.0.input_layernorm.weight"} & tensors.keys()
+    config = json.loads((run / "head" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle"]
+    assert config["bias"] is bias
+
+
+def test_init_head_starts_from_its_weights(tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    first = Trainer(settings(), answers, tmp_path / "run", CPU)
+    first.run()
+    head = str(tmp_path / "run" / "head")
+    second = Trainer(settings(init_head=head, draft_vocab_size=30), answers, tmp_path / "next", CPU)
+    torch.testing.assert_close(second.head.fc.weight, first.head.fc.weight.bfloat16().float())
+    place = {token: row for row, token in enumerate(first.head.draft_ids.tolist())}
+    rows = [place[token] for token in second.head.draft_ids.tolist()]
+    torch.testing.assert_close(second.head.output_weight, first.head.output_weight[rows].bfloat16().float())
+
+
+def test_validation_is_logged_and_drawn(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Trainer(settings(validate_every=500), write_answers(tmp_path, sequences=150), run, CPU).run()
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert len(lines) >= 4
+    figures = lines[-1]["validation"]
+    assert figures["num_sequences"] >= 1
+    assert figures["accept_length"] == pytest.approx(1 + sum(figures["accepted"]), abs=1e-3)
+    assert (run / "plot.png").stat().st_size > 1000
+    assert "| depth |" in (run / "head" / "README.md").read_text()
+
+
+def test_another_kind_does_not_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    Trainer(settings(), answers, tmp_path / "run", CPU).run()
+    with pytest.raises(ConfigError, match="kind='eagle3'"):
+        Trainer(settings(kind="eagle2"), answers, tmp_path / "run", CPU)

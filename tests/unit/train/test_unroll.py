@@ -1,0 +1,146 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specray.train.heads import Eagle2Head, Eagle3Head
+from specray.train.target import Target, load_target
+from specray.train.unroll import Batch, lessons, unroll
+from tests.support.toy import VOCAB_SIZE, write_toy
+
+STEPS = 3
+Head = Eagle2Head | Eagle3Head
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Target:
+    return load_target(str(write_toy(tmp_path)), torch.float32, torch.device("cpu"), 64)
+
+
+def a_head(kind: str, target: Target) -> Head:
+    torch.manual_seed(3)
+    ids = torch.arange(0, VOCAB_SIZE, 2)
+    head: Head = Eagle3Head(target.shape, ids) if kind == "eagle3" else Eagle2Head(target.shape, ids, bias=True)
+    head.start_from(target, "identity")
+    for parameter in head.parameters():  # no part of it near 0 or 1, where a mistake would not show
+        torch.nn.init.normal_(parameter, std=0.3)
+    return head
+
+
+def a_batch(target: Target, columns: int) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    hidden = target.shape.hidden_size
+    return Batch(
+        token_ids=torch.randint(0, VOCAB_SIZE, (2, 9), generator=generator),
+        lengths=torch.tensor([9, 7]),
+        prompt_lengths=torch.tensor([4, 3]),
+        features=torch.randn(2, 9, columns * hidden, generator=generator),
+        final=torch.randn(2, 9, hidden, generator=generator),
+    )
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int) -> list[Tensor]:
+    """The outputs of the chain at position `start`, one position and one step at a time, as a server would."""
+    weights = {name: tensor.float() for name, tensor in head.state_dict().items()}
+    eagle3 = isinstance(head, Eagle3Head)
+    prefix = "midlayer." if eagle3 else "layers.0."
+    eps, dim = target.shape.eps, target.shape.head_dim
+    fold = target.shape.heads_per_group
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return (x @ weights[f"{prefix}self_attn.{name}_proj.weight"].T).view(-1, dim)
+
+    def turned(x: Tensor, position: int) -> Tensor:
+        cos, sin = target.rotary.at(torch.tensor([position]))
+        return x * cos[0] + x.roll(dim // 2, -1) * sin[0]
+
+    def inner(token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """(attention input, residual)"""
+        embed = target.embedding[token]
+        if not eagle3:
+            x = torch.cat((embed, state)) @ weights["fc.weight"].T + weights["fc.bias"]
+            return x, x
+        parts = (norm(embed, weights["midlayer.input_layernorm.weight"], eps),
+                 norm(state, weights["midlayer.hidden_norm.weight"], eps))  # fmt: skip
+        return torch.cat(parts), state
+
+    def entered(position: int) -> Tensor:
+        feature = batch.features[row, position]
+        if not eagle3:
+            return feature
+        chunks = [norm(c, weights[f"fc_norm.{i}.weight"], eps) for i, c in enumerate(feature.chunk(3))]
+        return torch.cat(chunks) @ weights["fc.weight"].T
+
+    keys, values, outputs = [], [], []
+    for position in range(start):
+        x, _ = inner(batch.token_ids[row, position + 1], entered(position))
+        keys.append(turned(project(x, "k"), position))
+        values.append(project(x, "v"))
+    state = entered(start)
+    for step in range(STEPS):
+        position = start + step
+        if position + 1 >= batch.token_ids.shape[1]:
+            break
+        x, residual = inner(batch.token_ids[row, position + 1], state)
+        keys.append(turned(project(x, "k"), position))
+        values.append(project(x, "v"))
+        q = turned(project(x, "q"), position)
+        heads = []
+        for head_index in range(len(q)):
+            k = torch.stack([key[head_index // fold] for key in keys])
+            v = torch.stack([value[head_index // fold] for value in values])
+            heads.append((k @ q[head_index] / dim**0.5).softmax(0) @ v)
+        state = residual + torch.cat(heads) @ weights[f"{prefix}self_attn.o_proj.weight"].T
+        x = norm(state, weights[f"{prefix}post_attention_layernorm.weight"], eps)
+        gate, up, down = (weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        state = state + (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        outputs.append(norm(state, weights["norm.weight"], eps) if eagle3 else state)
+    return outputs
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle2"])
+def test_unrolled_steps_equal_one_chain_at_a_time(kind: str, target: Target) -> None:
+    head, batch = a_head(kind, target), a_batch(target, 3 if kind == "eagle3" else 1)
+    taught = lessons(batch)
+    steps = list(unroll(head, target, batch, taught, STEPS))
+    per_row = batch.token_ids.shape[1] - batch.start
+    seen = 0
+    for depth, step in enumerate(steps):
+        for output, chain in zip(step.outputs, step.chains.tolist(), strict=True):
+            row, start = chain // per_row, batch.start + chain % per_row
+            torch.testing.assert_close(output, naive_outputs(head, target, batch, row, start)[depth], rtol=1e-4, atol=1e-4)
+            seen += 1
+    # Chains begin two before the first token of the target's own; row 0: 2 … 6 teach at step 0, row 1: 1 … 4.
+    assert seen == (5 + 4 + 3) + (4 + 3 + 2)
+
+
+def test_lessons_are_the_final_states_one_step_ahead(target: Target) -> None:
+    batch = a_batch(target, 1)
+    taught = lessons(batch)
+    head = a_head("eagle2", target)
+    per_row = batch.token_ids.shape[1] - batch.start
+    for depth, step in enumerate(unroll(head, target, batch, taught, STEPS)):
+        for lesson, chain in zip(step.lessons.tolist(), step.chains.tolist(), strict=True):
+            row, start = chain // per_row, batch.start + chain % per_row
+            assert torch.equal(taught.final[lesson], batch.final[row, start + 1 + depth])
+            assert taught.next_ids[lesson] == batch.token_ids[row, start + 2 + depth]
+
+
+def test_lessons_skip_tokens_a_draft_vocabulary_lacks(target: Target) -> None:
+    batch = a_batch(target, 1)
+    usable = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    usable[batch.token_ids[0, 5]] = True
+    taught = lessons(batch, usable)
+    assert set(taught.next_ids.tolist()) == {int(batch.token_ids[0, 5])}
+
+
+def test_gradients_reach_every_parameter_through_all_steps(target: Target) -> None:
+    head, batch = a_head("eagle3", target), a_batch(target, 3)
+    last = list(unroll(head, target, batch, lessons(batch), STEPS))[-1]
+    (last.outputs @ head.output_weight.T).sum().backward()
+    assert [name for name, parameter in head.named_parameters() if parameter.grad is None] == []
