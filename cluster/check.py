@@ -20,7 +20,7 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 from cluster.config import AppConfig, ServerConfig
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
-from specray.models.files import resolve_model
+from specray.models.files import resolve_draft, resolve_model, resolve_token_map
 from specray.spec_decode import check_speculative
 
 IMPORT_PATH = "cluster.app:build"
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         apps = check_file(options.file)
         for name, app in apps.items():
             if options.model:
-                resolve_model(app.model, app.revision, app.load_format, progress=True)
+                _find_files(app)
             print(f"{options.file}: application {name!r} is valid: {_summary(app)}")
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -92,6 +92,15 @@ def _check_args(path: Path, name: str, args: dict[str, Any]) -> AppConfig:
     except ConfigError as error:
         raise ConfigError(f"{path}: {name}.args: {error}") from None
     return config
+
+
+def _find_files(app: AppConfig) -> None:
+    """Find, fetch or convert all that the application loads."""
+    resolve_model(app.model, app.revision, app.load_format, progress=True)
+    if app.speculative.draft_model_path is not None:
+        resolve_draft(app.speculative, progress=True)
+    if app.speculative.token_map is not None:
+        resolve_token_map(app.speculative.token_map)
 
 
 def _describe(path: Path, prefix: str, error: ValidationError) -> str:

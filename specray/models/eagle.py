@@ -20,7 +20,7 @@ from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.eagle_files import HeadConfig, TensorNames, check_rest, head_shape, read_draft_vocabulary
-from specray.models.files import resolve_model
+from specray.models.files import resolve_draft
 from specray.models.llama import Attention, FeedForward, Llama, LlamaShape
 from specray.models.loading import Loader
 from specray.ops.attention import Attend, torch_dtype
@@ -65,7 +65,7 @@ def load_eagle_head(
 
     `token_map` int64 [n] narrows an EAGLE-2 head to these ids of the target (FR-Spec).
     """
-    folder = _find(speculative, version)
+    folder = resolve_draft(speculative, progress=False)
     config = HeadConfig.read(folder)
     config.check_target(folder, target.shape)
     shared = TargetMatrices(target, target_folder, target_load_format, _dtype(speculative, target), device)
@@ -295,20 +295,6 @@ def _rotary(config: HeadConfig, shape: LlamaShape, loader: Loader, max_positions
         raise ConfigError(
             f"{loader.folder / 'config.json'}: its RoPE settings cannot be used ({error}); correct rope_scaling"
         ) from error
-
-
-def _find(speculative: SpeculativeConfig, version: Literal[2, 3]) -> Path:
-    if speculative.draft_model_path is None:
-        raise ConfigError(
-            f"speculative.algorithm={ALGORITHMS[version]} drafts with a trained head, but speculative.draft_model_path "
-            "is null; set it to the head's folder or hub name"
-        )
-    return resolve_model(
-        speculative.draft_model_path,
-        speculative.draft_model_revision,
-        speculative.draft_load_format,
-        progress=False,
-    )
 
 
 def _check_version(folder: Path, names: TensorNames, version: Literal[2, 3]) -> None:

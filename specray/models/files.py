@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm.asyncio import tqdm_asyncio
 
-from specray.config import EMBEDDED_MODEL
+from specray.config import EMBEDDED_MODEL, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.models.gguf_files import convert_gguf
 
@@ -22,11 +22,11 @@ _WEIGHT_FILES = {"auto": ["*.safetensors", "*.bin"], "safetensors": ["*.safetens
 _NOT_WANTED = ["*/*", "consolidated*", "training_args.bin", "optimizer*", "scheduler*"]
 
 
-def resolve_model(model: str, revision: str | None, load_format: str, *, progress: bool) -> Path:
+def resolve_model(model: str, revision: str | None, load_format: str, *, progress: bool, option: str = "model") -> Path:
     """The local folder with config.json, tokenizer files and weights of `model`; a GGUF is converted once.
 
     Looked up in this order: the embedded model and the draft heads made for it, a local folder or .gguf file, a name on
-    the Hugging Face hub.
+    the Hugging Face hub. `option` is what errors call it.
     """
     if model == EMBEDDED_MODEL:
         return _from_gguf(_embedded_gguf(), load_format, progress)
@@ -39,10 +39,33 @@ def resolve_model(model: str, revision: str | None, load_format: str, *, progres
         return _from_gguf(path, load_format, progress)
     if _looks_local(model):
         raise ConfigError(
-            f"model={model!r} looks like a local path, but nothing is there; give an existing folder or .gguf file, "
+            f"{option}={model!r} looks like a local path, but nothing is there; give an existing folder or .gguf file, "
             f"a hub name (owner/name) or one of {', '.join(map(repr, [EMBEDDED_MODEL, *embedded_heads()]))}"
         )
-    return _from_hub(model, revision, load_format, progress)
+    return _from_hub(model, revision, load_format, progress, option)
+
+
+def resolve_draft(speculative: SpeculativeConfig, *, progress: bool) -> Path:
+    """The folder of `speculative.draft_model_path`, which is set."""
+    assert speculative.draft_model_path is not None
+    return resolve_model(
+        speculative.draft_model_path,
+        speculative.draft_model_revision,
+        speculative.draft_load_format,
+        progress=progress,
+        option="speculative.draft_model_path",
+    )
+
+
+def resolve_token_map(name: str) -> Path:
+    """The file of `speculative.token_map`: one that comes with this package, or a local one."""
+    for path in (_HEADS / name, Path(name).expanduser()):
+        if path.is_file():
+            return path
+    embedded = ", ".join(path.name for path in sorted(_HEADS.glob("*.json")))
+    raise ConfigError(
+        f"speculative.token_map={name!r} is no file; give a path, or the name of an embedded map ({embedded or 'none'})"
+    )
 
 
 def embedded_heads() -> list[str]:
@@ -91,14 +114,14 @@ def _looks_local(model: str) -> bool:
     return model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf") or model.count("/") > 1
 
 
-def _from_hub(model: str, revision: str | None, load_format: str, progress: bool) -> Path:
+def _from_hub(model: str, revision: str | None, load_format: str, progress: bool, option: str) -> Path:
     if load_format == "gguf":
         raise ConfigError(
             f"load_format=gguf with the hub name {model!r}: a hub repository often holds many GGUF files; "
             "download the one you want and give its path"
         )
     for pattern in _WEIGHT_FILES[load_format]:  # .bin only where there are no safetensors
-        folder = _download(model, revision, [*_SIDE_FILES, pattern], progress)
+        folder = _download(model, revision, [*_SIDE_FILES, pattern], progress, option)
         if any(folder.glob(pattern)):
             return folder
     raise ConfigError(
@@ -107,7 +130,7 @@ def _from_hub(model: str, revision: str | None, load_format: str, progress: bool
     )
 
 
-def _download(model: str, revision: str | None, patterns: list[str], progress: bool) -> Path:
+def _download(model: str, revision: str | None, patterns: list[str], progress: bool, option: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
@@ -124,8 +147,8 @@ def _download(model: str, revision: str | None, patterns: list[str], progress: b
     except (HfHubHTTPError, HFValidationError, EntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"model={model!r} (revision {revision or 'default'}) is neither a local path nor could it be fetched from "
-            f"the Hugging Face hub: {reason}; check the name, the network and HF_TOKEN, or use {EMBEDDED_MODEL!r}"
+            f"{option}={model!r} (revision {revision or 'default'}) is neither a local path nor could it be fetched "
+            f"from the Hugging Face hub: {reason}; check the name, the network and HF_TOKEN, or use {EMBEDDED_MODEL!r}"
         ) from error
 
 

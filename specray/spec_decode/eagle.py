@@ -8,7 +8,6 @@ noise the target will sample with. Not here: the head (`specray.models.eagle`), 
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.models.eagle import EagleHead, load_eagle_head
+from specray.models.files import resolve_token_map
 from specray.ops.attention import RaggedRows, make_pool
 from specray.ops.backends import make_backend
 from specray.ops.noise import gumbel
@@ -140,9 +140,8 @@ class EagleDrafter:
         noisy = [i for i, row in enumerate(rows) if row.temperature >= GREEDY_BELOW]
         if noisy:
             logits[noisy] = self._with_noise(logits[noisy], [rows[i] for i in noisy], depth)
-        best = logits.topk(self._shape.topk)
-        law = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
-        return law, self._head.target_ids(best.indices)
+        best = logits.softmax(-1).topk(self._shape.topk)
+        return best.values, self._head.target_ids(best.indices)
 
     def _with_noise(self, logits: Tensor, rows: Sequence[DraftRow], depth: int) -> Tensor:
         """Logits under temperature and the noise with which the target will sample the tokens at `depth`."""
@@ -162,6 +161,6 @@ def _make(config: SpeculativeConfig, target: TargetView, version: Literal[2, 3])
     token_map = None
     if config.token_map is not None:
         vocab_size = target.model.shape.vocab_size
-        token_map = load_token_map(Path(config.token_map).expanduser(), vocab_size, target.eos_token_ids)
+        token_map = load_token_map(resolve_token_map(config.token_map), vocab_size, target.eos_token_ids)
     head = load_eagle_head(config, target.folder, target.model, target.load_format, target.device, version, token_map)
     return EagleDrafter(head, shape, target)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 LEAVES = {"config", "sampling_params", "outputs", "errors", "metrics", "step"}
 LAYERS = ["leaves", "ops", "layers", "models", "spec_decode", "worker"]  # each may import itself and what is before it
-TOOLS = {"bench", "chat", "cli", "demo", "local_server"}
+TOOLS = {"bench", "chat", "cli", "demo", "local_server", "train"}
 DOORS = {("worker", "specray.engine.executor")}  # the protocol that an executor implements, and its values
 
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "zmq"}
@@ -227,6 +227,10 @@ def test_lint_sees_private_ray(line: str) -> None:
         ("specray.llm", "specray.engine.engine", True),
         ("specray.llm", "specray.cli", False),
         ("specray.cli", "specray.llm", True),
+        ("specray.train.answers", "specray.llm", True),
+        ("specray.train.recorder", "specray.spec_decode.drafter", True),
+        ("specray.worker.worker", "specray.train.recorder", False),
+        ("specray.spec_decode.eagle", "specray.train.heads", False),
         ("specray.cli", "cluster.check", False),
         ("cluster.router", "specray.engine.engine", True),
         ("specray.config", "specray.engine.engine", False),

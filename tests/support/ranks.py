@@ -1,7 +1,7 @@
 """An Executor without a model: it checks every plan against a simulated KV pool and answers with a known text.
 
-The KV of a token is simulated by the tokens before it, so a wrong block, a stale slot or a block shared
-by two different texts is seen the moment it is read.
+The KV of a token is simulated by the tokens before it (and the one after it, where a drafter's depends on that), so
+a wrong block, a stale slot or a block shared by two different texts is seen the moment it is read.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class SimulatedRanks:
         self._text = text
         self._random = random
         self._rows: dict[int, SimulatedRow] = {}
-        self._kv: dict[int, tuple[str, tuple[int, ...]]] = {}  # KV slot -> salt and tokens up to the slot's own
+        self._kv: dict[int, tuple[str, tuple[int, ...]]] = {}  # KV slot -> salt and tokens it depends on
         self._results: list[StepResult] = []
 
     def submit(self, plan: StepPlan) -> None:
@@ -81,13 +81,14 @@ class SimulatedRanks:
         known = min(step.num_tokens, len(row.token_ids) - row.num_computed)
         assert known > 0
         self._read(row)
-        self._write(row, row.num_computed + known)
+        start = row.num_computed
         row.num_computed += known
         if row.num_computed < len(row.token_ids):
+            self._write(row, start)
             return RowResult(step.slot, [], 0, None, None)
-        return self._sample(step, row)
+        return self._sample(step, row, start)
 
-    def _sample(self, step: RowStep, row: SimulatedRow) -> RowResult:
+    def _sample(self, step: RowStep, row: SimulatedRow, start: int) -> RowResult:
         """Write any number of drafts, accept any number of them, leave what was rejected as rubbish."""
         assert 0 <= step.max_draft_tokens <= self.capacity.max_draft_tokens
         num_drafts = self._random.randint(0, step.max_draft_tokens)
@@ -99,19 +100,22 @@ class SimulatedRanks:
         row.token_ids += tokens
         for position in range(root + 1, root + 1 + num_drafts):
             self._kv[self._slot(row, position)] = ("rejected", ())
-        self._write(row, row.num_computed + num_accepted)
         row.num_computed += num_accepted
+        self._write(row, start)
         assert len(row.token_ids) <= self.capacity.context_length
         return RowResult(step.slot, tokens, num_drafts, [TokenLogprob(t, -float(t), []) for t in tokens], None)
 
     def _read(self, row: SimulatedRow) -> None:
         for position in range(row.num_computed):
             seen = self._kv.get(self._slot(row, position))
-            assert seen == (row.cache_salt, tuple(row.token_ids[: position + 1])), (position, seen)
+            assert seen == self._state(row, position), (position, seen)
 
-    def _write(self, row: SimulatedRow, end: int) -> None:
-        for position in range(row.num_computed, end):
-            self._kv[self._slot(row, position)] = (row.cache_salt, tuple(row.token_ids[: position + 1]))
+    def _write(self, row: SimulatedRow, start: int) -> None:
+        for position in range(start, row.num_computed):
+            self._kv[self._slot(row, position)] = self._state(row, position)
+
+    def _state(self, row: SimulatedRow, position: int) -> tuple[str, tuple[int, ...]]:
+        return row.cache_salt, tuple(row.token_ids[: position + 1 + self.capacity.reads_next_token])
 
     def _slot(self, row: SimulatedRow, position: int) -> int:
         size = self._config.page_size

@@ -101,8 +101,9 @@ class FakeExecutor:
         max_drafts: int = 0,
         accepts: Sequence[tuple[int, int]] = ((0, 0),),
         context_length: int = 48,
+        reads_next_token: bool = False,
     ) -> None:
-        self.capacity = Capacity(num_blocks, max_drafts, context_length, VOCAB_SIZE, [EOS])
+        self.capacity = Capacity(num_blocks, max_drafts, context_length, VOCAB_SIZE, [EOS], reads_next_token)
         self.rows: dict[int, Row] = {}
         self.limits: dict[int, int] = {}
         self.broken: set[int] = set()
@@ -181,7 +182,8 @@ class FakeExecutor:
                     assert other.salt == row.salt
                     assert other.blocks.index(block) == index
                     assert full <= min(row.num_computed, other.num_computed)
-                    assert other.tokens[:full] == row.tokens[:full]
+                    needed = full + self.capacity.reads_next_token
+                    assert other.tokens[:needed] == row.tokens[:needed]
 
     def _answer(self, step: RowStep) -> RowResult:
         row = self.rows[step.slot]

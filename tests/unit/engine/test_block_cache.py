@@ -41,11 +41,12 @@ class Expected:
 class BlocksMachine(RuleBasedStateMachine):
     holders = Bundle("holders")
 
-    @initialize(size=st.sampled_from([1, 2, 4]))
-    def start(self, size: int) -> None:
+    @initialize(size=st.sampled_from([1, 2, 4]), lookahead=st.integers(0, 1))
+    def start(self, size: int, lookahead: int) -> None:
         self.size = size
+        self.key_size = size + lookahead
         self.pool = BlockPool(NUM_BLOCKS)
-        self.cache = RadixCache(self.pool, size)
+        self.cache = RadixCache(self.pool, size, lookahead=lookahead)
         self.cached: dict[Path, Expected] = {}
         self.alive: list[Holder] = []
         self.clock = count(1)
@@ -73,9 +74,9 @@ class BlocksMachine(RuleBasedStateMachine):
         """Everything the holder has blocks for was computed: its full blocks enter the cache."""
         if holder not in self.alive:
             return
-        full = min(len(holder.tokens) // self.size, len(holder.blocks))
+        full = min((len(holder.tokens) - self.key_size) // self.size + 1, len(holder.blocks))
         for depth in range(len(holder.path), full):
-            key = tuple(holder.tokens[depth * self.size : (depth + 1) * self.size])
+            key = tuple(holder.tokens[depth * self.size :][: self.key_size])
             node = self.cache.insert(holder.namespace, holder.path, key, holder.blocks[depth])
             holder.path.append(node)
             expected = self.cached.setdefault(self.key(holder, depth), Expected(holder.blocks[depth]))
@@ -105,7 +106,7 @@ class BlocksMachine(RuleBasedStateMachine):
         assert self.cache.num_cached == len(self.cached)
         assert self.cache.num_idle == sum(block.users == 0 for block in self.cached.values())
         for (namespace, keys), block in self.cached.items():
-            path = self.cache.match(namespace, [token for key in keys for token in key])
+            path = self.cache.match(namespace, [t for key in keys[:-1] for t in key[: self.size]] + list(keys[-1]))
             assert path[len(keys) - 1].block_id == block.block_id
 
     def take(self, holder: Holder, num_blocks: int) -> None:
@@ -141,8 +142,8 @@ class BlocksMachine(RuleBasedStateMachine):
     def longest_match(self, namespace: str, tokens: list[int]) -> list[int]:
         blocks: list[int] = []
         keys: tuple[Key, ...] = ()
-        for start in range(0, len(tokens) - self.size + 1, self.size):
-            keys = (*keys, tuple(tokens[start : start + self.size]))
+        for start in range(0, len(tokens) - self.key_size + 1, self.size):
+            keys = (*keys, tuple(tokens[start : start + self.key_size]))
             if (namespace, keys) not in self.cached:
                 break
             blocks.append(self.cached[namespace, keys].block_id)
@@ -150,7 +151,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
     def key(self, holder: Holder, depth: int) -> Path:
         starts = range(0, (depth + 1) * self.size, self.size)
-        return holder.namespace, tuple(tuple(holder.tokens[s : s + self.size]) for s in starts)
+        return holder.namespace, tuple(tuple(holder.tokens[s : s + self.key_size]) for s in starts)
 
 
 TestBlocks = BlocksMachine.TestCase

@@ -9,11 +9,11 @@ def store(cache: RadixCache, namespace: str, token_ids: list[int]) -> list[Cache
     size = cache.block_size
     path = cache.match(namespace, token_ids)
     cache.lock(path)
-    blocks = cache.take_blocks(len(token_ids) // size - len(path))
+    blocks = cache.take_blocks((len(token_ids) - cache.lookahead) // size - len(path))
     assert blocks is not None
     for block_id in blocks:
-        start = len(path) * size
-        path.append(cache.insert(namespace, path, tuple(token_ids[start : start + size]), block_id))
+        key = tuple(token_ids[len(path) * size :][: size + cache.lookahead])
+        path.append(cache.insert(namespace, path, key, block_id))
     cache.unlock(path)
     return path
 
@@ -94,3 +94,38 @@ def test_only_full_blocks_match() -> None:
     assert cache.match("", [1, 2, 3]) == []
     assert cache.match("", [1, 2, 3, 4, 5, 6, 7]) == [node]
     assert cache.match("", [1, 2, 3, 5]) == []
+
+
+def test_with_lookahead_a_block_is_found_by_the_token_after_it_too() -> None:
+    cache = RadixCache(BlockPool(9), 2, lookahead=1)
+    first, second = store(cache, "", [1, 2, 3, 4, 5])
+    assert cache.match("", [1, 2, 3, 4, 5]) == [first, second]
+    assert cache.match("", [1, 2, 3, 4, 6]) == [first]
+    assert cache.match("", [1, 2, 7, 4, 5]) == []
+
+
+def test_with_lookahead_the_rest_of_a_text_is_left_to_be_computed() -> None:
+    """Of a full block whose next token is not known, the drafter's KV of the last token is not known either."""
+    cache = RadixCache(BlockPool(9), 2, lookahead=1)
+    first, second = store(cache, "", [1, 2, 3, 4, 5])
+    assert cache.match("", [1, 2]) == []
+    assert cache.match("", [1, 2, 3]) == cache.match("", [1, 2, 3, 4]) == [first]
+    assert cache.match("", [1, 2, 3, 4, 5, 9, 9]) == [first, second]
+
+
+def test_with_lookahead_one_prefix_before_two_tokens_is_two_blocks() -> None:
+    cache = RadixCache(BlockPool(9), 2, lookahead=1)
+    [one], [other] = store(cache, "", [1, 2, 3]), store(cache, "", [1, 2, 4])
+    assert one.block_id != other.block_id
+    assert cache.num_cached == 2
+    evict(cache, 1)
+    assert cache.match("", [1, 2, 3]) == []
+    assert cache.match("", [1, 2, 4]) == [other]
+
+
+def test_a_text_of_pages_of_one_with_lookahead() -> None:
+    cache = RadixCache(BlockPool(9), 1, lookahead=1)
+    path = store(cache, "", [5, 5, 5, 6])
+    assert [node.key for node in path] == [(5, 5), (5, 5), (5, 6)]
+    assert cache.match("", [5, 5, 6]) == path[:1]  # its second 5 stands before another token
+    assert cache.match("", [5, 5, 5]) == path[:2]

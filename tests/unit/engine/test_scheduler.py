@@ -52,10 +52,18 @@ prompts = st.lists(st.integers(2, 3), min_size=1, max_size=CONTEXT - 1)
 class EngineMachine(RuleBasedStateMachine):
     """A caller of the engine who knows what each request must say."""
 
-    @initialize(config=configs(), accepts=accept_counts, drafts=st.integers(0, 6), spare=st.integers(0, 12))
-    def start(self, config: EngineConfig, accepts: list[tuple[int, int]], drafts: int, spare: int) -> None:
+    @initialize(
+        config=configs(),
+        accepts=accept_counts,
+        drafts=st.integers(0, 6),
+        spare=st.integers(0, 12),
+        bigrams=st.booleans(),
+    )
+    def start(
+        self, config: EngineConfig, accepts: list[tuple[int, int]], drafts: int, spare: int, bigrams: bool
+    ) -> None:
         num_blocks = -(-CONTEXT // config.page_size) + 1 + spare  # the longest request just fits: pressure is likely
-        self.executor = FakeExecutor(config, num_blocks, drafts, accepts, CONTEXT)
+        self.executor = FakeExecutor(config, num_blocks, drafts, accepts, CONTEXT, bigrams)
         self.engine = Engine(config, self.executor, TOKENIZER)
         self.added: list[EngineRequest] = []
         self.alive: set[int] = set()

@@ -35,8 +35,8 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def capacity(num_blocks: int = 20, max_draft_tokens: int = 4) -> Capacity:
-    return Capacity(num_blocks, max_draft_tokens, CONTEXT, VOCAB_SIZE, [1])
+def capacity(num_blocks: int = 20, max_draft_tokens: int = 4, reads_next_token: bool = False) -> Capacity:
+    return Capacity(num_blocks, max_draft_tokens, CONTEXT, VOCAB_SIZE, [1], reads_next_token)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,12 @@ class Case:
     config: EngineConfig
     num_blocks: int
     max_draft_tokens: int
+    reads_next_token: bool
     seed: int
+
+    @property
+    def capacity(self) -> Capacity:
+        return capacity(self.num_blocks, self.max_draft_tokens, self.reads_next_token)
 
 
 @st.composite
@@ -60,7 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
     at_least = -(-CONTEXT // config.page_size) + 1
     num_blocks = draw(st.integers(at_least, at_least + 2 * CONTEXT // config.page_size))
-    return Case(config, num_blocks, draw(st.integers(0, 6)), draw(st.integers(0, 2**32)))
+    return Case(config, num_blocks, draw(st.integers(0, 6)), draw(st.booleans()), draw(st.integers(0, 2**32)))
 
 
 class Run:
@@ -68,7 +73,7 @@ class Run:
 
     def __init__(self, case: Case, abort_share: float = 0.0) -> None:
         self.random = Random(case.seed)
-        self.ranks = SimulatedRanks(case.config, capacity(case.num_blocks, case.max_draft_tokens), text, self.random)
+        self.ranks = SimulatedRanks(case.config, case.capacity, text, self.random)
         self.engine = Engine(case.config, self.ranks, TOKENIZER)
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[str, list[RequestOutput]] = {}

@@ -334,11 +334,6 @@ def test_a_folder_that_holds_no_head(tmp_path: Path, target_folder: Path, target
         load(toy.write(tmp_path / "other"), target_folder, target, 2)
 
 
-def test_no_path_is_refused(target_folder: Path, target: Llama) -> None:
-    with pytest.raises(ValueError, match="draft_model_path is null"):
-        load_eagle_head(SpeculativeConfig(algorithm="EAGLE3"), target_folder, target, "auto", CPU, 3)
-
-
 @pytest.mark.parametrize("name", ["eagle2", "eagle3-safeailab"])
 def test_draft_load_format_chooses_the_files(name: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
     toy = toy_head(name)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specray.ops.attention import RaggedRows, move_kv
+from specray.ops.attention_torch import _BATCH_BYTES, _SHORT, _grouped
 from specray.ops.backends import make_backend
 
 NUM_SLOTS = 400
@@ -167,6 +168,102 @@ def test_slots_out_of_order_are_read_in_the_rows_order() -> None:
     q, kv = torch.randn(6, KV_HEADS * FOLD, DIM), torch.randn(6, 2, KV_HEADS, DIM)
     seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv)
     torch.testing.assert_close(seen.double(), naive([shape], rows, pool[0], q), atol=2e-5, rtol=1e-4)
+
+
+# ---- levels of a drafter's tree: n new nodes, of the last m keys each sees its ancestors -----------------------------
+
+
+class Level(NamedTuple):
+    """A row of n new nodes; their KV and that of m - n earlier ones comes behind `num_past` keys all can see."""
+
+    num_past: int
+    tree: np.ndarray  # bool [n, m]
+
+
+@st.composite
+def levels(draw: st.DrawFn) -> Level:
+    nodes, earlier = draw(st.integers(1, 5)), draw(st.integers(0, 12))
+    bits = draw(st.lists(st.booleans(), min_size=nodes * earlier, max_size=nodes * earlier))
+    before = np.array(bits, dtype=bool).reshape(nodes, earlier)
+    return Level(draw(st.integers(0, 50)), np.concatenate((before, np.eye(nodes, dtype=bool)), 1))
+
+
+@given(st.lists(levels(), min_size=1, max_size=5), st.booleans(), st.sampled_from([_BATCH_BYTES, 20_000, 1]))
+@settings(max_examples=60)
+def test_nodes_of_a_level_see_the_past_and_their_ancestors_of_earlier_levels(
+    rows: list[Level], scattered: bool, batch_bytes: int
+) -> None:
+    order = np.arange(16, NUM_SLOTS)
+    if scattered:
+        np.random.default_rng(2).shuffle(order)
+    lengths = [row.num_past + row.tree.shape[1] for row in rows]
+    ends = np.cumsum(lengths)
+    kv_slots = [order[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    query_lens = [len(row.tree) for row in rows]
+    written = torch.from_numpy(np.concatenate([s[-n:] for s, n in zip(kv_slots, query_lens, strict=True)]))
+    torch.manual_seed(0)
+    pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
+    pool[:, :16] = 0
+    q, kv = torch.randn(len(written), KV_HEADS * FOLD, DIM), torch.randn(len(written), 2, KV_HEADS, DIM)
+    ragged = RaggedRows(query_lens, kv_slots, written, [row.tree for row in rows])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specray.ops.attention_torch._BATCH_BYTES", batch_bytes)
+        seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(ragged)(0, q, kv)
+    torch.testing.assert_close(seen.double(), naive_levels(rows, kv_slots, pool[0], q), atol=2e-5, rtol=1e-4)
+
+
+def naive_levels(rows: list[Level], kv_slots: list[np.ndarray], layer_pool: Tensor, q: Tensor) -> Tensor:
+    out, queries = [], iter(q.double())
+    for row, slots in zip(rows, kv_slots, strict=True):
+        for sight in row.tree:
+            keys = [*slots[: row.num_past], *(slots[row.num_past + j] for j in np.flatnonzero(sight))]
+            query = next(queries)
+            for head in range(len(query)):
+                k, v = layer_pool[keys, :, head // FOLD].double().unbind(1)
+                out.append((k @ query[head] / DIM**0.5).softmax(0) @ v)
+    return torch.cat(out).view(len(q), -1)
+
+
+# ---- which rows share a padded batch --------------------------------------------------------------------------------
+
+lengths = st.lists(st.tuples(st.integers(1, 100), st.integers(0, 400)), min_size=1, max_size=12)
+
+
+@given(lengths, st.integers(1, 3000))
+def test_groups_hold_each_row_once_and_long_rows_alone(rows: list[tuple[int, int]], most_keys: int) -> None:
+    query_lens, key_lens = [queries for queries, _ in rows], [queries + past for queries, past in rows]
+    groups = _grouped(query_lens, key_lens, most_keys)
+    assert sorted(r for group in groups for r in group) == list(range(len(rows)))
+    for group in groups:
+        assert len(group) == 1 or max(query_lens[r] for r in group) <= _SHORT
+        assert len(group) == 1 or len(group) * max(key_lens[r] for r in group) <= most_keys
+
+
+def test_rows_of_like_lengths_share_a_batch() -> None:
+    """Padding a short row to a long one's keys is work for nothing."""
+    assert _grouped([1] * 6, [10, 90, 11, 80, 12, 85], most_keys=100) == [[1], [5], [3], [4, 2, 0]]
+    assert _grouped([1] * 6, [10, 90, 11, 80, 12, 85], most_keys=540) == [[0, 1, 2, 3, 4, 5]]
+
+
+@given(batches, st.booleans(), st.integers(1, 30_000))
+@settings(max_examples=40)
+def test_grouping_changes_no_result(shapes: list[RowShape], scattered: bool, batch_bytes: int) -> None:
+    torch.manual_seed(0)
+    pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
+    pool[:, :16] = 0
+    rows = make_rows(shapes, scattered)
+    q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
+    whole = make_backend("torch", pool.clone(), KV_HEADS * FOLD).plan(rows)(0, q, kv)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specray.ops.attention_torch._BATCH_BYTES", batch_bytes)
+        parts = make_backend("torch", pool.clone(), KV_HEADS * FOLD).plan(rows)(0, q, kv)
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(parts.double(), naive(shapes, rows, after(pool, rows, kv)[0], q), atol=2e-5, rtol=1e-4)
+
+
+def after(pool: Tensor, rows: RaggedRows, kv: Tensor) -> Tensor:
+    pool[0, rows.slot_mapping] = kv
+    return pool
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -41,6 +41,16 @@ def test_a_larger_vocabulary_changes_no_token() -> None:
     assert torch.equal(gumbel([5], [9], SIZE, CPU), gumbel([5], [9], 1000, CPU)[:, :SIZE])
 
 
+def test_noise_for_some_ids_is_theirs_in_the_noise_for_all() -> None:
+    """A drafter with a vocabulary of its own makes no more noise than it needs, and makes the target's."""
+    seeds, positions = [5, -9, 2**40], [9, 0, 3]
+    full = gumbel(seeds, positions, 200_000, CPU)
+    for ids in ([0], [63, 1, 199_999, 7], list(range(50_000, 50_300)), [4, 4]):
+        chosen = torch.tensor(ids)
+        assert torch.equal(gumbel(seeds, positions, len(ids), CPU, chosen), full[:, chosen])
+        assert torch.equal(chosen, torch.tensor(ids))  # they are the caller's
+
+
 def test_one_seed_has_one_noise_in_every_release() -> None:
     """A stored seed has to give its text again after an update: these values may never change."""
     for (seed, position), expected in GOLDEN.items():
