@@ -52,7 +52,7 @@ format: $(INSTALLED)  ## rewrite the code in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## measure the README's figures on this machine (about 7 minutes on two cores)
+bench: $(INSTALLED)  ## measure the README's figures on this machine (about half an hour on two cores)
 	$(BIN)/python -m specray.bench.figures $(BENCH_ARGS)
 
 clean:  ## remove what tools left behind, .venv excepted

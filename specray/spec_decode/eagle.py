@@ -100,7 +100,7 @@ class EagleDrafter:
         """Trees below the rows' last known tokens, from the head's output [rows, hidden] before them."""
         topk, num_rows = self._shape.topk, len(rows)
         scores, tokens = self._candidates(output, rows, depth=1)
-        pool = CandidatePool.of_roots(scores, tokens)
+        pool = CandidatePool.of_roots(scores[:, 0], tokens[:, 0])
         states = self._head.recur(output).repeat_interleave(topk, 0)  # what precedes each of the frontier's tokens
         sees = np.empty((num_rows, topk, 0), dtype=bool)  # earlier nodes that are ancestors
         frontier = torch.arange(topk, device=self._device).expand(num_rows, topk)
@@ -108,9 +108,8 @@ class EagleDrafter:
             tokens = pool.tokens.gather(1, frontier).flatten()
             sees = np.concatenate((sees, np.broadcast_to(np.eye(topk, dtype=bool), (num_rows, topk, topk))), 2)
             output = self._forward_level(rows, tokens, states, sees, level)
-            law, children = self._candidates(output, [row for row in rows for _ in range(topk)], level + 1)
-            path = pool.scores.gather(1, frontier)[:, :, None] * law.view(num_rows, topk, topk)
-            pool.expand(frontier, path, children.view(num_rows, topk, topk))
+            law, children = self._candidates(output, rows, level + 1)
+            pool.expand(frontier, pool.scores.gather(1, frontier)[:, :, None] * law, children)
             if level + 1 < self._shape.num_steps:
                 frontier = pool.best_of_last()
                 parents = (frontier - (pool.scores.shape[1] - topk**2)) // topk  # places in the level just computed
@@ -135,8 +134,11 @@ class EagleDrafter:
         return self._head(tokens, states, torch.tensor(positions, device=self._device), self._attention.plan(ragged))
 
     def _candidates(self, output: Tensor, rows: Sequence[DraftRow], depth: int) -> tuple[Tensor, Tensor]:
-        """(probabilities, target ids) [n, topk] of the likeliest tokens after each output, best first."""
-        logits = self._head.logits(output)
+        """(probabilities, target ids) of the likeliest tokens at `depth`, best first.
+
+        `output` [rows * nodes, hidden] holds as many nodes of each row; the results are [rows, nodes, topk].
+        """
+        logits = self._head.logits(output).view(len(rows), -1, self._head.vocab_size)
         noisy = [i for i, row in enumerate(rows) if row.temperature >= GREEDY_BELOW]
         if noisy:
             logits[noisy] = self._with_noise(logits[noisy], [rows[i] for i in noisy], depth)
@@ -144,13 +146,13 @@ class EagleDrafter:
         return best.values, self._head.target_ids(best.indices)
 
     def _with_noise(self, logits: Tensor, rows: Sequence[DraftRow], depth: int) -> Tensor:
-        """Logits under temperature and the noise with which the target will sample the tokens at `depth`."""
+        """Logits [rows, nodes, V] under temperature and the noise with which the target will sample at `depth`."""
         noise = gumbel(
             [row.seed for row in rows], [row.end + depth for row in rows], logits.shape[-1], self._device,
             self._head.draft_token_ids,
         )  # fmt: skip
         temperatures = torch.tensor([row.temperature for row in rows], device=self._device)
-        return logits / temperatures[:, None] + noise
+        return logits / temperatures[:, None, None] + noise[:, None]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

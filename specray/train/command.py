@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "token-map", help="ids by frequency, for speculative.token_map", description="Count the target's own tokens."
     )
     _add_answers(mapping)
-    mapping.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON, or torch-saved if it ends in .pt")
+    mapping.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="JSON, or torch-saved if it ends in .pt"
+    )
     mapping.add_argument("--size", type=positive, default=8192, metavar="N", help="ids kept (default: %(default)s)")
 
 
@@ -75,8 +77,11 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
         add("--train-vocab", type=positive, default=8192, dest="draft_vocab_size", metavar="N",
             help="most frequent ids trained on; serving uses all (default: %(default)s)")  # fmt: skip
         add("--bias", action="store_true", help="let fc have a bias")
+    add("--intermediate-size", type=positive, metavar="N", help="width of the feed-forward (default: the target's)")
     add("--batch-tokens", type=positive, default=1024, metavar="N", help="positions of a batch (default: %(default)s)")
-    add("--max-length", type=positive, default=2048, metavar="N", help="longer sequences are cut (default: %(default)s)")
+    add(
+        "--max-length", type=positive, default=2048, metavar="N", help="longer sequences are cut (default: %(default)s)"
+    )
     add("--learning-rate", type=float, default=1e-3, metavar="X", help="the highest (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the matrices (default: %(default)s)")
     add("--warmup", type=float, default=0.02, metavar="X", help="share of --tokens (default: %(default)s)")
@@ -91,7 +96,9 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
     add("--threads", type=positive, metavar="N", help="CPU threads (default: all cores)")
     add("--seed", type=int, default=0, help="of the start and of the order of the data (default: %(default)s)")
     add("--validate-every", type=positive, default=500_000, metavar="N", help="tokens (default: %(default)s)")
-    add("--checkpoint-minutes", type=float, default=10.0, metavar="M", help="between checkpoints (default: %(default)s)")
+    add(
+        "--checkpoint-minutes", type=float, default=10.0, metavar="M", help="between checkpoints (default: %(default)s)"
+    )
 
 
 def _train(options: argparse.Namespace, answers: Path) -> int:

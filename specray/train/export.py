@@ -40,7 +40,7 @@ def head_config(head: TrainedHead, target: Target, feature_layers: list[int]) ->
     common = {
         "model_type": "llama",
         "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_size,
+        "intermediate_size": head.shape.ffn_size,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,

@@ -47,6 +47,7 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, shape: LlamaShape, draft_ids: Tensor, num_features: int = 3) -> None:
         super().__init__()
+        self.shape = shape
         size = shape.hidden_size
         self.fc = _linear(num_features * size, size)
         self.fc_norm = nn.ModuleList(Norm(size, shape.eps) for _ in range(num_features))
@@ -96,6 +97,7 @@ class Eagle2Head(nn.Module):
 
     def __init__(self, shape: LlamaShape, draft_ids: Tensor, bias: bool = False) -> None:
         super().__init__()
+        self.shape = shape
         self.fc = _linear(2 * shape.hidden_size, shape.hidden_size, bias)
         self.layers = nn.ModuleList([Eagle2Layer(shape)])
         self.register_buffer("draft_ids", draft_ids, persistent=False)

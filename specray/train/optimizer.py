@@ -10,7 +10,7 @@ class Optimizer:
     """One or two torch optimizers that step together."""
 
     def __init__(self, head: nn.Module, name: str) -> None:
-        trained = dict(head.named_parameters())
+        trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
         # The output matrix has a row for each token: Muon is for matrices that turn states into states.
         turned = [p for n, p in trained.items() if name == "muon" and p.ndim == 2 and n != "lm_head.weight"]
         others = [p for p in trained.values() if all(p is not other for other in turned)]

@@ -13,6 +13,7 @@ class TrainSettings:
     unroll: int = 3
     step_decay: float = 0.8
     draft_vocab_size: int = 8192
+    intermediate_size: int | None = None
     batch_tokens: int = 1024
     max_length: int = 2048
     learning_rate: float = 1e-3
@@ -31,7 +32,14 @@ class TrainSettings:
 
     def changed(self, saved: dict[str, Any]) -> str | None:
         """The first option that must stay as it was while a run goes on, but did not."""
-        return next((name for name in ("kind", "seed", "bias", "optimizer") if saved[name] != getattr(self, name)), None)
+        return next(
+            (
+                name
+                for name in ("kind", "seed", "bias", "optimizer", "intermediate_size")
+                if saved[name] != getattr(self, name)
+            ),
+            None,
+        )
 
     def rate(self, tokens: int) -> float:
         """Learning rate: up over the first share of the run, level, down to 1 % over the last.

@@ -14,7 +14,9 @@ from specray.train.batches import AnswerFolder
 def frequent_ids(folder: AnswerFolder, count: int, vocab_size: int, forced: Sequence[int]) -> Tensor:
     """int64 [count]: the most frequent ids, most frequent first, ties by id; `forced` ones are always in."""
     if not 1 <= count <= vocab_size:
-        raise ConfigError(f"a draft vocabulary of {count} does not fit the target's {vocab_size}; give 1 … {vocab_size}")
+        raise ConfigError(
+            f"a draft vocabulary of {count} does not fit the target's {vocab_size}; give 1 … {vocab_size}"
+        )
     counts = token_counts(folder, vocab_size)
     order = counts.sort(descending=True, stable=True).indices
     missing = [token for token in dict.fromkeys(forced) if not bool((order[:count] == token).any())]

@@ -6,7 +6,7 @@ A run folder holds `checkpoint.pt` (all that is needed to go on), `log.jsonl` (l
 """
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +161,15 @@ class _Clock:
 
 def _build_head(settings: TrainSettings, folder: AnswerFolder, target: Target, draft_ids: Tensor | None) -> TrainedHead:
     """A head as it starts. Its draft vocabulary is counted from the answers there are, if it is not given."""
+    shape = replace(target.shape, ffn_size=settings.intermediate_size or target.shape.ffn_size)
     if draft_ids is None:
-        draft_ids = frequent_ids(folder, settings.draft_vocab_size, target.shape.vocab_size, target.eos_ids)
+        draft_ids = frequent_ids(folder, settings.draft_vocab_size, shape.vocab_size, target.eos_ids)
     ids = draft_ids.cpu().sort().values
     head: TrainedHead
     if settings.kind == "eagle2":
-        head = Eagle2Head(target.shape, ids, settings.bias)
+        head = Eagle2Head(shape, ids, settings.bias)
     else:
-        head = Eagle3Head(target.shape, ids, len(folder.feature_layers) - 1)
+        head = Eagle3Head(shape, ids, len(folder.feature_layers) - 1)
     head.to(target.device)
     head.start_from(target, settings.start)
     if settings.init_head:

@@ -59,8 +59,7 @@ class Validator:
     def __call__(self, head: DraftHead, depths: int = DEPTHS) -> Validation | None:
         """None if no sequence is held out yet."""
         hits = [
-            self._hits(number, self._collate([answer]), head, depths)
-            for number, answer in enumerate(self._held_out())
+            self._hits(number, self._collate([answer]), head, depths) for number, answer in enumerate(self._held_out())
         ]
         # Every depth is judged on the same chains: those that have all depths before their sequence ends.
         rows = [part[(part >= 0).all(1)] for part in hits]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import RowTree
 from tests.support.drafters import ScriptedDrafter, draw_random
 from tests.support.engine import generate, make_llm
+from tests.support.methods import METHODS
 from tests.support.toy import write_toy
 
 POISON = 63  # its embedding is not a number
@@ -30,11 +32,15 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("chunk", [4, 512])
-@pytest.mark.parametrize("is_drafting", [False, True])
-def test_a_broken_request_errors_alone(chunk: int, is_drafting: bool, poisoned: Path) -> None:
+@pytest.mark.parametrize("name", ["none", "random", "EAGLE-map"])
+def test_a_broken_request_errors_alone(chunk: int, name: str, poisoned: Path, tmp_path: Path) -> None:
     expected = [choice.token_ids for choice in generate(poisoned, PROMPTS, PARAMS, page_size=4)]
-    drafter = ScriptedDrafter(draw_without_poison) if is_drafting else None
-    with make_llm(poisoned, drafter, page_size=4, chunked_prefill_size=chunk, max_total_tokens=256) as llm:
+    drafting: dict[str, Any] = {
+        "none": {},
+        "random": {"drafter": ScriptedDrafter(draw_without_poison)},
+        "EAGLE-map": {"speculative": METHODS["EAGLE-map"](poisoned, tmp_path)},  # the poison is not in its map
+    }[name]
+    with make_llm(poisoned, **drafting, page_size=4, chunked_prefill_size=chunk, max_total_tokens=256) as llm:
         for round_ in range(3):  # later rounds read blocks that held NaN before
             requests = {f"{round_}-{i}": p for i, p in enumerate(PROMPTS)}
             bad = {f"bad-{round_}-{i}": [0, *range(4, 4 + 5 * i), POISON, 9, 9] for i in range(3)}

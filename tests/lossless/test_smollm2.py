@@ -11,8 +11,8 @@ from specray.config import EMBEDDED_MODEL, SpeculativeConfig
 from specray.llm import LLM
 from specray.models.files import resolve_model
 from specray.sampling_params import SamplingParams
-from specray.spec_decode import DRAFTERS
 from tests.support.drafters import DRAWS, ScriptedDrafter
+from tests.support.methods import METHODS
 
 NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -65,16 +65,28 @@ def first_difference(seen: list[list[int]], expected: list[list[int]]) -> str:
     return f"{len({i for i, _ in places})} of {len(seen)} prompts differ, first at (prompt, token) {places[:1]}"
 
 
-@pytest.mark.parametrize("algorithm", [None, *DRAFTERS])
+@pytest.mark.parametrize("name", ["none", "NGRAM"])
 def test_greedy_tokens_equal_transformers(
-    algorithm: str | None, llm: LLM, prompts: list[list[int]], reference: list[list[int]]
+    name: str, llm: LLM, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
-    with llm.with_speculative(SpeculativeConfig(algorithm=algorithm)) as engine:
+    speculative = SpeculativeConfig(algorithm=None if name == "none" else name)
+    with llm.with_speculative(speculative) as engine:
         choices = [generation.choices[0] for generation in engine.generate(prompts, GREEDY)]
     seen = [choice.token_ids for choice in choices]
     assert seen == reference, first_difference(seen, reference)
     accepted = sum(choice.usage.num_accepted for choice in choices if choice.usage)
-    assert (accepted > 100) == (algorithm is not None)
+    assert (accepted > 100) == (name != "none")
+
+
+@pytest.mark.parametrize("name", ["EAGLE3", "EAGLE-map"])
+def test_drafts_of_a_head_that_learnt_nothing_change_nothing(
+    name: str, folder: Path, llm: LLM, prompts: list[list[int]], reference: list[list[int]], tmp_path: Path
+) -> None:
+    with llm.with_speculative(METHODS[name](folder, tmp_path)) as engine:
+        choices = [generation.choices[0] for generation in engine.generate(prompts[:8], GREEDY)]
+    seen = [choice.token_ids for choice in choices]
+    assert seen == reference[:8], first_difference(seen, reference[:8])
+    assert all(choice.usage.num_draft_tokens > 6 * NUM_TOKENS for choice in choices if choice.usage)
 
 
 @pytest.mark.parametrize("name", ["right-last", "half-right"])

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
+from specray.config import SpeculativeConfig
 from specray.sampling_params import make_sampling_params
 from tests.support.engine import generate
+from tests.support.methods import METHODS
 from tests.support.two_ranks import run_ranks
 
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5], [0, *range(10, 50)], [0, 20, 21, 22, 20, 21]]
@@ -15,9 +19,12 @@ PARAMS = [
 ]
 
 
-def test_two_ranks_with_drafts_say_what_one_says(toy: Path) -> None:
+@pytest.mark.parametrize("name", ["EAGLE-map", "NGRAM"])
+def test_two_ranks_with_drafts_say_what_one_says(name: str, toy: Path, tmp_path: Path) -> None:
+    """Of the target each rank holds a part; a head is whole on the first, and needs whole matrices."""
     alone = generate(toy, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
-    together = run_ranks(toy, 2, "NGRAM", PROMPTS, PARAMS, page_size=4, chunked_prefill_size=16)
+    speculative = METHODS[name](toy, tmp_path)
+    together = run_ranks(toy, 2, speculative, PROMPTS, PARAMS, page_size=4, chunked_prefill_size=16)
     assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
     assert [choice["text"] for choice in together] == [choice.text for choice in alone]
     assert [choice["finish_reason"] for choice in together] == [choice.finish_reason for choice in alone]
@@ -27,5 +34,5 @@ def test_three_ranks_share_what_does_not_divide_evenly(stories: Path) -> None:
     """stories260K has four KV heads: over three ranks the first takes two of them."""
     params = [{"temperature": 0.0, "seed": 0, "max_tokens": 40, "ignore_eos": True}]
     [alone] = generate(stories, [[1]], make_sampling_params(**params[0]))
-    [together] = run_ranks(stories, 3, None, [[1]], params)
+    [together] = run_ranks(stories, 3, SpeculativeConfig(), [[1]], params)
     assert together["token_ids"] == alone.token_ids

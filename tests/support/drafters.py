@@ -6,6 +6,8 @@ Each draws a tree from the request's true continuation, which a plain run has to
 from collections.abc import Callable, Sequence
 from random import Random
 
+import numpy as np
+
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 from specray.spec_decode.drafter import DraftRow, ProposeContext
 
@@ -40,6 +42,12 @@ class ScriptedDrafter:
     def _future(self, row: DraftRow) -> list[int]:
         known = len(row.token_ids)
         return next((text[known:] for text in self._texts if text[:known] == row.token_ids), [])
+
+
+def draft_row(slot: int, token_ids: list[int], num_prompt_tokens: int = 0, cache_salt: str = "") -> DraftRow:
+    """What a drafter that keeps to tokens needs to know of a row."""
+    end = len(token_ids) - 1
+    return DraftRow(slot, token_ids, num_prompt_tokens, cache_salt, 0, end, np.arange(end), seed=0, temperature=0.0)
 
 
 def chain(root: int, tokens: Sequence[int]) -> RowTree:

@@ -49,4 +49,5 @@ METHODS: dict[str, Make] = {
     "NGRAM": ngram(),
     "NGRAM-short": ngram(5),
 }
-SOME_METHODS = ["EAGLE3", "EAGLE-deep", "NGRAM"]  # where each further run would show little
+# Where each further run costs more than it can show.
+SOME_METHODS = ["EAGLE3", "EAGLE-map", "NGRAM"]

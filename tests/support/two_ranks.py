@@ -1,6 +1,6 @@
 """Tensor parallelism without Ray: `python -m tests.support.two_ranks FOLDER` serves rank 0 and starts the others.
 
-Reads {"options", "algorithm", "prompts", "params"} as JSON from stdin, writes the choices as JSON to stdout.
+Reads {"options", "speculative", "prompts", "params"} as JSON from stdin, writes the choices as JSON to stdout.
 """
 
 import json
@@ -51,13 +51,13 @@ class RankZero:
 def run_ranks(
     folder: Path,
     size: int,
-    algorithm: str | None,
+    speculative: SpeculativeConfig,
     prompts: list[list[int]],
     params: list[dict[str, Any]],
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Choices of `prompts` from `size` processes."""
-    job = {"options": options, "algorithm": algorithm, "prompts": prompts, "params": params}
+    job = {"options": options, "speculative": speculative.model_dump(), "prompts": prompts, "params": params}
     command = [sys.executable, "-m", "tests.support.two_ranks", str(folder), str(size)]
     done = subprocess.run(
         command, cwd=ROOT, input=json.dumps(job), capture_output=True, text=True, timeout=120, check=False
@@ -72,7 +72,7 @@ def main(folder: str, size: int) -> None:
     job = json.load(sys.stdin)
     config = EngineConfig(
         model=folder, dtype="float32", device="cpu", num_threads=1, tp_size=size, max_total_tokens=4096,
-        speculative=SpeculativeConfig(algorithm=job["algorithm"]), **job["options"],
+        speculative=SpeculativeConfig(**job["speculative"]), **job["options"],
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as meeting:
         address = f"file://{meeting}/ranks"

@@ -44,8 +44,8 @@ class Case:
     config: EngineConfig
     num_blocks: int
     max_draft_tokens: int
-    reads_next_token: bool
     seed: int
+    reads_next_token: bool = False
 
     @property
     def capacity(self) -> Capacity:
@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
     at_least = -(-CONTEXT // config.page_size) + 1
     num_blocks = draw(st.integers(at_least, at_least + 2 * CONTEXT // config.page_size))
-    return Case(config, num_blocks, draw(st.integers(0, 6)), draw(st.booleans()), draw(st.integers(0, 2**32)))
+    return Case(config, num_blocks, draw(st.integers(0, 6)), draw(st.integers(0, 2**32)), draw(st.booleans()))
 
 
 class Run:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.spec_decode.drafter import DraftRow, InlineDrafts, ProposeContext
+from specray.spec_decode.drafter import InlineDrafts, ProposeContext
+from tests.support.drafters import draft_row
 
 TREE = RowTree([5, 6, 7, 8], [NONE, 0, 0, 2])
 
@@ -12,6 +13,8 @@ class CannedDrafter:
     """Gives each slot the tree it was told to."""
 
     max_draft_tokens = 3
+    feature_layers = (1, 2)
+    reads_next_token = True
 
     def __init__(self, trees: dict[int, RowTree]) -> None:
         self.trees = trees
@@ -32,7 +35,7 @@ def drafts_of(trees: dict[int, RowTree]) -> InlineDrafts:
 
 
 def context(*slots: int) -> ProposeContext:
-    return ProposeContext([DraftRow(slot, [1, 5], 1, "") for slot in slots])
+    return ProposeContext([draft_row(slot, [1, 5], 1) for slot in slots])
 
 
 def bare(root: int) -> RowTree:
@@ -80,6 +83,11 @@ def test_the_newest_draft_of_a_slot_counts() -> None:
     assert source.collect([(3, 5)], [9]).rows() == [RowTree([5, 1], [NONE, 0])]
 
 
+def test_a_source_wants_what_its_drafter_wants() -> None:
+    source = drafts_of({})
+    assert (source.max_draft_tokens, source.feature_layers, source.reads_next_token) == (3, (1, 2), True)
+
+
 def test_no_rows_give_no_trees() -> None:
     source = drafts_of({})
     assert source.collect([], []).rows() == []
@@ -89,6 +97,6 @@ def test_without_a_drafter_every_tree_is_its_root() -> None:
     source = InlineDrafts(None)
     source.submit(context(1))
     source.release([1])
-    assert source.max_draft_tokens == 0
+    assert (source.max_draft_tokens, source.feature_layers, source.reads_next_token) == (0, (), False)
     assert source.seconds == 0.0
     assert source.collect([(1, 5), (2, 6)], [9, 9]).rows() == [bare(5), bare(6)]

@@ -10,8 +10,9 @@ from specray.config import SpeculativeConfig
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import ngram
 from specray.spec_decode.draft_tree import NONE, RowTree
-from specray.spec_decode.drafter import DraftRow, ProposeContext
+from specray.spec_decode.drafter import ProposeContext
 from specray.spec_decode.ngram import NgramDrafter, SuffixIndex
+from tests.support.drafters import draft_row
 from tests.support.engine import make_llm
 
 GAP = -2
@@ -73,7 +74,7 @@ def make(num_draft_tokens: int | None = None) -> NgramDrafter:
 
 
 def propose(drafter: NgramDrafter, tokens: list[int], slot: int = 0, num_prompt: int = 0, salt: str = "") -> RowTree:
-    [tree] = drafter.propose(ProposeContext([DraftRow(slot, tokens, num_prompt, salt)])).rows()
+    [tree] = drafter.propose(ProposeContext([draft_row(slot, tokens, num_prompt, salt)])).rows()
     return tree
 
 
@@ -130,7 +131,7 @@ def test_nothing_known_gives_a_bare_root() -> None:
 
 
 def test_trees_come_in_the_order_of_the_rows() -> None:
-    rows = [DraftRow(slot, [slot, 1, 2, slot, 1], 0, "") for slot in (9, 4, 7)]
+    rows = [draft_row(slot, [slot, 1, 2, slot, 1]) for slot in (9, 4, 7)]
     trees = make().propose(ProposeContext(rows)).rows()
     assert [max(branches(tree), key=len)[:2] for tree in trees] == [(2, 9), (2, 4), (2, 7)]
 
