@@ -42,7 +42,11 @@ METRICS = (
         "Time in steps, by part: host, prepare, forward, verify, draft.",
         "phase",
     ),
-    Metric("specray_verify_steps_total", "counter", "Rows that sampled, summed over steps; one row, one verify."),
+    Metric(
+        "specray_verify_steps_total",
+        "counter",
+        "Trees verified, bare roots included; one a row and step after the first token.",
+    ),
     Metric("specray_spec_decode_num_drafts_total", "counter", "Verified trees with at least one draft token."),
     Metric("specray_spec_decode_num_draft_tokens_total", "counter", "Draft tokens verified, root not counted."),
     Metric("specray_spec_decode_num_accepted_tokens_total", "counter", "Draft tokens accepted, bonus not counted."),

@@ -30,7 +30,7 @@ class RequestUsage(NamedTuple):
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens found in the request's own cache namespace
     num_completion_tokens: int
-    num_verify_steps: int  # target forwards that sampled for this request
+    num_verify_steps: int  # target forwards after the one that gave the first token
     num_draft_tokens: int  # proposed, root not counted
     num_accepted: int  # accepted drafts, bonus not counted
     num_preemptions: int

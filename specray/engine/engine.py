@@ -154,10 +154,11 @@ class Engine:
 
     def _count_tokens(self, emitted: Emitted) -> None:
         request = emitted.request
-        self.stats.accepted(emitted.num_draft_tokens, len(emitted.token_ids) - 1)
         if request.first_token is None:
             request.first_token = time.monotonic()
             self.stats.observe("specray_time_to_first_token_seconds", request.first_token - request.arrival)
+        else:
+            self.stats.accepted(emitted.num_draft_tokens, len(emitted.token_ids) - 1)
 
     def _note_queue_times(self, plan: StepPlan) -> None:
         """A request's first step is the one its row entered in, unless it was preempted before."""

@@ -71,7 +71,12 @@ class Request:
         return self.max_length - len(self.token_ids) - 1
 
     def count_verify(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """Note one verified tree; one without drafts is a step, and says nothing of a drafter."""
+        """Note one verified tree; one without drafts is a step, and says nothing of a drafter.
+
+        The step that ends the prompt samples the first token and had nothing to verify: it does not count.
+        """
+        if self.num_output_tokens == 0:
+            return
         self.num_verify_steps += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted += num_accepted

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 
@@ -25,6 +26,8 @@ def read_checkpoint(run: Path, device: torch.device) -> dict[str, Any] | None:
     path = run / CHECKPOINT
     if not path.is_file():
         return None
+    if not is_zipfile(path):
+        raise ConfigError(f"{path} is not a checkpoint, or cut short; delete it to start again")
     try:
         content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, OSError, EOFError, ValueError) as error:

@@ -7,9 +7,14 @@ making answers (`answers`).
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specray.bench.command import positive
 from specray.errors import ConfigError
+from specray.train.answer_options import AnswerOptions, add_answer_arguments
+
+if TYPE_CHECKING:
+    import torch
 
 HELP = "Train a draft head for any served target, or count a token map, from answers the target writes itself."
 
@@ -18,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to make", required=True, metavar="KIND", dest="kind")
     for kind, method in (("eagle3", "EAGLE-3"), ("eagle2", "EAGLE-2")):
         making = kinds.add_parser(kind, help=f"an {method} head", description=f"Train an {method} head.")
-        _add_answers(making)
+        add_answer_arguments(making)
         _add_training(making, kind)
     mapping = kinds.add_parser(
         "token-map", help="ids by frequency, for speculative.token_map", description="Count the target's own tokens."
     )
-    _add_answers(mapping)
+    add_answer_arguments(mapping)
     mapping.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="JSON, or torch-saved if it ends in .pt"
     )
@@ -51,13 +56,13 @@ def main() -> int:
         return 130
 
 
-def _add_answers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--answers", type=Path, required=True, metavar="FOLDER",
-                        help="the target's answers; may still be growing")  # fmt: skip
-
-
 def _answers(options: argparse.Namespace) -> Path:
+    """The folder of answers; made first, or completed, if the options say what to ask."""
     folder: Path = options.answers
+    if options.prompts or options.self_prompts:
+        from specray.train.answers import make_answers
+
+        make_answers(AnswerOptions.of(options))
     return folder
 
 
@@ -87,8 +92,9 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
     add("--warmup", type=float, default=0.02, metavar="X", help="share of --tokens (default: %(default)s)")
     add("--decay", type=float, default=0.25, metavar="X", help="last share of --tokens (default: %(default)s)")
     add("--clip", type=float, default=1.0, metavar="X", help="largest norm of the gradient (default: %(default)s)")
-    add("--start", choices=("identity", "target"), default="identity",
-        help="target: the layer starts as the target's last (default: %(default)s)")  # fmt: skip
+    add("--start", choices=("identity", "linear"), default="identity",
+        help="identity: fc passes the highest feature on; linear: it is fitted by least squares (default: "
+        "%(default)s)")  # fmt: skip
     add("--init-head", metavar="FOLDER", help="start from this head's weights")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
         help="of the arithmetic; the weights that are trained stay float32 (default: %(default)s)")  # fmt: skip
@@ -120,7 +126,7 @@ def _train(options: argparse.Namespace, answers: Path) -> int:
     return 0
 
 
-def _device(name: str) -> "torch.device":  # noqa: F821  # torch is imported when it is needed
+def _device(name: str) -> "torch.device":
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():

@@ -58,24 +58,25 @@ class Eagle3Head(nn.Module):
         self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids)))
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, draft_ids, True))
 
-    def start_from(self, target: Target, start: str) -> None:
+    def start_from(self, target: Target) -> None:
         """Begin as: the state is the highest feature, and the output is the target's."""
         _begin_as_last_block(self.fc.weight)
         with torch.no_grad():
             self.lm_head.weight.copy_(target.head[self.draft_ids])
             self.norm.weight.copy_(target.norm)
-        if start == "target":
-            raise NotImplementedError
 
     def enter(self, features: Tensor) -> Tensor:
-        chunks = features.chunk(len(self.fc_norm), -1)
-        normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
-        states: Tensor = self.fc(torch.cat(normed, -1))
+        states: Tensor = self.fc(self.normed_features(features))
         return states
 
+    def normed_features(self, features: Tensor) -> Tensor:
+        """What fc reads: every feature with a norm of its own."""
+        chunks = features.chunk(len(self.fc_norm), -1)
+        return torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
+
     def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
-        states = self.midlayer(embeds, states, cos, sin, memory)
-        return states
+        stepped: Tensor = self.midlayer(embeds, states, cos, sin, memory)
+        return stepped
 
     def outputs(self, states: Tensor) -> Tensor:
         normed: Tensor = self.norm(states)
@@ -104,19 +105,17 @@ class Eagle2Head(nn.Module):
         rows = torch.zeros(len(draft_ids), shape.hidden_size)
         self.register_buffer("target_rows", rows, persistent=False)
 
-    def start_from(self, target: Target, start: str) -> None:
+    def start_from(self, target: Target) -> None:
         """Begin as: the layer is fed the feature."""
         _begin_as_last_block(self.fc.weight)
         self.target_rows = target.head[self.draft_ids]
-        if start == "target":
-            raise NotImplementedError
 
     def enter(self, features: Tensor) -> Tensor:
         return features
 
     def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
-        states = self.layers[0](self.fc(torch.cat((embeds, states), -1)), cos, sin, memory)
-        return states
+        stepped: Tensor = self.layers[0](self.fc(torch.cat((embeds, states), -1)), cos, sin, memory)
+        return stepped
 
     def outputs(self, states: Tensor) -> Tensor:
         return states

@@ -40,7 +40,7 @@ class Learner:
             loss, agrees = self._loss(steps, labels)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step(rate, self._settings.clip)
-        shares = [part.float().mean() for part in agrees.split([len(step.lessons) for step in steps])]
+        shares = [part.sum() / max(len(part), 1) for part in torch.split(agrees, [len(step.lessons) for step in steps])]
         return len(taught.final), torch.stack((loss.detach(), *shares)).cpu()
 
     def _loss(self, steps: Sequence[StepOutput], labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,16 +102,6 @@ def list_shards(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob(_PATTERN))
 
 
-def written_indexes(folder: Path) -> set[int]:
-    """Indexes of the requests that the folder's shards hold."""
-    opener: Any = safe_open
-    indexes: set[int] = set()
-    for name in list_shards(folder):
-        with opener(folder / name, framework="pt") as file:
-            indexes.update(file.get_tensor("indexes").tolist())
-    return indexes
-
-
 class Shard:
     """One shard, memory-mapped: features are read when a sequence is taken."""
 

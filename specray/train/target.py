@@ -42,7 +42,7 @@ class Target:
         return list(ids) if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def load_target(name: str, dtype: torch.dtype, device: torch.device, max_length: int) -> Target:
+def load_target(name: str, dtype: torch.dtype, device: torch.device, num_positions: int) -> Target:
     """Load the target called `name` as the engine would find it."""
     folder = resolve_model(name, None, "auto", progress=True)
     config = load_config(folder)
@@ -60,7 +60,7 @@ def load_target(name: str, dtype: torch.dtype, device: torch.device, max_length:
             embedding=embedding,
             head=embedding if tied else loader.tensor("lm_head.weight", vocab),
             norm=loader.tensor("model.norm.weight", (shape.hidden_size,)),
-            rotary=RotaryEmbedding(config, shape.head_dim, max_length + 64, torch.float32, device),
+            rotary=RotaryEmbedding(config, shape.head_dim, num_positions, torch.float32, device),
             device=device,
         )
     finally:

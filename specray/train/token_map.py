@@ -1,4 +1,4 @@
-"""Which tokens the target uses: the draft vocabulary of a head, and FR-Spec maps. Counts its own answers, not prompts."""
+"""Which tokens the target uses, counted in its answers, not in prompts: draft vocabularies and FR-Spec maps."""
 
 import json
 from collections.abc import Iterable, Sequence

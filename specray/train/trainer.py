@@ -23,9 +23,10 @@ from specray.train.interrupts import Interrupts
 from specray.train.learner import Learner, autocast
 from specray.train.plot import plot_run
 from specray.train.settings import Counters, TrainSettings
+from specray.train.start import start_linear
 from specray.train.target import Target, load_target
 from specray.train.token_map import frequent_ids
-from specray.train.validation import Validator
+from specray.train.validation import DEPTHS, Validator
 
 HEAD = "head"
 _SHOWN_STEPS = 20  # the bar's figures are the mean of so many
@@ -39,7 +40,8 @@ class Trainer:
         self._run = run
         self._folder = AnswerFolder(answers)
         dtype = _resolve_dtype(settings.dtype, device)
-        self._target = load_target(self._folder.description["model"], dtype, device, settings.max_length)
+        positions = settings.max_length + max(settings.unroll, DEPTHS)
+        self._target = load_target(self._folder.description["model"], dtype, device, positions)
         columns = _head_columns(settings.kind, self._folder)
         self._collate = Collate(columns, self._folder.hidden_size, settings.max_length, dtype, device)
         run.mkdir(parents=True, exist_ok=True)
@@ -51,6 +53,8 @@ class Trainer:
             )
         torch.manual_seed(settings.seed)
         self.head = _build_head(settings, self._folder, self._target, saved["draft_ids"] if saved else None)
+        if saved is None:
+            self._start()
         self._learner = Learner(self.head, self._target, settings, self._collate)
         self._validator = Validator(self._folder, self._target, self._collate)
         self.counters = Counters(**saved["counters"]) if saved else Counters()
@@ -58,6 +62,7 @@ class Trainer:
         if saved is not None:
             self._restore(saved)
         self._stream = BatchStream(self._folder, progress, settings.seed, settings.batch_tokens, settings.max_length)
+        self._seen = last_validation(run)
         self._recent: list[Tensor] = []  # figures of the steps since the last line of the log
         self._resumed_at = time.monotonic() - self.counters.seconds
 
@@ -73,12 +78,10 @@ class Trainer:
             while counters.tokens < total and not clock.is_over() and not interrupts.wanted:
                 bar.update(self._step())
                 self._show(bar)
-                if counters.tokens >= counters.next_validation:
+                if counters.tokens >= min(counters.next_validation, total):
                     self._validate(bar)
                 if clock.wants_checkpoint():
                     self._save()
-            if counters.tokens >= total:
-                self._validate(bar)
             self._save()
             if interrupts.wanted:
                 raise KeyboardInterrupt
@@ -94,8 +97,7 @@ class Trainer:
 
     def _show(self, bar: "tqdm[Any]") -> None:
         loss, *shares = torch.stack(self._recent[-_SHOWN_STEPS:]).mean(0).tolist()
-        seen = last_validation(self._run)
-        accept = {"accept": f"{seen['validation']['accept_length']:.2f}"} if seen else {}
+        accept = {"accept": f"{self._seen['validation']['accept_length']:.2f}"} if self._seen else {}
         tops = "/".join(f"{share:.2f}" for share in shares)
         bar.set_postfix({"loss": f"{loss:.3f}", "top1": tops, **accept}, refresh=False)
 
@@ -115,7 +117,8 @@ class Trainer:
             "validation": figures.as_dict() if figures else None,
         }
         append_log(self._run, line)
-        self._recent = self._recent[-1:]
+        self._seen = last_validation(self._run)
+        self._recent = self._recent[-1:]  # the bar goes on from here
         plot_run(self._run)
 
     def _save(self) -> None:
@@ -130,8 +133,13 @@ class Trainer:
             "rng": torch.get_rng_state(),
         }
         write_checkpoint(self._run, content)
-        seen = last_validation(self._run)
-        export_head(self._run / HEAD, self.head, self._target, self._settings, self._folder, self.counters, seen)
+        export_head(self._run / HEAD, self.head, self._target, self._settings, self._folder, self.counters, self._seen)
+
+    def _start(self) -> None:
+        if self._settings.start == "linear":
+            start_linear(self.head, self._target, self._folder, self._collate)
+        if self._settings.init_head:
+            load_exported(self.head, Path(self._settings.init_head))
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self.head.load_state_dict(saved["head"])
@@ -171,9 +179,7 @@ def _build_head(settings: TrainSettings, folder: AnswerFolder, target: Target, d
     else:
         head = Eagle3Head(shape, ids, len(folder.feature_layers) - 1)
     head.to(target.device)
-    head.start_from(target, settings.start)
-    if settings.init_head:
-        load_exported(head, Path(settings.init_head))
+    head.start_from(target)
     return head
 
 

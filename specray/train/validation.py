@@ -5,7 +5,6 @@ depths agreed, so 1 + the sum over depths is the accept length of a drafted chai
 validate (`trainer`), the plot (`plot`).
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -97,7 +96,7 @@ class Validator:
 
 def _best_tokens(taught: Lessons, target_head: Tensor) -> Tensor:
     """The target's best token of the whole vocabulary at every lesson, int64 [n]."""
-    parts = [(rows @ target_head.T).argmax(-1) for rows in taught.final.split(_CHUNK)]
+    parts = [(rows @ target_head.T).argmax(-1) for rows in torch.split(taught.final, _CHUNK)]
     return torch.cat(parts)
 
 

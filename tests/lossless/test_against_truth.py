@@ -11,8 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specray.sampling_params import SamplingParams
 from tests.support.engine import generate, make_llm
+from tests.support.naive_eagle import attend_to_the_past
 from tests.support.stories import expected_greedy
-from tests.support.toy import VARIANTS, oracle_greedy, oracle_logits, write_toy
+from tests.support.toy import VARIANTS, oracle_greedy, oracle_logits, oracle_states, write_toy
 
 PROMPTS = [[0, 10, 20, 30], [5], [0, *range(4, 60)], [7, 7, 7, 7, 7, 7, 7]]
 
@@ -46,6 +47,19 @@ def test_logprobs_are_the_oracles_and_equal_a_rescoring(variant: str, tmp_path: 
             assert [token for token, _ in entry.top] == np.argsort(-law)[:4].tolist()
             [rescored] = scored.choices[0].logprobs or []
             assert dict(rescored.top).get(entry.token_id, entry.logprob) == pytest.approx(entry.logprob, abs=2e-4)
+
+
+@pytest.mark.parametrize("layers", [(), (2,), (0, 1, 2), (2, 0), (1, 1)])
+def test_features_are_the_oracles_residual_stream(layers: tuple[int, ...], toy: Path) -> None:
+    """As it enters a layer, nothing normed; one past the last layer, after the final norm."""
+    tokens = [*PROMPTS[0], 5, 9]
+    truth = oracle_states(toy, tokens)
+    with make_llm(toy) as llm, torch.inference_mode():
+        model = llm._executor.worker.model
+        final, features = model(torch.tensor(tokens), torch.arange(len(tokens)), attend_to_the_past, layers)
+    assert len(features) == len(layers)
+    for layer, feature in zip((2, *layers), (final, *features), strict=True):
+        np.testing.assert_allclose(feature.double().numpy(), truth[layer], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,9 @@ def test_drafts_of_a_head_that_learnt_nothing_change_nothing(
     name: str, folder: Path, llm: LLM, prompts: list[list[int]], reference: list[list[int]], tmp_path: Path
 ) -> None:
     with llm.with_speculative(METHODS[name](folder, tmp_path)) as engine:
-        choices = [generation.choices[0] for generation in engine.generate(prompts[:8], GREEDY)]
+        choices = [generation.choices[0] for generation in engine.generate(prompts[:4], GREEDY)]
     seen = [choice.token_ids for choice in choices]
-    assert seen == reference[:8], first_difference(seen, reference[:8])
+    assert seen == reference[:4], first_difference(seen, reference[:4])
     assert all(choice.usage.num_draft_tokens > 6 * NUM_TOKENS for choice in choices if choice.usage)
 
 

@@ -88,15 +88,22 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
 
 def oracle_logits(folder: Path, token_ids: list[int]) -> np.ndarray:
     """float64 [tokens, vocab]: row i is the law after token_ids[: i + 1]."""
-    config = json.loads((folder / "config.json").read_text())
-    weights = {name: tensor.astype(np.float64) for name, tensor in load_file(folder / "model.safetensors").items()}
+    config, weights = _read(folder)
+    head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+    return oracle_states(folder, token_ids)[-1] @ weights[head].T
+
+
+def oracle_states(folder: Path, token_ids: list[int]) -> list[np.ndarray]:
+    """float64 [tokens, hidden] as it enters each layer, and behind them what the final norm makes of the last one's."""
+    config, weights = _read(folder)
     hidden = weights["model.embed_tokens.weight"][token_ids]
+    entering = []
     for index in range(config["num_hidden_layers"]):
+        entering.append(hidden)
         layer = {n.split(".", 3)[3]: t for n, t in weights.items() if n.startswith(f"model.layers.{index}.")}
         hidden = hidden + _attention(_norm(hidden, layer["input_layernorm.weight"], config), layer, config)
         hidden = hidden + _ffn(_norm(hidden, layer["post_attention_layernorm.weight"], config), layer)
-    head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
-    return _norm(hidden, weights["model.norm.weight"], config) @ weights[head].T
+    return [*entering, _norm(hidden, weights["model.norm.weight"], config)]
 
 
 def oracle_greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
@@ -105,6 +112,13 @@ def oracle_greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]
     for _ in range(num_tokens):
         tokens.append(int(oracle_logits(folder, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The configuration and the weights in float64."""
+    weights = load_file(folder / "model.safetensors")
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config, {name: tensor.astype(np.float64) for name, tensor in weights.items()}
 
 
 def _weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, torch.Tensor]:

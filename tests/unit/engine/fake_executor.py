@@ -84,6 +84,7 @@ class Ledger:
     steps: int = 0
     entries: Counter[int] = field(default_factory=Counter)  # by seed: how often the request got a row
     cached: dict[int, int] = field(default_factory=dict)  # by seed: tokens found in the cache at its first row
+    first_tokens: set[int] = field(default_factory=set)  # seeds whose prompt is answered: from now on they verify
     verifies: Counter[int] = field(default_factory=Counter)  # by seed
     drafts: Counter[int] = field(default_factory=Counter)  # by seed
     accepted: Counter[int] = field(default_factory=Counter)  # by seed
@@ -192,7 +193,7 @@ class FakeExecutor:
         row.num_computed += step.num_tokens
         if row.num_computed < len(row.tokens):
             return RowResult(step.slot, [], 0, None, None)
-        wished, kept = next(self._accepts)
+        wished, kept = next(self._accepts) if row.seed in self.ledger.first_tokens else (0, 0)
         num_drafts = min(wished, step.max_draft_tokens)
         num_accepted = min(kept, num_drafts)
         said: list[int] = []
@@ -204,6 +205,9 @@ class FakeExecutor:
         return RowResult(step.slot, said, num_drafts, None, None)
 
     def _note(self, seed: int, num_drafts: int, num_accepted: int) -> None:
+        if seed not in self.ledger.first_tokens:
+            self.ledger.first_tokens.add(seed)
+            return
         self.ledger.verifies[seed] += 1
         self.ledger.drafts[seed] += num_drafts
         self.ledger.accepted[seed] += num_accepted

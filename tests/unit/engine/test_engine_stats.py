@@ -79,7 +79,7 @@ def check(engine: Engine, executor: FakeExecutor, prompts: list[list[int]], outp
     waits = stats["specray_request_queue_time_seconds"]
     assert sum(waits.buckets) == len(ledger.cached)
     assert sum(stats["specray_e2e_request_latency_seconds"].buckets) == len(prompts)
-    assert sum(stats["specray_time_to_first_token_seconds"].buckets) == len(ledger.verifies)
+    assert sum(stats["specray_time_to_first_token_seconds"].buckets) == len(ledger.first_tokens)
     for gauge in ("specray_num_requests_running", "specray_num_requests_waiting", "specray_kv_cache_usage_perc"):
         assert stats[gauge] == 0
 

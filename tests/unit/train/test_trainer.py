@@ -57,7 +57,9 @@ def test_a_stopped_run_ends_with_the_weights_of_an_uninterrupted_one(
 
 def test_a_tiny_head_learns_its_text_by_heart(tmp_path: Path) -> None:
     answers = write_answers(tmp_path, sequences=4)
-    trainer = Trainer(settings(tokens=60_000, learning_rate=5e-3, draft_vocab_size=VOCAB_SIZE), answers, tmp_path / "run", CPU)
+    trainer = Trainer(
+        settings(tokens=60_000, learning_rate=5e-3, draft_vocab_size=VOCAB_SIZE), answers, tmp_path / "run", CPU
+    )
     assert trainer.run()
     figures = torch.stack(trainer._recent)[-1]
     assert figures[1] > 0.9
@@ -152,3 +154,12 @@ def test_another_kind_does_not_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     Trainer(settings(), answers, tmp_path / "run", CPU).run()
     with pytest.raises(ConfigError, match="kind='eagle3'"):
         Trainer(settings(kind="eagle2"), answers, tmp_path / "run", CPU)
+
+
+def test_a_checkpoint_cut_short_is_named(tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    Trainer(settings(), answers, tmp_path / "run", CPU).run()
+    path = tmp_path / "run" / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="is not a checkpoint, or cut short"):
+        Trainer(settings(), answers, tmp_path / "run", CPU)

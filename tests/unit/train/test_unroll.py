@@ -22,7 +22,7 @@ def a_head(kind: str, target: Target) -> Head:
     torch.manual_seed(3)
     ids = torch.arange(0, VOCAB_SIZE, 2)
     head: Head = Eagle3Head(target.shape, ids) if kind == "eagle3" else Eagle2Head(target.shape, ids, bias=True)
-    head.start_from(target, "identity")
+    head.start_from(target)
     for parameter in head.parameters():  # no part of it near 0 or 1, where a mistake would not show
         torch.nn.init.normal_(parameter, std=0.3)
     return head
@@ -113,7 +113,9 @@ def test_unrolled_steps_equal_one_chain_at_a_time(kind: str, target: Target) -> 
     for depth, step in enumerate(steps):
         for output, chain in zip(step.outputs, step.chains.tolist(), strict=True):
             row, start = chain // per_row, batch.start + chain % per_row
-            torch.testing.assert_close(output, naive_outputs(head, target, batch, row, start)[depth], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                output, naive_outputs(head, target, batch, row, start)[depth], rtol=1e-4, atol=1e-4
+            )
             seen += 1
     # Chains begin two before the first token of the target's own; row 0: 2 … 6 teach at step 0, row 1: 1 … 4.
     assert seen == (5 + 4 + 3) + (4 + 3 + 2)

@@ -1,0 +1,57 @@
+"""A start that already predicts: the matrix that enters the head as a least-squares fit to the target's next state.
+
+Costs seconds, needs no labels, and only the first stretch of a run is shorter for it. Not here: the other start, which
+needs no data (`heads`).
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from specray.train.batches import AnswerFolder, Collate
+from specray.train.heads import Eagle2Head, TrainedHead
+from specray.train.shards import Answer
+from specray.train.target import Target
+from specray.train.unroll import Batch
+
+_ANSWERS = 100
+_RIDGE = 0.03  # added to the inputs' mean squares, which are 1
+
+
+@torch.no_grad()
+def start_linear(head: TrainedHead, target: Target, folder: AnswerFolder, collate: Collate) -> None:
+    """Set fc so that the first state is the best linear guess of the target's final state one position ahead."""
+    pairs = [_pairs(head, target, collate([answer])) for answer in islice(_training_answers(folder), _ANSWERS)]
+    inputs, wanted = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
+    weight = _ridge(inputs, wanted)
+    head.fc.weight.copy_(weight)
+    if not isinstance(head, Eagle2Head):
+        # The norm before the output matrix takes the guess's size away; its weight gives it back.
+        head.norm.weight.fill_(float((inputs @ weight.T).square().mean().sqrt()))
+
+
+def _pairs(head: TrainedHead, target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What fc reads at each position of one answer, and the final state one position ahead."""
+    features = batch.features[0, :-2].float()
+    if isinstance(head, Eagle2Head):
+        inputs = torch.cat((target.embed(batch.token_ids[0, 1:-1]).float(), features), -1)
+    else:
+        inputs = head.normed_features(features)
+    return inputs, batch.final[0, 1:-1].float()
+
+
+def _training_answers(folder: AnswerFolder) -> Iterator[Answer]:
+    for name in folder.names():
+        shard = folder[name]
+        yield from (shard[i] for i in range(len(shard)) if shard.lengths[i] > 2 and not shard.is_held_out(i))
+
+
+def _ridge(inputs: Tensor, wanted: Tensor) -> Tensor:
+    """[columns of wanted, columns of inputs]"""
+    scale = inputs.square().mean(0).sqrt().clamp(min=1e-6)
+    inputs = inputs / scale
+    gram = inputs.T @ inputs / len(inputs) + _RIDGE * torch.eye(inputs.shape[1], device=inputs.device)
+    solved: Tensor = torch.linalg.solve(gram, inputs.T @ wanted / len(inputs))
+    return solved.T / scale

@@ -1,0 +1,123 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specray.errors import ConfigError
+from specray.train.batches import AnswerFolder, BatchStream, Progress
+from specray.train.shards import Shard, TokenSequence, list_shards, read_description, write_shard, written_indexes
+from tests.support.lessons import HIDDEN, a_sequence, write_answers
+
+COLUMNS = 4 * HIDDEN
+
+
+def sequences(count: int, seed: int = 0) -> list[TokenSequence]:
+    generator = torch.Generator().manual_seed(seed)
+    return [a_sequence(generator, index) for index in range(count)]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    written = sequences(5)
+    shard = Shard(write_shard(tmp_path, written), COLUMNS)
+    assert len(shard) == 5
+    assert shard.num_tokens == sum(len(row.token_ids) for row in written)
+    for index, row in enumerate(written):
+        answer = shard[index]
+        assert answer.token_ids.tolist() == list(row.token_ids)
+        assert answer.prompt_length == row.prompt_length
+        assert torch.equal(answer.features, row.features)
+
+
+def test_processes_write_shards_of_their_own_and_all_indexes_are_found(tmp_path: Path) -> None:
+    rows = sequences(6)
+    for part in (0, 1, 1):
+        write_shard(tmp_path, [rows.pop(), rows.pop()], part)
+    assert list_shards(tmp_path) == [f"shard-{name}.safetensors" for name in ("00-00000", "01-00000", "01-00001")]
+    assert written_indexes(tmp_path) == set(range(6))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_broken_shard_is_named(tmp_path: Path) -> None:
+    path = write_shard(tmp_path, sequences(2))
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=f"{path.name} is not a readable shard"):
+        Shard(path, COLUMNS)
+
+
+def test_features_of_another_width_are_refused(tmp_path: Path) -> None:
+    path = write_shard(tmp_path, sequences(2))
+    with pytest.raises(ConfigError, match=r"features has shape \[\d+, 128\], .* imply \[\d+, 96\]"):
+        Shard(path, 3 * HIDDEN)
+
+
+def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+    path = write_shard(tmp_path, sequences(2))
+    tensors = load_file(path)
+    save_file({**tensors, "lengths": tensors["lengths"] + 1}, path)
+    with pytest.raises(ConfigError, match="token_ids has shape"):
+        Shard(path, COLUMNS)
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "cannot be read"), ("{", "cannot be read"), ("{}", "model is")])
+def test_a_folder_needs_its_description(content: str | None, reason: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "answers.json").write_text(content)
+    with pytest.raises(ConfigError, match=reason):
+        read_description(tmp_path)
+
+
+def test_what_is_held_out_follows_from_the_prompt_alone(tmp_path: Path) -> None:
+    prompt = list(range(60))
+
+    def answers(token: int) -> TokenSequence:
+        return TokenSequence([*prompt, token, token], 60, torch.zeros(62, COLUMNS), token)
+
+    shard = Shard(write_shard(tmp_path, [answers(token) for token in range(20)]), COLUMNS)
+    assert len({shard.is_held_out(index) for index in range(20)}) == 1
+
+
+def test_about_two_percent_are_held_out_and_never_in_a_batch(tmp_path: Path) -> None:
+    folder = AnswerFolder(write_answers(tmp_path, sequences=1000))
+    (name,) = folder.names()
+    held_out = {index for index in range(1000) if folder[name].is_held_out(index)}
+    assert 5 <= len(held_out) <= 45
+    stream = BatchStream(folder, Progress(), 0, 512, 100)
+    seen: list[int] = []
+    while stream.progress.round < 2:
+        seen += [len(answer.token_ids) for answer in next(stream)]
+    trained = [folder[name].lengths[index] for index in range(1000) if index not in held_out]
+    assert sorted(seen)[: len(trained)] != []
+    assert abs(len(seen) - len(trained)) <= 8  # the last batch is of the next round
+
+
+def test_new_shards_are_trained_on_before_old_ones_again(tmp_path: Path) -> None:
+    path = write_answers(tmp_path, shards=2)
+    stream = BatchStream(AnswerFolder(path), Progress(), 0, 256, 100)
+    while stream.progress.round < 1 or stream.progress.batch < 3:
+        next(stream)
+    write_answers(tmp_path, shards=1, seed=1)
+    while stream.progress.round < 2:
+        next(stream)
+    assert stream.progress.names == ["shard-00-00002.safetensors"]
+    while stream.progress.round < 3:
+        next(stream)
+    assert len(stream.progress.names) == 3
+
+
+def test_batches_keep_to_their_size_and_the_order_to_its_seed(tmp_path: Path) -> None:
+    folder = AnswerFolder(write_answers(tmp_path))
+    streams = [BatchStream(folder, Progress(), seed, 256, 100) for seed in (0, 0, 1)]
+    batches = [[next(stream) for _ in range(6)] for stream in streams]
+    first, again, other = ([[answer.token_ids.tolist() for answer in batch] for batch in part] for part in batches)
+    assert first == again
+    assert first != other
+    assert all(len(batch) * max(map(len, batch)) <= 256 for batch in first)
+
+
+def test_a_folder_without_shards_says_what_to_do(tmp_path: Path) -> None:
+    description = {"model": "x", "feature_layers": [0, 1], "hidden_size": 4, "num_layers": 1}
+    (tmp_path / "answers.json").write_text(json.dumps(description))
+    with pytest.raises(ConfigError, match="make answers first"):
+        AnswerFolder(tmp_path).names()

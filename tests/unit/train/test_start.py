@@ -1,0 +1,57 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from specray.cli import main
+from specray.train.batches import AnswerFolder
+from specray.train.heads import Eagle2Head
+from specray.train.settings import TrainSettings
+from specray.train.trainer import Trainer
+from tests.support.lessons import write_answers
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle2"])
+@torch.no_grad()
+def test_linear_start_predicts_the_next_final_state(kind: str, tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    folder = AnswerFolder(answers)
+    errors = {}
+    for start in ("identity", "linear"):
+        settings = TrainSettings(kind=kind, tokens=1000, draft_vocab_size=40, dtype="float32", start=start)
+        errors[start] = first_error(Trainer(settings, answers, tmp_path / start, CPU), folder)
+    # Half of what the next state depends on is not known yet by any head.
+    assert errors["linear"] < 0.75 * errors["identity"]
+
+
+def first_error(trainer: Trainer, folder: AnswerFolder) -> float:
+    """How far the first guess of the next final state is off, on one answer."""
+    head, target = trainer.head, trainer._target
+    answer = folder[folder.names()[0]][0]
+    batch = trainer._collate([answer])
+    features = batch.features[:, :-2]
+    if isinstance(head, Eagle2Head):
+        guess = head.fc(torch.cat((target.embed(batch.token_ids[:, 1:-1]), features), -1))
+    else:
+        guess = head.outputs(head.enter(features))
+    return float((guess - batch.final[:, 1:-1]).square().mean())
+
+
+def test_train_command_goes_from_answers_to_a_head_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers, run = write_answers(tmp_path), tmp_path / "run"
+    command = ["train", "eagle2", "--answers", str(answers), "--run", str(run), "--train-vocab", "40", "--dtype",
+               "float32", "--batch-tokens", "256", "--unroll", "1", "--threads", "1"]  # fmt: skip
+    assert main([*command, "--tokens", "500", "--max-minutes", "0"]) == 0
+    assert "run the same command again" in capsys.readouterr().out
+    assert main([*command, "--tokens", "500"]) == 0
+    assert "done" in capsys.readouterr().out
+    assert json.loads((run / "head" / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle"]
+
+
+def test_a_missing_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["train", "eagle3", "--answers", str(tmp_path / "no"), "--run", str(tmp_path), "--tokens", "1"])
+    assert status == 2
+    assert "answers.json cannot be read" in capsys.readouterr().err

@@ -1,0 +1,44 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from specray.cli import main
+from specray.errors import ConfigError
+from specray.train.batches import AnswerFolder
+from specray.train.shards import TokenSequence, write_shard
+from specray.train.token_map import frequent_ids
+from tests.support.lessons import HIDDEN, write_answers
+from tests.support.toy import EOS, VOCAB_SIZE
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> Path:
+    """One sequence: 9 is in the prompt only; then 7 three times, 5 twice, 6 once."""
+    folder = write_answers(tmp_path, shards=0)
+    written = [7, 5, 7, 6, 5, 7]
+    write_shard(folder, [TokenSequence([9, 9, 9, 9, *written], 4, torch.zeros(10, 4 * HIDDEN), 0)])
+    return folder
+
+
+def test_ids_come_by_frequency_in_what_the_target_wrote(answers: Path) -> None:
+    assert frequent_ids(AnswerFolder(answers), 3, VOCAB_SIZE, []).tolist() == [7, 5, 6]
+
+
+def test_forced_ids_take_the_place_of_the_rarest(answers: Path) -> None:
+    assert frequent_ids(AnswerFolder(answers), 3, VOCAB_SIZE, [EOS, 7]).tolist() == [7, 5, EOS]
+
+
+def test_more_ids_than_the_target_has_are_refused(answers: Path) -> None:
+    with pytest.raises(ConfigError, match="does not fit the target's 64"):
+        frequent_ids(AnswerFolder(answers), VOCAB_SIZE + 1, VOCAB_SIZE, [])
+
+
+@pytest.mark.parametrize("name", ["map.json", "map.pt"])
+def test_command_writes_a_map_with_eos(name: str, answers: Path, tmp_path: Path) -> None:
+    path = tmp_path / name
+    assert main(["train", "token-map", "--answers", str(answers), "--out", str(path), "--size", "4"]) == 0
+    ids = json.loads(path.read_text()) if name.endswith("json") else torch.load(path, weights_only=True)
+    assert ids[:3] == [7, 5, 6]
+    assert ids[3] == EOS
