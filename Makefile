@@ -7,13 +7,22 @@ TORCH_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
+# Where `make heads` works (5 KB a token of answers), what it asks beside what the target asks itself (JSON Lines with
+# turns, never an evaluation set), how many prompts the target writes, and how many tokens the heads learn from.
+HEADS_DIR ?= heads-work
+HEADS_PROMPTS ?=
+HEADS_SELF_PROMPTS ?= 12000
+HEADS_TOKENS ?= 12000000
+HEADS_ANSWERS = --answers $(HEADS_DIR)/answers $(if $(HEADS_PROMPTS),--prompts $(HEADS_PROMPTS)) \
+	--self-prompts $(HEADS_SELF_PROMPTS)
+HEADS_TRAINING = --tokens $(HEADS_TOKENS) --intermediate-size 1024
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format bench clean distclean
+.PHONY: help install demo test test-fast lint format bench heads clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +63,14 @@ format: $(INSTALLED)  ## rewrite the code in the project's style
 
 bench: $(INSTALLED)  ## measure the README's figures on this machine (about half an hour on two cores)
 	$(BIN)/python -m specray.bench.figures $(BENCH_ARGS)
+
+heads: $(INSTALLED)  ## make the package's draft heads again: a day on two cores; stops and goes on as you like
+	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 6144 --run $(HEADS_DIR)/eagle3
+	$(BIN)/specray train eagle2 $(HEADS_ANSWERS) $(HEADS_TRAINING) --run $(HEADS_DIR)/eagle2
+	$(BIN)/specray train token-map $(HEADS_ANSWERS) --size 8192 --out $(HEADS_DIR)/frequent-8192.json
+	cp $(HEADS_DIR)/eagle3/head/* specray/heads/smollm2-135m-instruct-eagle3/
+	cp $(HEADS_DIR)/eagle2/head/* specray/heads/smollm2-135m-instruct-eagle2/
+	cp $(HEADS_DIR)/frequent-8192.json specray/heads/smollm2-135m-instruct-frequent-8192.json
 
 clean:  ## remove what tools left behind, .venv excepted
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

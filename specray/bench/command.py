@@ -15,6 +15,7 @@ from specray.errors import ConfigError
 
 HELP = "Compare drafting methods on this machine: arms take turns in one process, over the same weights."
 IMPORT_PATH = "cluster.app:build"
+DEFAULT_DRAFTER = "eagle3"  # of `specray tune`, where nothing else is said
 POOL_TOKENS = 8192  # an arm's KV room for each request under way, where the configuration does not say
 
 

@@ -17,12 +17,12 @@ import yaml
 
 from specray.bench import machine
 from specray.bench.arms import PLAIN, parse_method, tree_name, with_tree
+from specray.bench.command import DEFAULT_DRAFTER
 from specray.bench.measure import Record, Settings
 from specray.bench.prompts import Prompt, by_category, load_prompts
 from specray.bench.report import ALL, speed_ratios, summarise
 from specray.bench.session import Session
 from specray.bench.tables import format_table
-from specray.bench.tune_command import METHOD
 from specray.bench.tune_plot import save_plot
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
@@ -76,7 +76,7 @@ class Outcome:
 
 def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
     """The command's work: load, search, print, write."""
-    method = options.method or (None if config.speculative.algorithm else METHOD)
+    method = options.method or (None if config.speculative.algorithm else DEFAULT_DRAFTER)
     speculative = parse_method(method, config) if method else config.speculative
     contenders = make_candidates(speculative, options.candidates)
     prompts = _prompts(options.prompts, max(options.batch_sizes))

@@ -7,20 +7,23 @@ import argparse
 import re
 from pathlib import Path
 
-from specray.bench.command import engine_config, positive
+from specray.bench.command import DEFAULT_DRAFTER, engine_config, positive
 
 HELP = (
     "Find the draft tree that is fastest on this machine, by measuring: plain decoding and all candidates take turns, "
     "the slower half of the candidates leaves after each round, and the best one is written as YAML to paste."
 )
-METHOD = "eagle3"
 POOL_TOKENS = 4096  # many arms at once: less KV room for each request than a bench gives
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help="Serve configuration, or YAML with engine options, to tune")
-    add("--method", metavar="METHOD", help=f"METHOD[@HEAD][+MAP] as in bench (default: --config's, else {METHOD})")
+    add(
+        "--method",
+        metavar="METHOD",
+        help=f"METHOD[@HEAD][+MAP] as in bench (default: --config's, else {DEFAULT_DRAFTER})",
+    )
     add("--model", help="over that of --config: embedded name, folder, .gguf file or hub name")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="over that of --config")
     add("--batch-sizes", type=batch_sizes, default="1,8", metavar="A,B",

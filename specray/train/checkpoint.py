@@ -4,11 +4,11 @@ import json
 import os
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 
 from specray.errors import ConfigError
+from specray.models.weights import read_torch_file
 
 CHECKPOINT = "checkpoint.pt"
 _LOG = "log.jsonl"
@@ -21,17 +21,14 @@ def write_checkpoint(run: Path, content: dict[str, Any]) -> None:
     os.replace(unfinished, run / CHECKPOINT)
 
 
-def read_checkpoint(run: Path, device: torch.device) -> dict[str, Any] | None:
+def read_checkpoint(run: Path) -> dict[str, Any] | None:
     """What was written last, None in a new run. ConfigError if the file is broken."""
     path = run / CHECKPOINT
     if not path.is_file():
         return None
-    if not is_zipfile(path):
-        raise ConfigError(f"{path} is not a checkpoint, or cut short; delete it to start again")
-    try:
-        content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise ConfigError(f"{path} is not a readable checkpoint ({error}); delete it to start again") from None
+    content = read_torch_file(path, "delete it to start again")
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no checkpoint; delete it to start again")
     return content
 
 

@@ -71,7 +71,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def user_header(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Token ids of the chat template up to where a user's words begin; of a model without chat, the token of a start."""
+    """Token ids of the chat template up to where a user's words begin; of a model without chat, its first token."""
     if tokenizer.chat_template is None and tokenizer.bos_token_id is not None:
         return [tokenizer.bos_token_id]
     first, second = (chat_prompt(tokenizer, text) for text in ("Alpha", "Zoo"))

@@ -37,7 +37,8 @@ class FeatureRecorder:
         rows = context.rows + context.unfinished
         if rows:
             assert context.features is not None
-            parts = context.features.to("cpu", torch.bfloat16).split([row.end - row.start for row in rows])
+            features = context.features.to("cpu", torch.bfloat16)
+            parts = torch.split(features, [row.end - row.start for row in rows])
             for row, part in zip(rows, parts, strict=True):
                 self._rows[row.slot] = row
                 self._features.setdefault(row.slot, []).append(part)

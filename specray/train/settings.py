@@ -17,7 +17,7 @@ class TrainSettings:
     batch_tokens: int = 1024
     max_length: int = 2048
     learning_rate: float = 1e-3
-    optimizer: str = "adamw"
+    optimizer: str = "muon"
     warmup: float = 0.02
     decay: float = 0.25
     clip: float = 1.0

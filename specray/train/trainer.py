@@ -45,7 +45,7 @@ class Trainer:
         columns = _head_columns(settings.kind, self._folder)
         self._collate = Collate(columns, self._folder.hidden_size, settings.max_length, dtype, device)
         run.mkdir(parents=True, exist_ok=True)
-        saved = read_checkpoint(run, device)
+        saved = read_checkpoint(run)
         if saved is not None and (name := settings.changed(saved["settings"])):
             raise ConfigError(
                 f"{run / CHECKPOINT} was made with {name}={saved['settings'][name]!r}, and now it is "
