@@ -128,7 +128,7 @@ def _summary(app: AppConfig) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m cluster.check", description="Check a Serve configuration file.")
-    parser.add_argument("file", type=Path, metavar="FILE", help="a YAML file for `serve run`: configs/ngram.yaml")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a YAML file for `serve run`: configs/eagle3.yaml")
     parser.add_argument(
         "--model", action="store_true", help="also find the model's files, downloading or converting them if need be"
     )

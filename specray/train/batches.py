@@ -37,6 +37,11 @@ class AnswerFolder:
             raise ConfigError(f"{self.path} holds no shards yet; make answers first, or wait for the first shard")
         return names
 
+    def size(self) -> dict[str, int]:
+        """What there is by now, for people to read."""
+        shards = [self[name] for name in self.names()]
+        return {"sequences": sum(map(len, shards)), "tokens": sum(shard.num_tokens for shard in shards)}
+
     def __getitem__(self, name: str) -> Shard:
         if name not in self._shards:
             self._shards[name] = Shard(self.path / name, self.hidden_size * len(self.feature_layers))

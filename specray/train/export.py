@@ -30,7 +30,7 @@ def export_head(
     os.replace(unfinished, folder / WEIGHTS)
     config = head_config(head, target, answers.feature_layers[:-1])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    card = model_card(config, settings, answers.description, counters, validation)
+    card = model_card(config, settings, answers.description | answers.size(), counters, validation)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 

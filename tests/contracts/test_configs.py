@@ -1,19 +1,39 @@
 """Every file in configs/ starts: Ray's schema and ours take it, listening is on loopback, and a typo is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
+from transformers import LlamaConfig, PretrainedConfig
 
 from cluster.check import check_file
+from specray.config import EngineConfig
 from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
+from specray.models.eagle_files import HeadConfig
+from specray.models.files import embedded_heads, resolve_draft, resolve_token_map
+from specray.models.llama import LlamaShape
+from specray.spec_decode.eagle_tree import TreeShape
+from specray.spec_decode.fr_spec import load_token_map
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+EMBEDDED = sorted((ROOT / "configs").glob("*.yaml"))  # run anywhere, with what comes in packages
+
+SMOLLM2 = LlamaConfig(
+    vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3, max_position_embeddings=8192,
+)  # fmt: skip
+LLAMA_8B = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 
 def test_the_embedded_demo_has_its_configs() -> None:
-    assert {"plain.yaml", "ngram.yaml"} <= {path.name for path in CONFIGS}
+    names = {path.stem for path in EMBEDDED}
+    assert {"plain", "ngram", "eagle3", "eagle2", "eagle2-frspec"} <= names
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -36,9 +56,45 @@ def test_config_with_a_typo_is_refused(path: Path, tmp_path: Path) -> None:
         check_file(broken)
 
 
-def test_plain_and_ngram_differ_in_speculation_only() -> None:
-    plain, ngram = (
-        next(iter(check_file(ROOT / "configs" / f"{name}.yaml").values())).engine for name in ("plain", "ngram")
-    )
-    assert ngram.speculative.algorithm == "NGRAM"
-    assert plain == ngram.model_copy(update={"speculative": plain.speculative})
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle2", "eagle2-frspec"])
+def test_an_embedded_config_differs_from_plain_in_speculation_only(name: str) -> None:
+    plain, drafted = (engine_of(ROOT / "configs" / f"{stem}.yaml") for stem in ("plain", name))
+    assert drafted.speculative.algorithm is not None
+    assert plain == drafted.model_copy(update={"speculative": plain.speculative})
+
+
+def test_fr_spec_differs_from_eagle2_in_its_map_only() -> None:
+    full, mapped = (engine_of(ROOT / "configs" / f"{name}.yaml").speculative for name in ("eagle2", "eagle2-frspec"))
+    assert mapped.token_map is not None
+    assert full == mapped.model_copy(update={"token_map": None})
+
+
+@pytest.mark.parametrize("path", EMBEDDED, ids=lambda path: path.name)
+def test_the_files_of_an_embedded_config_come_with_the_package(path: Path) -> None:
+    speculative = engine_of(path).speculative
+    if speculative.draft_model_path is not None:
+        assert speculative.draft_model_path in embedded_heads()
+        HeadConfig.read(resolve_draft(speculative, progress=False)).check_target(path, shape_of(SMOLLM2))
+    if speculative.token_map is not None:
+        ids = load_token_map(resolve_token_map(speculative.token_map), 49152, [2])
+        assert len(ids) == 8192
+
+
+def test_the_8b_config_fits_its_target(tmp_path: Path) -> None:
+    """The real sizes, the weights left out: what the drafter would do with them."""
+    speculative = engine_of(ROOT / "configs/llama-3.1-8b/eagle3.yaml").speculative
+    target = LlamaConfig(**LLAMA_8B, num_hidden_layers=32)
+    head = {**LLAMA_8B, "num_hidden_layers": 1, "draft_vocab_size": 32000, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    config = HeadConfig.read(tmp_path)
+    config.check_target(tmp_path, shape_of(target))
+    assert config.feature_layers(tmp_path, 32) == (2, 16, 29)
+    assert TreeShape.of(speculative, "LlamaForCausalLM") == TreeShape(num_steps=5, topk=8, num_draft_tokens=32)
+
+
+def engine_of(path: Path) -> EngineConfig:
+    return next(iter(check_file(path).values())).engine
+
+
+def shape_of(config: PretrainedConfig) -> LlamaShape:
+    return LlamaShape.of(config, RankGroup())

@@ -100,12 +100,12 @@ def test_usage_counts_a_prompt_once_and_shows_speculation(serve: Serve) -> None:
             usage = reply["usage"]
             assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (4, 18, 22)
             assert usage["completion_tokens_details"] == {
-                "accepted_prediction_tokens": 12,
+                "accepted_prediction_tokens": 8,
                 "rejected_prediction_tokens": 0,
             }
-            assert usage["speculative"] == {
-                "verify_steps": 6, "draft_tokens": 12, "accepted_tokens": 12, "accept_length": 3.0,
-                "accept_histogram": [0, 0, 6], "acceptance_per_depth": [1.0, 1.0],
+            assert usage["speculative"] == {  # of the two steps of each choice after its first tokens
+                "verify_steps": 4, "draft_tokens": 8, "accepted_tokens": 8, "accept_length": 3.0,
+                "accept_histogram": [0, 0, 4], "acceptance_per_depth": [1.0, 1.0],
             }  # fmt: skip
 
     asyncio.run(scenario())
