@@ -38,6 +38,12 @@ class SpeculativeConfig(Options):
         None, description="Nodes of a draft tree, the root (last known token) included; null takes the method's own."
     )
 
+    max_step_draft_tokens: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
+        None,
+        description="Draft tokens verified in a step, all requests together: many requests at once get smaller trees, "
+        "none at all where it does not reach. null: no bound.",
+    )
+
     draft_model_path: str | None = Field(
         None, min_length=1, description="Draft head or model: embedded name, local folder or hub name."
     )

@@ -29,6 +29,7 @@ class Scheduler:
         self.max_prefill_tokens = config.max_prefill_tokens
         self.max_queued = config.max_queued_requests
         self.max_draft_tokens = capacity.max_draft_tokens
+        self.max_step_draft_tokens = config.speculative.max_step_draft_tokens
         self.eos_token_ids = capacity.eos_token_ids
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -80,7 +81,8 @@ class Scheduler:
             new_rows.append(self._new_row(request))
             work.append((request, num_tokens, []))
             budget -= num_tokens
-        rows = [self._row_step(*item) for item in work]
+        max_drafts = self._max_drafts(work)
+        rows = [self._row_step(*item, max_drafts) for item in work]
         freed, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
         return StepPlan(self._num_steps, freed, new_rows, rows)
@@ -117,10 +119,17 @@ class Scheduler:
             self._preempt(self.running[-1])
         return None
 
-    def _row_step(self, request: Request, num_tokens: int, new_block_ids: list[int]) -> RowStep:
+    def _max_drafts(self, work: list[tuple[Request, int, list[int]]]) -> int:
+        """Draft tokens for each row: an equal share of the step's bound."""
+        if self.max_step_draft_tokens is None:
+            return self.max_draft_tokens
+        num_rows = sum(request.num_pending_tokens == 1 for request, *_ in work)
+        return min(self.max_draft_tokens, self.max_step_draft_tokens // max(1, num_rows))
+
+    def _row_step(self, request: Request, num_tokens: int, new_block_ids: list[int], max_drafts: int) -> RowStep:
         num_known, num_drafts = len(request.token_ids), 0
         if num_tokens == request.num_pending_tokens:
-            num_drafts = max(0, min(self.max_draft_tokens, request.max_useful_drafts))
+            num_drafts = max(0, min(max_drafts, request.max_useful_drafts))
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
         return RowStep(request.slot, num_tokens, num_drafts, new_block_ids)

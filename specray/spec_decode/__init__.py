@@ -18,6 +18,7 @@ class Method(NamedTuple):
     check: Callable[[SpeculativeConfig], None] = lambda config: None  # noqa: ARG005  # what needs no model to be seen
 
 
+_ALL = frozenset({"algorithm", "max_step_draft_tokens"})  # hold for every method
 _HEAD = frozenset({"draft_model_path", "draft_model_revision", "draft_load_format", "draft_dtype"})
 _TREE = frozenset({"num_steps", "eagle_topk", "num_draft_tokens"})
 
@@ -38,7 +39,7 @@ def check_speculative(config: SpeculativeConfig) -> None:
             f"speculative.algorithm={config.algorithm!r} is not known; choose one of {', '.join(DRAFTERS)}, "
             "or null to decode plainly"
         )
-    for name in config.changed() - {"algorithm"} - method.options:
+    for name in config.changed() - _ALL - method.options:
         raise ConfigError(
             f"speculative.{name}={getattr(config, name)!r} has no effect with algorithm={config.algorithm}; "
             f"remove it (this method reads {', '.join(sorted(method.options))})"

@@ -101,19 +101,22 @@ class CandidatePool:
         return start + _best(self.scores[:, start:], self.topk)
 
     def tree(self, roots: Sequence[int], num_drafts: int) -> DraftTree:
-        """The `num_drafts` candidates with the highest scores, parents before children.
+        """The `num_drafts` candidates with the highest scores, the highest first: the beginning of it is the best tree
+        of that many nodes.
 
-        A child never scores more than its parent, and of equals the earlier is taken, so no parent is left out.
+        A child never scores more than its parent, and of equals the earlier is taken, so parents come first. (SGLang
+        has the same nodes in the order of their flat indexes.)
         """
-        chosen = _best(self.scores, num_drafts).sort(1).values
+        chosen = _best(self.scores, num_drafts)
         parents = self.expanded.gather(1, chosen // self.topk)
-        # A parent's node number is its place among the chosen, after the root; -1, the root's, finds place 0.
-        numbers = torch.searchsorted(chosen, parents.contiguous(), right=True)
+        numbers = torch.zeros(len(chosen), self.scores.shape[1] + 1, dtype=torch.int64, device=chosen.device)
+        nodes = torch.arange(1, num_drafts + 1, device=chosen.device).expand_as(chosen)
+        numbers.scatter_(1, chosen + 1, nodes)  # flat index + 1 -> node; NONE + 1 stays the root, 0
         tokens = self.tokens.gather(1, chosen)
         root = torch.tensor(roots, dtype=torch.int64)[:, None]
         return DraftTree(
             torch.cat((root, tokens.cpu()), 1),
-            torch.cat((torch.full_like(root, NONE), numbers.cpu()), 1),
+            torch.cat((torch.full_like(root, NONE), numbers.gather(1, parents + 1).cpu()), 1),
             [1 + num_drafts] * len(roots),
         )
 

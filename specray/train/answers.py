@@ -27,7 +27,7 @@ from specray.train.prompts import PromptFile, chat_prompt, describe_all, read_pr
 from specray.train.recorder import FeatureRecorder, Recording
 from specray.train.shards import DESCRIPTION, TokenSequence, write_shard, written_indexes
 
-TEMPERATURES = (0.0, 1.0, 0.0, 0.7)  # of the answers, in turn
+TEMPERATURES = (0.0, 1.0, 0.7, 0.4)  # of a prompt's answers, in turn: only one of four would always be the same
 SHARD_TOKENS = 65_536
 _INDEX_BITS = 40
 _LONGEST_TURN = 256  # tokens of a turn the target writes itself; a longer one is not used
@@ -106,6 +106,10 @@ def _generate(options: AnswerOptions, part: int, progress: bool) -> None:
     _Generator(options, part).run(progress)
 
 
+def _temperature(number: int) -> float:
+    return TEMPERATURES[number % len(TEMPERATURES)]
+
+
 @dataclass(slots=True)
 class _Job:
     """One prompt on its way to a recorded sequence."""
@@ -164,11 +168,11 @@ class _Generator:
         return [index for index in order[self._part :: self._options.generators] if index not in done]
 
     def _first_job(self, index: int) -> _Job:
-        temperature = TEMPERATURES[Random(index).randrange(len(TEMPERATURES))]
         if index < len(self._texts) * self._options.samples:
-            prompt = chat_prompt(self._llm.tokenizer, self._texts[index % len(self._texts)])
-            return _Job(index, len(prompt), prompt, temperature, writes_prompt=False)
-        return _Job(index, len(self._header), self._header, temperature, writes_prompt=True)
+            sample, number = divmod(index, len(self._texts))
+            prompt = chat_prompt(self._llm.tokenizer, self._texts[number])
+            return _Job(index, len(prompt), prompt, _temperature(sample), writes_prompt=False)
+        return _Job(index, len(self._header), self._header, _temperature(index), writes_prompt=True)
 
     def _ask(self, job: _Job) -> bool:
         """Queue a job; False if its prompt is too long for the data."""

@@ -37,7 +37,7 @@ def _data(answers: dict[str, Any]) -> str:
 
 def _training(settings: TrainSettings, counters: Counters, config: dict[str, Any]) -> str:
     hours = counters.seconds / 3600
-    rows = {"steps": f"{counters.steps:,}", "tokens seen": f"{counters.tokens:,}", "hours": f"{hours:.1f}"}
+    rows = {"steps": f"{counters.steps:,}", "tokens seen": f"{counters.all_tokens:,}", "hours": f"{hours:.1f}"}
     rows |= {name.replace("_", " "): _plain(value) for name, value in asdict(settings).items() if value is not None}
     if settings.init_head:
         rows["init head"] = Path(settings.init_head).name

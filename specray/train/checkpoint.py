@@ -11,7 +11,7 @@ from specray.errors import ConfigError
 from specray.models.weights import read_torch_file
 
 CHECKPOINT = "checkpoint.pt"
-_LOG = "log.jsonl"
+LOG = "log.jsonl"
 
 
 def write_checkpoint(run: Path, content: dict[str, Any]) -> None:
@@ -33,13 +33,13 @@ def read_checkpoint(run: Path) -> dict[str, Any] | None:
 
 
 def append_log(run: Path, line: dict[str, Any]) -> None:
-    with (run / _LOG).open("a", encoding="utf-8") as file:
+    with (run / LOG).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
     """The run's lines so far, oldest first."""
-    path = run / _LOG
+    path = run / LOG
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 

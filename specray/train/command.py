@@ -89,6 +89,7 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
     )
     add("--learning-rate", type=float, default=1e-3, metavar="X", help="the highest (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default="muon", help="muon: for the matrices (default: %(default)s)")
+    add("--weight-decay", type=float, default=0.0, metavar="X", help="of muon's matrices (default: %(default)s)")
     add("--warmup", type=float, default=0.02, metavar="X", help="share of --tokens (default: %(default)s)")
     add("--decay", type=float, default=0.25, metavar="X", help="last share of --tokens (default: %(default)s)")
     add("--clip", type=float, default=1.0, metavar="X", help="largest norm of the gradient (default: %(default)s)")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from specray.errors import ConfigError
 from specray.train.batches import AnswerFolder
 from specray.train.card import model_card
+from specray.train.checkpoint import LOG
 from specray.train.heads import Eagle2Head, Eagle3Head, TrainedHead
 from specray.train.settings import Counters, TrainSettings
 from specray.train.target import Target
@@ -32,6 +34,8 @@ def export_head(
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     card = model_card(config, settings, answers.description | answers.size(), counters, validation)
     (folder / "README.md").write_text(card, encoding="utf-8")
+    if (folder.parent / LOG).is_file():  # so that a run which starts from this head knows what came before
+        shutil.copyfile(folder.parent / LOG, folder / LOG)
 
 
 def head_config(head: TrainedHead, target: Target, feature_layers: list[int]) -> dict[str, Any]:

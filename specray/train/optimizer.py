@@ -9,7 +9,7 @@ from torch import nn
 class Optimizer:
     """One or two torch optimizers that step together."""
 
-    def __init__(self, head: nn.Module, name: str) -> None:
+    def __init__(self, head: nn.Module, name: str, weight_decay: float = 0.0) -> None:
         trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
         # The output matrix has a row for each token: Muon is for matrices that turn states into states.
         turned = [p for n, p in trained.items() if name == "muon" and p.ndim == 2 and n != "lm_head.weight"]
@@ -19,7 +19,7 @@ class Optimizer:
             torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         ]
         if turned:
-            self._parts.append(torch.optim.Muon(turned, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+            self._parts.append(torch.optim.Muon(turned, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
 
     def step(self, rate: float, clip: float) -> None:
         """Move by the gradients there are, and clear them."""

@@ -18,6 +18,7 @@ class TrainSettings:
     max_length: int = 2048
     learning_rate: float = 1e-3
     optimizer: str = "muon"
+    weight_decay: float = 0.0
     warmup: float = 0.02
     decay: float = 0.25
     clip: float = 1.0
@@ -60,3 +61,8 @@ class Counters:
     tokens: int = 0  # positions that taught, those seen twice counted twice
     next_validation: int = 0  # by tokens
     seconds: float = 0.0
+    tokens_before: int = 0  # what the head that the run started from had seen
+
+    @property
+    def all_tokens(self) -> int:
+        return self.tokens_before + self.tokens

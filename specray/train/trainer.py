@@ -5,6 +5,7 @@ A run folder holds `checkpoint.pt` (all that is needed to go on), `log.jsonl` (l
 (`export`), what is learnt from a batch (`learner`).
 """
 
+import shutil
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,15 @@ from tqdm import tqdm
 
 from specray.errors import ConfigError
 from specray.train.batches import AnswerFolder, BatchStream, Collate, Progress
-from specray.train.checkpoint import CHECKPOINT, append_log, last_validation, read_checkpoint, write_checkpoint
+from specray.train.checkpoint import (
+    CHECKPOINT,
+    LOG,
+    append_log,
+    last_validation,
+    read_checkpoint,
+    read_log,
+    write_checkpoint,
+)
 from specray.train.export import export_head, load_exported
 from specray.train.heads import Eagle2Head, Eagle3Head, TrainedHead
 from specray.train.interrupts import Interrupts
@@ -57,7 +66,7 @@ class Trainer:
             self._start()
         self._learner = Learner(self.head, self._target, settings, self._collate)
         self._validator = Validator(self._folder, self._target, self._collate)
-        self.counters = Counters(**saved["counters"]) if saved else Counters()
+        self.counters = Counters(**saved["counters"]) if saved else Counters(tokens_before=self._tokens_before())
         progress = Progress(**saved["progress"]) if saved else Progress()
         if saved is not None:
             self._restore(saved)
@@ -87,6 +96,13 @@ class Trainer:
                 raise KeyboardInterrupt
         return counters.tokens >= total
 
+    def _tokens_before(self) -> int:
+        """What the head that this run starts from has seen; its log becomes the beginning of this run's."""
+        if self._settings.init_head is None or not (Path(self._settings.init_head) / LOG).is_file():
+            return 0
+        shutil.copyfile(Path(self._settings.init_head) / LOG, self._run / LOG)
+        return int(read_log(self._run)[-1]["tokens"])
+
     def _step(self) -> int:
         count, figures = self._learner.learn(next(self._stream), self._settings.rate(self.counters.tokens))
         self._recent.append(figures)
@@ -111,6 +127,7 @@ class Trainer:
         loss, *shares = torch.stack(self._recent).mean(0).tolist() if self._recent else (None,)
         line = {
             **asdict(counters),
+            "tokens": counters.all_tokens,
             "learning_rate": self._settings.rate(counters.tokens),
             "loss": loss,
             "train_top1": shares,

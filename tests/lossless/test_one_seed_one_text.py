@@ -96,6 +96,16 @@ def test_any_batch(name: str, batch: int, toy: Path, plain: list[Completion], dr
     assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name), max_running_requests=batch), plain)
 
 
+@pytest.mark.parametrize("name", ["EAGLE3", "NGRAM"])
+@pytest.mark.parametrize("bound", [1, 5, 20])
+def test_any_bound_on_a_steps_drafts(
+    name: str, bound: int, toy: Path, plain: list[Completion], drafting: Drafting
+) -> None:
+    options = drafting(name)
+    speculative = options["speculative"].model_copy(update={"max_step_draft_tokens": bound})
+    assert_same(generate(toy, PROMPTS, PARAMS, **options | {"speculative": speculative}), plain)
+
+
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 def test_any_page_size(name: str, page_size: int, toy: Path, plain: list[Completion], drafting: Drafting) -> None:

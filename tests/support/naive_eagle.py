@@ -49,7 +49,7 @@ def naive_pool(law: Law, num_steps: int, topk: int) -> list[Candidate]:
 
 
 def naive_tree(pool: list[Candidate], num_drafts: int, root: int) -> RowTree:
-    chosen = sorted(_best(pool, range(len(pool)), num_drafts))
+    chosen = _best(pool, range(len(pool)), num_drafts)
     tokens = [root] + [pool[index].path[-1] for index in chosen]
     return RowTree(tokens, [NONE] + [0 if pool[i].parent < 0 else 1 + chosen.index(pool[i].parent) for i in chosen])
 

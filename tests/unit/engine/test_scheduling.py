@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specray.config import EngineConfig
+from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest
@@ -326,3 +326,16 @@ def test_when_the_ranks_die_every_request_ends_in_an_error() -> None:
         (str(i), FinishReason.ERROR, "the ranks are gone") for i in range(3)
     }
     assert not run.engine._requests
+
+
+@pytest.mark.parametrize(("bound", "shares"), [(None, {4}), (100, {4}), (9, {3}), (3, {1}), (2, {0})])
+def test_rows_share_the_bound_on_a_steps_drafts(bound: int | None, shares: set[int]) -> None:
+    speculative = SpeculativeConfig(algorithm="NGRAM", max_step_draft_tokens=bound)
+    config = EngineConfig(page_size=4, speculative=speculative)
+    ranks = SimulatedRanks(config, capacity(num_blocks=64), text, Random(0))
+    engine = Engine(config, ranks, TOKENIZER)
+    for seed in range(3):
+        engine.add_request(EngineRequest(f"r{seed}", [2, 3, 4 + seed], SamplingParams(seed=seed, max_tokens=30)))
+    engine.step()  # the prompts
+    plan = engine.scheduler.schedule()
+    assert {row.max_draft_tokens for row in plan.rows} == shares

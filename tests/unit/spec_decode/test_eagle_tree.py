@@ -94,6 +94,16 @@ def test_parents_come_first_and_none_is_left_out(shape: TreeShape, seed: int) ->
     assert len(set(paths)) == len(paths)
 
 
+@given(shapes(), st.integers(0, 10_000))
+@settings(max_examples=50)
+def test_the_beginning_of_a_tree_is_the_best_smaller_tree(shape: TreeShape, seed: int) -> None:
+    pool = grown([law_of(seed, shape.topk)], shape)
+    [whole] = pool.tree([7], shape.num_draft_tokens - 1).rows()
+    for size in range(1, shape.num_draft_tokens):
+        [smaller] = pool.tree([7], size - 1).rows()
+        assert smaller == RowTree(whole.tokens[:size], whole.parents[:size])
+
+
 def test_of_equal_scores_the_first_is_taken() -> None:
     """Everything is certain: the tree is the pool's beginning, and a child never comes without its parent."""
     shape = TreeShape(3, 2, 6)

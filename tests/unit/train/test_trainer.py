@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from specray.errors import ConfigError
+from specray.train.checkpoint import read_log
 from specray.train.learner import Learner
 from specray.train.settings import TrainSettings
 from specray.train.trainer import Trainer
@@ -163,3 +164,16 @@ def test_a_checkpoint_cut_short_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ConfigError, match=r"cannot be read as plain tensors .*delete it to start again"):
         Trainer(settings(), answers, tmp_path / "run", CPU)
+
+
+def test_a_run_that_starts_from_a_head_goes_on_counting(tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    first = Trainer(settings(), answers, tmp_path / "first", CPU)
+    first.run()
+    second = Trainer(settings(init_head=str(tmp_path / "first" / "head")), answers, tmp_path / "second", CPU)
+    second.run()
+    before, both = read_log(tmp_path / "first"), read_log(tmp_path / "second")
+    assert both[: len(before)] == before
+    assert second.counters.tokens_before == first.counters.tokens
+    assert both[-1]["tokens"] == first.counters.tokens + second.counters.tokens
+    assert f"tokens seen: {both[-1]['tokens']:,}" in (tmp_path / "second" / "head" / "README.md").read_text()
