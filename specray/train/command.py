@@ -5,7 +5,6 @@ making answers (`answers`).
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,20 +39,6 @@ def run(options: argparse.Namespace) -> int:
     if options.kind == "token-map":
         return _make_token_map(options, answers)
     return _train(options, answers)
-
-
-def main() -> int:
-    """For `python -m specray.train.command`."""
-    parser = argparse.ArgumentParser("specray train", description=HELP)
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args())
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 def _answers(options: argparse.Namespace) -> Path:
@@ -148,7 +133,3 @@ def _make_token_map(options: argparse.Namespace, answers: Path) -> int:
     write_token_map(options.out, frequent_ids(folder, options.size, config.vocab_size, forced))
     print(f"wrote {options.size} ids to {options.out}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

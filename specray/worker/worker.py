@@ -18,7 +18,7 @@ from specray.models.files import resolve_model
 from specray.models.llama import Llama
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.spec_decode import make_drafter
-from specray.spec_decode.draft_tree import DraftTree, RowTree
+from specray.spec_decode.draft_tree import ROOT, DraftTree, RowTree
 from specray.spec_decode.drafter import Drafter, DraftSource, InlineDrafts, ProposeContext
 from specray.spec_decode.verifier import Verdict, verify
 from specray.step import RowResult, StepPlan, StepResult, StepTimes, pack, unpack_plan
@@ -139,20 +139,17 @@ class Worker:
     ) -> ProposeContext:
         """What the drafter is told: every sound row, and the target's features of what it computed for good."""
         sound = [i for i, result in enumerate(results) if result.error is None]
-        ready = [i for i in sound if i in verdicts]
-        unfinished = [i for i in sound if i not in verdicts]
-        kept = [batch.kept(i, verdicts[i].path if i in verdicts else [0]) for i in ready + unfinished]
-        rows = [
-            batch.rows[i].draft_row(batch.rows[i].num_computed_tokens - len(k))
-            for i, k in zip(ready + unfinished, kept, strict=True)
-        ]
+        told = sorted(sound, key=lambda i: i not in verdicts)  # those that sampled come first
+        kept = [batch.kept(i, verdicts[i].path if i in verdicts else [ROOT]) for i in told]
+        starts = [batch.rows[i].num_computed_tokens - len(places) for i, places in zip(told, kept, strict=True)]
+        rows = [batch.rows[i].draft_row(start) for i, start in zip(told, starts, strict=True)]
+        num_ready = sum(i in verdicts for i in told)
         if not features:
-            return ProposeContext(rows[: len(ready)], rows[len(ready) :])
-        index = torch.tensor(
-            [place for places in kept for place in places], dtype=torch.int64, device=features[0].device
-        )
+            return ProposeContext(rows[:num_ready], rows[num_ready:])
+        places = [place for row_places in kept for place in row_places]
+        index = torch.tensor(places, dtype=torch.int64, device=features[0].device)
         together = torch.cat([feature.index_select(0, index) for feature in features], -1)
-        return ProposeContext(rows[: len(ready)], rows[len(ready) :], together)
+        return ProposeContext(rows[:num_ready], rows[num_ready:], together)
 
     def _agree(self, value: Any) -> Any:
         """Rank 0's value on every rank, as plain data."""
