@@ -61,10 +61,10 @@ format: $(INSTALLED)  ## rewrite the code in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## measure the README's figures on this machine (about half an hour on two cores)
+bench: $(INSTALLED)  ## measure the README's figures on this machine: tens of minutes
 	$(BIN)/python -m specray.bench.figures $(BENCH_ARGS)
 
-heads: $(INSTALLED)  ## make the package's draft heads again: a day on two cores; stops and goes on as you like
+heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; goes on where it stopped
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 6144 --run $(HEADS_DIR)/eagle3
 	$(BIN)/specray train eagle2 $(HEADS_ANSWERS) $(HEADS_TRAINING) --run $(HEADS_DIR)/eagle2
 	$(BIN)/specray train token-map $(HEADS_ANSWERS) --size 8192 --out $(HEADS_DIR)/frequent-8192.json

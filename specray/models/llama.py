@@ -109,13 +109,13 @@ class Llama:
         """
         cos, sin = self.rotary.at(positions)
         hidden = self.embedding(token_ids)
-        entering = []
-        for layer in self.layers:
-            entering.append(hidden)
+        features: dict[int, Tensor] = {}  # only those asked for: a long prompt's states of all layers fill a memory
+        for index, layer in enumerate(self.layers):
+            if index in feature_layers:
+                features[index] = hidden
             hidden = layer(hidden, cos, sin, attend)
-        final = self.norm(hidden)
-        entering.append(final)
-        return final, [entering[index] for index in feature_layers]
+        features[len(self.layers)] = final = self.norm(hidden)
+        return final, [features[index] for index in feature_layers]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""

@@ -23,7 +23,7 @@ from specray.models.registry import load_config
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.train.answer_options import AnswerOptions
-from specray.train.prompts import PromptFile, chat_prompt, describe_all, read_prompt_file, user_header
+from specray.train.prompts import PromptFile, chat_prompt, read_prompt_file, user_header
 from specray.train.recorder import FeatureRecorder, Recording
 from specray.train.shards import DESCRIPTION, TokenSequence, write_shard, written_indexes
 
@@ -77,7 +77,7 @@ def _write_description(options: AnswerOptions, files: list[PromptFile]) -> None:
         "hidden_size": config.hidden_size,
         "num_layers": config.num_hidden_layers,
         "feature_layers": feature_layers(config.num_hidden_layers),
-        "prompt_files": describe_all(files),
+        "prompt_files": [file.describe() for file in files],
         "samples": options.samples,
         "self_prompts": options.self_prompts,
         "temperatures": list(TEMPERATURES),

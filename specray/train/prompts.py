@@ -7,7 +7,6 @@ says is the prompt. Not here: asking (`answers`).
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,3 @@ def _first_turn(row: Any) -> str:
     if not isinstance(text, str) or not text.strip():
         raise ValueError("no text in turns, messages or prompt")
     return text
-
-
-def describe_all(files: Sequence[PromptFile]) -> list[dict[str, Any]]:
-    return [file.describe() for file in files]
