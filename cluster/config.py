@@ -4,6 +4,8 @@ What lives here: the server's options with their bounds and safe defaults. Not h
 (`specray.config`), Ray Serve's own (host, port: the `http_options` of the YAML file).
 """
 
+from typing import Literal
+
 from pydantic import Field
 
 from specray.config import EngineConfig, Options
@@ -33,10 +35,29 @@ class ServerConfig(Options):
     rank_cpus: float = Field(0.1, ge=0.0, le=1024.0, description="CPU share that Ray reserves for a target rank.")
 
 
+class DraftConfig(Options):
+    """Where drafts are made."""
+
+    placement: Literal["colocated", "inline"] = Field(
+        "colocated",
+        description="colocated: in a process of its own beside the target's rank, which can fail alone; inline: in the "
+        "rank's process. Output is the same.",
+    )
+    cpus: float = Field(0.1, ge=0.0, le=1024.0, description="CPU share that Ray reserves for a colocated drafter.")
+    gpu_share: float = Field(
+        0.2, gt=0.0, lt=1.0, description="Share of the rank's GPU that Ray reserves for a colocated drafter."
+    )
+
+
 class AppConfig(EngineConfig):
     """A whole application: one engine and its server."""
 
+    draft: DraftConfig = DraftConfig()
     server: ServerConfig = ServerConfig()
+
+    @property
+    def has_draft_actor(self) -> bool:
+        return self.speculative.algorithm is not None and self.draft.placement == "colocated"
 
     @property
     def engine(self) -> EngineConfig:

@@ -15,13 +15,15 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from cluster.channel import Channel, ChannelClosedError
 from cluster.config import AppConfig
-from cluster.placement import Placement, rank_resources, uses_gpus
+from cluster.draft import DraftKeeper
+from cluster.placement import Bundle, Placement, draft_resources, rank_resources, uses_gpus
 from cluster.target import TargetActor
+from specray.channel import Channel, ChannelClosedError
+from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import ConfigError, EngineDeadError
-from specray.step import StepPlan, StepResult, pack, unpack_result
+from specray.step import DraftFault, StepPlan, StepResult, pack, unpack_result
 
 POLL_S = 0.2  # how soon a dead rank is noticed while another one is waited for
 LAST_WORDS_S = 2.0  # how long a closed socket's rank is given to say why
@@ -39,12 +41,17 @@ class RayExecutor:
         self._actors: list[Any] = []
         self._sentinels: list[ray.ObjectRef[None]] = []
         self._channel: Channel | None = None
+        self._drafter: DraftKeeper | None = None
         self._failure: str | None = None
+        self._epoch = secrets.randbits(64)
         try:
             self._actors = self._create(config, with_gpus)
             self._capacity = _first_capacity([actor.start.remote() for actor in self._actors])
+            if config.has_draft_actor:
+                self._add_drafter(config, with_gpus)
             self._channel = self._connect()
-            if not with_gpus:  # NCCL looks into the ranks' file again, in the first step
+            if not with_gpus and self._drafter is None:
+                # Nobody comes by any more. (NCCL looks into the ranks' file in the first step, new drafters knock.)
                 self._folder.cleanup()
         except BaseException:
             self.close()
@@ -65,7 +72,7 @@ class RayExecutor:
         assert self._channel is not None
         while True:
             try:
-                return unpack_result(self._channel.recv(POLL_S))
+                return self._noted(unpack_result(self._channel.recv(POLL_S)))
             except TimeoutError:
                 if self.failure() is not None:
                     raise self._dead() from None
@@ -81,7 +88,9 @@ class RayExecutor:
         return self._failure
 
     def close(self) -> None:
-        """End every rank. May be called twice."""
+        """End every rank and the drafter. May be called twice."""
+        if self._drafter is not None:
+            self._drafter.close()
         if self._channel is not None:
             self._channel.close()
         for actor in self._actors:
@@ -94,31 +103,53 @@ class RayExecutor:
     def _create(self, config: AppConfig, with_gpus: bool) -> list[Any]:
         # Ranks meet through a file: no port to guess, and nobody else can join.
         init_method = f"file://{self._folder.name}/ranks" if config.tp_size > 1 else None
-        resources = rank_resources(config, with_gpus)
-        engine = config.engine.model_copy(update={"num_threads": rank_threads(config, _num_cores())})
-        actor_class = ray.remote(TargetActor)
+        doorbell = self._doorbell if config.has_draft_actor else None
+        actor_class, resources = ray.remote(TargetActor), rank_resources(config, with_gpus)
         return [
-            actor_class.options(
-                num_cpus=resources["CPU"],
-                num_gpus=resources.get("GPU", 0.0),
-                scheduling_strategy=self._placement.strategy(rank),
-                runtime_env={"env_vars": rank_environment(config)},
-            ).remote(engine, rank, init_method)
+            actor_class.options(**self._options(config, resources, rank)).remote(
+                _rank_config(config), rank, init_method, doorbell
+            )
             for rank in range(config.tp_size)
         ]
 
+    def _options(self, config: AppConfig, resources: Bundle, rank: int) -> dict[str, Any]:
+        """Ray's options of an actor in a rank's bundle."""
+        return {
+            "num_cpus": resources["CPU"],
+            "num_gpus": resources.get("GPU", 0.0),
+            "scheduling_strategy": self._placement.strategy(rank),
+            "runtime_env": {"env_vars": rank_environment(config)},
+        }
+
+    @property
+    def _doorbell(self) -> tuple[str, int]:
+        return f"{self._folder.name}/drafts", self._epoch
+
+    def _add_drafter(self, config: AppConfig, with_gpus: bool) -> None:
+        """Start the drafter beside rank 0, which drafts for the group."""
+        options = self._options(config, draft_resources(config, with_gpus), rank=0)
+        num_slots = self._capacity.num_blocks * config.page_size
+        self._drafter = DraftKeeper(_rank_config(config), num_slots, *self._doorbell, options)
+        max_draft_tokens, reads_next_token = self._drafter.start()
+        self._capacity = self._capacity._replace(max_draft_tokens=max_draft_tokens, reads_next_token=reads_next_token)
+
+    def _noted(self, result: StepResult) -> StepResult:
+        """A result, after its news of the drafter reached the keeper."""
+        if self._drafter is not None and any(kind != DraftFault.LATE for kind in result.draft_faults):
+            self._drafter.give_up()
+        return result
+
     def _connect(self) -> Channel:
         """Start the ranks' loops; rank 0 calls back on a socket only this user can reach."""
-        epoch = secrets.randbits(64)
         address = f"{self._folder.name}/steps"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             server.bind(address)
             server.listen(1)
             server.settimeout(POLL_S)
-            self._sentinels = [actor.loop.remote(address, epoch) for actor in self._actors]
+            self._sentinels = [actor.loop.remote(address, self._epoch) for actor in self._actors]
             while True:
                 try:
-                    return Channel(server.accept()[0], epoch)
+                    return Channel(server.accept()[0], self._epoch)
                 except TimeoutError:
                     if self.failure() is not None:
                         raise self._dead() from None
@@ -126,6 +157,10 @@ class RayExecutor:
     def _dead(self) -> EngineDeadError:
         reason = self.failure(LAST_WORDS_S) or "rank 0 of the target closed its connection"
         return EngineDeadError(reason)
+
+
+def _rank_config(config: AppConfig) -> EngineConfig:
+    return config.engine.model_copy(update={"num_threads": rank_threads(config, _num_cores())})
 
 
 def rank_threads(config: AppConfig, num_cores: int) -> int:

@@ -5,30 +5,31 @@ and the Prometheus text of /metrics (`openai.prometheus`).
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from ray.util import metrics as ray_metrics
+from ray.serve import metrics as ray_metrics  # its metrics know their replica
 
 from cluster.openai.prometheus import cumulative, labelled
 from specray.metrics import METRICS, HistogramSnapshot, Snapshot
 
 
 class RayExporter:
-    """Sends snapshots to Ray's own metrics: counters by their difference, a histogram as counters per bucket."""
+    """Sends snapshots to Ray's metrics, where they are `ray_specray_…` with application, replica and node as labels.
+
+    All are gauges for Ray, which PromQL differences just as well. Its counters take no zero, so that a rare event's
+    series would begin at 1 and no rate would see the first; `_total` is put after their names, a histogram's `_bucket`
+    included; and they outlive the replica.
+    """
 
     def __init__(self) -> None:
-        self._metrics = {name: _ray_metric(name, kind, help_, label) for name, kind, help_, label in _ray_families()}
-        self._sent: dict[tuple[str, str], float] = {}
+        self._gauges = {
+            name: (ray_metrics.Gauge(name, description=help_, tag_keys=(label,) if label else None), label)
+            for name, help_, label in _ray_families()
+        }
 
     def export(self, snapshot: Snapshot) -> None:
         for name, label_value, value in _samples(snapshot):
-            metric = self._metrics[name]
-            tags = dict.fromkeys(metric.info["tag_keys"], label_value)
-            if isinstance(metric, ray_metrics.Gauge):
-                metric.set(value, tags)
-            elif (more := value - self._sent.get((name, label_value), 0.0)) > 0:
-                metric.inc(more, tags)
-                self._sent[name, label_value] = value
+            gauge, label = self._gauges[name]
+            gauge.set(value, {label: label_value} if label else {})
 
 
 def log_line(before: Snapshot, now: Snapshot, seconds: float, num_kv_tokens: int) -> str | None:
@@ -53,20 +54,15 @@ def log_line(before: Snapshot, now: Snapshot, seconds: float, num_kv_tokens: int
     )
 
 
-def _ray_families() -> Iterator[tuple[str, str, str, str | None]]:
-    """Ray's histograms take single observations only, so ours become three counters with Prometheus' names."""
-    for name, kind, help_, label in METRICS:
-        if kind != "histogram":
-            yield name, kind, help_, label
+def _ray_families() -> Iterator[tuple[str, str, str | None]]:
+    """(name, help, label). Ray's histograms take single observations only, so ours become the parts Prometheus has."""
+    for metric in METRICS:
+        if metric.kind != "histogram":
+            yield metric.name, metric.help, metric.label
             continue
-        yield f"{name}_bucket", "counter", help_, "le"
-        yield f"{name}_sum", "counter", help_, None
-        yield f"{name}_count", "counter", help_, None
-
-
-def _ray_metric(name: str, kind: str, help_: str, label: str | None) -> Any:
-    family = ray_metrics.Counter if kind == "counter" else ray_metrics.Gauge
-    return family(name, description=help_, tag_keys=(label,) if label else ())
+        yield f"{metric.name}_bucket", metric.help, "le"
+        yield f"{metric.name}_sum", metric.help, None
+        yield f"{metric.name}_count", metric.help, None
 
 
 def _samples(snapshot: Snapshot) -> Iterator[tuple[str, str, float]]:

@@ -18,16 +18,25 @@ Bundle = dict[str, float]
 
 
 def bundles(config: AppConfig, with_gpus: bool) -> list[Bundle]:
-    """Resources of each rank in order; bundle 0 holds the router, too."""
-    rank = rank_resources(config, with_gpus)
+    """Resources of each rank in order, with its GPU and its drafter; bundle 0 holds the router, too."""
+    parts = [rank_resources(config, with_gpus)]
+    if config.has_draft_actor:
+        parts.append(draft_resources(config, with_gpus))
+    rank = {name: sum(part[name] for part in parts) for name in parts[0]}
     first = rank | {"CPU": rank["CPU"] + config.server.router_cpus}
     return [first, *(dict(rank) for _ in range(config.tp_size - 1))]
 
 
 def rank_resources(config: AppConfig, with_gpus: bool) -> Bundle:
-    """What one rank reserves."""
+    """What one rank reserves: a GPU, but for its drafter's share."""
     cpus = {"CPU": config.server.rank_cpus}
-    return cpus | {"GPU": 1.0} if with_gpus else cpus
+    return cpus | {"GPU": 1.0 - config.draft.gpu_share * config.has_draft_actor} if with_gpus else cpus
+
+
+def draft_resources(config: AppConfig, with_gpus: bool) -> Bundle:
+    """What a drafter reserves in its rank's bundle."""
+    cpus = {"CPU": config.draft.cpus}
+    return cpus | {"GPU": config.draft.gpu_share} if with_gpus else cpus
 
 
 def uses_gpus(config: AppConfig) -> bool:

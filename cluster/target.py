@@ -5,7 +5,7 @@ Not here: what a step does (`specray.worker`), and who started this process (`ex
 
 import socket
 
-from cluster.channel import Channel, ChannelClosedError
+from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.step import pack, unpack_plan
@@ -14,17 +14,24 @@ from specray.step import pack, unpack_plan
 class TargetActor:
     """A Ray actor. `start` once, then `loop`: its end is the end of the rank."""
 
-    def __init__(self, config: EngineConfig, rank: int, init_method: str | None) -> None:
+    def __init__(
+        self, config: EngineConfig, rank: int, init_method: str | None, doorbell: tuple[str, int] | None
+    ) -> None:
         self._config = config
         self._rank = rank
         self._init_method = init_method
+        self._doorbell = doorbell  # where drafters in processes of their own knock; None: it drafts itself
 
     def start(self) -> Capacity:
         """Load the model. Every rank of a group has to be started for any to return."""
         # Here, not above: the router imports this module, and torch must stay out of its process.
+        from specray.worker.colocated import Doorbell
         from specray.worker.worker import Worker
 
-        self._worker = Worker(self._config, self._rank, self._config.tp_size, self._init_method, progress=True)
+        doorbell = None if self._doorbell is None else Doorbell(*self._doorbell)
+        self._worker = Worker(
+            self._config, self._rank, self._config.tp_size, self._init_method, progress=True, colocate=doorbell
+        )
         return self._worker.capacity
 
     def loop(self, address: str, epoch: int) -> None:

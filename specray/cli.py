@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from specray import __version__, chat
 from specray.bench import command as bench
 from specray.bench import tune_command as tune
+from specray.dashboard import command as dashboard
 from specray.errors import SpecRayError
 from specray.train import command as train
 
@@ -48,6 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
     training = commands.add_parser("train", help="make a draft head or a token map", description=train.HELP)
     train.add_arguments(training)
     training.set_defaults(run=train.run)
+
+    watching = commands.add_parser(
+        "dashboard", help="write the Grafana dashboard, or draw it from live data", description=dashboard.HELP
+    )
+    dashboard.add_arguments(watching)
+    watching.set_defaults(run=dashboard.run)
 
     checking = commands.add_parser(
         "check",

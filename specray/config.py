@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from specray.errors import ConfigError
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
+MAX_TREE_NODES = 128  # of a draft tree, its root included
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -34,7 +35,7 @@ class SpeculativeConfig(Options):
     eagle_topk: Annotated[int, Field(ge=1, le=32)] | None = Field(
         None, description="Children drafted below a node, and nodes expanded per level; 1 drafts a chain."
     )
-    num_draft_tokens: Annotated[int, Field(ge=2, le=128)] | None = Field(
+    num_draft_tokens: Annotated[int, Field(ge=2, le=MAX_TREE_NODES)] | None = Field(
         None, description="Nodes of a draft tree, the root (last known token) included; null takes the method's own."
     )
 

@@ -4,24 +4,34 @@
 thread, copied out by `snapshot` about once a second. Counters, never averages, so that PromQL can
 difference them: accept length = 1 + rate(accepted) / rate(verify_steps). Acceptance at position p, given that
 position p - 1 was accepted, is rate(per_pos{position="p"}) / rate(per_pos{position="p-1"}); at position 0
-it is rate(per_pos{position="0"}) / rate(drafts). One engine has one drafter: `* on (instance)
-group_left (drafter) specray_drafter_info` puts its name to any of these.
+it is rate(per_pos{position="0"}) / rate(drafts). One engine has one drafter: `* on (replica)
+group_left (drafter) ray_specray_drafter_info` puts its name to any of these in Ray's metrics; `specray.dashboard`
+has the expressions.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from specray.outputs import FinishReason
+from specray.step import DraftFault
+
 
 class Metric(NamedTuple):
-    """One time series family. `label` is the only label, where there is one; its values are bounded."""
+    """One time series family. `label` is the only label, where there is one; its values are bounded.
+
+    `label_values` are shown from the start, at zero: a rate does not see the first of a series that begins with it.
+    """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     label: str | None = None
+    label_values: tuple[str, ...] = ()
 
 
+REASONS = tuple(reason.value for reason in FinishReason)
+FAULTS = tuple(fault.value for fault in DraftFault)
 METRICS = (
     Metric("specray_drafter_info", "gauge", "1 for the drafting method in use, none without one.", "drafter"),
     Metric("specray_num_requests_running", "gauge", "Requests being computed."),
@@ -33,7 +43,7 @@ METRICS = (
     Metric("specray_prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache."),
     Metric("specray_prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache."),
     Metric("specray_num_preemptions_total", "counter", "Times a running request gave its KV blocks up."),
-    Metric("specray_request_finished_total", "counter", "Requests ended.", "finished_reason"),
+    Metric("specray_request_finished_total", "counter", "Requests ended.", "finished_reason", REASONS),
     Metric("specray_requests_refused_total", "counter", "Requests refused because the queue was full."),
     Metric("specray_steps_total", "counter", "Engine steps."),
     Metric(
@@ -55,6 +65,13 @@ METRICS = (
         "counter",
         "Draft tokens accepted at each depth, from 0.",
         "position",
+    ),
+    Metric(
+        "specray_draft_faults_total",
+        "counter",
+        "Steps that went without drafts because the drafter was late, frozen, gone, or answered nonsense.",
+        "kind",
+        FAULTS,
     ),
     Metric("specray_time_to_first_token_seconds", "histogram", "From arrival in the engine to the first token."),
     Metric("specray_time_per_output_token_seconds", "histogram", "Mean gap between a finished request's tokens."),
@@ -92,7 +109,9 @@ class EngineStats:
 
     def __init__(self, drafter: str | None = None) -> None:
         self.values: dict[str, float] = {m.name: 0 for m in METRICS if m.kind != "histogram" and m.label is None}
-        self.labelled: dict[str, dict[str, float]] = {m.name: {} for m in METRICS if m.label is not None}
+        self.labelled: dict[str, dict[str, float]] = {
+            m.name: dict.fromkeys(m.label_values, 0) for m in METRICS if m.label is not None
+        }
         self.histograms: dict[str, Histogram] = {m.name: Histogram() for m in METRICS if m.kind == "histogram"}
         self.add_labelled("specray_drafter_info", drafter or "none")
 

@@ -4,11 +4,24 @@ NamedTuples, because msgpack writes a tuple as it is: `pack` and `unpack_*` are 
 format. A plan carries deltas only; the worker owns rows by slot. Not here: any behaviour.
 """
 
+from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgpack
 
 from specray.outputs import TokenLogprob
+
+
+class DraftFault(StrEnum):
+    """What can be wrong with a drafter. Each costs a step its trees; all but `late` end the drafter."""
+
+    LATE = "late"
+    FROZEN = "frozen"  # no answer for seconds
+    GONE = "gone"
+    NONSENSE = "nonsense"  # an answer that is none
+    NOT_A_NUMBER = "nan"  # by its own account
+    NO_HELLO = "no_hello"  # it knocked and said nothing
 
 
 class RowSampling(NamedTuple):
@@ -83,6 +96,7 @@ class StepResult(NamedTuple):
     step_id: int
     rows: list[RowResult]
     times: StepTimes
+    draft_faults: Sequence[str] = ()  # values of DraftFault
 
 
 def pack(message: StepPlan | StepResult) -> bytes:
@@ -99,8 +113,8 @@ def unpack_plan(data: bytes) -> StepPlan:
 
 def unpack_result(data: bytes) -> StepResult:
     """Inverse of `pack` for a result."""
-    step_id, rows, times = msgpack.unpackb(data)
-    return StepResult(step_id, [_row_result(*row) for row in rows], StepTimes(*times))
+    step_id, rows, times, faults = msgpack.unpackb(data)
+    return StepResult(step_id, [_row_result(*row) for row in rows], StepTimes(*times), faults)
 
 
 def _new_row(*fields: Any) -> NewRow:

@@ -170,6 +170,8 @@ class Engine:
 
     def _count_step(self, result: StepResult, seconds: float) -> None:
         self.stats.add("specray_steps_total")
+        for kind in result.draft_faults:
+            self.stats.add_labelled("specray_draft_faults_total", kind)
         for phase, spent in result.times._asdict().items():
             self.stats.add_labelled("specray_step_seconds_total", phase, spent)
         self.stats.add_labelled("specray_step_seconds_total", "host", max(0.0, seconds - sum(result.times)))

@@ -23,7 +23,7 @@ from specray.models.eagle_files import HeadConfig, TensorNames, check_rest, head
 from specray.models.files import resolve_draft
 from specray.models.llama import Attention, FeedForward, Llama, LlamaShape
 from specray.models.loading import Loader
-from specray.ops.attention import Attend, torch_dtype
+from specray.ops.attention import Attend
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +58,16 @@ class EagleHead(Protocol):
 
 
 def load_eagle_head(
-    speculative: SpeculativeConfig, target_folder: Path, target: Llama, target_load_format: str,
-    device: torch.device, version: Literal[2, 3], token_map: Tensor | None = None,
-) -> EagleHead:  # fmt: skip
+    speculative: SpeculativeConfig, shared: "TargetMatrices", version: Literal[2, 3], token_map: Tensor | None = None
+) -> EagleHead:
     """The head at `speculative.draft_model_path`, whole on this rank. ConfigError if it does not fit the target.
 
     `token_map` int64 [n] narrows an EAGLE-2 head to these ids of the target (FR-Spec).
     """
     folder = resolve_draft(speculative, progress=False)
     config = HeadConfig.read(folder)
-    config.check_target(folder, target.shape)
-    shared = TargetMatrices(target, target_folder, target_load_format, _dtype(speculative, target), device)
-    loader = Loader(folder, speculative.draft_load_format, shared.dtype, device)
+    config.check_target(folder, shared.shape)
+    loader = Loader(folder, speculative.draft_load_format, shared.dtype, shared.device)
     try:
         names = TensorNames.of(loader)
         _check_version(folder, names, version)
@@ -170,29 +168,32 @@ class Eagle3Head:
 
 
 class TargetMatrices:
-    """The target's embedding and output matrix for a head on one rank: shared with it if type and place allow.
+    """The target's embedding and output matrix for a head on one rank: those of `target` if type and place allow.
 
-    Otherwise they are read from the target's own files: a rank of several holds only its part.
+    Otherwise they are read from the target's own files: a rank of several holds only its part, and a process of the
+    drafter's own has no target.
     """
 
-    def __init__(self, target: Llama, folder: Path, load_format: str, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = target.shape
+    def __init__(
+        self, shape: LlamaShape, max_positions: int, folder: Path, load_format: str,
+        dtype: torch.dtype, device: torch.device, target: Llama | None,
+    ) -> None:  # fmt: skip
+        self.shape = shape
         self.dtype = dtype
         self.device = device
-        self.max_positions = target.max_positions
-        self._target = target
+        self.max_positions = max_positions
         self._folder = folder
         self._load_format = load_format
-        weight = target.embedding.weight
-        is_whole = len(weight) == target.shape.vocab_size
-        self._shares = is_whole and weight.dtype == dtype and weight.device == device
+        self._target = target if target is not None and _is_usable(target.embedding.weight, self) else None
 
     def embedding(self) -> VocabEmbedding:
-        return self._target.embedding if self._shares else VocabEmbedding(self._matrix(_EMBEDDING), RankGroup())
+        if self._target is not None:
+            return self._target.embedding
+        return VocabEmbedding(self._matrix(_EMBEDDING), RankGroup())
 
     def head(self, ids: Tensor | None) -> VocabHead:
         """The output matrix, or its rows `ids` [n]."""
-        if self._shares and ids is None:
+        if self._target is not None and ids is None:
             return self._target.head
         matrix = self._matrix("lm_head.weight")
         rows = matrix if ids is None else matrix.index_select(0, ids)
@@ -200,7 +201,7 @@ class TargetMatrices:
 
     def _matrix(self, name: str) -> Tensor:
         """[vocab, hidden]; the embedding also where the target has no output matrix of its own."""
-        if self._shares and self.shape.tied:
+        if self._target is not None and self.shape.tied:
             return self._target.embedding.weight
         loader = Loader(self._folder, self._load_format, self.dtype, self.device)
         try:
@@ -212,6 +213,11 @@ class TargetMatrices:
 
 
 _EMBEDDING = "model.embed_tokens.weight"
+
+
+def _is_usable(weight: Tensor, wanted: TargetMatrices) -> bool:
+    """Whether a rank's embedding is the whole one, of the right type and on the right device."""
+    return len(weight) == wanted.shape.vocab_size and weight.dtype == wanted.dtype and weight.device == wanted.device
 
 
 class _Layer:
@@ -303,12 +309,6 @@ def _check_version(folder: Path, names: TensorNames, version: Literal[2, 3]) -> 
             f"{folder} holds an EAGLE-{names.kind} head, but speculative.algorithm={ALGORITHMS[version]} expects an "
             f"EAGLE-{version} one; set speculative.algorithm: {ALGORITHMS[names.kind]} or choose another head"
         )
-
-
-def _dtype(speculative: SpeculativeConfig, target: Llama) -> torch.dtype:
-    if speculative.draft_dtype == "auto":
-        return target.embedding.weight.dtype
-    return torch_dtype(speculative.draft_dtype)
 
 
 def _target_ids(draft_token_ids: Tensor | None, draft_ids: Tensor) -> Tensor:

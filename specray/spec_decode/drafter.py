@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specray.models.llama import Llama
+from specray.models.llama import Llama, LlamaShape
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
+from specray.step import DraftFault
 
 
 class DraftRow(NamedTuple):
@@ -51,7 +52,9 @@ class ProposeContext:
 class TargetView:
     """What a drafter may know of, and share with, the target it drafts for."""
 
-    model: Llama
+    model: Llama | None  # None for a drafter in a process of its own
+    shape: LlamaShape
+    dtype: torch.dtype
     folder: Path
     load_format: str
     architecture: str
@@ -63,6 +66,14 @@ class TargetView:
     device: torch.device
 
 
+class DraftFaultError(Exception):
+    """A drafter could not draft for this step."""
+
+    def __init__(self, kind: DraftFault) -> None:
+        super().__init__(kind)
+        self.kind = kind
+
+
 class Drafter(Protocol):
     """A drafting method with a state per slot. Trees have at most `max_draft_tokens` nodes beside the root."""
 
@@ -71,7 +82,8 @@ class Drafter(Protocol):
     reads_next_token: bool  # its KV of a token depends on the token after it, too; the prefix cache then minds that
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        """Trees for the rows' next tokens, in the rows' order."""
+        """Trees for the rows' next tokens, in the rows' order. A step may not have been told: a row then starts later
+        than it ended last time. DraftFaultError if there is nothing to give."""
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget these slots' requests."""
@@ -80,10 +92,18 @@ class Drafter(Protocol):
 class DraftSource(Protocol):
     """Where drafts come from: `submit` starts drafting, `collect` takes what is ready for the next step."""
 
-    max_draft_tokens: int
-    feature_layers: tuple[int, ...]
-    reads_next_token: bool
-    seconds: float  # spent on the drafts of the last submit
+    @property
+    def max_draft_tokens(self) -> int: ...
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def reads_next_token(self) -> bool: ...
+
+    @property
+    def seconds(self) -> float:
+        """Spent on the drafts that were collected last."""
 
     def submit(self, context: ProposeContext) -> None: ...
 
@@ -92,6 +112,9 @@ class DraftSource(Protocol):
 
     def release(self, slots: Sequence[int]) -> None: ...
 
+    def take_faults(self) -> list[DraftFault]:
+        """What went wrong since the last call."""
+
 
 class InlineDrafts:
     """DraftSource that drafts in the target's own process and thread; without a drafter, every tree is a root."""
@@ -99,6 +122,7 @@ class InlineDrafts:
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
         self._pending: dict[int, RowTree] = {}
+        self._faults: list[DraftFault] = []
         self.max_draft_tokens = drafter.max_draft_tokens if drafter else 0
         self.feature_layers = drafter.feature_layers if drafter else ()
         self.reads_next_token = drafter is not None and drafter.reads_next_token
@@ -108,12 +132,17 @@ class InlineDrafts:
         if self._drafter is None:
             return
         start = time.perf_counter()
-        trees = self._drafter.propose(context).rows()
+        try:
+            trees = self._drafter.propose(context).rows()
+        except DraftFaultError as fault:
+            self._faults.append(fault.kind)
+            return
         self._pending.update(zip((row.slot for row in context.rows), trees, strict=True))
         self.seconds = time.perf_counter() - start
 
     def collect(self, roots: Sequence[tuple[int, int]], limits: Sequence[int]) -> DraftTree:
-        return DraftTree.of([self._take(*root, limit) for root, limit in zip(roots, limits, strict=True)])
+        rows = zip(roots, limits, strict=True)
+        return DraftTree.of([cut_tree(self._pending.pop(slot, None), root, limit) for (slot, root), limit in rows])
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -121,8 +150,13 @@ class InlineDrafts:
         if self._drafter is not None:
             self._drafter.release(slots)
 
-    def _take(self, slot: int, root: int, limit: int) -> RowTree:
-        tree = self._pending.pop(slot, None)
-        if tree is None or tree.tokens[0] != root:
-            return RowTree([root], [NONE])
-        return RowTree(tree.tokens[: limit + 1], tree.parents[: limit + 1])  # parents come first: any cut is a tree
+    def take_faults(self) -> list[DraftFault]:
+        faults, self._faults = self._faults, []
+        return faults
+
+
+def cut_tree(tree: RowTree | None, root: int, limit: int) -> RowTree:
+    """A tree that was made for `root`, cut to `limit` drafts; any other one, or none, becomes the root alone."""
+    if tree is None or tree.tokens[0] != root:
+        return RowTree([root], [NONE])
+    return RowTree(tree.tokens[: limit + 1], tree.parents[: limit + 1])  # parents come first: any cut is a tree

@@ -2,8 +2,9 @@
 
 After every step the head first reads what the target computed for good (draft extend: feature of token i with token
 i + 1), overwriting whatever it guessed there, and then expands a tree level by level on its own outputs. Its KV of
-position i lies in the slot of the target's, so blocks are shared, cached and freed together, and the drafter keeps no
-state of its own. KV of tree nodes lies in scratch slots behind the pool and is forgotten. At T > 0 the head adds the
+position i lies in the slot of the target's, so blocks are shared, cached and freed together; all the drafter remembers
+is which slots it has written, and it reads no others: so it may start beside a target that has been running for long,
+and may miss a step. KV of tree nodes lies in scratch slots behind the pool and is forgotten. At T > 0 the head adds the
 noise the target will sample with. Not here: the head (`specray.models.eagle`), the choice of nodes (`eagle_tree`).
 """
 
@@ -16,16 +17,17 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
-from specray.models.eagle import EagleHead, load_eagle_head
+from specray.models.eagle import EagleHead, TargetMatrices, load_eagle_head
 from specray.models.files import resolve_token_map
-from specray.ops.attention import RaggedRows, make_pool
+from specray.ops.attention import RaggedRows, make_pool, torch_dtype
 from specray.ops.backends import make_backend
 from specray.ops.noise import gumbel
 from specray.ops.sampling import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRow, ProposeContext, TargetView
+from specray.spec_decode.drafter import DraftFaultError, DraftRow, ProposeContext, TargetView
 from specray.spec_decode.eagle_tree import CandidatePool, TreeShape
 from specray.spec_decode.fr_spec import load_token_map
+from specray.step import DraftFault
 
 
 def make_eagle3(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter":
@@ -68,6 +70,7 @@ class EagleDrafter:
             1, target.num_slots + scratch.size, head.num_kv_heads, head.head_dim, head.dtype, target.device
         )
         self._attention = make_backend(target.attention_backend, pool, head.num_heads)
+        self._is_written = np.zeros(target.num_slots, dtype=bool)
 
     @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:
@@ -75,13 +78,16 @@ class EagleDrafter:
         if not rows:
             return DraftTree.of([])
         assert context.features is not None
+        for row in rows:  # what lies behind `end` is of another request or of rejected nodes
+            self._is_written[row.kv_slots[row.start :]] = False
+            self._is_written[row.kv_slots[row.start : row.end]] = True
         last = self._extend(rows, context.features)[: len(context.rows)]
         if not context.rows:
             return DraftTree.of([])
         return self._expand(context.rows, last)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Nothing to forget: all there is lies in KV blocks, which have owners."""
+        """Nothing to forget: whatever there is lies in KV blocks, which have owners."""
 
     def _extend(self, rows: list[DraftRow], features: Tensor) -> Tensor:
         """Read what the step computed; the head's output [rows, hidden] at each row's last position."""
@@ -89,8 +95,7 @@ class EagleDrafter:
         tokens = [token for row in rows for token in row.token_ids[row.start + 1 : row.end + 1]]
         positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
         written = np.concatenate([row.kv_slots[row.start : row.end] for row in rows])
-        kv_slots = [row.kv_slots[: row.end] for row in rows]
-        ragged = RaggedRows(lengths, kv_slots, self._tensor(written), [None] * len(rows))
+        ragged = RaggedRows(lengths, [self._visible(row) for row in rows], self._tensor(written), [None] * len(rows))
         states = self._head.fuse(features)
         attend = self._attention.plan(ragged)
         output = self._head(torch.tensor(tokens, device=self._device), states, self._tensor(positions), attend)
@@ -116,6 +121,8 @@ class EagleDrafter:
                 flat = (parents + topk * torch.arange(num_rows, device=self._device)[:, None]).flatten()
                 states = self._head.recur(output).index_select(0, flat)
                 sees = np.take_along_axis(sees, parents.cpu().numpy()[:, :, None], 1)
+        if not bool(pool.scores.isfinite().all()):
+            raise DraftFaultError(DraftFault.NOT_A_NUMBER)
         return pool.tree([row.token_ids[row.end] for row in rows], self.max_draft_tokens)
 
     def _forward_level(
@@ -127,11 +134,17 @@ class EagleDrafter:
         positions = [min(row.end + level - 1, self._last_position) for row in rows for _ in range(topk)]
         ragged = RaggedRows(
             [topk] * len(rows),
-            [np.concatenate((row.kv_slots[: row.end], slots)) for row, slots in zip(rows, scratch, strict=True)],
+            [np.concatenate((self._visible(row), slots)) for row, slots in zip(rows, scratch, strict=True)],
             self._tensor(scratch[:, -topk:].ravel()),
             list(sees),
         )
         return self._head(tokens, states, torch.tensor(positions, device=self._device), self._attention.plan(ragged))
+
+    def _visible(self, row: DraftRow) -> np.ndarray:
+        """KV slots of the row's positions up to `end`, without those this drafter never wrote."""
+        slots = row.kv_slots[: row.end]
+        visible: np.ndarray = slots[self._is_written[slots]]
+        return visible
 
     def _candidates(self, output: Tensor, rows: Sequence[DraftRow], depth: int) -> tuple[Tensor, Tensor]:
         """(probabilities, target ids) of the likeliest tokens at `depth`, best first.
@@ -162,7 +175,10 @@ def _make(config: SpeculativeConfig, target: TargetView, version: Literal[2, 3])
     shape = TreeShape.of(config, target.architecture)
     token_map = None
     if config.token_map is not None:
-        vocab_size = target.model.shape.vocab_size
+        vocab_size = target.shape.vocab_size
         token_map = load_token_map(resolve_token_map(config.token_map), vocab_size, target.eos_token_ids)
-    head = load_eagle_head(config, target.folder, target.model, target.load_format, target.device, version, token_map)
-    return EagleDrafter(head, shape, target)
+    dtype = target.dtype if config.draft_dtype == "auto" else torch_dtype(config.draft_dtype)
+    shared = TargetMatrices(
+        target.shape, target.context_length, target.folder, target.load_format, dtype, target.device, target.model
+    )
+    return EagleDrafter(load_eagle_head(config, shared, version, token_map), shape, target)

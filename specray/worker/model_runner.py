@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specray.config import EngineConfig
+from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.layers.parallel import RankGroup
 from specray.models.llama import Llama
 from specray.models.registry import context_length, load_config, load_model
 from specray.ops.backends import make_backend
 from specray.spec_decode.drafter import TargetView
+from specray.worker.colocated import RingLimits
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache, count_blocks
 
@@ -42,9 +43,16 @@ class ModelRunner:
     def view(self, config: EngineConfig, folder: Path, eos_token_ids: list[int]) -> TargetView:
         """What a drafter on this rank may share."""
         return TargetView(
-            self.model, folder, config.load_format, self._architecture, eos_token_ids, self.context_length,
-            self.num_blocks * config.page_size, config.max_running_requests, config.attention_backend, self.device,
+            self.model, self.model.shape, self.model.embedding.weight.dtype, folder, config.load_format,
+            self._architecture, eos_token_ids, self.context_length, self.num_blocks * config.page_size,
+            config.max_running_requests, config.attention_backend, self.device,
         )  # fmt: skip
+
+    def ring_limits(self, config: EngineConfig) -> RingLimits:
+        """What a drafter in a process of its own has to be given room for."""
+        shape = self.model.shape
+        step_tokens = config.max_prefill_tokens + config.max_running_requests * MAX_TREE_NODES
+        return RingLimits(shape.vocab_size, shape.hidden_size, step_tokens, self.model.embedding.weight.dtype)
 
     def forward(self, batch: InputBatch, feature_layers: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(final hidden states [T, hidden], float32 logits [nodes, V] of the trees, features [T, hidden] each)."""

@@ -22,6 +22,8 @@ from specray.spec_decode.draft_tree import ROOT, DraftTree, RowTree
 from specray.spec_decode.drafter import Drafter, DraftSource, InlineDrafts, ProposeContext
 from specray.spec_decode.verifier import Verdict, verify
 from specray.step import RowResult, StepPlan, StepResult, StepTimes, pack, unpack_plan
+from specray.worker.colocated import ColocatedDrafts, Doorbell
+from specray.worker.devices import choose_device
 from specray.worker.input_batch import InputBatch, build_batch, count_known, sampling_rows
 from specray.worker.model_runner import ModelRunner
 from specray.worker.request_state import Row, RowTable
@@ -32,14 +34,16 @@ NOT_A_NUMBER = "the model's output for this request is not a number (NaN or infi
 class Worker:
     """Rank `rank` of `world_size`. Rank 0 is driven by `execute` and `propose`, the others by `follow`.
 
-    `drafter` replaces the configured one (tests); `model` is an already loaded target to share.
+    `drafter` replaces the configured one (tests); with `colocate`, drafters are taken that connect from processes of
+    their own; `model` is an already loaded target to share.
     """
 
     def __init__(
         self, config: EngineConfig, rank: int = 0, world_size: int = 1, init_method: str | None = None,
         progress: bool = False, drafter: Drafter | None = None, model: Llama | None = None,
+        colocate: Doorbell | None = None,
     ) -> None:  # fmt: skip
-        device = _device(config, rank)
+        device = choose_device(config, rank)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
         folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
@@ -48,9 +52,13 @@ class Worker:
         vocab_size = self._runner.model.shape.vocab_size
         self._rows = RowTable(config.page_size, vocab_size, device)
         eos_ids = eos_token_ids(folder, load_tokenizer(folder))
-        if drafter is None and self._group.leads:
-            drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
-        self._drafts: DraftSource = InlineDrafts(drafter)
+        self._drafts: DraftSource
+        if colocate is not None and self._group.leads:
+            self._drafts = ColocatedDrafts(colocate, self._runner.ring_limits(config))
+        else:
+            if drafter is None and self._group.leads:
+                drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
+            self._drafts = InlineDrafts(drafter)
         self._context = ProposeContext([])
         self.capacity = Capacity(
             num_blocks=self._runner.num_blocks,
@@ -103,7 +111,7 @@ class Worker:
         self._context = self._draft_context(batch, results, verdicts, features)
         verified = time.perf_counter()
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
-        return StepResult(plan.step_id, results, times)
+        return StepResult(plan.step_id, results, times, self._drafts.take_faults())
 
     def _build(self, plan: StepPlan, rows: list[Row]) -> InputBatch:
         num_known = count_known(plan.rows, rows)
@@ -157,11 +165,3 @@ class Worker:
             return value
         packed = msgpack.packb(value) if self._group.leads else None
         return msgpack.unpackb(self._group.broadcast_bytes(packed))
-
-
-def _device(config: EngineConfig, rank: int) -> torch.device:
-    wants_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    if not wants_gpu:
-        return torch.device("cpu")
-    # Under Ray a rank sees its own GPU only; without it, ranks take the GPUs in order.
-    return torch.device("cuda", rank % torch.cuda.device_count())

@@ -4,13 +4,14 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.processes import own_processes
 
 MESSAGES: Any = [{"role": "user", "content": "Say something, é 🎉."}]
 LONG = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "temperature": 1.0, "seed": 1}
@@ -147,33 +148,10 @@ def test_a_killed_process_ends_requests_explicitly_and_comes_back(app: Any, titl
         whole = pool.submit(app.http.post, "/v1/completions", json=LONG)
         stream = pool.submit(app.http.post, "/v1/completions", json=LONG | {"stream": True})
         time.sleep(0.5)
-        os.kill(own_process(title), signal.SIGKILL)
+        os.kill(own_processes(title)[0], signal.SIGKILL)
         assert whole.result().status_code == 503
         assert whole.result().json()["error"]["code"] == "service_unavailable"
         last = stream.result().text.strip().rsplit("\n", 1)[-1]
         assert last.startswith('data: {"error":')
     app.wait_until_ready()
     assert app.complete("Once", max_tokens=4)["usage"]["completion_tokens"] == 4
-
-
-def own_process(title: str) -> int:
-    """A process below this one whose title begins so; other clusters on the machine are not ours to kill."""
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and read(folder / "cmdline").startswith(title) and is_below(int(folder.name)):
-            return int(folder.name)
-    raise AssertionError(f"no process {title} of ours")
-
-
-def is_below(pid: int) -> bool:
-    while pid > 1:
-        if pid == os.getpid():
-            return True
-        pid = int(read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1] or 0)
-    return False
-
-
-def read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return "() 0 0"

@@ -12,9 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-LEAVES = {"config", "sampling_params", "outputs", "errors", "metrics", "step"}
+LEAVES = {"channel", "config", "sampling_params", "outputs", "errors", "metrics", "step"}
 LAYERS = ["leaves", "ops", "layers", "models", "spec_decode", "worker"]  # each may import itself and what is before it
-TOOLS = {"bench", "chat", "cli", "demo", "local_server", "train"}
+TOOLS = {"bench", "chat", "cli", "dashboard", "demo", "local_server", "train"}
 DOORS = {("worker", "specray.engine.executor")}  # the protocol that an executor implements, and its values
 
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "zmq"}

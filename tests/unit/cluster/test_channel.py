@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.channel import Channel, ChannelClosedError
+from specray.channel import Channel, ChannelClosedError
 
 
 @pytest.fixture

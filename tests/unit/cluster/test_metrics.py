@@ -1,32 +1,29 @@
-"""The log line, and what Ray's metrics are told: differences, never the same count twice."""
+"""The log line, and what Ray's metrics are told."""
 
-from typing import Any
+from typing import ClassVar
 
 import pytest
 
 import cluster.metrics
 from cluster.metrics import RayExporter, log_line
 from cluster.router import LogReporter
-from specray.metrics import EngineStats, Snapshot
+from specray.metrics import EngineStats
 
 
-class FakeRayMetric:
-    """Adds up what it is told, as Ray would."""
+class FakeGauge:
+    """Keeps the last value for each set of tags, as Ray does."""
 
-    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:  # noqa: ARG002
-        self.info = {"tag_keys": tag_keys}
-        self.totals: dict[tuple[str, ...], float] = {}
+    made: ClassVar[dict[str, "FakeGauge"]] = {}
 
-    def inc(self, value: float, tags: dict[str, str]) -> None:
-        assert value > 0
-        self.totals[tuple(tags.values())] = self.totals.get(tuple(tags.values()), 0.0) + value
+    def __init__(self, name: str, description: str, tag_keys: tuple[str] | None) -> None:
+        assert description.endswith(".")
+        self.tag_keys = tag_keys or ()
+        self.values: dict[str, float] = {}
+        self.made[name] = self
 
     def set(self, value: float, tags: dict[str, str]) -> None:
-        self.totals[tuple(tags.values())] = value
-
-
-class FakeGauge(FakeRayMetric):
-    pass
+        assert tuple(tags) == self.tag_keys
+        self.values["".join(tags.values())] = value
 
 
 def busy_stats() -> EngineStats:
@@ -64,28 +61,28 @@ def test_reporter_writes_once_per_interval(caplog: pytest.LogCaptureFixture) -> 
     assert len(caplog.records) == 2
 
 
-def test_ray_gets_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, Any] = {}
+@pytest.fixture
+def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeGauge]:
+    monkeypatch.setattr(cluster.metrics.ray_metrics, "Gauge", FakeGauge)
+    FakeGauge.made.clear()
+    return FakeGauge.made
 
-    def maker(kind: type[FakeRayMetric]) -> Any:
-        class Made(kind):  # type: ignore[valid-type, misc]
-            def __init__(self, name: str, **options: Any) -> None:
-                super().__init__(name, **options)
-                made[name] = self
 
-        return Made
-
-    monkeypatch.setattr(cluster.metrics.ray_metrics, "Counter", maker(FakeRayMetric))
-    monkeypatch.setattr(cluster.metrics.ray_metrics, "Gauge", maker(FakeGauge))
+def test_ray_gets_what_was_counted(gauges: dict[str, FakeGauge]) -> None:
     exporter, stats = RayExporter(), busy_stats()
-    snapshots: list[Snapshot] = [stats.snapshot(), stats.snapshot()]
+    exporter.export(stats.snapshot())
     stats.add("specray_generation_tokens_total", 4)
     stats.observe("specray_time_to_first_token_seconds", 100.0)
-    for snapshot in [*snapshots, stats.snapshot()]:
-        exporter.export(snapshot)
-    assert made["specray_generation_tokens_total"].totals == {(): 50}
-    assert made["specray_request_finished_total"].totals == {("stop",): 2}
-    assert made["specray_num_requests_running"].totals == {(): 3}
-    buckets = made["specray_time_to_first_token_seconds_bucket"].totals
-    assert (buckets.get(("0.02",), 0), buckets[("0.05",)], buckets[("+Inf",)]) == (0, 1, 2)
-    assert made["specray_time_to_first_token_seconds_count"].totals == {(): 2}
+    exporter.export(stats.snapshot())
+    assert gauges["specray_generation_tokens_total"].values == {"": 50}
+    assert gauges["specray_num_requests_running"].values == {"": 3}
+    assert gauges["specray_drafter_info"].values == {"none": 1}
+    buckets = gauges["specray_time_to_first_token_seconds_bucket"].values
+    assert (buckets["0.02"], buckets["0.05"], buckets["+Inf"]) == (0, 1, 2)
+    assert gauges["specray_time_to_first_token_seconds_count"].values == {"": 2}
+
+
+def test_ray_gets_zeros_so_that_a_rate_sees_the_first_event(gauges: dict[str, FakeGauge]) -> None:
+    RayExporter().export(EngineStats().snapshot())
+    assert gauges["specray_requests_refused_total"].values == {"": 0}
+    assert gauges["specray_request_finished_total"].values == {"stop": 0, "length": 0, "abort": 0, "error": 0}

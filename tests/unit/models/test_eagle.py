@@ -12,10 +12,11 @@ from torch import Tensor
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.layers.linear import VocabEmbedding
 from specray.layers.parallel import RankGroup
-from specray.models.eagle import ALGORITHMS, EagleHead, load_eagle_head
+from specray.models.eagle import ALGORITHMS, EagleHead, TargetMatrices, load_eagle_head
 from specray.models.eagle_files import HeadConfig
 from specray.models.llama import Llama
 from specray.models.registry import load_model
+from specray.ops.attention import torch_dtype
 from tests.support.eagle_toy import DRAFT_VOCAB, LAYOUTS, NUM_LAYERS, TARGET_SIZE, ToyHead, target_matrices, toy_head
 from tests.support.toy import CONTEXT, VOCAB_SIZE, write_toy
 
@@ -43,7 +44,9 @@ def load(
 ) -> EagleHead:
     algorithm = ALGORITHMS[version]  # type: ignore[index]
     speculative = SpeculativeConfig(algorithm=algorithm, draft_model_path=str(folder), **options)
-    return load_eagle_head(speculative, target_folder, target, "auto", CPU, version, token_map)  # type: ignore[arg-type]
+    dtype = torch.float32 if speculative.draft_dtype == "auto" else torch_dtype(speculative.draft_dtype)
+    shared = TargetMatrices(target.shape, target.max_positions, target_folder, "auto", dtype, CPU, target)
+    return load_eagle_head(speculative, shared, version, token_map)  # type: ignore[arg-type]
 
 
 def causal(layer: int, q: Tensor, kv: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Frames between the router and rank 0 over a connected socket: length, epoch, bytes.
+"""Frames between two processes of an engine over a connected socket: length, epoch, bytes.
 
 An epoch names one life of the target group; frames of another one are dropped, so a late reply can never
 be taken for the current step's. What the bytes mean is `specray.step`'s business; nothing here unpickles.
@@ -23,9 +23,9 @@ class Channel:
         self._epoch = epoch
         self._buffer = bytearray()
 
-    def send(self, payload: bytes) -> None:
-        """Raises ChannelClosedError if the other end is gone."""
-        self._socket.settimeout(None)
+    def send(self, payload: bytes, timeout: float | None = None) -> None:
+        """Raises ChannelClosedError if the other end is gone, or has not taken the frame in `timeout` seconds."""
+        self._socket.settimeout(timeout)
         try:
             self._socket.sendall(_HEADER.pack(len(payload), self._epoch) + payload)
         except OSError as error:

@@ -1,0 +1,91 @@
+"""Alert rules of Prometheus as data, and the file made of them. Not here: where alerts are sent (Alertmanager)."""
+
+from typing import Any, NamedTuple
+
+import yaml
+
+from specray.dashboard.panels import DRAFTER_INFO, DRAFTS, GENERATED, accept_length, gauge, rate
+
+
+class Alert(NamedTuple):
+    """Fires once its expression has given a series for as long as `after` says."""
+
+    name: str
+    expression: str
+    after: str
+    severity: str
+    summary: str
+    advice: str
+
+
+ALERTS = (
+    Alert(
+        "SpecRayDraftsRefused",
+        f"{accept_length('replica', window='10m')} < 1.1 and {rate(DRAFTS, 'replica', window='10m')} > 0.1",
+        "10m",
+        "warning",
+        "Drafts of {{ $labels.replica }} are hardly ever accepted: accept length {{ $value | printf `%.2f` }}.",
+        "Plain decoding would be as fast or faster. Is the draft head the one of this target? `specray tune` finds "
+        "a tree that pays, if one does.",
+    ),
+    Alert(
+        "SpecRayQueueLong",
+        f"{gauge('specray_num_requests_waiting', 'replica')} > {gauge('specray_num_requests_running', 'replica')}",
+        "5m",
+        "warning",
+        "More requests wait for {{ $labels.replica }} than it computes.",
+        "A new request waits for a whole batch to end. Add replicas, or raise max_running_requests if KV blocks are "
+        "free.",
+    ),
+    Alert(
+        "SpecRayRefusing",
+        f"{rate('specray_requests_refused_total', 'replica', window='5m')} > 0",
+        "1m",
+        "warning",
+        "{{ $labels.replica }} refuses requests because its queue is full.",
+        "Clients get 429. Add replicas, or raise max_queued_requests if they can wait.",
+    ),
+    Alert(
+        "SpecRayStalled",
+        f"{gauge('specray_num_requests_running', 'replica')} > 0 and {rate(GENERATED, 'replica', window='2m')} == 0",
+        "1m",
+        "critical",
+        "{{ $labels.replica }} has running requests and has emitted no token for minutes.",
+        "A rank hangs, or a prompt takes that long. The log of the ranks says which.",
+    ),
+    Alert(
+        "SpecRayErrors",
+        f"""{rate("specray_request_finished_total", "replica", '{finished_reason="error"}', window="5m")} > 0""",
+        "0m",
+        "critical",
+        "Requests on {{ $labels.replica }} end with an error of ours.",
+        "The router's log has the reason.",
+    ),
+    Alert(
+        "SpecRayNoEngine",
+        f"count by (application) ({DRAFTER_INFO} offset 10m) unless count by (application) ({DRAFTER_INFO})",
+        "1m",
+        "critical",
+        "{{ $labels.application }} had an engine ten minutes ago and has none now.",
+        "It was shut down, or cannot start again: `serve status` says why.",
+    ),
+)
+
+
+HEADER = "# Made by `specray dashboard --write`; edits here would be lost.\n"
+
+
+def rules_yaml() -> str:
+    """The file's text: the same for the same table."""
+    rules = [_rule(alert) for alert in ALERTS]
+    return HEADER + yaml.safe_dump({"groups": [{"name": "specray", "rules": rules}]}, sort_keys=False, width=120)
+
+
+def _rule(alert: Alert) -> dict[str, Any]:
+    return {
+        "alert": alert.name,
+        "expr": alert.expression,
+        "for": alert.after,
+        "labels": {"severity": alert.severity},
+        "annotations": {"summary": alert.summary, "description": alert.advice},
+    }

@@ -1,0 +1,386 @@
+"""The panels of the dashboard: what each shows, its unit and its PromQL, in one table. Adding a panel is one entry.
+
+They read Ray's metrics (`ray_specray_…`), not the ingress's /metrics: each node exports the engines that run on it, so
+the labels `replica` and `instance` (the node) tell them apart, however many there are. Not here: Grafana's JSON
+(`grafana`), alerts (`alerts`), pictures (`png`), names of our metrics (`specray.metrics`).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+WINDOW = "$__rate_interval"  # Grafana fills it in, with at least four scrapes
+PREFIX = "ray_"  # which Ray puts before each name
+DRAFTER_INFO = f"{PREFIX}specray_drafter_info"
+NUM_DEPTHS = 8  # shown; the EAGLE trees of configs/ end at 5, n-gram chains often later
+
+TOKENS_PER_SECOND = "suffix: tokens/s"
+PER_MINUTE = "suffix: /min"
+
+# Ray's own metrics that the panels use, beside those of specray.metrics.
+RAY_METRICS = frozenset(
+    {
+        "ray_node_cpu_utilization",
+        "ray_node_mem_total",
+        "ray_node_mem_used",
+        "ray_serve_deployment_replica_healthy",
+        "ray_serve_deployment_replica_starts_total",
+        "ray_serve_num_http_error_requests_total",
+    }
+)
+
+
+class Query(NamedTuple):
+    """Curves: one for each series that the expression gives, named by `legend` with the labels in {{…}} filled in."""
+
+    expression: str
+    legend: str
+
+    def over(self, window: str) -> str:
+        """The expression for Prometheus itself, which does not know Grafana's WINDOW."""
+        return self.expression.replace(WINDOW, window)
+
+    def name(self, labels: Mapping[str, str]) -> str:
+        return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), self.legend)
+
+
+class Panel(NamedTuple):
+    title: str
+    unit: str  # as Grafana names it
+    description: str
+    queries: tuple[Query, ...]
+    stacked: bool = False
+    is_main: bool = False  # drawn by `specray dashboard --png`
+
+
+class Row(NamedTuple):
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def rate(name: str, by: str, where: str = "", window: str = WINDOW) -> str:
+    """Growth per second of one of our counters, summed by labels; `drafter` may be one of them."""
+    each = f"rate({PREFIX}{name}{where}[{window}])"
+    if "drafter" in by.split(", "):
+        each = f"{each} * on (replica) group_left (drafter) {DRAFTER_INFO}"
+    return f"sum by ({by}) ({each})"
+
+
+def gauge(name: str, by: str) -> str:
+    return f"sum by ({by}) ({PREFIX}{name})"
+
+
+def accept_length(by: str, window: str = WINDOW) -> str:
+    return f"1 + {rate(ACCEPTED, by, window=window)} / {rate(VERIFY_STEPS, by, window=window)}"
+
+
+def _conditional_acceptance(depth: int) -> str:
+    """Of the drafts whose token at the depth before was accepted (at depth 1: of all), the share accepted here."""
+    return f"{_accepted_at(depth)} / {_accepted_at(depth - 1) if depth > 1 else rate(DRAFTS, 'drafter')}"
+
+
+def _accepted_at(depth: int) -> str:
+    return rate(PER_DEPTH, "drafter", f'{{position="{depth - 1}"}}')
+
+
+def _speed_up(node_cost: str) -> str:
+    """Tokens a step, times what a plain step would take of a step's time: all but drafting and the draft nodes."""
+    steps = rate(STEP_SECONDS, "drafter")
+    return f"({accept_length('drafter')}) * (1 - ({rate(STEP_SECONDS, 'drafter', DRAFTING)}{node_cost}) / {steps})"
+
+
+def _quantiles(name: str) -> tuple[Query, ...]:
+    buckets = rate(f"{name}_bucket", "le")
+    return tuple(Query(f"histogram_quantile({share / 100:g}, {buckets})", f"p{share}") for share in (50, 95))
+
+
+ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
+DRAFTS = "specray_spec_decode_num_drafts_total"
+DRAFT_TOKENS = "specray_spec_decode_num_draft_tokens_total"
+GENERATED = "specray_generation_tokens_total"
+PER_DEPTH = "specray_spec_decode_num_accepted_tokens_per_pos_total"
+STEP_SECONDS = "specray_step_seconds_total"
+STEPS = "specray_steps_total"
+VERIFY_STEPS = "specray_verify_steps_total"
+
+DRAFTING = '{phase="draft"}'
+TREE_WORK = '{phase=~"forward|verify"}'
+EACH_NODE_COSTS = (
+    f" + {rate(STEP_SECONDS, 'drafter', TREE_WORK)} * {rate(DRAFT_TOKENS, 'drafter')}"
+    f" / ({rate(DRAFT_TOKENS, 'drafter')} + {rate(VERIFY_STEPS, 'drafter')})"
+)
+
+SPECULATION = Row(
+    "Speculation",
+    (
+        Panel(
+            "Accept length by drafter",
+            "none",
+            "Tokens emitted per verified tree, bonus included; 1 is plain decoding.",
+            (Query(accept_length("drafter"), "{{drafter}}"),),
+            is_main=True,
+        ),
+        Panel(
+            "Accept length by replica",
+            "none",
+            "The same for each engine. A replica below its like serves other prompts or has another draft head.",
+            (Query(accept_length("drafter, replica"), "{{drafter}} {{replica}}"),),
+            is_main=True,
+        ),
+        Panel(
+            "Conditional acceptance by depth",
+            "percentunit",
+            "Share of draft tokens accepted at a depth, given that the one before was. Where it falls, trees end best.",
+            tuple(
+                Query(_conditional_acceptance(depth), f"{{{{drafter}}}} depth {depth}")
+                for depth in range(1, NUM_DEPTHS + 1)
+            ),
+            is_main=True,
+        ),
+        Panel(
+            "Wasted verify tokens",
+            TOKENS_PER_SECOND,
+            "Draft tokens the target computed and refused. All but one path of a tree are wasted, and free only while "
+            "the target waits for memory.",
+            (Query(f"{rate(DRAFT_TOKENS, 'drafter')} - {rate(ACCEPTED, 'drafter')}", "{{drafter}}"),),
+            is_main=True,
+        ),
+        Panel(
+            "Speed-up over plain, estimated",
+            "none",
+            "Accept length times the share of a step that a plain step would take too. That step is not measured, so "
+            "there are two answers: `at most` supposes that draft nodes cost the target nothing (decoding bound by "
+            "memory), `at least` that each costs as much as a token (bound by arithmetic). Drafting counts in full, as "
+            "if nothing hid it; prompts computed in the same steps blur both. `specray bench` measures.",
+            (
+                Query(_speed_up(""), "{{drafter}} at most"),
+                Query(_speed_up(EACH_NODE_COSTS), "{{drafter}} at least"),
+            ),
+            is_main=True,
+        ),
+        Panel(
+            "Tokens per second of step time",
+            TOKENS_PER_SECOND,
+            "Tokens emitted for each second spent in steps. Replicas with and without drafts compare by this, if their "
+            "machines, prompts and batches are alike: bigger batches raise it.",
+            (Query(f"{rate(GENERATED, 'drafter')} / {rate(STEP_SECONDS, 'drafter')}", "{{drafter}}"),),
+        ),
+    ),
+)
+
+STEP_TIME = Row(
+    "Steps",
+    (
+        Panel(
+            "Time of a step by part",
+            "s",
+            "Mean over all engines: the host's scheduling and text, and the ranks' preparing, target forward, "
+            "verifying and drafting.",
+            (
+                Query(
+                    f"{rate(STEP_SECONDS, 'phase')} / on () group_left () sum(rate({PREFIX}{STEPS}[{WINDOW}]))",
+                    "{{phase}}",
+                ),
+            ),
+            stacked=True,
+            is_main=True,
+        ),
+        Panel(
+            "Time of a step by replica",
+            "s",
+            "Mean of each engine.",
+            (
+                Query(
+                    f"{rate(STEP_SECONDS, 'drafter, replica')} / {rate(STEPS, 'drafter, replica')}",
+                    "{{drafter}} {{replica}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Share of time in steps",
+            "percentunit",
+            "1 is an engine without a pause; far below, it waits for requests.",
+            (Query(rate(STEP_SECONDS, "drafter, replica"), "{{drafter}} {{replica}}"),),
+        ),
+    ),
+)
+
+LATENCY = Row(
+    "Latency",
+    (
+        Panel(
+            "Time to first token",
+            "s",
+            "From arrival in the engine.",
+            _quantiles("specray_time_to_first_token_seconds"),
+            is_main=True,
+        ),
+        Panel(
+            "Time per output token",
+            "s",
+            "Mean gap between a request's tokens, counted when it ends.",
+            _quantiles("specray_time_per_output_token_seconds"),
+            is_main=True,
+        ),
+        Panel(
+            "Time in queue",
+            "s",
+            "From arrival to the first step.",
+            _quantiles("specray_request_queue_time_seconds"),
+        ),
+        Panel(
+            "Time of a request",
+            "s",
+            "From arrival in the engine to the last token.",
+            _quantiles("specray_e2e_request_latency_seconds"),
+        ),
+    ),
+)
+
+LOAD = Row(
+    "Load",
+    (
+        Panel(
+            "Tokens emitted",
+            TOKENS_PER_SECOND,
+            "By replica.",
+            (Query(rate(GENERATED, "drafter, replica"), "{{drafter}} {{replica}}"),),
+            is_main=True,
+        ),
+        Panel(
+            "Requests",
+            "none",
+            "Being computed, and in the queue, by replica.",
+            (
+                Query(gauge("specray_num_requests_running", "replica"), "{{replica}} running"),
+                Query(gauge("specray_num_requests_waiting", "replica"), "{{replica}} waiting"),
+            ),
+            is_main=True,
+        ),
+        Panel(
+            "KV blocks",
+            "percentunit",
+            "Held by running requests, and kept for the reuse of prefixes only, which are given up when needed.",
+            (
+                Query(gauge("specray_kv_cache_usage_perc", "replica"), "{{replica}} held"),
+                Query(gauge("specray_kv_cache_cached_perc", "replica"), "{{replica}} cached"),
+            ),
+            is_main=True,
+        ),
+        Panel(
+            "Prefix cache hits",
+            "percentunit",
+            "Share of prompt tokens that need no computing, because a request before had them.",
+            (
+                Query(
+                    f"{rate('specray_prefix_cache_hits_total', 'replica')}"
+                    f" / {rate('specray_prefix_cache_queries_total', 'replica')}",
+                    "{{replica}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Prompt tokens",
+            TOKENS_PER_SECOND,
+            "Of admitted requests, cached ones included, by replica.",
+            (Query(rate("specray_prompt_tokens_total", "replica"), "{{replica}}"),),
+        ),
+    ),
+)
+
+FAULTS = Row(
+    "Faults",
+    (
+        Panel(
+            "Requests ended",
+            PER_MINUTE,
+            "By reason: stop and length are answers, abort is a client that left, error is ours.",
+            (
+                Query(
+                    f"60 * {rate('specray_request_finished_total', 'finished_reason')}",
+                    "{{finished_reason}}",
+                ),
+            ),
+            is_main=True,
+        ),
+        Panel(
+            "Refused and preempted",
+            PER_MINUTE,
+            "Requests refused for a full queue (429), and running requests that gave their KV blocks up for others.",
+            (
+                Query(f"60 * {rate('specray_requests_refused_total', 'replica')}", "{{replica}} refused"),
+                Query(f"60 * {rate('specray_num_preemptions_total', 'replica')}", "{{replica}} preempted"),
+            ),
+        ),
+        Panel(
+            "Drafter faults",
+            PER_MINUTE,
+            "Steps that went without drafts, by reason. All but late end the drafter; a new one is started.",
+            (Query(f"60 * {rate('specray_draft_faults_total', 'kind')}", "{{kind}}"),),
+        ),
+        Panel(
+            "HTTP errors",
+            PER_MINUTE,
+            "Replies with an error status, as clients saw them.",
+            (
+                Query(
+                    f"60 * sum by (error_code) (rate(ray_serve_num_http_error_requests_total[{WINDOW}]))",
+                    "{{error_code}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Engines",
+            "none",
+            "Healthy now, and started since their node joined. A start without one more healthy engine is a restart.",
+            (
+                Query(
+                    'sum by (application) (ray_serve_deployment_replica_healthy{deployment="Router"})',
+                    "{{application}} healthy",
+                ),
+                Query(
+                    'sum by (application) (ray_serve_deployment_replica_starts_total{deployment="Router"})',
+                    "{{application}} started",
+                ),
+            ),
+        ),
+    ),
+)
+
+NODES = Row(
+    "Nodes",
+    (
+        Panel(
+            "Tokens emitted by node",
+            TOKENS_PER_SECOND,
+            "By the engines whose router runs there.",
+            (Query(rate(GENERATED, "instance"), "{{instance}}"),),
+        ),
+        Panel(
+            "Requests by node",
+            "none",
+            "Being computed or in the queue.",
+            (
+                Query(
+                    f"{gauge('specray_num_requests_running', 'instance')}"
+                    f" + {gauge('specray_num_requests_waiting', 'instance')}",
+                    "{{instance}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Processor use by node",
+            "percentunit",
+            "As Ray measures it.",
+            (Query("sum by (instance) (ray_node_cpu_utilization) / 100", "{{instance}}"),),
+        ),
+        Panel(
+            "Memory use by node",
+            "percentunit",
+            "As Ray measures it.",
+            (Query("sum by (instance) (ray_node_mem_used) / sum by (instance) (ray_node_mem_total)", "{{instance}}"),),
+        ),
+    ),
+)
+
+ROWS = (SPECULATION, STEP_TIME, LATENCY, LOAD, FAULTS, NODES)

@@ -1,0 +1,82 @@
+"""The main panels drawn from a live Prometheus, as one PNG; needs matplotlib, which is optional.
+
+For a README, a report, or a machine without Grafana. Not here: the panels (`panels`), the asking (`query`).
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specray.dashboard.panels import ROWS, Panel
+from specray.dashboard.query import Series, query_range
+from specray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WINDOW = "1m"  # Ray's metrics change every ten seconds
+NUM_POINTS = 200  # of a curve
+NUM_COLUMNS = 3
+HEADROOM = 1.1  # above the highest point
+MAX_NAMES = 10  # in a legend; more would hide the curves
+UNITS = {"s": "seconds", "percentunit": "share", "none": ""}
+
+Curves = dict[str, Series]  # by name; times in minutes from the picture's start
+
+
+def save_png(path: Path, url: str, start: float, end: float) -> None:
+    """Draw the main panels from `start` to `end`. ConfigError without matplotlib, Prometheus or data."""
+    panels = [panel for row in ROWS for panel in row.panels if panel.is_main]
+    curves = [_curves(panel, url, start, end) for panel in panels]
+    if not any(curves):
+        raise ConfigError(
+            f"the Prometheus at {url} has none of our metrics in this time; does it scrape Ray's nodes, as "
+            "dashboards/prometheus.yaml does, and was there a request?"
+        )
+    _draw(path, list(zip(panels, curves, strict=True)), (end - start) / 60)
+
+
+def _curves(panel: Panel, url: str, start: float, end: float) -> Curves:
+    step = max(1.0, (end - start) / NUM_POINTS)
+    return {
+        query.name(series.labels): series._replace(times=[(time - start) / 60 for time in series.times])
+        for query in panel.queries
+        for series in query_range(url, query.over(WINDOW), start, end, step)
+    }
+
+
+def _draw(path: Path, drawings: list[tuple[Panel, Curves]], minutes: float) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"the picture needs matplotlib ({error}); run `pip install specray[dashboard]`") from None
+    num_rows = -(-len(drawings) // NUM_COLUMNS)
+    figure = Figure(figsize=(5 * NUM_COLUMNS, 3 * num_rows), layout="constrained")
+    for place, (panel, curves) in enumerate(drawings, start=1):
+        axes = figure.add_subplot(num_rows, NUM_COLUMNS, place)
+        _draw_panel(axes, panel, curves)
+        axes.set_xlim(0, minutes)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_panel(axes: "Axes", panel: Panel, curves: Curves) -> None:
+    axes.set_title(panel.title, fontsize="medium")
+    axes.set(xlabel="minutes", ylabel=UNITS.get(panel.unit, panel.unit.removeprefix("suffix: ")))
+    axes.grid(alpha=0.3)
+    if not curves:
+        axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center")
+        return
+    if panel.stacked:
+        _stack(axes, curves)
+    else:
+        for name, series in curves.items():
+            axes.plot(series.times, series.values, label=name)
+    axes.set_ylim(0, HEADROOM * axes.dataLim.y1 or 1.0)
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[:MAX_NAMES], names[:MAX_NAMES], fontsize="x-small")
+
+
+def _stack(axes: "Axes", curves: Curves) -> None:
+    """Areas on top of each other; a curve without a point at some time has height 0 there."""
+    times = sorted({time for series in curves.values() for time in series.times})
+    heights = [dict(zip(series.times, series.values, strict=True)) for series in curves.values()]
+    axes.stackplot(times, *([points.get(time, 0.0) for time in times] for points in heights), labels=list(curves))

@@ -1,0 +1,14 @@
+"""Which device a rank computes on."""
+
+import torch
+
+from specray.config import EngineConfig
+
+
+def choose_device(config: EngineConfig, rank: int) -> torch.device:
+    """`device: auto` takes a GPU if this process sees one. Under Ray it sees its own only; else ranks take them in
+    order."""
+    wants_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    if not wants_gpu:
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())

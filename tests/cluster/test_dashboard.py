@@ -1,0 +1,116 @@
+"""A real Prometheus scrapes a serving cluster: every expression of the dashboard gives data, and it can be drawn."""
+
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specray.dashboard.alerts import ALERTS
+from specray.dashboard.panels import ROWS, Query
+from specray.dashboard.png import save_png
+from specray.dashboard.query import Series, query_range
+from specray.errors import ConfigError
+
+FOLDER = Path(__file__).parents[2] / "dashboards"
+QUERIES = [query for row in ROWS for panel in row.panels for query in panel.queries]
+WINDOW = "1m"
+DATA_TIMEOUT_S = 120.0  # Ray sends metrics every ten seconds, and a rate needs two values
+
+pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+
+
+@pytest.fixture(scope="module")
+def prometheus(app: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:  # noqa: ARG001  # Ray runs
+    """The URL of a Prometheus with our rules that scrapes the nodes of this Ray cluster, on loopback."""
+    import ray
+
+    folder = tmp_path_factory.mktemp("prometheus")
+    targets = [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes() if node["Alive"]]
+    config = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
+    config["global"]["scrape_interval"] = "2s"
+    config["rule_files"] = [str(FOLDER / "alerts.yaml")]
+    config["scrape_configs"] = [{"job_name": "ray", "static_configs": [{"targets": targets}]}]
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_port()}"
+    command = [
+        "prometheus", f"--config.file={folder}/prometheus.yaml", f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address={address}",
+    ]  # fmt: skip
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, cwd=folder, stdout=log, stderr=log) as process:
+        wait_until_it_answers(f"http://{address}", folder / "log")
+        yield f"http://{address}"
+        process.terminate()
+
+
+@pytest.fixture(scope="module")
+def answers(app: Any, prometheus: str) -> dict[Query, list[Series]]:
+    """Each query's series up to one time, when all had some or too much time had passed under a few requests."""
+    start = time.time()
+    found: dict[Query, list[Series]] = {query: [] for query in QUERIES}
+    assert app.http.get("/v2").status_code == 404  # an HTTP error to count
+    while not all(found.values()) and time.time() - start < DATA_TIMEOUT_S:
+        for _ in range(5):
+            app.complete("a b a b a b", max_tokens=60, temperature=0)
+            time.sleep(0.5)
+        now = time.time()
+        found = {query: query_range(prometheus, query.over(WINDOW), start, now, 2.0) for query in QUERIES}
+    return found
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.legend)
+def test_every_expression_gives_data(query: Query, answers: dict[Query, list[Series]]) -> None:
+    assert answers[query], query.over(WINDOW)
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.legend)
+def test_curves_have_the_labels_they_are_named_by(query: Query, answers: dict[Query, list[Series]]) -> None:
+    for label in re.findall(r"\{\{(\w+)\}\}", query.legend):
+        assert all(series.labels.get(label) for series in answers[query])
+
+
+def test_the_figures_are_those_of_drafting(answers: dict[Query, list[Series]]) -> None:
+    accept_length, at_most, at_least = (
+        next(series for query in QUERIES if query.legend == legend for series in answers[query])
+        for legend in ("{{drafter}}", "{{drafter}} at most", "{{drafter}} at least")
+    )
+    assert accept_length.labels == {"drafter": "NGRAM"}
+    assert max(accept_length.values) > 1
+    assert 0 < at_least.values[-1] <= at_most.values[-1] <= accept_length.values[-1]
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+@pytest.mark.usefixtures("answers")
+def test_alerts_are_silent_where_nothing_is_wrong(alert: Any, prometheus: str) -> None:
+    now = time.time()
+    assert not query_range(prometheus, f'ALERTS{{alertname="{alert.name}", alertstate="firing"}}', now - 60, now, 2.0)
+
+
+@pytest.mark.usefixtures("answers")
+def test_the_main_panels_are_drawn(prometheus: str, tmp_path: Path) -> None:
+    now = time.time()
+    save_png(tmp_path / "main.png", prometheus, now - 60, now)
+    assert (tmp_path / "main.png").stat().st_size > 50_000
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_it_answers(url: str, log: Path) -> None:
+    for _ in range(100):
+        try:
+            query_range(url, "vector(1)", 0.0, 1.0, 1.0)
+        except ConfigError:
+            time.sleep(0.2)
+        else:
+            return
+    raise TimeoutError(f"Prometheus did not start: {log.read_text()}")

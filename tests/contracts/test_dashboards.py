@@ -1,0 +1,229 @@
+"""The files in dashboards/ are those the tables make, each expression parses, and each metric in it exists."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from specray.dashboard import command
+from specray.dashboard.alerts import ALERTS, Alert
+from specray.dashboard.panels import PREFIX, RAY_METRICS, ROWS, Panel, Query
+from specray.metrics import METRICS
+
+FOLDER = Path(__file__).parents[2] / "dashboards"
+PANELS = [panel for row in ROWS for panel in row.panels]
+QUERIES = [query for panel in PANELS for query in panel.queries]
+HISTOGRAM_PARTS = ("_bucket", "_sum", "_count")
+OURS = {
+    f"{PREFIX}{metric.name}{part}"
+    for metric in METRICS
+    for part in (HISTOGRAM_PARTS if metric.kind == "histogram" else ("",))
+}
+LABELS = {"replica", "application", "deployment", "instance", "error_code"}  # of Ray, Serve and Prometheus
+LABELS |= {metric.label or "le" for metric in METRICS}
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+
+
+def selectors(expression: str) -> list[promql_parser.VectorSelector]:
+    """The series an expression reads."""
+    found: list[promql_parser.VectorSelector] = []
+
+    def note(node: Any) -> None:
+        if isinstance(node, promql_parser.MatrixSelector):
+            found.append(node.vector_selector)
+        elif isinstance(node, promql_parser.VectorSelector):
+            found.append(node)
+
+    each_node(promql_parser.parse(expression), note)
+    return found
+
+
+def each_node(node: Any, do: Any) -> None:
+    do(node)
+    parts: Iterable[Any] = (getattr(node, name, None) for name in ("lhs", "rhs", "expr", "param"))
+    for part in (*parts, *getattr(node, "args", ())):
+        if part is not None:
+            each_node(part, do)
+
+
+def test_the_files_are_those_of_the_tables(tmp_path: Path) -> None:
+    command.write(tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (FOLDER / path.name).read_text(), "run `specray dashboard --write dashboards`"
+
+
+def test_the_dashboard_is_one_of_grafanas_types() -> None:
+    document = json.loads((FOLDER / command.DASHBOARD).read_text())
+    encoded = JSONEncoder(sort_keys=True).encode(Dashboard.from_json(document))
+    assert json.loads(encoded) == document
+
+
+def test_panels_fill_the_grid_without_overlap() -> None:
+    document = json.loads((FOLDER / command.DASHBOARD).read_text())
+    places = [panel["gridPos"] for panel in document["panels"]]
+    cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in document["panels"]}) == len(places) == len(PANELS) + len(ROWS)
+
+
+def test_titles_are_unique() -> None:
+    assert len({panel.title for panel in PANELS}) == len(PANELS)
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
+def test_a_panel_says_what_it_shows(panel: Panel) -> None:
+    assert panel.description.endswith(".")
+    assert f"**{panel.title}**" in (FOLDER / "README.md").read_text()
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.legend)
+def test_an_expression_reads_metrics_that_exist(query: Query) -> None:
+    names = {selector.name for selector in selectors(query.over("1m"))}
+    assert names
+    assert names <= OURS | RAY_METRICS
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.legend)
+def test_an_expression_groups_by_labels_that_exist(query: Query) -> None:
+    grouped = re.findall(r"(?:by|on|group_left) \(([^)]*)\)", query.expression)
+    matched = re.findall(r"(\w+)=", query.expression)
+    named = re.findall(r"\{\{(\w+)\}\}", query.legend)
+    assert {*matched, *named, *(label for group in grouped for label in group.split(", ") if label)} <= LABELS
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_an_alert_reads_metrics_that_exist(alert: Alert) -> None:
+    assert {selector.name for selector in selectors(alert.expression)} <= OURS | RAY_METRICS
+
+
+def test_rays_metrics_are_all_used() -> None:
+    used = {selector.name for query in QUERIES for selector in selectors(query.over("1m"))}
+    assert used >= RAY_METRICS
+
+
+@needs_promtool
+def test_promtool_takes_the_configuration_and_its_rules() -> None:
+    assert "SUCCESS" in promtool("check", "config", "prometheus.yaml")
+    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", command.ALERTS)
+
+
+def series(name: str, values: str, labels: str = "") -> dict[str, str]:
+    return {"series": f'ray_specray_{name}{{replica="r1", application="a"{labels}}}', "values": values}
+
+
+ERRORS = ', finished_reason="error"'
+STOPS = ', finished_reason="stop"'
+PLAIN = ', drafter="none"'
+
+
+def requests(running: int, waiting: int) -> list[dict[str, str]]:
+    return [series("num_requests_running", f"{running}+0x40"), series("num_requests_waiting", f"{waiting}+0x40")]
+
+
+def tokens(running: int, a_minute: int) -> list[dict[str, str]]:
+    return [series("num_requests_running", f"{running}+0x40"), series("generation_tokens_total", f"50+{a_minute}x40")]
+
+
+def drafts(a_minute: int, accepted_a_minute: int) -> list[dict[str, str]]:
+    return [
+        series("verify_steps_total", "0+60x40"),
+        series("spec_decode_num_drafts_total", f"0+{a_minute}x40"),
+        series("spec_decode_num_accepted_tokens_total", f"0+{accepted_a_minute}x40"),
+    ]
+
+
+# Alert, series with a value a minute, whether it fires after half an hour.
+CASES = [
+    ("SpecRayDraftsRefused", drafts(60, 3), True),
+    ("SpecRayDraftsRefused", drafts(60, 60), False),
+    ("SpecRayDraftsRefused", drafts(0, 0), False),
+    ("SpecRayQueueLong", requests(4, 9), True),
+    ("SpecRayQueueLong", requests(4, 3), False),
+    ("SpecRayRefusing", [series("requests_refused_total", "0+1x40")], True),
+    ("SpecRayRefusing", [series("requests_refused_total", "7+0x40")], False),
+    ("SpecRayStalled", tokens(1, 0), True),
+    ("SpecRayStalled", tokens(1, 9), False),
+    ("SpecRayStalled", tokens(0, 0), False),
+    ("SpecRayErrors", [series("request_finished_total", "0+0x27 1+0x9", ERRORS)], True),
+    ("SpecRayErrors", [series("request_finished_total", "0+5x40", STOPS)], False),
+    ("SpecRayNoEngine", [series("drafter_info", "1+0x24 stale", PLAIN)], True),
+    ("SpecRayNoEngine", [series("drafter_info", "1+0x40", PLAIN)], False),
+]
+
+
+def test_each_alert_has_cases() -> None:
+    assert {(name, fires) for name, _, fires in CASES} == {(a.name, fires) for a in ALERTS for fires in (True, False)}
+
+
+@needs_promtool
+@pytest.mark.parametrize(("name", "data", "fires"), CASES)
+def test_alerts_fire_when_they_should(name: str, data: list[dict[str, str]], fires: bool, tmp_path: Path) -> None:
+    expression = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
+    play(tmp_path, data, expression, {"{}": 1.0} if fires else {})
+
+
+def two_engines() -> list[dict[str, str]]:
+    """r0 drafts 7 tokens a tree with NGRAM and has 2 accepted, r1 decodes plainly; a step of either takes a second."""
+    counts = {  # a minute, of r0 and of r1
+        "verify_steps_total": (60, 60),
+        "spec_decode_num_draft_tokens_total": (420, 0),
+        "spec_decode_num_accepted_tokens_total": (120, 0),
+        'step_seconds_total{phase="forward"}': (45, 60),
+        'step_seconds_total{phase="draft"}': (15, 0),
+    }
+    data = []
+    for number, drafter in enumerate(("NGRAM", "none")):
+        data.append(
+            {"series": f'ray_specray_drafter_info{{replica="r{number}", drafter="{drafter}"}}', "values": "1+0x40"}
+        )
+        for series_name, growth in counts.items():
+            name, _, label = series_name.rstrip("}").partition("{")
+            labels = ", ".join(filter(None, [f'replica="r{number}"', label]))
+            data.append({"series": f"ray_specray_{name}{{{labels}}}", "values": f"0+{growth[number]}x40"})
+    return data
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("title", "legend", "of_ngram", "of_plain"),
+    [
+        ("Accept length by drafter", "{{drafter}}", 3.0, 1.0),
+        ("Wasted verify tokens", "{{drafter}}", 5.0, 0.0),
+        ("Speed-up over plain, estimated", "{{drafter}} at most", 3 * 0.75, 1.0),  # without the quarter for drafting
+        ("Speed-up over plain, estimated", "{{drafter}} at least", 3 * 0.75 / 8, 1.0),  # one node of eight alone
+    ],
+)
+def test_engines_are_told_apart_by_their_drafters(
+    title: str, legend: str, of_ngram: float, of_plain: float, tmp_path: Path
+) -> None:
+    panel = next(panel for panel in PANELS if panel.title == title)
+    query = next(query for query in panel.queries if query.legend == legend)
+    expected = {'{drafter="NGRAM"}': of_ngram, '{drafter="none"}': of_plain}
+    play(tmp_path, two_engines(), f"round({query.over('5m')}, {2**-10})", expected)  # promtool compares to the last bit
+
+
+def play(folder: Path, data: list[dict[str, str]], expression: str, expected: dict[str, float]) -> None:
+    """Check an expression's samples after half an hour of series with a value a minute."""
+    samples = [{"labels": labels, "value": value} for labels, value in expected.items()]
+    question = {"expr": expression, "eval_time": "30m", "exp_samples": samples}
+    test = {"interval": "1m", "input_series": data, "promql_expr_test": [question]}
+    path = folder / "test.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(FOLDER / command.ALERTS)], "tests": [test]}))
+    assert "SUCCESS" in promtool("test", "rules", str(path))
+
+
+def promtool(*arguments: str) -> str:
+    ended = subprocess.run(["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout

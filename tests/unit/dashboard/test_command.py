@@ -1,0 +1,120 @@
+"""`specray dashboard`: the files, the picture from a scripted Prometheus, and what goes wrong."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from specray import cli
+from specray.dashboard import grafana, png
+from specray.dashboard.query import query_range
+from specray.errors import ConfigError
+
+
+class Prometheus(BaseHTTPRequestHandler):
+    """Answers every question with `series`, whose second point is no number."""
+
+    series: tuple[str, ...] = ()
+    asked: list[dict[str, str]]
+
+    def do_GET(self) -> None:
+        question = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
+        self.asked.append(question)
+        start, step = float(question["start"]), float(question["step"])
+        points = [[start, "1.5"], [start + step, "NaN"], [start + 2 * step, "2"]]
+        result = [{"metric": {"phase": name, "drafter": name}, "values": points} for name in self.series]
+        is_wrong = question["query"] == "wrong("
+        self.send_response(400 if is_wrong else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"error": "parse error"} if is_wrong else {"data": {"result": result}}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def prometheus() -> Iterator[type[Prometheus]]:
+    handler: Any = type("Handler", (Prometheus,), {"series": ("host", "draft"), "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    handler.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield handler
+    server.shutdown()
+    server.server_close()
+
+
+def test_help_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["dashboard", "--help"])
+    assert "usage: specray dashboard" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--write", "x", "--png", "y"], ["--png", "y", "--minutes", "0"]])
+def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["dashboard", *arguments])
+    assert "error:" in capsys.readouterr().err
+
+
+def test_write_makes_both_files(tmp_path: Path) -> None:
+    assert cli.main(["dashboard", "--write", str(tmp_path / "new")]) == 0
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"specray.json", "alerts.yaml"}
+
+
+def test_no_number_is_no_point(prometheus: Any) -> None:
+    first, _ = query_range(prometheus.url, "up", 100.0, 130.0, 10.0)
+    assert first.labels == {"phase": "host", "drafter": "host"}
+    assert first.times == [100.0, 120.0]
+    assert first.values == [1.5, 2.0]
+
+
+def test_the_main_panels_are_drawn(prometheus: Any, tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    assert cli.main(["dashboard", "--png", str(path), "--prometheus", prometheus.url, "--minutes", "2"]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert all("$" not in question["query"] for question in prometheus.asked)
+    assert float(prometheus.asked[0]["end"]) - float(prometheus.asked[0]["start"]) == pytest.approx(120.0)
+
+
+def test_curves_of_unequal_length_are_stacked(tmp_path: Path) -> None:
+    panel = next(panel for row in png.ROWS for panel in row.panels if panel.stacked)
+    curves = {
+        "host": png.Series({}, [0.0, 1.0], [1.0, 2.0]),
+        "draft": png.Series({}, [1.0], [3.0]),
+    }
+    png._draw(tmp_path / "stack.png", [(panel, curves), (panel, {})], minutes=1.0)
+    assert (tmp_path / "stack.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("question", "message"), [("wrong(", "refuses the question.*parse error"), (None, "no Prometheus answers at")]
+)
+def test_a_prometheus_that_does_not_answer_is_named(prometheus: Any, question: str | None, message: str) -> None:
+    url = prometheus.url if question else "http://127.0.0.1:9"
+    with pytest.raises(ConfigError, match=message):
+        query_range(url, question or "up", 0.0, 10.0, 1.0)
+
+
+def test_no_data_is_an_error(prometheus: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prometheus.series = ()
+    assert cli.main(["dashboard", "--png", str(tmp_path / "x.png"), "--prometheus", prometheus.url]) == 2
+    assert "does it scrape Ray's nodes" in capsys.readouterr().err
+    assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "work"),
+    [
+        ("grafana_foundation_sdk.cog.encoder", lambda: grafana.dashboard_json()),
+        ("matplotlib.figure", lambda: png._draw(Path("x.png"), [], 0.0)),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(module: str, work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(ConfigError, match=r"pip install specray\[dashboard\]"):
+        work()
