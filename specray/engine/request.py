@@ -19,6 +19,7 @@ class EngineRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""  # tenants with different salts share no cached prefix
+    tenant: str = ""  # whose share of the engine it uses: the operator's name for a client, never the client's choice
 
 
 class Status(Enum):

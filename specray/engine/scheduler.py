@@ -1,15 +1,14 @@
-"""Who runs in the next step, with which KV blocks: first come, first served, no other policy.
+"""Who runs in the next step, with which KV blocks: the queue's next one, as soon as there is room for it.
 
 `schedule` turns requests into a StepPlan, `commit` turns its StepResult into emitted tokens. There is
 no prefill and no decode here: a row computes up to so many known tokens, and a row with none left
-verifies a tree. Not here: text, stop conditions (`engine`), tensors (the worker).
+verifies a tree. Not here: text, stop conditions (`engine`), tensors (the worker), whose turn it is (`fair_queue`).
 """
-
-from collections import deque
 
 from specray.config import EngineConfig
 from specray.engine.block_pool import BlockPool
 from specray.engine.executor import Capacity
+from specray.engine.fair_queue import FairQueue
 from specray.engine.radix_cache import RadixCache
 from specray.engine.request import Emitted, Request, Status
 from specray.errors import QueueFullError
@@ -31,7 +30,7 @@ class Scheduler:
         self.max_draft_tokens = capacity.max_draft_tokens
         self.max_step_draft_tokens = config.speculative.max_step_draft_tokens
         self.eos_token_ids = capacity.eos_token_ids
-        self.waiting: deque[Request] = deque()
+        self.waiting = FairQueue()
         self.running: list[Request] = []
         self._free_slots = list(range(config.max_running_requests - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -74,9 +73,10 @@ class Scheduler:
                 budget -= num_tokens if request.num_pending_tokens > 1 else 0
         new_rows: list[NewRow] = []
         while self.waiting and self._free_slots and budget > 0 and num_preemptions == self.num_preemptions:
-            if not self._admit(self.waiting[0]):
-                break
             request = self.waiting.popleft()
+            if not self._admit(request):
+                self.waiting.appendleft(request)
+                break
             num_tokens = self._num_tokens(request, budget)
             new_rows.append(self._new_row(request))
             work.append((request, num_tokens, []))
@@ -181,6 +181,7 @@ class Scheduler:
             request.num_computed_tokens += num_accepted
             request.count_verify(news.num_draft_tokens, num_accepted)
         request.token_ids += news.token_ids
+        self.waiting.charge(request, len(news.token_ids))
         self._share_full_blocks(request)
         return Emitted(request, news.token_ids, news.num_draft_tokens, news.logprobs)
 

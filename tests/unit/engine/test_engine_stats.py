@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
+from specray.metrics import REASONS
 from specray.outputs import RequestOutput
 from tests.unit.engine.fake_executor import FakeExecutor, letters_tokenizer, request, run_to_end
 
@@ -63,7 +64,7 @@ def check(engine: Engine, executor: FakeExecutor, prompts: list[list[int]], outp
     assert stats["specray_spec_decode_num_draft_tokens_total"] == ledger.drafts.total()
     assert stats["specray_spec_decode_num_accepted_tokens_total"] == ledger.accepted.total()
     assert stats["specray_spec_decode_num_accepted_tokens_per_pos_total"] == dict(ledger.per_position)
-    assert stats["specray_request_finished_total"] == dict(reasons)
+    assert stats["specray_request_finished_total"] == {reason: reasons[reason] for reason in REASONS}
     assert reasons.total() == len(prompts)
     for output in outputs:
         if output.finish_reason is not None:

@@ -153,7 +153,7 @@ def test_usage_and_metrics_add_up(case: Case) -> None:
     assert stats["specray_spec_decode_num_draft_tokens_total"] == sum(u.num_draft_tokens for u in usages)
     assert stats["specray_spec_decode_num_accepted_tokens_total"] == sum(u.num_accepted for u in usages)
     assert stats["specray_num_preemptions_total"] == sum(u.num_preemptions for u in usages)
-    assert stats["specray_request_finished_total"] == {"length": len(usages)}
+    assert stats["specray_request_finished_total"] == {"stop": 0, "length": len(usages), "abort": 0, "error": 0}
     assert stats["specray_kv_cache_usage_perc"] == stats["specray_num_requests_running"] == 0
     assert stats["specray_prefix_cache_hits_total"] == sum(u.num_cached_tokens for u in usages)
 

@@ -1,0 +1,229 @@
+"""How many Router replicas an application wants, from their queues and their measured speed.
+
+What lives here: the rule as pure functions of what the replicas reported, its options, and a short adapter to Ray
+Serve's custom policies below. Not here: who counts (`specray.metrics`), which replica serves a request (`routing`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil, isfinite
+from typing import Any, NamedTuple, Self
+
+from pydantic import Field, model_validator
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from specray.config import Options
+from specray.errors import ConfigError
+from specray.metrics import Snapshot
+
+ROUNDING = 1e-9  # a load of 2.0 may come out as a little more
+
+
+class AutoscalingOptions(Options):
+    """Bounds and targets of the number of Router replicas."""
+
+    min_replicas: int = Field(1, ge=0, le=1024, description="Fewest replicas; with 0 an idle application has none.")
+    max_replicas: int = Field(1, ge=1, le=1024, description="Most replicas.")
+    target_running: float = Field(
+        32.0, gt=0.0, le=4096.0, description="Running requests a replica should have; below max_running_requests."
+    )
+    target_wait_s: float = Field(5.0, gt=0.0, le=3600.0, description="Seconds in which a queue should be worked off.")
+    window_s: float = Field(
+        20.0, gt=10.0, le=600.0, description="Seconds of reports to look at; replicas send theirs every 10 s."
+    )
+    up_delay_s: float = Field(5.0, ge=0.0, le=3600.0, description="Seconds for which more must have been wanted.")
+    down_delay_s: float = Field(
+        180.0, ge=0.0, le=86_400.0, description="Seconds for which fewer must have been enough."
+    )
+    down_margin: float = Field(0.1, ge=0.0, le=1.0, description="Share of the load that fewer must have to spare.")
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ConfigError(
+                f"min_replicas={self.min_replicas} is more than max_replicas={self.max_replicas}, and no number of "
+                "replicas is both; raise max_replicas or lower min_replicas"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _down_is_slower(self) -> Self:
+        if self.down_delay_s < max(self.up_delay_s, self.window_s):
+            raise ConfigError(
+                f"down_delay_s={self.down_delay_s:g} is less than up_delay_s={self.up_delay_s:g} or window_s="
+                f"{self.window_s:g}: a replica would be stopped before its absence could be seen and started again; "
+                f"set down_delay_s >= {max(self.up_delay_s, self.window_s):g}"
+            )
+        return self
+
+
+class Sample(NamedTuple):
+    """What one replica said of itself at one time. The last three are counted since it started."""
+
+    at: float  # seconds
+    num_waiting: float  # requests in its queue
+    num_running: float  # requests it computes
+    num_tokens: float  # tokens it generated
+    busy_s: float  # seconds it spent in steps
+    num_finished: float  # requests it finished
+
+
+History = Mapping[str, Sequence[Sample]]  # of each replica that runs, in any order; none of one that said nothing
+
+
+class Trend(NamedTuple):
+    """A change that was wanted without a break."""
+
+    since: float  # seconds
+    num_replicas: int  # the mildest number wanted in that time
+
+
+class Decision(NamedTuple):
+    num_replicas: int
+    trend: Trend | None  # to be given to the next call
+
+
+def decide(
+    history: History, num_replicas: int, now: float, trend: Trend | None, options: AutoscalingOptions
+) -> Decision:
+    """How many replicas there should be, where `num_replicas` is what was last asked for.
+
+    A change is made once it was wanted without a break for `up_delay_s` or `down_delay_s`, and goes no further than
+    what was wanted all that time. So the number falls at most once in `down_delay_s`, and only to what was enough
+    throughout.
+    """
+    current = min(max(num_replicas, options.min_replicas), options.max_replicas)
+    wanted = wanted_replicas(history, current, now, options)
+    if wanted == current:
+        return Decision(current, None)
+    is_up = wanted > current
+    if trend is None or (trend.num_replicas > current) is not is_up:
+        trend = Trend(now, wanted)
+    mildest = min(trend.num_replicas, wanted) if is_up else max(trend.num_replicas, wanted)
+    if now - trend.since < (options.up_delay_s if is_up else options.down_delay_s):
+        return Decision(current, Trend(trend.since, mildest))
+    return Decision(mildest, None)
+
+
+def wanted_replicas(history: History, current: int, now: float, options: AutoscalingOptions) -> int:
+    """The number of replicas that the last `window_s` seconds ask for, no delays applied.
+
+    Load, in replicas: running / target_running [requests / requests]
+                     + the lesser of waiting / target_running                                [to start them all now]
+                           and waiting * tokens per request / (tokens per second * target_wait_s)  [to start them soon]
+    with running and waiting as means over the window, summed over replicas; tokens per request over the replicas' whole
+    lives, as a window may see no request end; tokens per second while busy, a mean over the window. Where no speed is
+    known, the queue counts by its length.
+
+    More are wanted if the load needs them. Fewer are wanted if they would do with `down_margin` of the load to spare,
+    where a replica that runs and says nothing of use (too young, silent, or numbers that are none) may be as busy as
+    the target: what is not known stops no replica and starts none. One that is still starting has no load. Always
+    within min_replicas and max_replicas; none at all only if min_replicas is 0 and there is no load whatever.
+    """
+    recent = _recent(history, now, options.window_s)
+    load = _load(recent, options)
+    num_unknown = len(history) - len(recent)
+    at_least = ceil(load - ROUNDING)
+    at_most = ceil((load + num_unknown) * (1 + options.down_margin) - ROUNDING)
+    wanted = min(max(current, at_least), at_most) if recent else current
+    return min(max(wanted, options.min_replicas), options.max_replicas)
+
+
+def _recent(history: History, now: float, window_s: float) -> list[list[Sample]]:
+    """Each known replica's usable samples, oldest first. Clocks of two nodes differ, so some may be from the future."""
+    usable = (
+        sorted(s for s in samples if all(isfinite(v) and v >= 0 for v in s) and abs(now - s.at) <= window_s)
+        for samples in history.values()
+    )
+    return [samples for samples in usable if samples]
+
+
+def _load(recent: Sequence[Sequence[Sample]], options: AutoscalingOptions) -> float:
+    """Replicas' worth of work, see `wanted_replicas`."""
+    running = sum(_mean(s.num_running for s in samples) for samples in recent)
+    waiting = sum(_mean(s.num_waiting for s in samples) for samples in recent)
+    queue = waiting / options.target_running
+    if work_s := _seconds_per_request(recent):
+        queue = min(queue, waiting * work_s / options.target_wait_s)
+    return running / options.target_running + queue
+
+
+def _seconds_per_request(recent: Sequence[Sequence[Sample]]) -> float | None:
+    """Tokens of a request / tokens per second: how long a busy replica is at one request's worth of tokens."""
+    num_tokens = sum(samples[-1].num_tokens for samples in recent)
+    num_finished = sum(samples[-1].num_finished for samples in recent)
+    tokens_now = sum(max(0.0, samples[-1].num_tokens - samples[0].num_tokens) for samples in recent)
+    busy_now = sum(max(0.0, samples[-1].busy_s - samples[0].busy_s) for samples in recent)
+    if not (num_finished and tokens_now and busy_now):
+        return None
+    return num_tokens / num_finished * busy_now / tokens_now
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def report(snapshot: Snapshot) -> dict[str, float]:
+    """A replica's numbers under the names of `Sample`: what its `record_autoscaling_stats` returns to Serve."""
+    return {
+        "num_waiting": _total(snapshot, "specray_num_requests_waiting"),
+        "num_running": _total(snapshot, "specray_num_requests_running"),
+        "num_tokens": _total(snapshot, "specray_generation_tokens_total"),
+        "busy_s": _total(snapshot, "specray_step_seconds_total"),
+        "num_finished": _total(snapshot, "specray_request_finished_total"),
+    }
+
+
+def _total(snapshot: Snapshot, name: str) -> float:
+    value = snapshot[name]
+    if isinstance(value, dict):
+        return sum(value.values())
+    assert isinstance(value, int | float), name
+    return float(value)
+
+
+class TokenRatePolicy:
+    """`decide` as Serve calls it: in its controller, several times a second, with the options as keywords.
+
+    An application with no replica is woken by Serve itself when a call waits at a handle; it does not ask us.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = AutoscalingOptions(**options)
+
+    def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        assert ctx.current_time is not None
+        trend: Trend | None = ctx.policy_state.get("trend")
+        history = _history(map(str, ctx.running_replicas), ctx.raw_metrics or {})
+        decision = decide(history, ctx.target_num_replicas, ctx.current_time, trend, self._options)
+        return decision.num_replicas, {"trend": decision.trend}
+
+
+def serve_autoscaling(options: AutoscalingOptions) -> AutoscalingConfig:
+    """What a deployment takes as `autoscaling_config`. Serve's own delays are off: ours have to see every wish."""
+    return AutoscalingConfig(
+        min_replicas=options.min_replicas,
+        max_replicas=options.max_replicas,
+        look_back_period_s=options.window_s,
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
+        policy=AutoscalingPolicy(  # type: ignore[no-untyped-call]
+            policy_function=TokenRatePolicy, policy_kwargs=options.model_dump()
+        ),
+    )
+
+
+def _history(replicas: Iterable[str], raw_metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> History:
+    """Serve's series, one for each number, as samples; a time at which one number is missing is left out."""
+    numbers: dict[str, dict[float, dict[str, float]]] = {replica: {} for replica in replicas}
+    for name, by_replica in raw_metrics.items():
+        for replica, series in by_replica.items():
+            for point in series:
+                numbers.setdefault(str(replica), {}).setdefault(point.timestamp, {})[name] = point.value
+    names = Sample._fields[1:]
+    return {
+        replica: [
+            Sample(at, *(said[name] for name in names)) for at, said in by_time.items() if said.keys() >= set(names)
+        ]
+        for replica, by_time in numbers.items()
+    }
