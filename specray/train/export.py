@@ -91,16 +91,21 @@ def load_exported(head: TrainedHead, folder: Path) -> None:
 
 
 def _move_output_rows(head: Eagle3Head, tensors: dict[str, Tensor], path: Path) -> None:
-    """Make the stored output rows those of this head's draft vocabulary; ids it did not have keep the start's."""
+    """Make the stored output rows those of this head's draft vocabulary.
+
+    Rows of ids it did not have are guessed from the target's, by the linear map that fits the ids it had: the target's
+    own, among rows that have been trained, would outbid all others.
+    """
     if "d2t" not in tensors or "lm_head.weight" not in tensors:
         raise ConfigError(f"{path} has no d2t and lm_head.weight; it is not an EAGLE-3 head with a draft vocabulary")
     stored_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
-    rows = head.lm_head.weight.detach().clone().cpu()
     place = {int(token): index for index, token in enumerate(stored_ids)}
-    for row, token in enumerate(head.draft_ids.tolist()):
-        if token in place:
-            rows[row] = tensors["lm_head.weight"][place[token]].float()
-    tensors.update({"lm_head.weight": rows, "d2t": head.d2t.cpu(), "t2d": head.t2d.cpu()})
+    kept = [row for row, token in enumerate(head.draft_ids.tolist()) if token in place]
+    rows = head.lm_head.weight.detach().float().cpu()  # as `start_from` left them: the target's
+    trained = tensors["lm_head.weight"].float()[[place[int(head.draft_ids[row])] for row in kept]]
+    guessed = rows @ torch.linalg.lstsq(rows[kept], trained, driver="gelsd").solution if kept else rows
+    guessed[kept] = trained
+    tensors.update({"lm_head.weight": guessed, "d2t": head.d2t.cpu(), "t2d": head.t2d.cpu()})
 
 
 def _stored(tensor: Tensor) -> Tensor:

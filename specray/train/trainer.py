@@ -60,6 +60,8 @@ class Trainer:
                 f"{run / CHECKPOINT} was made with {name}={saved['settings'][name]!r}, and now it is "
                 f"{getattr(settings, name)!r}; use the same option to go on, or another run folder"
             )
+        if saved is not None:
+            _check_same_answers(self._folder, saved["answers"], run)
         torch.manual_seed(settings.seed)
         self.head = _build_head(settings, self._folder, self._target, saved["draft_ids"] if saved else None)
         if saved is None:
@@ -142,6 +144,7 @@ class Trainer:
         """The checkpoint first, then the head that is served; each file appears whole or not at all."""
         content = {
             "settings": asdict(self._settings),
+            "answers": _identity(self._folder),
             "draft_ids": self.head.draft_ids,
             "head": self.head.state_dict(),
             "optimizer": self._learner.optimizer.state_dict(),
@@ -182,6 +185,21 @@ class _Clock:
             return False
         self._saved_at = now
         return True
+
+
+def _identity(folder: AnswerFolder) -> dict[str, Any]:
+    """What makes a folder of answers this one; it may grow."""
+    return {name: value for name, value in folder.description.items() if name != "self_prompts"}
+
+
+def _check_same_answers(folder: AnswerFolder, saved: dict[str, Any], run: Path) -> None:
+    """A checkpoint says which shards were read how often: of other answers that would be nonsense."""
+    own = _identity(folder)
+    if changed := [name for name in own if own[name] != saved.get(name)]:
+        raise ConfigError(
+            f"{run / CHECKPOINT} was trained on other answers than {folder.path} holds ({', '.join(changed)} differ); "
+            f"to go on with these, use another run folder and --init-head {run / HEAD}"
+        )
 
 
 def _build_head(settings: TrainSettings, folder: AnswerFolder, target: Target, draft_ids: Tensor | None) -> TrainedHead:

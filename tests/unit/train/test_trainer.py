@@ -138,6 +138,35 @@ def test_init_head_starts_from_its_weights(tmp_path: Path) -> None:
     torch.testing.assert_close(second.head.output_weight, first.head.output_weight[rows].bfloat16().float())
 
 
+def test_rows_of_new_ids_follow_the_map_that_training_gave_the_others(tmp_path: Path) -> None:
+    """The target's own rows would be of another size than trained ones, and outbid them."""
+    answers = write_answers(tmp_path)
+    first = Trainer(settings(draft_vocab_size=HIDDEN + 8), answers, tmp_path / "run", CPU)
+    turn = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        first.head.lm_head.weight.copy_(first.head.lm_head.weight @ turn)  # type: ignore[operator,union-attr]
+    first._save()
+    head = str(tmp_path / "run" / "head")
+    second = Trainer(settings(init_head=head, draft_vocab_size=VOCAB_SIZE), answers, tmp_path / "next", CPU)
+    expected = load_target_rows(second) @ turn
+    torch.testing.assert_close(second.head.output_weight, expected, atol=0.1, rtol=0.05)  # stored in bfloat16
+
+
+def load_target_rows(trainer: Trainer) -> torch.Tensor:
+    return trainer._target.head[trainer.head.draft_ids].float()
+
+
+def test_a_checkpoint_of_other_answers_is_refused(tmp_path: Path) -> None:
+    Trainer(settings(), write_answers(tmp_path), tmp_path / "run", CPU).run()
+    other = tmp_path / "other"
+    other.mkdir()
+    answers = write_answers(other)
+    description = json.loads((answers / "answers.json").read_text())
+    (answers / "answers.json").write_text(json.dumps(description | {"seed": 99}))
+    with pytest.raises(ConfigError, match=r"seed differ.*--init-head"):
+        Trainer(settings(), answers, tmp_path / "run", CPU)
+
+
 def test_validation_is_logged_and_drawn(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Trainer(settings(validate_every=500), write_answers(tmp_path, sequences=150), run, CPU).run()
