@@ -3,8 +3,11 @@
 Not here: what the deployments do. Limits on their queues are here, because Serve's defaults have none.
 """
 
+from typing import Any
+
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from cluster.config import AppConfig
 from cluster.ingress import OpenAIIngress
@@ -12,6 +15,7 @@ from cluster.placement import STRATEGY, bundles, uses_gpus
 from cluster.router import Router
 from specray.spec_decode import check_speculative
 
+ADDRESSED_ROUTER: Any = "cluster.addressing.AddressedRouter"  # Ray types its options as dictionaries
 ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
 INGRESS_SLACK = 256  # requests that are being refused or answered without the engine
 HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # the ranks own the compute threads
@@ -42,6 +46,8 @@ def _ingress(config: AppConfig) -> serve.Deployment:
 def _router(config: AppConfig) -> serve.Deployment:
     return serve.deployment(
         name="Router",
+        num_replicas=config.server.num_replicas,
+        request_router_config=RequestRouterConfig(request_router_class=ADDRESSED_ROUTER),
         max_ongoing_requests=ROUTER_MAX_CALLS,
         logging_config={"enable_access_log": False},  # the ingress logs requests; calls between us are no news
         ray_actor_options={

@@ -1,33 +1,34 @@
-"""The ingress's side of its router: one long-lived stream in, submits and aborts out.
+"""The ingress's side of one router: a long-lived stream in, submits and aborts out, and whether it is still there.
 
-What lives here: which answer belongs to which request, deadlines, and what happens when the router goes
-away: every request in flight ends in an explicit error, then the stream is opened again. Not here: HTTP
-(`openai`), Ray (the `RouterPort` is a Serve handle in `ingress`, a plain object in tests).
+A client lives as long as one life of its router. Silence is death: a frozen router, or one behind a cut link, says
+nothing, and its pulse is missed within seconds; whatever it says later nobody hears. Not here: what becomes of requests
+whose router is lost (`fleet`), HTTP (`openai`), Ray (the `RouterPort` is a Serve handle in `ingress`, a plain object in
+tests).
 """
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import uuid
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from typing import Protocol
 
-from cluster.connections import Item, Refusal, RouterInfo
+from cluster.connections import Item, Pulse, Refusal, RouterInfo
+from cluster.routing import ReplicaState
+from cluster.tasks import Tasks
 from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError, SpecRayError
 from specray.metrics import Snapshot
-from specray.outputs import FinishReason, RequestOutput
+from specray.outputs import RequestOutput
 
-RECONNECT_S = 0.2
-NOT_READY = "the engine is starting or restarting; try again in a few seconds"
-LOST = "the engine stopped while it worked on this request; send it again"
+SILENCE_S = 3.0  # without a sign of life, a router is lost
+CONNECT_S = 5.0
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")
 
 
 class RouterPort(Protocol):
-    """What an ingress asks of a Router."""
+    """What an ingress asks of one Router."""
 
     def outputs(self, connection_id: str) -> AsyncIterator[Item]: ...
 
@@ -49,129 +50,92 @@ class RequestRefusedError(SpecRayError):
         self.param = refusal.param
 
 
-class RequestFailedError(SpecRayError):
-    """The engine ended one request with an error."""
+class RouterLostError(EngineDeadError):
+    """The router is gone, and what it worked on with it."""
 
 
-class DeadlineError(SpecRayError):
-    """A request took longer than it may."""
-
-    status = 504
-
-
-class Job:
-    """Requests submitted together; iterate `outputs`, and `close` however that ends."""
-
-    def __init__(self, client: "RouterClient", request_ids: Sequence[str], timeout_s: float) -> None:
-        self._client = client
-        self._index = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._unfinished = set(request_ids)
-        self._timeout_s = timeout_s
-        self._deadline = asyncio.get_running_loop().time() + timeout_s
-        self._news: asyncio.Queue[RequestOutput | SpecRayError] = asyncio.Queue()
-
-    def put(self, news: RequestOutput | SpecRayError) -> None:
-        self._news.put_nowait(news)
-
-    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """(index of the request, its news) until each has finished. Raises a SpecRayError when one cannot."""
-        while self._unfinished:
-            output = await self._next()
-            if output.finish_reason is not None:
-                self._unfinished.discard(output.request_id)
-            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                raise RequestFailedError(f"the engine gave this request up: {output.error or output.finish_reason}")
-            yield self._index[output.request_id], output
-
-    def close(self) -> None:
-        """Abort what has not finished. May be called twice."""
-        self._client.forget(self._index, abort=self._unfinished)
-        self._unfinished = set()
-
-    async def _next(self) -> RequestOutput:
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                news = await self._news.get()
-        except TimeoutError:
-            raise DeadlineError(
-                f"the request took longer than {self._timeout_s:g} s; ask for fewer tokens or a longer timeout"
-            ) from None
-        if isinstance(news, SpecRayError):  # the router is gone, and our requests with it
-            self._unfinished = set()
-            raise news
-        return news
+Listener = Callable[[RequestOutput | RouterLostError], None]
 
 
 class RouterClient:
-    """One ingress replica's connection; construct it inside the event loop, then `start` it."""
+    """One connection with the router `replica_id`; construct it inside the event loop, then `start` it.
 
-    def __init__(self, port: RouterPort, lease_s: float) -> None:
-        self.info: RouterInfo | None = None  # of the connected router; None while there is none
+    `opened` is called once the router has answered, `closed` when the connection has ended and all listeners know.
+    """
+
+    def __init__(
+        self, replica_id: str, port: RouterPort, lease_s: float, opened: Callable[[], None], closed: Callable[[], None]
+    ) -> None:
+        self.replica_id = replica_id
+        self.info: RouterInfo | None = None  # once connected
+        self._pulse: Pulse | None = None
         self._port = port
         self._lease_s = lease_s
-        self._connection_id = ""
-        self._jobs: dict[str, Job] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        # Serve cancels calls made in a request's context when its client leaves; ours outlive the request.
-        self._context = contextvars.copy_context()
+        self._opened = opened
+        self._closed = closed
+        self._connection_id = uuid.uuid4().hex
+        self._listeners: dict[str, Listener] = {}
+        self._num_unreported = 0
+        self._heard_at = 0.0
+        self._tasks = Tasks()
 
     def start(self) -> None:
-        self._spawn(self._stay_connected())
+        self._tasks.spawn(self._live())
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
-    async def submit(self, requests: list[EngineRequest], timeout_s: float) -> Job:
-        """Start requests, all or none. Raises RequestRefusedError or EngineDeadError."""
-        if self.info is None:
-            raise EngineDeadError(NOT_READY)
+    @property
+    def state(self) -> ReplicaState:
+        """What is known of the router, for routing."""
+        if self._pulse is None:
+            return ReplicaState(self.replica_id, 0, 0, self._num_unreported, is_alive=self.info is not None)
+        pulse = self._pulse
+        return ReplicaState(
+            self.replica_id, pulse.num_waiting, pulse.num_running, self._num_unreported, pulse.kv_usage,
+            pulse.acceptance_length, self.info is not None, pulse.is_draining,
+        )  # fmt: skip
+
+    async def submit(self, requests: list[EngineRequest], listener: Listener) -> None:
+        """Start requests, all or none; `listener` hears of them from now on. RequestRefusedError or RouterLostError.
+
+        A caller that is cancelled leaves nothing behind.
+        """
         request_ids = [request.request_id for request in requests]
-        job = Job(self, request_ids, timeout_s)
-        self._jobs.update(dict.fromkeys(request_ids, job))
-        call = self._spawn(self._submit(requests))
+        self._listeners.update(dict.fromkeys(request_ids, listener))
+        self._num_unreported += len(requests)
+        call = self._tasks.spawn(self._submit(requests))
         try:
             await asyncio.shield(call)
         except asyncio.CancelledError:
             self.forget(request_ids, abort=request_ids, after=call)
             raise
+        except RouterLostError:
+            self.forget(request_ids, abort=request_ids)  # it may have heard us all the same
+            raise
         except SpecRayError:
             self.forget(request_ids)
             raise
-        return job
 
     def forget(
         self, request_ids: Iterable[str], abort: Collection[str] = (), after: asyncio.Task[None] | None = None
     ) -> None:
-        """Expect no more news of requests, and abort some of them once `after` is through."""
+        """Listen for requests no more, and abort some of them once `after` is through."""
         for request_id in request_ids:
-            self._jobs.pop(request_id, None)
+            self._listeners.pop(request_id, None)
         if abort:
-            self._spawn(self._abort(list(abort), after))
+            self._tasks.spawn(self._abort(list(abort), after))
 
     async def stats(self) -> Snapshot:
-        if self.info is None:
-            raise EngineDeadError(NOT_READY)
-        return await self._port.stats()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, context=self._context)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever awaits it has it, too; asyncio need not report it again
+        async with asyncio.timeout(SILENCE_S):
+            return await self._port.stats()
 
     async def _submit(self, requests: list[EngineRequest]) -> None:
         try:
-            refusal = await self._port.submit(self._connection_id, requests)
+            async with asyncio.timeout(SILENCE_S):
+                refusal = await self._port.submit(self._connection_id, requests)
         except Exception as error:
-            logger.warning("submit failed: %s", _first_line(error))
-            raise EngineDeadError(NOT_READY) from error
+            raise RouterLostError(f"submit failed: {first_line(error)}") from error
         if refusal is not None:
             raise RequestRefusedError(refusal)
 
@@ -179,60 +143,63 @@ class RouterClient:
         if after is not None:
             await asyncio.wait([after])
         with contextlib.suppress(Exception):  # a dead router has nothing left to abort
-            await self._port.abort(request_ids)
+            async with asyncio.timeout(SILENCE_S):
+                await self._port.abort(request_ids)
 
-    async def _stay_connected(self) -> None:
-        while True:
-            try:
-                await self._connect()
-            except Exception as error:
-                if self.info is not None:
-                    logger.warning("lost the router: %s", _first_line(error))
-            self._disconnected()
-            await asyncio.sleep(RECONNECT_S)
-
-    async def _connect(self) -> None:
-        """Take news from a new connection until it breaks or falls silent."""
-        self._connection_id = uuid.uuid4().hex
-        pump = self._spawn(self._pump())
-        lease = self._spawn(self._renew())
+    async def _live(self) -> None:
+        """From the first sign of life to the last."""
+        parts = [self._tasks.spawn(part) for part in (self._pump(), self._renew(), self._watch())]
         try:
-            await asyncio.wait([pump, lease], return_when=asyncio.FIRST_COMPLETED)
-            await (pump if pump.done() else lease)
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            reason = next(first_line(part.exception()) for part in parts if part.done())
+            if self.info is not None:
+                logger.warning("lost the router %s: %s", self.replica_id, reason)
         finally:
-            pump.cancel()
-            lease.cancel()
+            for part in parts:
+                part.cancel()
+            self.info = None
+            listeners, self._listeners = self._listeners, {}
+            for listener in set(listeners.values()):
+                listener(RouterLostError("the engine stopped while it worked on this request"))
+            self._closed()
 
     async def _pump(self) -> None:
         async for item in self._port.outputs(self._connection_id):
+            self._heard_at = asyncio.get_running_loop().time()
             if isinstance(item, RouterInfo):
                 self.info = item
-                logger.info("connected to the router: %s", item)
+                self._opened()
+                logger.info("connected to the router %s: %s", self.replica_id, item)
+            elif isinstance(item, Pulse):
+                self._pulse, self._num_unreported = item, 0
             else:
                 self._dispatch(item)
+        raise EngineDeadError("its stream ended")
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            job = self._jobs.get(output.request_id)
-            if job is not None:
-                job.put(output)
+            if listener := self._listeners.get(output.request_id):
+                listener(output)
+
+    async def _watch(self) -> None:
+        """Ends when the router was silent for too long."""
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        while True:
+            await asyncio.sleep(SILENCE_S / 6)
+            silence = clock() - (self._heard_at or started)
+            if silence > (SILENCE_S if self._heard_at else CONNECT_S):
+                raise EngineDeadError(f"not a word for {silence:.1f} s")
 
     async def _renew(self) -> None:
-        """Tell the router that we live, and find out whether it does."""
+        """Tell the router that we live, so that it does not drop our requests."""
         while True:
             await asyncio.sleep(self._lease_s / 4)
-            if self.info is None:
-                continue
-            async with asyncio.timeout(self._lease_s):
-                if not await self._port.renew(self._connection_id):
-                    raise EngineDeadError("the router does not know this connection any more")
-
-    def _disconnected(self) -> None:
-        self.info = None
-        lost, self._jobs = self._jobs, {}
-        for job in set(lost.values()):
-            job.put(EngineDeadError(LOST))
+            if self.info is not None:
+                async with asyncio.timeout(self._lease_s):
+                    if not await self._port.renew(self._connection_id):
+                        raise EngineDeadError("it does not know this connection any more")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

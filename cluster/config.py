@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from cluster.routing import RoutingOptions
 from specray.config import EngineConfig, Options
 
 
@@ -29,6 +30,10 @@ class ServerConfig(Options):
     lease_s: float = Field(
         10.0, ge=1.0, le=300.0, description="Silence after which router and ingress give each other up for dead."
     )
+    failover_s: float = Field(
+        30.0, ge=0.0, le=3600.0, description="Longest that requests whose engine was lost wait for another to go on."
+    )
+    num_replicas: int = Field(1, ge=1, le=1024, description="Engines; each has a router, its ranks and their drafters.")
     num_ingress_replicas: int = Field(1, ge=1, le=64, description="Replicas of the HTTP front.")
     ingress_cpus: float = Field(0.1, ge=0.0, le=64.0, description="CPU share that Ray reserves for an ingress replica.")
     router_cpus: float = Field(0.1, ge=0.0, le=64.0, description="CPU share that Ray reserves for the router.")
@@ -53,6 +58,7 @@ class AppConfig(EngineConfig):
     """A whole application: one engine and its server."""
 
     draft: DraftConfig = DraftConfig()
+    routing: RoutingOptions = RoutingOptions()
     server: ServerConfig = ServerConfig()
 
     @property

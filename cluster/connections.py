@@ -21,6 +21,16 @@ class RouterInfo(NamedTuple):
     eos_token_ids: list[int]
 
 
+class Pulse(NamedTuple):
+    """What an engine says of itself several times a second: that it lives, and how busy it is."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    acceptance_length: float | None
+    is_draining: bool
+
+
 class Refusal(NamedTuple):
     """Why a submit was refused, as plain data: an exception would cross Ray with its traceback."""
 
@@ -29,7 +39,7 @@ class Refusal(NamedTuple):
     param: str | None
 
 
-Item = RouterInfo | list[RequestOutput]
+Item = RouterInfo | Pulse | list[RequestOutput]
 
 
 class Connection:
@@ -91,6 +101,11 @@ class Connections:
         for connection, batch in batches.items():
             connection.items.put_nowait(batch)
         self.remove(output.request_id for output in outputs if output.finish_reason is not None)
+
+    def send(self, pulse: Pulse) -> None:
+        """Tell every ingress."""
+        for connection in self._by_id.values():
+            connection.items.put_nowait(pulse)
 
     def renew(self, connection_id: str) -> bool:
         """Note that an ingress lives; False if its connection is unknown."""

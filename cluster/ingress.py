@@ -3,52 +3,20 @@
 It comes up before the router does and answers 503 until then. Not here: routes and shapes (`openai`).
 """
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 
-from cluster.client import RouterClient
 from cluster.config import AppConfig
-from cluster.connections import Item, Refusal
+from cluster.fleet import Fleet
 from cluster.openai.app import create_app
 from cluster.openai.service import Service
 from cluster.openai.tokenization import Tokenization
-from specray.engine.request import EngineRequest
-from specray.metrics import Snapshot
+from cluster.replicas import HandleDirectory
 from specray.models.files import resolve_model
 from specray.models.tokenizer import load_tokenizer
-
-
-class HandlePort:
-    """A Serve handle to the Router, as `client.RouterPort`."""
-
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._handle = handle
-        self._streaming = handle.options(stream=True)
-
-    async def outputs(self, connection_id: str) -> AsyncIterator[Item]:
-        stream = self._streaming.outputs.remote(connection_id)
-        assert isinstance(stream, DeploymentResponseGenerator)
-        async for item in stream:
-            yield item
-
-    async def submit(self, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
-        refusal: Refusal | None = await self._handle.submit.remote(connection_id, requests)
-        return refusal
-
-    async def abort(self, request_ids: list[str]) -> None:
-        await self._handle.abort.remote(request_ids)
-
-    async def renew(self, connection_id: str) -> bool:
-        is_known: bool = await self._handle.renew.remote(connection_id)
-        return is_known
-
-    async def stats(self) -> Snapshot:
-        snapshot: Snapshot = await self._handle.stats.remote()
-        return snapshot
 
 
 @serve.ingress()
@@ -56,9 +24,9 @@ class OpenAIIngress:
     """One replica of the HTTP front."""
 
     def __init__(self, config: AppConfig, router: DeploymentHandle[Any]) -> None:
-        client = RouterClient(HandlePort(router), config.server.lease_s)
-        self._service = Service(config, client, lambda: _load_tokenization(config))
-        client.start()
+        fleet = Fleet(HandleDirectory(router), config)
+        self._service = Service(config, fleet, lambda: _load_tokenization(config))
+        fleet.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._service)

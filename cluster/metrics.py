@@ -36,17 +36,17 @@ def log_line(before: Snapshot, now: Snapshot, seconds: float, num_kv_tokens: int
     """What happened between two snapshots in SGLang's style; None if nothing did."""
 
     def grown(name: str) -> float:
-        return _number(now, name) - _number(before, name)
+        return number(now, name) - number(before, name)
 
-    if not grown("specray_steps_total") and not _number(now, "specray_num_requests_waiting"):
+    if not grown("specray_steps_total") and not number(now, "specray_num_requests_waiting"):
         return None
     num_verify_steps = grown("specray_verify_steps_total")
     num_accepted = grown("specray_spec_decode_num_accepted_tokens_total")
     accept_length = 1 + num_accepted / num_verify_steps if num_verify_steps else 0.0
-    usage = _number(now, "specray_kv_cache_usage_perc")
+    usage = number(now, "specray_kv_cache_usage_perc")
     return (
-        f"running: {_number(now, 'specray_num_requests_running'):.0f}, "
-        f"queued: {_number(now, 'specray_num_requests_waiting'):.0f}, "
+        f"running: {number(now, 'specray_num_requests_running'):.0f}, "
+        f"queued: {number(now, 'specray_num_requests_waiting'):.0f}, "
         f"tokens: {usage * num_kv_tokens:.0f}, "
         f"kv usage: {usage:.2f}, "
         f"accept len: {accept_length:.2f}, "
@@ -77,7 +77,8 @@ def _samples(snapshot: Snapshot) -> Iterator[tuple[str, str, float]]:
             yield from ((name, label_value, number) for label_value, number in labelled(value))
 
 
-def _number(snapshot: Snapshot, name: str) -> float:
+def number(snapshot: Snapshot, name: str) -> float:
+    """The value of a metric without a label."""
     value = snapshot[name]
     assert isinstance(value, int | float), name
     return value

@@ -8,12 +8,16 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
 from cluster.config import AppConfig
-from cluster.connections import Connections, Item, Refusal, RouterInfo
+from cluster.connections import Connections, Item, Pulse, Refusal, RouterInfo
 from cluster.executor import RayExecutor
-from cluster.metrics import RayExporter, log_line
+from cluster.metrics import RayExporter, log_line, number
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
@@ -23,6 +27,9 @@ from specray.models.files import resolve_model
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import RequestOutput
 
+PULSE_S = 0.5  # between two signs of life
+PULSES_IN_WINDOW = 20  # over which accept length is reported
+ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
 LAST_NEWS_S = 0.5  # between telling the ingresses of a dead engine and leaving
 NOT_CONNECTED = "the engine was restarted; try again in a few seconds"
 
@@ -39,24 +46,33 @@ class Router:
         self._config = config
         self._leave = leave
         self._death: str | None = None
+        self._replica_id = _own_replica_id()
         self._executor, engine = await asyncio.to_thread(_start_engine, config)
         self._loop = asyncio.get_running_loop()
         self._engine = AsyncEngine(engine, self._deliver_from_thread)
         self._connections = Connections(self._engine.abort, time.monotonic)
         self._info = _info(config, engine)
         self._engine.start()
-        self._keeper = asyncio.create_task(self._keep_house())
+        self._keepers = [asyncio.create_task(work) for work in (self._keep_house(), self._send_pulses())]
         logger.info("engine ready: %s", self._info)
 
-    async def outputs(self, connection_id: str) -> AsyncIterator[Item]:
+    # Every call names the replica it is for: one whose addressee is gone arrives at another, and is refused.
+
+    async def outputs(self, connection_id: str, to: str | None = None) -> AsyncIterator[Item]:
         """One ingress replica's stream: who we are, then one item per step. Ends with an exception only."""
         self._raise_if_dead()
+        self._check_addressee(to)
         async for item in self._connections.stream(connection_id, self._info):
             yield item
 
-    async def submit(self, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
+    async def submit(
+        self,
+        connection_id: str,
+        requests: list[EngineRequest],
+        to: str | None = None,
+    ) -> Refusal | None:
         """Queue requests, all or none."""
-        if connection_id not in self._connections:
+        if connection_id not in self._connections or not self._is_addressee(to):
             return Refusal(EngineDeadError.status, NOT_CONNECTED, None)
         self._connections.add(connection_id, [request.request_id for request in requests])
         for index, request in enumerate(requests):
@@ -68,21 +84,29 @@ class Router:
                 return Refusal(error.status, str(error), getattr(error, "param", None))
         return None
 
-    async def abort(self, request_ids: list[str]) -> None:
+    async def abort(self, request_ids: list[str], to: str | None = None) -> None:  # noqa: ARG002  # ids are unique
         """End requests nobody waits for any more; they get no further output."""
         self._connections.remove(request_ids)
         self._engine.abort(request_ids)
 
-    async def renew(self, connection_id: str) -> bool:
-        """An ingress says that it lives; False if its connection is gone."""
+    async def renew(self, connection_id: str, to: str | None = None) -> bool:  # noqa: ARG002  # as are connections
+        """An ingress says that it lives; False if its connection is not here."""
         return self._connections.renew(connection_id)
 
-    async def stats(self) -> Snapshot:
+    async def stats(self, to: str | None = None) -> Snapshot:
+        self._check_addressee(to)
         return self._engine.stats()
 
     async def check_health(self) -> None:
         """Serve asks every second and replaces the replica when this raises."""
         self._raise_if_dead()
+
+    def _is_addressee(self, to: str | None) -> bool:
+        return to is None or self._replica_id in (None, to)
+
+    def _check_addressee(self, to: str | None) -> None:
+        if not self._is_addressee(to):
+            raise EngineDeadError(f"the replica {to} is gone; this is {self._replica_id}")
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:
@@ -106,6 +130,12 @@ class Router:
         else:
             self._die(engine_error)
 
+    async def _send_pulses(self) -> None:
+        lengths = AcceptanceWindow(PULSES_IN_WINDOW)
+        while True:
+            self._connections.send(pulse_of(self._engine.stats(), lengths, is_draining=False))
+            await asyncio.sleep(PULSE_S)
+
     async def _keep_house(self) -> None:
         exporter = RayExporter()
         reporter = LogReporter(self._config.server.log_interval_s, self._info.num_kv_tokens, time.monotonic)
@@ -118,6 +148,30 @@ class Router:
             self._connections.expire(self._config.server.lease_s)
             if failure := self._engine.error or self._executor.failure():
                 self._die(failure)
+
+
+class AcceptanceWindow:
+    """Accept length over the last so many snapshots."""
+
+    def __init__(self, size: int) -> None:
+        self._counts: deque[tuple[float, float]] = deque(maxlen=size + 1)  # verify steps, accepted tokens
+
+    def note(self, snapshot: Snapshot) -> float | None:
+        """Tokens of a verify step, bonus included; None while there was none."""
+        now = number(snapshot, "specray_verify_steps_total"), number(snapshot, ACCEPTED)
+        self._counts.append(now)
+        steps, accepted = (new - old for new, old in zip(now, self._counts[0], strict=True))
+        return 1 + accepted / steps if steps else None
+
+
+def pulse_of(snapshot: Snapshot, lengths: AcceptanceWindow, is_draining: bool) -> Pulse:
+    return Pulse(
+        num_running=int(number(snapshot, "specray_num_requests_running")),
+        num_waiting=int(number(snapshot, "specray_num_requests_waiting")),
+        kv_usage=number(snapshot, "specray_kv_cache_usage_perc"),
+        acceptance_length=lengths.note(snapshot),
+        is_draining=is_draining,
+    )
 
 
 class LogReporter:
@@ -140,6 +194,14 @@ class LogReporter:
         if line := log_line(before, snapshot, now - since, self._num_kv_tokens):
             logger.info(line)
         self._last = now, snapshot
+
+
+def _own_replica_id() -> str | None:
+    """None outside of Serve."""
+    try:
+        return str(serve.get_replica_context().replica_id.unique_id)
+    except RayServeException:
+        return None
 
 
 def _start_engine(config: AppConfig) -> tuple[RayExecutor, Engine]:

@@ -3,8 +3,9 @@
 Names, kinds and help come from `specray.metrics.METRICS`. Not here: Ray's own metrics (`cluster.metrics`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -13,46 +14,48 @@ from prometheus_client.registry import Collector
 from specray.metrics import METRICS, SECONDS_BUCKETS, HistogramSnapshot, Snapshot
 from specray.metrics import Metric as Definition
 
+REPLICA = "replica"  # label of every series: the Router replica, as in Ray's metrics
+Value = float | dict[str, float] | HistogramSnapshot
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BUCKET_BOUNDS = [*(f"{bound:g}" for bound in SECONDS_BUCKETS), "+Inf"]
 
 
-def prometheus_text(snapshot: Snapshot) -> bytes:
-    """The snapshot in Prometheus' text format."""
+def prometheus_text(snapshots: Mapping[str, Snapshot]) -> bytes:
+    """Snapshots by the replica they are of, in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(SnapshotCollector(snapshot))
+    registry.register(SnapshotCollector(snapshots))
     text: bytes = generate_latest(registry)
     return text
 
 
 class SnapshotCollector(Collector):
-    """Shows one snapshot to prometheus-client."""
+    """Shows snapshots to prometheus-client."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+    def __init__(self, snapshots: Mapping[str, Snapshot]) -> None:
+        self._snapshots = snapshots
 
     def collect(self) -> Iterator[Metric]:
         for definition in METRICS:
-            value = self._snapshot[definition.name]
-            if isinstance(value, HistogramSnapshot):
-                yield _histogram(definition, value)
-            else:
-                yield _simple(definition, value)
+            family = _family(definition)
+            for replica, snapshot in self._snapshots.items():
+                _add(family, definition, replica, snapshot[definition.name])
+            yield family
 
 
-def _simple(definition: Definition, value: float | dict[str, float]) -> Metric:
-    family = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-    labels = [definition.label] if definition.label else None
-    metric = family(definition.name, definition.help, labels=labels)
+def _family(definition: Definition) -> Metric:
+    families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+    labels = [REPLICA, definition.label] if definition.label else [REPLICA]
+    family: Metric = families[definition.kind](definition.name, definition.help, labels=labels)
+    return family
+
+
+def _add(family: Any, definition: Definition, replica: str, value: Value) -> None:
+    if isinstance(value, HistogramSnapshot):
+        family.add_metric([replica], buckets=cumulative(value), sum_value=value.total)
+        return
     for label_value, number in labelled(value):
-        metric.add_metric([label_value] if definition.label else [], number)
-    return metric
-
-
-def _histogram(definition: Definition, value: HistogramSnapshot) -> Metric:
-    metric = HistogramMetricFamily(definition.name, definition.help)
-    metric.add_metric([], buckets=cumulative(value), sum_value=value.total)
-    return metric
+        family.add_metric([replica, label_value] if definition.label else [replica], number)
 
 
 def cumulative(value: HistogramSnapshot) -> list[tuple[str, float]]:

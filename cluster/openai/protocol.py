@@ -166,6 +166,7 @@ class Generating(Sampling):
     min_tokens: MinTokens | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: CacheSalt | None = None  # requests with one key go to one engine while its load allows
     timeout: Timeout | None = None
 
     @model_validator(mode="after")
@@ -323,6 +324,7 @@ class GenerateRequest(Body):
     return_logprob: bool | None = None
     top_logprobs_num: NumLogprobs | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: CacheSalt | None = None  # requests with one key go to one engine while its load allows
     timeout: Timeout | None = None
 
     @model_validator(mode="after")

@@ -13,9 +13,9 @@ from typing import Any
 
 from fastapi import Response
 
-from cluster.client import NOT_READY, RouterClient
 from cluster.config import AppConfig
 from cluster.connections import RouterInfo
+from cluster.fleet import NOT_READY, Fleet
 from cluster.openai.errors import ApiError, shown
 from cluster.openai.protocol import Body, ChatRequest, CompletionRequest, GenerateRequest
 from cluster.openai.replies import ChatReply, CompletionReply, GenerateReply, Head, Reply
@@ -33,9 +33,9 @@ Json = dict[str, Any]
 class Service:
     """One ingress replica's work. `load` makes the tokenizer; it is called once a router is connected."""
 
-    def __init__(self, config: AppConfig, client: RouterClient, load: Callable[[], Tokenization]) -> None:
+    def __init__(self, config: AppConfig, fleet: Fleet, load: Callable[[], Tokenization]) -> None:
         self.config = config
-        self._client = client
+        self._fleet = fleet
         self._load = load
         self._loading = asyncio.Lock()
         self._tokenization: Tokenization | None = None
@@ -74,15 +74,16 @@ class Service:
         """Raises EngineDeadError (503) unless a request would be served now."""
         await self._ready()
 
-    async def stats(self) -> Snapshot:
-        return await self._client.stats()
+    async def stats(self) -> dict[str, Snapshot]:
+        """Every engine's counters, by the replica of its router."""
+        return await self._fleet.stats()
 
     def models(self) -> Json:
         return {"object": "list", "data": [self.model(self.config.model_name)]}
 
     def model(self, name: str) -> Json:
         self._check_model(name)
-        info = self._client.info
+        info = self._fleet.info
         return {
             "id": self.config.model_name,
             "object": "model",
@@ -113,7 +114,7 @@ class Service:
             **speculative,
             "max_total_num_tokens": info.num_kv_tokens,
             "max_draft_tokens": info.max_draft_tokens,
-            "internal_states": [await self.stats()],
+            "internal_states": list((await self.stats()).values()),
         }
 
     async def _respond(
@@ -126,7 +127,7 @@ class Service:
     ) -> Response:
         requests = _engine_requests(head.request_id, prompts, params, body.cache_salt or "")
         limit = self.config.server.request_timeout_s
-        job = await self._client.submit(requests, min(body.timeout or limit, limit))
+        job = await self._fleet.submit(requests, min(body.timeout or limit, limit), body.prompt_cache_key or "")
         headers = _headers(body)
         return EventStream(job, reply, headers) if body.stream else await whole(job, reply, headers)
 
@@ -138,9 +139,9 @@ class Service:
         return self._tokenization
 
     def _info(self) -> RouterInfo:
-        if self._client.info is None:
+        if self._fleet.info is None:
             raise ApiError(503, NOT_READY)
-        return self._client.info
+        return self._fleet.info
 
     def _head(self, prefix: str, params: SamplingParams) -> Head:
         assert params.seed is not None

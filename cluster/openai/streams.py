@@ -12,7 +12,7 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cluster.client import Job
+from cluster.fleet import Job
 from cluster.openai.errors import INTERNAL_MESSAGE, ApiError, from_engine
 from cluster.openai.replies import Reply, extend
 from specray.errors import SpecRayError

@@ -58,7 +58,10 @@ class Engine:
                 "shorten the prompt or lower max_tokens",
                 "prompt" if num_prompt >= self.max_length else "max_tokens",
             )
+        if spec.emitted_token_ids and len(spec.emitted_token_ids) >= (spec.params.max_tokens or self.max_length):
+            raise InvalidRequestError("emitted_token_ids has all tokens already; there is nothing to go on with")
         self._check_ids("prompt", spec.prompt_token_ids)
+        self._check_ids("emitted_token_ids", spec.emitted_token_ids)
         self._check_ids("logit_bias", spec.params.logit_bias)
         self._check_ids("stop_token_ids", spec.params.stop_token_ids)
         self.scheduler.check_queue(len(arriving))
@@ -67,8 +70,10 @@ class Engine:
         """Queue a request that passed `check`."""
         num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens
         max_length = self.max_length if max_tokens is None else num_prompt + max_tokens
-        request = Request(spec, max_length, time.monotonic(), list(spec.prompt_token_ids), num_prompt)
+        known = [*spec.prompt_token_ids, *spec.emitted_token_ids]
+        request = Request(spec, max_length, time.monotonic(), known, num_prompt)
         text = TextStream(self._tokenizer, spec.params, self.capacity.eos_token_ids, max_length - num_prompt)
+        text.feed(spec.emitted_token_ids)  # the caller has this text
         self.scheduler.add(request)
         self._requests[spec.request_id], self._texts[spec.request_id] = request, text
         self.stats.add("specray_prompt_tokens_total", num_prompt)
@@ -156,6 +161,8 @@ class Engine:
         request = emitted.request
         if request.first_token is None:
             request.first_token = time.monotonic()
+            if request.spec.emitted_token_ids:
+                return
             self.stats.observe("specray_time_to_first_token_seconds", request.first_token - request.arrival)
         else:
             self.stats.accepted(emitted.num_draft_tokens, len(emitted.token_ids) - 1)

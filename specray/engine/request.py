@@ -3,6 +3,7 @@
 Not here: its text (`detokenizer`), its KV rows and its drafts (the worker's).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -20,6 +21,7 @@ class EngineRequest:
     params: SamplingParams
     cache_salt: str = ""  # tenants with different salts share no cached prefix
     tenant: str = ""  # whose share of the engine it uses: the operator's name for a client, never the client's choice
+    emitted_token_ids: Sequence[int] = ()  # by an engine that was lost: this one goes on behind them, without a seam
 
 
 class Status(Enum):

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -13,15 +13,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import cluster.router
-from cluster.client import RouterClient
 from cluster.config import AppConfig
+from cluster.connections import Item, Refusal
+from cluster.fleet import Fleet
 from cluster.openai.app import create_app
 from cluster.openai.service import Service
 from cluster.openai.tokenization import Tokenization
 from cluster.router import Router
 from specray.engine.engine import Engine
 from specray.engine.executor import Capacity
+from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError
+from specray.metrics import Snapshot
 from specray.outputs import TokenLogprob
 from specray.step import NewRow, RowResult, StepPlan, StepResult, StepTimes
 
@@ -94,17 +97,101 @@ def logprob_of(token: int, wanted: int) -> TokenLogprob:
     return TokenLogprob(token, -0.5, [(token, -0.5), (0, -float("inf"))][:wanted])
 
 
-class Server:
-    """A running server and the handles a test needs."""
+class Replica:
+    """One life of a router over scripted ranks, and what can befall it."""
 
-    def __init__(
-        self, http: httpx.AsyncClient, ranks: ScriptedRanks, router: Router, client: RouterClient, left: list[int]
-    ) -> None:
-        self.left = left  # the exit status, once the router has left its process
-        self.http = http
+    def __init__(self, replica_id: str, ranks: ScriptedRanks, router: Router, left: list[int]) -> None:
+        self.replica_id = replica_id
         self.ranks = ranks
         self.router = router
-        self.client = client
+        self.left = left  # the exit status, once the router has left its process
+        self.is_dead = False
+        self.runs = asyncio.Event()
+        self.runs.set()
+
+    def kill(self) -> None:
+        self.is_dead = True
+        self.router._connections.fail(ConnectionError("the process is gone"))
+
+    def freeze(self) -> None:
+        self.runs.clear()
+
+    def thaw(self) -> None:
+        self.runs.set()
+
+    async def end(self) -> None:
+        for keeper in self.router._keepers:
+            keeper.cancel()
+        await asyncio.to_thread(self.router._engine.close)
+
+
+class ReplicaPort:
+    """What a Serve handle is: calls to a router that may be dead or frozen."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    async def outputs(self, connection_id: str) -> AsyncIterator[Item]:
+        router = await self._reach()
+        async for item in router.outputs(connection_id):
+            await self._reach()
+            yield item
+
+    async def submit(self, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
+        return await (await self._reach()).submit(connection_id, requests)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await (await self._reach()).abort(request_ids)
+
+    async def renew(self, connection_id: str) -> bool:
+        return await (await self._reach()).renew(connection_id)
+
+    async def stats(self) -> Snapshot:
+        return await (await self._reach()).stats()
+
+    async def _reach(self) -> Router:
+        await self._replica.runs.wait()
+        if self._replica.is_dead:
+            raise ConnectionError("the process is gone")
+        return self._replica.router
+
+
+class Server:
+    """A running server and the handles a test needs; `replicas[0]` is the one most tests are about."""
+
+    def __init__(self, start: Callable[[str], Awaitable[Replica]]) -> None:
+        self._start = start
+        self._num_started = 0
+        self.replicas: list[Replica] = []
+        self.http: httpx.AsyncClient
+        self.fleet: Fleet
+
+    async def add_replica(self) -> Replica:
+        self._num_started += 1
+        self.replicas.append(await self._start(f"replica-{self._num_started}"))
+        return self.replicas[-1]
+
+    def replica_ids(self) -> list[str]:
+        return [replica.replica_id for replica in self.replicas if not replica.is_dead]
+
+    def port(self, replica_id: str) -> ReplicaPort:
+        return ReplicaPort(next(replica for replica in self.replicas if replica.replica_id == replica_id))
+
+    @property
+    def ranks(self) -> ScriptedRanks:
+        return self.replicas[0].ranks
+
+    @property
+    def router(self) -> Router:
+        return self.replicas[0].router
+
+    @property
+    def left(self) -> list[int]:
+        return self.replicas[0].left
+
+    @property
+    def num_connected(self) -> int:
+        return sum(client.info is not None for client in self.fleet._clients.values())
 
     async def until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
         async with asyncio.timeout(seconds):
@@ -125,28 +212,38 @@ def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -
     """`async with serve(step_s=..., connect=..., **AppConfig fields) as server`."""
 
     @asynccontextmanager
-    async def run(step_s: float = 0.0, connect: bool = True, **options: Any) -> AsyncIterator[Server]:
+    async def run(
+        step_s: float = 0.0, connect: bool = True, num_replicas: int = 1, **options: Any
+    ) -> AsyncIterator[Server]:
         config = AppConfig(model="toy", **options)
-        ranks = ScriptedRanks(tokenizer, step_s)
-        monkeypatch.setattr(
-            cluster.router, "_start_engine",
-            lambda _: (ranks, Engine(config.engine, ranks, tokenizer.backend_tokenizer)),
-        )  # fmt: skip
-        router = object.__new__(Router)
-        left: list[int] = []
-        await Router.__init__(router, config, leave=left.append)  # type: ignore[misc]
-        client = RouterClient(router, config.server.lease_s)
-        app = create_app(Service(config, client, lambda: Tokenization(tokenizer)))
+
+        async def start(replica_id: str) -> Replica:
+            ranks = ScriptedRanks(tokenizer, step_s)
+            monkeypatch.setattr(
+                cluster.router, "_start_engine",
+                lambda _: (ranks, Engine(config.engine, ranks, tokenizer.backend_tokenizer)),
+            )  # fmt: skip
+            router = object.__new__(Router)
+            left: list[int] = []
+            await Router.__init__(router, config, leave=left.append)  # type: ignore[misc]
+            return Replica(replica_id, ranks, router, left)
+
+        server = Server(start)
+        for _ in range(num_replicas):
+            await server.add_replica()
+        server.fleet = Fleet(server, config)
+        app = create_app(Service(config, server.fleet, lambda: Tokenization(tokenizer)))
         if connect:
-            client.start()
+            server.fleet.start()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20.0) as http:
-            server = Server(http, ranks, router, client, left)
+            server.http = http
             if connect:
-                await server.until(lambda: client.info is not None)
+                await server.until(lambda: server.num_connected == num_replicas)
             yield server
-        await client.close()
-        router._keeper.cancel()
-        await asyncio.to_thread(router._engine.close)
+        await server.fleet.close()
+        for replica in server.replicas:
+            replica.thaw()
+            await replica.end()
 
     return run

@@ -234,8 +234,8 @@ def test_503_until_the_router_is_there(serve: Serve) -> None:
                 assert_error(reply, 503)
                 assert int(reply.headers["retry-after"]) > 0
             assert (await server.http.get("/v1/models")).status_code == 200
-            server.client.start()
-            await server.until(lambda: server.client.info is not None)
+            server.fleet.start()
+            await server.until(lambda: server.fleet.info is not None)
             assert (await server.http.get("/health")).status_code == 200
 
     asyncio.run(scenario())
@@ -293,7 +293,7 @@ async def assert_idle(server: Any) -> None:
 
 def test_a_dead_engine_ends_every_request_explicitly(serve: Serve) -> None:
     async def scenario() -> None:
-        async with serve(step_s=0.02) as server:
+        async with serve(step_s=0.02, server={"failover_s": 0.3}) as server:
             posts = [server.http.post("/v1/completions", json=LONG | {"stream": s}) for s in (False, True)]
             replies = asyncio.gather(*posts)
             await server.until(lambda: server.ranks.num_steps > 2)
@@ -317,7 +317,7 @@ def test_a_silent_ingress_loses_its_requests(serve: Serve) -> None:
         async with serve(step_s=0.05, server=options) as server:
             request = asyncio.create_task(server.http.post("/v1/completions", json=LONG))
             await server.until(lambda: server.ranks.num_steps > 2)
-            await server.client.close()
+            await server.fleet.close()
             await assert_idle(server)
             request.cancel()
 
@@ -330,7 +330,8 @@ def test_metrics_parse_and_agree_with_usage(serve: Serve) -> None:
             body = {"prompt": "abc", "max_tokens": 30}
             usage = (await server.http.post("/v1/completions", json=body)).json()["usage"]
             text = (await server.http.get("/metrics")).text
-            samples = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples if not s.labels}
+            found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+            samples = {sample.name: sample.value for sample in found if set(sample.labels) == {"replica"}}
             assert samples["specray_generation_tokens_total"] == usage["completion_tokens"] == 30
             assert samples["specray_prompt_tokens_total"] == 3
             assert samples["specray_verify_steps_total"] == usage["speculative"]["verify_steps"]

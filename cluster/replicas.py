@@ -1,0 +1,83 @@
+"""The replicas of the Router deployment, as one process sees them, and calls to one of them.
+
+Not here: how a call finds its addressee (`addressing`), and what is said (`client`).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
+
+from cluster.connections import Item, Refusal
+from specray.engine.request import EngineRequest
+from specray.metrics import Snapshot
+
+ADDRESSEE = "to"  # the keyword argument of every call that names the replica
+
+_seen: dict[str, frozenset[str]] = {}  # deployment -> replicas, as this process's request routers last knew them
+
+
+def note(replicas: Sequence[tuple[str, str]]) -> None:
+    """All replicas of one deployment, as (deployment, replica)."""
+    if replicas:  # of none it is not known whose they were; calls to them will fail
+        _seen[replicas[0][0]] = frozenset(replica_id for _, replica_id in replicas)
+
+
+class HandleDirectory:
+    """`fleet.Directory` over a Serve handle to the Router deployment."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._first_call: object = None
+
+    def replica_ids(self) -> Collection[str]:
+        if self._first_call is None:  # a handle looks for replicas once it is called
+            self._first_call = self._handle.stats.remote()
+        return _seen.get(self._handle.deployment_name, frozenset())
+
+    def port(self, replica_id: str) -> "HandlePort":
+        return HandlePort(self._handle, replica_id)
+
+
+class HandlePort:
+    """`client.RouterPort` over a Serve handle: one replica of it."""
+
+    def __init__(self, handle: DeploymentHandle[Any], replica_id: str) -> None:
+        self._handle = handle
+        self._streaming = handle.options(stream=True)
+        self._to = {ADDRESSEE: replica_id}
+
+    async def outputs(self, connection_id: str) -> AsyncIterator[Item]:
+        stream = self._streaming.outputs.remote(connection_id, **self._to)
+        assert isinstance(stream, DeploymentResponseGenerator)
+        try:
+            async for item in stream:
+                yield item
+        finally:
+            stream.cancel()  # type: ignore[no-untyped-call]
+
+    async def submit(self, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
+        refusal: Refusal | None = await _answer(self._handle.submit.remote(connection_id, requests, **self._to))
+        return refusal
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await _answer(self._handle.abort.remote(request_ids, **self._to))
+
+    async def renew(self, connection_id: str) -> bool:
+        is_known: bool = await _answer(self._handle.renew.remote(connection_id, **self._to))
+        return is_known
+
+    async def stats(self) -> Snapshot:
+        snapshot: Snapshot = await _answer(self._handle.stats.remote(**self._to))
+        return snapshot
+
+
+async def _answer(response: DeploymentResponse[Any] | DeploymentResponseGenerator[Any]) -> Any:
+    """Await a call; one that is given up is taken back, or it would look for a dead addressee for ever."""
+    assert isinstance(response, DeploymentResponse)
+    try:
+        return await response
+    except asyncio.CancelledError:
+        response.cancel()  # type: ignore[no-untyped-call]
+        raise

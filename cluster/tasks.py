@@ -1,0 +1,33 @@
+"""Background tasks of one owner in an event loop: kept from the garbage collector, ended together."""
+
+import asyncio
+import contextvars
+from collections.abc import Coroutine
+from typing import Any
+
+
+class Tasks:
+    """Tasks that outlive the calls that start them."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        # Serve cancels calls made in a request's context when its client leaves; ours outlive the request.
+        self._context = contextvars.copy_context()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, context=self._context)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def close(self) -> None:
+        """Cancel what is left, and wait for it."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever awaits it has it, too; asyncio need not report it again
