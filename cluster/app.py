@@ -39,7 +39,7 @@ def _ingress(config: AppConfig) -> serve.Deployment:
             "num_cpus": config.server.ingress_cpus,
             "runtime_env": {"env_vars": HOST_ENVIRONMENT},
         },
-        graceful_shutdown_timeout_s=10.0,
+        graceful_shutdown_timeout_s=config.server.drain_s,
     )(OpenAIIngress)
 
 
@@ -59,5 +59,5 @@ def _router(config: AppConfig) -> serve.Deployment:
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=2.0,  # its streams never end by themselves
+        graceful_shutdown_timeout_s=config.server.drain_s,  # the ingresses hang up when they are through with it
     )(Router)

@@ -76,6 +76,7 @@ class RouterClient:
         self._connection_id = uuid.uuid4().hex
         self._listeners: dict[str, Listener] = {}
         self._num_unreported = 0
+        self._is_leaving = False
         self._heard_at = 0.0
         self._tasks = Tasks()
 
@@ -89,12 +90,19 @@ class RouterClient:
     def state(self) -> ReplicaState:
         """What is known of the router, for routing."""
         if self._pulse is None:
-            return ReplicaState(self.replica_id, 0, 0, self._num_unreported, is_alive=self.info is not None)
+            return ReplicaState(
+                self.replica_id, 0, 0, self._num_unreported,
+                is_alive=self.info is not None, is_draining=self._is_leaving,
+            )  # fmt: skip
         pulse = self._pulse
         return ReplicaState(
             self.replica_id, pulse.num_waiting, pulse.num_running, self._num_unreported, pulse.kv_usage,
-            pulse.acceptance_length, self.info is not None, pulse.is_draining,
+            pulse.acceptance_length, self.info is not None, self._is_leaving,
         )  # fmt: skip
+
+    def leave(self) -> None:
+        """Send it no new requests, and hang up once those under way are through: Serve is about to stop it."""
+        self._is_leaving = True
 
     async def submit(self, requests: list[EngineRequest], listener: Listener) -> None:
         """Start requests, all or none; `listener` hears of them from now on. RequestRefusedError or RouterLostError.
@@ -151,9 +159,11 @@ class RouterClient:
         parts = [self._tasks.spawn(part) for part in (self._pump(), self._renew(), self._watch())]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-            reason = next(first_line(part.exception()) for part in parts if part.done())
-            if self.info is not None:
-                logger.warning("lost the router %s: %s", self.replica_id, reason)
+            error = next(part.exception() for part in parts if part.done())
+            if error is None:
+                logger.info("the router %s has left", self.replica_id)
+            elif self.info is not None:
+                logger.warning("lost the router %s: %s", self.replica_id, first_line(error))
         finally:
             for part in parts:
                 part.cancel()
@@ -180,13 +190,17 @@ class RouterClient:
         for output in outputs:
             if listener := self._listeners.get(output.request_id):
                 listener(output)
+                if output.finish_reason is not None:
+                    del self._listeners[output.request_id]
 
     async def _watch(self) -> None:
-        """Ends when the router was silent for too long."""
+        """Ends when the router has left, with an error when it was silent for too long."""
         clock = asyncio.get_running_loop().time
         started = clock()
         while True:
             await asyncio.sleep(SILENCE_S / 6)
+            if self._is_leaving and not self._listeners:
+                return
             silence = clock() - (self._heard_at or started)
             if silence > (SILENCE_S if self._heard_at else CONNECT_S):
                 raise EngineDeadError(f"not a word for {silence:.1f} s")
@@ -201,5 +215,5 @@ class RouterClient:
                         raise EngineDeadError("it does not know this connection any more")
 
 
-def first_line(error: BaseException | None) -> str:
+def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -33,6 +33,9 @@ class ServerConfig(Options):
     failover_s: float = Field(
         30.0, ge=0.0, le=3600.0, description="Longest that requests whose engine was lost wait for another to go on."
     )
+    drain_s: float = Field(
+        60.0, ge=1.0, le=3600.0, description="Longest that a replica which is to stop may go on with what it has begun."
+    )
     num_replicas: int = Field(1, ge=1, le=1024, description="Engines; each has a router, its ranks and their drafters.")
     num_ingress_replicas: int = Field(1, ge=1, le=64, description="Replicas of the HTTP front.")
     ingress_cpus: float = Field(0.1, ge=0.0, le=64.0, description="CPU share that Ray reserves for an ingress replica.")

@@ -28,7 +28,6 @@ class Pulse(NamedTuple):
     num_waiting: int
     kv_usage: float
     acceptance_length: float | None
-    is_draining: bool
 
 
 class Refusal(NamedTuple):

@@ -5,6 +5,7 @@ Not here: what it says to the target (`specray.worker.draft_worker`), and who gi
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from cluster.processes import Process
 from specray.config import EngineConfig
 from specray.errors import ConfigError, EngineDeadError
 
@@ -41,6 +43,9 @@ class DraftActor:
         self._worker = DraftWorker(self._config, num_slots)
         return self._worker.hello.max_draft_tokens, self._worker.hello.reads_next_token
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def loop(self, address: str, epoch: int) -> None:
         """Draft for the target behind the socket at `address` until one of the two is gone."""
         self._worker.serve(address, epoch)
@@ -55,6 +60,7 @@ class DraftKeeper:
         self._doorbell = (address, epoch)
         self._actor_class = ray.remote(DraftActor).options(**options)
         self._actor: Any = None
+        self._process: Process | None = None
         self._sentinel: ray.ObjectRef[None] | None = None
         self._given_up = threading.Event()
         self._closing = threading.Event()
@@ -85,6 +91,7 @@ class DraftKeeper:
 
     def _start(self) -> tuple[int, bool]:
         self._actor = self._actor_class.remote(self._config)
+        self._process = Process(ray.get(self._actor.pid.remote()))
         max_draft_tokens, reads_next_token = ray.get(self._actor.start.remote(self._num_slots))
         self._sentinel = self._actor.loop.remote(*self._doorbell)
         return max_draft_tokens, reads_next_token
@@ -93,7 +100,9 @@ class DraftKeeper:
         if self._actor is not None:
             with contextlib.suppress(RayError):
                 ray.kill(self._actor)
-        self._actor = self._sentinel = None
+        if self._process is not None:
+            self._process.kill()
+        self._actor = self._sentinel = self._process = None
 
     def _keep(self) -> None:
         pause = FIRST_PAUSE_S

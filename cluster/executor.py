@@ -10,6 +10,7 @@ import secrets
 import socket
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from cluster.config import AppConfig
 from cluster.draft import DraftKeeper
 from cluster.placement import Bundle, Placement, draft_resources, rank_resources, uses_gpus
+from cluster.processes import Process, Pulse
 from cluster.target import TargetActor
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
@@ -26,6 +28,7 @@ from specray.errors import ConfigError, EngineDeadError
 from specray.step import DraftFault, StepPlan, StepResult, pack, unpack_result
 
 POLL_S = 0.2  # how soon a dead rank is noticed while another one is waited for
+FROZEN_S = 3.0  # a rank that has not run for so long is given up, and its group with it
 LAST_WORDS_S = 2.0  # how long a closed socket's rank is given to say why
 
 logger = logging.getLogger("ray.serve")
@@ -40,12 +43,15 @@ class RayExecutor:
         self._folder = tempfile.TemporaryDirectory(prefix="specray-")  # mode 0700
         self._actors: list[Any] = []
         self._sentinels: list[ray.ObjectRef[None]] = []
+        self._processes: list[Process] = []
+        self._pulses = [Pulse(Path(self._pulse_path(rank))) for rank in range(config.tp_size)]
         self._channel: Channel | None = None
         self._drafter: DraftKeeper | None = None
         self._failure: str | None = None
         self._epoch = secrets.randbits(64)
         try:
             self._actors = self._create(config, with_gpus)
+            self._processes = [Process(ray.get(actor.pid.remote())) for actor in self._actors]
             self._capacity = _first_capacity([actor.start.remote() for actor in self._actors])
             if config.has_draft_actor:
                 self._add_drafter(config, with_gpus)
@@ -85,6 +91,9 @@ class RayExecutor:
             ended, _ = ray.wait(self._sentinels, timeout=timeout)
             if ended:
                 self._failure = f"rank {self._sentinels.index(ended[0])} of the target {_last_words(ended[0])}"
+            for rank, pulse in enumerate(self._pulses):
+                if self._failure is None and pulse.silence() > FROZEN_S:
+                    self._failure = f"rank {rank} of the target has not run for {pulse.silence():.1f} s"
         return self._failure
 
     def close(self) -> None:
@@ -96,7 +105,9 @@ class RayExecutor:
         for actor in self._actors:
             with contextlib.suppress(RayActorError):
                 ray.kill(actor)
-        self._actors = []
+        for process in self._processes:
+            process.kill()
+        self._actors, self._processes = [], []
         self._placement.release()
         self._folder.cleanup()
 
@@ -107,7 +118,7 @@ class RayExecutor:
         actor_class, resources = ray.remote(TargetActor), rank_resources(config, with_gpus)
         return [
             actor_class.options(**self._options(config, resources, rank)).remote(
-                _rank_config(config), rank, init_method, doorbell
+                _rank_config(config), rank, init_method, doorbell, self._pulse_path(rank)
             )
             for rank in range(config.tp_size)
         ]
@@ -120,6 +131,9 @@ class RayExecutor:
             "scheduling_strategy": self._placement.strategy(rank),
             "runtime_env": {"env_vars": rank_environment(config)},
         }
+
+    def _pulse_path(self, rank: int) -> str:
+        return f"{self._folder.name}/pulse-{rank}"
 
     @property
     def _doorbell(self) -> tuple[str, int]:

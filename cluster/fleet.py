@@ -131,6 +131,8 @@ class Fleet:
             there = set(self._directory.replica_ids())
             for replica_id in there - self._clients.keys():
                 self._connect(replica_id)
+            for replica_id in self._clients.keys() - there:
+                self._clients[replica_id].leave()
             self._prefixes.keep_only(self._clients.keys())
             await asyncio.sleep(LOOK_S)
 

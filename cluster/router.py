@@ -7,6 +7,7 @@ thread. Not here: the engine (`specray.engine`), the ranks (`executor`), HTTP (`
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -119,6 +120,7 @@ class Router:
         self._death = reason
         logger.error("the engine died: %s; this replica leaves", reason)
         self._connections.fail(EngineDeadError(reason))
+        threading.Thread(target=self._executor.close, daemon=True).start()  # what is left of it, frozen or not
         self._loop.call_later(LAST_NEWS_S, self._leave, 1)
 
     def _deliver_from_thread(self, outputs: list[RequestOutput]) -> None:
@@ -133,7 +135,7 @@ class Router:
     async def _send_pulses(self) -> None:
         lengths = AcceptanceWindow(PULSES_IN_WINDOW)
         while True:
-            self._connections.send(pulse_of(self._engine.stats(), lengths, is_draining=False))
+            self._connections.send(pulse_of(self._engine.stats(), lengths))
             await asyncio.sleep(PULSE_S)
 
     async def _keep_house(self) -> None:
@@ -164,13 +166,12 @@ class AcceptanceWindow:
         return 1 + accepted / steps if steps else None
 
 
-def pulse_of(snapshot: Snapshot, lengths: AcceptanceWindow, is_draining: bool) -> Pulse:
+def pulse_of(snapshot: Snapshot, lengths: AcceptanceWindow) -> Pulse:
     return Pulse(
         num_running=int(number(snapshot, "specray_num_requests_running")),
         num_waiting=int(number(snapshot, "specray_num_requests_waiting")),
         kv_usage=number(snapshot, "specray_kv_cache_usage_perc"),
         acceptance_length=lengths.note(snapshot),
-        is_draining=is_draining,
     )
 
 

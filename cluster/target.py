@@ -3,8 +3,11 @@
 Not here: what a step does (`specray.worker`), and who started this process (`executor`).
 """
 
+import os
 import socket
+from pathlib import Path
 
+from cluster.processes import Pulse
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
@@ -15,11 +18,12 @@ class TargetActor:
     """A Ray actor. `start` once, then `loop`: its end is the end of the rank."""
 
     def __init__(
-        self, config: EngineConfig, rank: int, init_method: str | None, doorbell: tuple[str, int] | None
+        self, config: EngineConfig, rank: int, init_method: str | None, doorbell: tuple[str, int] | None, pulse: str
     ) -> None:
         self._config = config
         self._rank = rank
         self._init_method = init_method
+        self._pulse = pulse  # path of the file that shows whether this process runs
         self._doorbell = doorbell  # where drafters in processes of their own knock; None: it drafts itself
 
     def start(self) -> Capacity:
@@ -28,11 +32,15 @@ class TargetActor:
         from specray.worker.colocated import Doorbell
         from specray.worker.worker import Worker
 
+        Pulse(Path(self._pulse)).keep_beating()
         doorbell = None if self._doorbell is None else Doorbell(*self._doorbell)
         self._worker = Worker(
             self._config, self._rank, self._config.tp_size, self._init_method, progress=True, colocate=doorbell
         )
         return self._worker.capacity
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def loop(self, address: str, epoch: int) -> None:
         """Rank 0 takes plans from the router's socket at `address`, the others from rank 0, until either is gone."""

@@ -69,7 +69,7 @@ class App:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=60.0)
+        self.http = httpx.Client(base_url=url, timeout=120.0)
 
     def wait_until_ready(self) -> float:
         """Seconds until /health says 200."""
@@ -131,5 +131,5 @@ def app(deployer: Deployer) -> App:
         speculative={"algorithm": "NGRAM"},
         max_running_requests=2,
         max_queued_requests=2,
-        server={"served_model_name": "tiny"},
+        server={"served_model_name": "tiny", "failover_s": 90.0},
     )

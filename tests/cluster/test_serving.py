@@ -149,8 +149,9 @@ def test_two_ranks_write_the_same_text(app: Any, deployer: Any) -> None:
         serve.delete("two")
 
 
+@pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("title", ["ray::TargetActor", "ray::ServeReplica:one:Router"])
-def test_requests_outlive_a_killed_process(app: Any, title: str) -> None:
+def test_requests_outlive_a_lost_process(app: Any, title: str, loss: signal.Signals) -> None:
     """There is one engine: its requests wait for the next one, and go on where they were."""
     expected = app.complete(**LONG)
     with ThreadPoolExecutor(2) as pool:
@@ -158,7 +159,7 @@ def test_requests_outlive_a_killed_process(app: Any, title: str) -> None:
         stream = pool.submit(app.http.post, "/v1/completions", json=LONG | {"stream": True})
         time.sleep(0.5)
         for process in own_processes(title):
-            os.kill(process, signal.SIGKILL)
+            os.kill(process, loss)
         assert whole.result()["choices"][0]["text"] == expected["choices"][0]["text"]
         assert whole.result()["usage"]["completion_tokens"] == LONG["max_tokens"]
         *events, done = stream.result().text.strip().split("\n\n")

@@ -106,6 +106,7 @@ class Replica:
         self.router = router
         self.left = left  # the exit status, once the router has left its process
         self.is_dead = False
+        self.is_stopping = False  # Serve names it no more, and waits for its calls to end
         self.runs = asyncio.Event()
         self.runs.set()
 
@@ -172,7 +173,7 @@ class Server:
         return self.replicas[-1]
 
     def replica_ids(self) -> list[str]:
-        return [replica.replica_id for replica in self.replicas if not replica.is_dead]
+        return [replica.replica_id for replica in self.replicas if not replica.is_dead and not replica.is_stopping]
 
     def port(self, replica_id: str) -> ReplicaPort:
         return ReplicaPort(next(replica for replica in self.replicas if replica.replica_id == replica_id))

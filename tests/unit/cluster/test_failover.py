@@ -161,6 +161,23 @@ def test_no_cut_shows_in_the_text(serve: Serve, seed: int) -> None:
     assert asyncio.run(scenario(4)) == asyncio.run(scenario(0))
 
 
+def test_a_stopping_engine_finishes_what_it_has_and_gets_nothing_new(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.03, num_replicas=2) as server:
+            request = asyncio.create_task(stream(server, BODY | {"max_tokens": 300}))
+            stopping = await serving(server)
+            stopping.is_stopping = True
+            await asyncio.sleep(0.3)
+            others = await asyncio.gather(*(stream(server, BODY | {"max_tokens": 3}) for _ in range(8)))
+            assert all(text_of(events) == repeated(3) for events in others)
+            assert stopping.router._connections.num_requests == 1
+            assert text_of(await request) == repeated(300)
+            assert server.fleet.num_failovers == 0
+            await server.until(lambda: not stopping.router._connections._by_id)  # hung up: Serve may stop it
+
+    asyncio.run(scenario())
+
+
 def test_new_requests_go_to_the_engine_that_knows_their_past(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(num_replicas=3, routing={"prefix_block_size": 8}) as server:

@@ -1,0 +1,58 @@
+"""Processes of an engine on this machine, whatever state they are in: whether they run, and their certain end.
+
+Ray ends an actor by asking it. A frozen one does not listen; it would keep its memory, its GPU and its sockets.
+"""
+
+import contextlib
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from pathlib import Path
+
+PULSE_S = 0.25  # between two signs that a process runs
+_TIME = struct.Struct("=q")  # nanoseconds on the machine's monotonic clock, the same in every process
+
+
+class Process:
+    """Another process of this machine, held so that its number cannot come to mean a later one."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+
+    def kill(self) -> None:
+        """End it, frozen or not. May be called twice."""
+        if self._fd is None:
+            return
+        with contextlib.suppress(OSError):  # it has gone by itself
+            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+        os.close(self._fd)
+        self._fd = None
+
+
+class Pulse:
+    """A clock that one process keeps setting and another one reads, in a file that both have opened."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("a+b") as file:
+            file.truncate(_TIME.size)
+            self._memory = mmap.mmap(file.fileno(), _TIME.size)
+
+    def beat(self) -> None:
+        _TIME.pack_into(self._memory, 0, time.monotonic_ns())
+
+    def silence(self) -> float:
+        """Seconds since the last beat; 0 before the first."""
+        last = _TIME.unpack_from(self._memory)[0]
+        return (time.monotonic_ns() - last) / 1e9 if last else 0.0
+
+    def keep_beating(self) -> None:
+        """Beat in a thread until the process ends or freezes."""
+        threading.Thread(target=self._beat_on, name="specray-pulse", daemon=True).start()
+
+    def _beat_on(self) -> None:
+        while True:
+            self.beat()
+            time.sleep(PULSE_S)

@@ -1,0 +1,38 @@
+"""A process that does not run shows, and ends when it is told to."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster.processes import Process, Pulse
+
+BEATING = "import sys, time; from pathlib import Path; from cluster.processes import Pulse; "
+BEATING += "Pulse(Path(sys.argv[1])).keep_beating(); print('ready', flush=True); time.sleep(60)"
+
+
+def test_a_frozen_process_falls_silent_and_can_be_ended(tmp_path: Path) -> None:
+    path = tmp_path / "pulse"
+    pulse = Pulse(path)
+    assert pulse.silence() == 0.0
+    with subprocess.Popen([sys.executable, "-c", BEATING, str(path)], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        path.unlink()  # both have it open
+        time.sleep(0.6)
+        assert pulse.silence() < 0.5
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(0.7)
+        assert pulse.silence() > 0.6
+        process = Process(child.pid)
+        process.kill()
+        process.kill()
+        assert child.wait(5) == -signal.SIGKILL
+
+
+def test_a_process_that_is_gone_is_nobody_elses_number() -> None:
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as child:
+        process = Process(child.pid)
+        child.wait()
+    process.kill()
