@@ -11,6 +11,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from math import inf
 from typing import Protocol
 
 from cluster.connections import Item, Pulse, Refusal, RouterInfo
@@ -69,6 +70,7 @@ class RouterClient:
         self.replica_id = replica_id
         self.info: RouterInfo | None = None  # once connected
         self._pulse: Pulse | None = None
+        self._pulse_at = 0.0
         self._port = port
         self._lease_s = lease_s
         self._opened = opened
@@ -99,6 +101,13 @@ class RouterClient:
             self.replica_id, pulse.num_waiting, pulse.num_running, self._num_unreported, pulse.kv_usage,
             pulse.acceptance_length, self.info is not None, self._is_leaving,
         )  # fmt: skip
+
+    @property
+    def since_token_s(self) -> float:
+        """Seconds since the router's engine was last known to make a token."""
+        if self.info is None or self._pulse is None:
+            return inf
+        return self._pulse.since_token_s + asyncio.get_running_loop().time() - self._pulse_at
 
     def leave(self) -> None:
         """Send it no new requests, and hang up once those under way are through: Serve is about to stop it."""
@@ -181,7 +190,7 @@ class RouterClient:
                 self._opened()
                 logger.info("connected to the router %s: %s", self.replica_id, item)
             elif isinstance(item, Pulse):
-                self._pulse, self._num_unreported = item, 0
+                self._pulse, self._pulse_at, self._num_unreported = item, self._heard_at, 0
             else:
                 self._dispatch(item)
         raise EngineDeadError("its stream ended")

@@ -28,6 +28,7 @@ class Pulse(NamedTuple):
     num_waiting: int
     kv_usage: float
     acceptance_length: float | None
+    since_token_s: float  # since a token was made last; an idle engine makes one now and then to know that it can
 
 
 class Refusal(NamedTuple):

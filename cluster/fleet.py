@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Protocol
 
 from cluster.client import Listener, RequestRefusedError, RouterClient, RouterLostError, RouterPort
@@ -74,6 +75,11 @@ class Fleet:
     def info(self) -> RouterInfo | None:
         """Of any connected router: they serve the same model. None while there is none."""
         return next((client.info for client in self._clients.values() if client.info is not None), None)
+
+    @property
+    def since_token_s(self) -> float:
+        """Seconds since any engine was last known to make a token."""
+        return min((client.since_token_s for client in self._clients.values()), default=inf)
 
     async def stats(self) -> dict[str, Snapshot]:
         """Every connected router's counters, by replica. EngineDeadError if there is none."""

@@ -5,6 +5,7 @@ thread. Not here: the engine (`specray.engine`), the ranks (`executor`), HTTP (`
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -27,8 +28,10 @@ from specray.metrics import Snapshot
 from specray.models.files import resolve_model
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import RequestOutput
+from specray.sampling_params import SamplingParams
 
 PULSE_S = 0.5  # between two signs of life
+PROBE_AFTER_S = 2.0  # without a token
 PULSES_IN_WINDOW = 20  # over which accept length is reported
 ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
 LAST_NEWS_S = 0.5  # between telling the ingresses of a dead engine and leaving
@@ -53,6 +56,8 @@ class Router:
         self._engine = AsyncEngine(engine, self._deliver_from_thread)
         self._connections = Connections(self._engine.abort, time.monotonic)
         self._info = _info(config, engine)
+        self._token_at = 0.0  # on the monotonic clock
+        self._probes: set[str] = set()  # under way
         self._engine.start()
         self._keepers = [asyncio.create_task(work) for work in (self._keep_house(), self._send_pulses())]
         logger.info("engine ready: %s", self._info)
@@ -129,14 +134,28 @@ class Router:
     def _deliver(self, outputs: list[RequestOutput], engine_error: str | None) -> None:
         if engine_error is None:
             self._connections.deliver(outputs)
+            if any(output.token_ids for output in outputs):
+                self._token_at = time.monotonic()
+            self._probes.difference_update(output.request_id for output in outputs if output.finish_reason)
         else:
             self._die(engine_error)
 
     async def _send_pulses(self) -> None:
         lengths = AcceptanceWindow(PULSES_IN_WINDOW)
         while True:
-            self._connections.send(pulse_of(self._engine.stats(), lengths))
+            since_token_s = time.monotonic() - self._token_at
+            if since_token_s > PROBE_AFTER_S and not self._probes:
+                self._probe()
+            self._connections.send(pulse_of(self._engine.stats(), lengths, since_token_s))
             await asyncio.sleep(PULSE_S)
+
+    def _probe(self) -> None:
+        """Have a token made, as a request would."""
+        request_id = f"probe-{time.monotonic_ns()}"
+        params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
+        with contextlib.suppress(SpecRayError):  # a full queue or a dead engine: then there are others to look at
+            self._engine.submit(EngineRequest(request_id, [0], params, is_probe=True))
+            self._probes.add(request_id)
 
     async def _keep_house(self) -> None:
         exporter = RayExporter()
@@ -166,12 +185,13 @@ class AcceptanceWindow:
         return 1 + accepted / steps if steps else None
 
 
-def pulse_of(snapshot: Snapshot, lengths: AcceptanceWindow) -> Pulse:
+def pulse_of(snapshot: Snapshot, lengths: AcceptanceWindow, since_token_s: float) -> Pulse:
     return Pulse(
         num_running=int(number(snapshot, "specray_num_requests_running")),
         num_waiting=int(number(snapshot, "specray_num_requests_waiting")),
         kv_usage=number(snapshot, "specray_kv_cache_usage_perc"),
         acceptance_length=lengths.note(snapshot),
+        since_token_s=since_token_s,
     )
 
 

@@ -69,6 +69,15 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         await service.check_health()
         return {"status": "ok"}
 
+    @app.get("/livez")
+    async def livez() -> Json:
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def readyz() -> Json:
+        service.check_ready()
+        return {"status": "ok"}
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(prometheus_text(await service.stats()), media_type=CONTENT_TYPE)

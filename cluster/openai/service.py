@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from fastapi import Response
@@ -25,6 +26,7 @@ from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
 from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
 
+READY_S = 5.0  # without a token: idle engines make one every few seconds
 IGNORED_FIELDS_HEADER = "x-specray-ignored-fields"
 
 Json = dict[str, Any]
@@ -73,6 +75,12 @@ class Service:
     async def check_health(self) -> None:
         """Raises EngineDeadError (503) unless a request would be served now."""
         await self._ready()
+
+    def check_ready(self) -> None:
+        """Raises ApiError (503) unless some engine has made a token a moment ago."""
+        if (seconds := self._fleet.since_token_s) > READY_S:
+            since = "none was made yet" if seconds == inf else f"the last one was made {seconds:.0f} s ago"
+            raise ApiError(503, f"no engine makes tokens now: {since}")
 
     async def stats(self) -> dict[str, Snapshot]:
         """Every engine's counters, by the replica of its router."""

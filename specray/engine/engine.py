@@ -30,6 +30,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.capacity)
         self.max_length = min(self.capacity.context_length, self.scheduler.max_request_tokens)
         self.stats = EngineStats(config.speculative.algorithm)
+        self._probe_stats = EngineStats()  # nobody reads them
         self._tokenizer = tokenizer
         self._requests: dict[str, Request] = {}
         self._texts: dict[str, TextStream] = {}
@@ -76,7 +77,7 @@ class Engine:
         text.feed(spec.emitted_token_ids)  # the caller has this text
         self.scheduler.add(request)
         self._requests[spec.request_id], self._texts[spec.request_id] = request, text
-        self.stats.add("specray_prompt_tokens_total", num_prompt)
+        self._stats_of(request).add("specray_prompt_tokens_total", num_prompt)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests now; the next `step` reports them. Unknown or finished ids are ignored."""
@@ -137,7 +138,7 @@ class Engine:
         num_dropped = len(emitted.token_ids) - cut.num_kept
         if num_dropped:
             del request.token_ids[-num_dropped:]
-        self.stats.add("specray_generation_tokens_total", cut.num_kept)
+        self._stats_of(request).add("specray_generation_tokens_total", cut.num_kept)
         logprobs = emitted.logprobs and emitted.logprobs[: cut.num_kept]
         news = _news(request)._replace(token_ids=emitted.token_ids[: cut.num_kept], text=cut.text, logprobs=logprobs)
         if cut.finish_reason is None:
@@ -149,31 +150,35 @@ class Engine:
         self.scheduler.finish(request)
         request.finish_reason = reason
         del self._requests[request.request_id], self._texts[request.request_id]
-        self.stats.add_labelled("specray_request_finished_total", reason.value)
+        stats = self._stats_of(request)
+        stats.add_labelled("specray_request_finished_total", reason.value)
         now = time.monotonic()
-        self.stats.observe("specray_e2e_request_latency_seconds", now - request.arrival)
+        stats.observe("specray_e2e_request_latency_seconds", now - request.arrival)
         if request.first_token is not None and request.num_output_tokens > 1:
             gap = (now - request.first_token) / (request.num_output_tokens - 1)
-            self.stats.observe("specray_time_per_output_token_seconds", gap)
+            stats.observe("specray_time_per_output_token_seconds", gap)
         return _news(request)._replace(finish_reason=reason, error=error)
 
     def _count_tokens(self, emitted: Emitted) -> None:
-        request = emitted.request
+        request, stats = emitted.request, self._stats_of(emitted.request)
         if request.first_token is None:
             request.first_token = time.monotonic()
-            if request.spec.emitted_token_ids:
-                return
-            self.stats.observe("specray_time_to_first_token_seconds", request.first_token - request.arrival)
+            if not request.spec.emitted_token_ids:
+                stats.observe("specray_time_to_first_token_seconds", request.first_token - request.arrival)
         else:
-            self.stats.accepted(emitted.num_draft_tokens, len(emitted.token_ids) - 1)
+            stats.accepted(emitted.num_draft_tokens, len(emitted.token_ids) - 1)
+
+    def _stats_of(self, request: Request) -> EngineStats:
+        return self._probe_stats if request.spec.is_probe else self.stats
 
     def _note_queue_times(self, plan: StepPlan) -> None:
         """A request's first step is the one its row entered in, unless it was preempted before."""
         for request in self.scheduler.running[len(self.scheduler.running) - len(plan.new_rows) :]:
             if request.num_preemptions == 0:
-                self.stats.observe("specray_request_queue_time_seconds", time.monotonic() - request.arrival)
-                self.stats.add("specray_prefix_cache_queries_total", request.num_prompt_tokens)
-                self.stats.add("specray_prefix_cache_hits_total", request.num_cached_tokens)
+                stats = self._stats_of(request)
+                stats.observe("specray_request_queue_time_seconds", time.monotonic() - request.arrival)
+                stats.add("specray_prefix_cache_queries_total", request.num_prompt_tokens)
+                stats.add("specray_prefix_cache_hits_total", request.num_cached_tokens)
 
     def _count_step(self, result: StepResult, seconds: float) -> None:
         self.stats.add("specray_steps_total")

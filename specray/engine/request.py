@@ -21,6 +21,7 @@ class EngineRequest:
     params: SamplingParams
     cache_salt: str = ""  # tenants with different salts share no cached prefix
     tenant: str = ""  # whose share of the engine it uses: the operator's name for a client, never the client's choice
+    is_probe: bool = False  # asked by the server itself, to see that a token can be made: no metric counts it
     emitted_token_ids: Sequence[int] = ()  # by an engine that was lost: this one goes on behind them, without a seam
 
 

@@ -1,0 +1,81 @@
+"""/readyz says whether a token could be made a moment ago, /livez only that somebody answers."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import cluster.openai.service
+import cluster.router
+from specray.step import RowResult
+from tests.unit.cluster.conftest import Serve, Server
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.router, "PULSE_S", 0.05)
+    monkeypatch.setattr(cluster.router, "PROBE_AFTER_S", 0.2)
+    monkeypatch.setattr(cluster.openai.service, "READY_S", 1.0)
+
+
+async def status(server: Server, path: str = "/readyz") -> int:
+    return (await server.http.get(path)).status_code
+
+
+async def until_status(server: Server, wanted: int) -> None:
+    async with asyncio.timeout(5):
+        while await status(server) != wanted:
+            await asyncio.sleep(0.02)
+
+
+def break_ranks(server: Server) -> None:
+    server.ranks.broken = "a rank died"
+
+
+def hang(server: Server) -> None:
+    server.ranks.step_s = 3.0
+
+
+def freeze(server: Server) -> None:
+    server.replicas[0].freeze()
+
+
+def no_numbers(server: Server) -> None:
+    def run(slot: int, *_: Any) -> RowResult:
+        return RowResult(slot, [], 0, None, "not a number")
+
+    server.ranks._run = run  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fault", [break_ranks, hang, freeze, no_numbers])
+def test_an_engine_that_makes_no_tokens_is_not_ready(serve: Serve, fault: Any) -> None:
+    async def scenario() -> None:
+        async with serve(connect=False) as server:
+            assert await status(server) == 503
+            server.fleet.start()
+            await until_status(server, 200)
+            await asyncio.sleep(1.5)
+            assert await status(server) == 200  # idle for long
+            fault(server)
+            await until_status(server, 503)
+            assert await status(server, "/livez") == 200
+            server.ranks.step_s = 0.0
+
+    asyncio.run(scenario())
+
+
+def test_a_probe_is_in_no_metric(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            await until_status(server, 200)
+            stats = server.router._engine.stats()
+            assert stats["specray_steps_total"] != 0
+            for name in (
+                "specray_prompt_tokens_total",
+                "specray_generation_tokens_total",
+                "specray_verify_steps_total",
+            ):
+                assert stats[name] == 0
+            assert set(stats["specray_request_finished_total"].values()) == {0}  # type: ignore[union-attr]
+
+    asyncio.run(scenario())
