@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from cluster.autoscaling import serve_autoscaling
 from cluster.config import AppConfig
 from cluster.ingress import OpenAIIngress
 from cluster.placement import STRATEGY, bundles, uses_gpus
@@ -43,10 +44,16 @@ def _ingress(config: AppConfig) -> serve.Deployment:
     )(OpenAIIngress)
 
 
+def _number_of_engines(config: AppConfig) -> dict[str, Any]:
+    if config.autoscaling.enabled:
+        return {"autoscaling_config": serve_autoscaling(config.autoscaling)}
+    return {"num_replicas": config.server.num_replicas}
+
+
 def _router(config: AppConfig) -> serve.Deployment:
     return serve.deployment(
         name="Router",
-        num_replicas=config.server.num_replicas,
+        **_number_of_engines(config),
         request_router_config=RequestRouterConfig(request_router_class=ADDRESSED_ROUTER),
         max_ongoing_requests=ROUTER_MAX_CALLS,
         logging_config={"enable_access_log": False},  # the ingress logs requests; calls between us are no news

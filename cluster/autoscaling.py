@@ -21,7 +21,8 @@ ROUNDING = 1e-9  # a load of 2.0 may come out as a little more
 class AutoscalingOptions(Options):
     """Bounds and targets of the number of Router replicas."""
 
-    min_replicas: int = Field(1, ge=0, le=1024, description="Fewest replicas; with 0 an idle application has none.")
+    enabled: bool = Field(False, description="Let the number of engines follow the load, instead of num_replicas.")
+    min_replicas: int = Field(1, ge=1, le=1024, description="Fewest replicas.")
     max_replicas: int = Field(1, ge=1, le=1024, description="Most replicas.")
     target_running: float = Field(
         32.0, gt=0.0, le=4096.0, description="Running requests a replica should have; below max_running_requests."
@@ -117,7 +118,7 @@ def wanted_replicas(history: History, current: int, now: float, options: Autosca
     More are wanted if the load needs them. Fewer are wanted if they would do with `down_margin` of the load to spare,
     where a replica that runs and says nothing of use (too young, silent, or numbers that are none) may be as busy as
     the target: what is not known stops no replica and starts none. One that is still starting has no load. Always
-    within min_replicas and max_replicas; none at all only if min_replicas is 0 and there is no load whatever.
+    within min_replicas and max_replicas.
     """
     recent = _recent(history, now, options.window_s)
     load = _load(recent, options)
@@ -183,10 +184,7 @@ def _total(snapshot: Snapshot, name: str) -> float:
 
 
 class TokenRatePolicy:
-    """`decide` as Serve calls it: in its controller, several times a second, with the options as keywords.
-
-    An application with no replica is woken by Serve itself when a call waits at a handle; it does not ask us.
-    """
+    """`decide` as Serve calls it: in its controller, several times a second, with the options as keywords."""
 
     def __init__(self, **options: Any) -> None:
         self._options = AutoscalingOptions(**options)

@@ -4,12 +4,14 @@ What lives here: the server's options with their bounds and safe defaults. Not h
 (`specray.config`), Ray Serve's own (host, port: the `http_options` of the YAML file).
 """
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from cluster.autoscaling import AutoscalingOptions
 from cluster.routing import RoutingOptions
 from specray.config import EngineConfig, Options
+from specray.errors import ConfigError
 
 
 class ServerConfig(Options):
@@ -62,7 +64,24 @@ class AppConfig(EngineConfig):
 
     draft: DraftConfig = DraftConfig()
     routing: RoutingOptions = RoutingOptions()
+    autoscaling: AutoscalingOptions = AutoscalingOptions()
     server: ServerConfig = ServerConfig()
+
+    @model_validator(mode="after")
+    def _one_owner_of_the_number_of_engines(self) -> Self:
+        if not self.autoscaling.enabled:
+            return self
+        if self.server.num_replicas != 1:
+            raise ConfigError(
+                f"server.num_replicas={self.server.num_replicas} has no effect with autoscaling.enabled; remove it, or "
+                "set autoscaling.min_replicas and max_replicas"
+            )
+        if self.autoscaling.target_running > self.max_running_requests:
+            raise ConfigError(
+                f"autoscaling.target_running={self.autoscaling.target_running:g} is more than max_running_requests="
+                f"{self.max_running_requests}, so it would never be reached; lower it"
+            )
+        return self
 
     @property
     def has_draft_actor(self) -> bool:

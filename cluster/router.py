@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from cluster.autoscaling import report
 from cluster.config import AppConfig
 from cluster.connections import Connections, Item, Pulse, Refusal, RouterInfo
 from cluster.executor import RayExecutor
@@ -102,6 +103,10 @@ class Router:
     async def stats(self, to: str | None = None) -> Snapshot:
         self._check_addressee(to)
         return self._engine.stats()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve hands to the autoscaling policy."""
+        return report(self._engine.stats())
 
     async def check_health(self) -> None:
         """Serve asks every second and replaces the replica when this raises."""
