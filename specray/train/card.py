@@ -1,7 +1,6 @@
 """The model card of a trained head: what it is, what it learnt from, how, and how good it was on held-out answers."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from specray.train.settings import Counters, TrainSettings
@@ -40,7 +39,7 @@ def _training(settings: TrainSettings, counters: Counters, config: dict[str, Any
     rows = {"steps": f"{counters.steps:,}", "tokens seen": f"{counters.all_tokens:,}", "hours": f"{hours:.1f}"}
     rows |= {name.replace("_", " "): _plain(value) for name, value in asdict(settings).items() if value is not None}
     if settings.init_head:
-        rows["init head"] = Path(settings.init_head).name
+        rows["init head"] = f"an earlier head of this trainer, after {counters.tokens_before:,} tokens"
     rows["draft vocabulary"] = str(config.get("draft_vocab_size", "that of the target"))
     return "\n".join(f"- {name}: {value}" for name, value in rows.items())
 
