@@ -11,11 +11,11 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
+from cluster.actors import last_words, start_error
 from cluster.processes import Process
 from specray.config import EngineConfig
-from specray.errors import ConfigError, EngineDeadError
 
 FIRST_PAUSE_S = 0.5  # before a new start; twice as long after every start that did not last
 LONGEST_PAUSE_S = 15.0
@@ -65,16 +65,13 @@ class DraftKeeper:
         self._given_up = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="specray-draft-keeper", daemon=True)
-        self.num_restarts = 0
 
     def start(self) -> tuple[int, bool]:
         """Start the first drafter; what `DraftActor.start` says. ConfigError if it does not fit the target."""
         try:
             traits = self._start()
         except RayTaskError as error:
-            if isinstance(error.cause, ConfigError):
-                raise ConfigError(str(error.cause)) from error
-            raise EngineDeadError(f"the drafter did not start: {error.cause}") from error
+            raise start_error("the drafter", error) from error
         self._thread.start()
         return traits
 
@@ -122,7 +119,6 @@ class DraftKeeper:
         try:
             self._given_up.clear()
             self._start()
-            self.num_restarts += 1
             logger.warning("a new drafter is ready")
         except RayError as error:
             logger.error("the drafter did not start: %s", error)
@@ -134,15 +130,5 @@ class DraftKeeper:
                 return "was given up by its target"
             ended, _ = ray.wait([self._sentinel], timeout=0)
             if ended:
-                return _last_words(self._sentinel)
+                return last_words("the drafter", self._sentinel, "was dismissed by its target")
         return "did not start"
-
-
-def _last_words(sentinel: "ray.ObjectRef[None]") -> str:
-    try:
-        ray.get(sentinel)
-    except RayTaskError as error:
-        return f"failed: {type(error.cause).__name__}: {error.cause}"
-    except RayActorError:
-        return "died"
-    return "was dismissed by its target"

@@ -4,7 +4,6 @@ Not here: where they run (`placement`), what they run (`target`), what a step is
 """
 
 import contextlib
-import logging
 import os
 import secrets
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from cluster.actors import last_words, start_error
 from cluster.config import AppConfig
 from cluster.draft import DraftKeeper
 from cluster.placement import Bundle, Placement, draft_resources, rank_resources, uses_gpus
@@ -24,14 +24,12 @@ from cluster.target import TargetActor
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
-from specray.errors import ConfigError, EngineDeadError
+from specray.errors import EngineDeadError
 from specray.step import DraftFault, StepPlan, StepResult, pack, unpack_result
 
 POLL_S = 0.2  # how soon a dead rank is noticed while another one is waited for
 FROZEN_S = 3.0  # a rank that has not run for so long is given up, and its group with it
 LAST_WORDS_S = 2.0  # how long a closed socket's rank is given to say why
-
-logger = logging.getLogger("ray.serve")
 
 
 class RayExecutor:
@@ -90,10 +88,11 @@ class RayExecutor:
         if self._failure is None and self._sentinels:
             ended, _ = ray.wait(self._sentinels, timeout=timeout)
             if ended:
-                self._failure = f"rank {self._sentinels.index(ended[0])} of the target {_last_words(ended[0])}"
-            for rank, pulse in enumerate(self._pulses):
+                rank = f"rank {self._sentinels.index(ended[0])} of the target"
+                self._failure = f"{rank} {last_words(rank, ended[0], 'ended')}"
+            for number, pulse in enumerate(self._pulses):
                 if self._failure is None and pulse.silence() > FROZEN_S:
-                    self._failure = f"rank {rank} of the target has not run for {pulse.silence():.1f} s"
+                    self._failure = f"rank {number} of the target has not run for {pulse.silence():.1f} s"
         return self._failure
 
     def close(self) -> None:
@@ -210,24 +209,5 @@ def _first_capacity(starting: list["ray.ObjectRef[Capacity]"]) -> Capacity:
         try:
             ray.get(ended)
         except RayTaskError as error:
-            raise _config_error_of(error) from error
+            raise start_error("a rank of the target", error) from error
     return ray.get(starting[0])
-
-
-def _config_error_of(error: RayTaskError) -> Exception:
-    """The rank's own ConfigError where there is one: its text says what to change."""
-    cause = error.cause
-    if isinstance(cause, ConfigError):
-        return ConfigError(str(cause))
-    return EngineDeadError(f"a rank of the target did not start: {type(cause).__name__}: {cause}")
-
-
-def _last_words(sentinel: "ray.ObjectRef[None]") -> str:
-    try:
-        ray.get(sentinel)
-    except RayTaskError as error:
-        logger.error("a rank of the target failed: %s", error)
-        return f"failed: {type(error.cause).__name__}"
-    except RayActorError:
-        return "died"
-    return "ended"

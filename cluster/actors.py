@@ -1,0 +1,31 @@
+"""What Ray says of an actor that did not start or has ended, in our words."""
+
+import logging
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from specray.errors import ConfigError, EngineDeadError
+
+logger = logging.getLogger("ray.serve")
+
+
+def start_error(what: str, error: RayTaskError) -> Exception:
+    """The actor's own ConfigError where there is one: its text says what to change."""
+    cause = error.cause
+    if isinstance(cause, ConfigError):
+        return ConfigError(str(cause))
+    return EngineDeadError(f"{what} did not start: {type(cause).__name__}: {cause}")
+
+
+def last_words(what: str, sentinel: "ray.ObjectRef[Any]", ended: str) -> str:
+    """How the never-ending task of an actor has come to its end; `ended` says what it means that it returned."""
+    try:
+        ray.get(sentinel)
+    except RayTaskError as error:
+        logger.error("%s failed: %s", what, error)
+        return f"failed: {type(error.cause).__name__}"
+    except RayActorError:
+        return "died"
+    return ended
