@@ -1,126 +1,190 @@
-"""NGRAM: drafts are copies of what followed the same words before, in this request or in earlier outputs.
+"""NGRAM: drafts are copies of what followed the same words before, in this request or in those that ended.
 
-No model: a bigram index finds earlier places that end like the request does now; the longest common
-suffixes come first, their continuations are merged into one tree. A match of m tokens earns at most
-2 m drafts, so weak evidence costs little (the rule of suffix decoding, arXiv:2411.04975).
+No model: places that end like the request does now are looked up (`ngram_index`), what follows them is put into a
+tree (`ngram_tree`). Everything is one stream of symbols, a token beside the number of its cache salt, so that text of
+one salt never equals another's. Not here: how the neural methods and this one go together (`combined`).
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
 
 from specray.config import SpeculativeConfig
-from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree, RowTree
+from specray.errors import ConfigError
+from specray.spec_decode.draft_tree import DraftTree, RowTree
 from specray.spec_decode.drafter import DraftRow, ProposeContext
+from specray.spec_decode.ngram_index import GAP, SuffixIndex, num_levels
+from specray.spec_decode.ngram_tree import Level, NgramDraft, NgramRules, draft
 
-DEFAULT_NUM_DRAFT_TOKENS = 12  # SGLang's speculative_num_draft_tokens for NGRAM, root included
-_MAX_MATCH = 12  # tokens of suffix compared
-_DRAFTS_PER_MATCHED_TOKEN = 2
-_PLACES = 8  # most recent places of a bigram that are looked at
-_SHARED_TOKENS = 100_000  # of earlier outputs remembered for each cache salt
-_SALTS = 16  # salts whose outputs are remembered, those taught last
-_GAP = -2  # stands between texts; no token id
+NGRAM_OPTIONS = frozenset(name for name in SpeculativeConfig.model_fields if name.startswith("ngram_")) - {
+    "ngram_override_min_match"
+}
+_NUM_DRAFT_TOKENS = 12  # SGLang's, root included
+_READ_BY = {
+    "ngram_min_bfs_breadth": {"BFS"},
+    "ngram_max_bfs_breadth": {"BFS", "PROB"},
+    "ngram_min_token_prob": {"SUFFIX"},
+}
+_LEAST_OWN_CAPACITY = 1024  # tokens of a request; doubled as it grows
+_MOST_SALTS = 10_000
+_TOKEN_BITS = 32  # of a symbol; the salt's number is above
+
+
+def check_ngram(config: SpeculativeConfig) -> None:
+    """ConfigError for what is wrong whatever the target."""
+    ngram_rules(config)
+
+
+def ngram_rules(config: SpeculativeConfig) -> NgramRules:
+    """What the options say. ConfigError if they contradict each other."""
+    depth, max_window = config.ngram_branch_length, config.ngram_max_match_window_size
+    if config.ngram_max_trie_depth is not None:
+        _refuse_older_names(config)
+        depth, max_window = config.ngram_max_trie_depth, config.ngram_max_trie_depth - 1
+    _check_sizes(config)
+    _check_is_read(config)
+    return NgramRules(
+        match_type=config.ngram_match_type,
+        max_drafts=(config.num_draft_tokens or min(depth, _NUM_DRAFT_TOKENS)) - 1,
+        min_window=config.ngram_min_match_window_size,
+        max_window=max_window,
+        min_breadth=config.ngram_min_bfs_breadth,
+        max_breadth=config.ngram_max_bfs_breadth,
+        depth=depth,
+        capacity=config.ngram_capacity // depth,
+        max_spec_factor=config.ngram_max_spec_factor,
+        min_token_prob=config.ngram_min_token_prob,
+    )
 
 
 class NgramDrafter:
-    """Drafter by lookup; shares what finished requests of the same cache salt have said."""
+    """Drafter by lookup; shares what ended requests of the same cache salt have said."""
 
     feature_layers: tuple[int, ...] = ()
     reads_next_token = False
 
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self.max_draft_tokens = (config.num_draft_tokens or DEFAULT_NUM_DRAFT_TOKENS) - 1
-        self._own: dict[int, SuffixIndex] = {}
-        self._shared: dict[str, SuffixIndex] = {}
-        self._rows: dict[int, DraftRow] = {}
+    def __init__(self, rules: NgramRules) -> None:
+        self.max_draft_tokens = rules.max_drafts
+        self._rules = rules
+        self._levels = [level for level in range(num_levels(rules.max_window)) if 2 << level > rules.min_window]
+        self._shared = self._index(rules.capacity)
+        self._texts: dict[int, _Text] = {}
+        self._ended: list[list[int]] = []
+        self._salts: dict[str, int] = {}
+        self._salt_numbers = count(1)
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> "NgramDrafter":
+        return cls(ngram_rules(config))
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        return DraftTree.of([self._propose_row(row) for row in context.rows])
+        return DraftTree.of([found.tree for found in self.draft(context.rows)])
+
+    def draft(self, rows: Sequence[DraftRow]) -> list[NgramDraft]:
+        """Each row's tree, and the length of the match behind it."""
+        for text in self._ended:
+            self._shared.extend(text)
+        self._ended.clear()
+        return [self._draft_row(row) for row in rows]
 
     def release(self, slots: Sequence[int]) -> None:
-        """Outputs of ended requests become common knowledge of their salt."""
+        """Outputs of ended requests, with the words before them, become common knowledge of their salt.
+
+        They are read with the next drafts: a step waits for this.
+        """
         for slot in slots:
-            self._own.pop(slot, None)
-            if row := self._rows.pop(slot, None):
-                self._teach(row.cache_salt, row.token_ids[row.num_prompt_tokens :])
+            if text := self._texts.pop(slot, None):
+                start = max(0, text.row.num_prompt_tokens - self._rules.max_window)
+                self._ended.append([*text.symbols(start), GAP])
 
-    def _propose_row(self, row: DraftRow) -> RowTree:
-        own = self._own.setdefault(row.slot, SuffixIndex())
-        own.extend(row.token_ids[own.num_tokens :])
-        self._rows[row.slot] = row
-        suffix = row.token_ids[-_MAX_MATCH:]
-        matches = list(own.matches(suffix))
-        if shared := self._shared.get(row.cache_salt):
-            matches += shared.matches(suffix)
-        return _merge(suffix[-1], matches, self.max_draft_tokens)
+    def _draft_row(self, row: DraftRow) -> NgramDraft:
+        text = self._read(row)
+        found = draft(self._search(text), 0, self._rules)
+        tokens = [symbol & (1 << _TOKEN_BITS) - 1 for symbol in found.tree.tokens]
+        tokens[0] = row.token_ids[-1]
+        return NgramDraft(RowTree(tokens, found.tree.parents), found.match_length)
 
-    def _teach(self, salt: str, output: Sequence[int]) -> None:
-        shared = self._shared.pop(salt, None) or SuffixIndex(_SHARED_TOKENS)
-        shared.extend([*output, _GAP])
-        self._shared[salt] = shared  # behind all others
-        if len(self._shared) > _SALTS:  # or a client with a new salt in every request would fill the memory
-            del self._shared[next(iter(self._shared))]
+    def _read(self, row: DraftRow) -> "_Text":
+        """The row's text, with what it has said since the last time."""
+        text = self._texts.get(row.slot)
+        if text is None:
+            text = _Text(row, self._salt_number(row.cache_salt), self._index(_LEAST_OWN_CAPACITY))
+        if len(row.token_ids) > text.index.capacity:
+            text.index = self._index(2 * len(row.token_ids))
+        text.row = row
+        text.index.extend(text.symbols(len(text.index)))
+        self._texts[row.slot] = text
+        return text
 
+    def _search(self, text: "_Text") -> Iterator[Level]:
+        """What is found, the longest matches first."""
+        window = self._rules.max_window
+        words = text.symbols(max(0, len(text.row.token_ids) - window))[::-1]
+        suffix = np.array(words + [GAP] * (window - len(words)), dtype=np.int64)
+        for level in reversed(self._levels):
+            key = text.index.end_keys[level]
+            yield Level(1 << level, text.index.find(level, key, suffix), self._shared.find(level, key, suffix))
 
-class SuffixIndex:
-    """A text and the places where each pair of its tokens ends. `capacity` bounds the text, oldest half out."""
+    def _index(self, capacity: int) -> SuffixIndex:
+        return SuffixIndex(capacity, self._rules.max_window, self._rules.reach)
 
-    def __init__(self, capacity: int | None = None) -> None:
-        self._capacity = capacity
-        self._tokens: list[int] = []
-        self._places: dict[tuple[int, int], list[int]] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._tokens)
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            self._append(token_id)
-        if self._capacity is not None and len(self._tokens) > self._capacity:
-            kept = self._tokens[len(self._tokens) // 2 :]
-            self._tokens, self._places = [], {}
-            self.extend(kept)
-
-    def matches(self, suffix: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-        """(tokens in common, what followed) for recent places that end like `suffix`, most recent first."""
-        if len(suffix) < 2:
-            return
-        for end in reversed(self._places.get((suffix[-2], suffix[-1]), [])):
-            length = self._common_suffix(suffix, end)
-            continuation = self._tokens[end + 1 : end + 1 + _DRAFTS_PER_MATCHED_TOKEN * length]
-            if _GAP in continuation:
-                continuation = continuation[: continuation.index(_GAP)]
-            if continuation:
-                yield length, continuation
-
-    def _append(self, token_id: int) -> None:
-        if self._tokens:
-            places = self._places.setdefault((self._tokens[-1], token_id), [])
-            places.append(len(self._tokens))
-            if len(places) > _PLACES:
-                del places[0]
-        self._tokens.append(token_id)
-
-    def _common_suffix(self, suffix: Sequence[int], end: int) -> int:
-        length = 2
-        while length < min(len(suffix), end + 1) and suffix[-1 - length] == self._tokens[end - length]:
-            length += 1
-        return length
+    def _salt_number(self, salt: str) -> int:
+        """A number that no other salt has had. One that was not used for long is forgotten, and with it its texts."""
+        number = self._salts.pop(salt, None) or next(self._salt_numbers)
+        self._salts[salt] = number  # behind all others
+        if len(self._salts) > _MOST_SALTS:  # or a client with a new salt in every request would fill the memory
+            del self._salts[next(iter(self._salts))]
+        return number
 
 
-def _merge(root: int, matches: list[tuple[int, list[int]]], max_drafts: int) -> RowTree:
-    """One tree of the matches' continuations, longest match first, with as many drafts as the best one earns."""
-    tokens, parents = [root], [NONE]
-    children: dict[tuple[int, int], int] = {}
-    best = max((length for length, _ in matches), default=0)
-    max_drafts = min(max_drafts, _DRAFTS_PER_MATCHED_TOKEN * best)
-    for _, continuation in sorted(matches, key=lambda match: -match[0]):
-        node = ROOT
-        for token_id in continuation:
-            if (node, token_id) not in children:
-                if len(tokens) > max_drafts:
-                    return RowTree(tokens, parents)
-                children[node, token_id] = len(tokens)
-                tokens.append(token_id)
-                parents.append(node)
-            node = children[node, token_id]
-    return RowTree(tokens, parents)
+@dataclass(slots=True, eq=False)
+class _Text:
+    """A running request."""
+
+    row: DraftRow
+    salt: int
+    index: SuffixIndex
+
+    def symbols(self, start: int) -> list[int]:
+        """From token `start` on."""
+        above = self.salt << _TOKEN_BITS
+        return [above | token for token in self.row.token_ids[start:]]
+
+
+def _refuse_older_names(config: SpeculativeConfig) -> None:
+    older = {"ngram_branch_length", "ngram_min_match_window_size", "ngram_max_match_window_size"}
+    for name in sorted(older & config.changed()):
+        raise ConfigError(
+            f"speculative.{name}={getattr(config, name)} and ngram_max_trie_depth={config.ngram_max_trie_depth} say "
+            "the same in two ways: a trie of depth d holds branches of d tokens and matches 1 to d - 1; remove one"
+        )
+
+
+def _check_sizes(config: SpeculativeConfig) -> None:
+    least, most = config.ngram_min_match_window_size, config.ngram_max_match_window_size
+    if least > most:
+        raise ConfigError(
+            f"speculative.ngram_min_match_window_size={least} is more than ngram_max_match_window_size={most}; "
+            "no match could have such a length: lower the first or raise the second"
+        )
+    if config.ngram_min_bfs_breadth > config.ngram_max_bfs_breadth:
+        raise ConfigError(
+            f"speculative.ngram_min_bfs_breadth={config.ngram_min_bfs_breadth} is more than ngram_max_bfs_breadth="
+            f"{config.ngram_max_bfs_breadth}; lower the first or raise the second"
+        )
+    if config.ngram_max_trie_depth is None and most >= config.ngram_branch_length:
+        raise ConfigError(
+            f"speculative.ngram_max_match_window_size={most} leaves nothing to draft of branches of "
+            f"ngram_branch_length={config.ngram_branch_length} tokens; set a branch length of at least {most + 1}"
+        )
+
+
+def _check_is_read(config: SpeculativeConfig) -> None:
+    for name, match_types in _READ_BY.items():
+        if name in config.changed() and config.ngram_match_type not in match_types:
+            raise ConfigError(
+                f"speculative.{name}={getattr(config, name)} has no effect with ngram_match_type="
+                f"{config.ngram_match_type}; remove it, or choose {' or '.join(sorted(match_types))}"
+            )

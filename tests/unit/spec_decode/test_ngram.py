@@ -1,76 +1,27 @@
-"""NGRAM: the index against a search by hand, the merged tree, and who may learn from whom."""
+"""NGRAM: whose words are drafted from, for how long, and which options go together."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
 from specray.sampling_params import SamplingParams
-from specray.spec_decode import ngram
+from specray.spec_decode import check_speculative, ngram
 from specray.spec_decode.draft_tree import NONE, RowTree
 from specray.spec_decode.drafter import ProposeContext
-from specray.spec_decode.ngram import NgramDrafter, SuffixIndex
+from specray.spec_decode.ngram import NgramDrafter
 from tests.support.drafters import draft_row
 from tests.support.engine import make_llm
 
-GAP = -2
-texts = st.lists(st.integers(0, 3) | st.just(GAP), max_size=60)
-suffixes = st.lists(st.integers(0, 3), min_size=2, max_size=12)
+MATCH_TYPES = ["BFS", "PROB", "SUFFIX"]
 
 
-def search(text: list[int], suffix: list[int]) -> list[tuple[int, list[int]]]:
-    """What an index of `text` should find: the eight last places that end like `suffix`, the last first."""
-    ends = [end for end in range(1, len(text)) if text[end - 1 : end + 1] == suffix[-2:]]
-    found = []
-    for end in ends[:-9:-1]:
-        length = max(n for n in range(2, len(suffix) + 1) if text[max(0, end + 1 - n) : end + 1] == suffix[-n:])
-        follows = text[end + 1 : end + 1 + 2 * length]
-        follows = follows[: follows.index(GAP)] if GAP in follows else follows
-        if follows:
-            found.append((length, follows))
-    return found
-
-
-@given(texts, suffixes)
-def test_the_index_finds_what_a_search_finds(text: list[int], suffix: list[int]) -> None:
-    index = SuffixIndex()
-    index.extend(text)
-    assert list(index.matches(suffix)) == search(text, suffix)
-
-
-@given(st.lists(texts, max_size=5), suffixes)
-def test_a_text_may_come_in_pieces(pieces: list[list[int]], suffix: list[int]) -> None:
-    index, whole = SuffixIndex(), [token for piece in pieces for token in piece]
-    for piece in pieces:
-        index.extend(piece)
-    assert index.num_tokens == len(whole)
-    assert list(index.matches(suffix)) == search(whole, suffix)
-
-
-@pytest.mark.parametrize("suffix", [[], [1]])
-def test_less_than_two_tokens_match_nothing(suffix: list[int]) -> None:
-    index = SuffixIndex()
-    index.extend([1, 1, 1, 1])
-    assert list(index.matches(suffix)) == []
-
-
-@given(st.lists(texts, max_size=8), st.integers(4, 40), suffixes)
-def test_a_full_index_forgets_its_oldest_text(pieces: list[list[int]], capacity: int, suffix: list[int]) -> None:
-    index, whole = SuffixIndex(capacity), [token for piece in pieces for token in piece]
-    for piece in pieces:
-        index.extend(piece)
-        assert index.num_tokens <= capacity
-    assert index.num_tokens >= min(len(whole), capacity // 2)
-    assert list(index.matches(suffix)) == search(whole[len(whole) - index.num_tokens :], suffix)
-
-
-# ---- the drafter ----------------------------------------------------------------------------------------------------
-
-
-def make(num_draft_tokens: int | None = None) -> NgramDrafter:
-    return NgramDrafter(SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=num_draft_tokens))
+def make(num_draft_tokens: int | None = None, **options: Any) -> NgramDrafter:
+    return NgramDrafter.of(SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=num_draft_tokens, **options))
 
 
 def propose(drafter: NgramDrafter, tokens: list[int], slot: int = 0, num_prompt: int = 0, salt: str = "") -> RowTree:
@@ -86,25 +37,39 @@ def branches(tree: RowTree) -> set[tuple[int, ...]]:
     return set(paths[1:])
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(2, 64))
-def test_every_tree_is_sound_and_copies_the_request(tokens: list[int], num_draft_tokens: int) -> None:
-    tree = propose(make(num_draft_tokens), tokens)
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+@pytest.mark.parametrize("match_type", MATCH_TYPES)
+@given(texts, st.integers(2, 64))
+def test_every_tree_is_sound_and_copies_the_request(match_type: str, tokens: list[int], num_draft_tokens: int) -> None:
+    tree = propose(make(num_draft_tokens, ngram_match_type=match_type), tokens)
     assert tree.tokens[0] == tokens[-1]
     assert len(tree.tokens) <= num_draft_tokens
     assert tree.or_root(vocab_size=4) is tree
     assert len(branches(tree)) == len(tree.tokens) - 1  # equal siblings are merged
     for branch in branches(tree):
-        seen = [*tokens[-2:], *branch]
+        seen = [tokens[-1], *branch]
         assert any(tokens[at : at + len(seen)] == seen for at in range(len(tokens)))
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
-def test_what_is_drafted_does_not_depend_on_how_the_tokens_came(tokens: list[int]) -> None:
-    drafter, known = make(), 1
+@pytest.mark.parametrize("match_type", MATCH_TYPES)
+@given(texts)
+def test_what_is_drafted_does_not_depend_on_how_the_tokens_came(match_type: str, tokens: list[int]) -> None:
+    drafter, known = make(ngram_match_type=match_type), 1
     while known < len(tokens):
         propose(drafter, tokens[:known])
         known += 1 + tokens[known] * 2
-    assert propose(drafter, tokens) == propose(make(), tokens)
+    assert propose(drafter, tokens) == propose(make(ngram_match_type=match_type), tokens)
+
+
+def test_a_long_request_is_searched_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "_LEAST_OWN_CAPACITY", 4)
+    drafter, tokens = make(), [7, 8, 9]
+    for token in [*range(20, 60), 7, 8]:
+        tokens.append(token)
+        tree = propose(drafter, tokens)
+    assert tree.tokens == [8, 9, 20, 21, 22]
 
 
 def test_the_longest_match_comes_first() -> None:
@@ -114,15 +79,6 @@ def test_the_longest_match_comes_first() -> None:
     assert tree.tokens[:3] == [4, 7, 8]
     assert tree.parents[:3] == [NONE, 0, 1]
     assert len(tree.tokens) - 1 <= 2 * 4
-
-
-def test_a_short_match_earns_few_drafts() -> None:
-    assert propose(make(64), [1, 2, 5, 6, 7, 8, 9, 3, 1, 2]).tokens == [2, 5, 6, 7, 8]
-
-
-def test_continuations_that_begin_alike_share_their_nodes() -> None:
-    tree = propose(make(64), [1, 2, 5, 6, 0, 1, 2, 5, 7, 0, 1, 2])
-    assert branches(tree) == {(5,), (5, 7), (5, 7, 0), (5, 7, 0, 1), (5, 7, 0, 1, 2), (5, 6)}
 
 
 def test_nothing_known_gives_a_bare_root() -> None:
@@ -141,21 +97,24 @@ def test_trees_come_in_the_order_of_the_rows() -> None:
 TEXT = [10, 11, 12, 13, 14, 15]
 
 
-def taught(salt: str = "", num_prompt: int = 0) -> NgramDrafter:
+def taught(salt: str = "", num_prompt: int = 0, **options: Any) -> NgramDrafter:
     """A drafter that has seen a request with TEXT end in slot 0."""
-    drafter = make()
+    drafter = make(**options)
     propose(drafter, TEXT, num_prompt=num_prompt, salt=salt)
     drafter.release([0])
     return drafter
 
 
-def test_outputs_of_ended_requests_draft_for_others() -> None:
-    assert propose(taught(), [1, 10, 11], slot=3).tokens == [11, 12, 13, 14, 15]
+@pytest.mark.parametrize("match_type", MATCH_TYPES)
+def test_outputs_of_ended_requests_draft_for_others(match_type: str) -> None:
+    assert propose(taught(ngram_match_type=match_type), [1, 10, 11], slot=3).tokens == [11, 12, 13, 14, 15]
 
 
-@pytest.mark.parametrize("num_prompt", [1, 3, 6])
-def test_prompts_are_not_learnt(num_prompt: int) -> None:
-    assert propose(taught(num_prompt=num_prompt), [1, 10, 11]).tokens == [11]
+def test_of_prompts_only_the_end_is_learnt() -> None:
+    """What an answer to the same words begins with; the rest of a prompt is searched by its own request only."""
+    options: dict[str, Any] = {"ngram_max_match_window_size": 2}
+    assert propose(taught(num_prompt=5, **options), [1, 13]).tokens == [13, 14, 15]
+    assert propose(taught(num_prompt=5, **options), [1, 12]).tokens == [12]
 
 
 def test_a_running_request_teaches_nobody() -> None:
@@ -164,10 +123,25 @@ def test_a_running_request_teaches_nobody() -> None:
     assert propose(drafter, [1, 10, 11], slot=1).tokens == [11]
 
 
+@pytest.mark.parametrize("match_type", MATCH_TYPES)
 @pytest.mark.parametrize(("teacher", "pupil"), [("a", "b"), ("a", ""), ("", "a")])
-def test_no_text_of_one_salt_drafts_for_another(teacher: str, pupil: str) -> None:
-    assert propose(taught(teacher), [1, 10, 11], salt=pupil).tokens == [11]
-    assert propose(taught(teacher), [1, 10, 11], salt=teacher).tokens == [11, 12, 13, 14, 15]
+def test_no_text_of_one_salt_drafts_for_another(teacher: str, pupil: str, match_type: str) -> None:
+    options: dict[str, Any] = {"ngram_match_type": match_type}
+    assert propose(taught(teacher, **options), [1, 10, 11], salt=pupil).tokens == [11]
+    assert propose(taught(teacher, **options), [1, 10, 11], salt=teacher).tokens == [11, 12, 13, 14, 15]
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 2), min_size=1, max_size=8)), max_size=12))
+def test_a_salt_drafts_as_if_it_were_alone(ended: list[tuple[str, list[int]]]) -> None:
+    everyone, alone = make(), make()
+    for salt, text in ended:
+        for drafter in (everyone, alone) if salt == "a" else (everyone,):
+            propose(drafter, text, salt=salt)
+            drafter.release([0])
+    for query in ([0, 1], [1, 1], [2, 0]):
+        assert propose(everyone, query, slot=1, salt="a") == propose(alone, query, slot=1, salt="a")
+        for drafter in (everyone, alone):
+            drafter._texts.clear()
 
 
 def test_two_outputs_do_not_run_into_each_other() -> None:
@@ -189,17 +163,62 @@ def test_a_slot_that_never_drafted_can_be_released() -> None:
     make().release([0, 5])
 
 
-def test_only_the_salts_taught_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_learnt_longest_ago_is_forgotten_first_whoever_said_it() -> None:
+    """1000 nodes are 55 branches of 18 tokens: seven texts of six, each with a gap behind, and most of an eighth."""
+    drafter = make(ngram_capacity=1000)
+    for number in range(9):
+        propose(drafter, [100 * number + token for token in TEXT], salt=str(number % 2))
+        drafter.release([0])
+    known = []
+    for number in range(9):
+        tree = propose(drafter, [1, 100 * number + 10, 100 * number + 11], slot=1 + number, salt=str(number % 2))
+        known.append(len(tree.tokens) > 1)
+    assert known == [False] + [True] * 8
+
+
+def test_text_said_again_is_not_forgotten() -> None:
+    drafter = make(ngram_capacity=1000)
+    for number in (0, 1, 2, 3, 4, 0, 5, 6, 7, 8):
+        propose(drafter, [100 * number + token for token in TEXT])
+        drafter.release([0])
+    assert propose(drafter, [1, 10, 11]).tokens == [11, 12, 13, 14, 15]
+    assert propose(drafter, [1, 110, 111], slot=1).tokens == [111]
+
+
+def test_only_the_salts_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client with a new salt in every request must not fill the memory."""
-    monkeypatch.setattr(ngram, "_SALTS", 3)
+    monkeypatch.setattr(ngram, "_MOST_SALTS", 3)
     drafter = make()
     for salt in "abcad":
         propose(drafter, TEXT, salt=salt)
         drafter.release([0])
+    assert list(drafter._salts) == ["c", "a", "d"]
     known = []
-    for slot, salt in enumerate("abcd", start=1):
+    for slot, salt in enumerate("dacb", start=1):
         known += [salt] * (len(propose(drafter, [1, 10, 11], slot=slot, salt=salt).tokens) > 1)
-    assert known == ["a", "c", "d"]
+    assert known == ["d", "a", "c"]
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ngram_min_match_window_size": 5, "ngram_max_match_window_size": 4}, ["=5 is more than", "=4", "lower"]),
+        ({"ngram_min_bfs_breadth": 11}, ["ngram_min_bfs_breadth=11", "=10", "lower"]),
+        ({"ngram_branch_length": 12}, ["ngram_max_match_window_size=12", "ngram_branch_length=12", "at least 13"]),
+        ({"ngram_max_trie_depth": 8, "ngram_branch_length": 9}, ["ngram_branch_length=9", "=8", "remove one"]),
+        ({"ngram_max_trie_depth": 8, "ngram_max_match_window_size": 4}, ["ngram_max_match_window_size=4", "=8"]),
+        ({"ngram_match_type": "PROB", "ngram_min_bfs_breadth": 2}, ["ngram_min_bfs_breadth=2", "PROB", "BFS"]),
+        ({"ngram_match_type": "SUFFIX", "ngram_max_bfs_breadth": 2}, ["ngram_max_bfs_breadth=2", "BFS or PROB"]),
+        ({"ngram_min_token_prob": 0.2}, ["ngram_min_token_prob=0.2", "BFS", "SUFFIX"]),
+    ],
+)
+def test_options_that_contradict_each_other_say_what_to_change(options: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_speculative(SpeculativeConfig(algorithm="NGRAM", **options))
+    assert all(part in str(caught.value) for part in said)
 
 
 # ---- in an engine ---------------------------------------------------------------------------------------------------

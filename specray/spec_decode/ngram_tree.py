@@ -1,0 +1,237 @@
+"""How matches become a tree: SGLang's BFS and PROB, and the chain of suffix decoding. Pure functions.
+
+A node of the trie that the matches stand for is the list of texts that follow there, the most recent first: its
+children are their next symbols, how often a child was seen is how many of the texts begin with it. Not here: where
+matches come from (`ngram_index`), and options (`ngram`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count, islice
+from typing import NamedTuple
+
+from specray.spec_decode.draft_tree import NONE, ROOT, RowTree
+from specray.spec_decode.ngram_index import Match
+
+Texts = list[list[int]]  # what follows some words at each of their places, the most recent first
+Children = dict[int, Texts]  # next symbol -> what follows it, the most recent first
+
+
+class Level(NamedTuple):
+    """Matches of at least `length` symbols, up to twice that less one."""
+
+    length: int
+    own: dict[int, Match]  # in the request's own text, by place, the last first
+    shared: dict[int, Match]  # in texts of ended requests
+
+
+@dataclass(frozen=True, slots=True)
+class NgramRules:
+    """Sizes of trees, in symbols; names are those of the options, which say what they mean."""
+
+    match_type: str
+    max_drafts: int
+    min_window: int
+    max_window: int
+    min_breadth: int
+    max_breadth: int
+    depth: int  # of the trie: of match and drafts together
+    capacity: int  # symbols of ended requests' texts
+    max_spec_factor: float | None
+    min_token_prob: float
+
+    @property
+    def reach(self) -> int:
+        """Depth of the deepest node that a tree can have."""
+        return min(self.max_drafts, self.depth - self.min_window)
+
+    def breadth(self, window: int, depth: int) -> int:
+        """BFS: children of a node at `depth` below a match of length `window`: the longer and deeper, the fewer."""
+        wider = (self.max_window - window - depth) * (self.max_breadth - self.min_breadth)
+        return max(1, self.min_breadth + wider // (self.max_window - self.min_window + 1))
+
+    def most_drafts(self, match_length: int) -> int:
+        """Nodes below the root that a match of this length may draft."""
+        if self.max_spec_factor is None:
+            return self.max_drafts
+        return min(self.max_drafts, int(match_length * self.max_spec_factor))
+
+
+class NgramDraft(NamedTuple):
+    """A tree, and the length of the longest match behind it (0: nothing was found)."""
+
+    tree: RowTree
+    match_length: int
+
+
+def draft(levels: Iterable[Level], root: int, rules: NgramRules) -> NgramDraft:
+    """The tree of `rules.match_type` below `root`; `levels` come with the longest matches first."""
+    return _GROW[rules.match_type](levels, root, rules)
+
+
+class _Sprout:
+    """A tree that grows up to `most` nodes below its root; equal siblings are one."""
+
+    def __init__(self, root: int, most: int) -> None:
+        self.tree = RowTree([root], [NONE])
+        self._most = most
+        self._nodes: dict[tuple[int, int], int] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._nodes) >= self._most
+
+    def add(self, parent: int, token: int) -> int | None:
+        """The child's number, old or new; None where there is no room for it."""
+        node = self._nodes.get((parent, token))
+        if node is None and not self.is_full:
+            node = self._nodes[parent, token] = len(self.tree.tokens)
+            self.tree.tokens.append(token)
+            self.tree.parents.append(parent)
+        return node
+
+
+Grow = Callable[[_Sprout, Texts, int, NgramRules], None]
+
+
+def _grow_windows(levels: Iterable[Level], root: int, rules: NgramRules, grow: Grow) -> NgramDraft:
+    """Let the tree grow from each length of match, the longest first, until it is full."""
+    sprout, longest = _Sprout(root, 0), 0
+    own: dict[int, Match] = {}
+    shared: dict[int, Match] = {}
+    for level in levels:
+        own, shared = own | level.own, shared | level.shared
+        matches = _latest_first(own) + _latest_first(shared)
+        if not longest and matches:
+            longest = max(match.length for match in matches)
+            sprout = _Sprout(root, rules.most_drafts(longest))
+        for window in _windows(level, rules):
+            texts = [match.follows[: rules.depth - window] for match in matches if match.length >= window]
+            if texts:
+                grow(sprout, texts, window, rules)
+            if longest and sprout.is_full:
+                return NgramDraft(sprout.tree, longest)
+    return NgramDraft(sprout.tree, longest)
+
+
+def _grow_bfs(sprout: _Sprout, texts: Texts, window: int, rules: NgramRules) -> None:
+    """Level by level, the most recent children of each node."""
+    queue = deque([(ROOT, texts, 0)])
+    while queue:
+        parent, followers, depth = queue.popleft()
+        for token, after in islice(_children(followers, depth).items(), rules.breadth(window, depth)):
+            node = sprout.add(parent, token)
+            if node is None:
+                return
+            queue.append((node, after, depth + 1))
+
+
+def _grow_prob(sprout: _Sprout, texts: Texts, window: int, rules: NgramRules) -> None:  # noqa: ARG001
+    """The likeliest node first: its share among the most frequent children, times its parent's."""
+    heap: list[tuple[float, int, int, int, Texts, int]] = []
+    order = count()  # of equals the first found
+
+    def push_children(probability: float, parent: int, followers: Texts, depth: int) -> None:
+        children = _most_frequent(_children(followers, depth), rules.max_breadth)
+        total = sum(len(after) for _, after in children)
+        for token, after in children:
+            heappush(heap, (-probability * len(after) / total, next(order), parent, token, after, depth + 1))
+
+    push_children(1.0, ROOT, texts, 0)
+    while heap:
+        negative, _, parent, token, after, depth = heappop(heap)
+        node = sprout.add(parent, token)
+        if node is None:
+            return
+        push_children(-negative, node, after, depth)
+
+
+def _suffix_chain(levels: Iterable[Level], root: int, rules: NgramRules) -> NgramDraft:
+    """The chain with the highest sum of probabilities over all lengths of match; the request's own text wins ties.
+
+    Each length's chain takes the most frequent child at every node, and ends where its probability, the product of
+    the shares on the way, falls below `min_token_prob`.
+    """
+    best, chain, longest = (0.0, False), [], 0
+    sources: tuple[dict[int, Match], dict[int, Match]] = {}, {}
+    for level in levels:
+        windows = _windows(level, rules)
+        if best >= (rules.most_drafts(windows[0]), True):  # a probability is 1 at most: shorter matches cannot win
+            break
+        for is_own, places, new in zip((True, False), sources, (level.own, level.shared), strict=True):
+            places |= new
+            for window, candidate, score in _chains(places, windows, rules):
+                longest = max(longest, window)
+                if (score, is_own) > best:
+                    best, chain = (score, is_own), candidate
+    return NgramDraft(RowTree([root, *chain], [NONE, *range(len(chain))]), longest)
+
+
+def _chains(
+    places: dict[int, Match], windows: Sequence[int], rules: NgramRules
+) -> Iterator[tuple[int, list[int], float]]:
+    """(window, chain, score) of each window that matched anything."""
+    matches = _latest_first(places)
+    num_seen, path = 0, _Path([], [])
+    for window in windows:
+        texts = [match.follows for match in matches if match.length >= window]
+        if len(texts) > num_seen:  # otherwise the same places as of the longer window
+            num_seen, path = len(texts), _likeliest_path(texts, rules)
+        if texts:
+            end = min(rules.most_drafts(window), rules.depth - window)
+            yield window, path.tokens[:end], sum(path.probabilities[:end])
+
+
+class _Path(NamedTuple):
+    tokens: list[int]
+    probabilities: list[float]
+
+
+def _likeliest_path(texts: Texts, rules: NgramRules) -> _Path:
+    path, probability = _Path([], []), 1.0
+    while children := _children(texts, len(path.tokens)):
+        num_seen = sum(map(len, children.values()))
+        token, texts = max(children.items(), key=lambda child: len(child[1]))  # of equals the more recent
+        probability *= len(texts) / num_seen
+        if probability < rules.min_token_prob:
+            break
+        path.tokens.append(token)
+        path.probabilities.append(probability)
+        if len(texts) == 1:  # nothing to choose any more
+            rest = texts[0][len(path.tokens) :]
+            return _Path(path.tokens + rest, path.probabilities + [probability] * len(rest))
+    return path
+
+
+def _windows(level: Level, rules: NgramRules) -> range:
+    """Lengths of match that this level is the first to know all of, the longest first."""
+    return range(min(2 * level.length - 1, rules.max_window), max(level.length, rules.min_window) - 1, -1)
+
+
+def _latest_first(places: dict[int, Match]) -> list[Match]:
+    return [places[place] for place in sorted(places, reverse=True)]
+
+
+def _children(texts: Texts, depth: int) -> Children:
+    """What comes at `depth` of the texts, in order of recency."""
+    if len(texts) == 1:  # most nodes: quicker
+        return {texts[0][depth]: texts} if depth < len(texts[0]) else {}
+    children: Children = {}
+    for text in texts:
+        if depth < len(text):
+            children.setdefault(text[depth], []).append(text)
+    return children
+
+
+def _most_frequent(children: Children, most: int) -> list[tuple[int, Texts]]:
+    """The `most` children seen most often; of equals the more recent first."""
+    return sorted(children.items(), key=lambda child: -len(child[1]))[:most]
+
+
+_GROW: dict[str, Callable[[Iterable[Level], int, NgramRules], NgramDraft]] = {
+    "BFS": lambda levels, root, rules: _grow_windows(levels, root, rules, _grow_bfs),
+    "PROB": lambda levels, root, rules: _grow_windows(levels, root, rules, _grow_prob),
+    "SUFFIX": _suffix_chain,
+}

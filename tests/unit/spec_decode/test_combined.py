@@ -1,0 +1,111 @@
+"""N-grams in a model's place: only where a match is long enough, and the model is told every step all the same."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+from specray.spec_decode import check_speculative
+from specray.spec_decode.combined import with_override
+from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
+from specray.spec_decode.drafter import Drafter, DraftFaultError, ProposeContext
+from specray.step import DraftFault
+from tests.support.drafters import draft_row
+
+
+class Model:
+    """Drafts a branch of 50s, and notes what it was told."""
+
+    max_draft_tokens = 3
+    feature_layers: tuple[int, ...] = (1, 2)
+    reads_next_token = True
+
+    def __init__(self, fault: DraftFault | None = None) -> None:
+        self.told: list[list[int]] = []
+        self.released: list[int] = []
+        self._fault = fault
+
+    def propose(self, context: ProposeContext) -> DraftTree:
+        self.told.append([row.slot for row in context.rows + context.unfinished])
+        if self._fault:
+            raise DraftFaultError(self._fault)
+        return DraftTree.of([RowTree([row.token_ids[-1], 50, 50], [NONE, 0, 1]) for row in context.rows])
+
+    def release(self, slots: Sequence[int]) -> None:
+        self.released += slots
+
+
+def combined(model: Drafter) -> Drafter:
+    config = SpeculativeConfig(algorithm="EAGLE3", draft_model_path="x", ngram_override_min_match=3)
+    return with_override(model, config)
+
+
+def propose(drafter: Drafter, *texts: list[int]) -> list[list[int]]:
+    rows = [draft_row(slot, text) for slot, text in enumerate(texts)]
+    return [tree.tokens for tree in drafter.propose(ProposeContext(rows)).rows()]
+
+
+TWO_ALIKE = [1, 2, 7, 8, 0, 1, 2]
+THREE_ALIKE = [0, 1, 2, 7, 8, 0, 1, 2]
+
+
+def test_a_match_that_is_long_enough_overrides_the_model() -> None:
+    assert propose(combined(Model()), TWO_ALIKE, THREE_ALIKE, [4]) == [[2, 50, 50], [2, 7, 8, 0], [4, 50, 50]]
+
+
+def test_the_models_limit_holds_for_n_grams() -> None:
+    drafter = combined(Model())
+    assert drafter.max_draft_tokens == 3
+    assert len(propose(drafter, [1] * 20)[0]) == 4
+
+
+def test_it_wants_what_the_model_wants() -> None:
+    drafter = combined(Model())
+    assert (drafter.feature_layers, drafter.reads_next_token) == ((1, 2), True)
+
+
+def test_the_model_is_told_of_rows_that_it_does_not_draft_for() -> None:
+    model = Model()
+    drafter = combined(model)
+    rows = [draft_row(0, THREE_ALIKE), draft_row(1, TWO_ALIKE)]
+    drafter.propose(ProposeContext(rows, [draft_row(2, [1])]))
+    drafter.release([0, 1])
+    assert (model.told, model.released) == ([[0, 1, 2]], [0, 1])
+
+
+def test_a_models_fault_stays_its_fault() -> None:
+    with pytest.raises(DraftFaultError, match="nan"):
+        propose(combined(Model(DraftFault.NOT_A_NUMBER)), THREE_ALIKE)
+
+
+def test_ended_requests_are_learnt_from_and_released_once() -> None:
+    drafter = combined(Model())
+    propose(drafter, [0, 1, 2, 7, 8])
+    drafter.release([0])
+    assert propose(drafter, [3, 0, 1, 2]) == [[2, 7, 8]]
+
+
+def test_without_the_option_the_model_drafts_alone() -> None:
+    model: Drafter = Model()
+    assert with_override(model, SpeculativeConfig(algorithm="EAGLE3", draft_model_path="x")) is model
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ngram_override_min_match": 13}, ["ngram_override_min_match=13", "up to 12 tokens"]),
+        ({"ngram_override_min_match": 4, "ngram_max_match_window_size": 18}, ["=18", "at least 19"]),
+        ({"ngram_capacity": 5000}, ["ngram_capacity=5000", "no effect", "ngram_override_min_match"]),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_speculative(SpeculativeConfig(algorithm="EAGLE3", draft_model_path="x", **options))
+    assert all(part in str(caught.value) for part in said)
+
+
+def test_options_of_n_grams_go_with_the_override() -> None:
+    options: dict[str, Any] = {"ngram_override_min_match": 4, "ngram_capacity": 5000, "ngram_match_type": "PROB"}
+    check_speculative(SpeculativeConfig(algorithm="EAGLE3", draft_model_path="x", **options))
