@@ -12,10 +12,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
+from specray.models.files import resolve_token_map
 from specray.models.weights import read_torch_file
+from specray.spec_decode.drafter import TargetView
 
 logger = logging.getLogger(__name__)
+
+
+def configured_token_map(config: SpeculativeConfig, target: TargetView) -> Tensor | None:
+    """The ids of `speculative.token_map`, those that end a text of the target's among them; None without a map."""
+    if config.token_map is None:
+        return None
+    return load_token_map(resolve_token_map(config.token_map), target.shape.vocab_size, target.eos_token_ids)
 
 
 def load_token_map(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Tensor:

@@ -1,0 +1,40 @@
+"""A trained draft model as an ordinary model folder: all tensors, the target's config.json with fewer layers, and its
+tokenizer."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specray.train.draft_model import DraftModel
+from specray.train.target import Target
+
+_SIDE_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json",
+)  # fmt: skip
+
+
+def draft_tensors(model: DraftModel, target: Target) -> dict[str, Tensor]:
+    """What was trained, and the matrices that the model has of its target."""
+    shared = {"model.embed_tokens.weight": target.embedding}
+    if not target.shape.tied:
+        shared["lm_head.weight"] = target.head
+    return model.state_dict() | shared
+
+
+def draft_config(model: DraftModel, target: Target) -> dict[str, Any]:
+    """config.json: the target's, but for the number of layers and what goes by layer."""
+    config: dict[str, Any] = json.loads((target.folder / "config.json").read_text(encoding="utf-8"))
+    by_layer = {name: config[name] for name in ("layer_types",) if config.get(name)}
+    chosen = {name: [values[layer] for layer in model.kept] for name, values in by_layer.items()}
+    return config | {"num_hidden_layers": len(model.kept), "torch_dtype": "bfloat16", "dtype": "bfloat16"} | chosen
+
+
+def copy_side_files(target: Target, folder: Path) -> None:
+    """The tokenizer's files and what says when a text ends."""
+    for name in _SIDE_FILES:
+        if (target.folder / name).is_file():
+            shutil.copyfile(target.folder / name, folder / name)

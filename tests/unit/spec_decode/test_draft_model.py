@@ -1,0 +1,326 @@
+"""The draft model inside real runs, call by call, against a reference that keeps no cache and shares no batch.
+
+Every tree of every row that gets one, and all draft KV behind it, is compared, whatever the drafter was not told, has
+not seen or had to leave for later.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+from specray.llm import LLM
+from specray.outputs import Completion
+from specray.sampling_params import SamplingParams
+from specray.spec_decode import DRAFTERS, draft_model
+from specray.spec_decode.draft_model import Part, PrefixHashes, StandaloneDrafter, share_out
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftRow, ProposeContext, TargetView
+from specray.spec_decode.eagle_tree import TreeShape
+from specray.step import DraftFault
+from tests.support.colocated import worker_of
+from tests.support.drafters import draft_row
+from tests.support.engine import make_llm
+from tests.support.methods import Make, standalone
+from tests.support.naive_eagle import NaiveStandalone
+from tests.support.toy import toy_tokenizer, write_toy
+
+PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
+PROMPTS = [[*PREFIX, 40, 41, 42], [*PREFIX, 50, 41], [*PREFIX[:8], 33], [*PREFIX[:8], 34, 35], [5]]
+TEMPERATURES = [0.0, 4.0, 0.8, 8.0, 1.5]
+CLOSE = 1e-5  # of probabilities, relative: a gap that rounding may close
+
+MODELS: dict[str, Make] = {
+    "chain": standalone(),
+    "tree": standalone(shape=(4, 2, 9)),
+    "map": standalone(shape=(3, 3, 8), token_map=range(2, 60, 3), variant="qwen3"),
+    "flat": standalone(shape=(1, 6, 5), variant="tied"),
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "pages-of-1": {"page_size": 1},
+    "chunks": {"page_size": 4, "chunked_prefill_size": 4, "max_prefill_tokens": 6},
+    "preemption": {"page_size": 4, "max_total_tokens": 52},
+    "no-cache": {"page_size": 4, "disable_radix_cache": True},
+}
+
+
+class CheckedDrafter:
+    """The drafter, and beside each of its calls what it should have said; `is_told` False leaves a call out."""
+
+    def __init__(self, drafter: StandaloneDrafter, shape: TreeShape) -> None:
+        self.max_draft_tokens, self.feature_layers = drafter.max_draft_tokens, drafter.feature_layers
+        self.reads_next_token = drafter.reads_next_token
+        self.is_told: Callable[[], bool] = lambda: True
+        self.num_checked = self.num_bare = self.num_close_calls = 0
+        self.drafter = drafter
+        self._shape = shape
+
+    def propose(self, context: ProposeContext) -> DraftTree:
+        if not self.is_told():
+            raise DraftFaultError(DraftFault.LATE)
+        proposed = self.drafter.propose(context)
+        with torch.inference_mode():
+            for row, tree in zip(context.rows, proposed.rows(), strict=True):
+                if len(tree.tokens) == 1:
+                    self.num_bare += 1
+                    continue
+                expected = NaiveStandalone(row, self.drafter._model, self._shape)
+                torch.testing.assert_close(self._kv(row), expected.kv, atol=1e-4, rtol=1e-3)
+                self.num_checked += 1
+                is_close_call = tree != expected.tree and expected.is_close_call(CLOSE)
+                self.num_close_calls += is_close_call
+                assert is_close_call or tree == expected.tree, row
+        return proposed
+
+    def release(self, slots: Sequence[int]) -> None:
+        self.drafter.release(slots)
+
+    def _kv(self, row: DraftRow) -> torch.Tensor:
+        return self.drafter._attention._pool[:, row.kv_slots[: row.end]]  # type: ignore[attr-defined]
+
+
+Start = Callable[..., tuple[LLM, CheckedDrafter]]
+
+
+@pytest.fixture
+def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """(an engine whose drafter is checked, the checked drafter) of a model's name and the engine's options."""
+    made: list[CheckedDrafter] = []
+    method = DRAFTERS["STANDALONE"]
+
+    def make(config: SpeculativeConfig, target: TargetView) -> Drafter:
+        drafter = method.make(config, target)
+        assert isinstance(drafter, StandaloneDrafter)
+        made.append(CheckedDrafter(drafter, TreeShape.of(config, "")))
+        return made[-1]
+
+    monkeypatch.setitem(DRAFTERS, "STANDALONE", method._replace(make=make))
+
+    def start(name: str, **options: Any) -> tuple[LLM, CheckedDrafter]:
+        llm = make_llm(toy, speculative=MODELS[name](toy, tmp_path), **options)
+        return llm, made[-1]
+
+    return start
+
+
+def run(
+    llm: LLM, prompts: Sequence[list[int]] = PROMPTS, max_tokens: int = 8, temperatures: Sequence[float] = TEMPERATURES
+) -> list[Completion]:
+    params = [
+        SamplingParams(temperature=temperatures[i], seed=i, max_tokens=max_tokens, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    return [generation.choices[0] for generation in llm.generate(prompts, params)]
+
+
+def total(choices: Sequence[Completion], name: str) -> int:
+    return sum(getattr(choice.usage, name) for choice in choices)
+
+
+def assert_checked(drafter: CheckedDrafter, at_least: int) -> None:
+    assert drafter.num_checked >= at_least
+    assert drafter.num_close_calls <= drafter.num_checked // 20
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cold_and_warm_every_tree_is_the_naive_one(name: str, start: Start) -> None:
+    llm, drafter = start(name, page_size=4)
+    with llm:
+        cold, warm = run(llm), run(llm)
+    assert [choice.token_ids for choice in warm] == [choice.token_ids for choice in cold]
+    assert total(warm, "num_cached_tokens") >= 40
+    assert total(warm, "num_accepted") > 0
+    assert_checked(drafter, at_least=40)
+    assert drafter.num_bare == 0
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_pages_chunks_and_preemption_change_no_tree(name: str, start: Start) -> None:
+    llm, drafter = start("tree", **RUNS[name])
+    with llm:
+        choices = run(llm) + run(llm, PROMPTS[::-1])
+        assert (total(choices, "num_preemptions") > 0) == (name == "preemption")
+        llm.engine.step()
+        assert not drafter.drafter._hashes._known  # slots that were freed are forgotten
+    assert_checked(drafter, at_least=40)
+    assert drafter.num_bare == 0
+
+
+def test_steps_it_was_not_told_of_are_caught_up_with(start: Start) -> None:
+    llm, drafter = start("tree", page_size=4)
+    with llm:
+        told = iter([False, False, True, False, False, True, True] * 20)
+        drafter.is_told = lambda: next(told)
+        run(llm)
+        run(llm, PROMPTS[::-1], max_tokens=12)
+    assert_checked(drafter, at_least=20)
+    assert drafter.num_bare == 0
+
+
+def test_a_prefix_from_before_it_was_born_is_read(start: Start) -> None:
+    llm, drafter = start("tree", page_size=4)
+    with llm:
+        drafter.is_told = lambda: False
+        run(llm)
+        drafter.is_told = lambda: True
+        warm = run(llm)
+    assert total(warm, "num_cached_tokens") >= 40
+    assert_checked(drafter, at_least=20)
+    assert drafter.num_bare == 0
+
+
+def test_a_long_prefix_is_read_in_parts_while_others_draft(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 8)
+    llm, drafter = start("tree", page_size=4)
+    long: list[int] = [0, *range(4, 60)]
+    num_read: list[int] = []
+    read = drafter.drafter._read
+
+    def count_and_read(parts: list[Part]) -> torch.Tensor:
+        num_read.append(sum(part.stop - part.start for part in parts))
+        return read(parts)
+
+    drafter.drafter._read = count_and_read  # type: ignore[method-assign]
+    with llm:
+        drafter.is_told = lambda: False
+        run(llm, [long])
+        drafter.is_told = lambda: True
+        choices = run(llm, [long, [5]], max_tokens=30)
+    assert choices[0].usage is not None
+    assert choices[0].usage.num_cached_tokens == 56
+    assert 2 <= drafter.num_bare <= 56 // 8  # of the long row alone, which takes so many steps
+    assert 8 < max(num_read) <= 8 + 2 * (4 + 1)  # a part, and what a step adds to two rows
+    assert_checked(drafter, at_least=10)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [None, (3, 2, 7)])
+def test_the_target_itself_drafts_what_is_accepted(
+    shape: tuple[int, int, int] | None, temperature: float, toy: Path
+) -> None:
+    steps, topk, nodes = shape or (None, None, None)
+    speculative = SpeculativeConfig(
+        algorithm="STANDALONE", draft_model_path=str(toy), num_steps=steps, eagle_topk=topk, num_draft_tokens=nodes
+    )
+    with make_llm(toy, speculative=speculative, page_size=4) as llm:
+        choices = run(llm, max_tokens=41, temperatures=[temperature] * len(PROMPTS))
+    for choice in choices:
+        assert choice.usage is not None
+        if shape is None:
+            assert choice.usage.num_accepted == choice.usage.num_draft_tokens == 30
+        else:  # a branch of a tree may be cut short for another that scores more
+            assert choice.usage.num_accepted >= 1.5 * choice.usage.num_verify_steps
+
+
+def test_drafts_stop_where_the_draft_models_context_ends(toy: Path, tmp_path: Path) -> None:
+    speculative = MODELS["tree"](toy, tmp_path)
+    change_config(tmp_path / "draft", max_position_embeddings=20)
+    prompts = [[0, 9, 8, 7], [0, *range(4, 40)]]
+    with make_llm(toy, page_size=4) as llm:
+        expected = [choice.token_ids for choice in run(llm, prompts, max_tokens=40)]
+    with make_llm(toy, speculative=speculative, page_size=4, chunked_prefill_size=16) as llm:
+        short, long = run(llm, prompts, max_tokens=40)
+    assert [short.token_ids, long.token_ids] == expected
+    assert short.usage is not None
+    assert long.usage is not None
+    assert 0 < short.usage.num_draft_tokens <= 8 * 16  # the last tree grows from the 16th position
+    assert long.usage.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
+def test_its_type_is_its_own(dtype: str, toy: Path, tmp_path: Path) -> None:
+    speculative = MODELS["tree"](toy, tmp_path).model_copy(update={"draft_dtype": dtype})
+    with make_llm(toy) as llm:
+        expected = [choice.token_ids for choice in run(llm)]
+    with make_llm(toy, speculative=speculative) as llm:
+        pool = drafter_of(llm)._attention._pool  # type: ignore[attr-defined]
+        assert pool.dtype is (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+        assert [choice.token_ids for choice in run(llm)] == expected
+
+
+def test_nothing_to_read_is_nothing_to_draft(toy: Path, tmp_path: Path) -> None:
+    with make_llm(toy, speculative=MODELS["chain"](toy, tmp_path)) as llm:
+        assert drafter_of(llm).propose(ProposeContext([])).rows() == []
+
+
+def test_numbers_that_are_none_are_a_fault(toy: Path, tmp_path: Path) -> None:
+    speculative = MODELS["chain"](toy, tmp_path)
+    path = tmp_path / "draft" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, path)
+    with make_llm(toy, speculative=speculative) as llm:
+        run(llm)
+        counts = llm.engine.stats.labelled["specray_draft_faults_total"]
+        assert {kind for kind, count in counts.items() if count} == {"nan"}
+
+
+def test_another_size_of_vocabulary_is_refused(toy: Path, tmp_path: Path) -> None:
+    speculative = MODELS["chain"](toy, tmp_path)
+    change_config(tmp_path / "draft", vocab_size=72)
+    with pytest.raises(ConfigError, match=r"vocabulary of 72 tokens, the target one of 64; choose a smaller model"):
+        make_llm(toy, speculative=speculative)
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(toy: Path, tmp_path: Path) -> None:
+    speculative = MODELS["chain"](toy, tmp_path)
+    ours = toy_tokenizer().convert_ids_to_tokens(30)
+    path = tmp_path / "draft" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["☂"] = content["model"]["vocab"].pop(ours)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=rf"token 30 is '☂' in the draft model's vocabulary, but '{ours}' in the"):
+        make_llm(toy, speculative=speculative)
+
+
+@pytest.mark.parametrize("is_cut_from_target", [True, False])
+def test_matrices_of_the_target_are_used_twice(is_cut_from_target: bool, tmp_path: Path) -> None:
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+    target = write_toy(tmp_path / "target", "tied")
+    draft = write_toy(tmp_path / "draft", "tied", seed=0 if is_cut_from_target else 1)
+    speculative = SpeculativeConfig(algorithm="STANDALONE", draft_model_path=str(draft))
+    with make_llm(target, speculative=speculative) as llm:
+        ours, theirs = drafter_of(llm)._model, worker_of(llm).model
+        assert (ours._model.embedding is theirs.embedding) == is_cut_from_target
+        assert (ours._head is theirs.head) == is_cut_from_target
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budget", "counts"),
+    [([], 4, []), ([3, 0, 2], 9, [3, 0, 2]), ([700, 2, 3], 10, [5, 2, 3]), ([9, 9], 10, [9, 1]), ([1, 1], 0, [0, 0])],
+)
+def test_the_smallest_come_first(sizes: list[int], budget: int, counts: list[int]) -> None:
+    assert share_out(sizes, budget) == counts
+
+
+def test_prefixes_have_the_same_hash_only_if_all_their_tokens_are_the_same() -> None:
+    hashes = PrefixHashes(max_tokens=100)
+    tokens = np.random.default_rng(0).integers(60, size=41).tolist()
+    whole = hashes.of(draft_row(0, tokens)).copy()
+    assert len(set(whole.tolist())) == 40
+    for length in (3, 11, 41):  # a row that grows
+        assert np.array_equal(hashes.of(draft_row(1, tokens[:length])), whole[: length - 1])
+    changed = hashes.of(draft_row(2, [*tokens[:20], tokens[20] + 1, *tokens[21:]]))
+    assert np.array_equal(changed[:20], whole[:20])
+    assert not np.any(changed[20:] == whole[20:])
+    hashes.forget([0, 7])
+    assert np.array_equal(hashes.of(draft_row(0, tokens[::-1])), hashes.of(draft_row(3, tokens[::-1])))
+
+
+def drafter_of(llm: LLM) -> StandaloneDrafter:
+    drafter = worker_of(llm)._drafts._drafter  # type: ignore[attr-defined]
+    assert isinstance(drafter, StandaloneDrafter)
+    return drafter
+
+
+def change_config(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
