@@ -1,4 +1,8 @@
-"""Linear layers divided over a RankGroup: by output (column), by input (row), by vocabulary."""
+"""Linear layers divided over a RankGroup: by output (column), by input (row), by vocabulary.
+
+`quantization` is that of `specray.ops.linear`. A rank scales what it holds: of a row-parallel layer its own inputs,
+so quantised outputs of several ranks are near those of one, not equal to them.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +15,8 @@ from specray.ops.linear import make_linear
 class ColumnLinear:
     """y = x W^T + b with this rank's rows of W, [out / ranks, in]; each rank holds its part of y."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._run = make_linear(weight, bias)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, quantization: str | None = None) -> None:
+        self._run = make_linear(weight, bias, quantization)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._run(x)
@@ -21,8 +25,11 @@ class ColumnLinear:
 class RowLinear:
     """y = x W^T + b with this rank's columns of W, [out, in / ranks]; x is this rank's part, y is whole."""
 
-    def __init__(self, weight: Tensor, group: RankGroup, bias: Tensor | None = None) -> None:
-        self._run = make_linear(weight, bias if group.leads else None)  # the sum over ranks has it once
+    def __init__(
+        self, weight: Tensor, group: RankGroup, bias: Tensor | None = None, quantization: str | None = None
+    ) -> None:
+        bias = bias if group.leads else None  # the sum over ranks has it once
+        self._run = make_linear(weight, bias, quantization)
         self._group = group
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -48,8 +55,8 @@ class VocabEmbedding:
 class VocabHead:
     """Logits over the whole vocabulary from this rank's rows of the output matrix (see VocabEmbedding)."""
 
-    def __init__(self, weight: Tensor, vocab_size: int, group: RankGroup) -> None:
-        self._run = make_linear(weight)
+    def __init__(self, weight: Tensor, vocab_size: int, group: RankGroup, quantization: str | None = None) -> None:
+        self._run = make_linear(weight, quantization=quantization)
         self._vocab_size = vocab_size
         self._group = group
 

@@ -67,7 +67,9 @@ def load_eagle_head(
     folder = resolve_draft(speculative, progress=False)
     config = HeadConfig.read(folder)
     config.check_target(folder, shared.shape)
-    loader = Loader(folder, speculative.draft_load_format, shared.dtype, shared.device)
+    loader = Loader(
+        folder, speculative.draft_load_format, shared.dtype, shared.device, quantization=shared.quantization
+    )
     try:
         names = TensorNames.of(loader)
         _check_version(folder, names, version)
@@ -168,7 +170,8 @@ class Eagle3Head:
 
 
 class TargetMatrices:
-    """The target's embedding and output matrix for a head on one rank: those of `target` if type and place allow.
+    """The target's embedding and output matrix for a head on one rank: those of `target` if type and place allow, then
+    also quantised as there. `quantization` is the head's.
 
     Otherwise they are read from the target's own files: a rank of several holds only its part, and a process of the
     drafter's own has no target.
@@ -176,9 +179,10 @@ class TargetMatrices:
 
     def __init__(
         self, shape: LlamaShape, max_positions: int, folder: Path, load_format: str,
-        dtype: torch.dtype, device: torch.device, target: Llama | None,
+        dtype: torch.dtype, device: torch.device, target: Llama | None, quantization: str | None = None,
     ) -> None:  # fmt: skip
         self.shape = shape
+        self.quantization = quantization
         self.dtype = dtype
         self.device = device
         self.max_positions = max_positions
@@ -197,7 +201,7 @@ class TargetMatrices:
             return self._target.head
         matrix = self._matrix("lm_head.weight")
         rows = matrix if ids is None else matrix.index_select(0, ids)
-        return VocabHead(rows, len(rows), RankGroup())
+        return VocabHead(rows, len(rows), RankGroup(), self.quantization)
 
     def _matrix(self, name: str) -> Tensor:
         """[vocab, hidden]; the embedding also where the target has no output matrix of its own."""
@@ -268,7 +272,8 @@ def _fusion(config: HeadConfig, loader: Loader, names: TensorNames, width: int, 
     weight, bias = (names.of_plain(f"fc.{part}", f"fusion_fc.{part}") for part in ("weight", "bias"))
     stated = config.bias if config.fusion_bias is None else config.fusion_bias
     has_bias = bias in names.stored if stated is None else stated
-    return ColumnLinear(loader.tensor(weight, (size, width)), loader.tensor(bias, (size,)) if has_bias else None)
+    matrix, added = loader.tensor(weight, (size, width)), loader.tensor(bias, (size,)) if has_bias else None
+    return ColumnLinear(matrix, added, loader.quantization)
 
 
 def _own_embedding(shape: LlamaShape, loader: Loader, names: TensorNames, target_size: int) -> VocabEmbedding | None:
@@ -288,7 +293,7 @@ def _own_head(
     if is_left_out and shape.hidden_size == target_size:
         return None
     num_ids = num_ids or shape.vocab_size
-    return VocabHead(loader.tensor(name, (num_ids, shape.hidden_size)), num_ids, RankGroup())
+    return VocabHead(loader.tensor(name, (num_ids, shape.hidden_size)), num_ids, RankGroup(), loader.quantization)
 
 
 def _rotary(config: HeadConfig, shape: LlamaShape, loader: Loader, max_positions: int) -> RotaryEmbedding:

@@ -1,10 +1,11 @@
-"""The Llama family: Llama 2/3, Mistral, SmolLM2, Qwen2 (qkv bias), Qwen3 (q/k norm).
+"""The Llama family: Llama 2/3, Mistral, SmolLM2, Qwen2 and MiMo (qkv bias), Qwen3 (q/k norm).
 
 One flattened batch [T, hidden] goes through; rows, trees and caches are `attend`'s business. Fused
-qkv and gate-up; each rank of a RankGroup holds whole groups of heads (they need not divide evenly).
+qkv and gate-up; each rank of a RankGroup holds whole groups of heads (they need not divide evenly). Architectures that
+differ in what a layer holds are subclasses in files of their own (`moe_models`, `deepseek`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,9 @@ from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding, rotate_
 from specray.models.loading import Loader
 from specray.ops.attention import Attend
+
+_QKV_BIAS = ("Qwen2ForCausalLM", "MiMoForCausalLM")  # in q, k and v alone, whatever attention_bias says
+_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class LlamaShape:
         architecture = (config.architectures or ["LlamaForCausalLM"])[0]
         num_heads = config.num_attention_heads
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        llama_bias = bool(getattr(config, "attention_bias", False))
+        llama_bias = bool(getattr(config, "attention_bias", False)) and architecture not in _QKV_BIAS
         return cls(
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
@@ -54,9 +58,9 @@ class LlamaShape:
             ffn_size=config.intermediate_size,
             vocab_size=config.vocab_size,
             eps=config.rms_norm_eps,
-            qkv_bias=llama_bias or architecture == "Qwen2ForCausalLM",
+            qkv_bias=llama_bias or architecture in _QKV_BIAS,
             output_bias=llama_bias,
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=architecture in _QK_NORM,
             tied=bool(config.tie_word_embeddings),
             kv_heads=group.share(num_kv_heads),
             ffn=group.share(config.intermediate_size),
@@ -88,16 +92,38 @@ class Llama:
     """The target. `__call__` gives final hidden states; `logits` the law of the next token."""
 
     def __init__(self, config: PretrainedConfig, loader: Loader, group: RankGroup, max_positions: int) -> None:
-        self.shape = shape = LlamaShape.of(config, group)
+        self.shape = shape = self.shape_of(config, group)
         vocab = (shape.vocab_size, shape.hidden_size)
         self.embedding = VocabEmbedding(loader.vocab("model.embed_tokens.weight", vocab, group.rank, group.size), group)
-        self.layers = [DecoderLayer(index, shape, loader, group) for index in range(shape.num_layers)]
+        self.layers = [
+            self.layer(config, shape, index, f"model.layers.{index}.", loader, group)
+            for index in range(shape.num_layers)
+        ]
         self.norm = RMSNorm(loader.tensor("model.norm.weight", (shape.hidden_size,)), shape.eps)
         tied = shape.tied or "lm_head.weight" not in loader
         head = self.embedding.weight if tied else loader.vocab("lm_head.weight", vocab, group.rank, group.size)
-        self.head = VocabHead(head, shape.vocab_size, group)
+        self.head = VocabHead(head, shape.vocab_size, group, loader.quantization)
         self.max_positions = max_positions
-        self.rotary = RotaryEmbedding(config, shape.head_dim, max_positions, loader.dtype, loader.device)
+        self.rotary = self.rotary_of(config, shape, max_positions, loader)
+
+    @classmethod
+    def shape_of(cls, config: PretrainedConfig, group: RankGroup) -> LlamaShape:
+        return LlamaShape.of(config, group)
+
+    @classmethod
+    def rotary_of(
+        cls, config: PretrainedConfig, shape: LlamaShape, max_positions: int, loader: Loader
+    ) -> RotaryEmbedding:
+        return RotaryEmbedding(config, shape.head_dim, max_positions, loader.dtype, loader.device)
+
+    @classmethod
+    def layer(
+        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader,  # noqa: ARG003
+        group: RankGroup, kv_layer: int | None = None,
+    ) -> "DecoderLayer":  # fmt: skip
+        """Layer `index` of this kind from tensors `prefix`*; its KV is layer `kv_layer` or `index` of the pool."""
+        attention = Attention(index if kv_layer is None else kv_layer, shape, loader, group, prefix + "self_attn.")
+        return DecoderLayer(shape, loader, prefix, attention, FeedForward(shape, loader, group, prefix + "mlp."))
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, feature_layers: Sequence[int] = ()
@@ -125,13 +151,15 @@ class Llama:
 class DecoderLayer:
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, index: int, shape: LlamaShape, loader: Loader, group: RankGroup) -> None:
-        prefix = f"model.layers.{index}."
+    def __init__(
+        self, shape: LlamaShape, loader: Loader, prefix: str,
+        attention: Callable[[Tensor, Tensor, Tensor, Attend], Tensor], ffn: Callable[[Tensor], Tensor],
+    ) -> None:  # fmt: skip
         size = (shape.hidden_size,)
         self.input_norm = RMSNorm(loader.tensor(prefix + "input_layernorm.weight", size), shape.eps)
-        self.attention = Attention(index, shape, loader, group, prefix + "self_attn.")
+        self.attention = attention
         self.ffn_norm = RMSNorm(loader.tensor(prefix + "post_attention_layernorm.weight", size), shape.eps)
-        self.ffn = FeedForward(shape, loader, group, prefix + "mlp.")
+        self.ffn = ffn
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         hidden = self.attention(self.input_norm(hidden), cos, sin, attend).add_(hidden)
@@ -150,12 +178,11 @@ class Attention:
             shape.num_local_kv_heads,
             shape.head_dim,
         )
-        self.qkv = ColumnLinear(*_qkv(shape, loader, prefix, width or shape.hidden_size))
+        self.qkv = ColumnLinear(*_qkv(shape, loader, prefix, width or shape.hidden_size), loader.quantization)
         whole = (shape.hidden_size, shape.num_heads * shape.head_dim)
         bias = loader.tensor(prefix + "o_proj.bias", (shape.hidden_size,)) if shape.output_bias else None
-        self.out = RowLinear(
-            loader.tensor(prefix + "o_proj.weight", whole, shape.q_part(), 1).contiguous(), group, bias
-        )
+        weight = loader.tensor(prefix + "o_proj.weight", whole, shape.q_part(), 1).contiguous()
+        self.out = RowLinear(weight, group, bias, loader.quantization)
         self.q_norm = self.k_norm = None
         if shape.qk_norm:
             self.q_norm = RMSNorm(loader.tensor(prefix + "q_norm.weight", (shape.head_dim,)), shape.eps)
@@ -179,8 +206,9 @@ class FeedForward:
         size = (shape.ffn_size, shape.hidden_size)
         gate = loader.tensor(prefix + "gate_proj.weight", size, shape.ffn)
         up = loader.tensor(prefix + "up_proj.weight", size, shape.ffn)
-        self.gate_up = ColumnLinear(torch.cat((gate, up)))
-        self.down = RowLinear(loader.tensor(prefix + "down_proj.weight", size[::-1], shape.ffn, 1).contiguous(), group)
+        self.gate_up = ColumnLinear(torch.cat((gate, up)), quantization=loader.quantization)
+        down = loader.tensor(prefix + "down_proj.weight", size[::-1], shape.ffn, 1).contiguous()
+        self.down = RowLinear(down, group, quantization=loader.quantization)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)

@@ -14,14 +14,16 @@ from specray.models.weights import WeightReader
 
 
 class Loader:
-    """Takes tensors out of a WeightReader for one rank."""
+    """Takes tensors out of a WeightReader for one rank; `quantization` is what the model's linears are to have."""
 
     def __init__(
-        self, folder: Path, load_format: str, dtype: torch.dtype, device: torch.device, progress: bool = False
-    ) -> None:
+        self, folder: Path, load_format: str, dtype: torch.dtype, device: torch.device, progress: bool = False,
+        quantization: str | None = None,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.dtype = dtype
         self.device = device
+        self.quantization = quantization
         self._reader = WeightReader(folder, load_format)
         self._read: set[str] = set()
         self._bar = tqdm(total=len(self._reader.names()), desc="loading weights", unit="tensor", disable=not progress)

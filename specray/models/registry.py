@@ -1,35 +1,57 @@
 """Which architectures are served, and by which class. The only place that names them."""
 
+import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, Qwen2Config
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
-from specray.models.llama import Llama
+from specray.models.deepseek import Deepseek
+from specray.models.llama import Llama, LlamaShape
 from specray.models.loading import Loader
+from specray.models.moe_models import Mixtral, Qwen3Moe
 from specray.ops.attention import torch_dtype
+from specray.ops.quantization import check_quantization
 
-MODELS = {
+MODELS: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Llama,
     "Qwen2ForCausalLM": Llama,
     "Qwen3ForCausalLM": Llama,
+    "MiMoForCausalLM": Llama,
+    "MixtralForCausalLM": Mixtral,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
+    "DeepseekV2ForCausalLM": Deepseek,
+    "DeepseekV3ForCausalLM": Deepseek,
 }
+# Kinds whose config.json transformers reads only with code from the checkpoint, which is never run; their fields are
+# those of a class it has.
+_CONFIG_CLASSES = {"mimo": Qwen2Config}
 
 
 def load_config(folder: Path) -> PretrainedConfig:
     """The checkpoint's config.json. ConfigError for an architecture we do not serve."""
-    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = _read_config(folder)
     names = _architectures(config)
     if not names or names[0] not in MODELS:
         raise ConfigError(f"{folder}: architectures={names} is not supported; served are {', '.join(MODELS)}")
     for option in ("mlp_bias", "attention_out_bias"):
         if getattr(config, option, False):
             raise ConfigError(f"{folder}: config.json sets {option}, which no served architecture uses")
+    if method := getattr(config, "quantization_config", None):
+        raise ConfigError(
+            f"{folder}: the checkpoint is quantized ({_quantization(method)}), and its weights cannot be read; take "
+            "one in bfloat16, float16 or float32"
+        )
     return config
+
+
+def shape_of(config: PretrainedConfig, group: RankGroup) -> LlamaShape:
+    """Sizes of a checkpoint that `load_config` has read, and of this rank's part."""
+    return MODELS[_architectures(config)[0]].shape_of(config, group)
 
 
 def context_length(config: PretrainedConfig, wanted: int | None) -> int:
@@ -65,12 +87,29 @@ def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: tor
     if group.size > num_kv_heads:
         raise ConfigError(f"tp_size={group.size} is more than the model's {num_kv_heads} KV heads; lower tp_size")
     dtype = resolve_dtype(config.dtype, model_config, device)
-    loader = Loader(folder, config.load_format, dtype, device, progress and group.leads)
+    check_quantization(config.quantization, device, dtype)
+    loader = Loader(folder, config.load_format, dtype, device, progress and group.leads, config.quantization)
     try:
         positions = context_length(model_config, config.context_length)
         return MODELS[_architectures(model_config)[0]](model_config, loader, group, positions)
     finally:
         loader.close()
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        known = _CONFIG_CLASSES.get(content.get("model_type"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        known = None  # transformers says what is wrong
+    if known is not None:
+        return known.from_dict(content)
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config
+
+
+def _quantization(method: object) -> str:
+    return str(method.get("quant_method") if isinstance(method, dict) else method)
 
 
 def _architectures(config: PretrainedConfig) -> list[str]:

@@ -16,6 +16,11 @@ class ChainMemory:
         self._shared: tuple[Tensor, Tensor] | None = None  # of step 0, each [B, kv_heads, L, dim]
         self._own: list[tuple[Tensor, Tensor]] = []  # of steps 1 …, each [B, kv_heads, chains, dim]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether step 0, which runs over all positions, is still to come."""
+        return self._shared is None
+
     def rows_with_queries(self, x: Tensor) -> Tensor:
         """The part of x [B, L or chains, …] that belongs to chains."""
         return x[:, self.start :] if self._shared is None else x

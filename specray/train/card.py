@@ -1,21 +1,21 @@
-"""The model card of a trained head: what it is, what it learnt from, how, and how good it was on held-out answers."""
+"""The model card of what was trained: what it is, what it learnt from, how, and how good it was on held-out answers."""
 
 from dataclasses import asdict
 from typing import Any
 
 from specray.train.settings import Counters, TrainSettings
 
-_METHODS = {"eagle3": "EAGLE-3", "eagle2": "EAGLE-2"}
+_METHODS = {"eagle3": "EAGLE-3 draft head", "eagle2": "EAGLE-2 draft head", "mtp": "MTP layer", "draft": "Draft model"}
 
 
 def model_card(
     config: dict[str, Any], settings: TrainSettings, answers: dict[str, Any], counters: Counters,
     validation: dict[str, Any] | None,
 ) -> str:  # fmt: skip
-    """README.md of a head, in Markdown."""
+    """README.md of a head or draft model, in Markdown."""
     method = _METHODS[settings.kind]
     parts = [
-        f"# {method} draft head for {answers['model']}",
+        f"# {method} for {answers['model']}",
         f"Made by `specray train {settings.kind}`. It drafts tokens for {answers['model']}, which verifies each of "
         "them; it is of no use alone.",
         "## Data\n\nAnswers the target wrote itself; evaluation sets had no part in it.\n\n" + _data(answers),

@@ -15,15 +15,20 @@ from specray.train.answer_options import AnswerOptions, add_answer_arguments
 if TYPE_CHECKING:
     import torch
 
-HELP = "Train a draft head for any served target, or count a token map, from answers the target writes itself."
+HELP = "Train a draft head or model for any served target, or count a token map, from answers the target writes itself."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to make", required=True, metavar="KIND", dest="kind")
-    for kind, method in (("eagle3", "EAGLE-3"), ("eagle2", "EAGLE-2")):
-        making = kinds.add_parser(kind, help=f"an {method} head", description=f"Train an {method} head.")
+    for kind, method in (("eagle3", "EAGLE-3 head"), ("eagle2", "EAGLE-2 head"), ("mtp", "MTP layer, as MiMo has it")):
+        making = kinds.add_parser(kind, help=f"an {method}", description=f"Train an {method}.")
         add_answer_arguments(making)
         _add_training(making, kind)
+    drafting = kinds.add_parser(
+        "draft", help="a draft model out of the target's layers", description="Train a draft model (STANDALONE)."
+    )
+    add_answer_arguments(drafting)
+    _add_training(drafting, "draft")
     mapping = kinds.add_parser(
         "token-map", help="ids by frequency, for speculative.token_map", description="Count the target's own tokens."
     )
@@ -54,20 +59,13 @@ def _answers(options: argparse.Namespace) -> Path:
 def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
     add = parser.add_argument
     add("--run", type=Path, required=True, dest="run_folder", metavar="FOLDER",
-        help="checkpoint, log, plot and head; the same command goes on where it stopped")  # fmt: skip
+        help="checkpoint, log, plot and what was made; the same command goes on where it stopped")  # fmt: skip
     add("--tokens", type=positive, required=True, metavar="N", help="positions to learn from in all; may change later")
     add("--max-minutes", type=float, metavar="M", help="checkpoint and stop after M minutes")
-    add("--unroll", type=positive, default=3, metavar="N", help="draft steps trained together (default: %(default)s)")
-    add("--step-decay", type=float, default=0.8, metavar="X",
-        help="weight of each step over that of the one before (default: %(default)s)")  # fmt: skip
-    if kind == "eagle3":
-        add("--draft-vocab-size", type=positive, default=8192, metavar="N",
-            help="most frequent ids the head can draft (default: %(default)s)")  # fmt: skip
+    if kind == "draft":
+        _add_draft_options(parser)
     else:
-        add("--train-vocab", type=positive, default=8192, dest="draft_vocab_size", metavar="N",
-            help="most frequent ids trained on; serving uses all (default: %(default)s)")  # fmt: skip
-        add("--bias", action="store_true", help="let fc have a bias")
-    add("--intermediate-size", type=positive, metavar="N", help="width of the feed-forward (default: the target's)")
+        _add_head_options(parser, kind)
     add("--batch-tokens", type=positive, default=1024, metavar="N", help="positions of a batch (default: %(default)s)")
     add(
         "--max-length", type=positive, default=2048, metavar="N", help="longer sequences are cut (default: %(default)s)"
@@ -78,9 +76,6 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
     add("--warmup", type=float, default=0.02, metavar="X", help="share of --tokens (default: %(default)s)")
     add("--decay", type=float, default=0.25, metavar="X", help="last share of --tokens (default: %(default)s)")
     add("--clip", type=float, default=1.0, metavar="X", help="largest norm of the gradient (default: %(default)s)")
-    add("--start", choices=("identity", "linear"), default="identity",
-        help="identity: fc passes the highest feature on; linear: it is fitted by least squares (default: "
-        "%(default)s)")  # fmt: skip
     add("--init-head", metavar="FOLDER", help="start from this head's weights")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
         help="of the arithmetic; the weights that are trained stay float32 (default: %(default)s)")  # fmt: skip
@@ -91,6 +86,38 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
     add(
         "--checkpoint-minutes", type=float, default=10.0, metavar="M", help="between checkpoints (default: %(default)s)"
     )
+
+
+def _add_draft_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(unroll=1)  # a draft model has nothing of its last step but KV: every step is like the first
+    add = parser.add_argument
+    add("--layers", default="4", metavar="N|LIST",
+        help="layers of the target that are kept: so many, spaced evenly, or these, such as 0,9,29 "
+        "(default: %(default)s)")  # fmt: skip
+    _add_train_vocab(parser)
+
+
+def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
+    add = parser.add_argument
+    add("--unroll", type=positive, default=3, metavar="N", help="draft steps trained together (default: %(default)s)")
+    add("--step-decay", type=float, default=0.8, metavar="X",
+        help="weight of each step over that of the one before (default: %(default)s)")  # fmt: skip
+    if kind == "eagle3":
+        add("--draft-vocab-size", type=positive, default=8192, metavar="N",
+            help="most frequent ids the head can draft (default: %(default)s)")  # fmt: skip
+    else:
+        _add_train_vocab(parser)
+    if kind == "eagle2":
+        add("--bias", action="store_true", help="let fc have a bias")
+    add("--intermediate-size", type=positive, metavar="N", help="width of the feed-forward (default: the target's)")
+    add("--start", choices=("identity", "linear"), default="identity",
+        help="identity: fc passes the highest feature on; linear: it is fitted by least squares (default: "
+        "%(default)s)")  # fmt: skip
+
+
+def _add_train_vocab(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--train-vocab", type=positive, default=8192, dest="draft_vocab_size", metavar="N",
+        help="most frequent ids trained on; serving uses all (default: %(default)s)")  # fmt: skip
 
 
 def _train(options: argparse.Namespace, answers: Path) -> int:
@@ -105,7 +132,7 @@ def _train(options: argparse.Namespace, answers: Path) -> int:
     settings = TrainSettings(**{name: value for name, value in vars(options).items() if name in names})
     trainer = Trainer(settings, answers, options.run_folder, _device(options.device))
     if trainer.run():
-        print(f"done: the head is in {options.run_folder / 'head'}")
+        print(f"done: the {'model' if options.kind == 'draft' else 'head'} is in {options.run_folder / 'head'}")
     else:
         seen = trainer.counters.tokens
         print(f"stopped after {seen:,} of {settings.tokens:,} tokens; run the same command again to go on")

@@ -1,4 +1,7 @@
-"""A trained head as files: model.safetensors and config.json in the layout of public EAGLE heads, and a model card."""
+"""What was trained as files: model.safetensors and config.json in the layout of public EAGLE heads, and a model card.
+
+Not here: what only a draft model's folder has (`draft_export`).
+"""
 
 import json
 import os
@@ -14,23 +17,32 @@ from specray.errors import ConfigError
 from specray.train.batches import AnswerFolder
 from specray.train.card import model_card
 from specray.train.checkpoint import LOG
-from specray.train.heads import Eagle2Head, Eagle3Head, TrainedHead
+from specray.train.draft_export import copy_side_files, draft_config, draft_tensors
+from specray.train.draft_model import DraftModel, TrainedModel
+from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, TrainedHead
 from specray.train.settings import Counters, TrainSettings
 from specray.train.target import Target
 
 WEIGHTS = "model.safetensors"
+_MTP_PREFIX = "model.mtp_layers.0."
 
 
 def export_head(
-    folder: Path, head: TrainedHead, target: Target, settings: TrainSettings, answers: AnswerFolder,
+    folder: Path, head: TrainedModel, target: Target, settings: TrainSettings, answers: AnswerFolder,
     counters: Counters, validation: dict[str, Any] | None,
 ) -> None:  # fmt: skip
     """Write the head; each file appears whole."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{WEIGHTS}.tmp"
-    save_file({name: _stored(tensor) for name, tensor in head.state_dict().items()}, unfinished)
+    tensors = draft_tensors(head, target) if isinstance(head, DraftModel) else head.state_dict()
+    prefix = _MTP_PREFIX if isinstance(head, MtpHead) else ""
+    save_file({prefix + name: _stored(tensor) for name, tensor in tensors.items()}, unfinished)
     os.replace(unfinished, folder / WEIGHTS)
-    config = head_config(head, target, answers.feature_layers[:-1])
+    if isinstance(head, DraftModel):
+        config = draft_config(head, target)
+        copy_side_files(target, folder)
+    else:
+        config = head_config(head, target, answers.feature_layers[:-1])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     card = model_card(config, settings, answers.description | answers.size(), counters, validation)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -59,6 +71,9 @@ def head_config(head: TrainedHead, target: Target, feature_layers: list[int]) ->
         **_rope(config.rope_parameters),
         **{name: getattr(config, name) for name in ("bos_token_id", "eos_token_id")},
     }
+    if isinstance(head, MtpHead):
+        mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True}
+        return {**common, **mimo, "num_hidden_layers": shape.num_layers, "num_nextn_predict_layers": 1}
     if isinstance(head, Eagle2Head):
         return {"architectures": ["LlamaForCausalLMEagle"], "bias": head.fc.bias is not None, **common}
     return {
@@ -74,12 +89,12 @@ def head_config(head: TrainedHead, target: Target, feature_layers: list[int]) ->
     }
 
 
-def load_exported(head: TrainedHead, folder: Path) -> None:
+def load_exported(head: TrainedModel, folder: Path) -> None:
     """Take the weights of a head that was written before. A draft vocabulary of its own stays: rows go by target id."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise ConfigError(f"--init-head {folder} has no {WEIGHTS}; name a folder that this trainer wrote")
-    tensors = load_file(path)
+    tensors = {name.removeprefix(_MTP_PREFIX): tensor for name, tensor in load_file(path).items()}
     if isinstance(head, Eagle3Head):
         _move_output_rows(head, tensors, path)
     own = head.state_dict()

@@ -1,10 +1,10 @@
 """The draft heads as they are trained; parameter names are those of the checkpoints, so saving is `state_dict`.
 
-What lives here: EAGLE-3's and EAGLE-2's modules and how they start. Not here: running them in the engine
-(`specray.models`), the unrolled steps (`unroll`), config.json (`export`).
+What lives here: the modules of EAGLE-3, EAGLE-2 and MiMo's MTP layer, and how they start. Not here: running them in the
+engine (`specray.models`), the unrolled steps (`unroll`), config.json (`export`).
 """
 
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -14,28 +14,10 @@ from specray.models.llama import LlamaShape
 from specray.train.attention import ChainMemory
 from specray.train.norm import rms_norm
 from specray.train.target import Target
+from specray.train.unroll import Batch, feature_rollout
 
 _SPREAD = 0.02  # standard deviation of matrices that start at random
 _QUIET = 0.002  # of those that write into the residual stream, so that the start is what the identity gives
-
-
-class DraftHead(Protocol):
-    """What the trainer asks of a head; states are [B, L, H]."""
-
-    draft_ids: Tensor  # int64 [draft vocab], ascending: the target's ids of the output rows
-
-    def enter(self, features: Tensor) -> Tensor:
-        """The first state, from target features [B, L, columns it was built for]."""
-
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
-        """One draft step; at step 0 over all L positions, and only those with chains come back."""
-
-    def outputs(self, states: Tensor) -> Tensor:
-        """What is multiplied with `output_weight`."""
-
-    @property
-    def output_weight(self) -> Tensor:
-        """[draft vocab, H]"""
 
 
 class Eagle3Head(nn.Module):
@@ -49,11 +31,11 @@ class Eagle3Head(nn.Module):
         super().__init__()
         self.shape = shape
         size = shape.hidden_size
-        self.fc = _linear(num_features * size, size)
+        self.fc = linear(num_features * size, size)
         self.fc_norm = nn.ModuleList(Norm(size, shape.eps) for _ in range(num_features))
         self.midlayer = Eagle3Layer(shape)
         self.norm = Norm(size, shape.eps)
-        self.lm_head = _linear(size, len(draft_ids))
+        self.lm_head = linear(size, len(draft_ids))
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids)))
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, draft_ids, True))
@@ -78,6 +60,9 @@ class Eagle3Head(nn.Module):
         stepped: Tensor = self.midlayer(embeds, states, cos, sin, memory)
         return stepped
 
+    def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
+        return feature_rollout(self, target, batch, steps)
+
     def outputs(self, states: Tensor) -> Tensor:
         normed: Tensor = self.norm(states)
         return normed
@@ -99,7 +84,7 @@ class Eagle2Head(nn.Module):
     def __init__(self, shape: LlamaShape, draft_ids: Tensor, bias: bool = False) -> None:
         super().__init__()
         self.shape = shape
-        self.fc = _linear(2 * shape.hidden_size, shape.hidden_size, bias)
+        self.fc = linear(2 * shape.hidden_size, shape.hidden_size, bias)
         self.layers = nn.ModuleList([Eagle2Layer(shape)])
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         rows = torch.zeros(len(draft_ids), shape.hidden_size)
@@ -116,6 +101,76 @@ class Eagle2Head(nn.Module):
     def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
         stepped: Tensor = self.layers[0](self.fc(torch.cat((embeds, states), -1)), cos, sin, memory)
         return stepped
+
+    def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
+        return feature_rollout(self, target, batch, steps)
+
+    def outputs(self, states: Tensor) -> Tensor:
+        return states
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.target_rows
+
+
+class MtpHead(nn.Module):
+    """MiMo's MTP layer: the target's final state and the next token in, each normed; the target's head.
+
+    What it puts out is a final state like the one it read. Training looks at the most frequent ids only, as above.
+    """
+
+    draft_ids: Tensor
+    target_rows: Tensor
+
+    def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
+        super().__init__()
+        self.shape = shape
+        size = shape.hidden_size
+        self.token_layernorm = Norm(size, shape.eps)
+        self.hidden_layernorm = Norm(size, shape.eps)
+        self.input_proj = linear(2 * size, size)
+        self.input_layernorm = Norm(size, shape.eps)
+        self.self_attn = Attention(shape, size, qkv_bias=True)
+        self.post_attention_layernorm = Norm(size, shape.eps)
+        self.mlp = FeedForward(shape)
+        self.final_layernorm = Norm(size, shape.eps)
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+        rows = torch.zeros(len(draft_ids), size)
+        self.register_buffer("target_rows", rows, persistent=False)
+
+    def start_from(self, target: Target) -> None:
+        """Begin as: the state passes through, for the first norm takes away what the last one gives it."""
+        norm, size = target.norm.float(), self.shape.hidden_size
+        with torch.no_grad():
+            self.input_proj.weight.mul_(_QUIET / _SPREAD)
+            self.input_proj.weight[:, :size].copy_(torch.eye(size))
+            self.hidden_layernorm.weight.copy_(norm.square().mean().sqrt() / norm)
+            self.final_layernorm.weight.copy_(norm)
+        self.target_rows = target.head[self.draft_ids]
+
+    @property
+    def fc(self) -> nn.Linear:
+        """What makes one vector of the two inputs, as in other heads."""
+        return self.input_proj
+
+    def enter(self, features: Tensor) -> Tensor:
+        return features
+
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
+        x = self.input_proj(self.joined(embeds, states, masks_first=memory.is_empty))
+        residual = memory.rows_with_queries(x)
+        x = residual + self.self_attn(self.input_layernorm(x), cos, sin, memory)
+        stepped: Tensor = self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
+        return stepped
+
+    def joined(self, embeds: Tensor, states: Tensor, masks_first: bool) -> Tensor:
+        """[B, n, 2 * H]: state, then embedding; at the sequence's first position there is none."""
+        if masks_first:
+            embeds = torch.cat((torch.zeros_like(embeds[:, :1]), embeds[:, 1:]), 1)
+        return torch.cat((self.hidden_layernorm(states), self.token_layernorm(embeds)), -1)
+
+    def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
+        return feature_rollout(self, target, batch, steps)
 
     def outputs(self, states: Tensor) -> Tensor:
         return states
@@ -164,23 +219,23 @@ class Eagle2Layer(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over a ChainMemory."""
 
-    def __init__(self, shape: LlamaShape, in_size: int) -> None:
+    def __init__(self, shape: LlamaShape, in_size: int, qkv_bias: bool = False) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.q_proj = _linear(in_size, shape.num_heads * shape.head_dim)
-        self.k_proj = _linear(in_size, shape.num_kv_heads * shape.head_dim)
-        self.v_proj = _linear(in_size, shape.num_kv_heads * shape.head_dim)
-        self.o_proj = _linear(shape.num_heads * shape.head_dim, shape.hidden_size, spread=_QUIET)
+        self.q_proj = linear(in_size, shape.num_heads * shape.head_dim, qkv_bias)
+        self.k_proj = linear(in_size, shape.num_kv_heads * shape.head_dim, qkv_bias)
+        self.v_proj = linear(in_size, shape.num_kv_heads * shape.head_dim, qkv_bias)
+        self.o_proj = linear(shape.num_heads * shape.head_dim, shape.hidden_size, spread=_QUIET)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
         """x [B, L or chains, in_size]; cos and sin [L or chains, 1, dim] are of x's positions."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        k = _rotated(self.k_proj(x).view(heads), cos, sin)
+        k = rotated(self.k_proj(x).view(heads), cos, sin)
         v = self.v_proj(x).view(heads)
         asking = memory.rows_with_queries(x)
         skipped = x.shape[1] - asking.shape[1]
         q = self.q_proj(asking).view(*asking.shape[:2], -1, self.head_dim)
-        out: Tensor = self.o_proj(memory.attend(_rotated(q, cos[skipped:], sin[skipped:]), k, v))
+        out: Tensor = self.o_proj(memory.attend(rotated(q, cos[skipped:], sin[skipped:]), k, v))
         return out
 
 
@@ -189,9 +244,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.gate_proj = _linear(shape.hidden_size, shape.ffn_size)
-        self.up_proj = _linear(shape.hidden_size, shape.ffn_size)
-        self.down_proj = _linear(shape.ffn_size, shape.hidden_size, spread=_QUIET)
+        self.gate_proj = linear(shape.hidden_size, shape.ffn_size)
+        self.up_proj = linear(shape.hidden_size, shape.ffn_size)
+        self.down_proj = linear(shape.ffn_size, shape.hidden_size, spread=_QUIET)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -210,15 +265,15 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-TrainedHead = Eagle3Head | Eagle2Head
+TrainedHead = Eagle3Head | Eagle2Head | MtpHead
 
 
-def _linear(in_size: int, out_size: int, bias: bool = False, spread: float = _SPREAD) -> nn.Linear:
-    linear = nn.Linear(in_size, out_size, bias)
-    nn.init.normal_(linear.weight, std=spread)
+def linear(in_size: int, out_size: int, bias: bool = False, spread: float = _SPREAD) -> nn.Linear:
+    made = nn.Linear(in_size, out_size, bias)
+    nn.init.normal_(made.weight, std=spread)
     if bias:
-        nn.init.zeros_(linear.bias)
-    return linear
+        nn.init.zeros_(made.bias)
+    return made
 
 
 def _begin_as_last_block(weight: Tensor) -> None:
@@ -229,6 +284,6 @@ def _begin_as_last_block(weight: Tensor) -> None:
         weight[:, -size:].copy_(torch.eye(size))
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, n, heads, dim] turned to its positions; rolling by half swaps the pairs, and the sign is in `sin`."""
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specray.train.batches import Collate
-from specray.train.heads import TrainedHead
+from specray.train.draft_model import TrainedModel
 from specray.train.loss import soft_cross_entropy, soft_labels
 from specray.train.optimizer import Optimizer
 from specray.train.settings import TrainSettings
@@ -17,9 +17,9 @@ from specray.train.unroll import StepOutput, lessons, unroll
 
 
 class Learner:
-    """A head and its optimizer. The target's part in it is fixed: its embeddings and its output rows."""
+    """A head or draft model and its optimizer. The target's part in it is fixed: its embeddings and its output rows."""
 
-    def __init__(self, head: TrainedHead, target: Target, settings: TrainSettings, collate: Collate) -> None:
+    def __init__(self, head: TrainedModel, target: Target, settings: TrainSettings, collate: Collate) -> None:
         self.head = head
         self.optimizer = Optimizer(head, settings.optimizer, settings.weight_decay)
         self._target = target

@@ -8,12 +8,13 @@ from typing import Any
 class TrainSettings:
     """One run's options; checkpoints and model cards hold them."""
 
-    kind: str  # eagle3 or eagle2
+    kind: str  # eagle3, eagle2, mtp or draft
     tokens: int
     unroll: int = 3
     step_decay: float = 0.8
     draft_vocab_size: int = 8192
     intermediate_size: int | None = None
+    layers: str = "4"  # of the target, in a draft model: how many, or which
     batch_tokens: int = 1024
     max_length: int = 2048
     learning_rate: float = 1e-3
@@ -36,8 +37,8 @@ class TrainSettings:
         return next(
             (
                 name
-                for name in ("kind", "seed", "bias", "optimizer", "intermediate_size")
-                if saved[name] != getattr(self, name)
+                for name in ("kind", "seed", "bias", "optimizer", "intermediate_size", "layers")
+                if saved.get(name, getattr(self, name)) != getattr(self, name)  # older checkpoints know fewer
             ),
             None,
         )

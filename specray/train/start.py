@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specray.train.batches import AnswerFolder, Collate
-from specray.train.heads import Eagle2Head, TrainedHead
+from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, TrainedHead
 from specray.train.shards import Answer
 from specray.train.target import Target
 from specray.train.unroll import Batch
@@ -27,7 +27,7 @@ def start_linear(head: TrainedHead, target: Target, folder: AnswerFolder, collat
     inputs, wanted = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
     weight = _ridge(inputs, wanted)
     head.fc.weight.copy_(weight)
-    if not isinstance(head, Eagle2Head):
+    if isinstance(head, Eagle3Head):
         # The norm before the output matrix takes the guess's size away; its weight gives it back.
         head.norm.weight.fill_(float((inputs @ weight.T).square().mean().sqrt()))
 
@@ -35,11 +35,12 @@ def start_linear(head: TrainedHead, target: Target, folder: AnswerFolder, collat
 def _pairs(head: TrainedHead, target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
     """What fc reads at each position of one answer, and the final state one position ahead."""
     features = batch.features[0, :-2].float()
+    embeds, wanted = target.embed(batch.token_ids[0, 1:-1]).float(), batch.final[0, 1:-1].float()
     if isinstance(head, Eagle2Head):
-        inputs = torch.cat((target.embed(batch.token_ids[0, 1:-1]).float(), features), -1)
-    else:
-        inputs = head.normed_features(features)
-    return inputs, batch.final[0, 1:-1].float()
+        return torch.cat((embeds, features), -1), wanted
+    if isinstance(head, MtpHead):  # its own norm, which begins as the target's, comes behind the guess
+        return head.joined(embeds[None], features[None], masks_first=True)[0], wanted / target.norm.float()
+    return head.normed_features(features), wanted
 
 
 def _training_answers(folder: AnswerFolder) -> Iterator[Answer]:

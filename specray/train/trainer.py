@@ -1,4 +1,4 @@
-"""The training loop: one head, one device, from a folder of answers to a served head.
+"""The training loop: one head or draft model, one device, from a folder of answers to a served head.
 
 A run folder holds `checkpoint.pt` (all that is needed to go on), `log.jsonl` (losses and validations), `plot.png` and
 `head/` (what the engine serves, as of the last checkpoint). Not here: options (`command`), the files of a head
@@ -26,8 +26,9 @@ from specray.train.checkpoint import (
     read_log,
     write_checkpoint,
 )
+from specray.train.draft_model import DraftModel, TrainedModel, kept_layers
 from specray.train.export import export_head, load_exported
-from specray.train.heads import Eagle2Head, Eagle3Head, TrainedHead
+from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead
 from specray.train.interrupts import Interrupts
 from specray.train.learner import Learner, autocast
 from specray.train.plot import plot_run
@@ -156,7 +157,7 @@ class Trainer:
         export_head(self._run / HEAD, self.head, self._target, self._settings, self._folder, self.counters, self._seen)
 
     def _start(self) -> None:
-        if self._settings.start == "linear":
+        if self._settings.start == "linear" and not isinstance(self.head, DraftModel):
             start_linear(self.head, self._target, self._folder, self._collate)
         if self._settings.init_head:
             load_exported(self.head, Path(self._settings.init_head))
@@ -202,15 +203,21 @@ def _check_same_answers(folder: AnswerFolder, saved: dict[str, Any], run: Path) 
         )
 
 
-def _build_head(settings: TrainSettings, folder: AnswerFolder, target: Target, draft_ids: Tensor | None) -> TrainedHead:
+def _build_head(
+    settings: TrainSettings, folder: AnswerFolder, target: Target, draft_ids: Tensor | None
+) -> TrainedModel:
     """A head as it starts. Its draft vocabulary is counted from the answers there are, if it is not given."""
     shape = replace(target.shape, ffn_size=settings.intermediate_size or target.shape.ffn_size)
     if draft_ids is None:
         draft_ids = frequent_ids(folder, settings.draft_vocab_size, shape.vocab_size, target.eos_ids)
     ids = draft_ids.cpu().sort().values
-    head: TrainedHead
-    if settings.kind == "eagle2":
+    head: TrainedModel
+    if settings.kind == "draft":
+        head = DraftModel(target.shape, ids, kept_layers(settings.layers, target.shape.num_layers))
+    elif settings.kind == "eagle2":
         head = Eagle2Head(shape, ids, settings.bias)
+    elif settings.kind == "mtp":
+        head = MtpHead(shape, ids)
     else:
         head = Eagle3Head(shape, ids, len(folder.feature_layers) - 1)
     head.to(target.device)
@@ -219,9 +226,10 @@ def _build_head(settings: TrainSettings, folder: AnswerFolder, target: Target, d
 
 
 def _head_columns(kind: str, folder: AnswerFolder) -> slice:
-    """EAGLE-2 reads the final state, the last columns of the features; EAGLE-3 all before."""
+    """EAGLE-2 and MTP read the final state, the features' last columns; EAGLE-3 all before; a draft model none."""
     last = (len(folder.feature_layers) - 1) * folder.hidden_size
-    return slice(last, None) if kind == "eagle2" else slice(0, last)
+    read = {"eagle2": slice(last, None), "mtp": slice(last, None), "eagle3": slice(0, last), "draft": slice(0, 0)}
+    return read[kind]
 
 
 def _resolve_dtype(name: str, device: torch.device) -> torch.dtype:

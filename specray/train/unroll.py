@@ -7,12 +7,12 @@ at position i+1+s teaches. Not here: reading batches (`batches`), the loss (`los
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specray.train.attention import ChainMemory
-from specray.train.heads import DraftHead
 from specray.train.target import Target
 
 
@@ -30,6 +30,32 @@ class Batch:
     def start(self) -> int:
         """The first position with a chain in any row: it predicts a token the target wrote itself."""
         return max(int(self.prompt_lengths.min()) - 2, 0)
+
+
+class DraftHead(Protocol):
+    """What the trainer asks of whatever drafts."""
+
+    draft_ids: Tensor  # int64 [draft vocab], ascending: the target's ids of the output rows
+
+    def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """The states [B, chains, H] after each step in turn; chains start at positions `batch.start` … L-1."""
+
+    def outputs(self, states: Tensor) -> Tensor:
+        """What is multiplied with `output_weight`."""
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[draft vocab, H]"""
+
+
+class FeatureHead(Protocol):
+    """A head that reads the target's features; states are [B, L, H]."""
+
+    def enter(self, features: Tensor) -> Tensor:
+        """The first state, from target features [B, L, columns it was built for]."""
+
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
+        """One draft step; at step 0 over all L positions, and only those with chains come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +89,26 @@ def lessons(batch: Batch, usable_ids: Tensor | None = None) -> Lessons:
 
 def unroll(head: DraftHead, target: Target, batch: Batch, taught: Lessons, steps: int) -> Iterator[StepOutput]:
     """The outputs of each step in turn."""
-    start, length = batch.start, batch.token_ids.shape[1]
     device = batch.token_ids.device
-    memory = ChainMemory(start)
-    states = head.enter(batch.features)
-    first = torch.arange(start, length, device=device)
+    first = torch.arange(batch.start, batch.token_ids.shape[1], device=device)
     chain_of = torch.arange(batch.token_ids.shape[0] * len(first), device=device).view(-1, len(first))
     begins = first >= batch.prompt_lengths[:, None] - 2
-    for step in range(steps):
-        positions = torch.arange(start if step else 0, length, device=device) + step
-        embeds = target.embed(_shifted(batch.token_ids, positions + 1))
-        states = head.step(embeds, states, *target.rotary.at(positions), memory)
+    for step, states in enumerate(head.rollout(target, batch, steps)):
         number = _shifted(taught.number, first + 1 + step, fill=-1)
         counts = begins & (number >= 0)
         yield StepOutput(head.outputs(states[counts]), number[counts], chain_of[counts])
+
+
+def feature_rollout(head: FeatureHead, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
+    """`DraftHead.rollout` of a head that reads features."""
+    start, length = batch.start, batch.token_ids.shape[1]
+    memory = ChainMemory(start)
+    states = head.enter(batch.features)
+    for step in range(steps):
+        positions = torch.arange(start if step else 0, length, device=batch.token_ids.device) + step
+        embeds = target.embed(_shifted(batch.token_ids, positions + 1))
+        states = head.step(embeds, states, *target.rotary.at(positions), memory)
+        yield states
 
 
 def _shifted(rows: Tensor, positions: Tensor, fill: int = 0) -> Tensor:

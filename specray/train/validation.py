@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from specray.train.batches import AnswerFolder, Collate
-from specray.train.heads import DraftHead
 from specray.train.shards import Answer
 from specray.train.target import Target
-from specray.train.unroll import Batch, Lessons, lessons, unroll
+from specray.train.unroll import Batch, DraftHead, Lessons, lessons, unroll
 
 DEPTHS = 5
 _TOP = (4, 8)

@@ -29,7 +29,11 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return dict(torch.load(run / "checkpoint.pt", weights_only=True)["head"])
 
 
-@pytest.mark.parametrize("options", [{"kind": "eagle3"}, {"kind": "eagle2"}, {"optimizer": "muon"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": "eagle3"}, {"kind": "eagle2"}, {"kind": "mtp"}, {"kind": "draft", "layers": "1"}, {"optimizer": "muon"}],
+    ids=str,
+)
 def test_a_stopped_run_ends_with_the_weights_of_an_uninterrupted_one(
     options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,112 @@
+"""A mixture of experts: a router chooses a few feed-forwards for each token, and their outputs are added up.
+
+The reference for every device: tokens are gathered expert by expert, and a token's sum runs over its experts in their
+order, so that it does not depend on who else is in the batch. Not here: what a checkpoint calls its experts
+(`specray.models`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specray.layers.parallel import RankGroup
+from specray.ops.linear import make_linear
+
+# float32 router logits [T, experts] -> (weights float32, experts int64), each [T, experts per token]
+Route = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxRoute:
+    """The most likely experts (Mixtral, Qwen3-MoE, DeepSeek-V2), if wanted out of the groups with the best one only."""
+
+    num_chosen: int
+    normalise: bool = False  # let the chosen ones' weights sum to 1
+    scale: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        law = logits.softmax(-1)
+        best_of_group = law.view(len(law), self.num_groups, -1).amax(-1)
+        allowed = in_best_groups(best_of_group, self.num_chosen_groups, logits.shape[-1])
+        weights, experts = law.masked_fill(~allowed, 0.0).topk(self.num_chosen)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * self.scale, experts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SigmoidRoute:
+    """DeepSeek-V3's `noaux_tc`: a bias that balances the experts has a say in who is chosen, but not in the weights."""
+
+    bias: Tensor  # float32 [experts]
+    num_chosen: int
+    normalise: bool
+    scale: float
+    num_groups: int
+    num_chosen_groups: int
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        law = logits.sigmoid()
+        wanted = law + self.bias
+        best_two = wanted.view(len(wanted), self.num_groups, -1).topk(2).values.sum(-1)
+        allowed = in_best_groups(best_two, self.num_chosen_groups, logits.shape[-1])
+        experts = wanted.masked_fill(~allowed, float("-inf")).topk(self.num_chosen).indices
+        weights = law.gather(-1, experts)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.scale, experts
+
+
+def in_best_groups(scores: Tensor, num_chosen: int, num_experts: int) -> Tensor:
+    """bool [T, experts]: those in the `num_chosen` groups with the highest of `scores` [T, groups]."""
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(num_chosen).indices, value=True)
+    return chosen.repeat_interleave(num_experts // scores.shape[-1], -1)
+
+
+class Expert:
+    """A rank's part of down(silu(gate(x)) * up(x)); gate and up [ffn / ranks, hidden], down [hidden, ffn / ranks]."""
+
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, quantization: str | None = None) -> None:
+        self._gate_up = make_linear(torch.cat((gate, up)), quantization=quantization)
+        self._down = make_linear(down, quantization=quantization)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self._gate_up(x).chunk(2, -1)
+        return self._down(F.silu(gate) * up)
+
+
+class MixtureOfExperts:
+    """Routed experts and, where the model has one, a feed-forward that all tokens share. Each rank holds a part of all.
+
+    `gate` is float32 [experts, hidden]: who is chosen must not hang on the rounding of a smaller type.
+    """
+
+    def __init__(
+        self, gate: Tensor, route: Route, experts: Sequence[Expert], group: RankGroup,
+        shared: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self._gate = gate
+        self._route = route
+        self._experts = experts
+        self._group = group
+        self._shared = shared
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] from [T, hidden]"""
+        weights, chosen = self._route(x.float() @ self._gate.t())
+        out = self._group.sum(self._routed(x, weights, chosen)).to(x.dtype)
+        return out if self._shared is None else out + self._shared(x)
+
+    def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """float32 [T, hidden], of this rank's part."""
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for index in sorted(set(chosen.flatten().tolist())):  # on the host: an expert without tokens has nothing to do
+            tokens, places = (chosen == index).nonzero(as_tuple=True)
+            parts = self._experts[index](x[tokens]).float() * weights[tokens, places, None]
+            out.index_add_(0, tokens, parts)
+        return out

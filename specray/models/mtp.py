@@ -1,0 +1,229 @@
+"""Multi-token prediction layers: what a target's own checkpoint brings along to draft with.
+
+A layer reads the embedding of a token and the state of what came before it, each normed, and is otherwise one of the
+target's own decoder layers; its output, normed, is the state to go on with and the input of the target's output matrix.
+Two layouts are read: MiMo's (`model.mtp_layers.0.*`: [state; embedding], and no embedding at the first position) and
+DeepSeek's NextN (`model.layers.L.*` behind the target's L layers: [embedding; state]). Both put copies of the target's
+matrices beside, which are skipped. A checkpoint with one layer uses it for every step, one with several uses each for
+its own step. The first state is the target's after its final norm, as in SGLang and transformers (vLLM feeds MiMo's
+layer the one before that norm). Not here: trees and the draft's KV (`specray.spec_decode.mtp`).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from specray.errors import ConfigError
+from specray.layers.linear import ColumnLinear
+from specray.layers.norm import RMSNorm
+from specray.layers.parallel import RankGroup
+from specray.layers.rotary import RotaryEmbedding
+from specray.models.eagle import TargetMatrices
+from specray.models.llama import LlamaShape
+from specray.models.loading import Loader
+from specray.models.registry import MODELS, load_config, shape_of
+from specray.models.weights import WeightReader
+from specray.ops.attention import Attend
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one family names the parts of a layer, and puts them together."""
+
+    layers: str  # before and after a layer's number
+    embed_norm: str
+    state_norm: str
+    project: str
+    out_norm: str
+    state_first: bool  # of the two inputs of `project`
+    masks_first: bool  # the token at the first position counts as nothing
+
+    def numbers(self, names: Sequence[str]) -> list[int]:
+        """Of the layers whose projection is among tensors `names`."""
+        pattern = re.compile(re.escape(self.layers).replace("\\*", r"(\d+)") + re.escape(f".{self.project}.weight"))
+        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+
+
+MIMO = Layout(
+    "model.mtp_layers.*", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
+    state_first=True, masks_first=True,
+)  # fmt: skip
+NEXTN = Layout("model.layers.*", "enorm", "hnorm", "eh_proj", "shared_head.norm", state_first=False, masks_first=False)
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
+
+
+def holds_mtp_layers(folder: Path, load_format: str) -> bool:
+    """Whether the checkpoint has layers to draft with."""
+    with WeightReader(folder, load_format) as reader:
+        return any(layout.numbers(list(reader.names())) for layout in (MIMO, NEXTN))
+
+
+def load_mtp_layers(folder: Path, load_format: str, shared: TargetMatrices) -> "MtpLayers":
+    """All MTP layers in `folder`, whole on this rank. ConfigError if there are none, or not for this target."""
+    config = load_config(folder)
+    loader = Loader(folder, load_format, shared.dtype, shared.device, quantization=shared.quantization)
+    try:
+        found = [(layout, numbers) for layout in (MIMO, NEXTN) if (numbers := layout.numbers(loader.names()))]
+        if len(found) != 1:
+            raise ConfigError(
+                f"{folder} holds no MTP layers: expected tensors {MIMO.layers}.{MIMO.project}.weight or "
+                f"{NEXTN.layers}.{NEXTN.project}.weight; set speculative.draft_model_path to a checkpoint that has "
+                "them, or choose another speculative.algorithm"
+            )
+        layers = MtpLayers(config, loader, shared, *found[0])
+        _check_rest(loader, *found[0])
+        return layers
+    finally:
+        loader.close()
+
+
+class MtpLayers:
+    """The layers with what they share; layer i keeps its KV in layer i of a pool."""
+
+    def __init__(
+        self, config: PretrainedConfig, loader: Loader, shared: TargetMatrices, layout: Layout, numbers: list[int]
+    ) -> None:
+        group = RankGroup()
+        self.shape = shape = shape_of(config, group)
+        _check_target(loader.folder, shape, shared.shape)
+        architecture = MODELS[(config.architectures or [""])[0]]
+        rotary = architecture.rotary_of(config, shape, shared.max_positions, loader)
+        self.dtype = shared.dtype
+        self.feature_layers: tuple[int, ...] = (shared.shape.num_layers,)
+        self.shared = shared
+        self.layers = [
+            MtpLayer(config, shape, loader, layout, number, place, rotary) for place, number in enumerate(numbers)
+        ]
+
+
+class MtpLayer:
+    """One layer: [T, H] from embeddings and states [T, H]."""
+
+    def __init__(
+        self, config: PretrainedConfig, shape: LlamaShape, loader: Loader, layout: Layout, number: int, kv_layer: int,
+        rotary: RotaryEmbedding,
+    ) -> None:  # fmt: skip
+        prefix, size = layout.layers.replace("*", str(number)) + ".", shape.hidden_size
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(loader.tensor(f"{prefix}{name}.weight", (size,)), shape.eps)
+
+        self._layout = layout
+        self._embed_norm, self._state_norm = norm(layout.embed_norm), norm(layout.state_norm)
+        weight = loader.tensor(f"{prefix}{layout.project}.weight", (size, 2 * size))
+        self._project = ColumnLinear(weight, quantization=loader.quantization)
+        architecture = MODELS[(config.architectures or [""])[0]]
+        index = config.num_hidden_layers + kv_layer
+        self._block = architecture.layer(config, shape, index, prefix, loader, RankGroup(), kv_layer)
+        self._out_norm = norm(layout.out_norm)
+        self._rotary = rotary
+
+    def __call__(self, embeds: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The next states; `positions` int64 [T] are those of the states."""
+        if self._layout.masks_first:
+            embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
+        pair = self._state_norm(states), self._embed_norm(embeds)
+        x = self._project(torch.cat(pair if self._layout.state_first else pair[::-1], -1))
+        return self._out_norm(self._block(x, *self._rotary.at(positions), attend))
+
+
+class _Drafting:
+    """What a head and a stack have in common."""
+
+    def __init__(self, layers: MtpLayers, token_map: Tensor | None) -> None:
+        shape = layers.shape
+        self.feature_layers = layers.feature_layers
+        self.num_heads, self.num_kv_heads = shape.num_local_heads, shape.num_local_kv_heads
+        self.head_dim, self.dtype, self.hidden_size = shape.head_dim, layers.dtype, shape.hidden_size
+        self.draft_token_ids = None if token_map is None else token_map.to(layers.shared.device, torch.int64)
+        self.vocab_size = shape.vocab_size if token_map is None else len(token_map)
+        self._head = layers.shared.head(self.draft_token_ids)
+        self._embed = layers.shared.embedding()
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features.to(self.dtype)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        ids = draft_ids.to(torch.int64)
+        return ids if self.draft_token_ids is None else self.draft_token_ids[ids]
+
+
+class MtpHead(_Drafting):
+    """One layer that goes on from its own output: an EAGLE-like head (see `specray.models.eagle.EagleHead`)."""
+
+    def __init__(self, layers: MtpLayers, token_map: Tensor | None = None) -> None:
+        super().__init__(layers, token_map)
+        self._layer = layers.layers[0]
+
+    def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return self._layer(self._embed(token_ids), states, positions, attend)
+
+    def recur(self, output: Tensor) -> Tensor:
+        return output
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self._head(output)
+
+
+class MtpStack(_Drafting):
+    """Several layers: what the first predicts, the second goes on from, and so on.
+
+    Layer k turns the state of position i and token i + k + 1 into the state that predicts token i + k + 2. All layers
+    read a token as soon as it is there: at position p, layer k then has position i = p - k. So a tree's node carries
+    the states of all layers that are still to be used below it, the next one's first: [T, layers left, H].
+    """
+
+    def __init__(self, layers: MtpLayers, count: int, token_map: Tensor | None = None) -> None:
+        super().__init__(layers, token_map)
+        self._layers = layers.layers[:count]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def read(self, layer: int, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Output [T, H] of one layer; `states` [T, H] are the previous layer's one position earlier."""
+        shifted = (positions - layer).clamp(min=0)  # below a prompt shorter than the layers are many
+        return self._layers[layer](self._embed(token_ids), states, shifted, attend)
+
+    def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Outputs [T, layers left, H] of the last layers at tree nodes."""
+        first = len(self._layers) - states.shape[1]
+        outputs = [
+            self.read(first + place, token_ids, states[:, place], positions, attend) for place in range(states.shape[1])
+        ]
+        return torch.stack(outputs, 1)
+
+    def recur(self, output: Tensor) -> Tensor:
+        """Each layer's output is the next layer's state."""
+        return output[:, :-1]
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self._head(output[:, 0])
+
+
+def _check_target(folder: Path, ours: LlamaShape, target: LlamaShape) -> None:
+    for name in ("vocab_size", "hidden_size"):
+        if getattr(ours, name) != getattr(target, name):
+            raise ConfigError(
+                f"{folder / 'config.json'}: {name}={getattr(ours, name)}, but the target's is {getattr(target, name)}; "
+                "MTP layers work with the target they were trained with: set speculative.draft_model_path to a "
+                "checkpoint of this target, or to null for the target's own"
+            )
+
+
+def _check_rest(loader: Loader, layout: Layout, numbers: list[int]) -> None:
+    """ConfigError if a layer has tensors that nothing has read, other than copies of the target's."""
+    prefixes = tuple(layout.layers.replace("*", str(number)) + "." for number in numbers)
+    unread = [name for name in loader.unread() if name.startswith(prefixes) and not name.endswith(_COPIES)]
+    if unread:
+        raise ConfigError(
+            f"{loader.path(unread[0])}: {len(unread)} tensors are not part of an MTP layer with this config.json: "
+            f"{', '.join(unread[:4])}{', …' if len(unread) > 4 else ''}; the weights and the config do not belong "
+            "together"
+        )

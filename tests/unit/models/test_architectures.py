@@ -1,0 +1,121 @@
+"""Mixtures of experts and latent attention, logit by logit against transformers, and through the whole engine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specray.config import EngineConfig
+from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
+from specray.models.llama import Llama
+from specray.models.registry import load_config, load_model
+from specray.sampling_params import SamplingParams
+from tests.support.architectures import ARCHITECTURES, write_architecture
+from tests.support.engine import generate
+from tests.support.naive_eagle import attend_to_the_past
+from tests.support.toy import write_toy
+
+CPU = torch.device("cpu")
+TOKENS = [0, 5, 63, 17, 17, 40, 2, 9, 9, 31, 50, 8]
+PROMPTS = [[0, 10, 20, 30], [5], [0, *range(4, 40)], [7] * 7, [3, 1, 4], [60, 61], [2] * 3, [0, 33]]
+
+
+def load(folder: Path) -> Llama:
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu")
+    return load_model(folder, config, RankGroup(), CPU, progress=False)
+
+
+@torch.inference_mode()
+def logits(model: Llama, tokens: list[int]) -> torch.Tensor:
+    hidden, _ = model(torch.tensor(tokens), torch.arange(len(tokens)), attend_to_the_past)
+    return model.logits(hidden)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = write_architecture(name, tmp_path)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([TOKENS])).logits[0]
+    assert expected.std() > 0.3
+    torch.testing.assert_close(logits(load(tmp_path), TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"])
+def test_text_does_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
+    """Each request alone and eight together; greedy and sampled; and greedy is what transformers would say."""
+    reference = write_architecture(name, tmp_path)
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12, ignore_eos=True) for i in range(8)]
+    together = generate(tmp_path, PROMPTS, params)
+    alone = generate(tmp_path, PROMPTS, params, max_running_requests=1)
+    assert [choice.token_ids for choice in together] == [choice.token_ids for choice in alone]
+    tokens = list(PROMPTS[2])
+    with torch.inference_mode():
+        for _ in range(12):
+            tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert together[2].token_ids == tokens[len(PROMPTS[2]) :]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+def test_what_a_step_computes_for_a_token_is_the_same_alone(name: str, tmp_path: Path) -> None:
+    write_architecture(name, tmp_path)
+    model = load(tmp_path)
+    layer = model.layers[-1].ffn
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    together = layer(x)
+    torch.testing.assert_close(torch.cat([layer(row[None]) for row in x]), together, atol=1e-6, rtol=1e-5)
+
+
+def test_the_pool_holds_a_latent_and_not_every_head(tmp_path: Path) -> None:
+    write_architecture("deepseek-v3", tmp_path)
+    shape = load(tmp_path).shape
+    assert (shape.num_local_kv_heads, shape.head_dim, shape.num_local_heads) == (1, 12 + 4, 4)
+
+
+def test_mimo_is_qwen2_beside_layers_that_are_skipped(tmp_path: Path) -> None:
+    """The extra layers cost the target nothing: its own tensors alone are read, and its text is Qwen2's."""
+    plain = write_toy(tmp_path, "qwen2")
+    expected = logits(load(plain), TOKENS)
+    change_config(tmp_path, architectures=["MiMoForCausalLM"], model_type="mimo", attention_bias=True,
+                  num_nextn_predict_layers=1)  # fmt: skip
+    torch.testing.assert_close(logits(load(tmp_path), TOKENS), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("deepseek-v3", {"topk_method": "aux_tc"}, "topk_method='aux_tc'.*'noaux_tc'"),
+        ("deepseek-v2", {"attention_bias": True}, "attention_bias=True"),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "quantized.*fp8.*bfloat16"),
+    ],
+)
+def test_what_is_not_computed_is_refused(name: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    write_architecture(name, tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=said):
+        load(tmp_path)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    write_architecture("mixtral", tmp_path)
+    change_config(tmp_path, num_local_experts=5)
+    with pytest.raises(ConfigError, match=r"no tensor 'model.layers.0.block_sparse_moe.experts.4.w2.weight'"):
+        load(tmp_path)
+
+
+def test_checkpoints_are_in_the_layout_of_the_hub(tmp_path: Path) -> None:
+    """Otherwise the tests above would read what only newer transformers writes."""
+    write_architecture("mixtral", tmp_path / "a")
+    write_architecture("deepseek-v3", tmp_path / "b")
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in load_file(tmp_path / "a" / "model.safetensors")
+    names = set(load_file(tmp_path / "b" / "model.safetensors"))
+    assert {"model.layers.1.mlp.experts.7.up_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"} <= names
+    assert load_config(tmp_path / "b").architectures == ["DeepseekV3ForCausalLM"]
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

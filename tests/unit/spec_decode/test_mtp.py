@@ -1,0 +1,133 @@
+"""Several MTP layers inside real runs, call by call, against layers that read the whole text anew for every node."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+from specray.models.mtp import MtpStack
+from specray.sampling_params import SamplingParams
+from specray.spec_decode import DRAFTERS, check_speculative
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import Drafter, ProposeContext, TargetView
+from specray.spec_decode.eagle import EagleDrafter
+from specray.spec_decode.eagle_tree import TreeShape
+from specray.spec_decode.mtp import StackDrafter, stack_shape
+from tests.support.engine import generate, make_llm
+from tests.support.heads import write_random_head
+from tests.support.methods import mtp
+from tests.support.mtp import write_deepseek
+from tests.support.naive_eagle import NaiveDraft, attend_to_the_past
+from tests.support.naive_eagle import Path as NodePath
+from tests.unit.spec_decode.test_eagle import CLOSE, PROMPTS, RUNS, TEMPERATURES
+
+SHAPES = {"tree": (3, (3, 3, 8)), "chain": (3, (3, 1, 4)), "fewer-steps": (3, (2, 2, 5))}
+
+
+class NaiveStack(NaiveDraft):
+    """Layer k reads tokens k + 1 … of text and path and the states of layer k - 1, at positions 0 … as in training."""
+
+    def _output(self, path: NodePath) -> torch.Tensor:
+        """[1, hidden] of the layer that predicts what comes after `path`."""
+        stack, end = self._head, self._row.end
+        assert isinstance(stack, MtpStack)
+        self._last_kv = torch.empty(0)
+        tokens, states = torch.tensor([*self._row.token_ids, *path]), self._states
+        for layer in range(len(path) + 1):
+            embeds = stack._embed(tokens[layer + 1 : layer + 1 + end])
+            states = stack._layers[layer](embeds, states, torch.arange(end), attend_to_the_past)
+        return states[-1:]
+
+
+class CheckedStack:
+    """The drafter, and beside each of its calls what it should have said."""
+
+    reads_next_token = True
+
+    def __init__(self, drafter: StackDrafter, shape: TreeShape, target: TargetView) -> None:
+        self.max_draft_tokens, self.feature_layers = drafter.max_draft_tokens, drafter.feature_layers
+        self.num_checked = 0
+        self._drafter, self._shape, self._target = drafter, shape, target
+
+    def propose(self, context: ProposeContext) -> DraftTree:
+        proposed = self._drafter.propose(context)
+        with torch.inference_mode():
+            for row, tree in zip(context.rows, proposed.rows(), strict=True):
+                if row.end < self._drafter._stack.num_layers:
+                    continue  # too short for every layer to have read something: there the drafter guesses
+                expected = NaiveStack(row, self._target.model, self._drafter._stack, self._shape, 10**9)  # type: ignore[arg-type]
+                assert tree == expected.tree or expected.is_close_call(CLOSE), row
+                self.num_checked += 1
+        return proposed
+
+    def release(self, slots: Sequence[int]) -> None:
+        self._drafter.release(slots)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*(("tree", run) for run in RUNS), ("chain", "pages-of-1"), ("fewer-steps", "chunks")]
+)
+def test_every_tree_is_the_one_of_layers_that_read_all(
+    name: str, options: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_layers, shape = SHAPES[name]
+    made: list[CheckedStack] = []
+    method = DRAFTERS["MTP"]
+
+    def make(config: SpeculativeConfig, target: TargetView) -> Drafter:
+        drafter = method.make(config, target)
+        assert isinstance(drafter, StackDrafter)
+        made.append(CheckedStack(drafter, TreeShape.of(config, ""), target))
+        return made[-1]
+
+    monkeypatch.setitem(DRAFTERS, "MTP", method._replace(make=make))
+    params = [
+        SamplingParams(temperature=TEMPERATURES[i], seed=i, max_tokens=8, ignore_eos=True) for i in range(len(PROMPTS))
+    ]
+    with make_llm(toy, speculative=mtp(num_layers, shape)(toy, tmp_path), **RUNS[options]) as llm:
+        for _ in range(2):  # the second time with what is cached
+            generations = llm.generate(PROMPTS, params)
+    assert made[0].num_checked > 20
+    assert sum(g.choices[0].usage.num_accepted for g in generations if g.choices[0].usage) > 0
+
+
+@pytest.mark.parametrize("algorithm", ["MTP", "EAGLE", "NEXTN"])
+def test_a_target_drafts_for_itself_without_a_draft_path(algorithm: str, tmp_path: Path) -> None:
+    write_deepseek(tmp_path, num_layers=1)
+    prompts = [[0, *range(4, 30)], [5, 6]]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    plain = [choice.token_ids for choice in generate(tmp_path, prompts, params)]
+    speculative = SpeculativeConfig(algorithm=algorithm)
+    with make_llm(tmp_path, speculative=speculative) as llm:
+        assert isinstance(llm._executor.worker._drafts._drafter, EagleDrafter)  # type: ignore[attr-defined]
+        assert [g.choices[0].token_ids for g in llm.generate(prompts, params)] == plain
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN"])
+def test_an_eagle_head_is_found_under_both_names(algorithm: str, toy: Path, tmp_path: Path) -> None:
+    head = write_random_head(tmp_path / "head", toy, 2)
+    with make_llm(toy, speculative=SpeculativeConfig(algorithm=algorithm, draft_model_path=str(head))) as llm:
+        assert llm.engine.capacity.max_draft_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"), [("MTP", "holds no MTP layers"), ("EAGLE", "draft_model_path is null and the target")]
+)
+def test_a_target_without_layers_of_its_own_is_refused(algorithm: str, said: str, toy: Path) -> None:
+    speculative = SpeculativeConfig(algorithm=algorithm)
+    check_speculative(speculative)
+    with pytest.raises(ConfigError, match=f"{said}.*draft_model_path"):
+        make_llm(toy, speculative=speculative)
+
+
+def test_more_steps_than_layers_are_refused_and_automatic_ones_cut() -> None:
+    steps: dict[str, Any] = {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
+    with pytest.raises(ConfigError, match=r"num_steps=3 is more than the checkpoint's 2 MTP layers.*num_steps <= 2"):
+        stack_shape(SpeculativeConfig(algorithm="MTP", **steps), "", 2)
+    assert stack_shape(SpeculativeConfig(algorithm="MTP", **steps), "", 3) == TreeShape(3, 1, 4)
+    assert stack_shape(SpeculativeConfig(algorithm="MTP"), "", 2) == TreeShape(2, 1, 3)
+    assert stack_shape(SpeculativeConfig(algorithm="MTP"), "LlamaForCausalLM", 2) == TreeShape(2, 4, 8)
