@@ -27,7 +27,7 @@ class SpeculativeConfig(Options):
     """How drafts are made; option names are those of SGLang's documentation."""
 
     algorithm: str | None = Field(
-        None, description="Drafting method, a key of DRAFTERS (EAGLE3, EAGLE, NGRAM); null decodes plainly."
+        None, description="Method, a key of DRAFTERS (EAGLE3, EAGLE or NEXTN, MTP, STANDALONE, NGRAM); null: plain."
     )
     num_steps: Annotated[int, Field(ge=1, le=32)] | None = Field(
         None, description="Depth of a draft tree. Set it with eagle_topk and num_draft_tokens, or none of the three."
@@ -51,15 +51,99 @@ class SpeculativeConfig(Options):
     draft_model_revision: str | None = Field(None, description="Commit, branch or tag of a draft model on the hub.")
     draft_load_format: Literal["auto", "safetensors", "bin"] = Field("auto", description="Its weight files to read.")
     draft_dtype: Dtype = Field("auto", description="Type of its weights and KV; auto takes the target's.")
+    draft_model_quantization: Literal["int8", "fp8", "unquant"] | None = Field(
+        None, description="Of its weights; null takes the target's, unquant none. What it shares stays as the target's."
+    )
     token_map: str | None = Field(
         None,
         min_length=1,
         description="FR-Spec: file of frequent token ids (.pt or .json); drafts are chosen among these.",
     )
 
+    ngram_min_match_window_size: int = Field(
+        1, ge=1, le=128, description="Least last tokens that must have been seen before, for NGRAM to draft from there."
+    )
+    ngram_max_match_window_size: int = Field(12, ge=1, le=128, description="Most last tokens that are compared.")
+    ngram_min_bfs_breadth: int = Field(
+        1, ge=1, le=128, description="BFS: children of a node below the longest match; shorter ones get more."
+    )
+    ngram_max_bfs_breadth: int = Field(
+        10, ge=1, le=128, description="BFS: most children of a node. PROB: children whose shares are compared."
+    )
+    ngram_match_type: Literal["BFS", "PROB", "SUFFIX"] = Field(
+        "BFS",
+        description="Trees from matches: BFS the most recent first, PROB the most frequent first, SUFFIX one chain by "
+        "suffix decoding's score.",
+    )
+    ngram_branch_length: int = Field(
+        18, ge=2, le=256, description="Tokens of a branch of the trie: match and drafts together."
+    )
+    ngram_max_trie_depth: Annotated[int, Field(ge=2, le=128)] | None = Field(
+        None, description="Newer name for branch_length d and windows up to d - 1 in one; null takes those."
+    )
+    ngram_capacity: int = Field(
+        10_000_000,
+        ge=1000,
+        le=10_000_000_000,
+        description="Nodes of the trie of ended requests, all tenants together, a branch of them for each token; what "
+        "was seen longest ago goes first.",
+    )
+    ngram_max_spec_factor: Annotated[float, Field(gt=0.0, le=128.0)] | None = Field(
+        2.0,
+        description="Ours: drafts that each matched token earns, so that weak matches cost little; null: as many as "
+        "fit the tree.",
+    )
+    ngram_min_token_prob: float = Field(
+        0.1, ge=0.0, le=1.0, description="Ours, of SUFFIX: a chain ends where its share of what was seen is lower."
+    )
+    ngram_override_min_match: Annotated[int, Field(ge=1, le=128)] | None = Field(
+        None,
+        description="Ours: beside another method, draft from n-grams where so many last tokens were seen before; null: "
+        "never.",
+    )
+
+    verification: Literal["coupled", "rejection"] = Field(
+        "coupled",
+        description="coupled: one seed gives one text, whatever is drafted. rejection: the same law, but a seed's text "
+        "changes with drafter and drafts.",
+    )
+    accept_threshold_single: float = Field(
+        1.0, gt=0.0, le=1.0, description="Below 1.0, lossy: drafts that are at least so likely are accepted."
+    )
+    accept_threshold_acc: float = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="Below 1.0, lossy: acceptance grows as if drafts were 1 / accept_threshold_acc as likely.",
+    )
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether sampled requests may get other tokens than the target alone would give them."""
+        return min(self.accept_threshold_single, self.accept_threshold_acc) < 1.0
+
+    def check_successor(self, other: "SpeculativeConfig") -> None:
+        """ConfigError if `other` cannot follow this one without a restart: a verifier is chosen for good."""
+        for name in ("verification", "accept_threshold_single", "accept_threshold_acc"):
+            if other.algorithm is not None and getattr(other, name) != getattr(self, name):
+                raise ConfigError(
+                    f"speculative.{name}={getattr(other, name)!r} cannot follow {getattr(self, name)!r} while serving; "
+                    f"leave it at {getattr(self, name)!r}, or restart with it"
+                )
+
     def changed(self) -> set[str]:
         """Names of the options that do not have their default."""
         return {name for name, option in type(self).model_fields.items() if getattr(self, name) != option.default}
+
+    @model_validator(mode="after")
+    def _thresholds_go_with_coupling(self) -> Self:
+        if self.is_lossy and self.verification == "rejection":
+            raise ConfigError(
+                f"accept_threshold_single={self.accept_threshold_single} and accept_threshold_acc="
+                f"{self.accept_threshold_acc} are no part of verification: rejection, which is exact; set both to 1.0, "
+                "or verification: coupled"
+            )
+        return self
 
     @model_validator(mode="after")
     def _needs_algorithm(self) -> Self:
@@ -67,7 +151,7 @@ class SpeculativeConfig(Options):
             name = changed[0]
             raise ConfigError(
                 f"speculative.{name}={getattr(self, name)!r} has no effect while speculative.algorithm is null; "
-                f"set an algorithm (EAGLE3, EAGLE, NGRAM) or remove {name}"
+                f"set an algorithm (EAGLE3, EAGLE, MTP, STANDALONE, NGRAM) or remove {name}"
             )
         return self
 
@@ -81,6 +165,10 @@ class EngineConfig(Options):
     dtype: Dtype = Field(
         "auto",
         description="Type of weights and KV; auto takes the checkpoint's, for float32 bfloat16 where it is fast.",
+    )
+    quantization: Literal["int8", "fp8"] | None = Field(
+        None,
+        description="Of weights, when they are loaded, and of what they are multiplied with: int8 on CPU, fp8 on GPUs.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the target runs; auto takes a GPU if there is one."
@@ -109,14 +197,39 @@ class EngineConfig(Options):
     max_queued_requests: int = Field(
         256, ge=0, le=1_000_000, description="Requests that may wait; more are refused (429)."
     )
+    max_queued_requests_per_tenant: int | None = Field(
+        None, ge=0, le=1_000_000, description="Of these, requests with one API key's name; null: half of them."
+    )
     chunked_prefill_size: int = Field(
         512, ge=1, le=1_000_000, description="Most prompt tokens of one request in one step."
     )
     max_prefill_tokens: int = Field(
-        2048, ge=1, le=1_000_000, description="Most prompt tokens of all requests in one step."
+        2048,
+        ge=1,
+        le=1_000_000,
+        description="Most prompt tokens of all requests in one step; two chunks while others decode.",
     )
 
     speculative: SpeculativeConfig = SpeculativeConfig()
+
+    @property
+    def max_queued_of_tenant(self) -> int:
+        """Requests of one tenant that may wait, so that others find a place. Without keys there are no tenants."""
+        most = self.max_queued_requests_per_tenant
+        return -(-self.max_queued_requests // 2) if most is None else most
+
+    @model_validator(mode="after")
+    def _quantization_fits_device(self) -> Self:
+        kinds = {"int8": "cpu", "fp8": "cuda"}
+        drafts = self.speculative.draft_model_quantization
+        for name, kind in (("quantization", self.quantization), ("speculative.draft_model_quantization", drafts)):
+            if kind in kinds and self.device not in ("auto", kinds[kind]):
+                other = next(k for k in kinds if k != kind)
+                raise ConfigError(
+                    f"{name}={kind} has kernels for {kinds[kind]} alone, but device={self.device}; set {name}: {other} "
+                    f"or device: {kinds[kind]}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _chunk_fits_step(self) -> Self:

@@ -35,6 +35,7 @@ class RequestUsage(NamedTuple):
     num_accepted: int  # accepted drafts, bonus not counted
     num_preemptions: int
     accept_histogram: tuple[int, ...] = ()  # [k]: verified trees with drafts of which exactly k were accepted
+    is_lossy: bool = False  # drafts were accepted by thresholds: tokens may differ from what the target alone gives
 
 
 def add_histograms(histograms: Iterable[Sequence[int]]) -> list[int]:

@@ -42,11 +42,12 @@ class AttentionBackend(Protocol):
 def make_pool(
     num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A KV pool [layers, slots, 2, kv_heads, dim] of zeros.
+    """A KV pool [layers, slots, 2, kv_heads, dim] of zeros."""
+    return make_zeros((num_layers, num_slots, 2, num_kv_heads, head_dim), dtype, device)
 
-    On CPU the system's own zero pages, taken when first written: a large pool costs nothing at start.
-    """
-    shape = (num_layers, num_slots, 2, num_kv_heads, head_dim)
+
+def make_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On CPU the system's own zero pages, taken when first written: a large pool costs nothing at start."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Counter noise: Gumbel variates that are a pure function of (seed, position, token id).
+"""Counter noise: Gumbel variates that are a pure function of (seed, position, token id), and coins.
 
 This is all the randomness there is. Nothing is drawn, so nothing depends on batch, order, replica or
 on what a drafter did, and siblings of a tree, which share a position, share their noise.
@@ -27,6 +27,17 @@ def gumbel(
     # 31 bits; exact for small values, which are the large Gumbels, and kept inside (0, 1) at both ends.
     uniform = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def coin(seed: int, position: int, column: int) -> float:
+    """Uniform in (0, 1), a function of the three; independent of `gumbel`."""
+    word = _splitmix(_splitmix(_splitmix(salted(seed)) ^ position) ^ column)
+    return ((word >> 12) + 0.5) * 2.0**-52
+
+
+def salted(seed: int) -> int:
+    """Another seed, for noise that must be independent of this one's."""
+    return _splitmix((seed ^ 0xD1B54A32D192ED03) & _MASK64)
 
 
 def _mix(bits: Tensor, key: Tensor) -> Tensor:

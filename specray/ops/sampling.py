@@ -74,13 +74,11 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int])
     `logits` is float32 [rows, V] and not changed; `positions[i]` is the absolute position of the token
     being sampled for row i.
     """
-    if any(row.adjusts for row in rows):
-        logits = torch.stack([_adjust(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)])
-    noisy = [i for i, row in enumerate(rows) if row.options.temperature >= GREEDY_BELOW]
+    logits, noisy = _adjusted(logits, rows), _noisy(rows)
     if not noisy:
         return logits.argmax(-1)
     options = [rows[i].options for i in noisy]
-    scores = _filter(logits[noisy] / _column([o.temperature for o in options], logits), options)
+    scores = _scores(logits[noisy], options)
     scores += gumbel([o.seed for o in options], [positions[i] for i in noisy], logits.shape[-1], logits.device)
     if len(noisy) == len(rows):
         return scores.argmax(-1)
@@ -89,11 +87,32 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int])
     return tokens
 
 
+def target_law(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """float32 [rows, V]: the law that `sample` draws from; all on one token for rows that are greedy or broken."""
+    logits, noisy = _adjusted(logits, rows), _noisy(rows)
+    law = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    if noisy:
+        drawn = _scores(logits[noisy], [rows[i].options for i in noisy]).softmax(-1)
+        law[noisy] = torch.where(drawn.isfinite().all(-1, keepdim=True), drawn, law[noisy])
+    return law
+
+
 def token_logprob(logits: Tensor, token_id: int, num_top: int) -> TokenLogprob:
     """Log-probability of a token under unprocessed `logits` [V], with the `num_top` most likely beside it."""
     logprobs = logits.log_softmax(-1)
     values, ids = logprobs.topk(min(num_top, logits.shape[-1]))
     return TokenLogprob(token_id, float(logprobs[token_id]), list(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+def _noisy(rows: Sequence[SamplerRow]) -> list[int]:
+    return [i for i, row in enumerate(rows) if row.options.temperature >= GREEDY_BELOW]
+
+
+def _adjusted(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """Logits [rows, V] before temperature; the same tensor if no row changes any."""
+    if not any(row.adjusts for row in rows):
+        return logits
+    return torch.stack([_adjust(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)])
 
 
 def _adjust(logits: Tensor, row: SamplerRow) -> Tensor:
@@ -110,6 +129,11 @@ def _adjust(logits: Tensor, row: SamplerRow) -> Tensor:
     if row.holds_back:
         logits[options.eos_token_ids] = -torch.inf
     return logits
+
+
+def _scores(logits: Tensor, options: Sequence[RowSampling]) -> Tensor:
+    """Logits of the law to draw from, of rows that are not greedy, [rows, V] from adjusted ones."""
+    return _filter(logits / _column([o.temperature for o in options], logits), options)
 
 
 def _filter(scaled: Tensor, options: Sequence[RowSampling]) -> Tensor:

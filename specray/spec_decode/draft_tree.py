@@ -35,9 +35,11 @@ class DraftTree:
     tokens: Tensor  # int64 [B, N], -1 past a row's nodes
     parents: Tensor  # int64 [B, N], parents[:, 0] == -1, parents[:, i] < i, -1 past a row's nodes
     num_nodes: list[int]  # B counts, the root included
+    # [B, N, up to V]: law each node's children were drawn from, zeros where they are no draws; None: so everywhere
+    draft_probs: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[RowTree]) -> "DraftTree":
+    def of(cls, rows: Sequence[RowTree], draft_probs: Tensor | None = None) -> "DraftTree":
         """Pad rows to the widest one."""
         width = max((len(row.tokens) for row in rows), default=1)
         tokens = [row.tokens + [NONE] * (width - len(row.tokens)) for row in rows]
@@ -47,6 +49,7 @@ class DraftTree:
             torch.tensor(tokens, dtype=torch.int64).view(shape),
             torch.tensor(parents, dtype=torch.int64).view(shape),
             [len(row.tokens) for row in rows],
+            draft_probs,
         )
 
     def rows(self) -> list[RowTree]:

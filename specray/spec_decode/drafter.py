@@ -64,6 +64,7 @@ class TargetView:
     max_rows: int  # requests in a step
     attention_backend: str
     device: torch.device
+    quantization: str | None = None  # of its linears
 
 
 class DraftFaultError(Exception):
@@ -122,6 +123,7 @@ class InlineDrafts:
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
         self._pending: dict[int, RowTree] = {}
+        self._laws: dict[int, Tensor] = {}  # DraftTree.draft_probs of the last submit, by slot
         self._faults: list[DraftFault] = []
         self.max_draft_tokens = drafter.max_draft_tokens if drafter else 0
         self.feature_layers = drafter.feature_layers if drafter else ()
@@ -133,16 +135,19 @@ class InlineDrafts:
             return
         start = time.perf_counter()
         try:
-            trees = self._drafter.propose(context).rows()
+            drafts = self._drafter.propose(context)
         except DraftFaultError as fault:
             self._faults.append(fault.kind)
             return
-        self._pending.update(zip((row.slot for row in context.rows), trees, strict=True))
+        slots = [row.slot for row in context.rows]
+        self._pending.update(zip(slots, drafts.rows(), strict=True))
+        self._laws = {} if drafts.draft_probs is None else dict(zip(slots, drafts.draft_probs, strict=True))
         self.seconds = time.perf_counter() - start
 
     def collect(self, roots: Sequence[tuple[int, int]], limits: Sequence[int]) -> DraftTree:
         rows = zip(roots, limits, strict=True)
-        return DraftTree.of([cut_tree(self._pending.pop(slot, None), root, limit) for (slot, root), limit in rows])
+        trees = [cut_tree(self._pending.pop(slot, None), root, limit) for (slot, root), limit in rows]
+        return DraftTree.of(trees, self._take_laws([slot for slot, _ in roots]))
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -153,6 +158,14 @@ class InlineDrafts:
     def take_faults(self) -> list[DraftFault]:
         faults, self._faults = self._faults, []
         return faults
+
+    def _take_laws(self, slots: Sequence[int]) -> Tensor | None:
+        """DraftTree.draft_probs of these slots' drafts."""
+        laws, self._laws = self._laws, {}
+        if not laws:
+            return None
+        unknown = torch.zeros_like(next(iter(laws.values())))
+        return torch.stack([laws.get(slot, unknown) for slot in slots])
 
 
 def cut_tree(tree: RowTree | None, root: int, limit: int) -> RowTree:

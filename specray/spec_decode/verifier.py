@@ -1,18 +1,19 @@
-"""The one verifier: walk each tree from its root, taking at every node the token the target itself samples.
+"""The one verifier: walk each tree from its root, taking at every node the token that is chosen there.
 
-While that token is a child of the node the walk descends; the first that is not is the bonus token.
-So the output is the target's own text, whatever was drafted (design: coupled sampling). Each depth is
-one batched call of `sample`, and penalties see the path's own tokens because they are emitted first.
+While that token is a child of the node the walk descends; the first that is not is the bonus token. By the ordinary
+choice, `coupled`, the target samples it, so the output is the target's own text, whatever was drafted. Each depth is
+one batched choice, and penalties see the path's own tokens because they are emitted first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specray.ops.sampling import SamplerRow, sample, token_logprob
+from specray.ops.sampling import SamplerRow, token_logprob
 from specray.outputs import TokenLogprob
+from specray.spec_decode.choice import Choose, children_of, coupled
 from specray.spec_decode.draft_tree import ROOT, DraftTree
 
 
@@ -25,7 +26,9 @@ class Verdict(NamedTuple):
     is_broken: bool  # the logits were not numbers; nothing else may be used
 
 
-def verify(logits: Tensor, tree: DraftTree, rows: Sequence[SamplerRow], lengths: Sequence[int]) -> list[Verdict]:
+def verify(
+    logits: Tensor, tree: DraftTree, rows: Sequence[SamplerRow], lengths: Sequence[int], choose: Choose = coupled
+) -> list[Verdict]:
     """Judge every row's tree.
 
     `logits` is float32 [sum of num_nodes, V], rows and nodes in order; `lengths[i]` is row i's number of
@@ -33,17 +36,20 @@ def verify(logits: Tensor, tree: DraftTree, rows: Sequence[SamplerRow], lengths:
     in `rows`.
     """
     walks = [_Walk(row, lengths[i]) for i, row in enumerate(rows)]
-    children = _children(tree)
+    children = children_of(tree)
     first = [sum(tree.num_nodes[:i]) for i in range(len(rows))]
     active = list(range(len(rows)))
     while active:
-        here = logits[torch.tensor([first[i] + walks[i].path[-1] for i in active], device=logits.device)]
-        tokens = sample(here, [rows[i] for i in active], [walks[i].position for i in active])
+        nodes = [walks[i].path[-1] for i in active]
+        here = logits[torch.tensor([first[i] + node for i, node in zip(active, nodes, strict=True)]).to(logits.device)]
+        below = [children[i].get(node, {}) for i, node in zip(active, nodes, strict=True)]
+        laws = None if tree.draft_probs is None else tree.draft_probs[active, nodes]
+        tokens = choose(here, [rows[i] for i in active], [walks[i].position for i in active], below, laws)
         chosen = here.gather(1, tokens[:, None]).isfinite()[:, 0]
         # To the host once per depth: a handful of tokens, and the walk is data dependent.
         for i, row_logits, token, is_sound in zip(active, here, tokens.tolist(), chosen.tolist(), strict=True):
             walks[i].emit(token, row_logits, is_sound)
-        active = [i for i in active if walks[i].descend(children[i])]
+        active = [i for i, drafts in zip(active, below, strict=True) if walks[i].descend(drafts)]
     return [walk.verdict() for walk in walks]
 
 
@@ -67,9 +73,9 @@ class _Walk:
         if self._logprobs is not None:
             self._logprobs.append(token_logprob(logits, token, self._row.options.logprobs or 0))
 
-    def descend(self, children: dict[tuple[int, int], int]) -> bool:
+    def descend(self, children: Mapping[int, int]) -> bool:
         """Go to the child with the token just emitted; False if there is none."""
-        if self._is_broken or (child := children.get((self.path[-1], self._tokens[-1]))) is None:
+        if self._is_broken or (child := children.get(self._tokens[-1])) is None:
             return False
         self.path.append(child)
         self.position += 1
@@ -77,14 +83,3 @@ class _Walk:
 
     def verdict(self) -> Verdict:
         return Verdict(self.path, self._tokens, self._logprobs, self._is_broken)
-
-
-def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
-    """Per row (parent, token) -> node; of equal siblings the first counts."""
-    tables: list[dict[tuple[int, int], int]] = []
-    for row in tree.rows():
-        table: dict[tuple[int, int], int] = {}
-        for node in range(1, len(row.tokens)):
-            table.setdefault((row.parents[node], row.tokens[node]), node)
-        tables.append(table)
-    return tables

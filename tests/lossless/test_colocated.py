@@ -1,5 +1,7 @@
 """A drafter outside the target's process drafts the trees it drafts inside, and whatever it does, the text stays."""
 
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 from specray.spec_decode.drafter import DraftFaultError, ProposeContext
-from specray.step import DraftFault
+from specray.step import DraftFault, StepPlan, StepResult
 from specray.worker import colocated
 from tests.support.colocated import Colocated, Recorded, worker_of
 from tests.support.engine import make_llm, visible
@@ -28,12 +30,14 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+# Broken drafters of each kind; SPECRAY_INJECTIONS=100 takes a few minutes.
+NUM_INJECTIONS = int(os.environ.get("SPECRAY_INJECTIONS", "3"))
+PATIENCE = {"LEAST_WAIT_S": 60.0, "FIRST_WAIT_S": 60.0, "FROZEN_S": 60.0}  # a busy machine makes nobody late here
+
+
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not make a drafter late here."""
-    monkeypatch.setattr(colocated, "LEAST_WAIT_S", 60.0)
-    monkeypatch.setattr(colocated, "FIRST_WAIT_S", 60.0)
-    monkeypatch.setattr(colocated, "FROZEN_S", 60.0)
+    set_patience(monkeypatch)
 
 
 def run(llm: LLM) -> list[Completion]:
@@ -75,15 +79,48 @@ def test_the_trees_are_those_of_the_inline_drafter(method: str, options: str, to
     assert record.take_faults() == []  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("options", RUNS)
+def test_drafters_are_switched_between_steps_and_no_text_shows_it(
+    options: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other layers' features, larger trees, another use of the prefix cache, nobody at all: each amid every request."""
+    with make_llm(toy, **RUNS[options]) as llm:
+        expected = [visible(choice) for choice in run(llm)]
+    names = ["NGRAM-short", "EAGLE3", None, "EAGLE-map", "NGRAM", None, "EAGLE3-wide"]
+    made = {name: METHODS[name](toy, tmp_path / name) for name in names if name}
+    with make_llm(toy, speculative=made["EAGLE3-wide"], **RUNS[options]) as llm:
+        far = Colocated(llm, tmp_path)
+        worker, sizes = worker_of(llm), set()
+        execute = worker.execute
+
+        def switching(plan: StepPlan) -> StepResult:
+            name = names[plan.step_id // 2 % len(names)]
+            if plan.step_id % 2 == 0:
+                far.start(speculative=made[name]) if name else far.dismiss()
+            result = execute(plan)
+            sizes.add((worker._drafts.max_draft_tokens, worker._drafts.feature_layers))
+            return result
+
+        monkeypatch.setattr(worker, "execute", switching)
+        choices = [visible(choice) for choice in run(llm)]
+        assert choices == expected
+        assert faults_of(llm) == {}
+        assert llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 50
+        assert len(sizes) == len(set(names))  # nobody has a size, too
+        far.close()
+
+
 class Broken:
-    """A drafter that does one thing wrong from its second order on."""
+    """A drafter that does one thing wrong in every order from its second on; `stall` does so once."""
 
     max_draft_tokens = 3
     feature_layers = (0, 1)
     reads_next_token = False
 
-    def __init__(self, fault: Callable[[Sequence[int]], list[RowTree]]) -> None:
+    def __init__(self, fault: "Fault", about_to: Callable[[], object]) -> None:
+        self.noticed = threading.Event()
         self._fault = fault
+        self._about_to = about_to  # called before the first wrong answer
         self._num_orders = 0
 
     def propose(self, context: ProposeContext) -> DraftTree:
@@ -92,7 +129,8 @@ class Broken:
         assert context.features is not None
         assert context.features.shape[1] == 2 * 32
         if self._num_orders > 1:
-            return Unchecked(self._fault(roots))  # type: ignore[return-value]
+            return Unchecked(self._fault(self, roots))  # type: ignore[return-value]
+        self._about_to()
         return DraftTree.of([RowTree([root, 3, 4], [NONE, 0, 1]) for root in roots])
 
     def release(self, slots: Sequence[int]) -> None:
@@ -109,31 +147,31 @@ class Unchecked:
         return self._trees
 
 
-def die(_: Sequence[int]) -> list[RowTree]:
+Fault = Callable[[Broken, Sequence[int]], list[Any]]
+
+
+def die(*_: object) -> list[RowTree]:
     raise ChannelClosedError("as if the process had been killed")
 
 
-def fail(_: Sequence[int]) -> list[RowTree]:
+def fail(*_: object) -> list[RowTree]:
     raise DraftFaultError(DraftFault.NOT_A_NUMBER)
 
 
-def sleep(seconds: float) -> Callable[[Sequence[int]], list[RowTree]]:
-    def drafts(roots: Sequence[int]) -> list[RowTree]:
-        time.sleep(seconds)
-        return [RowTree([root, 3], [NONE, 0]) for root in roots]
-
-    return drafts
+def stall(drafter: Broken, roots: Sequence[int]) -> list[RowTree]:
+    assert drafter.noticed.wait(30)
+    return [RowTree([root, 3], [NONE, 0]) for root in roots]
 
 
-def each(tree: Callable[[int], object]) -> Callable[[Sequence[int]], list[Any]]:
-    return lambda roots: [tree(root) for root in roots]
+def each(tree: Callable[[int], object]) -> Fault:
+    return lambda _, roots: [tree(root) for root in roots]
 
 
-FAULTS: dict[str, tuple[str, Callable[[Sequence[int]], list[Any]]]] = {
+FAULTS: dict[str, tuple[str, Fault]] = {
     "dead": ("gone", die),
     "own-fault": ("nan", fail),
-    "late": ("late", sleep(0.05)),
-    "frozen": ("frozen", sleep(1.0)),
+    "late": ("late", stall),
+    "frozen": ("frozen", stall),
     "foreign-token": ("nonsense", each(lambda root: RowTree([root, 64], [NONE, 0]))),
     "negative-token": ("nonsense", each(lambda root: RowTree([root, -5], [NONE, 0]))),
     "no-integer": ("nonsense", each(lambda root: RowTree([root, 2.5], [NONE, 0]))),  # type: ignore[list-item]
@@ -142,35 +180,57 @@ FAULTS: dict[str, tuple[str, Callable[[Sequence[int]], list[Any]]]] = {
     "missing-parent": ("nonsense", each(lambda root: RowTree([root, 3], [NONE]))),
     "tree-too-big": ("nonsense", each(lambda root: RowTree([root, 3, 4, 5, 6], [NONE, 0, 0, 0, 0]))),
     "no-root": ("nonsense", each(lambda _: RowTree([], []))),
-    "missing-tree": ("nonsense", lambda roots: [RowTree([root], [NONE]) for root in roots][1:]),
+    "missing-tree": ("nonsense", lambda _, roots: [RowTree([root], [NONE]) for root in roots][1:]),
     "no-tree-at-all": ("nonsense", each(lambda _: "tree")),
     "nothing": ("nonsense", each(lambda _: None)),
 }
+# What the target's patience is set to for the answer that does not come; it is endless for all others.
+IMPATIENCE = {"late": {"LEAST_WAIT_S": 0.02}, "frozen": {"LEAST_WAIT_S": 0.02, "FROZEN_S": 0.02}}
+
+
+def set_patience(monkeypatch: pytest.MonkeyPatch, changes: dict[str, float] | None = None) -> None:
+    for name, seconds in (PATIENCE | (changes or {})).items():
+        monkeypatch.setattr(colocated, name, seconds)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_broken_drafter_costs_its_trees_only(
+def test_broken_drafters_cost_their_trees_only(
     name: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, fault = FAULTS[name]
-    if kind in ("late", "frozen"):
-        monkeypatch.setattr(colocated, "LEAST_WAIT_S", 0.01)
-        monkeypatch.setattr(colocated, "FROZEN_S", 0.05 if kind == "frozen" else 60.0)
     with make_llm(toy, page_size=4) as llm:
         expected = [visible(choice) for choice in run(llm)]
     speculative = METHODS["NGRAM"](toy, tmp_path)
     with make_llm(toy, speculative=speculative, page_size=4) as llm:
         far = Colocated(llm, tmp_path)
-        far.start(Broken(fault))
-        choices = [visible(choice) for choice in run(llm)]
+        for _ in range(NUM_INJECTIONS):
+            drafter = Broken(fault, lambda: set_patience(monkeypatch, IMPATIENCE.get(kind)))
+            far.start(drafter)
+            with far.each_fault(lambda: set_patience(monkeypatch), drafter.noticed.set):
+                assert [visible(choice) for choice in run(llm)] == expected
         faults = faults_of(llm)
         far.start()  # a sound one takes its place
         again = [visible(choice) for choice in run(llm)]
         faults_after = faults_of(llm)
         num_drafts = llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"]
         far.close()
-    assert choices == again == expected
-    assert kind in faults
-    assert set(faults) <= {kind, "late"}
-    assert faults_after == faults
+    assert again == expected
+    assert faults == faults_after == {kind: NUM_INJECTIONS}
     assert num_drafts > 10
+
+
+def test_a_drafter_that_was_late_once_is_waited_for_again(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(drafter: Broken, roots: Sequence[int]) -> list[RowTree]:
+        time.sleep(0.05)  # more than the host takes for itself between two steps
+        return stall(drafter, roots)
+
+    with make_llm(toy, speculative=METHODS["NGRAM"](toy, tmp_path), page_size=4) as llm:
+        far = Colocated(llm, tmp_path)
+        drafter = Broken(slow, lambda: set_patience(monkeypatch, IMPATIENCE["late"]))
+        far.start(drafter)
+        with far.each_fault(lambda: set_patience(monkeypatch), drafter.noticed.set):
+            llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True))
+        far.close()
+        assert faults_of(llm) == {"late": 1}

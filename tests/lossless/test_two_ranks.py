@@ -8,6 +8,7 @@ from specray.config import SpeculativeConfig
 from specray.sampling_params import make_sampling_params
 from tests.support.engine import generate
 from tests.support.methods import METHODS
+from tests.support.mtp import write_deepseek
 from tests.support.two_ranks import run_ranks
 
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5], [0, *range(10, 50)], [0, 20, 21, 22, 20, 21]]
@@ -28,6 +29,14 @@ def test_two_ranks_with_drafts_say_what_one_says(name: str, toy: Path, tmp_path:
     assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
     assert [choice["text"] for choice in together] == [choice.text for choice in alone]
     assert [choice["finish_reason"] for choice in together] == [choice.finish_reason for choice in alone]
+
+
+def test_two_ranks_share_experts_and_latent_heads(tmp_path: Path) -> None:
+    """Of every expert each rank holds a part, the latent both; what drafts is in the target's own files."""
+    write_deepseek(tmp_path)
+    alone = generate(tmp_path, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
+    together = run_ranks(tmp_path, 2, SpeculativeConfig(algorithm="MTP"), PROMPTS, PARAMS)
+    assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
 
 
 def test_three_ranks_share_what_does_not_divide_evenly(stories: Path) -> None:

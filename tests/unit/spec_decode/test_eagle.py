@@ -20,7 +20,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftRow, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter
 from tests.support.engine import make_llm
-from tests.support.methods import Make, eagle
+from tests.support.methods import Make, eagle, mtp
 from tests.support.naive_eagle import NaiveDraft
 from tests.support.toy import CONTEXT
 
@@ -40,6 +40,7 @@ HEADS: dict[str, Make] = {
     "EAGLE-map": eagle(2, shape=(4, 2, 12), token_map=range(3, 60, 2)),
     "EAGLE-chain": eagle(2, shape=(4, 1, 5)),
     "EAGLE-flat": eagle(2, shape=(1, 6, 5)),
+    "MTP": mtp(shape=(3, 3, 8)),
 }
 RUNS: dict[str, dict[str, Any]] = {
     "pages-of-1": {"page_size": 1},
@@ -102,7 +103,7 @@ def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
         return method._replace(make=make)
 
-    for name in ("EAGLE3", "EAGLE"):
+    for name in ("EAGLE3", "EAGLE", "MTP"):
         monkeypatch.setitem(DRAFTERS, name, checked(DRAFTERS[name]))
 
     def start(head: str, **options: Any) -> tuple[LLM, CheckedDrafter]:

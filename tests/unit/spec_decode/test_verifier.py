@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specray.ops.noise import gumbel
 from specray.ops.sampling import SamplerRow, sample
-from specray.spec_decode import verifier
+from specray.spec_decode import choice
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 from specray.spec_decode.verifier import Verdict, verify
 from specray.step import RowSampling
@@ -171,7 +171,7 @@ def test_three_tokens_have_the_targets_joint_law_whatever_is_drafted(draw: Any) 
 
 
 def test_noise_shared_by_neighbouring_depths_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifier, "sample", lambda logits, rows, at: sample(logits, rows, [p // 2 for p in at]))
+    monkeypatch.setattr(choice, "sample", lambda logits, rows, at: sample(logits, rows, [p // 2 for p in at]))
     assert worst_z(triples(random_tree, NUM_TEXTS), true_triples()) > MAX_Z
 
 
@@ -185,7 +185,7 @@ def test_noise_that_depends_on_the_draft_is_caught(monkeypatch: pytest.MonkeyPat
 
     tree = DraftTree.of([RowTree([1, 2], [NONE, 0])])
     plain = [verify(MARKOV[:1], DraftTree.of([RowTree([1], [NONE])]), [_row(s)], [9])[0].token_ids for s in range(50)]
-    monkeypatch.setattr(verifier, "sample", by_call)
+    monkeypatch.setattr(choice, "sample", by_call)
     drafted = [verify(MARKOV[:2], tree, [_row(s)], [9])[0].token_ids[:1] for s in range(50)]
     assert drafted != plain
 
