@@ -1,7 +1,8 @@
-"""What Ray says of an actor that did not start or has ended, in our words."""
+"""What Ray says of an actor, in our words: where it runs, why it did not start, how it has ended."""
 
 import logging
-from typing import Any
+import os
+from typing import Any, NamedTuple, Self
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -9,6 +10,19 @@ from ray.exceptions import RayActorError, RayTaskError
 from specray.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger("ray.serve")
+
+
+class Place(NamedTuple):
+    """Where a process has come to run."""
+
+    node_id: str
+    address: str  # of the node, as the other nodes know it
+    pid: int
+
+    @classmethod
+    def here(cls) -> Self:
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return cls(ray.get_runtime_context().get_node_id(), address, os.getpid())
 
 
 def start_error(what: str, error: RayTaskError) -> Exception:

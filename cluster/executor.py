@@ -7,28 +7,30 @@ import contextlib
 import os
 import secrets
 import socket
-import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from cluster.actors import last_words, start_error
+from cluster.actors import Place, last_words, start_error
 from cluster.config import AppConfig
 from cluster.draft import DraftKeeper
+from cluster.guard import Guards, ranks_by_node
 from cluster.placement import Bundle, Placement, draft_resources, rank_resources, uses_gpus
-from cluster.processes import Process, Pulse
+from cluster.rendezvous import meeting_file
 from cluster.target import TargetActor
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import EngineDeadError
 from specray.step import DraftFault, StepPlan, StepResult, pack, unpack_result
+from specray.worker.doorbell import Doorbell
 
 POLL_S = 0.2  # how soon a dead rank is noticed while another one is waited for
-FROZEN_S = 3.0  # a rank that has not run for so long is given up, and its group with it
+FORGIVEN = {DraftFault.LATE, DraftFault.NO_HELLO}  # the target keeps the drafter that it has
 LAST_WORDS_S = 2.0  # how long a closed socket's rank is given to say why
 
 
@@ -41,16 +43,17 @@ class RayExecutor:
         self._folder = tempfile.TemporaryDirectory(prefix="specray-")  # mode 0700
         self._actors: list[Any] = []
         self._sentinels: list[ray.ObjectRef[None]] = []
-        self._processes: list[Process] = []
-        self._pulses = [Pulse(Path(self._pulse_path(rank))) for rank in range(config.tp_size)]
+        self._guards: Guards | None = None
         self._channel: Channel | None = None
         self._drafter: DraftKeeper | None = None
         self._failure: str | None = None
+        self._step_timeout_s = config.server.step_timeout_s
         self._epoch = secrets.randbits(64)
         try:
             self._actors = self._create(config, with_gpus)
-            self._processes = [Process(ray.get(actor.pid.remote())) for actor in self._actors]
-            self._capacity = _first_capacity([actor.start.remote() for actor in self._actors])
+            places: list[Place] = ray.get([actor.place.remote() for actor in self._actors])
+            self._guards = Guards(Path(self._folder.name), places, self._guard_options)
+            self._capacity = self._start(places)
             if config.has_draft_actor:
                 self._add_drafter(config, with_gpus)
             self._channel = self._connect()
@@ -74,10 +77,13 @@ class RayExecutor:
 
     def collect(self) -> StepResult:
         assert self._channel is not None
+        deadline = time.monotonic() + self._step_timeout_s
         while True:
             try:
                 return self._noted(unpack_result(self._channel.recv(POLL_S)))
             except TimeoutError:
+                if time.monotonic() > deadline:  # every rank lives, and one waits for another that did not join in
+                    self._failure = f"a step did not end within server.step_timeout_s={self._step_timeout_s:g}"
                 if self.failure() is not None:
                     raise self._dead() from None
             except ChannelClosedError:
@@ -90,35 +96,37 @@ class RayExecutor:
             if ended:
                 rank = f"rank {self._sentinels.index(ended[0])} of the target"
                 self._failure = f"{rank} {last_words(rank, ended[0], 'ended')}"
-            for number, pulse in enumerate(self._pulses):
-                if self._failure is None and pulse.silence() > FROZEN_S:
-                    self._failure = f"rank {number} of the target has not run for {pulse.silence():.1f} s"
+        if self._failure is None and self._guards is not None:
+            self._failure = self._guards.failure()
         return self._failure
+
+    @property
+    def drafter(self) -> DraftKeeper:
+        """Whoever keeps the drafter, where drafters have processes of their own."""
+        assert self._drafter is not None, "drafts are made in the rank's process, or nothing is ever to draft"
+        return self._drafter
 
     def close(self) -> None:
         """End every rank and the drafter. May be called twice."""
-        if self._drafter is not None:
-            self._drafter.close()
         if self._channel is not None:
             self._channel.close()
+        if self._guards is not None:
+            self._guards.end()  # first: Ray asks through its head, which may not be there
         for actor in self._actors:
             with contextlib.suppress(RayActorError):
                 ray.kill(actor)
-        for process in self._processes:
-            process.kill()
-        self._actors, self._processes = [], []
+        if self._drafter is not None:
+            self._drafter.close()
+        self._actors = []
         self._placement.release()
         self._folder.cleanup()
 
     def _create(self, config: AppConfig, with_gpus: bool) -> list[Any]:
-        # Ranks meet through a file: no port to guess, and nobody else can join.
-        init_method = f"file://{self._folder.name}/ranks" if config.tp_size > 1 else None
         doorbell = self._doorbell if config.has_draft_actor else None
-        actor_class, resources = ray.remote(TargetActor), rank_resources(config, with_gpus)
+        actor_class = ray.remote(TargetActor)
+        options = [self._options(config, rank_resources(config, with_gpus, n), n) for n in range(config.tp_size)]
         return [
-            actor_class.options(**self._options(config, resources, rank)).remote(
-                _rank_config(config), rank, init_method, doorbell, self._pulse_path(rank)
-            )
+            actor_class.options(**options[rank]).remote(_rank_config(config), rank, doorbell)
             for rank in range(config.tp_size)
         ]
 
@@ -127,28 +135,60 @@ class RayExecutor:
         return {
             "num_cpus": resources["CPU"],
             "num_gpus": resources.get("GPU", 0.0),
-            "scheduling_strategy": self._placement.strategy(rank),
+            "scheduling_strategy": self._placement.bundle(rank),
             "runtime_env": {"env_vars": rank_environment(config)},
         }
 
-    def _pulse_path(self, rank: int) -> str:
-        return f"{self._folder.name}/pulse-{rank}"
+    def _guard_options(self, rank: int) -> dict[str, Any]:
+        return {"num_cpus": 0, "scheduling_strategy": self._placement.bundle(rank)}
+
+    def _start(self, places: list[Place]) -> Capacity:
+        """Rank 0's capacity once all ranks run. The first failure ends the wait: the others would wait for it."""
+        assert self._guards is not None
+        meeting, paths = self._meeting(places), self._guards.pulse_paths
+        starting: list[ray.ObjectRef[Capacity]] = [
+            actor.start.remote(meeting, paths[rank]) for rank, actor in enumerate(self._actors)
+        ]
+        waiting = starting
+        while waiting:
+            ended, waiting = ray.wait(waiting, timeout=POLL_S)
+            try:
+                ray.get(ended)
+            except RayTaskError as error:
+                raise start_error("a rank of the target", error) from error
+            if self.failure() is not None:
+                raise self._dead()
+        return ray.get(starting[0])
+
+    def _meeting(self, places: list[Place]) -> str | None:
+        """Where the ranks meet: in our folder if all are here, else in a store on rank 0's node."""
+        if len(places) == 1:
+            return None
+        if len(ranks_by_node(places)) == 1:
+            return meeting_file(Path(self._folder.name))
+        meeting: str = ray.get(self._actors[0].open_store.remote())
+        return meeting
 
     @property
-    def _doorbell(self) -> tuple[str, int]:
-        return f"{self._folder.name}/drafts", self._epoch
+    def _doorbell(self) -> Doorbell:
+        return Doorbell(f"{self._folder.name}/drafts", self._epoch)
 
     def _add_drafter(self, config: AppConfig, with_gpus: bool) -> None:
         """Start the drafter beside rank 0, which drafts for the group."""
         options = self._options(config, draft_resources(config, with_gpus), rank=0)
         num_slots = self._capacity.num_blocks * config.page_size
-        self._drafter = DraftKeeper(_rank_config(config), num_slots, *self._doorbell, options)
-        max_draft_tokens, reads_next_token = self._drafter.start()
-        self._capacity = self._capacity._replace(max_draft_tokens=max_draft_tokens, reads_next_token=reads_next_token)
+        self._drafter = DraftKeeper(_rank_config(config), num_slots, self._doorbell, options)
+        self._drafter.start()
+        hello = self._drafter.replace(config.speculative)
+        # The prefix cache cannot change its keys later, and those of the drafters that ask more of it do for all.
+        reads_next_token = hello.reads_next_token or config.replaces_drafters
+        self._capacity = self._capacity._replace(
+            max_draft_tokens=hello.max_draft_tokens, reads_next_token=reads_next_token
+        )
 
     def _noted(self, result: StepResult) -> StepResult:
         """A result, after its news of the drafter reached the keeper."""
-        if self._drafter is not None and any(kind != DraftFault.LATE for kind in result.draft_faults):
+        if self._drafter is not None and set(result.draft_faults) - FORGIVEN:
             self._drafter.give_up()
         return result
 
@@ -191,23 +231,8 @@ def rank_environment(config: AppConfig) -> dict[str, str]:
     Its threads wait actively, OpenMP's default: with OMP_WAIT_POLICY=passive each of a step's 150 parallel regions
     begins with a wake-up, and a step of 12.6 ms took 23.4.
     """
-    environment = {"OMP_NUM_THREADS": str(rank_threads(config, _num_cores()))}
-    if config.tp_size > 1 and sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # ranks share a node; nothing listens beyond it
-    return environment
+    return {"OMP_NUM_THREADS": str(rank_threads(config, _num_cores()))}
 
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _first_capacity(starting: list["ray.ObjectRef[Capacity]"]) -> Capacity:
-    """Rank 0's capacity once all ranks run. The first failure ends the wait: the others would wait for it for ever."""
-    waiting = starting
-    while waiting:
-        ended, waiting = ray.wait(waiting)
-        try:
-            ray.get(ended)
-        except RayTaskError as error:
-            raise start_error("a rank of the target", error) from error
-    return ray.get(starting[0])

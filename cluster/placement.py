@@ -1,7 +1,7 @@
 """Where an engine's processes go: bundles as a pure function of the configuration, then the Ray adapter.
 
-One placement group per engine on one node; the router shares bundle 0 with rank 0. Not here: which
-replica serves a request.
+One placement group per engine, with a bundle for each rank; the router shares bundle 0 with rank 0. Not here:
+which replica serves a request.
 """
 
 import ray
@@ -11,32 +11,36 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.config import AppConfig
 from specray.errors import EngineDeadError
 
-STRATEGY = "STRICT_PACK"  # ranks meet in one folder and over loopback
 PLACEMENT_TIMEOUT_S = 60.0
 
 Bundle = dict[str, float]
 
 
 def bundles(config: AppConfig, with_gpus: bool) -> list[Bundle]:
-    """Resources of each rank in order, with its GPU and its drafter; bundle 0 holds the router, too."""
-    parts = [rank_resources(config, with_gpus)]
-    if config.has_draft_actor:
-        parts.append(draft_resources(config, with_gpus))
-    rank = {name: sum(part[name] for part in parts) for name in parts[0]}
-    first = rank | {"CPU": rank["CPU"] + config.server.router_cpus}
+    """Resources of each rank in order, with its GPU; bundle 0 holds the router and the drafter, too."""
+    cpus = {"CPU": config.server.rank_cpus}
+    rank = (cpus | {"GPU": 1.0} if with_gpus else cpus) | config.placement.rank_resources
+    first = rank | {"CPU": rank["CPU"] + config.server.router_cpus + config.draft.cpus * config.has_draft_actor}
     return [first, *(dict(rank) for _ in range(config.tp_size - 1))]
 
 
-def rank_resources(config: AppConfig, with_gpus: bool) -> Bundle:
-    """What one rank reserves: a GPU, but for its drafter's share."""
+def strategy(config: AppConfig) -> str:
+    """Ray's name for how bundles spread: on one node, or on as few as have room."""
+    return "PACK" if config.placement.across_nodes else "STRICT_PACK"
+
+
+def rank_resources(config: AppConfig, with_gpus: bool, rank: int) -> Bundle:
+    """What one rank reserves: a GPU, on which rank 0 leaves the drafter its share."""
     cpus = {"CPU": config.server.rank_cpus}
-    return cpus | {"GPU": 1.0 - config.draft.gpu_share * config.has_draft_actor} if with_gpus else cpus
+    share = config.draft.gpu_share if rank == 0 and config.has_draft_actor else 0.0
+    return cpus | {"GPU": 1.0 - share} if with_gpus else cpus
 
 
 def draft_resources(config: AppConfig, with_gpus: bool) -> Bundle:
-    """What a drafter reserves in its rank's bundle."""
-    cpus = {"CPU": config.draft.cpus}
-    return cpus | {"GPU": config.draft.gpu_share} if with_gpus else cpus
+    """What a drafter reserves in bundle 0: half of its share where another one is loaded beside it."""
+    half = 0.5 if config.replaces_drafters else 1.0
+    cpus = {"CPU": config.draft.cpus * half}
+    return cpus | {"GPU": config.draft.gpu_share * half} if with_gpus else cpus
 
 
 def uses_gpus(config: AppConfig) -> bool:
@@ -52,9 +56,10 @@ class Placement:
     def __init__(self, config: AppConfig, with_gpus: bool) -> None:
         current = ray.util.get_current_placement_group()
         self._is_ours = current is None
-        self.group: PlacementGroup = current or _new_group(bundles(config, with_gpus))
+        self.group: PlacementGroup = current or _new_group(bundles(config, with_gpus), strategy(config))
 
-    def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
+    def bundle(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Ray's option of an actor in a rank's bundle."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
 
     def release(self) -> None:
@@ -67,12 +72,12 @@ def _cluster_gpus() -> float:
     return resources.get("GPU", 0.0)
 
 
-def _new_group(wanted: list[Bundle]) -> PlacementGroup:
-    group: PlacementGroup = placement_group(wanted, strategy=STRATEGY)
+def _new_group(wanted: list[Bundle], spread: str) -> PlacementGroup:
+    group: PlacementGroup = placement_group(wanted, strategy=spread)
     if not group.wait(PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
         raise EngineDeadError(
-            f"no node of the cluster has room for the bundles {wanted} within {PLACEMENT_TIMEOUT_S:g} s; "
-            "free resources, lower server.rank_cpus or tp_size"
+            f"the cluster had no room for the bundles {wanted} ({spread}) within {PLACEMENT_TIMEOUT_S:g} s; free "
+            "resources, lower server.rank_cpus or tp_size, or set placement.across_nodes if one node is too small"
         )
     return group

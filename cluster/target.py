@@ -3,44 +3,50 @@
 Not here: what a step does (`specray.worker`), and who started this process (`executor`).
 """
 
-import os
 import socket
 from pathlib import Path
 
+from cluster.actors import Place
 from cluster.processes import Pulse
+from cluster.rendezvous import open_store, use_interface
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.step import pack, unpack_plan
+from specray.worker.doorbell import Doorbell
 
 
 class TargetActor:
     """A Ray actor. `start` once, then `loop`: its end is the end of the rank."""
 
-    def __init__(
-        self, config: EngineConfig, rank: int, init_method: str | None, doorbell: tuple[str, int] | None, pulse: str
-    ) -> None:
+    def __init__(self, config: EngineConfig, rank: int, doorbell: Doorbell | None) -> None:
         self._config = config
         self._rank = rank
-        self._init_method = init_method
-        self._pulse = pulse  # path of the file that shows whether this process runs
         self._doorbell = doorbell  # where drafters in processes of their own knock; None: it drafts itself
 
-    def start(self) -> Capacity:
-        """Load the model. Every rank of a group has to be started for any to return."""
+    def place(self) -> Place:
+        return Place.here()
+
+    def open_store(self) -> str:
+        """Have ranks of several nodes meet in this process; torch.distributed's address of the place."""
+        self._store, meeting = open_store(Place.here().address)
+        return meeting
+
+    def start(self, meeting: str | None, pulse: str) -> Capacity:
+        """Load the model, and from then on keep the file `pulse` beating.
+
+        Every rank of a group has to be started, with the same address to meet at, for any to return.
+        """
         # Here, not above: the router imports this module, and torch must stay out of its process.
-        from specray.worker.colocated import Doorbell
         from specray.worker.worker import Worker
 
-        Pulse(Path(self._pulse)).keep_beating()
-        doorbell = None if self._doorbell is None else Doorbell(*self._doorbell)
+        if meeting is not None:
+            use_interface(meeting, Place.here().address)
         self._worker = Worker(
-            self._config, self._rank, self._config.tp_size, self._init_method, progress=True, colocate=doorbell
+            self._config, self._rank, self._config.tp_size, meeting, progress=True, colocate=self._doorbell
         )
+        Pulse(Path(pulse)).keep_beating()  # not before: loading may hold the interpreter for seconds
         return self._worker.capacity
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def loop(self, address: str, epoch: int) -> None:
         """Rank 0 takes plans from the router's socket at `address`, the others from rank 0, until either is gone."""

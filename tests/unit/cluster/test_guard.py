@@ -1,0 +1,74 @@
+"""A guard tells who is frozen, and lets no rank outlive its router."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import guard
+from cluster.actors import Place
+from cluster.guard import Guard, GuardActor, ranks_by_node
+from cluster.processes import Pulse
+
+Child = subprocess.Popen[bytes]
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes with which a guard would have left its process; guards here are soon out of patience."""
+    codes: list[int] = []
+    monkeypatch.setattr(guard, "ASK_S", 0.05)
+    monkeypatch.setattr(guard, "ORPHANED_S", 0.5)
+    monkeypatch.setattr("os._exit", codes.append)
+    return codes
+
+
+def test_ranks_are_grouped_by_node_in_order() -> None:
+    places = [Place(node, "192.0.2.1", pid) for pid, node in enumerate(["b", "a", "b", "c"])]
+    assert list(ranks_by_node(places).items()) == [("b", [0, 2]), ("a", [1]), ("c", [3])]
+
+
+def test_the_guard_names_the_rank_that_fell_silent(
+    tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "FROZEN_S", 0.2)
+    watch = Guard(tmp_path, {2: child.pid, 3: child.pid})
+    assert watch.failure() is None  # neither has begun
+    silent, beating = (Pulse(Path(watch.pulse_paths[rank])) for rank in (2, 3))
+    silent.beat()
+    time.sleep(0.3)
+    beating.beat()
+    assert str(watch.failure()).startswith("rank 2 of the target has not run for 0.")
+
+
+def test_a_guard_that_is_asked_lets_its_ranks_live_and_one_that_is_not_ends_them(child: Child, left: list[int]) -> None:
+    actor = GuardActor({1: child.pid})
+    folder = Path(actor.pulse_paths()[1]).parent
+    child.send_signal(signal.SIGSTOP)  # a frozen one ends as well
+    for _ in range(15):
+        assert actor.failure() is None
+        time.sleep(0.1)
+    assert (child.poll(), left) == (None, [])
+    assert child.wait(5) == -signal.SIGKILL
+    for _ in range(50):
+        if left:
+            break
+        time.sleep(0.1)
+    assert left == [1]
+    assert not folder.exists()
+
+
+def test_a_guard_gives_up_later_than_the_router_does() -> None:
+    """Or ranks would end that their router still counts on."""
+    assert guard.ASK_S + guard.SILENT_S < guard.ORPHANED_S
