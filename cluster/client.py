@@ -12,9 +12,9 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
-from cluster.connections import Item, Pulse, Refusal, RouterInfo
+from cluster.connections import Item, Pulse, Refusal, RouterInfo, Wish
 from cluster.routing import ReplicaState
 from cluster.tasks import Tasks
 from specray.engine.request import EngineRequest
@@ -22,8 +22,10 @@ from specray.errors import EngineDeadError, SpecRayError
 from specray.metrics import Snapshot
 from specray.outputs import RequestOutput
 
+NOT_READY = "the engine is starting or restarting; try again in a few seconds"
 SILENCE_S = 3.0  # without a sign of life, a router is lost
 CONNECT_S = 5.0
+LOAD_S = 600.0  # a drafter may have to be downloaded first
 
 logger = logging.getLogger("ray.serve")
 
@@ -41,14 +43,19 @@ class RouterPort(Protocol):
 
     async def stats(self) -> Snapshot: ...
 
+    async def drafter(self) -> dict[str, Any]: ...
+
+    async def follow(self, wish: Wish) -> Refusal | None: ...
+
 
 class RequestRefusedError(SpecRayError):
-    """The router refused a request; `status` and `param` are its."""
+    """The router refused a request; `status`, `param` and `retry_after_s` are its."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
         self.status = refusal.status
         self.param = refusal.param
+        self.retry_after_s = refusal.retry_after_s
 
 
 class RouterLostError(EngineDeadError):
@@ -147,6 +154,26 @@ class RouterClient:
         async with asyncio.timeout(SILENCE_S):
             return await self._port.stats()
 
+    @property
+    def wish(self) -> Wish | None:
+        """Which drafter the router has been told to have; None if it was not heard of, or cannot be told."""
+        return self._pulse.wish if self._pulse is not None and self.info is not None else None
+
+    async def drafter(self) -> dict[str, Any]:
+        """What drafts there, see `drafting.drafter_report`."""
+        async with asyncio.timeout(SILENCE_S):
+            return await self._port.drafter()
+
+    async def follow(self, wish: Wish) -> None:
+        """Have the router's drafter replaced; returns when it is. RequestRefusedError or RouterLostError."""
+        try:
+            async with asyncio.timeout(LOAD_S):
+                refusal = await self._port.follow(wish)
+        except Exception as error:
+            raise RouterLostError(f"replacing the drafter failed: {first_line(error)}") from error
+        if refusal is not None:
+            raise RequestRefusedError(refusal)
+
     async def _submit(self, requests: list[EngineRequest]) -> None:
         try:
             async with asyncio.timeout(SILENCE_S):
@@ -215,10 +242,10 @@ class RouterClient:
                 raise EngineDeadError(f"not a word for {silence:.1f} s")
 
     async def _renew(self) -> None:
-        """Tell the router that we live, so that it does not drop our requests."""
+        """Tell the router that we live, so that it does not drop our requests; calls to one that leaves get nowhere."""
         while True:
             await asyncio.sleep(self._lease_s / 4)
-            if self.info is not None:
+            if self.info is not None and not self._is_leaving:
                 async with asyncio.timeout(self._lease_s):
                     if not await self._port.renew(self._connection_id):
                         raise EngineDeadError("it does not know this connection any more")

@@ -7,11 +7,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
+from specray.config import SpeculativeConfig
 from specray.outputs import RequestOutput
 
 
 class RouterInfo(NamedTuple):
-    """Who the engine is: the first item of every stream."""
+    """Who the engine is: the first item of every stream, and sent again when it has changed."""
 
     model: str
     context_length: int
@@ -19,6 +20,13 @@ class RouterInfo(NamedTuple):
     num_kv_tokens: int
     max_draft_tokens: int
     eos_token_ids: list[int]
+
+
+class Wish(NamedTuple):
+    """Which drafter an operator wants the engines to have; the later wish counts."""
+
+    wished_at: int  # nanoseconds since 1970; 0: it is the configured one
+    speculative: SpeculativeConfig
 
 
 class Pulse(NamedTuple):
@@ -29,6 +37,7 @@ class Pulse(NamedTuple):
     kv_usage: float
     acceptance_length: float | None
     since_token_s: float  # since a token was made last; an idle engine makes one now and then to know that it can
+    wish: Wish | None = None  # that it follows, where drafters can be replaced
 
 
 class Refusal(NamedTuple):
@@ -37,13 +46,19 @@ class Refusal(NamedTuple):
     status: int
     message: str
     param: str | None
+    retry_after_s: int | None = None  # when it may be worth another try, where that is known
 
 
 Item = RouterInfo | Pulse | list[RequestOutput]
 
 
 class Connection:
-    """One ingress replica's stream and the requests that are in flight for it."""
+    """One ingress replica's stream and the requests that are in flight for it.
+
+    `items` needs no bound: it grows by an item a step, and an ingress that takes none of them does not renew either, so
+    that its lease ends it. What a slow client leaves unread waits in the ingress and Serve's proxy, which do not push
+    back: at most its whole reply, which max_tokens and the deadline bound.
+    """
 
     def __init__(self, now: float) -> None:
         self.last_seen = now
@@ -102,10 +117,10 @@ class Connections:
             connection.items.put_nowait(batch)
         self.remove(output.request_id for output in outputs if output.finish_reason is not None)
 
-    def send(self, pulse: Pulse) -> None:
+    def send(self, news: Pulse | RouterInfo) -> None:
         """Tell every ingress."""
         for connection in self._by_id.values():
-            connection.items.put_nowait(pulse)
+            connection.items.put_nowait(news)
 
     def renew(self, connection_id: str) -> bool:
         """Note that an ingress lives; False if its connection is unknown."""

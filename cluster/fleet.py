@@ -13,9 +13,10 @@ from dataclasses import replace
 from math import inf
 from typing import Protocol
 
-from cluster.client import Listener, RequestRefusedError, RouterClient, RouterLostError, RouterPort
+from cluster.client import NOT_READY, Listener, RequestRefusedError, RouterClient, RouterLostError, RouterPort
 from cluster.config import AppConfig
 from cluster.connections import RouterInfo
+from cluster.drafting import FleetDrafts
 from cluster.routing import PrefixIndex, choose_route
 from cluster.tasks import Tasks
 from specray.engine.request import EngineRequest
@@ -23,7 +24,6 @@ from specray.errors import EngineDeadError, QueueFullError, SpecRayError
 from specray.metrics import Snapshot
 from specray.outputs import FinishReason, RequestOutput, RequestUsage, add_histograms
 
-NOT_READY = "the engine is starting or restarting; try again in a few seconds"
 LOST = "the engine stopped while it worked on this request, and no other one could take it over in time; send it again"
 LOOK_S = 0.2  # between looks for routers that came or went
 RETRY_S = 1.0
@@ -61,6 +61,7 @@ class Fleet:
         self._random = random.Random()
         self._changed = asyncio.Event()
         self._tasks = Tasks()
+        self.drafts = FleetDrafts(config.speculative, self._clients, self._tasks)
         self.failover_s = config.server.failover_s
         self.num_failovers = 0
 
@@ -80,6 +81,12 @@ class Fleet:
     def since_token_s(self) -> float:
         """Seconds since any engine was last known to make a token."""
         return min((client.since_token_s for client in self._clients.values()), default=inf)
+
+    @property
+    def token_ages(self) -> dict[str, float]:
+        """Seconds since each router's engine was last known to make a token, of those that have said so."""
+        ages = {replica_id: client.since_token_s for replica_id, client in self._clients.items()}
+        return {replica_id: age for replica_id, age in ages.items() if age < inf}
 
     async def stats(self) -> dict[str, Snapshot]:
         """Every connected router's counters, by replica. EngineDeadError if there is none."""
@@ -140,6 +147,7 @@ class Fleet:
             for replica_id in self._clients.keys() - there:
                 self._clients[replica_id].leave()
             self._prefixes.keep_only(self._clients.keys())
+            self.drafts.spread()
             await asyncio.sleep(LOOK_S)
 
     def _connect(self, replica_id: str) -> None:
@@ -182,8 +190,10 @@ class Job:
                 continue
             if news.finish_reason is not None:
                 del self._unfinished[news.request_id]
-            if news.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                raise RequestFailedError(f"the engine gave this request up: {news.error or news.finish_reason}")
+            if news.finish_reason is FinishReason.ABORT:  # by the engine itself: we hear nothing of what we aborted
+                raise self._too_late()
+            if news.finish_reason is FinishReason.ERROR:
+                raise RequestFailedError(f"the engine gave this request up: {news.error}")
             yield index, self._parts[index].enter(news)
 
     def close(self) -> None:
@@ -197,12 +207,16 @@ class Job:
             async with asyncio.timeout_at(self._deadline):
                 return await self._news.get()
         except TimeoutError:
-            raise DeadlineError(
-                f"the request took longer than {self._timeout_s:g} s; ask for fewer tokens or a longer timeout"
-            ) from None
+            raise self._too_late() from None
+
+    def _too_late(self) -> DeadlineError:
+        return DeadlineError(
+            f"the request took longer than {self._timeout_s:g} s; ask for fewer tokens or a longer timeout"
+        )
 
     async def _place(self, indexes: Sequence[int]) -> None:
-        attempts = {index: self._parts[index].attempt(self._num_failovers) for index in indexes}
+        left_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
+        attempts = {index: self._parts[index].attempt(self._num_failovers, left_s) for index in indexes}
         self._unfinished = {request.request_id: index for index, request in attempts.items()}
         news: asyncio.Queue[RequestOutput | RouterLostError] = asyncio.Queue()
         self._news = news  # what a given up attempt still says goes nowhere
@@ -237,13 +251,14 @@ class _Part:
         self._usage: RequestUsage | None = None
         self._usage_before: RequestUsage | None = None  # when the last engine was lost
 
-    def attempt(self, number: int) -> EngineRequest:
-        """The request as the next engine gets it; every attempt has an id of its own."""
+    def attempt(self, number: int, timeout_s: float) -> EngineRequest:
+        """The request as the next engine gets it, with the time that is left; every attempt has an id of its own."""
         if number == 0:
-            return self._request
+            return replace(self._request, timeout_s=timeout_s)
         self._usage_before = self._usage
         request_id = f"{self._request.request_id}~{number}"
-        return replace(self._request, request_id=request_id, emitted_token_ids=tuple(self._emitted))
+        emitted = tuple(self._emitted)
+        return replace(self._request, request_id=request_id, emitted_token_ids=emitted, timeout_s=timeout_s)
 
     def enter(self, news: RequestOutput) -> RequestOutput:
         """Take note of news; the same, with the usage of all attempts."""
@@ -263,4 +278,5 @@ def _together(before: RequestUsage | None, now: RequestUsage) -> RequestUsage:
         num_accepted=before.num_accepted + now.num_accepted,
         num_preemptions=before.num_preemptions + now.num_preemptions,
         accept_histogram=tuple(add_histograms((before.accept_histogram, now.accept_histogram))),
+        is_lossy=before.is_lossy or now.is_lossy,
     )

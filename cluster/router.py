@@ -12,19 +12,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from math import inf
+from typing import Any
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from cluster.autoscaling import report
+from cluster.backoff import Backoff
 from cluster.config import AppConfig
-from cluster.connections import Connections, Item, Pulse, Refusal, RouterInfo
+from cluster.connections import Connections, Item, Pulse, Refusal, RouterInfo, Wish
+from cluster.drafting import RouterDrafts, drafter_report
 from cluster.executor import RayExecutor
 from cluster.metrics import RayExporter, log_line, number
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
-from specray.errors import EngineDeadError, SpecRayError
+from specray.errors import EngineDeadError, QueueFullError, SpecRayError
 from specray.metrics import Snapshot
 from specray.models.files import resolve_model
 from specray.models.tokenizer import load_tokenizer
@@ -33,7 +37,8 @@ from specray.sampling_params import SamplingParams
 
 PULSE_S = 0.5  # between two signs of life
 PROBE_AFTER_S = 2.0  # without a token
-PULSES_IN_WINDOW = 20  # over which accept length is reported
+UNASKED_S = 3.0  # without a question for our health, which comes every second
+PULSES_IN_WINDOW = 20  # over which accept length and the pace of requests are measured
 ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
 LAST_NEWS_S = 0.5  # between telling the ingresses of a dead engine and leaving
 NOT_CONNECTED = "the engine was restarted; try again in a few seconds"
@@ -57,7 +62,14 @@ class Router:
         self._engine = AsyncEngine(engine, self._deliver_from_thread)
         self._connections = Connections(self._engine.abort, time.monotonic)
         self._info = _info(config, engine)
+        self._drafts: RouterDrafts | None = None
+        if config.replaces_drafters:
+            drafter = self._executor.drafter
+            self._drafts = RouterDrafts(config.speculative, self._info.max_draft_tokens, drafter, self._engine)
+        self._accept_length: float | None = None  # of late
+        self._backoff = Backoff(PULSES_IN_WINDOW, time.monotonic)
         self._token_at = 0.0  # on the monotonic clock
+        self._asked_at = inf  # the same, for our health
         self._probes: set[str] = set()  # under way
         self._engine.start()
         self._keepers = [asyncio.create_task(work) for work in (self._keep_house(), self._send_pulses())]
@@ -88,7 +100,7 @@ class Router:
             except SpecRayError as error:
                 self._connections.remove(request.request_id for request in requests)
                 self._engine.abort([request.request_id for request in requests[:index]])
-                return Refusal(error.status, str(error), getattr(error, "param", None))
+                return self._refusal(error)
         return None
 
     async def abort(self, request_ids: list[str], to: str | None = None) -> None:  # noqa: ARG002  # ids are unique
@@ -104,13 +116,38 @@ class Router:
         self._check_addressee(to)
         return self._engine.stats()
 
+    async def drafter(self, to: str | None = None) -> dict[str, Any]:
+        """What drafts now, where drafters can be replaced."""
+        self._check_addressee(to)
+        return drafter_report(self._executor.drafter.state, self._accept_length, self._engine.stats())
+
+    async def follow(self, wish: Wish, to: str | None = None) -> Refusal | None:
+        """Put the drafter that is wished for in the place of the one there is; returns when that is done."""
+        self._check_addressee(to)
+        assert self._drafts is not None, "asked of a router that cannot"
+        refusal = await asyncio.to_thread(self._drafts.follow, wish)
+        self._info = self._info._replace(max_draft_tokens=self._drafts.max_draft_tokens)
+        self._connections.send(self._info)
+        return refusal
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve hands to the autoscaling policy."""
         return report(self._engine.stats())
 
     async def check_health(self) -> None:
         """Serve asks every second and replaces the replica when this raises."""
+        self._asked_at = time.monotonic()
         self._raise_if_dead()
+
+    @property
+    def _is_stopping(self) -> bool:
+        """Serve asks no more: then it is about to stop us, and lets no call reach us, renewals of leases neither."""
+        return time.monotonic() - self._asked_at > UNASKED_S
+
+    def _refusal(self, error: SpecRayError) -> Refusal:
+        is_full = isinstance(error, QueueFullError)
+        retry_after_s = self._backoff.retry_after_s(self._engine.stats()) if is_full else None
+        return Refusal(error.status, str(error), getattr(error, "param", None), retry_after_s)
 
     def _is_addressee(self, to: str | None) -> bool:
         return to is None or self._replica_id in (None, to)
@@ -151,7 +188,11 @@ class Router:
             since_token_s = time.monotonic() - self._token_at
             if since_token_s > PROBE_AFTER_S and not self._probes:
                 self._probe()
-            self._connections.send(pulse_of(self._engine.stats(), lengths, since_token_s))
+            snapshot = self._engine.stats()
+            self._backoff.note(snapshot)
+            pulse = pulse_of(snapshot, lengths, since_token_s, self._drafts.wish if self._drafts else None)
+            self._accept_length = pulse.acceptance_length
+            self._connections.send(pulse)
             await asyncio.sleep(PULSE_S)
 
     def _probe(self) -> None:
@@ -171,7 +212,8 @@ class Router:
             snapshot = self._engine.stats()
             exporter.export(snapshot)
             reporter.report(snapshot)
-            self._connections.expire(self._config.server.lease_s)
+            if not self._is_stopping:
+                self._connections.expire(self._config.server.lease_s)
             if failure := self._engine.error or self._executor.failure():
                 self._die(failure)
 
@@ -190,13 +232,14 @@ class AcceptanceWindow:
         return 1 + accepted / steps if steps else None
 
 
-def pulse_of(snapshot: Snapshot, lengths: AcceptanceWindow, since_token_s: float) -> Pulse:
+def pulse_of(snapshot: Snapshot, lengths: AcceptanceWindow, since_token_s: float, wish: Wish | None = None) -> Pulse:
     return Pulse(
         num_running=int(number(snapshot, "specray_num_requests_running")),
         num_waiting=int(number(snapshot, "specray_num_requests_waiting")),
         kv_usage=number(snapshot, "specray_kv_cache_usage_perc"),
         acceptance_length=lengths.note(snapshot),
         since_token_s=since_token_s,
+        wish=wish,
     )
 
 

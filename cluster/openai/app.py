@@ -6,7 +6,11 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from cluster.config import ServerConfig
 from cluster.openai import errors
+from cluster.openai.admin import add_admin_routes
+from cluster.openai.auth import METRICS, PROBES, RequireKey, Tenant
+from cluster.openai.keys import KeyRing
 from cluster.openai.middleware import BodyLimit, CatchErrors
 from cluster.openai.prometheus import CONTENT_TYPE, prometheus_text
 from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerateRequest
@@ -20,6 +24,7 @@ def create_app(service: Service) -> FastAPI:
     """The whole HTTP surface of one ingress replica."""
     app = FastAPI(title="SpecRay", openapi_url="/openapi.json")
     app.add_middleware(BodyLimit, max_bytes=service.config.server.max_body_bytes)
+    app.add_middleware(RequireKey, **_access(service.config.server))  # before the body is read
     app.add_middleware(CatchErrors)
     app.add_exception_handler(errors.ApiError, errors.handle_api_error)
     app.add_exception_handler(SpecRayError, errors.handle_engine_error)
@@ -28,17 +33,26 @@ def create_app(service: Service) -> FastAPI:
     _add_openai_routes(app, service)
     _add_sglang_routes(app, service)
     _add_operator_routes(app, service)
+    if service.config.server.admin_key_file is not None:
+        add_admin_routes(app, service.config, service.drafts)
     return app
+
+
+def _access(config: ServerConfig) -> dict[str, Any]:
+    keys = KeyRing.read(config.api_key_file, "server.api_key_file") if config.api_key_file else None
+    admin_keys = KeyRing.read(config.admin_key_file, "server.admin_key_file") if config.admin_key_file else None
+    open_paths = PROBES | {METRICS} if config.open_metrics else PROBES
+    return {"keys": keys, "admin_keys": admin_keys, "open_paths": open_paths}
 
 
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest) -> Response:
-        return await service.chat(body)
+    async def chat_completions(body: ChatRequest, tenant: Tenant) -> Response:
+        return await service.chat(body, tenant)
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest) -> Response:
-        return await service.completion(body)
+    async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
+        return await service.completion(body, tenant)
 
     @app.get("/v1/models")
     async def models() -> Json:
@@ -51,8 +65,8 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
 def _add_sglang_routes(app: FastAPI, service: Service) -> None:
     @app.post("/generate")
-    async def generate(body: GenerateRequest) -> Response:
-        return await service.generate(body)
+    async def generate(body: GenerateRequest, tenant: Tenant) -> Response:
+        return await service.generate(body, tenant)
 
     @app.get("/get_model_info")
     async def get_model_info() -> Json:

@@ -33,10 +33,14 @@ _CODES = {
 class ApiError(Exception):
     """A request's end in an error; `status` decides type, code and Retry-After unless given."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status = status
         self.param = param
+        self.retry_after_s = retry_after_s or RETRY_AFTER_S.get(status)
         self.code = code or _CODES.get(status, "invalid_value")
 
     @property
@@ -46,8 +50,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        seconds = RETRY_AFTER_S.get(self.status)
-        return {} if seconds is None else {"retry-after": str(seconds)}
+        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
 
 def error_response(error: ApiError) -> Response:
@@ -58,7 +61,8 @@ def error_response(error: ApiError) -> Response:
 
 def from_engine(error: SpecRayError) -> ApiError:
     """A named engine error under its status."""
-    return ApiError(error.status, str(error), getattr(error, "param", None))
+    param, retry_after_s = getattr(error, "param", None), getattr(error, "retry_after_s", None)
+    return ApiError(error.status, str(error), param, retry_after_s=retry_after_s)
 
 
 async def handle_api_error(_: Request, error: Exception) -> Response:

@@ -255,6 +255,7 @@ class GenerateReply:
             "spec_accept_token_num": counts.num_accepted,
             "spec_accept_length": accept_length(counts.num_accepted, counts.num_verify_steps),
             "spec_accept_histogram": list(counts.accept_histogram),
+            "spec_lossy": counts.is_lossy,
             "e2e_latency": time.monotonic() - self._started,
             "seed": choice.seed,
         }
@@ -296,6 +297,7 @@ def usage(choices: Sequence[Completion], n: int) -> Json:
             "accept_length": accept_length(num_accepted, num_steps),
             "accept_histogram": histogram,
             "acceptance_per_depth": acceptance_per_depth(histogram),
+            "lossy": any(count.is_lossy for count in counts),
         },
     }
 

@@ -14,13 +14,15 @@ from typing import Any
 
 from fastapi import Response
 
+from cluster.client import NOT_READY
 from cluster.config import AppConfig
 from cluster.connections import RouterInfo
-from cluster.fleet import NOT_READY, Fleet
+from cluster.drafting import FleetDrafts
+from cluster.fleet import Fleet
 from cluster.openai.errors import ApiError, shown
 from cluster.openai.protocol import Body, ChatRequest, CompletionRequest, GenerateRequest
 from cluster.openai.replies import ChatReply, CompletionReply, GenerateReply, Head, Reply
-from cluster.openai.streams import EventStream, whole
+from cluster.openai.streams import EventStream, WholeReply
 from cluster.openai.tokenization import Tokenization
 from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
@@ -45,32 +47,36 @@ class Service:
         digest = hashlib.sha256(config.engine.model_dump_json().encode()).hexdigest()
         self._fingerprint = f"fp_{digest[:12]}"
 
-    async def chat(self, body: ChatRequest) -> Response:
+    @property
+    def drafts(self) -> FleetDrafts:
+        return self._fleet.drafts
+
+    async def chat(self, body: ChatRequest, tenant: str) -> Response:
         self._check_model(body.model)
         tokenization = await self._ready()
         params = _seeded(body.sampling(self.config.server.default_max_tokens))
         prompt = await asyncio.to_thread(tokenization.chat, body.messages)
         head = self._head("chatcmpl", params)
         reply = ChatReply(head, 1, params, tokenization.token, body.include_usage)
-        return await self._respond(body, [prompt], params, head, reply)
+        return await self._respond(body, tenant, [prompt], params, head, reply)
 
-    async def completion(self, body: CompletionRequest) -> Response:
+    async def completion(self, body: CompletionRequest, tenant: str) -> Response:
         self._check_model(body.model)
         tokenization = await self._ready()
         params = _seeded(body.sampling())
         prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
         head = self._head("cmpl", params)
         reply = CompletionReply(head, len(prompts), params, tokenization.token, body.include_usage)
-        return await self._respond(body, prompts, params, head, reply)
+        return await self._respond(body, tenant, prompts, params, head, reply)
 
-    async def generate(self, body: GenerateRequest) -> Response:
+    async def generate(self, body: GenerateRequest, tenant: str) -> Response:
         tokenization = await self._ready()
         params = _seeded(body.sampling())
         prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
         head = self._head("gen", params)
         is_list = body.prompt.is_batch or params.n > 1
         reply = GenerateReply(head, len(prompts), params, tokenization.token, is_list)
-        return await self._respond(body, prompts, params, head, reply)
+        return await self._respond(body, tenant, prompts, params, head, reply)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError (503) unless a request would be served now."""
@@ -116,28 +122,32 @@ class Service:
     async def server_info(self) -> Json:
         """SGLang's /server_info: every option in force, and the engine's state."""
         info = self._info()
-        speculative = {f"speculative_{name}": value for name, value in self.config.speculative.model_dump().items()}
+        speculative = self.drafts.speculative.model_dump()
         return {
             **self.config.model_dump(exclude={"speculative"}),
-            **speculative,
+            **{f"speculative_{name}": value for name, value in speculative.items()},
             "max_total_num_tokens": info.num_kv_tokens,
             "max_draft_tokens": info.max_draft_tokens,
+            "since_token_s": self._fleet.token_ages,
+            "num_failovers": self._fleet.num_failovers,  # of this ingress replica
             "internal_states": list((await self.stats()).values()),
         }
 
     async def _respond(
         self,
         body: ChatRequest | CompletionRequest | GenerateRequest,
+        tenant: str,
         prompts: list[list[int]],
         params: SamplingParams,
         head: Head,
         reply: Reply,
     ) -> Response:
-        requests = _engine_requests(head.request_id, prompts, params, body.cache_salt or "")
+        requests = _engine_requests(head.request_id, prompts, params, tenant, body.cache_salt or "")
         limit = self.config.server.request_timeout_s
-        job = await self._fleet.submit(requests, min(body.timeout or limit, limit), body.prompt_cache_key or "")
+        session = within(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
+        job = await self._fleet.submit(requests, min(body.timeout or limit, limit), session)
         headers = _headers(body)
-        return EventStream(job, reply, headers) if body.stream else await whole(job, reply, headers)
+        return (EventStream if body.stream else WholeReply)(job, reply, headers)
 
     async def _ready(self) -> Tokenization:
         self._info()
@@ -161,19 +171,24 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
 
 
+def within(tenant: str, text: str) -> str:
+    """A client's text as one of its tenant's: no two tenants' are the same, for a tenant's name has no line break."""
+    return f"{tenant}\n{text}"
+
+
 def _seeded(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else replace(params, seed=fresh_seed())
 
 
 def _engine_requests(
-    request_id: str, prompts: list[list[int]], params: SamplingParams, cache_salt: str
+    request_id: str, prompts: list[list[int]], params: SamplingParams, tenant: str, cache_salt: str
 ) -> list[EngineRequest]:
     """One request per choice, in the order of `replies.empty_choices`."""
     assert params.seed is not None
     variants = [replace(params, seed=choice_seed(params.seed, index), n=1) for index in range(params.n)]
     pairs = [(prompt, variant) for prompt in prompts for variant in variants]
     return [
-        EngineRequest(f"{request_id}-{index}", prompt, variant, cache_salt)
+        EngineRequest(f"{request_id}-{index}", prompt, variant, within(tenant, cache_salt), tenant)
         for index, (prompt, variant) in enumerate(pairs)
     ]
 

@@ -3,6 +3,7 @@
 What lives here: order, endings and failures of a reply. Not here: what a chunk looks like (`replies`).
 """
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
@@ -36,14 +37,31 @@ class EventStream(StreamingResponse):
             self._job.close()
 
 
-async def whole(job: Job, reply: Reply, headers: Mapping[str, str]) -> Response:
-    """A reply as one JSON body."""
-    try:
-        async for index, output in job.outputs():
-            extend(reply.choices[index], output)
-    finally:
-        job.close()
-    return Response(dumps(reply.whole()), headers=dict(headers), media_type="application/json")
+class WholeReply(Response):
+    """A reply as one JSON body. The job ends with it, or as soon as the client has gone: no server need tell us."""
+
+    def __init__(self, job: Job, reply: Reply, headers: Mapping[str, str]) -> None:
+        super().__init__(headers=dict(headers), media_type="application/json")
+        self._job = job
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        collecting, leaving = asyncio.create_task(self._collect()), asyncio.create_task(_departure(receive))
+        try:
+            await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if collecting.done():
+                collecting.result()
+                self.body = dumps(self._reply.whole())
+                self.headers["content-length"] = str(len(self.body))
+                await super().__call__(scope, receive, send)
+        finally:
+            collecting.cancel()
+            leaving.cancel()
+            self._job.close()
+
+    async def _collect(self) -> None:
+        async for index, output in self._job.outputs():
+            extend(self._reply.choices[index], output)
 
 
 async def events(job: Job, reply: Reply) -> AsyncIterator[bytes]:
@@ -62,6 +80,12 @@ async def events(job: Job, reply: Reply) -> AsyncIterator[bytes]:
     except Exception:
         logger.exception("unexpected error in a stream")
         yield _encode([ApiError(500, INTERNAL_MESSAGE).body])
+
+
+async def _departure(receive: Receive) -> None:
+    """Return once the client has hung up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def dumps(value: Any) -> bytes:

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=arm_names,
         default="plain,ngram",
         metavar="A,B",
-        help="of plain, transformers and METHOD[@HEAD][+MAP][:TREE]: METHOD is ngram, eagle3 or eagle2; HEAD a draft "
-        "head (embedded name, folder, hub name), MAP a token map (.pt or .json), TREE the number of nodes N or "
+        help="of plain, transformers and METHOD[@HEAD][+MAP][:TREE]: METHOD is any drafting method; HEAD a draft head "
+        "or model (embedded name, folder, hub name), MAP a token map (.pt or .json), TREE the number of nodes N or "
         "STEPS-TOPK-N. Without HEAD, MAP or TREE, --config's hold if it has the same method, then the head that "
         "comes with the embedded model. Such as plain,ngram:8,eagle3:5-4-16,eagle2+map.json (default: %(default)s)",
     )

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
+from specray.config import SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError, QueueFullError
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 class AsyncEngine:
     """Thread-safe front of an `Engine`; start it once, close it once.
 
-    Callers only leave notes in `_arrived` and `_aborted`; the engine itself belongs to the loop's
+    Callers only leave notes in `_arrived`, `_aborted` and `_drafting`; the engine itself belongs to the loop's
     thread, so nobody ever waits for a step.
     """
 
@@ -30,6 +31,7 @@ class AsyncEngine:
         self._deliver = deliver
         self._arrived: list[EngineRequest] = []
         self._aborted: list[str] = []
+        self._drafting: tuple[SpeculativeConfig, int] | None = None
         self._notes = threading.Condition()
         self._closing = False
         self._error: str | None = None
@@ -56,6 +58,12 @@ class AsyncEngine:
         """End requests early; their last output says `abort`. Unknown or finished ids are ignored."""
         with self._notes:
             self._aborted.extend(request_ids)
+            self._notes.notify()
+
+    def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
+        """Plan for another drafter from the next step on."""
+        with self._notes:
+            self._drafting = speculative, max_draft_tokens
             self._notes.notify()
 
     def stats(self) -> Snapshot:
@@ -87,13 +95,16 @@ class AsyncEngine:
     def _take_notes(self) -> bool:
         """Wait until there is work and enter what arrived; False when closing."""
         with self._notes:
-            while not (self._closing or self._arrived or self._aborted or self._engine.has_work):
+            while not (self._closing or self._arrived or self._aborted or self._drafting or self._engine.has_work):
                 self._notes.wait()
             arrived, self._arrived = self._arrived, []
             aborted, self._aborted = self._aborted, []
             for request in arrived:
                 self._engine.enqueue(request)
             self._engine.abort(aborted)
+            if self._drafting is not None:
+                self._engine.draft_with(*self._drafting)
+                self._drafting = None
             return not self._closing
 
     def _publish(self, outputs: list[RequestOutput]) -> None:

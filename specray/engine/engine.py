@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
-from specray.config import EngineConfig
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.engine.acceptance import AcceptanceAlarm
 from specray.engine.detokenizer import TextStream
 from specray.engine.executor import Executor
 from specray.engine.request import Emitted, EngineRequest, Request
@@ -30,6 +31,8 @@ class Engine:
         self.scheduler = Scheduler(config, self.capacity)
         self.max_length = min(self.capacity.context_length, self.scheduler.max_request_tokens)
         self.stats = EngineStats(config.speculative.algorithm)
+        self.stats.set("specray_verification_is_lossy", config.speculative.is_lossy)
+        self._alarm = AcceptanceAlarm(self.stats)
         self._probe_stats = EngineStats()  # nobody reads them
         self._tokenizer = tokenizer
         self._requests: dict[str, Request] = {}
@@ -65,7 +68,7 @@ class Engine:
         self._check_ids("emitted_token_ids", spec.emitted_token_ids)
         self._check_ids("logit_bias", spec.params.logit_bias)
         self._check_ids("stop_token_ids", spec.params.stop_token_ids)
-        self.scheduler.check_queue(len(arriving))
+        self.scheduler.check_queue(spec.tenant, arriving)
 
     def enqueue(self, spec: EngineRequest) -> None:
         """Queue a request that passed `check`."""
@@ -73,6 +76,7 @@ class Engine:
         max_length = self.max_length if max_tokens is None else num_prompt + max_tokens
         known = [*spec.prompt_token_ids, *spec.emitted_token_ids]
         request = Request(spec, max_length, time.monotonic(), known, num_prompt)
+        request.is_lossy = self.config.speculative.is_lossy and spec.params.temperature > 0
         text = TextStream(self._tokenizer, spec.params, self.capacity.eos_token_ids, max_length - num_prompt)
         text.feed(spec.emitted_token_ids)  # the caller has this text
         self.scheduler.add(request)
@@ -88,6 +92,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One step of every running request; the news of those that have any."""
         start = time.perf_counter()
+        self._end_overdue()
         plan = self.scheduler.schedule()
         if plan.rows or plan.freed_slots:
             self._note_queue_times(plan)
@@ -97,6 +102,14 @@ class Engine:
                 self._untold.append(self._output(emitted))
             self._count_step(result, time.perf_counter() - start)
         return self._take_news()
+
+    def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
+        """Plan for another drafter. The worker may have it sooner or later: it cuts trees to what was planned."""
+        self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
+        self.scheduler.max_draft_tokens = max_draft_tokens
+        self.scheduler.max_step_draft_tokens = speculative.max_step_draft_tokens
+        self.stats.name_drafter(speculative.algorithm)
+        self._alarm.reset()
 
     def fail_all(self, message: str) -> list[RequestOutput]:
         """End every request with an error, after the executor failed."""
@@ -114,6 +127,12 @@ class Engine:
         self.stats.set("specray_kv_cache_usage_perc", held / usable)
         self.stats.set("specray_kv_cache_cached_perc", cache.num_idle / usable)
         self.stats.values["specray_num_preemptions_total"] = scheduler.num_preemptions
+
+    def _end_overdue(self) -> None:
+        """Abort what has no time left, started or not: whoever asked for it may be unable to."""
+        now = time.monotonic()
+        for request in [request for request in self._requests.values() if request.deadline <= now]:
+            self._untold.append(self._end(request, FinishReason.ABORT, error="its time was up"))
 
     def _take_news(self) -> list[RequestOutput]:
         news, self._untold = self._untold, []
@@ -187,6 +206,7 @@ class Engine:
         for phase, spent in result.times._asdict().items():
             self.stats.add_labelled("specray_step_seconds_total", phase, spent)
         self.stats.add_labelled("specray_step_seconds_total", "host", max(0.0, seconds - sum(result.times)))
+        self._alarm.judge()
 
 
 def _news(request: Request) -> RequestOutput:

@@ -43,6 +43,10 @@ class FairQueue:
         """Those put back first, then tenant by tenant."""
         return chain(self._returned, *self._lines.values())
 
+    def num_waiting_of(self, tenant: str) -> int:
+        """New requests of one tenant. As `len`, another thread may ask for it."""
+        return len(self._lines.get(tenant, ()))
+
     def append(self, request: Request) -> None:
         """Queue a new request."""
         tenant = request.spec.tenant

@@ -6,6 +6,7 @@ Not here: its text (`detokenizer`), its KV rows and its drafts (the worker's).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from specray.engine.radix_cache import CacheNode
 from specray.outputs import FinishReason, RequestUsage, TokenLogprob
@@ -21,6 +22,7 @@ class EngineRequest:
     params: SamplingParams
     cache_salt: str = ""  # tenants with different salts share no cached prefix
     tenant: str = ""  # whose share of the engine it uses: the operator's name for a client, never the client's choice
+    timeout_s: float = inf  # it is aborted so long after its arrival, wherever it is
     is_probe: bool = False  # asked by the server itself, to see that a token can be made: no metric counts it
     emitted_token_ids: Sequence[int] = ()  # by an engine that was lost: this one goes on behind them, without a seam
 
@@ -55,10 +57,15 @@ class Request:
     num_accepted: int = 0
     accept_histogram: list[int] = field(default_factory=list)  # see RequestUsage
     num_preemptions: int = 0
+    is_lossy: bool = False  # see RequestUsage
 
     @property
     def request_id(self) -> str:
         return self.spec.request_id
+
+    @property
+    def deadline(self) -> float:
+        return self.arrival + self.spec.timeout_s
 
     @property
     def num_output_tokens(self) -> int:
@@ -103,6 +110,7 @@ class Request:
             self.num_accepted,
             self.num_preemptions,
             tuple(self.accept_histogram),
+            self.is_lossy,
         )
 
 

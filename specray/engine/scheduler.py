@@ -5,12 +5,14 @@ no prefill and no decode here: a row computes up to so many known tokens, and a 
 verifies a tree. Not here: text, stop conditions (`engine`), tensors (the worker), whose turn it is (`fair_queue`).
 """
 
+from collections.abc import Sequence
+
 from specray.config import EngineConfig
 from specray.engine.block_pool import BlockPool
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
 from specray.engine.radix_cache import RadixCache
-from specray.engine.request import Emitted, Request, Status
+from specray.engine.request import Emitted, EngineRequest, Request, Status
 from specray.errors import QueueFullError
 from specray.step import NewRow, RowResult, RowSampling, RowStep, StepPlan, StepResult
 
@@ -27,6 +29,7 @@ class Scheduler:
         self.chunk_size = config.chunked_prefill_size
         self.max_prefill_tokens = config.max_prefill_tokens
         self.max_queued = config.max_queued_requests
+        self.max_queued_of_tenant = config.max_queued_of_tenant
         self.max_draft_tokens = capacity.max_draft_tokens
         self.max_step_draft_tokens = config.speculative.max_step_draft_tokens
         self.eos_token_ids = capacity.eos_token_ids
@@ -47,12 +50,18 @@ class Scheduler:
         """The longest request that the whole pool could hold."""
         return self.pool.num_usable * self.block_size
 
-    def check_queue(self, num_arriving: int = 0) -> None:
-        """QueueFullError if one more request, after `num_arriving` others, would wait beyond the queue's limit."""
-        num_waiting = len(self.waiting) + num_arriving
+    def check_queue(self, tenant: str = "", arriving: Sequence[EngineRequest] = ()) -> None:
+        """QueueFullError if one more request, after those `arriving`, would wait beyond its tenant's limit or all's."""
+        num_waiting = len(self.waiting) + len(arriving)
+        num_own = self.waiting.num_waiting_of(tenant) + sum(other.tenant == tenant for other in arriving)
         if num_waiting >= self.max_queued + len(self._free_slots):
             raise QueueFullError(
                 f"{num_waiting} requests are waiting and max_queued_requests is {self.max_queued}; "
+                "send the request again later"
+            )
+        if tenant and num_own >= self.max_queued_of_tenant + len(self._free_slots):
+            raise QueueFullError(
+                f"{num_own} requests with this key are waiting, and {self.max_queued_of_tenant} may; "
                 "send the request again later"
             )
 
@@ -64,7 +73,7 @@ class Scheduler:
 
         Drafts get the blocks that are left when every row has its own: they never push a row out of the step.
         """
-        budget, num_preemptions = self.max_prefill_tokens, self.num_preemptions
+        budget, num_preemptions = self._prefill_budget(), self.num_preemptions
         work: list[tuple[Request, int, list[int]]] = []  # known tokens to compute, blocks that were added for them
         for request in list(self.running):
             num_tokens = self._num_tokens(request, budget)
@@ -105,6 +114,11 @@ class Scheduler:
             self.running.remove(request)
             self._release(request)
         request.status = Status.FINISHED
+
+    def _prefill_budget(self) -> int:
+        """Prompt tokens of a step: two chunks while others decode, so that these wait for no more than that."""
+        is_anyone_decoding = any(request.num_pending_tokens == 1 for request in self.running)
+        return min(self.max_prefill_tokens, 2 * self.chunk_size) if is_anyone_decoding else self.max_prefill_tokens
 
     def _num_tokens(self, request: Request, budget: int) -> int:
         """Known tokens to compute in this step; decoding is not charged to the prefill budget."""

@@ -9,24 +9,29 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import cluster.router
 from cluster.config import AppConfig
-from cluster.connections import Item, Refusal
+from cluster.connections import Item, Refusal, Wish
+from cluster.draft import DrafterState
 from cluster.fleet import Fleet
 from cluster.openai.app import create_app
 from cluster.openai.service import Service
 from cluster.openai.tokenization import Tokenization
 from cluster.router import Router
+from specray.config import SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest
-from specray.errors import EngineDeadError
+from specray.errors import EngineDeadError, SpecRayError
 from specray.metrics import Snapshot
 from specray.outputs import TokenLogprob
 from specray.step import NewRow, RowResult, StepPlan, StepResult, StepTimes
+from specray.worker.doorbell import Hello
 
 TEXT = "The quick brown fox, é 🎉 and so on. "  # what the scripted ranks write, over and over
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
@@ -44,12 +49,29 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+class ScriptedKeeper:
+    """Has a drafter of any options but those in `refused`, at once."""
+
+    def __init__(self) -> None:
+        self.state = DrafterState("off", SpeculativeConfig(), None, 0)
+        self.refused: dict[SpeculativeConfig, SpecRayError] = {}
+        self.loaded: list[SpeculativeConfig] = []  # one after the other
+
+    def replace(self, speculative: SpeculativeConfig) -> Hello:
+        if error := self.refused.get(speculative):
+            raise error
+        self.loaded.append(speculative)
+        self.state = self.state._replace(state="ready" if speculative.algorithm else "off", speculative=speculative)
+        return Hello((speculative.num_draft_tokens or 1) - 1, [], False)
+
+
 class ScriptedRanks:
     """An executor whose rows repeat TEXT, up to two accepted drafts a step. `broken` ends it as a dead rank would."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, step_s: float = 0.0) -> None:
         self.script = tokenizer.encode(TEXT)
         self.capacity = Capacity(65, 2, 512, len(tokenizer), [tokenizer.eos_token_id])
+        self.drafter = ScriptedKeeper()
         self.step_s = step_s
         self.broken: str | None = None
         self.num_steps = 0
@@ -145,10 +167,18 @@ class ReplicaPort:
         await (await self._reach()).abort(request_ids)
 
     async def renew(self, connection_id: str) -> bool:
+        if self._replica.is_stopping:  # Serve looks for ever for a replica that it names no more
+            await asyncio.Event().wait()
         return await (await self._reach()).renew(connection_id)
 
     async def stats(self) -> Snapshot:
         return await (await self._reach()).stats()
+
+    async def drafter(self) -> dict[str, Any]:
+        return await (await self._reach()).drafter()
+
+    async def follow(self, wish: Wish) -> Refusal | None:
+        return await (await self._reach()).follow(wish)
 
     async def _reach(self) -> Router:
         await self._replica.runs.wait()
@@ -165,6 +195,7 @@ class Server:
         self._num_started = 0
         self.replicas: list[Replica] = []
         self.http: httpx.AsyncClient
+        self.app: FastAPI
         self.fleet: Fleet
 
     async def add_replica(self) -> Replica:
@@ -200,6 +231,20 @@ class Server:
                 await asyncio.sleep(0.005)
 
 
+@asynccontextmanager
+async def listening(server: Server) -> AsyncIterator[str]:
+    """The server's URL on a real socket, for clients that hang up where no client library would."""
+    front = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="critical"))
+    serving = asyncio.create_task(front.serve())
+    await server.until(lambda: front.started)
+    port = front.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        front.should_exit = True
+        await serving
+
+
 Serve = Callable[..., AbstractAsyncContextManager[Server]]
 
 
@@ -233,7 +278,7 @@ def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -
         for _ in range(num_replicas):
             await server.add_replica()
         server.fleet = Fleet(server, config)
-        app = create_app(Service(config, server.fleet, lambda: Tokenization(tokenizer)))
+        app = server.app = create_app(Service(config, server.fleet, lambda: Tokenization(tokenizer)))
         if connect:
             server.fleet.start()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import cluster.client
+import cluster.router
 from tests.unit.cluster.conftest import TEXT, Serve, Server
 
 BODY = {"prompt": "ab", "max_tokens": 120, "seed": 5}
@@ -174,6 +175,27 @@ def test_a_stopping_engine_finishes_what_it_has_and_gets_nothing_new(serve: Serv
             assert text_of(await request) == repeated(300)
             assert server.fleet.num_failovers == 0
             await server.until(lambda: not stopping.router._connections._by_id)  # hung up: Serve may stop it
+
+    asyncio.run(scenario())
+
+
+def test_no_lease_runs_out_while_an_engine_stops(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but its streams reaches it then, no renewal and no question for its health."""
+    monkeypatch.setattr(cluster.router, "UNASKED_S", 0.3)
+
+    async def scenario() -> None:
+        async with serve(step_s=0.03, server={"lease_s": 1.0, "metrics_interval_s": 0.1}) as server:
+            asking = asyncio.create_task(ask(server))
+            request = asyncio.create_task(stream(server, BODY | {"max_tokens": 300}))
+            stopping = await serving(server)
+            stopping.is_stopping = True
+            asking.cancel()
+            assert text_of(await request) == repeated(300)
+
+    async def ask(server: Server) -> None:
+        while True:
+            await server.router.check_health()
+            await asyncio.sleep(0.05)
 
     asyncio.run(scenario())
 

@@ -64,6 +64,25 @@ def test_an_engine_that_makes_no_tokens_is_not_ready(serve: Serve, fault: Any) -
     asyncio.run(scenario())
 
 
+def test_an_engine_whose_blocks_are_all_in_use_is_ready_while_it_makes_tokens(serve: Serve) -> None:
+    """No probe finds room: those that have the blocks show that tokens are made."""
+
+    async def scenario() -> None:
+        options = {"max_running_requests": 2, "max_queued_requests": 1, "disable_radix_cache": True}
+        async with serve(step_s=0.01, **options) as server:
+            await until_status(server, 200)
+            body = {"prompt": "x" * 200, "max_tokens": 300, "ignore_eos": True}
+            ask = [asyncio.create_task(server.http.post("/v1/completions", json=body | {"seed": i})) for i in range(3)]
+            scheduler = server.router._engine._engine.scheduler
+            await server.until(lambda: scheduler.pool.num_free < 3 and bool(scheduler.waiting))
+            while not ask[0].done():
+                assert await status(server) == 200
+                await asyncio.sleep(0.02)
+            assert {reply.status_code for reply in await asyncio.gather(*ask)} == {200}
+
+    asyncio.run(scenario())
+
+
 def test_a_probe_is_in_no_metric(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:

@@ -1,0 +1,128 @@
+"""One HTTP/1.1 exchange on a connection of its own, byte by byte: it may be cut anywhere, or read slowly.
+
+Ordinary clients cannot hang up in the middle of a header. Not here: what a reply means (`ledger`).
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+READ_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A reply, as far as it came."""
+
+    seconds: float  # from connecting to the end
+    status: int | None = None  # None: no status line arrived
+    headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
+    body: bytes = b""  # without its chunks' frames
+    is_whole: bool = False
+    was_cut: bool = False  # by us
+    error: str = ""  # what the connection ended with
+
+
+def request_bytes(url: str, body: Any = None, key: str | None = None) -> bytes:
+    """A POST of `body` as JSON, or a GET without one."""
+    parts = urlsplit(url)
+    content = b"" if body is None else json.dumps(body).encode()
+    lines = [
+        f"{'GET' if body is None else 'POST'} {parts.path or '/'} HTTP/1.1",
+        f"Host: {parts.netloc}",
+        "Connection: close",
+        *([f"Authorization: Bearer {key}"] if key else []),
+        *(["Content-Type: application/json", f"Content-Length: {len(content)}"] if content else []),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+async def exchange(
+    url: str, request: bytes, timeout_s: float = 600.0, cut_at: int | None = None, read_bytes_per_s: float | None = None
+) -> Exchange:
+    """Send `request` to the host of `url` and read the reply to its end.
+
+    `cut_at`: hang up after so many bytes, those sent and those received together; a reply that ends before is whole.
+    One that is read at `read_bytes_per_s` and takes longer than `timeout_s` counts as cut.
+    Never raises for what the network or the server does.
+    """
+    start = time.perf_counter()
+    received = bytearray()
+    was_cut, error = False, ""
+    try:
+        async with asyncio.timeout(timeout_s):
+            was_cut = await _converse(url, request, received, cut_at, read_bytes_per_s)
+    except TimeoutError:
+        was_cut = read_bytes_per_s is not None  # whoever reads so slowly has no end in mind
+        error = f"no end within {timeout_s:g} s"
+    except OSError as problem:
+        error = str(problem)
+    return _parsed(bytes(received), time.perf_counter() - start, was_cut, error)
+
+
+async def _converse(
+    url: str, request: bytes, received: bytearray, cut_at: int | None, read_bytes_per_s: float | None
+) -> bool:
+    """True if the connection was cut before the reply's end."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+    try:
+        writer.write(request[:cut_at])
+        await writer.drain()
+        if cut_at is not None and cut_at < len(request):
+            return True
+        most = None if cut_at is None else cut_at - len(request)
+        while most is None or len(received) < most:
+            data = await reader.read(_piece(most, len(received), read_bytes_per_s))
+            if not data:
+                return False
+            received += data
+            if read_bytes_per_s is not None:
+                await asyncio.sleep(len(data) / read_bytes_per_s)
+        return True
+    finally:
+        writer.transport.abort()
+
+
+def _piece(most: int | None, num_received: int, read_bytes_per_s: float | None) -> int:
+    size = READ_BYTES if read_bytes_per_s is None else max(1, int(read_bytes_per_s / 10))
+    return size if most is None else min(size, most - num_received)
+
+
+def _parsed(data: bytes, seconds: float, was_cut: bool, error: str) -> Exchange:
+    head, separator, rest = data.partition(b"\r\n\r\n")
+    status_line, *lines = head.decode("latin-1").split("\r\n")
+    words = status_line.split(" ")
+    if not separator or len(words) < 2 or not words[1].isdecimal():
+        return Exchange(seconds, was_cut=was_cut, error=error)
+    pairs = [line.partition(":") for line in lines]
+    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    body, is_whole = _body(headers, rest)
+    return Exchange(seconds, int(words[1]), headers, body, is_whole, was_cut and not is_whole, error)
+
+
+def _body(headers: Mapping[str, str], data: bytes) -> tuple[bytes, bool]:
+    """(content, whether all of it is there)."""
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        return _dechunked(data)
+    length = headers.get("content-length")
+    return data, length is None or len(data) == int(length)
+
+
+def _dechunked(data: bytes) -> tuple[bytes, bool]:
+    content = bytearray()
+    while True:
+        size_line, separator, data = data.partition(b"\r\n")
+        if not separator:
+            return bytes(content), False
+        size = int(size_line.split(b";")[0], 16)
+        if size == 0:
+            return bytes(content), True
+        content += data[:size]
+        if len(data) < size + 2:
+            return bytes(content), False
+        data = data[size + 2 :]

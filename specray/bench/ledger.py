@@ -1,0 +1,127 @@
+"""What became of every request: a ledger that a client keeps, and how a reply is read for it.
+
+Each request ends in exactly one way. Whatever is none of the four that a server may choose between, a stream that
+simply stops among them, is `broken`: a promise was. Not here: sending (`open_loop`), sockets (`exchange`).
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from specray.bench.exchange import Exchange
+
+DONE = "[DONE]"
+REFUSALS = (429, 503)
+
+
+class Outcome(StrEnum):
+    """How a request ended, as its client saw it."""
+
+    COMPLETE = "complete"
+    ERROR = "error"  # said so: an error body, or an error event in its stream
+    REFUSED = "refused"  # said so, and when to come again; nothing was begun
+    ABORTED = "aborted"  # by the client
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A request's end."""
+
+    outcome: Outcome
+    status: int | None  # of HTTP; None if none arrived
+    seconds: float  # since it was begun
+    num_tokens: int = 0  # by the server's count; 0 unless complete
+    text: str = ""  # of its first choice, as far as it came
+    detail: str = ""  # what an error said, or what was wrong with a broken reply
+
+
+class Ledger:
+    """Requests that were begun, and the one ending of each."""
+
+    def __init__(self) -> None:
+        self.endings: dict[str, Ending] = {}
+        self._open: set[str] = set()
+
+    def begin(self, request_id: str) -> None:
+        if request_id in self._open or request_id in self.endings:
+            raise ValueError(f"request {request_id!r} was begun before")
+        self._open.add(request_id)
+
+    def end(self, request_id: str, ending: Ending) -> None:
+        """ValueError if the request was never begun or has ended before."""
+        if request_id not in self._open:
+            raise ValueError(f"request {request_id!r} ended as {ending.outcome}, but it is not open")
+        self._open.remove(request_id)
+        self.endings[request_id] = ending
+
+    @property
+    def num_begun(self) -> int:
+        return len(self._open) + len(self.endings)
+
+    def count(self, outcome: Outcome) -> int:
+        return len(self.of(outcome))
+
+    def of(self, outcome: Outcome) -> list[Ending]:
+        return [ending for ending in self.endings.values() if ending.outcome is outcome]
+
+    def statuses(self) -> Counter[int | None]:
+        return Counter(ending.status for ending in self.endings.values())
+
+    def violations(self) -> list[str]:
+        """Requests that have not ended, or not as a request may: none, if all promises were kept."""
+        broken = [(name, end) for name, end in self.endings.items() if end.outcome is Outcome.BROKEN]
+        return [f"{name}: {end.detail}" for name, end in broken] + [f"{name}: no end" for name in sorted(self._open)]
+
+
+def ending_of(exchange: Exchange) -> Ending:
+    """The ending that one HTTP exchange was."""
+    outcome, num_tokens, text, detail = _judge(exchange)
+    return Ending(outcome, exchange.status, exchange.seconds, num_tokens, text, detail)
+
+
+def _judge(exchange: Exchange) -> tuple[Outcome, int, str, str]:
+    """(outcome, tokens, text, detail)."""
+    if exchange.was_cut:
+        return Outcome.ABORTED, 0, "", ""
+    if exchange.status is None or not exchange.is_whole:
+        return Outcome.BROKEN, 0, "", f"the connection ended within the reply: {exchange.error or 'no error'}"
+    if exchange.headers.get("content-type", "").startswith("text/event-stream"):
+        return _judge_stream(exchange.body)
+    try:
+        body = json.loads(exchange.body)
+    except ValueError:
+        return Outcome.BROKEN, 0, "", f"status {exchange.status} with a body that is no JSON"
+    if exchange.status == 200:
+        return Outcome.COMPLETE, body["usage"]["completion_tokens"], _text([body]), ""
+    if "error" not in body:
+        return Outcome.BROKEN, 0, "", f"status {exchange.status} without an error object"
+    is_refusal = exchange.status in REFUSALS and "retry-after" in exchange.headers
+    return (Outcome.REFUSED if is_refusal else Outcome.ERROR), 0, "", str(body["error"].get("message"))
+
+
+def _judge_stream(body: bytes) -> tuple[Outcome, int, str, str]:
+    lines = [line.removeprefix("data: ") for line in body.decode(errors="replace").split("\n\n") if line]
+    try:
+        events = [json.loads(line) for line in lines if line != DONE]
+    except ValueError:
+        return Outcome.BROKEN, 0, "", "the stream has an event that is no JSON"
+    if lines and lines[-1] == DONE:
+        usages = [event["usage"] for event in events if event.get("usage")]
+        return Outcome.COMPLETE, usages[-1]["completion_tokens"] if usages else 0, _text(events), ""
+    if events and "error" in events[-1]:
+        return Outcome.ERROR, 0, _text(events), str(events[-1]["error"].get("message"))
+    return Outcome.BROKEN, 0, _text(events), "the stream stopped without [DONE] or an error"
+
+
+def _text(bodies: Sequence[Any]) -> str:
+    choices = [choice for body in bodies for choice in body.get("choices", []) if choice["index"] == 0]
+    return "".join(_piece(choice) for choice in choices)
+
+
+def _piece(choice: Any) -> str:
+    piece = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content")
+    return piece or ""

@@ -1,0 +1,82 @@
+"""`specray load`: options, and from them a load on a running server and a table of how its requests ended.
+
+Light to import, for the command line reads its options here. Not here: the load (`open_loop`).
+"""
+
+import argparse
+import asyncio
+import os
+from math import inf
+
+from specray.bench.command import positive
+from specray.bench.ledger import Outcome
+from specray.bench.open_loop import Load, Report, idle_after, run
+from specray.bench.tables import format_table
+
+HELP = (
+    "Send requests to a running server at a fixed rate, whether it keeps up or not, and say how each of them ended. "
+    "Exit status 1 if one did not end as it may: complete, refused, with an error that says so, or cut by this command."
+)
+KEY_VARIABLE = "SPECRAY_API_KEY"
+SHOWN = 10  # violations in the output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="of the server, without a path (default: %(default)s)")
+    add("--rate", type=_above_zero, default=1.0, metavar="R", help="requests a second (default: %(default)s)")
+    add("--seconds", type=_above_zero, default=10.0, metavar="S", help="how long (default: %(default)s)")
+    add("--max-tokens", type=positive, default=32, metavar="N", help="tokens of each answer (default: %(default)s)")
+    add("--prompt", default="Once upon a time", help="of all requests (default: %(default)s)")
+    add("--whole", action="store_true", help="ask for one JSON body instead of a stream")
+    add("--timeout", type=_above_zero, default=60.0, metavar="S", help="deadline of each (default: %(default)s)")
+    add("--cut", type=_share, default=0.0, metavar="SHARE",
+        help="of the requests, 0 to 1, that hang up at a random byte (default: %(default)s)")  # fmt: skip
+    add("--slow", type=_share, default=0.0, metavar="SHARE",
+        help="of the requests, 0 to 1, that read one byte a second (default: %(default)s)")  # fmt: skip
+    add("--seed", type=int, default=0, help="of arrivals and cuts (default: %(default)s)")
+    parser.epilog = f"A server with keys: put yours in the environment variable {KEY_VARIABLE}."
+
+
+def run_command(options: argparse.Namespace) -> int:
+    load = Load(
+        options.url.rstrip("/"), options.rate, options.seconds, options.max_tokens, options.prompt,
+        not options.whole, options.timeout, options.cut, options.slow, os.environ.get(KEY_VARIABLE), options.seed,
+    )  # fmt: skip
+    report, idle_s = asyncio.run(_run(load))
+    print(table(report))
+    print("idle again:", "no" if idle_s == inf else f"after {idle_s:.1f} s")
+    violations = report.ledger.violations()
+    for violation in violations[:SHOWN]:
+        print(f"  {violation}")
+    return 1 if violations else 0
+
+
+def table(report: Report) -> str:
+    ledger = report.ledger
+    counts = [(str(outcome), str(ledger.count(outcome))) for outcome in Outcome]
+    statuses = [(f"status {status or 'none'}", str(n)) for status, n in sorted(_by_number(ledger.statuses()).items())]
+    refusals = [(f"refusal p{q}", f"{report.refusal_s(q / 100) * 1000:.0f} ms") for q in (50, 99)]
+    rows = [("sent", str(ledger.num_begun)), *counts, *statuses, *(refusals if ledger.count(Outcome.REFUSED) else [])]
+    return format_table(("requests", "number"), [*rows, ("goodput", f"{report.goodput:.1f} tokens/s")], 1)
+
+
+async def _run(load: Load) -> tuple[Report, float]:
+    report = await run(load)
+    return report, await idle_after(load.url, load.key)
+
+
+def _by_number(statuses: dict[int | None, int]) -> dict[int, int]:
+    return {status or 0: count for status, count in statuses.items()}
+
+
+def _above_zero(text: str) -> float:
+    if (value := float(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return value

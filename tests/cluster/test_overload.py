@@ -1,0 +1,112 @@
+"""Ray Serve with more to do than it can, clients that leave at any byte, and a new version under way."""
+
+import asyncio
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from specray.bench.ledger import Outcome
+from specray.bench.open_loop import Load, idle_after, run
+from tests.support.processes import own_processes
+
+IDLE_S = 10.0  # on two cores that others use too; 2 s is the aim
+LONG = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0, "seed": 1}
+KEY = "k" * 40
+SPARE = 5  # descriptors that Ray opens and closes for itself
+
+
+def test_a_full_queue_says_so_at_once(app: Any) -> None:
+    """Four requests find a place; the others hear of it before any of the four has ended, and none is forgotten."""
+    report = asyncio.run(run(Load(app.url, 20.0, 4.0, max_tokens=400)))
+    ledger = report.ledger
+    print(f"{ledger.num_begun} sent, {ledger.statuses()}, refused in {report.refusal_s(0.5):.3f} s")
+    assert not ledger.violations()
+    assert {ending.status for ending in ledger.endings.values()} == {200, 429}
+    assert report.refusal_s(0.5) < min(ending.seconds for ending in ledger.of(Outcome.COMPLETE))
+    assert asyncio.run(idle_after(app.url)) < IDLE_S
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"alice {KEY}\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def roomy(deployer: Any, key_file: str) -> Iterator[Any]:
+    """Room for more than these tests send, and a key on every route."""
+    from ray import serve
+
+    app = deployer.deploy("roomy", "/roomy", server={"api_key_file": key_file})
+    app.http.headers["authorization"] = f"Bearer {KEY}"
+    yield app
+    serve.delete("roomy")
+
+
+def test_keys_hold_behind_serves_proxy(roomy: Any) -> None:
+    statuses = [httpx.get(f"{roomy.url}{path}").status_code for path in ("/v1/models", "/metrics", "/livez")]
+    assert statuses == [401, 401, 200]
+    assert ask(roomy, LONG | {"max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_hang_up_at_any_byte_leave_nothing_behind(roomy: Any, stream: bool) -> None:
+    asyncio.run(run(Load(roomy.url, 20.0, 1.0, max_tokens=2, key=KEY)))  # all processes open what they keep open
+    before = descriptors()
+    load = Load(roomy.url, 20.0, 3.0, max_tokens=150, stream=stream, cut_share=1.0, key=KEY, seed=stream)
+    ledger = asyncio.run(run(load)).ledger
+    print(f"{ledger.num_begun} sent, {ledger.statuses()}")
+    assert not ledger.violations()
+    assert ledger.count(Outcome.ABORTED) > ledger.num_begun / 3
+    assert asyncio.run(idle_after(roomy.url, KEY)) < IDLE_S
+    deadline = time.monotonic() + IDLE_S
+    while any(num > before.get(process, num) + SPARE for process, num in descriptors().items()):
+        assert time.monotonic() < deadline, (before, descriptors())
+        time.sleep(0.1)
+
+
+def descriptors() -> dict[int, int]:
+    """Open files and sockets of the proxy and of every replica."""
+    titles = ("ray::ProxyActor", "ray::ServeReplica:roomy:OpenAIIngress", "ray::ServeReplica:roomy:Router")
+    processes = [process for title in titles for process in own_processes(title)]
+    return {process: len(os.listdir(f"/proc/{process}/fd")) for process in processes}
+
+
+def test_a_new_version_lets_the_old_one_finish(roomy: Any, deployer: Any, key_file: str) -> None:
+    """Streams that began before go on to their end; every request meanwhile is served, or told when to come again."""
+    expected = roomy.complete(**LONG)["choices"][0]["text"]
+    new = {"api_key_file": key_file, "request_timeout_s": 500.0}
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(ask, roomy, LONG | {"stream": True}) for _ in range(4)]
+        time.sleep(0.5)
+        update = pool.submit(deployer.deploy, "roomy", "/roomy", server=new)
+        others = []
+        while not update.done():
+            others.append(ask(roomy, LONG | {"max_tokens": 5}))
+            time.sleep(0.2)
+        texts = [text_of(stream.result()) for stream in streams]
+    assert texts == [expected] * 4
+    print(f"{len(others)} requests meanwhile: {Counter(reply.status_code for reply in others)}")
+    assert {reply.status_code for reply in others} <= {200, 503}
+    assert all("retry-after" in reply.headers for reply in others if reply.status_code == 503)
+    assert roomy.http.get("/server_info").json()["server"]["request_timeout_s"] == 500.0
+
+
+def ask(app: Any, body: Any) -> httpx.Response:
+    reply: httpx.Response = app.http.post("/v1/completions", json=body)
+    return reply
+
+
+def text_of(reply: httpx.Response) -> str:
+    *events, done = reply.text.strip().split("\n\n")
+    assert done == "data: [DONE]", reply.text[-300:]
+    return "".join(json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events)

@@ -1,0 +1,219 @@
+"""A drafter's life as its keeper leads it, over actors that do what a test says."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+
+from cluster import draft
+from cluster.draft import DraftKeeper
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.errors import ConfigError, EngineDeadError
+from specray.worker.doorbell import NOBODY, Doorbell, Hello
+
+HELLO = Hello(7, [0], True)
+NGRAM = SpeculativeConfig(algorithm="NGRAM")
+SMALL = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=3)
+OFF = SpeculativeConfig()
+
+
+class Promise(Future[Any]):
+    """What a method of an actor returns; `kept` or broken by the test."""
+
+    def remote(self, *_: object) -> "Promise":
+        return self
+
+
+class FakeActor:
+    """A DraftActor: `start` is its loading, `loop` its drafting."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.speculative = config.speculative
+        self.pid, self.start, self.loop = Promise(), Promise(), Promise()
+        self.is_killed = False
+        self.pid.set_result(1)
+
+
+class FakeRay:
+    """Of Ray what the keeper uses."""
+
+    def __init__(self) -> None:
+        self.actors: list[FakeActor] = []
+        self.loads_at_once = True
+
+    def remote(self, _: type) -> "FakeRay":
+        return self
+
+    def options(self, **_: object) -> Any:
+        outer = self
+
+        class Class:
+            @staticmethod
+            def remote(config: EngineConfig) -> FakeActor:
+                outer.actors.append(FakeActor(config))
+                if outer.loads_at_once:
+                    outer.actors[-1].start.set_result(HELLO)
+                return outer.actors[-1]
+
+        return Class
+
+    def wait(self, promises: list[Promise], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+        done = wait(promises, timeout).done
+        return list(done), [promise for promise in promises if promise not in done]
+
+    def get(self, promise: Promise) -> Any:
+        return promise.result()
+
+    def kill(self, actor: FakeActor) -> None:
+        actor.is_killed = True
+
+
+class FakeProcess:
+    def __init__(self, pid: int) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(draft, "ray", fake)
+    monkeypatch.setattr(draft, "Process", FakeProcess)
+    monkeypatch.setattr(draft, "last_words", lambda *_: "died")
+    monkeypatch.setattr(draft, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(draft, "WATCH_S", 0.01)
+    return fake
+
+
+@pytest.fixture
+def keeper(ray: FakeRay) -> Iterator[DraftKeeper]:  # noqa: ARG001  # it must be there first
+    kept = DraftKeeper(EngineConfig(model="toy"), 64, Doorbell("nowhere", 1), {})
+    kept.start()
+    yield kept
+    kept.close()
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_new_drafter_takes_over_before_the_old_one_ends(ray: FakeRay, keeper: DraftKeeper) -> None:
+    assert keeper.replace(NGRAM) == HELLO
+    ray.loads_at_once = False
+    with ThreadPoolExecutor(1) as pool:
+        replaced = pool.submit(keeper.replace, SMALL)
+        until(lambda: len(ray.actors) == 2)
+        old, new = ray.actors
+        assert keeper.state == ("ready", NGRAM, SMALL, 0)
+        new.start.set_result(HELLO)
+        time.sleep(0.1)
+        assert not old.is_killed
+        assert not replaced.done()
+        old.loop.set_result(None)  # the target has dismissed it
+        assert replaced.result(10) == HELLO
+    assert old.is_killed
+    assert not new.is_killed
+    assert keeper.state == ("ready", SMALL, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "part"),
+    [
+        (RayTaskError("start", "…", ConfigError("another vocabulary")), ConfigError, "another vocabulary"),
+        (RayTaskError("start", "…", MemoryError("no room")), EngineDeadError, "no room"),
+        (RayActorError(), EngineDeadError, "RayActorError"),
+    ],
+)
+def test_one_that_does_not_load_leaves_the_old_one_alone(
+    ray: FakeRay, keeper: DraftKeeper, failure: Exception, error: type[Exception], part: str
+) -> None:
+    keeper.replace(NGRAM)
+    ray.loads_at_once = False
+    with ThreadPoolExecutor(1) as pool:
+        replaced = pool.submit(keeper.replace, SMALL)
+        until(lambda: len(ray.actors) == 2)
+        ray.actors[1].start.set_exception(failure)
+        with pytest.raises(error, match=part):
+            replaced.result(10)
+    assert [actor.is_killed for actor in ray.actors] == [False, True]
+    assert keeper.state == ("ready", NGRAM, None, 0)
+
+
+def test_without_an_algorithm_the_target_dismisses_it_and_nobody_follows(
+    ray: FakeRay, keeper: DraftKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_before: list[bool] = []
+    monkeypatch.setattr(draft, "dismiss", lambda *_: killed_before.append(ray.actors[0].is_killed))
+    keeper.replace(NGRAM)
+    assert keeper.replace(OFF) == NOBODY
+    assert killed_before == [False]
+    assert ray.actors[0].is_killed
+    assert keeper.state == ("off", OFF, None, 0)
+    keeper.give_up()
+    time.sleep(0.1)
+    assert len(ray.actors) == 1
+    keeper.replace(SMALL)
+    assert keeper.state.state == "ready"
+
+
+@pytest.mark.parametrize("is_given_up", [True, False], ids=["given-up", "died"])
+def test_a_lost_drafter_is_started_again(ray: FakeRay, keeper: DraftKeeper, is_given_up: bool) -> None:
+    keeper.replace(NGRAM)
+    keeper.give_up() if is_given_up else ray.actors[0].loop.set_exception(RayActorError())
+    until(lambda: keeper.state.num_restarts == 1)
+    assert [actor.speculative for actor in ray.actors] == [NGRAM, NGRAM]
+    assert ray.actors[0].is_killed
+
+
+def test_what_is_said_of_a_lost_drafter_while_another_loads_does_not_end_that_one(
+    ray: FakeRay, keeper: DraftKeeper
+) -> None:
+    keeper.replace(NGRAM)
+    ray.loads_at_once = False
+    keeper.give_up()
+    until(lambda: len(ray.actors) == 2)
+    keeper.give_up()
+    ray.actors[1].start.set_result(HELLO)
+    until(lambda: keeper.state.num_restarts == 1)
+    time.sleep(0.1)
+    assert len(ray.actors) == 2
+
+
+def test_a_restart_gives_way_to_a_new_drafter(ray: FakeRay, keeper: DraftKeeper) -> None:
+    keeper.replace(NGRAM)
+    ray.loads_at_once = False
+    keeper.give_up()
+    until(lambda: len(ray.actors) == 2)
+    assert keeper.state.state == "loading"
+    ray.loads_at_once = True
+    keeper.replace(SMALL)
+    assert [actor.is_killed for actor in ray.actors] == [True, True, False]
+    assert keeper.state == ("ready", SMALL, None, 0)
+
+
+@pytest.mark.parametrize("what", ["restart", "replacement"])
+def test_closing_does_not_wait_for_a_drafter_that_loads(ray: FakeRay, keeper: DraftKeeper, what: str) -> None:
+    keeper.replace(NGRAM)
+    ray.loads_at_once = False
+    with ThreadPoolExecutor(1) as pool:
+        replaced = pool.submit(keeper.replace, SMALL) if what == "replacement" else None
+        if replaced is None:
+            keeper.give_up()
+        until(lambda: len(ray.actors) == 2)
+        start = time.monotonic()
+        keeper.close()
+        assert time.monotonic() - start < 5.0  # a load takes for ever here
+        if replaced is not None:
+            with pytest.raises(EngineDeadError):
+                replaced.result(10)
+    assert [actor.is_killed for actor in ray.actors] == [True, True]
+    with pytest.raises(EngineDeadError):
+        keeper.replace(SMALL)

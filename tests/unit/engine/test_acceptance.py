@@ -1,0 +1,89 @@
+"""The alarm for drafts in vain: when it rises, when it ends, and that it says so once."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from specray.config import SpeculativeConfig
+from specray.engine.acceptance import (
+    COLLAPSED,
+    COLLAPSED_BELOW,
+    NUM_TREES,
+    RECOVERED_FROM,
+    AcceptanceAlarm,
+    is_collapsed,
+)
+from specray.metrics import EngineStats
+from specray.sampling_params import SamplingParams
+from tests.support.drafters import ScriptedDrafter, draw_wrong
+from tests.support.engine import make_llm
+
+
+class Watched:
+    """An alarm and the counts it looks at."""
+
+    def __init__(self) -> None:
+        self.stats = EngineStats("EAGLE3")
+        self.alarm = AcceptanceAlarm(self.stats)
+
+    def verify(self, num_trees: int, num_accepted: int) -> bool:
+        """So many steps of one row with drafts, each with as many accepted; whether the alarm stands then."""
+        for _ in range(num_trees):
+            self.stats.accepted(num_draft_tokens=7, num_accepted=num_accepted)
+            self.alarm.judge()
+        return bool(self.stats.values[COLLAPSED])
+
+
+@pytest.mark.parametrize(
+    ("accept_length", "was_collapsed", "expected"),
+    [
+        (1.0, False, True),
+        (COLLAPSED_BELOW, False, False),
+        (COLLAPSED_BELOW, True, True),
+        (RECOVERED_FROM, True, False),
+        (3.0, False, False),
+    ],
+)
+def test_a_short_accept_length_is_a_collapse(accept_length: float, was_collapsed: bool, expected: bool) -> None:
+    assert is_collapsed(accept_length, was_collapsed) is expected
+
+
+def test_it_rises_once_enough_trees_were_in_vain_and_ends_when_they_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    with caplog.at_level(logging.WARNING):
+        assert not watched.verify(NUM_TREES, 2)
+        assert not watched.verify(NUM_TREES - 1, 0)
+        assert watched.verify(3 * NUM_TREES, 0)
+        assert not watched.verify(NUM_TREES + 1, 2)
+    assert ["hardly ever accepted" in message for message in caplog.messages] == [True, False]
+
+
+def test_plain_decoding_is_no_collapse() -> None:
+    watched = Watched()
+    for _ in range(3 * NUM_TREES):
+        watched.stats.accepted(num_draft_tokens=0, num_accepted=0)
+        watched.alarm.judge()
+    assert watched.stats.values[COLLAPSED] == 0
+
+
+def test_a_new_drafter_has_a_clean_record() -> None:
+    watched = Watched()
+    assert watched.verify(2 * NUM_TREES - 1, 0)
+    watched.alarm.reset()
+    assert not watched.verify(NUM_TREES - 1, 0)
+    assert watched.verify(1, 0)
+
+
+def test_an_engine_judges_its_drafter_and_forgives_the_next_one(toy: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    prompts = [[5, 6, seed] for seed in range(10)]
+    with make_llm(toy) as llm:
+        done = llm.generate(prompts, params)
+    texts = [[*generation.prompt_token_ids, *generation.choices[0].token_ids] for generation in done]
+    with make_llm(toy, ScriptedDrafter(draw_wrong, texts)) as llm:
+        llm.generate(prompts, params)
+        assert llm.engine.stats.values[COLLAPSED] == 1
+        llm.engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), max_draft_tokens=3)
+        assert llm.engine.stats.values[COLLAPSED] == 0
+        assert llm.engine.capacity.max_draft_tokens == llm.engine.scheduler.max_draft_tokens == 3
