@@ -1,4 +1,4 @@
-"""The drafter's process, and the life of it: started beside its target rank, watched, ended and started again.
+"""The drafter's process, and the life of it: started beside its target rank, watched, ended, started again, replaced.
 
 Not here: what it says to the target (`specray.worker.draft_worker`), and who gives it up (`specray.worker.colocated`).
 """
@@ -8,19 +8,26 @@ import logging
 import os
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.actors import last_words, start_error
 from cluster.processes import Process
-from specray.config import EngineConfig
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.errors import EngineDeadError
+from specray.worker.doorbell import NOBODY, Doorbell, Hello, dismiss
 
 FIRST_PAUSE_S = 0.5  # before a new start; twice as long after every start that did not last
 LONGEST_PAUSE_S = 15.0
 LASTING_S = 60.0  # a drafter that lived so long died of something new
 WATCH_S = 0.25
+SWITCH_S = 10.0  # in which the target takes its next step; an idle engine takes one every few seconds
+
+CLOSING = "the engine is shutting down"
 
 logger = logging.getLogger("ray.serve")
 
@@ -31,8 +38,8 @@ class DraftActor:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
 
-    def start(self, num_slots: int) -> tuple[int, bool]:
-        """Load the drafter for a target with so many KV slots; (most draft tokens, whether it reads the next token)."""
+    def start(self, num_slots: int) -> Hello:
+        """Load the drafter for a target with so many KV slots."""
         # Here, not above: the router imports this module, and torch must stay out of its process.
         import torch
 
@@ -41,7 +48,7 @@ class DraftActor:
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
         self._worker = DraftWorker(self._config, num_slots)
-        return self._worker.hello.max_draft_tokens, self._worker.hello.reads_next_token
+        return self._worker.hello
 
     def pid(self) -> int:
         return os.getpid()
@@ -51,84 +58,215 @@ class DraftActor:
         self._worker.serve(address, epoch)
 
 
-class DraftKeeper:
-    """Keeps one drafter alive; `options` are Ray's for the actor. A thread of its own waits and starts."""
+class DrafterState(NamedTuple):
+    """What drafts for an engine, as an operator sees it."""
 
-    def __init__(self, config: EngineConfig, num_slots: int, address: str, epoch: int, options: dict[str, Any]) -> None:
-        self._config = config
+    state: str  # off, ready, or loading: it is (again) being started, and nobody drafts meanwhile
+    speculative: SpeculativeConfig
+    loading: SpeculativeConfig | None  # of a drafter that is to take its place
+    num_restarts: int  # of all drafters of this engine
+
+
+class _Wish(NamedTuple):
+    config: EngineConfig
+    granted: Future[Hello]
+
+
+class DraftKeeper:
+    """Keeps an engine's drafter alive and puts another one in its place; `options` are Ray's for the actor.
+
+    All that happens to a drafter is done by one thread, which `start` starts; there is no drafter before `replace`.
+    `config` is the engine's; what it says of drafts is not read.
+    """
+
+    def __init__(self, config: EngineConfig, num_slots: int, doorbell: Doorbell, options: dict[str, Any]) -> None:
+        self._config = config.model_copy(update={"speculative": SpeculativeConfig()})
         self._num_slots = num_slots
-        self._doorbell = (address, epoch)
+        self._doorbell = doorbell
         self._actor_class = ray.remote(DraftActor).options(**options)
-        self._actor: Any = None
-        self._process: Process | None = None
-        self._sentinel: ray.ObjectRef[None] | None = None
+        self._drafter: _Drafter | None = None
+        self._num_restarts = 0
+        self._pause = FIRST_PAUSE_S
+        self._wish: _Wish | None = None
+        self._wishing = threading.Lock()  # held by whoever has a wish
         self._given_up = threading.Event()
         self._closing = threading.Event()
+        self._called = threading.Event()  # there is a wish, or we close
         self._thread = threading.Thread(target=self._keep, name="specray-draft-keeper", daemon=True)
 
-    def start(self) -> tuple[int, bool]:
-        """Start the first drafter; what `DraftActor.start` says. ConfigError if it does not fit the target."""
-        try:
-            traits = self._start()
-        except RayTaskError as error:
-            raise start_error("the drafter", error) from error
+    def start(self) -> None:
         self._thread.start()
-        return traits
+
+    @property
+    def state(self) -> DrafterState:
+        speculative, wish = self._config.speculative, self._wish
+        loading = wish.config.speculative if wish is not None else None
+        state = "off" if speculative.algorithm is None else "loading" if self._drafter is None else "ready"
+        return DrafterState(state, speculative, loading, self._num_restarts)
+
+    def replace(self, speculative: SpeculativeConfig) -> Hello:
+        """Load this drafter beside the one there is, switch to it between two steps, and end the other one.
+
+        Without an algorithm, nobody drafts any more. Returns when that is done; the new drafter's hello. ConfigError if
+        it does not fit the target, EngineDeadError if it does not start; then the old one goes on.
+        """
+        with self._wishing:
+            wish = _Wish(self._config.model_copy(update={"speculative": speculative}), Future())
+            self._wish = wish
+            self._called.set()
+            try:
+                if self._closing.is_set():  # asked for only now: whoever closes later finds the wish
+                    raise EngineDeadError(CLOSING)
+                return wish.granted.result()
+            finally:
+                self._wish = None
 
     def give_up(self) -> None:
         """The target has dismissed the drafter; a new one is started. Any thread may say so."""
         self._given_up.set()
 
     def close(self) -> None:
+        """End the drafter, one that is being loaded included."""
         self._closing.set()
-        self._given_up.set()  # wakes the thread
+        self._called.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._end()
-
-    def _start(self) -> tuple[int, bool]:
-        self._actor = self._actor_class.remote(self._config)
-        self._process = Process(ray.get(self._actor.pid.remote()))
-        max_draft_tokens, reads_next_token = ray.get(self._actor.start.remote(self._num_slots))
-        self._sentinel = self._actor.loop.remote(*self._doorbell)
-        return max_draft_tokens, reads_next_token
-
-    def _end(self) -> None:
-        if self._actor is not None:
-            with contextlib.suppress(RayError):
-                ray.kill(self._actor)
-        if self._process is not None:
-            self._process.kill()
-        self._actor = self._sentinel = self._process = None
 
     def _keep(self) -> None:
-        pause = FIRST_PAUSE_S
-        while not self._closing.is_set():
-            born = time.monotonic()
-            reason = self._await_end()
+        while True:
+            reason = self._watch()
             if self._closing.is_set():
-                return
-            logger.warning("the drafter %s after %.1f s; a new one is started", reason, time.monotonic() - born)
-            self._end()
-            pause = FIRST_PAUSE_S if time.monotonic() - born > LASTING_S else min(2 * pause, LONGEST_PAUSE_S)
-            if self._closing.wait(pause):
-                return
-            self._restart()
+                break
+            if reason is not None:
+                self._restart(reason)
+            elif self._wish is not None and not self._wish.granted.done():
+                self._grant(self._wish)
+        _end(self._drafter)
+        if self._wish is not None and not self._wish.granted.done():
+            self._wish.granted.set_exception(EngineDeadError(CLOSING))
 
-    def _restart(self) -> None:
-        try:
-            self._given_up.clear()
-            self._start()
-            logger.warning("a new drafter is ready")
-        except RayError as error:
-            logger.error("the drafter did not start: %s", error)
-
-    def _await_end(self) -> str:
-        """Why the drafter has ended, once it has; at once if it did not start."""
-        while self._sentinel is not None:
-            if self._given_up.wait(WATCH_S):
+    def _watch(self) -> str | None:
+        """Wait until the drafter has to be started again: why; None if something else is to be done."""
+        while not self._called.wait(WATCH_S):
+            if self._config.speculative.algorithm is None:
+                continue
+            if self._drafter is None:
+                return "did not start"
+            if self._given_up.is_set():
                 return "was given up by its target"
-            ended, _ = ray.wait([self._sentinel], timeout=0)
-            if ended:
-                return last_words("the drafter", self._sentinel, "was dismissed by its target")
-        return "did not start"
+            if self._drafter.has_ended():
+                return self._drafter.last_words()
+        self._called.clear()
+        return None
+
+    def _restart(self, reason: str) -> None:
+        age = self._drafter.age if self._drafter is not None else 0.0
+        logger.warning("the drafter %s after %.1f s; a new one is started", reason, age)
+        _end(self._drafter)
+        self._drafter = None
+        self._pause = FIRST_PAUSE_S if age > LASTING_S else min(2 * self._pause, LONGEST_PAUSE_S)
+        if self._called.wait(self._pause):
+            return
+        try:
+            self._drafter, _ = self._start(self._config, lambda: not self._called.is_set())
+            self._num_restarts += 1
+            logger.warning("a new drafter is ready")
+        except (RayError, OSError) as error:
+            logger.error("the drafter did not start: %s", error)
+        except _AbandonedError:
+            return
+
+    def _grant(self, wish: _Wish) -> None:
+        try:
+            hello = self._switch(wish.config)
+        except RayTaskError as error:
+            wish.granted.set_exception(start_error("the drafter", error))
+        except (RayError, OSError, _AbandonedError) as error:  # Ray's own words are long and full of addresses
+            wish.granted.set_exception(EngineDeadError(f"the drafter did not start: {type(error).__name__}"))
+        else:
+            wish.granted.set_result(hello)
+
+    def _switch(self, config: EngineConfig) -> Hello:
+        old, hello = self._drafter, NOBODY
+        if config.speculative.algorithm is not None:
+            self._drafter, hello = self._start(config, lambda: not self._closing.is_set())
+            self._config, self._pause = config, FIRST_PAUSE_S
+            if old is not None:
+                old.await_end(SWITCH_S)
+        else:
+            self._drafter, self._config = None, config
+            if old is not None:
+                with contextlib.suppress(OSError):  # a target that takes no step, or is gone: nobody drafts for it
+                    dismiss(self._doorbell, SWITCH_S)
+        _end(old)
+        return hello
+
+    def _start(self, config: EngineConfig, is_wanted: Callable[[], bool]) -> tuple["_Drafter", Hello]:
+        """A new drafter, which is about to knock. RayError or _AbandonedError; then there is none."""
+        drafter = _Drafter(self._actor_class.remote(config))
+        try:
+            hello = drafter.load(self._num_slots, is_wanted)
+        except BaseException:
+            drafter.end()
+            raise
+        self._given_up.clear()  # what was said so far was said of another one
+        drafter.draft(self._doorbell)
+        return drafter, hello
+
+
+class _AbandonedError(Exception):
+    """Nobody waits any more for what was being loaded."""
+
+
+class _Drafter:
+    """One life of a drafter, from its actor's creation to its end."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._process: Process | None = None
+        self._sentinel: ray.ObjectRef[None] | None = None
+        self._born = time.monotonic()
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self._born
+
+    def load(self, num_slots: int, is_wanted: Callable[[], bool]) -> Hello:
+        """RayError if it fails, _AbandonedError soon after it is wanted no more."""
+        self._process = Process(_answer(self._actor.pid.remote(), is_wanted))
+        hello: Hello = _answer(self._actor.start.remote(num_slots), is_wanted)
+        return hello
+
+    def draft(self, doorbell: Doorbell) -> None:
+        self._sentinel = self._actor.loop.remote(*doorbell)
+
+    def has_ended(self) -> bool:
+        assert self._sentinel is not None
+        return bool(ray.wait([self._sentinel], timeout=0)[0])
+
+    def await_end(self, timeout: float) -> None:
+        """Wait for the target to dismiss it, but not for ever."""
+        assert self._sentinel is not None
+        ray.wait([self._sentinel], timeout=timeout)
+
+    def last_words(self) -> str:
+        assert self._sentinel is not None
+        return last_words("the drafter", self._sentinel, "was dismissed by its target")
+
+    def end(self) -> None:
+        with contextlib.suppress(RayActorError):
+            ray.kill(self._actor)
+        if self._process is not None:
+            self._process.kill()
+
+
+def _end(drafter: _Drafter | None) -> None:
+    if drafter is not None:
+        drafter.end()
+
+
+def _answer(promise: "ray.ObjectRef[Any]", is_wanted: Callable[[], bool]) -> Any:
+    while not ray.wait([promise], timeout=WATCH_S)[0]:
+        if not is_wanted():
+            raise _AbandonedError
+    return ray.get(promise)

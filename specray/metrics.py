@@ -4,9 +4,9 @@
 thread, copied out by `snapshot` about once a second. Counters, never averages, so that PromQL can
 difference them: accept length = 1 + rate(accepted) / rate(verify_steps). Acceptance at position p, given that
 position p - 1 was accepted, is rate(per_pos{position="p"}) / rate(per_pos{position="p-1"}); at position 0
-it is rate(per_pos{position="0"}) / rate(drafts). One engine has one drafter: `* on (replica)
-group_left (drafter) ray_specray_drafter_info` puts its name to any of these in Ray's metrics; `specray.dashboard`
-has the expressions.
+it is rate(per_pos{position="0"}) / rate(drafts). One engine has one drafter at a time:
+`* on (replica) group_left (drafter) (ray_specray_drafter_info == 1)` puts its name to any of these in Ray's metrics;
+`specray.dashboard` has the expressions.
 """
 
 from bisect import bisect_left
@@ -33,7 +33,11 @@ class Metric(NamedTuple):
 REASONS = tuple(reason.value for reason in FinishReason)
 FAULTS = tuple(fault.value for fault in DraftFault)
 METRICS = (
-    Metric("specray_drafter_info", "gauge", "1 for the drafting method in use, none without one.", "drafter"),
+    Metric(
+        "specray_drafter_info", "gauge", "1 for the drafting method in use (or none), 0 for those before.", "drafter"
+    ),
+    Metric("specray_acceptance_collapsed", "gauge", "1 while drafts are made and hardly ever accepted, else 0."),
+    Metric("specray_verification_is_lossy", "gauge", "1 if thresholds accept what the target does not say, else 0."),
     Metric("specray_num_requests_running", "gauge", "Requests being computed."),
     Metric("specray_num_requests_waiting", "gauge", "Requests in the queue."),
     Metric("specray_kv_cache_usage_perc", "gauge", "Share of KV blocks held by running requests, 0 to 1."),
@@ -113,7 +117,7 @@ class EngineStats:
             m.name: dict.fromkeys(m.label_values, 0) for m in METRICS if m.label is not None
         }
         self.histograms: dict[str, Histogram] = {m.name: Histogram() for m in METRICS if m.kind == "histogram"}
-        self.add_labelled("specray_drafter_info", drafter or "none")
+        self.name_drafter(drafter)
 
     def add(self, name: str, amount: float = 1) -> None:
         self.values[name] += amount
@@ -124,6 +128,11 @@ class EngineStats:
 
     def set(self, name: str, value: float) -> None:
         self.values[name] = value
+
+    def name_drafter(self, drafter: str | None) -> None:
+        """The method in use from now on; those used before stay, at zero."""
+        info = self.labelled["specray_drafter_info"]
+        info.update(dict.fromkeys(info, 0) | {drafter or "none": 1})
 
     def observe(self, name: str, seconds: float) -> None:
         self.histograms[name].observe(seconds)

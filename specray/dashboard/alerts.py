@@ -21,12 +21,13 @@ class Alert(NamedTuple):
 ALERTS = (
     Alert(
         "SpecRayDraftsRefused",
-        f"{accept_length('replica', window='10m')} < 1.1 and {rate(DRAFTS, 'replica', window='10m')} > 0.1",
-        "10m",
+        f"{accept_length('replica', window='5m')} and {gauge('specray_acceptance_collapsed', 'replica')} > 0"
+        f" and {rate(DRAFTS, 'replica', window='5m')} > 0",
+        "5m",
         "warning",
         "Drafts of {{ $labels.replica }} are hardly ever accepted: accept length {{ $value | printf `%.2f` }}.",
         "Plain decoding would be as fast or faster. Is the draft head the one of this target? `specray tune` finds "
-        "a tree that pays, if one does.",
+        "a tree that pays, if one does; POST /admin/drafter replaces the drafter, or turns it off, while serving.",
     ),
     Alert(
         "SpecRayQueueLong",

@@ -62,7 +62,7 @@ def rate(name: str, by: str, where: str = "", window: str = WINDOW) -> str:
     """Growth per second of one of our counters, summed by labels; `drafter` may be one of them."""
     each = f"rate({PREFIX}{name}{where}[{window}])"
     if "drafter" in by.split(", "):
-        each = f"{each} * on (replica) group_left (drafter) {DRAFTER_INFO}"
+        each = f"{each} * on (replica) group_left (drafter) ({DRAFTER_INFO} == 1)"
     return f"sum by ({by}) ({each})"
 
 

@@ -1,8 +1,9 @@
 """The target's side of a drafter in a process of its own: orders out, trees in, and no harm from whatever it does.
 
-A drafter connects when it is ready; one that connects later takes its place, which is how drafters are restarted and
-replaced. Whatever is wrong with it, late, gone, frozen or lying, costs the step its trees. Not here: starting
-processes (`cluster.draft`), what the drafter does (`draft_worker`).
+A drafter connects when it is ready; one that connects later takes its place between two steps, which is how drafters
+are restarted and replaced: features of other layers, larger trees, all that is new begins with its hello. Whatever is
+wrong with it, late, gone, frozen or lying, costs the step its trees. Not here: starting processes (`cluster.draft`),
+what the drafter does (`draft_worker`), who may come in (`doorbell`).
 """
 
 import contextlib
@@ -20,7 +21,8 @@ from specray.channel import Channel, ChannelClosedError
 from specray.spec_decode.draft_tree import DraftTree, RowTree
 from specray.spec_decode.drafter import DraftFaultError, ProposeContext, cut_tree
 from specray.step import DraftFault
-from specray.worker.draft_wire import RowTeller, Welcome, pack, unpack_hello, unpack_reply
+from specray.worker.doorbell import NOBODY, Doorbell, Hello, answer, listen, unpack_hello
+from specray.worker.draft_wire import RowTeller, Welcome, pack, unpack_reply
 from specray.worker.feature_ring import NUM_REGIONS, FeatureRing, open_file
 
 FROZEN_S = 3.0  # an order unanswered for so long: the drafter is given up
@@ -34,17 +36,11 @@ _POLL_S = 1e-4
 logger = logging.getLogger(__name__)
 
 
-class Doorbell(NamedTuple):
-    """Where drafters knock: a unix socket in a private folder, and the life of the engine they must belong to."""
-
-    address: str
-    epoch: int
-
-
 class RingLimits(NamedTuple):
     """What the target knows of what will go through the ring."""
 
     vocab_size: int
+    num_layers: int
     hidden_size: int
     step_tokens: int  # most tokens that a step computes for good
     dtype: torch.dtype
@@ -58,10 +54,7 @@ class ColocatedDrafts:
         self._limits = limits
         self._peer: _Peer | None = None
         self._faults: list[DraftFault] = []
-        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._server.bind(doorbell.address)
-        self._server.listen(2)
-        self._server.setblocking(False)
+        self._server = listen(doorbell.address)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -107,18 +100,21 @@ class ColocatedDrafts:
 
     def _admit(self) -> None:
         """Take in a drafter that has connected; the one before it is dismissed."""
-        try:
-            connection, _ = self._server.accept()
-        except BlockingIOError:
+        connection = answer(self._server)
+        if connection is None:
             return
+        channel = Channel(connection, self._epoch)
         try:
-            peer = _Peer(connection, self._epoch, self._limits)
-        except (OSError, ValueError, TypeError):  # a closed channel and a timeout are OSErrors
-            connection.close()
+            hello = unpack_hello(channel.recv(HELLO_S), self._limits.num_layers)
+            peer = None if hello == NOBODY else _Peer(connection, channel, hello, self._limits)
+        except (OSError, ValueError):  # a closed channel and a timeout are OSErrors
+            channel.close()
             self._faults.append(DraftFault.NO_HELLO)
             return
         self._drop()
         self._peer = peer
+        if peer is None:
+            channel.close()
 
     @contextlib.contextmanager
     def _peer_on_probation(self) -> Iterator[None]:
@@ -152,12 +148,12 @@ class _Sent(NamedTuple):
 
 
 class _Peer:
-    """One drafter, from its hello to its end. Raises DraftFaultError or ChannelClosedError for all it does wrong."""
+    """One drafter, from its welcome to its end. Raises DraftFaultError or ChannelClosedError for all it does wrong."""
 
-    def __init__(self, connection: socket.socket, epoch: int, limits: RingLimits) -> None:
+    def __init__(self, connection: socket.socket, channel: Channel, hello: Hello, limits: RingLimits) -> None:
         self._limits = limits
-        self._channel = Channel(connection, epoch)
-        self.hello = unpack_hello(self._channel.recv(HELLO_S))
+        self._channel = channel
+        self.hello = hello
         self.seconds = 0.0
         tokens, width = limits.step_tokens, len(self.hello.feature_layers) * limits.hidden_size
         fd = open_file(tokens, width, limits.dtype)
@@ -191,8 +187,10 @@ class _Peer:
         """Trees of the last order by slot, as soon as they come, but no later than patience allows."""
         trees: dict[int, RowTree] = {}
         while self._unanswered:
-            # Once late it is waited for no more, until it has caught up: or every step would wait in vain.
-            until = 0.0 if self._is_late else self._unanswered[-1].time + self._patience()
+            # Once late it is waited for no more, until it has answered what came before: or every step would wait in
+            # vain. The last order is not old enough to hold against it.
+            is_behind = self._is_late and len(self._unanswered) > 1
+            until = 0.0 if is_behind else self._unanswered[-1].time + self._patience()
             try:
                 reply = self._channel.recv(max(until - time.monotonic(), _POLL_S))
             except TimeoutError:
@@ -233,5 +231,5 @@ class _Peer:
         return min(max(LEAST_WAIT_S, LATE_FACTOR * max(self._recent)), FROZEN_S)
 
     def _check_pulse(self) -> None:
-        if self._unanswered and time.monotonic() - self._unanswered[0].time > FROZEN_S:
+        if self._unanswered and time.monotonic() - self._unanswered[0].time >= FROZEN_S:
             raise DraftFaultError(DraftFault.FROZEN)

@@ -1,7 +1,8 @@
 """All that crosses between a target rank and a drafter in a process of its own: plain data, msgpack, deltas only.
 
 A request's tokens and KV slots are told once and then extended (`RowTeller` on the target's side, `RowBook` on the
-drafter's), so an order is as long as what the step added. Features go through shared memory (`feature_ring`).
+drafter's), so an order is as long as what the step added. Features go through shared memory (`feature_ring`). Not
+here: how a drafter comes in (`doorbell`).
 """
 
 from collections.abc import Sequence
@@ -16,16 +17,8 @@ from specray.spec_decode.drafter import DraftRow, ProposeContext
 from specray.step import DraftFault
 
 
-class Hello(NamedTuple):
-    """The drafter's first frame: what the engine has to know of it."""
-
-    max_draft_tokens: int
-    feature_layers: list[int]
-    reads_next_token: bool
-
-
 class Welcome(NamedTuple):
-    """The target's answer, with the ring's file beside it."""
+    """The target's answer to a hello, with the ring's file beside it."""
 
     region_tokens: int
     width: int
@@ -71,13 +64,9 @@ class Reply(NamedTuple):
     fault: DraftFault | None
 
 
-def pack(message: Hello | Welcome | Order | Reply) -> bytes:
+def pack(message: Welcome | Order | Reply) -> bytes:
     data: bytes = msgpack.packb(message)
     return data
-
-
-def unpack_hello(data: bytes) -> Hello:
-    return Hello(*msgpack.unpackb(data))
 
 
 def unpack_welcome(data: bytes) -> Welcome:

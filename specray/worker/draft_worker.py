@@ -14,14 +14,14 @@ from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_model
-from specray.models.llama import LlamaShape
-from specray.models.registry import context_length, load_config, resolve_dtype
+from specray.models.registry import context_length, load_config, resolve_dtype, shape_of
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.attention import torch_dtype
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView
 from specray.worker.devices import choose_device
-from specray.worker.draft_wire import Hello, Order, Reply, RowBook, pack, unpack_order, unpack_welcome
+from specray.worker.doorbell import Hello, pack_hello
+from specray.worker.draft_wire import Order, Reply, RowBook, pack, unpack_order, unpack_welcome
 from specray.worker.feature_ring import FeatureRing
 
 
@@ -43,7 +43,7 @@ class DraftWorker:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, contextlib.suppress(ChannelClosedError):
             connection.connect(address)
             channel = Channel(connection, epoch)
-            channel.send(pack(self.hello))
+            channel.send(pack_hello(self.hello))
             knocked()
             ring = _receive_ring(connection, channel)
             while True:
@@ -67,7 +67,7 @@ def far_view(config: EngineConfig, num_slots: int) -> TargetView:
     model_config = load_config(folder)
     return TargetView(
         model=None,
-        shape=LlamaShape.of(model_config, RankGroup()),
+        shape=shape_of(model_config, RankGroup()),
         dtype=resolve_dtype(config.dtype, model_config, device),
         folder=folder,
         load_format=config.load_format,
@@ -78,12 +78,16 @@ def far_view(config: EngineConfig, num_slots: int) -> TargetView:
         max_rows=config.max_running_requests,
         attention_backend=config.attention_backend,
         device=device,
+        quantization=config.quantization,
     )
 
 
 def _receive_ring(connection: socket.socket, channel: Channel) -> FeatureRing:
     connection.settimeout(None)
-    _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+    try:
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+    except OSError as error:
+        raise ChannelClosedError(f"cannot receive: {error}") from error
     if not fds:
         raise ChannelClosedError("the target did not take this drafter")
     try:

@@ -45,14 +45,15 @@ class ModelRunner:
         return TargetView(
             self.model, self.model.shape, self.model.embedding.weight.dtype, folder, config.load_format,
             self._architecture, eos_token_ids, self.context_length, self.num_blocks * config.page_size,
-            config.max_running_requests, config.attention_backend, self.device,
+            config.max_running_requests, config.attention_backend, self.device, config.quantization,
         )  # fmt: skip
 
     def ring_limits(self, config: EngineConfig) -> RingLimits:
         """What a drafter in a process of its own has to be given room for."""
         shape = self.model.shape
         step_tokens = config.max_prefill_tokens + config.max_running_requests * MAX_TREE_NODES
-        return RingLimits(shape.vocab_size, shape.hidden_size, step_tokens, self.model.embedding.weight.dtype)
+        dtype = self.model.embedding.weight.dtype
+        return RingLimits(shape.vocab_size, shape.num_layers, shape.hidden_size, step_tokens, dtype)
 
     def forward(self, batch: InputBatch, feature_layers: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(final hidden states [T, hidden], float32 logits [nodes, V] of the trees, features [T, hidden] each)."""

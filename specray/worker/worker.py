@@ -17,13 +17,14 @@ from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_model
 from specray.models.llama import Llama
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
-from specray.spec_decode import make_drafter
+from specray.spec_decode import make_choice, make_drafter
 from specray.spec_decode.draft_tree import ROOT, DraftTree, RowTree
 from specray.spec_decode.drafter import Drafter, DraftSource, InlineDrafts, ProposeContext
 from specray.spec_decode.verifier import Verdict, verify
 from specray.step import RowResult, StepPlan, StepResult, StepTimes, pack, unpack_plan
-from specray.worker.colocated import ColocatedDrafts, Doorbell
+from specray.worker.colocated import ColocatedDrafts
 from specray.worker.devices import choose_device
+from specray.worker.doorbell import Doorbell
 from specray.worker.input_batch import InputBatch, build_batch, count_known, sampling_rows
 from specray.worker.model_runner import ModelRunner
 from specray.worker.request_state import Row, RowTable
@@ -59,6 +60,7 @@ class Worker:
             if drafter is None and self._group.leads:
                 drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
             self._drafts = InlineDrafts(drafter)
+        self._choose = make_choice(config.speculative)
         self._context = ProposeContext([])
         self.capacity = Capacity(
             num_blocks=self._runner.num_blocks,
@@ -118,14 +120,15 @@ class Worker:
         sampling = sampling_rows(rows, num_known)
         roots = [(rows[i].slot, rows[i].token_ids[-1]) for i in sampling]
         limits = [plan.rows[i].max_draft_tokens for i in sampling]
-        trees = self._agree(self._drafts.collect(roots, limits).rows() if self._group.leads else None)
-        tree = DraftTree.of([RowTree(*row).or_root(self.capacity.vocab_size) for row in trees])
+        drafts = self._drafts.collect(roots, limits) if self._group.leads else DraftTree.of([])
+        trees = [RowTree(*row).or_root(self.capacity.vocab_size) for row in self._agree(drafts.rows())]
+        tree = DraftTree.of(trees, drafts.draft_probs)
         return build_batch(rows, num_known, sampling, tree, self._runner.device)
 
     def _verify(self, batch: InputBatch, logits: torch.Tensor) -> list[Verdict]:
         rows = batch.sampling_rows()
         samplers, lengths = [row.sampler for row in rows], [len(row.token_ids) for row in rows]
-        verdicts = verify(logits, batch.tree, samplers, lengths) if self._group.leads else None
+        verdicts = verify(logits, batch.tree, samplers, lengths, self._choose) if self._group.leads else None
         return [Verdict(*verdict) for verdict in self._agree(verdicts)]
 
     def _commit(self, batch: InputBatch, index: int, verdict: Verdict | None, is_sound: bool) -> RowResult:

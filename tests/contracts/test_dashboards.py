@@ -135,8 +135,9 @@ def tokens(running: int, a_minute: int) -> list[dict[str, str]]:
     return [series("num_requests_running", f"{running}+0x40"), series("generation_tokens_total", f"50+{a_minute}x40")]
 
 
-def drafts(a_minute: int, accepted_a_minute: int) -> list[dict[str, str]]:
+def drafts(a_minute: int, accepted_a_minute: int, is_collapsed: bool) -> list[dict[str, str]]:
     return [
+        series("acceptance_collapsed", f"{int(is_collapsed)}+0x40"),
         series("verify_steps_total", "0+60x40"),
         series("spec_decode_num_drafts_total", f"0+{a_minute}x40"),
         series("spec_decode_num_accepted_tokens_total", f"0+{accepted_a_minute}x40"),
@@ -145,9 +146,9 @@ def drafts(a_minute: int, accepted_a_minute: int) -> list[dict[str, str]]:
 
 # Alert, series with a value a minute, whether it fires after half an hour.
 CASES = [
-    ("SpecRayDraftsRefused", drafts(60, 3), True),
-    ("SpecRayDraftsRefused", drafts(60, 60), False),
-    ("SpecRayDraftsRefused", drafts(0, 0), False),
+    ("SpecRayDraftsRefused", drafts(60, 3, is_collapsed=True), True),
+    ("SpecRayDraftsRefused", drafts(60, 60, is_collapsed=False), False),
+    ("SpecRayDraftsRefused", drafts(0, 0, is_collapsed=True), False),
     ("SpecRayQueueLong", requests(4, 9), True),
     ("SpecRayQueueLong", requests(4, 3), False),
     ("SpecRayRefusing", [series("requests_refused_total", "0+1x40")], True),
@@ -174,7 +175,10 @@ def test_alerts_fire_when_they_should(name: str, data: list[dict[str, str]], fir
 
 
 def two_engines() -> list[dict[str, str]]:
-    """r0 drafts 7 tokens a tree with NGRAM and has 2 accepted, r1 decodes plainly; a step of either takes a second."""
+    """r0 drafts 7 tokens a tree with NGRAM and has 2 accepted, r1 decodes plainly; a step of either takes a second.
+
+    r0 had another drafter before.
+    """
     counts = {  # a minute, of r0 and of r1
         "verify_steps_total": (60, 60),
         "spec_decode_num_draft_tokens_total": (420, 0),
@@ -182,7 +186,7 @@ def two_engines() -> list[dict[str, str]]:
         'step_seconds_total{phase="forward"}': (45, 60),
         'step_seconds_total{phase="draft"}': (15, 0),
     }
-    data = []
+    data = [{"series": 'ray_specray_drafter_info{replica="r0", drafter="EAGLE"}', "values": "0+0x40"}]
     for number, drafter in enumerate(("NGRAM", "none")):
         data.append(
             {"series": f'ray_specray_drafter_info{{replica="r{number}", drafter="{drafter}"}}', "values": "1+0x40"}

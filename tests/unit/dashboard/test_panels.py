@@ -11,7 +11,7 @@ def test_the_drafter_is_joined_by_replica() -> None:
     joined = rate("specray_steps_total", "drafter, replica", '{a="b"}', "1m")
     assert joined == (
         'sum by (drafter, replica) (rate(ray_specray_steps_total{a="b"}[1m])'
-        " * on (replica) group_left (drafter) ray_specray_drafter_info)"
+        " * on (replica) group_left (drafter) (ray_specray_drafter_info == 1))"
     )
 
 
