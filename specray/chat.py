@@ -182,7 +182,7 @@ def _server_errors(client: "OpenAI") -> Iterator[None]:
     except APIConnectionError as error:
         raise ServerError(
             f"no server answers at {client.base_url} ({error.__cause__ or error}); start one with "
-            "`serve run configs/eagle3.yaml`, or name another with --url"
+            "`specray serve configs/eagle3.yaml`, or name another with --url"
         ) from None
     except APIError as error:  # an error event inside a stream
         raise ServerError(f"{client.base_url} broke the answer off: {error.message}") from None

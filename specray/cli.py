@@ -4,20 +4,29 @@ Exit status: 0 done, 1 the command found a failure, 2 wrong input, 130 interrupt
 """
 
 import argparse
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from specray import __version__, chat
+from specray import status as looks
 from specray.bench import command as bench
+from specray.bench import load_command as load
 from specray.bench import tune_command as tune
 from specray.dashboard import command as dashboard
 from specray.errors import SpecRayError
 from specray.train import command as train
 
+# Commands that are the cluster's business, each in a program of its own: this package does not import the cluster's.
+CLUSTER_COMMANDS = {"serve": "cluster.serve_command", "check": "cluster.check"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = build_parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in CLUSTER_COMMANDS:
+        become(CLUSTER_COMMANDS[arguments[0]], arguments[1:])
+    options = build_parser().parse_args(arguments)
     try:
         status: int = options.run(options)
     except (SpecRayError, OSError) as error:
@@ -42,6 +51,10 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_arguments(benching)
     benching.set_defaults(run=bench.run)
 
+    loading = commands.add_parser("load", help="put load on a running server", description=load.HELP)
+    load.add_arguments(loading)
+    loading.set_defaults(run=load.run_command)
+
     tuning = commands.add_parser("tune", help="find the fastest draft tree on this machine", description=tune.HELP)
     tune.add_arguments(tuning)
     tuning.set_defaults(run=tune.run)
@@ -56,21 +69,20 @@ def build_parser() -> argparse.ArgumentParser:
     dashboard.add_arguments(watching)
     watching.set_defaults(run=dashboard.run)
 
-    checking = commands.add_parser(
-        "check",
-        help="check a configuration for `serve run`",
-        description="Name every mistake in a Serve configuration.",
-    )
-    checking.add_argument("file", metavar="FILE", help="a YAML file for `serve run`, such as configs/eagle3.yaml")
-    checking.add_argument("--model", action="store_true", help="also find the model's files, downloading if need be")
-    checking.set_defaults(run=check)
+    looking = commands.add_parser("status", help="watch a running server", description=looks.HELP)
+    looks.add_arguments(looking)
+    looking.set_defaults(run=looks.run)
+
+    # For the list of commands only; `main` hands these over before it looks at their arguments.
+    commands.add_parser("serve", help="serve a model on Ray, from a file or flags")
+    commands.add_parser("check", help="check a configuration, and print what it takes")
     return parser
 
 
-def check(options: argparse.Namespace) -> int:
-    """A process of its own, because the engine's package does not import the cluster's."""
-    arguments = [options.file, *(["--model"] if options.model else [])]
-    return subprocess.run([sys.executable, "-m", "cluster.check", *arguments], check=False).returncode
+def become(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Replace this program by `python -m module`: signals and exit status need nobody in between."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
 if __name__ == "__main__":

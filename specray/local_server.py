@@ -1,4 +1,4 @@
-"""`serve run` as a child of this process, on a Ray cluster of its own: started, waited for, stopped without a trace.
+"""`specray serve` as a child of this process: started, waited for, stopped without a trace.
 
 For the demo and the benches. Everything it starts inherits a private folder's name in its environment, and is found by
 that when it has to go. Not here: talking to the server (`chat`), and any import of Ray.
@@ -51,16 +51,16 @@ class LocalServer:
         return f"http://{self._host}:{self._port}"
 
     def __enter__(self) -> Self:
-        self._refuse_port_in_use()
+        refuse_port_in_use(self._host, self._port)
         # Short, because Ray puts unix sockets below it and their paths end at 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="specray-serve-", dir="/tmp"))
         config = self._folder / self._config.name
         config.write_text(yaml.safe_dump(self._document), encoding="utf-8")
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [_serve_command(), "run", "--address", "local", str(config)],
+                [*_SERVE, str(config)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env={**os.environ, "RAY_TMPDIR": str(self._folder), "RAY_USAGE_STATS_ENABLED": "0"},
+                env={**os.environ, "RAY_TMPDIR": str(self._folder)},
                 start_new_session=True,  # Ctrl-C is for us; the server is stopped in order
             )  # fmt: skip
         return self
@@ -73,13 +73,15 @@ class LocalServer:
     def wait_until_ready(self, timeout: float = 300.0, tick: Callable[[float], None] = lambda _: None) -> float:
         """Return the seconds it took until /health said 200, calling `tick` with the seconds so far.
 
-        Raises ServerStartError if the server dies, gives the application up, or takes longer than `timeout`.
+        Raises ServerStartError if the server ends or takes longer than `timeout`.
         """
         start = time.monotonic()
         while not self._is_healthy():
             waited = time.monotonic() - start
             if reason := self._reason_to_give_up(waited, timeout):
-                raise ServerStartError(f"`serve run {self._config}` {reason}; its log ends with:\n{self.log_tail()}")
+                raise ServerStartError(
+                    f"`specray serve {self._config}` {reason}; its log ends with:\n{self.log_tail()}"
+                )
             tick(waited)
             time.sleep(POLL_SECONDS)
         return time.monotonic() - start
@@ -109,17 +111,6 @@ class LocalServer:
     def _log(self) -> Path:
         return self._folder / "serve.log"
 
-    def _refuse_port_in_use(self) -> None:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self._host, self._port))
-            except OSError as error:
-                raise ServerStartError(
-                    f"{self._host}:{self._port} cannot be listened on ({error.strerror}); stop what uses it or "
-                    "choose another port with --port"
-                ) from None
-
     def _is_healthy(self) -> bool:
         try:
             self.get("/health")
@@ -131,8 +122,6 @@ class LocalServer:
         assert self._process is not None, "not entered"
         if (status := self._process.poll()) is not None:
             return f"ended with status {status}"
-        if "DEPLOY_FAILED" in self._log.read_text(errors="replace"):
-            return "could not start the application"
         return f"was not ready after {timeout:.0f} s" if waited > timeout else None
 
     def _end_leftovers(self) -> None:
@@ -145,6 +134,20 @@ class LocalServer:
                 os.kill(pid, signal.SIGKILL)
 
 
+def refuse_port_in_use(host: str, port: int) -> None:
+    """ServerStartError if nobody can listen there now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ServerStartError(
+                f"{host}:{port} cannot be listened on ({reason}); stop what uses it or choose another port with --port"
+            ) from None
+
+
+_SERVE = [sys.executable, "-m", "specray.cli", "serve"]
 _OPENER = build_opener(ProxyHandler({}))  # a proxy has no business between us and our own child
 
 
@@ -155,14 +158,6 @@ def _read(config: Path) -> dict[str, Any]:
         raise ServerStartError(f"cannot read {config}: {error}") from None
     assert isinstance(document, dict), "configs are checked by tests"
     return document
-
-
-def _serve_command() -> str:
-    beside_python = Path(sys.executable).parent / "serve"
-    command = str(beside_python) if beside_python.is_file() else shutil.which("serve")
-    if command is None:
-        raise ServerStartError("the command `serve` is not installed; run: pip install 'ray[serve]'")
-    return command
 
 
 def _processes_of(folder: Path) -> Iterator[int]:

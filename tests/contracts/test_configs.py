@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import DeepseekV2Config, LlamaConfig, PretrainedConfig
 
 from cluster.check import check_file
 from specray.config import EngineConfig
@@ -14,12 +14,15 @@ from specray.layers.parallel import RankGroup
 from specray.models.eagle_files import HeadConfig
 from specray.models.files import embedded_heads, resolve_draft, resolve_token_map
 from specray.models.llama import LlamaShape
+from specray.models.registry import MODELS
 from specray.spec_decode.eagle_tree import TreeShape
 from specray.spec_decode.fr_spec import load_token_map
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-EMBEDDED = sorted((ROOT / "configs").glob("*.yaml"))  # run anywhere, with what comes in packages
+MADE = {"standalone", "mtp"}  # draft with what `make draft` and `make mtp` have to make first
+# Run anywhere, with what comes in packages.
+EMBEDDED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in MADE)
 
 SMOLLM2 = LlamaConfig(
     vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -33,7 +36,7 @@ LLAMA_8B = {
 
 def test_the_embedded_demo_has_its_configs() -> None:
     names = {path.stem for path in EMBEDDED}
-    assert {"plain", "ngram", "eagle3", "eagle2", "eagle2-frspec"} <= names
+    assert {"plain", "ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram"} <= names
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -56,7 +59,7 @@ def test_config_with_a_typo_is_refused(path: Path, tmp_path: Path) -> None:
         check_file(broken)
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle2", "eagle2-frspec"])
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", *MADE])
 def test_an_embedded_config_differs_from_plain_in_speculation_only(name: str) -> None:
     plain, drafted = (engine_of(ROOT / "configs" / f"{stem}.yaml") for stem in ("plain", name))
     assert drafted.speculative.algorithm is not None
@@ -67,6 +70,12 @@ def test_fr_spec_differs_from_eagle2_in_its_map_only() -> None:
     full, mapped = (engine_of(ROOT / "configs" / f"{name}.yaml").speculative for name in ("eagle2", "eagle2-frspec"))
     assert mapped.token_map is not None
     assert full == mapped.model_copy(update={"token_map": None})
+
+
+def test_eagle3_ngram_differs_from_eagle3_in_the_override_only() -> None:
+    alone, combined = (engine_of(ROOT / "configs" / f"{name}.yaml").speculative for name in ("eagle3", "eagle3-ngram"))
+    assert combined.ngram_override_min_match is not None
+    assert alone == combined.model_copy(update={"ngram_override_min_match": None})
 
 
 @pytest.mark.parametrize("path", EMBEDDED, ids=lambda path: path.name)
@@ -90,6 +99,26 @@ def test_the_8b_config_fits_its_target(tmp_path: Path) -> None:
     config.check_target(tmp_path, shape_of(target))
     assert config.feature_layers(tmp_path, 32) == (2, 16, 29)
     assert TreeShape.of(speculative, "LlamaForCausalLM") == TreeShape(num_steps=5, topk=8, num_draft_tokens=32)
+
+
+def test_mimos_config_fits_its_target() -> None:
+    """The layer is a layer of the target's, so only the tree is left to check."""
+    speculative = engine_of(ROOT / "configs/mimo-7b/mtp.yaml").speculative
+    assert speculative.draft_model_path is None
+    assert TreeShape.of(speculative, "MiMoForCausalLM") == TreeShape(num_steps=1, topk=1, num_draft_tokens=2)
+
+
+def test_deepseeks_config_says_what_its_kv_costs() -> None:
+    """The latent twice, in 27 layers of bfloat16."""
+    target = DeepseekV2Config(
+        hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, kv_lora_rank=512, q_lora_rank=None,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+    )  # fmt: skip
+    shape = MODELS["DeepseekV2ForCausalLM"].shape_of(target, RankGroup())
+    bytes_per_token = shape.num_layers * 2 * shape.num_local_kv_heads * shape.head_dim * 2
+    path = ROOT / "configs/deepseek-v2-lite/ngram.yaml"
+    assert f"{bytes_per_token / 1024:.0f} KB a token" in path.read_text()
+    assert engine_of(path).speculative.algorithm == "NGRAM"
 
 
 def engine_of(path: Path) -> EngineConfig:

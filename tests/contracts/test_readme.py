@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from cluster import check, serve_command
 from specray.cli import build_parser
 from specray.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+CLUSTER_PARSERS = {"serve": serve_command.parser(), "check": check.parser()}  # programs of their own
 TOP_FOLDERS = ("specray/", "cluster/", "configs/", "tests/", "deploy/", "dashboards/")
 
 
@@ -60,14 +62,16 @@ def test_specray_commands_parse(command: list[str]) -> None:
 
 
 def is_accepted(command: list[str]) -> bool:
+    name, *arguments = command
+    parser = CLUSTER_PARSERS.get(name)
     try:
-        build_parser().parse_args(command)
+        parser.parse_args(arguments) if parser else build_parser().parse_args(command)
     except SystemExit as ended:
         return ended.code == 0  # --help and --version
     return True
 
 
-@pytest.mark.parametrize("command", commands_of("serve"), ids=" ".join)
+@pytest.mark.parametrize("command", [*commands_of("serve"), *commands_of("specray")], ids=" ".join)
 def test_served_configs_exist(command: list[str]) -> None:
     for word in command:
         assert not word.endswith(".yaml") or (ROOT / word).is_file()
@@ -90,8 +94,8 @@ def test_named_metrics_exist() -> None:
     assert named <= known
 
 
-def test_named_bench_and_chat_options_exist() -> None:
-    parsers = [build_parser(), *_subparsers(build_parser())]
+def test_named_options_exist() -> None:
+    parsers = [build_parser(), *_subparsers(build_parser()), *CLUSTER_PARSERS.values()]
     known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     named = {name.split()[0].partition("=")[0] for name in backticked() if name.startswith("--")}
     assert named <= known

@@ -31,7 +31,7 @@ def serve_config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([command, "--help"] for command in ("chat", "bench", "tune", "train", "check"))]
+    "arguments", [["--help"], *([command, "--help"] for command in ("chat", "bench", "tune", "train", "status"))]
 )
 def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
@@ -49,7 +49,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     "arguments",
     [
         [],
-        ["serve"],
         ["chat", "--temperature", "warm"],
         ["bench", "--max-tokens", "0"],
         ["bench", "--arms", "plain,,ngram"],
@@ -60,7 +59,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["tune", "--candidates", "5-4"],
         ["tune", "--candidates", "5-4-16,5-4-16"],
         ["train"],
-        ["check"],
+        ["status", "--interval", "soon"],
     ],
 )
 def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +83,7 @@ def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFix
         (["tune", "--method", "ngram", "--batch-sizes", "40"], "batch size 40 needs as many prompts"),
         (["tune", "--config", "missing.yaml"], "missing.yaml"),
         (["chat", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["status", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
     ],
 )
 def test_errors_are_one_line_and_status_2(
@@ -106,6 +106,19 @@ def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_commands_of_the_cluster_take_this_programs_place(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their arguments as they are, --help included."""
+
+    def replaced(program: str, arguments: list[str]) -> None:
+        assert (program, arguments[:2], arguments[3:]) == (sys.executable, [sys.executable, "-m"], ["x.yaml", "--help"])
+        raise SystemExit(arguments[2])
+
+    monkeypatch.setattr("os.execv", replaced)
+    with pytest.raises(SystemExit, match=rf"cluster\.{command}"):
+        cli.main([command, "x.yaml", "--help"])
+
+
 def test_bench_takes_the_engine_part_of_a_serve_config(serve_config: Path) -> None:
     config = engine_config(serve_config, concurrency=2, dtype="float32", model=None)
     assert (config.max_running_requests, config.dtype) == (4, "float32")
@@ -126,28 +139,6 @@ def test_check_accepts_and_names_what_it_saw(serve_config: Path) -> None:
     done = run_check(serve_config)
     assert (done.returncode, done.stderr) == (0, "")
     assert "application 'specray' is valid: smollm2-135m-instruct, auto, NGRAM" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("algorithm: NGRAM", "algorithm: NGRM", "speculative.algorithm='NGRM' is not known; choose one of"),
-        ("model:", "modle:", "specray.args.modle: there is no such option; did you mean model?"),
-        ("request_timeout_s", "request_timeout", "did you mean request_timeout_s?"),
-        ("max_running_requests: 4", "max_running_requests: 0", "specray.args.max_running_requests=0"),
-        ("    args:", "    arg:", "applications.0.arg: there is no such option; did you mean args?"),
-        ("port: 8000", "prt: 8000", "http_options.prt: there is no such option; did you mean port?"),
-        ("cluster.app:build", "other:app", "set applications[0].import_path to cluster.app:build"),
-        ("applications:", "applications: [", "is not YAML"),
-    ],
-)
-def test_check_names_every_mistake(old: str, new: str, message: str, serve_config: Path) -> None:
-    from cluster.check import check_file
-
-    serve_config.write_text(SERVE_CONFIG.replace(old, new))
-    with pytest.raises(ConfigError) as caught:
-        check_file(serve_config)
-    assert message in str(caught.value)
 
 
 def test_check_of_a_bad_file_is_status_2(serve_config: Path) -> None:

@@ -35,6 +35,10 @@ def test_the_defaults_are_a_complete_configuration() -> None:
         {"chunked_prefill_size": 0},
         {"speculative": {"algorithm": "NGRAM", "num_draft_tokens": 1}},
         {"speculative": {"algorithm": "NGRAM", "num_draft_tokens": 129}},
+        {"speculative": {"algorithm": "NGRAM", "ngram_match_type": "DFS"}},
+        {"speculative": {"algorithm": "NGRAM", "ngram_min_match_window_size": 0}},
+        {"speculative": {"algorithm": "NGRAM", "ngram_capacity": 10}},
+        {"speculative": {"algorithm": "NGRAM", "ngram_max_spec_factor": 0}},
         {"speculative": {"algorithm": "EAGLE3", "num_steps": 0}},
         {"speculative": {"algorithm": "EAGLE3", "eagle_topk": 33}},
         {"speculative": {"algorithm": "EAGLE3", "draft_load_format": "gguf"}},
@@ -65,7 +69,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="EAGLE3, EAGLE, NGRAM"):
+    with pytest.raises(ConfigError, match=r"EAGLE3, EAGLE, .*STANDALONE, NGRAM"):
         check_speculative(SpeculativeConfig(algorithm="MAGIC"))
 
 
@@ -74,8 +78,9 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
     [
         ({"algorithm": "NGRAM", "eagle_topk": 4}, ["eagle_topk=4", "NGRAM", "remove it", "num_draft_tokens"]),
         ({"algorithm": "NGRAM", "draft_model_path": "x"}, ["draft_model_path='x'", "no effect"]),
+        ({"algorithm": "NGRAM", "ngram_override_min_match": 4}, ["ngram_override_min_match=4", "no effect"]),
         ({"algorithm": "EAGLE3"}, ["EAGLE3", "draft_model_path is null"]),
-        ({"algorithm": "EAGLE"}, ["EAGLE", "draft_model_path is null"]),
+        ({"algorithm": "MTP", "num_steps": 3}, ["eagle_topk, num_draft_tokens is not set"]),
         ({"algorithm": "EAGLE3", "draft_model_path": "x", "num_steps": 3}, ["eagle_topk, num_draft_tokens is not set"]),
     ],
 )

@@ -57,6 +57,10 @@ def test_accepted_drafts_are_counted_at_each_depth() -> None:
 def test_the_drafter_is_a_label() -> None:
     assert EngineStats("EAGLE3").snapshot()["specray_drafter_info"] == {"EAGLE3": 1}
     assert EngineStats().snapshot()["specray_drafter_info"] == {"none": 1}
+    stats = EngineStats("EAGLE3")
+    stats.name_drafter(None)
+    stats.name_drafter("NGRAM")
+    assert stats.snapshot()["specray_drafter_info"] == {"EAGLE3": 0, "none": 0, "NGRAM": 1}
 
 
 def test_the_number_of_positions_is_bounded() -> None:
