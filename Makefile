@@ -7,6 +7,7 @@ TORCH_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
+CHAOS_ARGS ?=
 # Where `make heads` works (5 KB a token of answers), what it asks beside what the target asks itself (JSON Lines with
 # turns, never an evaluation set), how many prompts the target writes, and how many tokens the heads learn from.
 HEADS_DIR ?= heads-work
@@ -16,13 +17,15 @@ HEADS_TOKENS ?= 12000000
 HEADS_ANSWERS = --answers $(HEADS_DIR)/answers $(if $(HEADS_PROMPTS),--prompts $(HEADS_PROMPTS)) \
 	--self-prompts $(HEADS_SELF_PROMPTS)
 HEADS_TRAINING = --tokens $(HEADS_TOKENS) --intermediate-size 1024
+# Layers of the target in the draft model that `make draft` makes.
+DRAFT_LAYERS ?= 0,1,27,28,29
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format bench heads clean distclean
+.PHONY: help install demo test test-fast lint format bench heads draft mtp chaos clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +55,9 @@ test: $(INSTALLED)  ## run all tests (GPU tests skip themselves where there is n
 test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
 	$(BIN)/python -m pytest -m "not slow and not cluster" $(PYTEST_ARGS)
 
+chaos: $(INSTALLED)  ## break a running cluster in every way on the list and account for every request: hours
+	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
 lint: $(INSTALLED)  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,6 +77,13 @@ heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two 
 	cp $(HEADS_DIR)/eagle3/head/* specray/heads/smollm2-135m-instruct-eagle3/
 	cp $(HEADS_DIR)/eagle2/head/* specray/heads/smollm2-135m-instruct-eagle2/
 	cp $(HEADS_DIR)/frequent-8192.json specray/heads/smollm2-135m-instruct-frequent-8192.json
+
+# 92 MB with its copy of the embeddings: too large for the package.
+draft: $(INSTALLED)  ## make the draft model of configs/standalone.yaml: hours on two cores; goes on where it stopped
+	$(BIN)/specray train draft $(HEADS_ANSWERS) --tokens $(HEADS_TOKENS) --layers $(DRAFT_LAYERS) --run $(HEADS_DIR)/draft
+
+mtp: $(INSTALLED)  ## make the MTP layer of configs/mtp.yaml: hours on two cores; goes on where it stopped
+	$(BIN)/specray train mtp $(HEADS_ANSWERS) $(HEADS_TRAINING) --start linear --run $(HEADS_DIR)/mtp
 
 clean:  ## remove what tools left behind, .venv excepted
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -23,6 +23,9 @@ class AddressedRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The addressee. If it is gone any other will do, which refuses the call: else Serve would look for ever."""
-        wanted = None if pending_request is None else pending_request.kwargs.get(replicas.ADDRESSEE)
+        wanted = None
+        if pending_request is not None:
+            wanted = pending_request.kwargs.get(replicas.ADDRESSEE)
+            pending_request.routing_context.should_backoff = True  # or it would be looked for without a pause
         found = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
         return [found or candidate_replicas]

@@ -12,7 +12,7 @@ from ray.serve.config import RequestRouterConfig
 from cluster.autoscaling import serve_autoscaling
 from cluster.config import AppConfig
 from cluster.ingress import OpenAIIngress
-from cluster.placement import STRATEGY, bundles, uses_gpus
+from cluster.placement import bundles, strategy, uses_gpus
 from cluster.router import Router
 from specray.spec_decode import check_speculative
 
@@ -29,8 +29,9 @@ def build(args: AppConfig) -> Application:
 
 
 def _ingress(config: AppConfig) -> serve.Deployment:
-    """More requests than the engine admits may be open, so that the excess gets our 429 and not Serve's own."""
-    max_open = config.max_running_requests + config.max_queued_requests + INGRESS_SLACK
+    """More requests than the engines admit may be open, so that the excess gets our 429 and not Serve's own."""
+    most_engines = config.autoscaling.max_replicas if config.autoscaling.enabled else config.server.num_replicas
+    max_open = most_engines * (config.max_running_requests + config.max_queued_requests) + INGRESS_SLACK
     return serve.deployment(
         name="OpenAIIngress",
         num_replicas=config.server.num_ingress_replicas,
@@ -62,7 +63,7 @@ def _router(config: AppConfig) -> serve.Deployment:
             "runtime_env": {"env_vars": HOST_ENVIRONMENT},
         },
         placement_group_bundles=bundles(config, uses_gpus(config)),
-        placement_group_strategy=STRATEGY,
+        placement_group_strategy=strategy(config),
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.5,

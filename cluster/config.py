@@ -4,7 +4,7 @@ What lives here: the server's options with their bounds and safe defaults. Not h
 (`specray.config`), Ray Serve's own (host, port: the `http_options` of the YAML file).
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,6 +20,18 @@ class ServerConfig(Options):
     served_model_name: str | None = Field(
         None, min_length=1, max_length=256, description="Model name that clients send; null takes the model's."
     )
+    api_key_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with a line `NAME KEY` for each client, closed to other users; null: no key is asked for.",
+    )
+    admin_key_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File like api_key_file with the keys for /admin, which replaces drafters while serving; null: "
+        "there is no /admin.",
+    )
+    open_metrics: bool = Field(False, description="Whether /metrics needs no key where others do.")
     request_timeout_s: float = Field(
         600.0, gt=0.0, le=86_400.0, description="Longest a request may take; a client's `timeout` can only shorten it."
     )
@@ -34,6 +46,13 @@ class ServerConfig(Options):
     )
     failover_s: float = Field(
         30.0, ge=0.0, le=3600.0, description="Longest that requests whose engine was lost wait for another to go on."
+    )
+    step_timeout_s: float = Field(
+        60.0,
+        ge=1.0,
+        le=3600.0,
+        description="Seconds in one step after which the ranks count as deadlocked and are replaced; has to be more "
+        "than the slowest step takes, such as a whole chunk of prompts on a CPU.",
     )
     drain_s: float = Field(
         60.0, ge=1.0, le=3600.0, description="Longest that a replica which is to stop may go on with what it has begun."
@@ -53,16 +72,47 @@ class DraftConfig(Options):
         description="colocated: in a process of its own beside the target's rank, which can fail alone; inline: in the "
         "rank's process. Output is the same.",
     )
-    cpus: float = Field(0.1, ge=0.0, le=1024.0, description="CPU share that Ray reserves for a colocated drafter.")
-    gpu_share: float = Field(
-        0.2, gt=0.0, lt=1.0, description="Share of the rank's GPU that Ray reserves for a colocated drafter."
+    cpus: float = Field(
+        0.1,
+        ge=0.0,
+        le=1024.0,
+        description="CPU share that Ray reserves for the colocated drafter; each of two has half of it where drafters "
+        "can be replaced while serving (server.admin_key_file).",
     )
+    gpu_share: float = Field(
+        0.2, gt=0.0, lt=1.0, description="Share of rank 0's GPU that Ray reserves for the colocated drafter, as `cpus`."
+    )
+
+
+class PlacementConfig(Options):
+    """On which nodes of the cluster an engine's ranks run."""
+
+    across_nodes: bool = Field(
+        False,
+        description="Ranks may run on several nodes, as few as have room. They then talk over the network, neither "
+        "encrypted nor authenticated: a private one is required. Off: an engine keeps to one node.",
+    )
+    rank_resources: dict[str, Annotated[float, Field(gt=0.0, le=1_000_000.0)]] = Field(
+        {},
+        description="Custom Ray resources that each rank reserves beside CPUs and GPUs, by name. They choose nodes: "
+        "those started with them (`ray start --resources`) and not all taken.",
+    )
+
+    @model_validator(mode="after")
+    def _one_owner_of_cpus_and_gpus(self) -> Self:
+        if taken := sorted(self.rank_resources.keys() & {"CPU", "GPU", "memory", "object_store_memory"}):
+            raise ConfigError(
+                f"placement.rank_resources names {', '.join(taken)}, which Ray counts by itself; name custom resources "
+                "here, and set server.rank_cpus for CPUs"
+            )
+        return self
 
 
 class AppConfig(EngineConfig):
     """A whole application: one engine and its server."""
 
     draft: DraftConfig = DraftConfig()
+    placement: PlacementConfig = PlacementConfig()
     routing: RoutingOptions = RoutingOptions()
     autoscaling: AutoscalingOptions = AutoscalingOptions()
     server: ServerConfig = ServerConfig()
@@ -83,9 +133,25 @@ class AppConfig(EngineConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_rank_has_one_node(self) -> Self:
+        if self.placement.across_nodes and self.tp_size == 1:
+            raise ConfigError(
+                "placement.across_nodes has no effect with tp_size=1, for one rank is on one node; raise tp_size, or "
+                "set server.num_replicas for an engine on each node"
+            )
+        return self
+
     @property
     def has_draft_actor(self) -> bool:
-        return self.speculative.algorithm is not None and self.draft.placement == "colocated"
+        """Whether drafters run in processes of their own, or may come to."""
+        is_wanted = self.speculative.algorithm is not None or self.replaces_drafters
+        return is_wanted and self.draft.placement == "colocated"
+
+    @property
+    def replaces_drafters(self) -> bool:
+        """Whether an operator may put another drafter in place while serving."""
+        return self.server.admin_key_file is not None and self.draft.placement == "colocated"
 
     @property
     def engine(self) -> EngineConfig:

@@ -24,9 +24,13 @@ class OpenAIIngress:
     """One replica of the HTTP front."""
 
     def __init__(self, config: AppConfig, router: DeploymentHandle[Any]) -> None:
-        fleet = Fleet(HandleDirectory(router), config)
-        self._service = Service(config, fleet, lambda: _load_tokenization(config))
-        fleet.start()
+        self._fleet = Fleet(HandleDirectory(router), config)
+        self._service = Service(config, self._fleet, lambda: _load_tokenization(config))
+        self._fleet.start()
+
+    async def __del__(self) -> None:
+        """Serve awaits it when nothing is left to answer: routers would wait for our lease to run out."""
+        await self._fleet.close()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._service)

@@ -4,12 +4,13 @@ Not here: how a call finds its addressee (`addressing`), and what is said (`clie
 """
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
-from cluster.connections import Item, Refusal
+from cluster.connections import Item, Refusal, Wish
 from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
 
@@ -41,7 +42,11 @@ class HandleDirectory:
 
 
 class HandlePort:
-    """`client.RouterPort` over a Serve handle: one replica of it."""
+    """`client.RouterPort` over a Serve handle: one replica of it.
+
+    Calls are made outside of the HTTP request at hand. Serve would cancel them when its client leaves, and it gives all
+    calls of a request one id, by which its router finds the call to go on: of two at a time, one looks for ever.
+    """
 
     def __init__(self, handle: DeploymentHandle[Any], replica_id: str) -> None:
         self._handle = handle
@@ -49,7 +54,7 @@ class HandlePort:
         self._to = {ADDRESSEE: replica_id}
 
     async def outputs(self, connection_id: str) -> AsyncIterator[Item]:
-        stream = self._streaming.outputs.remote(connection_id, **self._to)
+        stream = self._call(self._streaming.outputs, connection_id)
         assert isinstance(stream, DeploymentResponseGenerator)
         try:
             async for item in stream:
@@ -58,26 +63,39 @@ class HandlePort:
             stream.cancel()  # type: ignore[no-untyped-call]
 
     async def submit(self, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
-        refusal: Refusal | None = await _answer(self._handle.submit.remote(connection_id, requests, **self._to))
+        refusal: Refusal | None = await self._answer(self._handle.submit, connection_id, requests)
         return refusal
 
     async def abort(self, request_ids: list[str]) -> None:
-        await _answer(self._handle.abort.remote(request_ids, **self._to))
+        await self._answer(self._handle.abort, request_ids)
 
     async def renew(self, connection_id: str) -> bool:
-        is_known: bool = await _answer(self._handle.renew.remote(connection_id, **self._to))
+        is_known: bool = await self._answer(self._handle.renew, connection_id)
         return is_known
 
     async def stats(self) -> Snapshot:
-        snapshot: Snapshot = await _answer(self._handle.stats.remote(**self._to))
+        snapshot: Snapshot = await self._answer(self._handle.stats)
         return snapshot
 
+    async def drafter(self) -> dict[str, Any]:
+        report: dict[str, Any] = await self._answer(self._handle.drafter)
+        return report
 
-async def _answer(response: DeploymentResponse[Any] | DeploymentResponseGenerator[Any]) -> Any:
-    """Await a call; one that is given up is taken back, or it would look for a dead addressee for ever."""
-    assert isinstance(response, DeploymentResponse)
-    try:
-        return await response
-    except asyncio.CancelledError:
-        response.cancel()  # type: ignore[no-untyped-call]
-        raise
+    async def follow(self, wish: Wish) -> Refusal | None:
+        refusal: Refusal | None = await self._answer(self._handle.follow, wish)
+        return refusal
+
+    async def _answer(self, method: DeploymentHandle[Any], *arguments: object) -> Any:
+        """Call and await; a call that is given up is taken back, or it would look for a dead addressee for ever."""
+        response = self._call(method, *arguments)
+        assert isinstance(response, DeploymentResponse)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()  # type: ignore[no-untyped-call]
+            raise
+
+    def _call(
+        self, method: DeploymentHandle[Any], *arguments: object
+    ) -> DeploymentResponse[Any] | DeploymentResponseGenerator[Any]:
+        return contextvars.Context().run(method.remote, *arguments, **self._to)

@@ -1,7 +1,6 @@
 """Background tasks of one owner in an event loop: kept from the garbage collector, ended together."""
 
 import asyncio
-import contextvars
 from collections.abc import Coroutine
 from typing import Any
 
@@ -11,11 +10,9 @@ class Tasks:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        # Serve cancels calls made in a request's context when its client leaves; ours outlive the request.
-        self._context = contextvars.copy_context()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, context=self._context)
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task

@@ -1,13 +1,19 @@
 """Engines whose drafter is behind the socket and the shared memory of a process of its own, here in a thread."""
 
+import contextlib
+import select
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from specray.config import SpeculativeConfig
 from specray.llm import LLM
 from specray.spec_decode.drafter import Drafter, DraftSource
-from specray.worker.colocated import ColocatedDrafts, Doorbell
+from specray.step import DraftFault
+from specray.worker.colocated import ColocatedDrafts
+from specray.worker.doorbell import Doorbell, dismiss
 from specray.worker.draft_worker import DraftWorker
 from specray.worker.worker import Worker
 
@@ -30,24 +36,52 @@ class Colocated:
         self.drafts = ColocatedDrafts(self._doorbell, worker._runner.ring_limits(llm.config))
         worker._drafts = self.drafts
 
-    def start(self, drafter: Drafter | None = None) -> None:
-        """This drafter, or the configured one, knocks; returns once it does."""
-        worker = DraftWorker(self._config, self._num_slots, drafter)
+    def start(self, drafter: Drafter | None = None, speculative: SpeculativeConfig | None = None) -> None:
+        """This drafter, or one with these options, or the configured one, knocks; returns once it does."""
+        config = self._config.model_copy(update={"speculative": speculative or self._config.speculative})
+        worker = DraftWorker(config, self._num_slots, drafter)
         knocked = threading.Event()
 
         def serve() -> None:
             with torch.inference_mode():
                 worker.serve(*self._doorbell, knocked=knocked.set)
 
-        self._threads.append(threading.Thread(target=serve, daemon=True))
-        self._threads[-1].start()
+        self._run(serve)
         assert knocked.wait(30)
+
+    def dismiss(self) -> None:
+        """An operator knocks, who wants nobody to draft; returns once he does."""
+        self._run(lambda: dismiss(self._doorbell, 30.0))
+        assert select.select([self.drafts._server], [], [], 30)[0]
+
+    @contextlib.contextmanager
+    def each_fault(self, *actions: Callable[[], object]) -> Iterator[None]:
+        """Do this whenever the target has noticed one; a late answer has then come before the next step."""
+        take = self.drafts.take_faults
+
+        def take_faults() -> list[DraftFault]:
+            faults = take()
+            for _ in faults:
+                for action in actions:
+                    action()
+            peer = self.drafts._peer
+            if faults and peer is not None:
+                assert select.select([peer._channel._socket], [], [], 30)[0]
+            return faults
+
+        self.drafts.take_faults = take_faults  # type: ignore[method-assign]
+        yield
+        self.drafts.take_faults = take  # type: ignore[method-assign]
 
     def close(self) -> None:
         self.drafts.close()
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=work, daemon=True))
+        self._threads[-1].start()
 
 
 class Recorded:

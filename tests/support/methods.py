@@ -6,9 +6,12 @@ Names are those of DRAFTERS, with a word behind them where a method is run in mo
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from specray.config import SpeculativeConfig
 from tests.support.heads import write_random_head
+from tests.support.mtp import write_deepseek, write_mimo_layers
+from tests.support.toy import write_toy
 
 # (target's folder, an empty folder to write heads to) -> the method's configuration
 Make = Callable[[Path, Path], SpeculativeConfig]
@@ -34,8 +37,66 @@ def eagle(
     return make
 
 
-def ngram(num_draft_tokens: int | None = None) -> Make:
-    return lambda target, folder: SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=num_draft_tokens)  # noqa: ARG005
+def standalone(
+    shape: tuple[int, int, int] | None = None, token_map: range | None = None, variant: str = "llama"
+) -> Make:
+    """A draft model of other weights than the toy target's, but of its vocabulary; `shape` as above."""
+
+    def make(target: Path, folder: Path) -> SpeculativeConfig:  # noqa: ARG001
+        model, path = folder / "draft", folder / "map.json"
+        model.mkdir(exist_ok=True)
+        write_toy(model, variant, seed=1)
+        if token_map:
+            path.write_text(json.dumps(list(token_map)))
+        steps, topk, nodes = shape or (None, None, None)
+        return SpeculativeConfig(
+            algorithm="STANDALONE", draft_model_path=str(model), num_steps=steps, eagle_topk=topk,
+            num_draft_tokens=nodes, token_map=str(path) if token_map else None,
+        )  # fmt: skip
+
+    return make
+
+
+def mtp(
+    num_layers: int = 1, shape: tuple[int, int, int] | None = None, algorithm: str = "MTP",
+    token_map: range | None = None,
+) -> Make:  # fmt: skip
+    """MiMo's layers of random weights; `shape` as above."""
+
+    def make(target: Path, folder: Path) -> SpeculativeConfig:
+        layers, path = write_mimo_layers(folder / "layers", target, num_layers), folder / "map.json"
+        if token_map:
+            path.write_text(json.dumps(list(token_map)))
+        steps, topk, nodes = shape or (None, None, None)
+        return SpeculativeConfig(
+            algorithm=algorithm, draft_model_path=str(layers), num_steps=steps, eagle_topk=topk,
+            num_draft_tokens=nodes, token_map=str(path) if token_map else None,
+        )  # fmt: skip
+
+    return make
+
+
+def mtp_of_deepseek(num_layers: int, shape: tuple[int, int, int]) -> Make:
+    """Latent attention and experts, which draft for any target of their width."""
+
+    def make(target: Path, folder: Path) -> SpeculativeConfig:  # noqa: ARG001
+        write_deepseek(folder / "layers", num_layers)
+        steps, topk, nodes = shape
+        return SpeculativeConfig(
+            algorithm="MTP", draft_model_path=str(folder / "layers"), num_steps=steps, eagle_topk=topk,
+            num_draft_tokens=nodes,
+        )  # fmt: skip
+
+    return make
+
+
+def ngram(**options: Any) -> Make:
+    return lambda target, folder: SpeculativeConfig(algorithm="NGRAM", **options)  # noqa: ARG005
+
+
+def overridden(make: Make, **options: Any) -> Make:
+    """The method of `make`, in whose place n-grams draft."""
+    return lambda target, folder: make(target, folder).model_copy(update=options)
 
 
 METHODS: dict[str, Make] = {
@@ -46,8 +107,17 @@ METHODS: dict[str, Make] = {
     "EAGLE-chain": eagle(2, shape=(3, 1, 4)),
     "EAGLE-deep": eagle(2, shape=(6, 2, 23)),
     "EAGLE-map": eagle(2, shape=(3, 3, 10), token_map=range(2, 60, 3)),
+    "STANDALONE": standalone(),
+    "STANDALONE-tree": standalone(shape=(3, 3, 10), token_map=range(2, 60, 3), variant="qwen3"),
+    "MTP": mtp(),
+    "MTP-stack": mtp(3, shape=(3, 3, 9)),
+    "MTP-deepseek": mtp_of_deepseek(1, shape=(3, 2, 6)),
+    "NEXTN": mtp(shape=(1, 1, 2), algorithm="NEXTN", token_map=range(2, 60, 3)),
     "NGRAM": ngram(),
-    "NGRAM-short": ngram(5),
+    "NGRAM-short": ngram(num_draft_tokens=5, ngram_capacity=1000),
+    "NGRAM-prob": ngram(ngram_match_type="PROB", ngram_max_trie_depth=9, ngram_max_spec_factor=None),
+    "NGRAM-suffix": ngram(ngram_match_type="SUFFIX"),
+    "EAGLE3-ngram": overridden(eagle(3), ngram_override_min_match=2),
 }
 # Where each further run costs more than it can show.
-SOME_METHODS = ["EAGLE3", "EAGLE-map", "NGRAM"]
+SOME_METHODS = ["EAGLE3", "EAGLE-map", "MTP-stack", "NGRAM"]

@@ -1,4 +1,4 @@
-"""EAGLE drafting the slow way: the rules word by word, every number computed from the tokens alone, nothing kept.
+"""Drafting the slow way: the rules word by word, every number computed from the tokens alone, nothing kept.
 
 The tree's rules are a loop over single candidates; a node is computed on its own path behind the whole prefix, whose
 features come from a forward of the target without a cache. Shared with the package: what the target and the head
@@ -17,6 +17,7 @@ from specray.models.eagle import EagleHead
 from specray.models.llama import Llama
 from specray.ops.noise import gumbel
 from specray.ops.sampling import GREEDY_BELOW
+from specray.spec_decode.draft_model import DraftModel
 from specray.spec_decode.draft_tree import NONE, RowTree
 from specray.spec_decode.drafter import DraftRow
 from specray.spec_decode.eagle_tree import TreeShape
@@ -67,22 +68,13 @@ def _best(pool: list[Candidate], among: range, count: int) -> list[int]:
     return taken
 
 
-class NaiveDraft:
-    """One row's draft; `kv` [prefix, 2, kv_heads, dim] is what the head's cache has to hold of the prefix."""
+class NaiveTree:
+    """One row's tree; `ids` are the target's of the columns of the logits, None: the same."""
 
-    def __init__(self, row: DraftRow, target: Llama, head: EagleHead, shape: TreeShape, last_position: int) -> None:
+    def __init__(self, row: DraftRow, shape: TreeShape, ids: Tensor | None) -> None:
         assert len(row.token_ids) == row.end + 1
-        self._row, self._head, self._shape, self._last_position = row, head, shape, last_position
-        self._last_kv: Tensor | None = None
-        self._outputs: dict[Path, Tensor] = {}
+        self._row, self._shape, self._ids = row, shape, ids
         self._gaps: list[float] = []  # relative distances of neighbours wherever an order decided something
-        positions = torch.arange(row.end)
-        tokens = torch.tensor(row.token_ids)
-        _, features = target(tokens[:-1], positions, attend_to_the_past, head.feature_layers)
-        self._states = head.fuse(torch.cat(features, -1))
-        self._output(())
-        assert self._last_kv is not None
-        self.kv = self._last_kv
         self._pool = naive_pool(self._law, shape.num_steps, shape.topk)
         self.tree = naive_tree(self._pool, shape.num_draft_tokens - 1, row.token_ids[-1])
 
@@ -95,10 +87,13 @@ class NaiveDraft:
         self._note_gaps(sorted(scores, reverse=True)[last - 1 : last + 1])
         return min(self._gaps) < tolerance
 
+    def _logits(self, path: Path) -> Tensor:
+        """float32 [columns] after `path`."""
+        raise NotImplementedError
+
     def _law(self, path: Path) -> list[tuple[float, int]]:
-        logits = self._head.logits(self._output(path)[None])[0]
-        size = len(logits)
-        ids = torch.arange(size) if self._head.draft_token_ids is None else self._head.draft_token_ids
+        logits = self._logits(path)
+        ids = torch.arange(len(logits)) if self._ids is None else self._ids
         if self._row.temperature >= GREEDY_BELOW:
             position = self._row.end + 1 + len(path)
             noise = gumbel([self._row.seed], [position], 1 + int(ids.max()), logits.device)[0]
@@ -106,6 +101,29 @@ class NaiveDraft:
         law = sorted(((p, int(ids[i])) for i, p in enumerate(logits.softmax(-1).tolist())), reverse=True)
         self._note_gaps([p for p, _ in law[: self._shape.topk + 1]])
         return law[: self._shape.topk]
+
+    def _note_gaps(self, falling: list[float]) -> None:
+        self._gaps += [(a - b) / max(a, 1e-30) for a, b in pairwise(falling)] + [1.0]
+
+
+class NaiveDraft(NaiveTree):
+    """An EAGLE head's; `kv` [prefix, 2, kv_heads, dim] is what the head's cache has to hold of the prefix."""
+
+    def __init__(self, row: DraftRow, target: Llama, head: EagleHead, shape: TreeShape, last_position: int) -> None:
+        self._row, self._head, self._last_position = row, head, last_position
+        self._last_kv: Tensor | None = None
+        self._outputs: dict[Path, Tensor] = {}
+        positions = torch.arange(row.end)
+        tokens = torch.tensor(row.token_ids)
+        _, features = target(tokens[:-1], positions, attend_to_the_past, head.feature_layers)
+        self._states = head.fuse(torch.cat(features, -1))
+        self._output(())
+        assert self._last_kv is not None
+        self.kv = self._last_kv
+        super().__init__(row, shape, head.draft_token_ids)
+
+    def _logits(self, path: Path) -> Tensor:
+        return self._head.logits(self._output(path)[None])[0]
 
     def _output(self, path: Path) -> Tensor:
         """The head's output [hidden] at the end of prefix and path, all of it computed again."""
@@ -122,8 +140,25 @@ class NaiveDraft:
         self._last_kv = kv.clone()
         return attend_to_the_past(layer, q, kv)
 
-    def _note_gaps(self, falling: list[float]) -> None:
-        self._gaps += [(a - b) / max(a, 1e-30) for a, b in pairwise(falling)] + [1.0]
+
+class NaiveStandalone(NaiveTree):
+    """A draft model's; `kv` [layers, prefix, 2, kv_heads, dim] as above."""
+
+    def __init__(self, row: DraftRow, model: DraftModel, shape: TreeShape) -> None:
+        self._tokens, self._model = row.token_ids, model
+        self._kv: list[Tensor] = []
+        super().__init__(row, shape, model.draft_token_ids)
+        self._logits(())
+        self.kv = torch.stack(self._kv)[:, :-1]  # the root's own is not kept
+
+    def _logits(self, path: Path) -> Tensor:
+        self._kv = []
+        tokens = torch.tensor([*self._tokens, *path])
+        return self._model.logits(self._model.read(tokens, torch.arange(len(tokens)), self._remembering)[-1:])[0]
+
+    def _remembering(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        self._kv.append(kv.clone())
+        return attend_to_the_past(layer, q, kv)
 
 
 def attend_to_the_past(layer: int, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
