@@ -1,6 +1,6 @@
 """`make demo`: serve the embedded model on Ray, ask it two questions, and do it again without speculation.
 
-Speaks HTTP and starts `serve run` as a child; exit status 1 and the reason if anything fails. Not here: serving.
+Speaks HTTP and starts `specray serve` as a child; exit status 1 and the reason if anything fails. Not here: serving.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def play(name: str, config: Path, options: argparse.Namespace, show: bool) -> Round:
     """Serve `config`, ask the questions and stop it again; with `show`, print answers as they come."""
-    print(f"\n== {name}: serve run configs/{config.name}", flush=True)
+    print(f"\n== {name}: specray serve configs/{config.name}", flush=True)
     with LocalServer(config, options.port) as server:
         seconds = server.wait_until_ready(options.timeout, tick=Waiting())
         print(f"{_line_start()}ready at {server.url} after {seconds:.0f} s   ", flush=True)

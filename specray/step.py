@@ -14,7 +14,7 @@ from specray.outputs import TokenLogprob
 
 
 class DraftFault(StrEnum):
-    """What can be wrong with a drafter. Each costs a step its trees; all but `late` end the drafter."""
+    """What can be wrong with a drafter. Each costs a step its trees; all but the first and the last end the drafter."""
 
     LATE = "late"
     FROZEN = "frozen"  # no answer for seconds
