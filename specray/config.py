@@ -51,8 +51,10 @@ class SpeculativeConfig(Options):
     draft_model_revision: str | None = Field(None, description="Commit, branch or tag of a draft model on the hub.")
     draft_load_format: Literal["auto", "safetensors", "bin"] = Field("auto", description="Its weight files to read.")
     draft_dtype: Dtype = Field("auto", description="Type of its weights and KV; auto takes the target's.")
-    draft_model_quantization: Literal["int8", "fp8", "unquant"] | None = Field(
-        None, description="Of its weights; null takes the target's, unquant none. What it shares stays as the target's."
+    draft_model_quantization: Literal["auto", "int8", "fp8", "unquant"] | None = Field(
+        None,
+        description="Of its weights; null takes the target's, unquant none, auto int8 on a CPU that has kernels for it "
+        "and none elsewhere. What it shares with the target stays as the target's.",
     )
     token_map: str | None = Field(
         None,

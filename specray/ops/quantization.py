@@ -74,6 +74,11 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
         raise ConfigError(f"quantization={name} does not work here: {reason}")
 
 
+def quantization_of_choice(device: torch.device, dtype: torch.dtype) -> str | None:
+    """For weights that only speed counts for, such as a drafter's: int8 where it runs. (fp8 was never measured.)"""
+    return None if QUANTIZATIONS["int8"].obstacle(device, dtype) else "int8"
+
+
 def _pack(weight: Tensor) -> object:
     """A float32 weight [out, in] in fbgemm's layout, each output channel rounded to 127 levels either way."""
     scales = weight.abs().amax(-1).clamp_(min=_SMALLEST).double() / 127

@@ -18,7 +18,7 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.ops.attention import Attend, AttentionBackend, RaggedRows, torch_dtype
 from specray.ops.noise import gumbel
-from specray.ops.quantization import check_quantization
+from specray.ops.quantization import check_quantization, quantization_of_choice
 from specray.ops.sampling import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftFaultError, DraftRow, TargetView
@@ -158,6 +158,8 @@ def draft_dtype(config: SpeculativeConfig, target: TargetView) -> torch.dtype:
 def draft_quantization(config: SpeculativeConfig, target: TargetView) -> str | None:
     """Of the drafter's linears: the target's unless it has one of its own. ConfigError if it cannot be had here."""
     name = config.draft_model_quantization or target.quantization
+    if name == "auto":
+        name = quantization_of_choice(target.device, draft_dtype(config, target))
     name = None if name == "unquant" else name
     check_quantization(name, target.device, draft_dtype(config, target))
     return name

@@ -98,7 +98,7 @@ def test_drafters_are_replaced_under_running_requests(drafted: Any, expected: st
     with ThreadPoolExecutor(2) as pool:
         asking = [pool.submit(ask_on) for _ in range(2)]
         try:
-            for options in ({"algorithm": "NGRAM"}, {"algorithm": None}, eagle, deeper):
+            for options in ({"algorithm": "NGRAM"}, {"algorithm": None}, deeper):
                 drafter = drafter_of(replace(drafted, options))
                 assert (drafter["state"], drafter["loading"]) == ("ready" if options["algorithm"] else "off", None)
                 assert {name: drafter["speculative"][name] for name in options} == options

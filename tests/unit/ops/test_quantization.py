@@ -11,7 +11,7 @@ from specray.errors import ConfigError
 from specray.layers.linear import ColumnLinear, RowLinear, VocabHead
 from specray.layers.parallel import RankGroup
 from specray.ops.linear import make_linear
-from specray.ops.quantization import check_quantization
+from specray.ops.quantization import check_quantization, quantization_of_choice
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TYPES = [torch.float32, torch.bfloat16]
@@ -106,6 +106,11 @@ def test_what_has_no_kernel_on_the_device_is_refused_with_the_alternative(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         check_quantization(name, device, torch.bfloat16)
+
+
+def test_the_quantization_of_choice_runs_where_it_is_chosen() -> None:
+    assert quantization_of_choice(CUDA, torch.bfloat16) is None
+    check_quantization(quantization_of_choice(CPU, torch.float32), CPU, torch.float32)
 
 
 def fp8_target() -> EngineConfig:
