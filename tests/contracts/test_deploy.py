@@ -179,7 +179,7 @@ def test_dockerfile_copies_what_exists_and_is_sent(path: Path) -> None:
 def test_image_runs_as_a_user_with_a_health_check_on_our_route(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE)[-1] == "1000:1000"
-    assert "http://127.0.0.1:8000/health" in text
+    assert "http://127.0.0.1:8000/readyz" in text
     assert "RAY_AUTH_MODE=token" in text
 
 
