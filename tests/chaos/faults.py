@@ -142,21 +142,21 @@ async def _flood(scene: Scene) -> None:
     await ask_at_once(scene.service.url, scene.questions, count, scene.ledger)
 
 
-_LOST_FRONT = (Ending.CUT, Ending.REFUSED)
+_LOST_FRONT = (Ending.CUT, Ending.REFUSED)  # the only ingress may be among the lost
 FAULTS: dict[str, Fault] = {
     "router killed": Fault(_lose_engine(ROUTER, signal.SIGKILL), 1, 100),
     "router frozen": Fault(_lose_engine(ROUTER, signal.SIGSTOP), 0, 20),
     "rank killed": Fault(_lose_engine(RANK, signal.SIGKILL), 0, 20),
-    "rank frozen": Fault(_lose_engine(RANK, signal.SIGSTOP), 1, 20),
+    "rank frozen": Fault(_lose_engine(RANK, signal.SIGSTOP), 0, 20),
     "drafter killed": Fault(_lose_drafter(signal.SIGKILL), 1, 20),
     "drafter frozen": Fault(_lose_drafter(signal.SIGSTOP), 0, 20),
-    "ingress killed": Fault(_lose_ingress, 1, 20, _LOST_FRONT),
+    "ingress killed": Fault(_lose_ingress, 0, 20, _LOST_FRONT),
     "controller killed": Fault(_lose_controller, 0, 10),
     "GCS frozen for 4 s": Fault(_freeze_gcs, 0, 5),
-    "node lost": Fault(_lose_node, 1, 10),
+    "node lost": Fault(_lose_node, 1, 10, _LOST_FRONT),
     "redeployed": Fault(_redeploy, 0, 20),
     "clients leave": Fault(_leave, 2, 100, (Ending.LEFT, Ending.REFUSED)),
-    "overload": Fault(_flood, 1, 10, (Ending.REFUSED,)),
+    "overload": Fault(_flood, 0, 10, (Ending.REFUSED,)),
 }
 
 
