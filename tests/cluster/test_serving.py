@@ -149,8 +149,11 @@ def test_two_ranks_write_the_same_text(app: Any, deployer: Any) -> None:
         serve.delete("two")
 
 
-@pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-@pytest.mark.parametrize("title", ["ray::TargetActor", "ray::ServeReplica:one:Router"])
+@pytest.mark.parametrize(
+    ("title", "loss"),
+    [("ray::TargetActor", signal.SIGKILL), ("ray::ServeReplica:one:Router", signal.SIGSTOP)],
+    ids=["rank-killed", "router-frozen"],
+)
 def test_requests_outlive_a_lost_process(app: Any, title: str, loss: signal.Signals) -> None:
     """There is one engine: its requests wait for the next one, and go on where they were."""
     expected = app.complete(**LONG)
