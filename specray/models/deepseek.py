@@ -21,7 +21,7 @@ from specray.layers.moe import MixtureOfExperts, Route, SigmoidRoute, SoftmaxRou
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
-from specray.models.llama import DecoderLayer, FeedForward, Llama, LlamaShape
+from specray.models.llama import Feed, FeedForward, Llama, LlamaShape
 from specray.models.loading import Loader
 from specray.models.moe_models import load_experts, load_gate
 
@@ -70,21 +70,25 @@ class Deepseek(Llama):
         return RotaryEmbedding(config, config.qk_rope_head_dim, max_positions, loader.dtype, loader.device)
 
     @classmethod
-    def layer(
-        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader, group: RankGroup,
-        kv_layer: int | None = None,
-    ) -> DecoderLayer:  # fmt: skip
+    def attention(
+        cls, config: PretrainedConfig, shape: LlamaShape, kv_layer: int, prefix: str, loader: Loader, group: RankGroup
+    ) -> LatentAttention:
         assert isinstance(shape, LatentShape)
-        attention = _attention(config, shape, index if kv_layer is None else kv_layer, prefix, loader, group)
+        return _attention(config, shape, kv_layer, prefix + "self_attn.", loader, group)
+
+    @classmethod
+    def feed_forward(
+        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader, group: RankGroup
+    ) -> Feed:
         if index < config.first_k_dense_replace:
-            return DecoderLayer(shape, loader, prefix, attention, FeedForward(shape, loader, group, prefix + "mlp."))
-        return DecoderLayer(shape, loader, prefix, attention, _mixture(config, shape, prefix + "mlp.", loader, group))
+            return super().feed_forward(config, shape, index, prefix, loader, group)
+        return _mixture(config, shape, prefix + "mlp.", loader, group)
 
 
 def _attention(
-    config: PretrainedConfig, shape: LatentShape, kv_layer: int, prefix: str, loader: Loader, group: RankGroup
+    config: PretrainedConfig, shape: LatentShape, kv_layer: int, place: str, loader: Loader, group: RankGroup
 ) -> LatentAttention:
-    place, sizes, hidden = prefix + "self_attn.", _sizes(config), shape.hidden_size
+    sizes, hidden = _sizes(config), shape.hidden_size
     compress = loader.tensor(place + "kv_a_proj_with_mqa.weight", (sizes.pool_dim, hidden))
     latent, turned = compress.split_with_sizes((sizes.kv_rank, sizes.rope_dim))
     expand = _of_heads(loader, place + "kv_b_proj.weight", shape, sizes.nope_dim + sizes.value_dim, sizes.kv_rank)
@@ -130,7 +134,7 @@ def _ordered(config: PretrainedConfig, rows: Tensor) -> Tensor:
 
 
 def _mixture(
-    config: PretrainedConfig, shape: LatentShape, place: str, loader: Loader, group: RankGroup
+    config: PretrainedConfig, shape: LlamaShape, place: str, loader: Loader, group: RankGroup
 ) -> MixtureOfExperts:
     hidden, width = shape.hidden_size, config.moe_intermediate_size
     shared = width * config.n_shared_experts

@@ -24,6 +24,10 @@ _QKV_BIAS = ("Qwen2ForCausalLM", "MiMoForCausalLM")  # in q, k and v alone, what
 _QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
+SelfAttention = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # of normed states, cos and sin; all [T, …]
+Feed = Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
     """Sizes of a checkpoint and of this rank's part."""
@@ -118,12 +122,27 @@ class Llama:
 
     @classmethod
     def layer(
-        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader,  # noqa: ARG003
-        group: RankGroup, kv_layer: int | None = None,
+        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader, group: RankGroup,
+        kv_layer: int | None = None,
     ) -> "DecoderLayer":  # fmt: skip
         """Layer `index` of this kind from tensors `prefix`*; its KV is layer `kv_layer` or `index` of the pool."""
-        attention = Attention(index if kv_layer is None else kv_layer, shape, loader, group, prefix + "self_attn.")
-        return DecoderLayer(shape, loader, prefix, attention, FeedForward(shape, loader, group, prefix + "mlp."))
+        attention = cls.attention(config, shape, index if kv_layer is None else kv_layer, prefix, loader, group)
+        feed_forward = cls.feed_forward(config, shape, index, prefix, loader, group)
+        return DecoderLayer(shape, loader, prefix, attention, feed_forward)
+
+    @classmethod
+    def attention(
+        cls, config: PretrainedConfig, shape: LlamaShape, kv_layer: int, prefix: str, loader: Loader,  # noqa: ARG003
+        group: RankGroup,
+    ) -> SelfAttention:  # fmt: skip
+        return Attention(kv_layer, shape, loader, group, prefix + "self_attn.")
+
+    @classmethod
+    def feed_forward(
+        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader,  # noqa: ARG003
+        group: RankGroup,
+    ) -> Feed:  # fmt: skip
+        return FeedForward(shape, loader, group, prefix + "mlp.")
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, feature_layers: Sequence[int] = ()
@@ -153,7 +172,7 @@ class DecoderLayer:
 
     def __init__(
         self, shape: LlamaShape, loader: Loader, prefix: str,
-        attention: Callable[[Tensor, Tensor, Tensor, Attend], Tensor], ffn: Callable[[Tensor], Tensor],
+        attention: SelfAttention, ffn: Feed,
     ) -> None:  # fmt: skip
         size = (shape.hidden_size,)
         self.input_norm = RMSNorm(loader.tensor(prefix + "input_layernorm.weight", size), shape.eps)

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from specray.layers.moe import Expert, MixtureOfExperts, SoftmaxRoute
 from specray.layers.parallel import RankGroup
-from specray.models.llama import Attention, DecoderLayer, FeedForward, Llama, LlamaShape
+from specray.models.llama import Feed, Llama, LlamaShape
 from specray.models.loading import Loader
 
 QWEN_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -22,34 +22,29 @@ class Mixtral(Llama):
     """Every layer a mixture; the chosen experts' weights sum to 1."""
 
     @classmethod
-    def layer(
-        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader, group: RankGroup,
-        kv_layer: int | None = None,
-    ) -> DecoderLayer:  # fmt: skip
-        attention = Attention(index if kv_layer is None else kv_layer, shape, loader, group, prefix + "self_attn.")
+    def feed_forward(
+        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader,  # noqa: ARG003
+        group: RankGroup,
+    ) -> Feed:  # fmt: skip
         place, hidden, count = prefix + "block_sparse_moe.", shape.hidden_size, config.num_local_experts
         experts = load_experts(loader, place, count, hidden, shape.ffn_size, group, _MIXTRAL_NAMES)
         route = SoftmaxRoute(config.num_experts_per_tok, normalise=True)
-        mixture = MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, group)
-        return DecoderLayer(shape, loader, prefix, attention, mixture)
+        return MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, group)
 
 
 class Qwen3Moe(Llama):
     """Layers are mixtures but where config.json says otherwise."""
 
     @classmethod
-    def layer(
-        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader, group: RankGroup,
-        kv_layer: int | None = None,
-    ) -> DecoderLayer:  # fmt: skip
-        attention = Attention(index if kv_layer is None else kv_layer, shape, loader, group, prefix + "self_attn.")
+    def feed_forward(
+        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader, group: RankGroup
+    ) -> Feed:
         place, hidden, count = prefix + "mlp.", shape.hidden_size, config.num_experts
         if index in config.mlp_only_layers or not count or (index + 1) % config.decoder_sparse_step:
-            return DecoderLayer(shape, loader, prefix, attention, FeedForward(shape, loader, group, place))
+            return super().feed_forward(config, shape, index, prefix, loader, group)
         experts = load_experts(loader, place, count, hidden, config.moe_intermediate_size, group)
         route = SoftmaxRoute(config.num_experts_per_tok, normalise=config.norm_topk_prob)
-        mixture = MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, group)
-        return DecoderLayer(shape, loader, prefix, attention, mixture)
+        return MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, group)
 
 
 def load_gate(loader: Loader, prefix: str, num_experts: int, hidden_size: int) -> Tensor:
