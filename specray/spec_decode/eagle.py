@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from specray.config import SpeculativeConfig
-from specray.models.eagle import EagleHead, TargetMatrices, load_eagle_head
+from specray.models.eagle import EagleHead, load_eagle_head
 from specray.ops.attention import RaggedRows, make_pool
 from specray.ops.backends import make_backend
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRow, ProposeContext, TargetView
 from specray.spec_decode.eagle_tree import TreeShape
 from specray.spec_decode.fr_spec import configured_token_map
-from specray.spec_decode.tree_growth import Stem, TreeGrower, draft_dtype, draft_quantization, scratch_slots
+from specray.spec_decode.tree_growth import Stem, TreeGrower, scratch_slots, target_matrices
 
 
 def make_eagle3(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter":
@@ -43,7 +43,6 @@ class EagleDrafter:
         self.max_draft_tokens = shape.num_draft_tokens - 1
         self.feature_layers = head.feature_layers
         self._head = head
-        self._shape = shape
         self._device = target.device
         scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
         pool = make_pool(
@@ -62,22 +61,24 @@ class EagleDrafter:
         for row in rows:  # what lies behind `end` is of another request or of rejected nodes
             self._is_written[row.kv_slots[row.start :]] = False
             self._is_written[row.kv_slots[row.start : row.end]] = True
-        last = self._extend(rows, context.features)[: len(context.rows)]
+        visible = [self._visible(row) for row in rows]
+        last = self._extend(rows, visible, context.features)[: len(context.rows)]
         if not context.rows:
             return DraftTree.of([])
         # The pair of token i + 1 and feature i has position i: a child of the root, at `end` + 1, counts as `end`.
-        return self._grower.grow([Stem(row, self._visible(row), row.end) for row in context.rows], last)
+        stems = [Stem(row, slots, row.end) for row, slots in zip(context.rows, visible, strict=False)]
+        return self._grower.grow(stems, last)
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing to forget: whatever there is lies in KV blocks, which have owners."""
 
-    def _extend(self, rows: list[DraftRow], features: Tensor) -> Tensor:
+    def _extend(self, rows: list[DraftRow], visible: list[np.ndarray], features: Tensor) -> Tensor:
         """Read what the step computed; the head's output [rows, hidden] at each row's last position."""
         lengths = [row.end - row.start for row in rows]
         tokens = [token for row in rows for token in row.token_ids[row.start + 1 : row.end + 1]]
         positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
         written = np.concatenate([row.kv_slots[row.start : row.end] for row in rows])
-        ragged = RaggedRows(lengths, [self._visible(row) for row in rows], self._tensor(written), [None] * len(rows))
+        ragged = RaggedRows(lengths, visible, self._tensor(written), [None] * len(rows))
         states = self._head.fuse(features)
         attend = self._attention.plan(ragged)
         output = self._head(torch.tensor(tokens, device=self._device), states, self._tensor(positions), attend)
@@ -95,9 +96,5 @@ class EagleDrafter:
 
 def _make(config: SpeculativeConfig, target: TargetView, version: Literal[2, 3]) -> EagleDrafter:
     shape = TreeShape.of(config, target.architecture)
-    shared = TargetMatrices(
-        target.shape, target.context_length, target.folder, target.load_format, draft_dtype(config, target),
-        target.device, target.model, draft_quantization(config, target),
-    )  # fmt: skip
-    token_map = configured_token_map(config, target)
-    return EagleDrafter(load_eagle_head(config, shared, version, token_map), shape, target)
+    head = load_eagle_head(config, target_matrices(config, target), version, configured_token_map(config, target))
+    return EagleDrafter(head, shape, target)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
-from specray.models.eagle import TargetMatrices
 from specray.models.files import resolve_draft
 from specray.models.mtp import MtpHead, MtpStack, holds_mtp_layers, load_mtp_layers
 from specray.ops.attention import Attend, AttentionBackend, RaggedRows, make_pool, make_zeros
@@ -27,16 +26,12 @@ from specray.spec_decode.drafter import Drafter, DraftRow, ProposeContext, Targe
 from specray.spec_decode.eagle import EagleDrafter, make_eagle2
 from specray.spec_decode.eagle_tree import TreeShape
 from specray.spec_decode.fr_spec import configured_token_map
-from specray.spec_decode.tree_growth import Stem, TreeGrower, draft_dtype, draft_quantization, scratch_slots
+from specray.spec_decode.tree_growth import Stem, TreeGrower, scratch_slots, target_matrices
 
 
 def make_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
     """The MTP layers at `draft_model_path`, or else those of the target's own checkpoint."""
-    shared = TargetMatrices(
-        target.shape, target.context_length, target.folder, target.load_format, draft_dtype(config, target),
-        target.device, target.model, draft_quantization(config, target),
-    )  # fmt: skip
-    layers = load_mtp_layers(*_place(config, target), shared)
+    layers = load_mtp_layers(*_place(config, target), target_matrices(config, target))
     token_map = configured_token_map(config, target)
     if len(layers.layers) == 1:
         return EagleDrafter(MtpHead(layers, token_map), TreeShape.of(config, target.architecture), target)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
+from specray.models.eagle import TargetMatrices
 from specray.ops.attention import Attend, AttentionBackend, RaggedRows, torch_dtype
 from specray.ops.noise import gumbel
 from specray.ops.quantization import check_quantization, quantization_of_choice
@@ -163,6 +164,14 @@ def draft_quantization(config: SpeculativeConfig, target: TargetView) -> str | N
     name = None if name == "unquant" else name
     check_quantization(name, target.device, draft_dtype(config, target))
     return name
+
+
+def target_matrices(config: SpeculativeConfig, target: TargetView) -> TargetMatrices:
+    """What a head takes of its target."""
+    return TargetMatrices(
+        target.shape, target.context_length, target.folder, target.load_format, draft_dtype(config, target),
+        target.device, target.model, draft_quantization(config, target),
+    )  # fmt: skip
 
 
 def check_tree_drafter(config: SpeculativeConfig) -> None:

@@ -17,14 +17,13 @@ from safetensors.torch import load_file, save_file
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
-from specray.outputs import Completion
-from specray.sampling_params import SamplingParams
 from specray.spec_decode import DRAFTERS, draft_model
 from specray.spec_decode.draft_model import Part, PrefixHashes, StandaloneDrafter, share_out
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftRow, ProposeContext, TargetView
 from specray.spec_decode.eagle_tree import TreeShape
 from specray.step import DraftFault
+from tests.support.checked_runs import CLOSE, PROMPTS, RUNS, assert_checked, run, total
 from tests.support.colocated import worker_of
 from tests.support.drafters import draft_row
 from tests.support.engine import make_llm
@@ -32,22 +31,11 @@ from tests.support.methods import Make, standalone
 from tests.support.naive_eagle import NaiveStandalone
 from tests.support.toy import toy_tokenizer, write_toy
 
-PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
-PROMPTS = [[*PREFIX, 40, 41, 42], [*PREFIX, 50, 41], [*PREFIX[:8], 33], [*PREFIX[:8], 34, 35], [5]]
-TEMPERATURES = [0.0, 4.0, 0.8, 8.0, 1.5]
-CLOSE = 1e-5  # of probabilities, relative: a gap that rounding may close
-
 MODELS: dict[str, Make] = {
     "chain": standalone(),
     "tree": standalone(shape=(4, 2, 9)),
     "map": standalone(shape=(3, 3, 8), token_map=range(2, 60, 3), variant="qwen3"),
     "flat": standalone(shape=(1, 6, 5), variant="tied"),
-}
-RUNS: dict[str, dict[str, Any]] = {
-    "pages-of-1": {"page_size": 1},
-    "chunks": {"page_size": 4, "chunked_prefill_size": 4, "max_prefill_tokens": 6},
-    "preemption": {"page_size": 4, "max_total_tokens": 52},
-    "no-cache": {"page_size": 4, "disable_radix_cache": True},
 }
 
 
@@ -108,25 +96,6 @@ def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
         return llm, made[-1]
 
     return start
-
-
-def run(
-    llm: LLM, prompts: Sequence[list[int]] = PROMPTS, max_tokens: int = 8, temperatures: Sequence[float] = TEMPERATURES
-) -> list[Completion]:
-    params = [
-        SamplingParams(temperature=temperatures[i], seed=i, max_tokens=max_tokens, ignore_eos=True)
-        for i in range(len(prompts))
-    ]
-    return [generation.choices[0] for generation in llm.generate(prompts, params)]
-
-
-def total(choices: Sequence[Completion], name: str) -> int:
-    return sum(getattr(choice.usage, name) for choice in choices)
-
-
-def assert_checked(drafter: CheckedDrafter, at_least: int) -> None:
-    assert drafter.num_checked >= at_least
-    assert drafter.num_close_calls <= drafter.num_checked // 20
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,24 +13,16 @@ import torch
 
 from specray.config import SpeculativeConfig
 from specray.llm import LLM
-from specray.outputs import Completion
-from specray.sampling_params import SamplingParams
 from specray.spec_decode import DRAFTERS, Method
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftRow, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter
+from specray.spec_decode.eagle_tree import TreeShape
+from tests.support.checked_runs import CLOSE, PREFIX, PROMPTS, RUNS, assert_checked, run, total
 from tests.support.engine import make_llm
 from tests.support.methods import Make, eagle, mtp
 from tests.support.naive_eagle import NaiveDraft
 from tests.support.toy import CONTEXT
-
-PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
-# Prefixes of all lengths, and the same prefix before different tokens: at the end of a block (pages of 1, 4 and 16)
-# that block's draft KV is another one.
-PROMPTS = [[*PREFIX, 40, 41, 42], [*PREFIX, 50, 41], [*PREFIX[:8], 33], [*PREFIX[:8], 34, 35], [5]]
-# The hotter, the more the noise decides that target and draft share: hot rows accept, cold ones do not.
-TEMPERATURES = [0.0, 4.0, 0.8, 8.0, 1.5]
-CLOSE = 1e-5  # of probabilities, relative: a gap that rounding may close
 
 HEADS: dict[str, Make] = {
     "EAGLE3": eagle(3, shape=(3, 3, 8), draft_vocab_size=40),
@@ -42,14 +34,6 @@ HEADS: dict[str, Make] = {
     "EAGLE-flat": eagle(2, shape=(1, 6, 5)),
     "MTP": mtp(shape=(3, 3, 8)),
 }
-RUNS: dict[str, dict[str, Any]] = {
-    "pages-of-1": {"page_size": 1},
-    "pages-of-16": {"page_size": 16},
-    "chunks": {"page_size": 4, "chunked_prefill_size": 4, "max_prefill_tokens": 6},
-    "one-by-one": {"page_size": 4, "max_running_requests": 1},
-    "preemption": {"page_size": 4, "max_total_tokens": 52},
-    "no-cache": {"page_size": 4, "disable_radix_cache": True},
-}
 
 
 class CheckedDrafter:
@@ -57,10 +41,10 @@ class CheckedDrafter:
 
     reads_next_token = True
 
-    def __init__(self, drafter: EagleDrafter, target: TargetView) -> None:
+    def __init__(self, drafter: EagleDrafter, shape: TreeShape, target: TargetView) -> None:
         self.max_draft_tokens, self.feature_layers = drafter.max_draft_tokens, drafter.feature_layers
         self.num_checked = self.num_close_calls = 0
-        self._drafter, self._target = drafter, target
+        self._drafter, self._shape, self._target = drafter, shape, target
 
     def propose(self, context: ProposeContext) -> DraftTree:
         proposed = self._drafter.propose(context)
@@ -79,8 +63,8 @@ class CheckedDrafter:
         self._drafter.release(slots)
 
     def _naive(self, row: DraftRow) -> NaiveDraft:
-        head, shape = self._drafter._head, self._drafter._shape
-        return NaiveDraft(row, self._target.model, head, shape, self._target.context_length - 1)
+        last = self._target.context_length - 1
+        return NaiveDraft(row, self._target.model, self._drafter._head, self._shape, last)
 
     def _kv(self, row: DraftRow) -> torch.Tensor:
         return self._drafter._attention._pool[0, row.kv_slots[: row.end]]  # type: ignore[attr-defined]
@@ -98,7 +82,7 @@ def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
         def make(config: SpeculativeConfig, target: TargetView) -> Drafter:
             drafter = method.make(config, target)
             assert isinstance(drafter, EagleDrafter)
-            made.append(CheckedDrafter(drafter, target))
+            made.append(CheckedDrafter(drafter, TreeShape.of(config, target.architecture), target))
             return made[-1]
 
         return method._replace(make=make)
@@ -111,25 +95,6 @@ def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
         return llm, made[-1]
 
     return start
-
-
-def run(
-    llm: LLM, prompts: Sequence[list[int]] = PROMPTS, max_tokens: int = 8, temperatures: Sequence[float] = TEMPERATURES
-) -> list[Completion]:
-    params = [
-        SamplingParams(temperature=temperatures[i], seed=i, max_tokens=max_tokens, ignore_eos=True)
-        for i in range(len(prompts))
-    ]
-    return [generation.choices[0] for generation in llm.generate(prompts, params)]
-
-
-def total(choices: Sequence[Completion], name: str) -> int:
-    return sum(getattr(choice.usage, name) for choice in choices)
-
-
-def assert_checked(drafter: CheckedDrafter, at_least: int) -> None:
-    assert drafter.num_checked >= at_least
-    assert drafter.num_close_calls <= drafter.num_checked // 20
 
 
 @pytest.mark.parametrize("head", HEADS)

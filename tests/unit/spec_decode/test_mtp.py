@@ -17,13 +17,13 @@ from specray.spec_decode.drafter import Drafter, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.eagle_tree import TreeShape
 from specray.spec_decode.mtp import StackDrafter, stack_shape
+from tests.support.checked_runs import CLOSE, PROMPTS, RUNS, TEMPERATURES
 from tests.support.engine import generate, make_llm
 from tests.support.heads import write_random_head
 from tests.support.methods import mtp
 from tests.support.mtp import write_deepseek
 from tests.support.naive_eagle import NaiveDraft, attend_to_the_past
 from tests.support.naive_eagle import Path as NodePath
-from tests.unit.spec_decode.test_eagle import CLOSE, PROMPTS, RUNS, TEMPERATURES
 
 SHAPES = {"tree": (3, (3, 3, 8)), "chain": (3, (3, 1, 4)), "fewer-steps": (3, (2, 2, 5))}
 

@@ -1,0 +1,50 @@
+"""What tests of drafters inside real runs share: prompts with common prefixes, a run, how many trees were checked."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from specray.llm import LLM
+from specray.outputs import Completion
+from specray.sampling_params import SamplingParams
+
+PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
+# Prefixes of all lengths, and the same prefix before different tokens: at the end of a block (pages of 1, 4 and 16)
+# that block's draft KV is another one.
+PROMPTS = [[*PREFIX, 40, 41, 42], [*PREFIX, 50, 41], [*PREFIX[:8], 33], [*PREFIX[:8], 34, 35], [5]]
+# The hotter, the more the noise decides that target and draft share: hot rows accept, cold ones do not.
+TEMPERATURES = [0.0, 4.0, 0.8, 8.0, 1.5]
+RUNS: dict[str, dict[str, Any]] = {
+    "pages-of-1": {"page_size": 1},
+    "pages-of-16": {"page_size": 16},
+    "chunks": {"page_size": 4, "chunked_prefill_size": 4, "max_prefill_tokens": 6},
+    "one-by-one": {"page_size": 4, "max_running_requests": 1},
+    "preemption": {"page_size": 4, "max_total_tokens": 52},
+    "no-cache": {"page_size": 4, "disable_radix_cache": True},
+}
+CLOSE = 1e-5  # of probabilities, relative: a gap that rounding may close
+
+
+class Checked(Protocol):
+    """A drafter whose trees were compared with a reference's."""
+
+    num_checked: int
+    num_close_calls: int
+
+
+def run(
+    llm: LLM, prompts: Sequence[list[int]] = PROMPTS, max_tokens: int = 8, temperatures: Sequence[float] = TEMPERATURES
+) -> list[Completion]:
+    params = [
+        SamplingParams(temperature=temperatures[i], seed=i, max_tokens=max_tokens, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    return [generation.choices[0] for generation in llm.generate(prompts, params)]
+
+
+def total(choices: Sequence[Completion], name: str) -> int:
+    return sum(getattr(choice.usage, name) for choice in choices)
+
+
+def assert_checked(drafter: Checked, at_least: int) -> None:
+    assert drafter.num_checked >= at_least
+    assert drafter.num_close_calls <= drafter.num_checked // 20
