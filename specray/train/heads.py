@@ -4,6 +4,7 @@ What lives here: the modules of EAGLE-3, EAGLE-2 and MiMo's MTP layer, and how t
 engine (`specray.models`), the unrolled steps (`unroll`), config.json (`export`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -72,35 +73,30 @@ class Eagle3Head(nn.Module):
         return self.lm_head.weight
 
 
-class Eagle2Head(nn.Module):
-    """The target's final hidden state and the next token in; a Llama layer without its first norm; the target's head.
+class _FrozenOutputHead(nn.Module, ABC):
+    """A head that states the target's final state and leaves the token to the target's own output matrix.
 
-    Training looks at the most frequent ids only (`draft_ids`): the head is frozen, so nothing depends on the others.
+    Training looks at the most frequent ids only (`draft_ids`): the matrix is frozen, so nothing depends on the others.
     """
 
     draft_ids: Tensor
     target_rows: Tensor
 
-    def __init__(self, shape: LlamaShape, draft_ids: Tensor, bias: bool = False) -> None:
+    def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
         super().__init__()
         self.shape = shape
-        self.fc = linear(2 * shape.hidden_size, shape.hidden_size, bias)
-        self.layers = nn.ModuleList([Eagle2Layer(shape)])
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         rows = torch.zeros(len(draft_ids), shape.hidden_size)
         self.register_buffer("target_rows", rows, persistent=False)
 
-    def start_from(self, target: Target) -> None:
-        """Begin as: the layer is fed the feature."""
-        _begin_as_last_block(self.fc.weight)
+    @abstractmethod
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor: ...
+
+    def take_output_of(self, target: Target) -> None:
         self.target_rows = target.head[self.draft_ids]
 
     def enter(self, features: Tensor) -> Tensor:
         return features
-
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
-        stepped: Tensor = self.layers[0](self.fc(torch.cat((embeds, states), -1)), cos, sin, memory)
-        return stepped
 
     def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
         return feature_rollout(self, target, batch, steps)
@@ -113,18 +109,29 @@ class Eagle2Head(nn.Module):
         return self.target_rows
 
 
-class MtpHead(nn.Module):
-    """MiMo's MTP layer: the target's final state and the next token in, each normed; the target's head.
+class Eagle2Head(_FrozenOutputHead):
+    """The target's final hidden state and the next token in; a Llama layer without its first norm."""
 
-    What it puts out is a final state like the one it read. Training looks at the most frequent ids only, as above.
-    """
+    def __init__(self, shape: LlamaShape, draft_ids: Tensor, bias: bool = False) -> None:
+        super().__init__(shape, draft_ids)
+        self.fc = linear(2 * shape.hidden_size, shape.hidden_size, bias)
+        self.layers = nn.ModuleList([Eagle2Layer(shape)])
 
-    draft_ids: Tensor
-    target_rows: Tensor
+    def start_from(self, target: Target) -> None:
+        """Begin as: the layer is fed the feature."""
+        _begin_as_last_block(self.fc.weight)
+        self.take_output_of(target)
+
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
+        stepped: Tensor = self.layers[0](self.fc(torch.cat((embeds, states), -1)), cos, sin, memory)
+        return stepped
+
+
+class MtpHead(_FrozenOutputHead):
+    """MiMo's MTP layer: the target's final state and the next token in, each normed; the target's head."""
 
     def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
-        super().__init__()
-        self.shape = shape
+        super().__init__(shape, draft_ids)
         size = shape.hidden_size
         self.token_layernorm = Norm(size, shape.eps)
         self.hidden_layernorm = Norm(size, shape.eps)
@@ -134,9 +141,6 @@ class MtpHead(nn.Module):
         self.post_attention_layernorm = Norm(size, shape.eps)
         self.mlp = FeedForward(shape)
         self.final_layernorm = Norm(size, shape.eps)
-        self.register_buffer("draft_ids", draft_ids, persistent=False)
-        rows = torch.zeros(len(draft_ids), size)
-        self.register_buffer("target_rows", rows, persistent=False)
 
     def start_from(self, target: Target) -> None:
         """Begin as: the state passes through, for the first norm takes away what the last one gives it."""
@@ -146,15 +150,12 @@ class MtpHead(nn.Module):
             self.input_proj.weight[:, :size].copy_(torch.eye(size))
             self.hidden_layernorm.weight.copy_(norm.square().mean().sqrt() / norm)
             self.final_layernorm.weight.copy_(norm)
-        self.target_rows = target.head[self.draft_ids]
+        self.take_output_of(target)
 
     @property
     def fc(self) -> nn.Linear:
         """What makes one vector of the two inputs, as in other heads."""
         return self.input_proj
-
-    def enter(self, features: Tensor) -> Tensor:
-        return features
 
     def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
         x = self.input_proj(self.joined(embeds, states, masks_first=memory.is_empty))
@@ -168,16 +169,6 @@ class MtpHead(nn.Module):
         if masks_first:
             embeds = torch.cat((torch.zeros_like(embeds[:, :1]), embeds[:, 1:]), 1)
         return torch.cat((self.hidden_layernorm(states), self.token_layernorm(embeds)), -1)
-
-    def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
-        return feature_rollout(self, target, batch, steps)
-
-    def outputs(self, states: Tensor) -> Tensor:
-        return states
-
-    @property
-    def output_weight(self) -> Tensor:
-        return self.target_rows
 
 
 class Eagle3Layer(nn.Module):
