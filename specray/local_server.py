@@ -29,6 +29,13 @@ STOP_SECONDS = 30
 LOG_TAIL_LINES = 30
 
 
+def free_port() -> int:
+    """A TCP port of loopback nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class ServerStartError(SpecRayError):
     """The server could not be started, with the tail of its log where there is one."""
 

@@ -7,7 +7,6 @@ the rows about EAGLE heads (`eagle_figures`).
 import argparse
 import json
 import re
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from specray.bench.session import Session
 from specray.bench.tables import format_table
 from specray.chat import Answer, connect, first_model, stream_answer
 from specray.errors import SpecRayError
-from specray.local_server import LocalServer
+from specray.local_server import LocalServer, free_port
 
 NGRAM = "ngram"
 STEP_PATH = (
@@ -121,7 +120,7 @@ def _concurrency(session: Session, effort: Effort) -> Figure:
 
 def through_the_router(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     del wanted
-    with LocalServer(ROOT / "configs" / "plain.yaml", _free_port()) as server:
+    with LocalServer(ROOT / "configs" / "plain.yaml", free_port()) as server:
         server.wait_until_ready()
         client = connect(server.url)
         request = {"model": first_model(client), "temperature": 0, "max_tokens": effort.max_tokens}
@@ -159,13 +158,6 @@ def _session(dtype: str) -> Session:
 def _phases(server: LocalServer) -> dict[str, float]:
     time.sleep(3)  # the server copies its counters out about once a second
     return {phase: float(seconds) for phase, seconds in PHASE_LINE.findall(server.get("/metrics"))}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _parser() -> argparse.ArgumentParser:

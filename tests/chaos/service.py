@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 
 from cluster.app import build
 from cluster.config import AppConfig
-from tests.support.ports import free_port
+from specray.local_server import free_port
 
 APP = "chaos"
 NUM_ENGINES = 2

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from specray.local_server import free_port
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 ROOT = Path(__file__).parents[2]
@@ -53,9 +54,7 @@ def ray_cluster() -> Iterator[int]:
 
     paths = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{paths}"  # workers import this checkout, installed or not
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield port

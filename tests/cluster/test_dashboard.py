@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from specray.dashboard.panels import ROWS, Query
 from specray.dashboard.png import save_png
 from specray.dashboard.query import Series, query_range
 from specray.errors import ConfigError
+from specray.local_server import free_port
 
 FOLDER = Path(__file__).parents[2] / "dashboards"
 QUERIES = [query for row in ROWS for panel in row.panels for query in panel.queries]
@@ -97,12 +97,6 @@ def test_the_main_panels_are_drawn(prometheus: str, tmp_path: Path) -> None:
     now = time.time()
     save_png(tmp_path / "main.png", prometheus, now - 60, now)
     assert (tmp_path / "main.png").stat().st_size > 50_000
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until_it_answers(url: str, log: Path) -> None:

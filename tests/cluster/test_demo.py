@@ -1,12 +1,13 @@
 """`make demo` from start to end, on a real Ray cluster and the embedded model."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from specray.local_server import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,10 +33,3 @@ def test_demo_answers_both_ways_and_leaves_nothing_behind() -> None:
     assert demo.stdout.count("times plain decoding.") == 2
     assert "identical" in demo.stdout  # or says why not
     assert set(Path("/tmp").glob("specray-serve-*")) <= before
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

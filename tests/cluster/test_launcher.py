@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+
+from specray.local_server import free_port
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0  # of a machine with much else to do
@@ -26,9 +27,7 @@ class Served:
     """A `specray serve` of our own, with its log."""
 
     def __init__(self, model: Path, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self._log = log
         command = [
             sys.executable, "-m", "specray.cli", "serve", f"--model={model}", f"--port={self.port}", "--dtype=float32",

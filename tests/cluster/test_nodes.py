@@ -19,9 +19,9 @@ import httpx
 import pytest
 
 from specray.llm import LLM
+from specray.local_server import free_port
 from specray.sampling_params import SamplingParams
 from tests.support.networks import Network
-from tests.support.ports import free_port
 from tests.support.processes import own_processes
 from tests.support.two_nodes import STORE_BYTES, TwoNodes, environment
 

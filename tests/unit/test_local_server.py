@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from specray import local_server
-from specray.local_server import LocalServer, ServerStartError
+from specray.local_server import LocalServer, ServerStartError, free_port
 
 HEALTHY = """
 import http.server, subprocess, sys, yaml
@@ -29,10 +29,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-    return number
+    return free_port()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from cluster.check import check_file
 from cluster.config import AppConfig
 from cluster.launcher import error_line
 from cluster.serve_command import exposure, main, ray_environment
+from specray.local_server import free_port
 
 ROOT = Path(__file__).parents[3]
 EAGLE3 = ROOT / "configs/eagle3.yaml"
@@ -161,10 +162,3 @@ def test_the_reason_of_a_failed_start_is_the_error_under_the_traceback() -> None
 
 def start_nothing(*_: object) -> None:
     raise AssertionError("this would have started a server")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
