@@ -10,25 +10,7 @@ from cluster.config import AppConfig
 from cluster.placement import bundles
 from cluster.plan import plan_text, total
 from specray.errors import ConfigError
-
-SERVE_CONFIG = """
-http_options: {host: 127.0.0.1, port: 8000}
-applications:
-  - name: specray
-    import_path: cluster.app:build
-    args:
-      model: smollm2-135m-instruct
-      max_running_requests: 4
-      speculative: {algorithm: NGRAM}
-      server: {request_timeout_s: 60}
-"""
-
-
-@pytest.fixture
-def serve_config(tmp_path: Path) -> Path:
-    path = tmp_path / "serve.yaml"
-    path.write_text(SERVE_CONFIG)
-    return path
+from tests.support.serve_file import SERVE_CONFIG
 
 
 @pytest.mark.parametrize(
