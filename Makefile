@@ -5,6 +5,8 @@ PYTHON ?= python3
 # name an index of CPU builds here to avoid them: make demo TORCH_ARGS="--index-url URL"
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+# A worker takes a core and a gigabyte.
+PARALLEL ?= -n logical --maxprocesses 8 --dist worksteal
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 CHAOS_ARGS ?=
@@ -49,11 +51,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding
 	$(BIN)/python -m specray.demo $(DEMO_ARGS)
 
+# Tests that start a cluster have their machine for themselves: what they wait for is real, and late on a busy one.
 test: $(INSTALLED)  ## run all tests (GPU tests skip themselves where there is none)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not cluster" $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
 
 test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
-	$(BIN)/python -m pytest -m "not slow and not cluster" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(PYTEST_ARGS)
 
 chaos: $(INSTALLED)  ## break a running cluster in every way on the list and account for every request: hours
 	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
