@@ -17,6 +17,7 @@ from specray.models.tokenizer import load_tokenizer
 from specray.outputs import Completion, FinishReason, Generation, RequestOutput
 from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
 from specray.spec_decode.drafter import Drafter
+from specray.step import UNLIMITED, DraftLimit
 from specray.worker.local import LocalExecutor
 
 
@@ -46,9 +47,9 @@ class LLM:
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, cache_salt: str = "", progress: bool = False,
+        *, cache_salt: str = "", draft_limits: Sequence[DraftLimit] | None = None, progress: bool = False,
     ) -> list[Generation]:  # fmt: skip
-        """Complete every prompt (text or token ids), in order.
+        """Complete every prompt (text or token ids), in order; `draft_limits` are one for each prompt's trees.
 
         Raises InvalidRequestError, naming the prompt's index, if one can never be served; then none is run.
         """
@@ -57,8 +58,9 @@ class LLM:
         generations = [Generation(list(ids), []) for ids in token_ids]
         choices: dict[str, Completion] = {}
         requests = []
-        for generation, ids, options in zip(generations, token_ids, all_params, strict=True):
-            for request, completion in self._choices(ids, options, cache_salt):
+        limits = draft_limits or [UNLIMITED] * len(prompts)
+        for generation, ids, options, limit in zip(generations, token_ids, all_params, limits, strict=True):
+            for request, completion in self._choices(ids, options, cache_salt, limit):
                 generation.choices.append(completion)
                 choices[request.request_id] = completion
                 requests.append(request)
@@ -90,7 +92,7 @@ class LLM:
         return list(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
     def _choices(
-        self, token_ids: list[int], params: SamplingParams, cache_salt: str
+        self, token_ids: list[int], params: SamplingParams, cache_salt: str, draft_limit: DraftLimit
     ) -> list[tuple[EngineRequest, Completion]]:
         seed = fresh_seed() if params.seed is None else params.seed
         pairs = []
@@ -98,7 +100,9 @@ class LLM:
             seeded = replace(params, seed=choice_seed(seed, index))
             completion = Completion(index, seed=choice_seed(seed, index))
             completion.logprobs = None if params.logprobs is None else []
-            pairs.append((EngineRequest(f"llm-{next(self._ids)}", token_ids, seeded, cache_salt), completion))
+            request_id = f"llm-{next(self._ids)}"
+            request = EngineRequest(request_id, token_ids, seeded, cache_salt, draft_limit=draft_limit)
+            pairs.append((request, completion))
         return pairs
 
     def _check(self, requests: list[EngineRequest]) -> None:

@@ -24,6 +24,16 @@ class DraftFault(StrEnum):
     NO_HELLO = "no_hello"  # it knocked and said nothing
 
 
+class DraftLimit(NamedTuple):
+    """Most of a tree that is verified."""
+
+    num_tokens: int  # nodes beside the root
+    num_steps: int  # levels below the root
+
+
+UNLIMITED = DraftLimit(2**31 - 1, 2**31 - 1)  # but by what the drafter makes and the step has room for
+
+
 class RowSampling(NamedTuple):
     """The part of a request's sampling options that the worker needs; `seed` is always set."""
 
@@ -51,6 +61,7 @@ class NewRow(NamedTuple):
     block_ids: list[int]
     sampling: RowSampling
     cache_salt: str
+    max_draft_steps: int = UNLIMITED.num_steps  # levels of its trees to verify
 
 
 class RowStep(NamedTuple):

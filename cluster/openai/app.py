@@ -31,6 +31,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestValidationError, errors.handle_validation_error)
     app.add_exception_handler(HTTPException, errors.handle_http_error)
     _add_openai_routes(app, service)
+    _add_speculation_routes(app, service)
     _add_sglang_routes(app, service)
     _add_operator_routes(app, service)
     if service.config.server.admin_key_file is not None:
@@ -61,6 +62,12 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
         return service.model(name)
+
+
+def _add_speculation_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/speculation/capabilities")
+    async def capabilities() -> Json:
+        return service.capabilities()
 
 
 def _add_sglang_routes(app: FastAPI, service: Service) -> None:

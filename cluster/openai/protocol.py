@@ -155,6 +155,17 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class Speculation(Body):
+    """How a request's drafts are limited; null leaves it to the server. What is granted is `speculation`'s to say."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool | None = None
+    algorithm: Annotated[str, Field(max_length=64)] | None = None
+    num_steps: Annotated[int, Field(ge=1)] | None = None
+    num_draft_tokens: Annotated[int, Field(ge=2)] | None = None  # root included
+
+
 class Generating(Sampling):
     """What chat and text completions have in common."""
 
@@ -168,6 +179,7 @@ class Generating(Sampling):
     cache_salt: CacheSalt | None = None
     prompt_cache_key: CacheSalt | None = None  # requests with one key go to one engine while its load allows
     timeout: Timeout | None = None
+    speculative: Speculation | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -326,6 +338,7 @@ class GenerateRequest(Body):
     cache_salt: CacheSalt | None = None
     prompt_cache_key: CacheSalt | None = None  # requests with one key go to one engine while its load allows
     timeout: Timeout | None = None
+    speculative: Speculation | None = None
 
     @model_validator(mode="after")
     def _one_prompt_field(self) -> Self:

@@ -22,11 +22,13 @@ from cluster.fleet import Fleet
 from cluster.openai.errors import ApiError, shown
 from cluster.openai.protocol import Body, ChatRequest, CompletionRequest, GenerateRequest
 from cluster.openai.replies import ChatReply, CompletionReply, GenerateReply, Head, Reply
+from cluster.openai.speculation import Offer
 from cluster.openai.streams import EventStream, WholeReply
 from cluster.openai.tokenization import Tokenization
 from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
 from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
+from specray.step import DraftLimit
 
 READY_S = 5.0  # without a token: idle engines make one every few seconds
 IGNORED_FIELDS_HEADER = "x-specray-ignored-fields"
@@ -119,6 +121,10 @@ class Service:
             "eos_token_ids": info.eos_token_ids,
         }
 
+    def capabilities(self) -> Json:
+        """What this server's speculation can do for a request, and what it does to its output."""
+        return {"model": self.config.model_name, **self._offer().capabilities()}
+
     async def server_info(self) -> Json:
         """SGLang's /server_info: every option in force, and the engine's state."""
         info = self._info()
@@ -142,7 +148,8 @@ class Service:
         head: Head,
         reply: Reply,
     ) -> Response:
-        requests = _engine_requests(head.request_id, prompts, params, tenant, body.cache_salt or "")
+        draft_limit = self._offer().limit(body.speculative)
+        requests = _engine_requests(head.request_id, prompts, params, tenant, body.cache_salt or "", draft_limit)
         limit = self.config.server.request_timeout_s
         session = within(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
         job = await self._fleet.submit(requests, min(body.timeout or limit, limit), session)
@@ -160,6 +167,9 @@ class Service:
         if self._fleet.info is None:
             raise ApiError(503, NOT_READY)
         return self._fleet.info
+
+    def _offer(self) -> Offer:
+        return Offer(self.drafts.speculative, self._info().max_draft_tokens)
 
     def _head(self, prefix: str, params: SamplingParams) -> Head:
         assert params.seed is not None
@@ -181,14 +191,17 @@ def _seeded(params: SamplingParams) -> SamplingParams:
 
 
 def _engine_requests(
-    request_id: str, prompts: list[list[int]], params: SamplingParams, tenant: str, cache_salt: str
-) -> list[EngineRequest]:
+    request_id: str, prompts: list[list[int]], params: SamplingParams, tenant: str, cache_salt: str,
+    draft_limit: DraftLimit,
+) -> list[EngineRequest]:  # fmt: skip
     """One request per choice, in the order of `replies.empty_choices`."""
     assert params.seed is not None
     variants = [replace(params, seed=choice_seed(params.seed, index), n=1) for index in range(params.n)]
     pairs = [(prompt, variant) for prompt in prompts for variant in variants]
     return [
-        EngineRequest(f"{request_id}-{index}", prompt, variant, within(tenant, cache_salt), tenant)
+        EngineRequest(
+            f"{request_id}-{index}", prompt, variant, within(tenant, cache_salt), tenant, draft_limit=draft_limit
+        )
         for index, (prompt, variant) in enumerate(pairs)
     ]
 

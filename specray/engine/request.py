@@ -11,6 +11,7 @@ from math import inf
 from specray.engine.radix_cache import CacheNode
 from specray.outputs import FinishReason, RequestUsage, TokenLogprob
 from specray.sampling_params import SamplingParams
+from specray.step import UNLIMITED, DraftLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class EngineRequest:
     cache_salt: str = ""  # tenants with different salts share no cached prefix
     tenant: str = ""  # whose share of the engine it uses: the operator's name for a client, never the client's choice
     timeout_s: float = inf  # it is aborted so long after its arrival, wherever it is
+    draft_limit: DraftLimit = UNLIMITED  # what its caller allows; (0, 0) decodes plainly. The text is the same
     is_probe: bool = False  # asked by the server itself, to see that a token can be made: no metric counts it
     emitted_token_ids: Sequence[int] = ()  # by an engine that was lost: this one goes on behind them, without a seam
 

@@ -143,7 +143,7 @@ class Scheduler:
     def _row_step(self, request: Request, num_tokens: int, new_block_ids: list[int], max_drafts: int) -> RowStep:
         num_known, num_drafts = len(request.token_ids), 0
         if num_tokens == request.num_pending_tokens:
-            num_drafts = max(0, min(max_drafts, request.max_useful_drafts))
+            num_drafts = max(0, min(max_drafts, request.max_useful_drafts, request.spec.draft_limit.num_tokens))
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
         return RowStep(request.slot, num_tokens, num_drafts, new_block_ids)
@@ -184,6 +184,7 @@ class Scheduler:
             list(request.block_ids),
             _row_sampling(request, self.eos_token_ids),
             request.spec.cache_salt,
+            request.spec.draft_limit.num_steps,
         )
 
     def _commit_row(self, request: Request, row: RowStep, news: RowResult) -> Emitted:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specray.models.llama import Llama, LlamaShape
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.step import DraftFault
+from specray.step import UNLIMITED, DraftFault, DraftLimit
 
 
 class DraftRow(NamedTuple):
@@ -36,6 +36,7 @@ class DraftRow(NamedTuple):
     kv_slots: np.ndarray  # int64 [>= end]: pool slot of each position
     seed: int
     temperature: float
+    max_steps: int = UNLIMITED.num_steps  # levels of a tree of which the next step may have use
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +44,8 @@ class ProposeContext:
     """What a step leaves behind for the next step's drafts."""
 
     rows: list[DraftRow]  # want a tree; their last known token, at `end`, is its root
-    unfinished: list[DraftRow] = field(default_factory=list)  # in the middle of their prompt: to be read, not drafted
+    # To be read, not drafted: in the middle of their prompt, or what is drafted for them would not be verified.
+    unfinished: list[DraftRow] = field(default_factory=list)
     # [sum of end - start, len(feature_layers) * hidden]: the computed tokens', first of `rows`, then of `unfinished`
     features: Tensor | None = None
 
@@ -108,8 +110,8 @@ class DraftSource(Protocol):
 
     def submit(self, context: ProposeContext) -> None: ...
 
-    def collect(self, roots: Sequence[tuple[int, int]], limits: Sequence[int]) -> DraftTree:
-        """Trees of (slot, last known token) rows, each cut to `limits[i]` drafts; bare roots where none is ready."""
+    def collect(self, roots: Sequence[tuple[int, int]], limits: Sequence[DraftLimit]) -> DraftTree:
+        """Trees of (slot, last known token) rows, each cut to `limits[i]`; bare roots where none is ready."""
 
     def release(self, slots: Sequence[int]) -> None: ...
 
@@ -144,7 +146,7 @@ class InlineDrafts:
         self._laws = {} if drafts.draft_probs is None else dict(zip(slots, drafts.draft_probs, strict=True))
         self.seconds = time.perf_counter() - start
 
-    def collect(self, roots: Sequence[tuple[int, int]], limits: Sequence[int]) -> DraftTree:
+    def collect(self, roots: Sequence[tuple[int, int]], limits: Sequence[DraftLimit]) -> DraftTree:
         rows = zip(roots, limits, strict=True)
         trees = [cut_tree(self._pending.pop(slot, None), root, limit) for (slot, root), limit in rows]
         return DraftTree.of(trees, self._take_laws([slot for slot, _ in roots]))
@@ -168,8 +170,21 @@ class InlineDrafts:
         return torch.stack([laws.get(slot, unknown) for slot in slots])
 
 
-def cut_tree(tree: RowTree | None, root: int, limit: int) -> RowTree:
-    """A tree that was made for `root`, cut to `limit` drafts; any other one, or none, becomes the root alone."""
+def cut_tree(tree: RowTree | None, root: int, limit: DraftLimit) -> RowTree:
+    """A tree that was made for `root`, cut to `limit`; any other one, or none, becomes the root alone."""
     if tree is None or tree.tokens[0] != root:
         return RowTree([root], [NONE])
-    return RowTree(tree.tokens[: limit + 1], tree.parents[: limit + 1])  # parents come first: any cut is a tree
+    tree = _without_levels_below(tree, limit.num_steps)
+    end = limit.num_tokens + 1
+    return RowTree(tree.tokens[:end], tree.parents[:end])  # parents come first: any cut is a tree
+
+
+def _without_levels_below(tree: RowTree, num_steps: int) -> RowTree:
+    if num_steps >= len(tree.tokens) - 1:
+        return tree
+    depths: list[int] = [0]
+    for parent in tree.parents[1:]:
+        depths.append(depths[parent] + 1)
+    kept = [node for node, depth in enumerate(depths) if depth <= num_steps]
+    places = {node: place for place, node in enumerate(kept)} | {NONE: NONE}
+    return RowTree([tree.tokens[node] for node in kept], [places[tree.parents[node]] for node in kept])

@@ -72,19 +72,20 @@ class TreeGrower:
     def grow(self, stems: Sequence[Stem], output: Tensor) -> DraftTree:
         """Trees below the rows' last known tokens, from the model's output [rows, H] before their children."""
         topk, num_rows = self._shape.topk, len(stems)
+        num_steps = min(self._shape.num_steps, max(stem.row.max_steps for stem in stems))
         laws: list[Tensor] = []  # of each level's children
         scores, tokens = self._candidates(output, stems, 1, laws)
         pool = CandidatePool.of_roots(scores[:, 0], tokens[:, 0])
         states = self._model.recur(output).repeat_interleave(topk, 0)  # what precedes each of the frontier's tokens
         sees = np.empty((num_rows, topk, 0), dtype=bool)  # earlier nodes that are ancestors
         frontier = torch.arange(topk, device=self._device).expand(num_rows, topk)
-        for level in range(1, self._shape.num_steps):
+        for level in range(1, num_steps):
             tokens = pool.tokens.gather(1, frontier).flatten()
             sees = np.concatenate((sees, np.broadcast_to(np.eye(topk, dtype=bool), (num_rows, topk, topk))), 2)
             output = self._forward_level(stems, tokens, states, sees, level)
             law, children = self._candidates(output, stems, level + 1, laws)
             pool.expand(frontier, pool.scores.gather(1, frontier)[:, :, None] * law, children)
-            if level + 1 < self._shape.num_steps:
+            if level + 1 < num_steps:
                 frontier = pool.best_of_last()
                 parents = (frontier - (pool.scores.shape[1] - topk**2)) // topk  # places in the level just computed
                 flat = (parents + topk * torch.arange(num_rows, device=self._device)[:, None]).flatten()
@@ -92,7 +93,8 @@ class TreeGrower:
                 sees = np.take_along_axis(sees, parents.cpu().numpy()[:, :, None], 1)
         if not bool(pool.scores.isfinite().all()):
             raise DraftFaultError(DraftFault.NOT_A_NUMBER)
-        tree = pool.tree([stem.row.token_ids[stem.row.end] for stem in stems], self._shape.num_draft_tokens - 1)
+        num_drafts = min(self._shape.num_draft_tokens - 1, pool.scores.shape[1])
+        tree = pool.tree([stem.row.token_ids[stem.row.end] for stem in stems], num_drafts)
         return replace(tree, draft_probs=F.pad(torch.stack(laws, 1), (0, 0, 0, 1))) if laws else tree
 
     def _forward_level(

@@ -20,7 +20,7 @@ import torch
 from specray.channel import Channel, ChannelClosedError
 from specray.spec_decode.draft_tree import DraftTree, RowTree
 from specray.spec_decode.drafter import DraftFaultError, ProposeContext, cut_tree
-from specray.step import DraftFault
+from specray.step import DraftFault, DraftLimit
 from specray.worker.doorbell import NOBODY, Doorbell, Hello, answer, listen, unpack_hello
 from specray.worker.draft_wire import RowTeller, Welcome, pack, unpack_reply
 from specray.worker.feature_ring import NUM_REGIONS, FeatureRing, open_file
@@ -77,7 +77,7 @@ class ColocatedDrafts:
             with self._peer_on_probation():
                 self._peer.submit(context)
 
-    def collect(self, roots: Sequence[tuple[int, int]], limits: Sequence[int]) -> DraftTree:
+    def collect(self, roots: Sequence[tuple[int, int]], limits: Sequence[DraftLimit]) -> DraftTree:
         self._admit()
         trees: dict[int, RowTree] = {}
         if self._peer is not None and roots:

@@ -43,6 +43,7 @@ class WireRow(NamedTuple):
     new_kv_slots: bytes  # int64
     start: int
     end: int
+    max_steps: int
 
 
 class Order(NamedTuple):
@@ -114,7 +115,7 @@ class RowTeller:
         entry = Entry(row.num_prompt_tokens, row.cache_salt, row.seed, row.temperature) if is_new else None
         self._told[row.slot] = len(row.token_ids), len(row.kv_slots)
         new_slots = row.kv_slots[num_slots:].tobytes()
-        return WireRow(row.slot, entry, row.token_ids[num_tokens:], new_slots, row.start, row.end)
+        return WireRow(row.slot, entry, row.token_ids[num_tokens:], new_slots, row.start, row.end, row.max_steps)
 
 
 class RowBook:
@@ -143,7 +144,7 @@ class RowBook:
             old = self._rows[told.slot]
         old.token_ids.extend(told.new_token_ids)
         kv_slots = np.concatenate((old.kv_slots, new_slots)) if len(new_slots) else old.kv_slots
-        row = old._replace(start=told.start, end=told.end, kv_slots=kv_slots)
+        row = old._replace(start=told.start, end=told.end, kv_slots=kv_slots, max_steps=told.max_steps)
         self._rows[told.slot] = row
         return row
 

@@ -7,7 +7,7 @@ import torch
 
 from specray.ops.sampling import SamplerRow
 from specray.spec_decode.drafter import DraftRow
-from specray.step import NewRow, RowStep, StepPlan
+from specray.step import UNLIMITED, NewRow, RowStep, StepPlan
 
 
 @dataclass(slots=True, eq=False)
@@ -21,8 +21,9 @@ class Row:
     kv_slots: np.ndarray  # int64 [tokens the row's blocks can hold]
     sampler: SamplerRow
     cache_salt: str
+    max_draft_steps: int = UNLIMITED.num_steps
 
-    def draft_row(self, start: int) -> DraftRow:
+    def draft_row(self, start: int, max_steps: int) -> DraftRow:
         """The row for the drafter, after a step that computed it from position `start`."""
         return DraftRow(
             self.slot,
@@ -34,6 +35,7 @@ class Row:
             self.kv_slots,
             self.sampler.options.seed,
             self.sampler.options.temperature,
+            max_steps,
         )
 
 
@@ -66,6 +68,7 @@ class RowTable:
             slots,
             sampler,
             new.cache_salt,
+            new.max_draft_steps,
         )
 
     def _extended(self, step: RowStep) -> Row:

@@ -21,7 +21,7 @@ from specray.spec_decode import make_choice, make_drafter
 from specray.spec_decode.draft_tree import ROOT, DraftTree, RowTree
 from specray.spec_decode.drafter import Drafter, DraftSource, InlineDrafts, ProposeContext
 from specray.spec_decode.verifier import Verdict, verify
-from specray.step import RowResult, StepPlan, StepResult, StepTimes, pack, unpack_plan
+from specray.step import DraftLimit, RowResult, StepPlan, StepResult, StepTimes, pack, unpack_plan
 from specray.worker.colocated import ColocatedDrafts
 from specray.worker.devices import choose_device
 from specray.worker.doorbell import Doorbell
@@ -110,7 +110,7 @@ class Worker:
         forwarded = time.perf_counter()
         verdicts = dict(zip(batch.sampling, self._verify(batch, logits), strict=True))
         results = [self._commit(batch, i, verdicts.get(i), is_sound[i]) for i in range(len(rows))]
-        self._context = self._draft_context(batch, results, verdicts, features)
+        self._context = self._draft_context(plan, batch, results, verdicts, features)
         verified = time.perf_counter()
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self._drafts.take_faults())
@@ -119,7 +119,7 @@ class Worker:
         num_known = count_known(plan.rows, rows)
         sampling = sampling_rows(rows, num_known)
         roots = [(rows[i].slot, rows[i].token_ids[-1]) for i in sampling]
-        limits = [plan.rows[i].max_draft_tokens for i in sampling]
+        limits = [DraftLimit(plan.rows[i].max_draft_tokens, rows[i].max_draft_steps) for i in sampling]
         drafts = self._drafts.collect(roots, limits) if self._group.leads else DraftTree.of([])
         trees = [RowTree(*row).or_root(self.capacity.vocab_size) for row in self._agree(drafts.rows())]
         tree = DraftTree.of(trees, drafts.draft_probs)
@@ -146,21 +146,25 @@ class Worker:
         return RowResult(row.slot, verdict.token_ids, num_drafts, verdict.logprobs, None)
 
     def _draft_context(
-        self, batch: InputBatch, results: list[RowResult], verdicts: dict[int, Verdict], features: list[torch.Tensor]
-    ) -> ProposeContext:
+        self, plan: StepPlan, batch: InputBatch, results: list[RowResult], verdicts: dict[int, Verdict],
+        features: list[torch.Tensor],
+    ) -> ProposeContext:  # fmt: skip
         """What the drafter is told: every sound row, and the target's features of what it computed for good."""
         sound = [i for i, result in enumerate(results) if result.error is None]
-        told = sorted(sound, key=lambda i: i not in verdicts)  # those that sampled come first
+        steps = zip(plan.rows, batch.rows, strict=True)
+        room = [min(step.max_draft_tokens, row.max_draft_steps) for step, row in steps]
+        wanting = {i for i in sound if i in verdicts and room[i]}
+        told = sorted(sound, key=lambda i: i not in wanting)
         kept = [batch.kept(i, verdicts[i].path if i in verdicts else [ROOT]) for i in told]
         starts = [batch.rows[i].num_computed_tokens - len(places) for i, places in zip(told, kept, strict=True)]
-        rows = [batch.rows[i].draft_row(start) for i, start in zip(told, starts, strict=True)]
-        num_ready = sum(i in verdicts for i in told)
+        rows = [batch.rows[i].draft_row(start, room[i]) for i, start in zip(told, starts, strict=True)]
+        rows, unwanting = rows[: len(wanting)], rows[len(wanting) :]
         if not features:
-            return ProposeContext(rows[:num_ready], rows[num_ready:])
+            return ProposeContext(rows, unwanting)
         places = [place for row_places in kept for place in row_places]
         index = torch.tensor(places, dtype=torch.int64, device=features[0].device)
         together = torch.cat([feature.index_select(0, index) for feature in features], -1)
-        return ProposeContext(rows[:num_ready], rows[num_ready:], together)
+        return ProposeContext(rows, unwanting, together)
 
     def _agree(self, value: Any) -> Any:
         """Rank 0's value on every rank, as plain data."""

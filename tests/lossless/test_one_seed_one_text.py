@@ -8,6 +8,7 @@ import pytest
 
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
+from specray.step import UNLIMITED, DraftLimit
 from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import generate, make_llm, visible
 from tests.support.methods import METHODS, SOME_METHODS
@@ -104,6 +105,23 @@ def test_any_bound_on_a_steps_drafts(
     options = drafting(name)
     speculative = options["speculative"].model_copy(update={"max_step_draft_tokens": bound})
     assert_same(generate(toy, PROMPTS, PARAMS, **options | {"speculative": speculative}), plain)
+
+
+@pytest.mark.parametrize("name", [*METHODS, "right", "right-last"])
+def test_any_limits_of_the_requests_side_by_side(
+    name: str, toy: Path, plain: list[Completion], drafting: Drafting
+) -> None:
+    kinds = [DraftLimit(0, 0), DraftLimit(1, 1), DraftLimit(2, 9), DraftLimit(9, 2), DraftLimit(9, 0), UNLIMITED]
+    limits = [kinds[i % len(kinds)] for i in range(len(PROMPTS))]
+    options = drafting(name)
+    with make_llm(toy, options.pop("drafter", None), **options) as llm:
+        choices = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS, draft_limits=limits)]
+    assert_same(choices, plain)
+    for choice, limit in zip(choices, limits, strict=True):
+        assert choice.usage is not None
+        assert len(choice.usage.accept_histogram) <= min(limit) + 1
+        assert choice.usage.num_draft_tokens <= limit.num_tokens * choice.usage.num_verify_steps
+    assert sum(choice.usage.num_draft_tokens for choice in choices if choice.usage) > 0
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)

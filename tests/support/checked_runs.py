@@ -6,6 +6,9 @@ from typing import Any, Protocol
 from specray.llm import LLM
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
+from specray.spec_decode.draft_tree import RowTree
+from specray.spec_decode.drafter import DraftRow, cut_tree
+from specray.step import DraftLimit
 
 PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
 # Prefixes of all lengths, and the same prefix before different tokens: at the end of a block (pages of 1, 4 and 16)
@@ -29,6 +32,15 @@ class Checked(Protocol):
 
     num_checked: int
     num_close_calls: int
+
+
+def is_grown_to(tree: RowTree, expected: RowTree, rows: Sequence[DraftRow], num_steps: int) -> bool:
+    """Whether a tree is the expected one; where no row has use for all its levels, as far as these reach."""
+    deepest = max(row.max_steps for row in rows)
+    if deepest >= num_steps:
+        return tree == expected
+    best = DraftLimit(deepest, deepest)  # nodes of which none could have been displaced by a deeper one
+    return cut_tree(tree, tree.tokens[0], best) == cut_tree(expected, expected.tokens[0], best)
 
 
 def run(

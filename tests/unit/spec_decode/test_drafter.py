@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.spec_decode.drafter import InlineDrafts, ProposeContext
+from specray.spec_decode.drafter import InlineDrafts, ProposeContext, cut_tree
+from specray.step import UNLIMITED, DraftLimit
 from tests.support.drafters import draft_row
 
 TREE = RowTree([5, 6, 7, 8], [NONE, 0, 0, 2])
@@ -44,25 +45,37 @@ def bare(root: int) -> RowTree:
 
 def test_trees_are_given_to_the_rows_they_were_made_for() -> None:
     source = drafts_of({3: TREE, 1: RowTree([9, 2], [NONE, 0])})
-    assert source.collect([(1, 9), (3, 5), (2, 4)], [9, 9, 9]).rows() == [RowTree([9, 2], [NONE, 0]), TREE, bare(4)]
+    assert source.collect([(1, 9), (3, 5), (2, 4)], [UNLIMITED] * 3).rows() == [
+        RowTree([9, 2], [NONE, 0]),
+        TREE,
+        bare(4),
+    ]
 
 
 def test_a_tree_with_another_root_is_dropped_for_good() -> None:
     source = drafts_of({3: TREE})
-    assert source.collect([(3, 6)], [9]).rows() == [bare(6)]
-    assert source.collect([(3, 5)], [9]).rows() == [bare(5)]
+    assert source.collect([(3, 6)], [UNLIMITED]).rows() == [bare(6)]
+    assert source.collect([(3, 5)], [UNLIMITED]).rows() == [bare(5)]
 
 
 def test_a_tree_is_given_once() -> None:
     source = drafts_of({3: TREE})
-    source.collect([(3, 5)], [9])
-    assert source.collect([(3, 5)], [9]).rows() == [bare(5)]
+    source.collect([(3, 5)], [UNLIMITED])
+    assert source.collect([(3, 5)], [UNLIMITED]).rows() == [bare(5)]
 
 
 def test_a_tree_is_cut_to_its_rows_limit() -> None:
     for limit in range(5):
-        [row] = drafts_of({3: TREE}).collect([(3, 5)], [limit]).rows()
+        [row] = drafts_of({3: TREE}).collect([(3, 5)], [UNLIMITED._replace(num_tokens=limit)]).rows()
         assert row == RowTree(TREE.tokens[: limit + 1], TREE.parents[: limit + 1])
+
+
+def test_a_tree_loses_its_lower_levels_first() -> None:
+    tree = RowTree([5, 1, 2, 3, 4, 6], [NONE, 0, 1, 2, 0, 4])
+    cuts = {0: bare(5), 1: RowTree([5, 1, 4], [NONE, 0, 0]), 2: RowTree([5, 1, 2, 4, 6], [NONE, 0, 1, 0, 3]), 3: tree}
+    for num_steps, expected in cuts.items():
+        assert cut_tree(tree, 5, UNLIMITED._replace(num_steps=num_steps)) == expected
+    assert cut_tree(tree, 5, DraftLimit(3, 2)) == RowTree([5, 1, 2, 4], [NONE, 0, 1, 0])
 
 
 def test_a_released_slots_tree_is_gone_and_its_drafter_told() -> None:
@@ -70,7 +83,7 @@ def test_a_released_slots_tree_is_gone_and_its_drafter_told() -> None:
     source = InlineDrafts(drafter)
     source.submit(context(3, 4))
     source.release([3])
-    assert source.collect([(3, 5), (4, 5)], [9, 9]).rows() == [bare(5), TREE]
+    assert source.collect([(3, 5), (4, 5)], [UNLIMITED] * 2).rows() == [bare(5), TREE]
     assert drafter.released == [3]
 
 
@@ -80,7 +93,7 @@ def test_the_newest_draft_of_a_slot_counts() -> None:
     source.submit(context(3))
     drafter.trees = {3: RowTree([5, 1], [NONE, 0])}
     source.submit(context(3))
-    assert source.collect([(3, 5)], [9]).rows() == [RowTree([5, 1], [NONE, 0])]
+    assert source.collect([(3, 5)], [UNLIMITED]).rows() == [RowTree([5, 1], [NONE, 0])]
 
 
 def test_a_source_wants_what_its_drafter_wants() -> None:
@@ -99,4 +112,4 @@ def test_without_a_drafter_every_tree_is_its_root() -> None:
     source.release([1])
     assert (source.max_draft_tokens, source.feature_layers, source.reads_next_token) == (0, (), False)
     assert source.seconds == 0.0
-    assert source.collect([(1, 5), (2, 6)], [9, 9]).rows() == [bare(5), bare(6)]
+    assert source.collect([(1, 5), (2, 6)], [UNLIMITED] * 2).rows() == [bare(5), bare(6)]

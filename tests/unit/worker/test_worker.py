@@ -307,6 +307,21 @@ def test_accepted_nodes_are_told_with_their_own_features(draw: str, toy: Path, g
         end = row.end
 
 
+@pytest.mark.parametrize(("max_drafts", "max_draft_steps"), [(0, 9), (9, 0), (3, 9), (9, 2)])
+def test_a_drafter_is_told_of_how_much_there_is_use(max_drafts: int, max_draft_steps: int, toy: Path) -> None:
+    """A row without any is read, so that its drafts may begin at any step, and not drafted for."""
+    recorder = Recorder("random")
+    driver = Driver(toy, recorder)
+    row = NewRow(2, PROMPT, len(PROMPT), 0, [1, 2, 60], GREEDY, "", max_draft_steps)
+    driver.worker.execute(StepPlan(9, [], [row], [RowStep(2, 100, max_drafts, [])]))
+    driver.worker.propose()
+    [context] = recorder.told
+    [told] = context.rows or context.unfinished
+    assert bool(context.rows) == (min(max_drafts, max_draft_steps) > 0)
+    assert (told.max_steps, told.end) == (min(max_drafts, max_draft_steps), len(PROMPT))
+    assert_true_features(driver, context)
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 8])
 def test_a_chunk_is_told_as_unfinished(chunk: int, toy: Path) -> None:
     recorder = Recorder("random")
@@ -344,7 +359,7 @@ def test_what_the_cache_held_was_not_computed(toy: Path) -> None:
     driver.enter(0)
     driver.step([0])
     again = NewRow(2, PROMPT, len(PROMPT), 2 * PAGE, [1, 2, 60], GREEDY, "tenant")
-    driver.worker.execute(StepPlan(9, [], [again], [RowStep(2, 100, 0, [])]))
+    driver.worker.execute(StepPlan(9, [], [again], [RowStep(2, 100, 1, [])]))
     driver.worker.propose()
     [row] = recorder.told[-1].rows
     assert (row.start, row.end, row.cache_salt) == (2 * PAGE, len(PROMPT), "tenant")
