@@ -44,8 +44,9 @@ def log_line(before: Snapshot, now: Snapshot, seconds: float, num_kv_tokens: int
     num_accepted = grown("specray_spec_decode_num_accepted_tokens_total")
     accept_length = 1 + num_accepted / num_verify_steps if num_verify_steps else 0.0
     usage = number(now, "specray_kv_cache_usage_perc")
+    simulated = "SIMULATED ACCEPTANCE, " if number(now, "specray_acceptance_is_simulated") else ""
     return (
-        f"running: {number(now, 'specray_num_requests_running'):.0f}, "
+        f"{simulated}running: {number(now, 'specray_num_requests_running'):.0f}, "
         f"queued: {number(now, 'specray_num_requests_waiting'):.0f}, "
         f"tokens: {usage * num_kv_tokens:.0f}, "
         f"kv usage: {usage:.2f}, "

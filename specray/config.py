@@ -14,6 +14,7 @@ from specray.errors import ConfigError
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 MAX_TREE_NODES = 128  # of a draft tree, its root included
 
+Rate = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -119,6 +120,28 @@ class SpeculativeConfig(Options):
         description="Below 1.0, lossy: acceptance grows as if drafts were 1 / accept_threshold_acc as likely.",
     )
 
+    simulate_accept_length: Annotated[float, Field(ge=1.0, le=33.0)] | None = Field(
+        None,
+        description="For measuring steps: drafts are accepted by lot, so that a step makes so many tokens on average; "
+        "the output is meaningless.",
+    )
+    simulate_accept_rates: Annotated[list[Rate], Field(min_length=1, max_length=32)] | None = Field(
+        None, description="The same by depth: how often a draft is accepted where the one before it was."
+    )
+    simulate_output_is_meaningless: bool = Field(
+        False, description="Has to be true for the two above, which nobody wants by mistake."
+    )
+
+    @property
+    def drafter_name(self) -> str | None:
+        """The method, as logs and metrics name it."""
+        return f"SIMULATED {self.algorithm}" if self.is_simulated else self.algorithm
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether acceptance is made up, and the output with it."""
+        return self.simulate_accept_length is not None or self.simulate_accept_rates is not None
+
     @property
     def is_lossy(self) -> bool:
         """Whether sampled requests may get other tokens than the target alone would give them."""
@@ -126,7 +149,10 @@ class SpeculativeConfig(Options):
 
     def check_successor(self, other: "SpeculativeConfig") -> None:
         """ConfigError if `other` cannot follow this one without a restart: a verifier is chosen for good."""
-        for name in ("verification", "accept_threshold_single", "accept_threshold_acc"):
+        for name in (
+            "verification", "accept_threshold_single", "accept_threshold_acc", "simulate_accept_length",
+            "simulate_accept_rates",
+        ):  # fmt: skip
             if other.algorithm is not None and getattr(other, name) != getattr(self, name):
                 raise ConfigError(
                     f"speculative.{name}={getattr(other, name)!r} cannot follow {getattr(self, name)!r} while serving; "
@@ -144,6 +170,29 @@ class SpeculativeConfig(Options):
                 f"accept_threshold_single={self.accept_threshold_single} and accept_threshold_acc="
                 f"{self.accept_threshold_acc} are no part of verification: rejection, which is exact; set both to 1.0, "
                 "or verification: coupled"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _simulation_is_meant(self) -> Self:
+        both = {name: getattr(self, name) for name in ("simulate_accept_length", "simulate_accept_rates")}
+        given = {name: value for name, value in both.items() if value is not None}
+        if not given:
+            if self.simulate_output_is_meaningless:
+                raise ConfigError("simulate_output_is_meaningless=true has nothing to confirm; remove it")
+            return self
+        if len(given) == 2:
+            raise ConfigError("simulate_accept_length and simulate_accept_rates say the same thing; set one of them")
+        [(name, value)] = given.items()
+        if not self.simulate_output_is_meaningless:
+            raise ConfigError(
+                f"speculative.{name}={value!r} makes acceptance up, and the output is nobody's; to measure it, set "
+                "simulate_output_is_meaningless: true as well, to serve, remove it"
+            )
+        if self.is_lossy or self.verification == "rejection":
+            raise ConfigError(
+                f"speculative.{name} takes the place of the verification; leave verification, "
+                "accept_threshold_single and accept_threshold_acc as they are by default"
             )
         return self
 

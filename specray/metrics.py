@@ -38,6 +38,7 @@ METRICS = (
     ),
     Metric("specray_acceptance_collapsed", "gauge", "1 while drafts are made and hardly ever accepted, else 0."),
     Metric("specray_verification_is_lossy", "gauge", "1 if thresholds accept what the target does not say, else 0."),
+    Metric("specray_acceptance_is_simulated", "gauge", "1 if acceptance is made up and output meaningless, else 0."),
     Metric("specray_num_requests_running", "gauge", "Requests being computed."),
     Metric("specray_num_requests_waiting", "gauge", "Requests in the queue."),
     Metric("specray_kv_cache_usage_perc", "gauge", "Share of KV blocks held by running requests, 0 to 1."),

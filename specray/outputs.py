@@ -35,7 +35,7 @@ class RequestUsage(NamedTuple):
     num_accepted: int  # accepted drafts, bonus not counted
     num_preemptions: int
     accept_histogram: tuple[int, ...] = ()  # [k]: verified trees with drafts of which exactly k were accepted
-    is_lossy: bool = False  # drafts were accepted by thresholds: tokens may differ from what the target alone gives
+    is_lossy: bool = False  # drafts were accepted by thresholds or by lot: tokens may differ from the target's own
 
 
 def add_histograms(histograms: Iterable[Sequence[int]]) -> list[int]:

@@ -47,15 +47,17 @@ class Reply(Protocol):
 class Head:
     """What all objects of one reply share."""
 
-    def __init__(self, request_id: str, model: str, fingerprint: str, seed: int) -> None:
+    def __init__(self, request_id: str, model: str, fingerprint: str, seed: int, is_simulated: bool = False) -> None:
         self.request_id = request_id
         self.created = int(time.time())
         self.model = model
         self.fingerprint = fingerprint
         self.seed = seed
+        self.warnings: Json = {"simulated_acceptance": True} if is_simulated else {}  # in all that is sent
 
     def fields(self, kind: str) -> Json:
         return {
+            **self.warnings,
             "id": self.request_id,
             "object": kind,
             "created": self.created,
@@ -256,6 +258,7 @@ class GenerateReply:
             "spec_accept_length": accept_length(counts.num_accepted, counts.num_verify_steps),
             "spec_accept_histogram": list(counts.accept_histogram),
             "spec_lossy": counts.is_lossy,
+            **self._head.warnings,
             "e2e_latency": time.monotonic() - self._started,
             "seed": choice.seed,
         }

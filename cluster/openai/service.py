@@ -173,7 +173,8 @@ class Service:
 
     def _head(self, prefix: str, params: SamplingParams) -> Head:
         assert params.seed is not None
-        return Head(f"{prefix}-{uuid.uuid4().hex}", self.config.model_name, self._fingerprint, params.seed)
+        request_id, is_simulated = f"{prefix}-{uuid.uuid4().hex}", self.config.speculative.is_simulated
+        return Head(request_id, self.config.model_name, self._fingerprint, params.seed, is_simulated)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.config.model_name:

@@ -68,6 +68,8 @@ EXACT_OPTIONS = sorted(name for name in SamplingParams.__dataclass_fields__)
 
 def _output(speculative: SpeculativeConfig) -> Json:
     """Of requests at temperature 0 and above: the plain text, a text by the plain law, or neither."""
+    if speculative.is_simulated:
+        return {"greedy": "meaningless", "sampled": "meaningless", "one_seed_one_text": False}
     if speculative.is_lossy:
         return {"greedy": "exact", "sampled": "lossy", "one_seed_one_text": False}
     if speculative.verification == "rejection":

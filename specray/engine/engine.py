@@ -30,8 +30,9 @@ class Engine:
         self.capacity = executor.capacity
         self.scheduler = Scheduler(config, self.capacity)
         self.max_length = min(self.capacity.context_length, self.scheduler.max_request_tokens)
-        self.stats = EngineStats(config.speculative.algorithm)
+        self.stats = EngineStats(config.speculative.drafter_name)
         self.stats.set("specray_verification_is_lossy", config.speculative.is_lossy)
+        self.stats.set("specray_acceptance_is_simulated", config.speculative.is_simulated)
         self._alarm = AcceptanceAlarm(self.stats)
         self._probe_stats = EngineStats()  # nobody reads them
         self._tokenizer = tokenizer
@@ -76,7 +77,8 @@ class Engine:
         max_length = self.max_length if max_tokens is None else num_prompt + max_tokens
         known = [*spec.prompt_token_ids, *spec.emitted_token_ids]
         request = Request(spec, max_length, time.monotonic(), known, num_prompt)
-        request.is_lossy = self.config.speculative.is_lossy and spec.params.temperature > 0
+        speculative = self.config.speculative
+        request.is_lossy = speculative.is_simulated or (speculative.is_lossy and spec.params.temperature > 0)
         text = TextStream(self._tokenizer, spec.params, self.capacity.eos_token_ids, max_length - num_prompt)
         text.feed(spec.emitted_token_ids)  # the caller has this text
         self.scheduler.add(request)
@@ -108,7 +110,7 @@ class Engine:
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
         self.scheduler.max_step_draft_tokens = speculative.max_step_draft_tokens
-        self.stats.name_drafter(speculative.algorithm)
+        self.stats.name_drafter(speculative.drafter_name)
         self._alarm.reset()
 
     def fail_all(self, message: str) -> list[RequestOutput]:

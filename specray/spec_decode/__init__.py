@@ -14,6 +14,7 @@ from specray.spec_decode.eagle import make_eagle3
 from specray.spec_decode.mtp import check_mtp, make_eagle_or_mtp, make_mtp
 from specray.spec_decode.ngram import NGRAM_OPTIONS, NgramDrafter, check_ngram
 from specray.spec_decode.rejection import by_rejection
+from specray.spec_decode.simulation import Simulated, rates_of
 from specray.spec_decode.thresholds import Thresholds
 from specray.spec_decode.tree_growth import check_tree_drafter
 
@@ -29,8 +30,11 @@ class Method(NamedTuple):
 
 
 _ALL = frozenset(
-    {"algorithm", "max_step_draft_tokens", "verification", "accept_threshold_single", "accept_threshold_acc"}
-)  # hold for every method
+    {
+        "algorithm", "max_step_draft_tokens", "verification", "accept_threshold_single", "accept_threshold_acc",
+        "simulate_accept_length", "simulate_accept_rates", "simulate_output_is_meaningless",
+    }
+)  # fmt: skip  # hold for every method
 _HEAD = frozenset(
     {
         "draft_model_path", "draft_model_revision", "draft_load_format", "draft_dtype", "draft_model_quantization",
@@ -73,6 +77,10 @@ def check_speculative(config: SpeculativeConfig) -> None:
 
 def make_choice(config: SpeculativeConfig) -> Choose:
     """How tokens are chosen when drafts are verified."""
+    if config.is_simulated:
+        rates = config.simulate_accept_rates or rates_of(config.simulate_accept_length or 1.0)
+        logger.warning("SIMULATED acceptance at rates %s by depth: the output is MEANINGLESS", rates)
+        return Simulated(rates)
     if config.verification == "rejection":
         return by_rejection
     if not config.is_lossy:

@@ -22,7 +22,7 @@ from specray.ops.sampling import SamplerRow, target_law
 
 def by_rejection(
     logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int],
-    children: Sequence[Mapping[int, int]], draft_laws: Tensor | None,
+    children: Sequence[Mapping[int, int]], draft_laws: Tensor | None, depth: int,  # noqa: ARG001
 ) -> Tensor:  # fmt: skip
     """A Choose."""
     seeds = [row.options.seed for row in rows]

@@ -28,7 +28,7 @@ class Thresholds:
 
     def __call__(
         self, logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int],
-        children: Sequence[Mapping[int, int]], draft_laws: Tensor | None,  # noqa: ARG002
+        children: Sequence[Mapping[int, int]], draft_laws: Tensor | None, depth: int,  # noqa: ARG002
     ) -> Tensor:  # fmt: skip
         tokens: list[int] = sample(logits, rows, positions).tolist()
         open_rows = [i for i, token in enumerate(tokens) if children[i] and token not in children[i]]

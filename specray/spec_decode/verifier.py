@@ -38,18 +38,19 @@ def verify(
     walks = [_Walk(row, lengths[i]) for i, row in enumerate(rows)]
     children = children_of(tree)
     first = [sum(tree.num_nodes[:i]) for i in range(len(rows))]
-    active = list(range(len(rows)))
+    active, depth = list(range(len(rows))), 0
     while active:
         nodes = [walks[i].path[-1] for i in active]
         here = logits[torch.tensor([first[i] + node for i, node in zip(active, nodes, strict=True)]).to(logits.device)]
         below = [children[i].get(node, {}) for i, node in zip(active, nodes, strict=True)]
         laws = None if tree.draft_probs is None else tree.draft_probs[active, nodes]
-        tokens = choose(here, [rows[i] for i in active], [walks[i].position for i in active], below, laws)
+        tokens = choose(here, [rows[i] for i in active], [walks[i].position for i in active], below, laws, depth)
         chosen = here.gather(1, tokens[:, None]).isfinite()[:, 0]
         # To the host once per depth: a handful of tokens, and the walk is data dependent.
         for i, row_logits, token, is_sound in zip(active, here, tokens.tolist(), chosen.tolist(), strict=True):
             walks[i].emit(token, row_logits, is_sound)
         active = [i for i, drafts in zip(active, below, strict=True) if walks[i].descend(drafts)]
+        depth += 1
     return [walk.verdict() for walk in walks]
 
 

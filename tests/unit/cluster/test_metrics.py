@@ -44,6 +44,14 @@ def test_log_line_is_of_the_interval() -> None:
     assert line == "running: 3, queued: 0, tokens: 50, kv usage: 0.05, accept len: 2.30, gen throughput (token/s): 23.0"
 
 
+def test_log_line_says_that_acceptance_is_made_up() -> None:
+    stats = busy_stats()
+    stats.set("specray_acceptance_is_simulated", 1)
+    line = log_line(EngineStats().snapshot(), stats.snapshot(), 2.0, num_kv_tokens=1000)
+    assert line is not None
+    assert line.startswith("SIMULATED ACCEPTANCE, running: 3")
+
+
 def test_no_log_line_without_traffic() -> None:
     stats = busy_stats()
     assert log_line(stats.snapshot(), stats.snapshot(), 2.0, num_kv_tokens=1000) is None

@@ -1,6 +1,7 @@
 """What a client may ask of a request's drafts, what it gets for it, and what the server says it can do."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -141,3 +142,23 @@ def test_capabilities_follow_a_replaced_drafter() -> None:
     before, after = Offer(NGRAM, 2).capabilities(), Offer(PLAINLY, 0).capabilities()
     assert before["request_limits"]["enabled"] == [True, False]
     assert after["request_limits"] == {"enabled": [False], "algorithm": [], "num_steps": None, "num_draft_tokens": None}
+
+
+def test_a_server_that_makes_acceptance_up_says_so_in_all_it_sends(serve: Serve) -> None:
+    options = {"simulate_accept_length": 2.0, "simulate_output_is_meaningless": True}
+    body = {"prompt": "hi", "max_tokens": 9, "stream": True}
+
+    async def scenario() -> None:
+        async with serve(speculative=NGRAM.model_copy(update=options).model_dump()) as server:
+            lines = (await server.http.post("/v1/completions", json=body)).text.splitlines()
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+            whole = (await server.http.post("/v1/completions", json=body | {"stream": False})).json()
+            assert all(sent["simulated_acceptance"] is True for sent in [*chunks, whole])
+            assert whole["usage"]["speculative"]["lossy"] is True
+            meta = (await server.http.post("/generate", json={"text": "hi"})).json()["meta_info"]
+            assert meta["simulated_acceptance"] is True
+            told = (await server.http.get("/v1/speculation/capabilities")).json()
+            assert told["output"]["greedy"] == "meaningless"
+            assert 'drafter="SIMULATED NGRAM"' in (await server.http.get("/metrics")).text
+
+    asyncio.run(scenario())
