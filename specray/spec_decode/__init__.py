@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from specray.config import SpeculativeConfig
@@ -38,7 +39,7 @@ _ALL = frozenset(
 _HEAD = frozenset(
     {
         "draft_model_path", "draft_model_revision", "draft_load_format", "draft_dtype", "draft_model_quantization",
-        "ngram_override_min_match",
+        "draft_attention_backend",        "ngram_override_min_match",
     }
 )  # fmt: skip
 _TREE = frozenset({"num_steps", "eagle_topk", "num_draft_tokens"})
@@ -95,4 +96,5 @@ def make_drafter(config: SpeculativeConfig, target: TargetView) -> Drafter | Non
     check_speculative(config)
     if config.algorithm is None:
         return None
-    return with_override(DRAFTERS[config.algorithm].make(config, target), config)
+    seen = replace(target, attention_backend=config.draft_attention_backend or target.attention_backend)
+    return with_override(DRAFTERS[config.algorithm].make(config, seen), config)

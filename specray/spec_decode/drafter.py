@@ -64,7 +64,7 @@ class TargetView:
     context_length: int
     num_slots: int  # of the KV pool
     max_rows: int  # requests in a step
-    attention_backend: str
+    attention_backend: str  # the drafter's
     device: torch.device
     quantization: str | None = None  # of its linears
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-LEAVES = {"channel", "config", "sampling_params", "outputs", "errors", "metrics", "step"}
+LEAVES = {"channel", "config", "sampling_params", "outputs", "errors", "foreign", "metrics", "step"}
 LAYERS = ["leaves", "ops", "layers", "models", "spec_decode", "worker"]  # each may import itself and what is before it
 TOOLS = {"bench", "chat", "cli", "dashboard", "demo", "local_server", "status", "train"}
 DOORS = {("worker", "specray.engine.executor")}  # the protocol that an executor implements, and its values
