@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.actors import last_words, start_error
 from cluster.processes import Process
 from specray.config import EngineConfig, SpeculativeConfig
-from specray.errors import EngineDeadError
+from specray.errors import ConfigError, EngineDeadError
 from specray.worker.doorbell import NOBODY, Doorbell, Hello, dismiss
 
 FIRST_PAUSE_S = 0.5  # before a new start; twice as long after every start that did not last
@@ -44,10 +44,12 @@ class DraftActor:
         import torch
 
         from specray.worker.draft_worker import DraftWorker
+        from specray.worker.memory import enough_memory
 
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
-        self._worker = DraftWorker(self._config, num_slots)
+        with enough_memory(self._config, "loading the drafter", ConfigError):
+            self._worker = DraftWorker(self._config, num_slots)
         return self._worker.hello
 
     def pid(self) -> int:

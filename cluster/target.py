@@ -12,6 +12,7 @@ from cluster.rendezvous import open_store, use_interface
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
+from specray.errors import ConfigError, EngineDeadError
 from specray.step import pack, unpack_plan
 from specray.worker.doorbell import Doorbell
 
@@ -38,24 +39,29 @@ class TargetActor:
         Every rank of a group has to be started, with the same address to meet at, for any to return.
         """
         # Here, not above: the router imports this module, and torch must stay out of its process.
+        from specray.worker.memory import STARTING, enough_memory
         from specray.worker.worker import Worker
 
         if meeting is not None:
             use_interface(meeting, Place.here().address)
-        self._worker = Worker(
-            self._config, self._rank, self._config.tp_size, meeting, progress=True, colocate=self._doorbell
-        )
+        with enough_memory(self._config, STARTING, ConfigError):
+            self._worker = Worker(
+                self._config, self._rank, self._config.tp_size, meeting, progress=True, colocate=self._doorbell
+            )
         Pulse(Path(pulse)).keep_beating()  # not before: loading may hold the interpreter for seconds
         return self._worker.capacity
 
     def loop(self, address: str, epoch: int) -> None:
         """Rank 0 takes plans from the router's socket at `address`, the others from rank 0, until either is gone."""
-        if self._rank > 0:
-            self._worker.follow()
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.connect(address)
-            self._serve(Channel(connection, epoch))
+        from specray.worker.memory import STEPPING, enough_memory
+
+        with enough_memory(self._config, STEPPING, EngineDeadError):
+            if self._rank > 0:
+                self._worker.follow()
+                return
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.connect(address)
+                self._serve(Channel(connection, epoch))
 
     def _serve(self, channel: Channel) -> None:
         while True:

@@ -11,6 +11,7 @@ import torch
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.ops.attention import make_pool, move_kv
+from specray.worker.memory import weight_rungs
 
 
 class KVCache:
@@ -43,10 +44,11 @@ def count_blocks(config: EngineConfig, bytes_per_token: int, context_length: int
     room = int(total * fraction) - used
     tokens = min(room // bytes_per_token, useful)
     if tokens < config.page_size:
+        smaller = "; ".join(["raise it", *weight_rungs(config), "or set max_total_tokens"])
         raise ConfigError(
             f"mem_fraction_static={fraction} of {total / 2**30:.1f} GiB leaves {room / 2**30:.2f} GiB for the KV pool "
-            f"after {used / 2**30:.1f} GiB already in use, less than one block of {config.page_size} tokens; raise "
-            "mem_fraction_static, take a smaller dtype or set max_total_tokens"
+            f"after {used / 2**30:.1f} GiB already in use, less than one block of {config.page_size} tokens; "
+            f"{smaller}"
         )
     return tokens // config.page_size + 1
 

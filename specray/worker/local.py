@@ -4,10 +4,11 @@ from collections import deque
 
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
-from specray.errors import ConfigError
+from specray.errors import ConfigError, EngineDeadError
 from specray.models.llama import Llama
 from specray.spec_decode.drafter import Drafter
 from specray.step import StepPlan, StepResult
+from specray.worker.memory import STARTING, STEPPING, enough_memory
 from specray.worker.worker import Worker
 
 
@@ -27,7 +28,9 @@ class LocalExecutor:
                 f"tp_size={config.tp_size} needs a process per rank, which an in-process engine does not start; "
                 "set tp_size=1 or serve it with `serve run`"
             )
-        self.worker = Worker(config, progress=progress, drafter=drafter, model=model)
+        self._config = config
+        with enough_memory(config, STARTING, ConfigError):
+            self.worker = Worker(config, progress=progress, drafter=drafter, model=model)
         self._results: deque[StepResult] = deque()
 
     @property
@@ -35,8 +38,9 @@ class LocalExecutor:
         return self.worker.capacity
 
     def submit(self, plan: StepPlan) -> None:
-        self._results.append(self.worker.execute(plan))
-        self.worker.propose()
+        with enough_memory(self._config, STEPPING, EngineDeadError):
+            self._results.append(self.worker.execute(plan))
+            self.worker.propose()
 
     def collect(self) -> StepResult:
         return self._results.popleft()

@@ -1,0 +1,87 @@
+"""What to give up when memory does not suffice: SGLang's ladder, in this configuration's own numbers.
+
+First what the KV pool takes, then what a step takes for drafts, requests and prompts, then what the weights take. Not
+here: how large the pool is (`kv_cache`).
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from specray.config import EngineConfig
+from specray.errors import ConfigError, EngineDeadError
+
+STARTING = "loading the model and making its KV pool"
+STEPPING = "computing a step"
+
+_SMALL_TREE = (3, 1, 4)  # num_steps, eagle_topk, num_draft_tokens
+_FEW_REQUESTS = 4
+_SHORT_CHUNK = 128
+_LOW_FRACTION = 0.5
+
+
+@contextlib.contextmanager
+def enough_memory(config: EngineConfig, while_: str, error: type[ConfigError | EngineDeadError]) -> Iterator[None]:
+    """Whatever allocator fails in there, raise `error` with the steps down the ladder from this configuration."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as failure:
+        if not _is_shortage(failure):
+            raise
+        raise error(f"out of memory while {while_}: {failure}; {advice(config)}") from failure
+
+
+def advice(config: EngineConfig) -> str:
+    """The next step down, and those after it."""
+    first, *others = ladder(config)
+    return f"next, {first}" + (f" (after that: {'; '.join(others)})" if others else "")
+
+
+def ladder(config: EngineConfig) -> list[str]:
+    """What can be lowered, in the order in which to try it."""
+    rungs = [*_pool(config), *_drafts(config), *_steps(config), *weight_rungs(config)]
+    return rungs or ["take a smaller model or a machine with more memory"]
+
+
+def _pool(config: EngineConfig) -> Iterator[str]:
+    if config.max_total_tokens is not None:
+        if config.max_total_tokens > config.page_size:
+            yield f"lower max_total_tokens={config.max_total_tokens} to {config.max_total_tokens // 2}"
+    elif config.mem_fraction_static is None or config.mem_fraction_static > _LOW_FRACTION:
+        fraction = "automatic" if config.mem_fraction_static is None else f"{config.mem_fraction_static:g}"
+        yield f"lower mem_fraction_static={fraction} to {_LOW_FRACTION:g}"
+
+
+def _drafts(config: EngineConfig) -> Iterator[str]:
+    steps, topk, nodes = _SMALL_TREE
+    now = config.speculative
+    if now.eagle_topk is not None and (now.eagle_topk > topk or (now.num_draft_tokens or 0) > nodes):
+        yield (
+            f"draft less than num_steps={now.num_steps}, eagle_topk={now.eagle_topk}, num_draft_tokens="
+            f"{now.num_draft_tokens}, such as {steps}, {topk}, {nodes}"
+        )
+    elif now.eagle_topk is None and (now.num_draft_tokens or 0) > nodes:
+        yield f"lower speculative.num_draft_tokens={now.num_draft_tokens} to {nodes}"
+
+
+def _steps(config: EngineConfig) -> Iterator[str]:
+    if (most := config.max_running_requests) > _FEW_REQUESTS:
+        yield f"lower max_running_requests={most} to {max(_FEW_REQUESTS, most // 4)}"
+    if (chunk := config.chunked_prefill_size) > _SHORT_CHUNK:
+        short = max(_SHORT_CHUNK, chunk // 4)
+        yield f"lower chunked_prefill_size={chunk} and max_prefill_tokens={config.max_prefill_tokens} to {short}"
+
+
+def weight_rungs(config: EngineConfig) -> Iterator[str]:
+    """What makes the weights smaller."""
+    if config.dtype == "float32":
+        yield "replace dtype=float32 by bfloat16"
+    if config.quantization is None:
+        yield "replace quantization=null by int8 on a CPU or fp8 on a GPU"
+
+
+def _is_shortage(failure: BaseException) -> bool:
+    """torch's allocator for CPUs has no exception of its own."""
+    is_named = isinstance(failure, MemoryError | torch.OutOfMemoryError)
+    return is_named or "not enough memory" in str(failure) or "can't allocate memory" in str(failure)

@@ -1,0 +1,78 @@
+"""Short of memory: the next step down, in the configuration's own numbers, whichever allocator failed and when."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specray.config import EngineConfig
+from specray.errors import ConfigError, EngineDeadError
+from specray.llm import LLM
+from specray.worker.memory import advice, enough_memory, ladder
+from tests.support.engine import make_llm
+
+LARGE_TREE = {
+    "algorithm": "EAGLE3", "draft_model_path": "head", "num_steps": 5, "eagle_topk": 8, "num_draft_tokens": 64,
+}  # fmt: skip
+SMALL = {
+    "mem_fraction_static": 0.5, "max_running_requests": 4, "chunked_prefill_size": 128, "max_prefill_tokens": 128,
+    "quantization": "int8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "rung"),
+    [
+        ({}, "lower mem_fraction_static=automatic to 0.5"),
+        ({"mem_fraction_static": 0.9}, "lower mem_fraction_static=0.9 to 0.5"),
+        ({"max_total_tokens": 5000}, "lower max_total_tokens=5000 to 2500"),
+        (
+            {"mem_fraction_static": 0.5, "speculative": LARGE_TREE},
+            "draft less than num_steps=5, eagle_topk=8, num_draft_tokens=64, such as 3, 1, 4",
+        ),
+        (
+            {"mem_fraction_static": 0.5, "speculative": {"algorithm": "NGRAM", "num_draft_tokens": 12}},
+            "lower speculative.num_draft_tokens=12 to 4",
+        ),
+        ({"mem_fraction_static": 0.5, "max_running_requests": 48}, "lower max_running_requests=48 to 12"),
+        (
+            {"mem_fraction_static": 0.5, "max_running_requests": 4},
+            "lower chunked_prefill_size=512 and max_prefill_tokens=2048 to 128",
+        ),
+        (SMALL | {"dtype": "float32"}, "replace dtype=float32 by bfloat16"),
+        (SMALL | {"quantization": None}, "replace quantization=null by int8 on a CPU or fp8 on a GPU"),
+        (SMALL, "take a smaller model or a machine with more memory"),
+    ],
+)
+def test_the_next_step_down_is_the_first_that_is_left(options: dict[str, Any], rung: str) -> None:
+    config = EngineConfig(**options)
+    assert ladder(config)[0] == rung
+    assert advice(config).startswith(f"next, {rung}")
+
+
+def test_a_pool_that_does_not_fit_names_the_next_step_down(toy: Path) -> None:
+    """More than any address space holds."""
+    with pytest.raises(ConfigError, match=r"out of memory while loading .* next, lower max_total_tokens=1000000000 to"):
+        LLM(model=str(toy), max_total_tokens=10**9, max_running_requests=4096, page_size=1, device="cpu")
+
+
+def test_a_step_that_finds_no_memory_ends_the_engine_with_the_same_words(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_llm(toy) as llm:
+        monkeypatch.setattr(llm._executor.worker, "execute", lambda _: torch.empty(2**50))
+        with pytest.raises(EngineDeadError, match=r"out of memory while computing a step: .* next, lower"):
+            llm.generate([[0, 1]])
+
+
+@pytest.mark.parametrize("failing", [lambda: torch.empty(2**50), lambda: np.zeros(2**50)])
+def test_every_allocator_is_understood(failing: Any) -> None:
+    with pytest.raises(ConfigError, match="next, lower"), enough_memory(EngineConfig(), "trying", ConfigError):
+        failing()
+
+
+def test_other_failures_pass() -> None:
+    with pytest.raises(RuntimeError, match="something else"), enough_memory(EngineConfig(), "trying", ConfigError):
+        raise RuntimeError("something else")
