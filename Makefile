@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 # A worker takes a core and a gigabyte.
-PARALLEL ?= -n logical --maxprocesses 8 --dist worksteal
+PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 CHAOS_ARGS ?=

@@ -106,7 +106,7 @@ class LocalServer:
         """Stop the server and whatever it started; nothing is left, not even its folder."""
         if self._process is None:
             return
-        self._process.send_signal(signal.SIGINT)
+        self._process.terminate()  # SIGINT is ignored by what was started from a script in the background
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
         self._end_leftovers()

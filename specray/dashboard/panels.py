@@ -319,6 +319,15 @@ FAULTS = Row(
             (Query(f"60 * {rate('specray_draft_faults_total', 'kind')}", "{{kind}}"),),
         ),
         Panel(
+            "Output that is not the target's own",
+            "none",
+            "1 where thresholds accept what the target does not say (lossy), or acceptance is made up (simulated).",
+            (
+                Query(gauge("specray_verification_is_lossy", "replica"), "{{replica}} lossy"),
+                Query(gauge("specray_acceptance_is_simulated", "replica"), "{{replica}} simulated"),
+            ),
+        ),
+        Panel(
             "HTTP errors",
             PER_MINUTE,
             "Replies with an error status, as clients saw them.",

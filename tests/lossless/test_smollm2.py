@@ -1,4 +1,4 @@
-"""The embedded chat model, in float32: 32 prompts, 64 greedy tokens each, equal to transformers' token for token."""
+"""The embedded chat model, in float32: 16 prompts, 48 greedy tokens each, equal to transformers' token for token."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from tests.support.drafters import DRAWS, ScriptedDrafter
 
-NUM_TOKENS = 64
+NUM_TOKENS = 48
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SAMPLED = [SamplingParams(temperature=1, max_tokens=32, seed=seed) for seed in range(8)]
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -24,8 +24,7 @@ SERVED = {
     for name in ("plain", "ngram", "eagle3", "eagle2", "eagle2-frspec")
 }
 TOPICS = [
-    "the sea", "a clock", "bread", "the moon", "a bicycle", "rain", "a library", "salt", "a bridge", "wolves", "tea",
-    "a mirror", "snow", "a lighthouse", "bees", "paper",
+    "the sea", "a clock", "bread", "the moon", "a bicycle", "rain", "a library", "salt",
 ]  # fmt: skip
 QUESTIONS = ["Write two sentences about {}.", "Repeat these words five times, each time on a new line: {} and {}."]
 PROMPTS = [question.format(topic, topic) for topic in TOPICS for question in QUESTIONS]
