@@ -55,7 +55,10 @@ def ray_cluster() -> Iterator[int]:
     paths = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{paths}"  # workers import this checkout, installed or not
     port = free_port()
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20,
+        _system_config={"metrics_report_interval_ms": 1000},  # not ten seconds, for which test_dashboard would wait
+    )  # fmt: skip
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield port
     serve.shutdown()

@@ -149,20 +149,15 @@ def test_two_ranks_write_the_same_text(app: Any, deployer: Any) -> None:
         serve.delete("two")
 
 
-@pytest.mark.parametrize(
-    ("title", "loss"),
-    [("ray::TargetActor", signal.SIGKILL), ("ray::ServeReplica:one:Router", signal.SIGSTOP)],
-    ids=["rank-killed", "router-frozen"],
-)
-def test_requests_outlive_a_lost_process(app: Any, title: str, loss: signal.Signals) -> None:
+def test_requests_outlive_a_lost_rank(app: Any) -> None:
     """There is one engine: its requests wait for the next one, and go on where they were."""
     expected = app.complete(**LONG)
     with ThreadPoolExecutor(2) as pool:
         whole = pool.submit(app.complete, **LONG)
         stream = pool.submit(app.http.post, "/v1/completions", json=LONG | {"stream": True})
         time.sleep(0.5)
-        for process in own_processes(title):
-            os.kill(process, loss)
+        for process in own_processes("ray::TargetActor"):
+            os.kill(process, signal.SIGKILL)
         assert whole.result()["choices"][0]["text"] == expected["choices"][0]["text"]
         assert whole.result()["usage"]["completion_tokens"] == LONG["max_tokens"]
         *events, done = stream.result().text.strip().split("\n\n")
