@@ -102,17 +102,21 @@ def algorithm_of(method: str) -> str | None:
     return algorithm if algorithm in DRAFTERS else None
 
 
-def tree_options(tree: str | None, place: str) -> dict[str, int]:
-    """Options of a tree written `N` or `STEPS-TOPK-N`; none for None. Raises ConfigError naming `place`."""
+def tree_options(tree: str | None, place: str) -> dict[str, int | None]:
+    """Options of a tree written `N` or `STEPS-TOPK-N`, which no bound of a step cuts; none for None.
+
+    Raises ConfigError naming `place`.
+    """
     if tree is None:
         return {}
     match = TREE.fullmatch(tree)
     if match is None:
         raise ConfigError(f"{place!r}: the tree {tree!r} is neither N nodes nor STEPS-TOPK-N; choose such as 5-4-16")
     if match["num_draft_tokens"]:
-        return {"num_draft_tokens": int(tree)}
+        return {"num_draft_tokens": int(tree), "max_step_draft_tokens": None}
     return {
         "num_steps": int(match["steps"]), "eagle_topk": int(match["topk"]), "num_draft_tokens": int(match["nodes"]),
+        "max_step_draft_tokens": None,
     }  # fmt: skip
 
 

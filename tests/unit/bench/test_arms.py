@@ -115,6 +115,8 @@ def test_an_arm_inherits_the_options_of_its_own_method_only() -> None:
     config = EngineConfig(speculative=configured)
     assert parse_method("eagle3", config) == configured
     assert parse_method("eagle3:4-2-8", config) == with_tree(configured, "4-2-8")
+    bounded = configured.model_copy(update={"max_step_draft_tokens": 3})
+    assert with_tree(bounded, "4-2-8") == with_tree(configured, "4-2-8")  # a tree that is named is tried whole
     other = parse_method("eagle3@theirs", config)
     assert (other.draft_model_path, other.draft_model_revision, other.draft_dtype) == ("theirs", None, "float32")
     assert tree_name(other) == "3-2-6"
