@@ -60,12 +60,12 @@ class Route(NamedTuple):
 
 def choose_route(
     replicas: Sequence[ReplicaState], cached: Mapping[str, int], random: Random, options: RoutingOptions,
-    session: str = "", excluded: Collection[str] = (),
+    session: str = "",
 ) -> Route:  # fmt: skip
-    """The replicas that may serve a request: the best one, then the rest by load; no dead, draining or excluded one.
+    """The replicas that may serve a request: the best one, then the rest by load; no dead or draining one.
 
-    `cached` has the prompt's tokens that a replica is believed to have cached, `excluded` those that just failed this
-    request; `session` is any text that requests with a common past share (the caller puts its tenant in).
+    `cached` has the prompt's tokens that a replica is believed to have cached; `session` is any text that requests with
+    a common past share (the caller puts its tenant in).
 
     Only replicas whose load is at most `max_load_ratio` times the least, plus `load_slack`, compete. The longest cached
     prefix wins. A session decides between equal ones (a prefix that all requests share is soon cached everywhere):
@@ -73,7 +73,7 @@ def choose_route(
     ingress. Without a session, the lesser load of two drawn at random wins: states are never new, and to take the
     least loaded would send all ingresses to the same replica. O(R log R) for R replicas.
     """
-    live = [r for r in replicas if r.is_alive and not r.is_draining and r.replica_id not in excluded]
+    live = [r for r in replicas if r.is_alive and not r.is_draining]
     if not live:
         return Route([], "none")
     loads = _loads(live)

@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +25,8 @@ class Exchange:
     is_whole: bool = False
     was_cut: bool = False  # by us
     error: str = ""  # what the connection ended with
+    was_connected: bool = True
+    longest_gap: float = 0.0  # seconds between two pieces of the reply
 
 
 def request_bytes(url: str, body: Any = None, key: str | None = None) -> bytes:
@@ -51,7 +53,7 @@ async def exchange(
     Never raises for what the network or the server does.
     """
     start = time.perf_counter()
-    received = bytearray()
+    received = _Received()
     was_cut, error = False, ""
     try:
         async with asyncio.timeout(timeout_s):
@@ -61,26 +63,44 @@ async def exchange(
         error = f"no end within {timeout_s:g} s"
     except OSError as problem:
         error = str(problem)
-    return _parsed(bytes(received), time.perf_counter() - start, was_cut, error)
+    reply = _parsed(bytes(received.data), time.perf_counter() - start, was_cut, error)
+    return replace(reply, was_connected=received.was_connected, longest_gap=received.longest_gap)
+
+
+class _Received:
+    """What has come of a reply, and its longest silence so far."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.was_connected = False
+        self.longest_gap = 0.0
+        self._last: float | None = None
+
+    def add(self, data: bytes) -> None:
+        now = time.perf_counter()
+        self.longest_gap = max(self.longest_gap, now - (self._last or now))
+        self._last = now
+        self.data += data
 
 
 async def _converse(
-    url: str, request: bytes, received: bytearray, cut_at: int | None, read_bytes_per_s: float | None
+    url: str, request: bytes, received: _Received, cut_at: int | None, read_bytes_per_s: float | None
 ) -> bool:
     """True if the connection was cut before the reply's end."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+    received.was_connected = True
     try:
         writer.write(request[:cut_at])
         await writer.drain()
         if cut_at is not None and cut_at < len(request):
             return True
         most = None if cut_at is None else cut_at - len(request)
-        while most is None or len(received) < most:
-            data = await reader.read(_piece(most, len(received), read_bytes_per_s))
+        while most is None or len(received.data) < most:
+            data = await reader.read(_piece(most, len(received.data), read_bytes_per_s))
             if not data:
                 return False
-            received += data
+            received.add(data)
             if read_bytes_per_s is not None:
                 await asyncio.sleep(len(data) / read_bytes_per_s)
         return True

@@ -40,6 +40,7 @@ class Effort(NamedTuple):
     num_exact: int
     num_chat: int
     num_copy: int
+    num_code: int
     max_tokens: int
     rounds: int
     num_mt_bench: int | None = None  # None: all
@@ -47,8 +48,8 @@ class Effort(NamedTuple):
     accept_tree: str | None = None  # for accept lengths; None: the served configurations' trees
 
 
-FULL = Effort(num_exact=32, num_chat=12, num_copy=16, max_tokens=128, rounds=3)
-QUICK = Effort(num_exact=2, num_chat=1, num_copy=1, max_tokens=16, rounds=1, num_mt_bench=2)
+FULL = Effort(num_exact=32, num_chat=12, num_copy=16, num_code=8, max_tokens=128, rounds=3)
+QUICK = Effort(num_exact=2, num_chat=1, num_copy=1, num_code=1, max_tokens=16, rounds=1, num_mt_bench=2)
 
 
 class Section(NamedTuple):

@@ -23,10 +23,11 @@ from specray.bench.report import identical_share, summarise
 from specray.bench.session import Session
 from specray.bench.tables import format_table
 from specray.chat import Answer, connect, first_model, stream_answer
+from specray.config import SpeculativeConfig
 from specray.errors import SpecRayError
 from specray.local_server import LocalServer, free_port
 
-NGRAM = "ngram"
+NGRAM, SUFFIX = "ngram", "ngram-suffix"
 STEP_PATH = (
     "step", "engine/request", "engine/block_pool", "engine/radix_cache", "engine/scheduler", "engine/engine",
     "worker/worker", "worker/model_runner", "worker/input_batch", "worker/request_state", "spec_decode/draft_tree",
@@ -95,14 +96,20 @@ def _against_transformers(session: Session, effort: Effort) -> Iterator[Figure]:
 
 
 def _speculation(session: Session, effort: Effort) -> Iterator[Figure]:
-    prompts = prompts_of("copy", effort.num_copy) + prompts_of("chat", effort.num_chat)
-    settings = Settings(max_tokens=effort.max_tokens)
-    ngram = summarise(session.compare([PLAIN, NGRAM], prompts, settings, progress=True))[NGRAM]
-    for category, title, bound in (("copy", "copy-heavy prompts", 1.5), ("chat", "open chat", 0.95)):
-        summary = ngram[category]
-        assert summary.ratio_to_plain is not None, "plain was measured"
-        what = f"NGRAM / plain, {title} (accept length {summary.accept_length:.2f})"
-        yield Figure(what, summary.ratio_to_plain, bound)
+    counts = {"copy": effort.num_copy, "code": effort.num_code, "chat": effort.num_chat}
+    prompts = [prompt for category, count in counts.items() for prompt in prompts_of(category, count)]
+    session.define(SUFFIX, SpeculativeConfig(algorithm="NGRAM", ngram_match_type="SUFFIX"))
+    summaries = summarise(
+        session.compare([PLAIN, NGRAM, SUFFIX], prompts, Settings(max_tokens=effort.max_tokens), progress=True)
+    )
+    for arm, match in ((NGRAM, "BFS"), (SUFFIX, "SUFFIX")):
+        for category, title, bound in (
+            ("copy", "copy-heavy prompts", 1.8), ("code", "code-like prompts", 1.3), ("chat", "open chat", 0.97),
+        ):  # fmt: skip
+            summary = summaries[arm][category]
+            assert summary.ratio_to_plain is not None, "plain was measured"
+            what = f"NGRAM {match} / plain, {title} (accept length {summary.accept_length:.2f})"
+            yield Figure(what, summary.ratio_to_plain, bound)
 
 
 def _concurrency(session: Session, effort: Effort) -> Figure:

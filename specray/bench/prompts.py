@@ -23,7 +23,7 @@ class Prompt(BaseModel):
 
 
 def load_prompts(path: Path | None = None, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a JSON Lines file, or the built-in ones (chat and copy). Raises ConfigError naming the line.
+    """The prompts of a JSON Lines file, or the built-in ones (chat, copy and code). Raises ConfigError naming the line.
 
     `limit` takes that many, from each category in turn.
     """

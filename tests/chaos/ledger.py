@@ -1,6 +1,7 @@
 """How every request ended, as its client saw it: exactly one ending each, and nothing is left open.
 
-Not here: asking (`load`), what breaks (`faults`).
+Beside what any client can tell (`specray.bench.ledger`), the right text is known here. Not here: asking (`load`), what
+breaks (`faults`).
 """
 
 from collections import Counter
@@ -8,6 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
+
+from specray.bench import ledger
+from specray.bench.exchange import Exchange
+from specray.bench.ledger import Outcome
+
+PATIENCE_S = 90.0  # a request that has not ended by then never will
 
 
 class Ending(StrEnum):
@@ -20,6 +27,24 @@ class Ending(StrEnum):
     LEFT = "left"  # its client went away
     WRONG = "wrong"  # another text: a token lost, repeated or made up
     LOST = "lost"  # a clean end without an answer, or no end at all
+
+
+def ending_of(reply: Exchange, text: str) -> Ending:
+    """The ending of a request whose right answer is `text`."""
+    seen = ledger.ending_of(reply)
+    match seen.outcome:
+        case Outcome.COMPLETE:
+            return Ending.COMPLETE if seen.text == text else Ending.WRONG
+        case Outcome.REFUSED:
+            return Ending.REFUSED
+        case Outcome.ABORTED:
+            return Ending.LEFT
+        case Outcome.ERROR:
+            return Ending.REFUSED if seen.status in ledger.REFUSALS else Ending.FAILED
+        case Outcome.BROKEN:
+            if not reply.was_connected:
+                return Ending.REFUSED
+            return Ending.LOST if reply.is_whole or reply.seconds >= PATIENCE_S else Ending.CUT
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ def test_built_in_prompts_are_chat_and_copy_with_two_turns() -> None:
 
 
 def test_a_limit_takes_from_each_category_in_turn() -> None:
-    assert [prompt.category for prompt in load_prompts(limit=4)] == ["chat", "copy", "chat", "copy"]
+    assert [prompt.category for prompt in load_prompts(limit=5)] == ["chat", "copy", "code", "chat", "copy"]
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the evaluation sets are not beside this checkout")
