@@ -65,7 +65,7 @@ def on_mt_bench(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     """All that is greedy and one at a time comes from one comparison of the arms that the wanted rows need."""
     prompts, data = mt_bench_prompts(effort)
     session, settings = _session("bfloat16"), Settings(max_tokens=effort.max_tokens)
-    arms = {name: _served(name) for name in TITLES}
+    arms = {name: served(name) for name in TITLES}
     third, second = (_accept_arm(arms, method, effort) for method in (EAGLE3, EAGLE2))
     _define(session, arms)
     needs = {
@@ -121,13 +121,14 @@ def _concurrent(session: Session, prompts: Sequence[Prompt], data: str, settings
     return Figure(what, median(speed_ratios(records, EAGLE3, PLAIN)), 1.3)
 
 
-def _served(name: str) -> SpeculativeConfig:
+def served(name: str) -> SpeculativeConfig:
+    """How a file of configs/ drafts."""
     return engine_config(ROOT / "configs" / f"{name}.yaml", 1).speculative
 
 
 def _tree_and_chain(method: str) -> dict[str, SpeculativeConfig]:
-    served = _served(method)
-    return {f"{method} {tree_name(config)}": config for config in (served, with_tree(served, CHAIN))}
+    whole = served(method)
+    return {f"{method} {tree_name(config)}": config for config in (whole, with_tree(whole, CHAIN))}
 
 
 def _define(session: Session, arms: dict[str, SpeculativeConfig]) -> None:

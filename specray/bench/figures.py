@@ -19,7 +19,7 @@ from specray.bench.command import engine_config
 from specray.bench.figure import CONCURRENCY, FULL, QUICK, ROOT, Effort, Figure, Section, prompts_of
 from specray.bench.measure import Settings
 from specray.bench.prompts import load_prompts
-from specray.bench.report import identical_share, summarise
+from specray.bench.report import identical_share, speed_ratios, summarise
 from specray.bench.session import Session
 from specray.bench.tables import format_table
 from specray.chat import Answer, connect, first_model, stream_answer
@@ -125,6 +125,24 @@ def _concurrency(session: Session, effort: Effort) -> Figure:
     return Figure(f"{CONCURRENCY} concurrent requests / 1, output tokens/s, plain", median(ratios), 5.0)
 
 
+def int8(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    """Another target cannot be an arm of the same comparison either: rounds of each in turn."""
+    del wanted
+    usual, small = _session("bfloat16"), _session("bfloat16", quantization="int8")
+    small.define(eagle_figures.EAGLE3, eagle_figures.served(eagle_figures.EAGLE3))
+    prompts, settings = prompts_of("chat", effort.num_chat), Settings(max_tokens=effort.max_tokens, ignore_eos=True)
+    ratios, gains = [], []
+    for number in range(effort.rounds):
+        part = prompts[number :: effort.rounds]
+        base = summarise(usual.compare([PLAIN], part, settings, progress=True))[PLAIN]["all"]
+        records = small.compare([PLAIN, eagle_figures.EAGLE3], part, settings, progress=True)
+        mine = summarise(records)[PLAIN]["all"]
+        ratios.append(mine.output_tokens_per_s / base.output_tokens_per_s)
+        gains += speed_ratios(records, eagle_figures.EAGLE3, PLAIN)
+    yield Figure("int8 / bfloat16, plain decoding, open chat", median(ratios), 1.5)
+    yield Figure("EAGLE-3 / plain, both in int8, open chat", median(gains), 1.5)
+
+
 def through_the_router(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     del wanted
     with LocalServer(ROOT / "configs" / "plain.yaml", free_port()) as server:
@@ -152,14 +170,16 @@ SECTIONS = (
     Section(("exact-ngram",), exactness),
     Section(("plain", "ngram", "concurrent"), in_process),
     *eagle_figures.SECTIONS,
+    Section(("int8",), int8),
     Section(("router",), through_the_router),
     Section(("step-path",), step_path),
 )
 ROWS = [name for section in SECTIONS for name in section.names]
 
 
-def _session(dtype: str) -> Session:
-    return Session(engine_config(None, CONCURRENCY, dtype=dtype), progress=sys.stderr.isatty())
+def _session(dtype: str, quantization: str | None = None) -> Session:
+    config = engine_config(None, CONCURRENCY, dtype=dtype, quantization=quantization)
+    return Session(config, progress=sys.stderr.isatty())
 
 
 def _phases(server: LocalServer) -> dict[str, float]:

@@ -20,7 +20,7 @@ SPEEDS = {"plain": 10.0, "eagle3": 20.0, "eagle2": 15.0, "eagle2-frspec": 18.0}
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16}
     options = SpeculativeConfig.model_validate({"algorithm": "EAGLE3", "draft_model_path": "head", **tree})
-    monkeypatch.setattr(eagle_figures, "_served", lambda _: options)
+    monkeypatch.setattr(eagle_figures, "served", lambda _: options)
 
 
 def script(session: ScriptedSession, monkeypatch: pytest.MonkeyPatch) -> ScriptedSession:
@@ -132,3 +132,27 @@ def test_only_known_rows_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="2"):
         figures.main(["--only", "eagle3-accept,speed"])
     assert "there is no row speed; choose from" in capsys.readouterr().err
+
+
+def test_int8_is_measured_in_rounds_beside_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = {
+        None: ScriptedSession(lambda *_: 10.0),
+        "int8": ScriptedSession(lambda arm, _: {"plain": 16.0, "eagle3": 28.0}[arm]),
+    }
+    monkeypatch.setattr(figures, "_session", lambda _, quantization=None: sessions[quantization])
+    effort = QUICK._replace(num_chat=6, rounds=3)
+    plain, eagle3 = figures.int8(effort, {"int8"})
+    assert (plain.measured, eagle3.measured) == (pytest.approx(1.6), pytest.approx(1.75))
+    asked = [[prompt.id for prompt in prompts] for _, prompts, _ in sessions[None].calls]
+    assert [len(part) for part in asked] == [2, 2, 2]
+    assert asked == [[prompt.id for prompt in prompts] for _, prompts, _ in sessions["int8"].calls]
+
+
+def test_both_ngram_arms_are_measured_on_every_kind_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {"plain": 10.0, "ngram": 20.0, "ngram-suffix": 30.0}
+    session = ScriptedSession(lambda arm, _: speeds[arm])
+    monkeypatch.setattr(figures, "_session", lambda _: session)
+    rows = list(figures.in_process(QUICK, {"ngram"}))
+    assert [row.measured for row in rows] == [pytest.approx(2.0)] * 3 + [pytest.approx(3.0)] * 3
+    assert [row.bound for row in rows] == [1.8, 1.3, 0.97] * 2
+    assert session.defined["ngram-suffix"].ngram_match_type == "SUFFIX"
