@@ -8,9 +8,9 @@ from specray.errors import ConfigError
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 
 
-def test_built_in_prompts_are_chat_and_copy_with_two_turns() -> None:
+def test_built_in_prompts_are_chat_copy_and_code_with_two_turns() -> None:
     prompts = load_prompts()
-    assert set(by_category(prompts)) == {"chat", "copy"}
+    assert set(by_category(prompts)) == {"chat", "copy", "code"}
     assert len({prompt.id for prompt in prompts}) == len(prompts)
     assert all(len(prompt.turns) == 2 for prompt in prompts)
 
