@@ -16,7 +16,7 @@ from statistics import median
 from specray.bench import eagle_figures, machine
 from specray.bench.arms import PLAIN, TRANSFORMERS
 from specray.bench.command import engine_config
-from specray.bench.figure import CONCURRENCY, FULL, QUICK, ROOT, Effort, Figure, Section, prompts_of
+from specray.bench.figure import CONCURRENCY, FULL, QUICK, ROOT, Effort, Figure, Section, mt_bench_prompts, prompts_of
 from specray.bench.measure import Settings
 from specray.bench.prompts import load_prompts
 from specray.bench.report import identical_share, speed_ratios, summarise
@@ -130,7 +130,7 @@ def int8(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     del wanted
     usual, small = _session("bfloat16"), _session("bfloat16", quantization="int8")
     small.define(eagle_figures.EAGLE3, eagle_figures.served(eagle_figures.EAGLE3))
-    prompts, settings = prompts_of("chat", effort.num_chat), Settings(max_tokens=effort.max_tokens, ignore_eos=True)
+    (prompts, data), settings = mt_bench_prompts(effort), Settings(max_tokens=effort.max_tokens)
     ratios, gains = [], []
     for number in range(effort.rounds):
         part = prompts[number :: effort.rounds]
@@ -139,8 +139,8 @@ def int8(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         mine = summarise(records)[PLAIN]["all"]
         ratios.append(mine.output_tokens_per_s / base.output_tokens_per_s)
         gains += speed_ratios(records, eagle_figures.EAGLE3, PLAIN)
-    yield Figure("int8 / bfloat16, plain decoding, open chat", median(ratios), 1.5)
-    yield Figure("EAGLE-3 / plain, both in int8, open chat", median(gains), 1.5)
+    yield Figure(f"int8 / bfloat16, plain decoding, {data}", median(ratios), 1.5)
+    yield Figure(f"EAGLE-3 / plain, both in int8, {data}", median(gains), 1.5)
 
 
 def through_the_router(effort: Effort, wanted: set[str]) -> Iterator[Figure]:

@@ -140,7 +140,7 @@ def test_int8_is_measured_in_rounds_beside_bfloat16(monkeypatch: pytest.MonkeyPa
         "int8": ScriptedSession(lambda arm, _: {"plain": 16.0, "eagle3": 28.0}[arm]),
     }
     monkeypatch.setattr(figures, "_session", lambda _, quantization=None: sessions[quantization])
-    effort = QUICK._replace(num_chat=6, rounds=3)
+    effort = QUICK._replace(num_mt_bench=6, rounds=3)
     plain, eagle3 = figures.int8(effort, {"int8"})
     assert (plain.measured, eagle3.measured) == (pytest.approx(1.6), pytest.approx(1.75))
     asked = [[prompt.id for prompt in prompts] for _, prompts, _ in sessions[None].calls]
