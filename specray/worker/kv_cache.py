@@ -11,7 +11,7 @@ import torch
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.ops.attention import make_pool, move_kv
-from specray.worker.memory import weight_rungs
+from specray.worker.memory import memory_fraction, weight_rungs
 
 
 class KVCache:
@@ -40,7 +40,7 @@ def count_blocks(config: EngineConfig, bytes_per_token: int, context_length: int
     if config.max_total_tokens is not None:
         return config.max_total_tokens // config.page_size + 1
     total, used = _memory(device)
-    fraction = config.mem_fraction_static or (0.85 if device.type == "cuda" else 0.4)
+    fraction = memory_fraction(config, device.type == "cuda")
     room = int(total * fraction) - used
     tokens = min(room // bytes_per_token, useful)
     if tokens < config.page_size:

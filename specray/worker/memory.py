@@ -18,7 +18,7 @@ STEPPING = "computing a step"
 _SMALL_TREE = (3, 1, 4)  # num_steps, eagle_topk, num_draft_tokens
 _FEW_REQUESTS = 4
 _SHORT_CHUNK = 128
-_LOW_FRACTION = 0.5
+_HIGH_FRACTION, _LOW_FRACTION = 0.5, 0.1
 
 
 @contextlib.contextmanager
@@ -44,13 +44,21 @@ def ladder(config: EngineConfig) -> list[str]:
     return rungs or ["take a smaller model or a machine with more memory"]
 
 
+def memory_fraction(config: EngineConfig, is_gpu: bool) -> float:
+    """Share of the device's memory for weights and KV pool."""
+    return config.mem_fraction_static or (0.85 if is_gpu else 0.4)
+
+
 def _pool(config: EngineConfig) -> Iterator[str]:
     if config.max_total_tokens is not None:
         if config.max_total_tokens > config.page_size:
             yield f"lower max_total_tokens={config.max_total_tokens} to {config.max_total_tokens // 2}"
-    elif config.mem_fraction_static is None or config.mem_fraction_static > _LOW_FRACTION:
-        fraction = "automatic" if config.mem_fraction_static is None else f"{config.mem_fraction_static:g}"
-        yield f"lower mem_fraction_static={fraction} to {_LOW_FRACTION:g}"
+        return
+    is_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    fraction = memory_fraction(config, is_gpu)
+    if fraction > _LOW_FRACTION:
+        lower = _HIGH_FRACTION if fraction > _HIGH_FRACTION else fraction / 2
+        yield f"lower mem_fraction_static={fraction:g} to {lower:g}"
 
 
 def _drafts(config: EngineConfig) -> Iterator[str]:

@@ -17,7 +17,7 @@ LARGE_TREE = {
     "algorithm": "EAGLE3", "draft_model_path": "head", "num_steps": 5, "eagle_topk": 8, "num_draft_tokens": 64,
 }  # fmt: skip
 SMALL = {
-    "mem_fraction_static": 0.5, "max_running_requests": 4, "chunked_prefill_size": 128, "max_prefill_tokens": 128,
+    "mem_fraction_static": 0.1, "max_running_requests": 4, "chunked_prefill_size": 128, "max_prefill_tokens": 128,
     "quantization": "int8",
 }  # fmt: skip
 
@@ -25,20 +25,21 @@ SMALL = {
 @pytest.mark.parametrize(
     ("options", "rung"),
     [
-        ({}, "lower mem_fraction_static=automatic to 0.5"),
+        ({"device": "cpu"}, "lower mem_fraction_static=0.4 to 0.2"),
+        ({"device": "cuda"}, "lower mem_fraction_static=0.85 to 0.5"),
         ({"mem_fraction_static": 0.9}, "lower mem_fraction_static=0.9 to 0.5"),
         ({"max_total_tokens": 5000}, "lower max_total_tokens=5000 to 2500"),
         (
-            {"mem_fraction_static": 0.5, "speculative": LARGE_TREE},
+            {"mem_fraction_static": 0.1, "speculative": LARGE_TREE},
             "draft less than num_steps=5, eagle_topk=8, num_draft_tokens=64, such as 3, 1, 4",
         ),
         (
-            {"mem_fraction_static": 0.5, "speculative": {"algorithm": "NGRAM", "num_draft_tokens": 12}},
+            {"mem_fraction_static": 0.1, "speculative": {"algorithm": "NGRAM", "num_draft_tokens": 12}},
             "lower speculative.num_draft_tokens=12 to 4",
         ),
-        ({"mem_fraction_static": 0.5, "max_running_requests": 48}, "lower max_running_requests=48 to 12"),
+        ({"mem_fraction_static": 0.1, "max_running_requests": 48}, "lower max_running_requests=48 to 12"),
         (
-            {"mem_fraction_static": 0.5, "max_running_requests": 4},
+            {"mem_fraction_static": 0.1, "max_running_requests": 4},
             "lower chunked_prefill_size=512 and max_prefill_tokens=2048 to 128",
         ),
         (SMALL | {"dtype": "float32"}, "replace dtype=float32 by bfloat16"),
