@@ -44,7 +44,7 @@ class SpeculativeConfig(Options):
     max_step_draft_tokens: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
         None,
         description="Draft tokens verified in a step, all requests together: many requests at once get smaller trees, "
-        "none at all where it does not reach. null: no bound.",
+        "and where it does not reach, the youngest get none. null: no bound.",
     )
 
     draft_model_path: str | None = Field(

@@ -127,7 +127,7 @@ def served(name: str) -> SpeculativeConfig:
 
 
 def _tree_and_chain(method: str) -> dict[str, SpeculativeConfig]:
-    whole = served(method)
+    whole = with_tree(served(method), tree_name(served(method)))  # however many requests decode at once
     return {f"{method} {tree_name(config)}": config for config in (whole, with_tree(whole, CHAIN))}
 
 

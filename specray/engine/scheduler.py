@@ -90,8 +90,8 @@ class Scheduler:
             new_rows.append(self._new_row(request))
             work.append((request, num_tokens, []))
             budget -= num_tokens
-        max_drafts = self._max_drafts(work)
-        rows = [self._row_step(*item, max_drafts) for item in work]
+        shares = self._draft_shares([request for request, *_ in work])
+        rows = [self._row_step(*item, share) for item, share in zip(work, shares, strict=True)]
         freed, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
         return StepPlan(self._num_steps, freed, new_rows, rows)
@@ -133,12 +133,13 @@ class Scheduler:
             self._preempt(self.running[-1])
         return None
 
-    def _max_drafts(self, work: list[tuple[Request, int, list[int]]]) -> int:
-        """Draft tokens for each row: an equal share of the step's bound."""
+    def _draft_shares(self, requests: list[Request]) -> list[int]:
+        """Draft tokens for each row: equal shares of the step's bound, and what is left over to the oldest."""
         if self.max_step_draft_tokens is None:
-            return self.max_draft_tokens
-        num_rows = sum(request.num_pending_tokens == 1 for request, *_ in work)
-        return min(self.max_draft_tokens, self.max_step_draft_tokens // max(1, num_rows))
+            return [self.max_draft_tokens] * len(requests)
+        num_rows = sum(request.num_pending_tokens == 1 for request in requests)
+        share, num_more = divmod(self.max_step_draft_tokens, max(1, num_rows))
+        return [min(self.max_draft_tokens, share + (place < num_more)) for place in range(len(requests))]
 
     def _row_step(self, request: Request, num_tokens: int, new_block_ids: list[int], max_drafts: int) -> RowStep:
         num_known, num_drafts = len(request.token_ids), 0

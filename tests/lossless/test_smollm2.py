@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SAMPLED = [SamplingParams(temperature=1, max_tokens=32, seed=seed) for seed in range(8)]
 CONFIGS = Path(__file__).parents[2] / "configs"
 SERVED = {
-    name: engine_config(CONFIGS / f"{name}.yaml", 1).speculative
+    name: engine_config(CONFIGS / f"{name}.yaml", 1).speculative.model_copy(update={"max_step_draft_tokens": None})
     for name in ("plain", "ngram", "eagle3", "eagle2", "eagle2-frspec")
 }
 TOPICS = [

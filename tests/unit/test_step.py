@@ -28,7 +28,7 @@ sampling = st.builds(
     RowSampling, st.integers(-(2**63), 2**63 - 1), real, real, small, real, real, real, real,
     st.lists(pair, max_size=3), small, ids, st.none() | small,
 )  # fmt: skip
-new_row = st.builds(NewRow, small, ids, small, small, ids, sampling, st.text(max_size=5))
+new_row = st.builds(NewRow, small, ids, small, small, ids, sampling, st.text(max_size=5), small)
 row_step = st.builds(RowStep, small, small, small, ids)
 plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))
 logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))

@@ -38,7 +38,7 @@ def test_flags_make_the_tree_that_a_file_makes(capsys: pytest.CaptureFixture[str
         capsys, tmp_path, "--model-path", "smollm2-135m-instruct", "--speculative-algorithm", "EAGLE3",
         "--speculative-draft-model-path", "smollm2-135m-instruct-eagle3", "--speculative-num-steps", "4",
         "--speculative-eagle-topk", "3", "--speculative-num-draft-tokens", "6",
-        "--speculative-draft-model-quantization", "auto",
+        "--speculative-draft-model-quantization", "auto", "--speculative-max-step-draft-tokens", "8",
     )  # fmt: skip
     assert from_file == from_flags == check_file(EAGLE3)["specray"]
 
