@@ -20,7 +20,7 @@ from specray.spec_decode.fr_spec import load_token_map
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-MADE = {"standalone", "mtp"}  # draft with what `make draft` and `make mtp` have to make first
+MADE = ("standalone", "mtp")  # draft with what `make draft` and `make mtp` have to make first
 # Run anywhere, with what comes in packages.
 EMBEDDED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in MADE)
 
