@@ -14,7 +14,9 @@ import grpc
 import httpx
 import pytest
 
+from specray.llm import LLM
 from specray.local_server import free_port
+from specray.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0  # of a machine with much else to do
@@ -72,13 +74,18 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         server.process.wait()
 
 
-def test_it_serves_what_the_flags_said(served: Served) -> None:
+def test_it_serves_what_the_flags_said(served: Served, tiny_model: Path) -> None:
+    """Two ranks, and they write what one writes."""
     url = f"http://127.0.0.1:{served.port}"
     assert f"NGRAM, tensor parallel 2 at {url}; try: curl {url}/v1/chat/completions " in served.announcement()
-    body = {"model": "tiny", "prompt": "a b a b", "max_tokens": 8}
-    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
-    assert reply.status_code == 200, reply.text
-    assert reply.json()["usage"]["completion_tokens"] == 8
+    params = [SamplingParams(max_tokens=48, temperature=temperature, seed=4) for temperature in (0.0, 0.8)]
+    with LLM(model=str(tiny_model), dtype="float32", device="cpu", max_total_tokens=4096) as llm:
+        expected = [generation.choices[0].text for generation in llm.generate(["a b a b"] * 2, params)]
+    for param, text in zip(params, expected, strict=True):
+        body = {"prompt": "a b a b", "max_tokens": 48, "temperature": param.temperature, "seed": 4}
+        reply = httpx.post(f"{url}/v1/completions", json=body | {"model": "tiny"}, timeout=60.0)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["choices"][0]["text"] == text
 
 
 def test_all_but_serves_own_ports_listen_on_loopback(served: Served) -> None:

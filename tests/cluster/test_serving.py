@@ -135,20 +135,6 @@ def test_counters_match_the_replies(app: Any) -> None:
         assert after[name] - before[name] == sum(map(count, usages)), name
 
 
-def test_two_ranks_write_the_same_text(app: Any, deployer: Any) -> None:
-    from ray import serve
-
-    two = deployer.deploy("two", "/two", tp_size=2)
-    try:
-        for options in ({"temperature": 0}, {"temperature": 0.8, "seed": 4}):
-            one_text, two_text = (
-                a.complete("Once upon", max_tokens=48, **options)["choices"][0]["text"] for a in (app, two)
-            )
-            assert one_text == two_text
-    finally:
-        serve.delete("two")
-
-
 def test_requests_outlive_a_lost_rank(app: Any) -> None:
     """There is one engine: its requests wait for the next one, and go on where they were."""
     expected = app.complete(**LONG)
