@@ -39,7 +39,7 @@ _ALL = frozenset(
 _HEAD = frozenset(
     {
         "draft_model_path", "draft_model_revision", "draft_load_format", "draft_dtype", "draft_model_quantization",
-        "draft_attention_backend",        "ngram_override_min_match",
+        "draft_attention_backend", "ngram_override_min_match",
     }
 )  # fmt: skip
 _TREE = frozenset({"num_steps", "eagle_topk", "num_draft_tokens"})
