@@ -47,6 +47,8 @@ class RouterPort(Protocol):
 
     async def follow(self, wish: Wish) -> Refusal | None: ...
 
+    async def drain(self) -> None: ...
+
 
 class RequestRefusedError(SpecRayError):
     """The router refused a request; `status`, `param` and `retry_after_s` are its."""
@@ -153,6 +155,22 @@ class RouterClient:
     async def stats(self) -> Snapshot:
         async with asyncio.timeout(SILENCE_S):
             return await self._port.stats()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the router knows that the application is about to be stopped."""
+        return self._pulse is not None and self._pulse.is_draining
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests the router has of any ingress, by its last pulse and by what it was given since."""
+        known = 0 if self._pulse is None else self._pulse.num_running + self._pulse.num_waiting
+        return max(known + self._num_unreported, len(self._listeners))
+
+    async def drain(self) -> None:
+        """Have every ingress know, by way of the router, that the application is about to be stopped."""
+        async with asyncio.timeout(SILENCE_S):
+            await self._port.drain()
 
     @property
     def wish(self) -> Wish | None:

@@ -20,6 +20,7 @@ class RouterInfo(NamedTuple):
     num_kv_tokens: int
     max_draft_tokens: int
     eos_token_ids: list[int]
+    rank_nodes: tuple[str, ...]  # address of the node that each rank runs on
 
 
 class Wish(NamedTuple):
@@ -38,6 +39,7 @@ class Pulse(NamedTuple):
     acceptance_length: float | None
     since_token_s: float  # since a token was made last; an idle engine makes one now and then to know that it can
     wish: Wish | None = None  # that it follows, where drafters can be replaced
+    is_draining: bool = False  # the whole application is about to be stopped: no ingress takes new requests
 
 
 class Refusal(NamedTuple):

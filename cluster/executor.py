@@ -49,9 +49,11 @@ class RayExecutor:
         self._failure: str | None = None
         self._step_timeout_s = config.server.step_timeout_s
         self._epoch = secrets.randbits(64)
+        self.rank_nodes: tuple[str, ...] = ()  # addresses of the nodes that the ranks run on
         try:
             self._actors = self._create(config, with_gpus)
             places: list[Place] = ray.get([actor.place.remote() for actor in self._actors])
+            self.rank_nodes = tuple(place.address for place in places)
             self._guards = Guards(Path(self._folder.name), places, self._guard_options)
             self._capacity = self._start(places)
             if config.has_draft_actor:

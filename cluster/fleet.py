@@ -27,6 +27,7 @@ from specray.outputs import FinishReason, RequestOutput, RequestUsage, add_histo
 LOST = "the engine stopped while it worked on this request, and no other one could take it over in time; send it again"
 LOOK_S = 0.2  # between looks for routers that came or went
 RETRY_S = 1.0
+DRAINING = "the server is shutting down: it finishes what it has begun, and takes nothing new"
 MAX_FAILOVERS = 8  # a request that took so many engines down goes to no other
 
 logger = logging.getLogger("ray.serve")
@@ -62,6 +63,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._tasks = Tasks()
         self.drafts = FleetDrafts(config.speculative, self._clients, self._tasks)
+        self._is_draining = False
         self.failover_s = config.server.failover_s
         self.num_failovers = 0
 
@@ -88,6 +90,28 @@ class Fleet:
         ages = {replica_id: client.since_token_s for replica_id, client in self._clients.items()}
         return {replica_id: age for replica_id, age in ages.items() if age < inf}
 
+    @property
+    def rank_nodes(self) -> dict[str, tuple[str, ...]]:
+        """Of each connected router's engine, address of the node that each rank runs on."""
+        return {client.replica_id: client.info.rank_nodes for client in self._clients.values() if client.info}
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the application is about to be stopped. That is for good: whoever heard it once need not again."""
+        self._is_draining = self._is_draining or any(client.is_draining for client in self._clients.values())
+        return self._is_draining
+
+    async def drain(self) -> int:
+        """Take no new requests, at any ingress replica; how many are still under way. To be asked again and again.
+
+        Routers spread the news, as every ingress listens to them; those started since are told in the next call.
+        """
+        self._is_draining = True
+        clients = [client for client in self._clients.values() if client.info is not None]
+        uninformed = [client.drain() for client in clients if not client.is_draining]
+        await asyncio.gather(*uninformed, return_exceptions=True)
+        return sum(client.num_unfinished for client in clients)
+
     async def stats(self) -> dict[str, Snapshot]:
         """Every connected router's counters, by replica. EngineDeadError if there is none."""
         clients = [client for client in self._clients.values() if client.info is not None]
@@ -100,6 +124,8 @@ class Fleet:
 
     async def submit(self, requests: list[EngineRequest], timeout_s: float, session: str = "") -> "Job":
         """Start requests on one router, all or none. A SpecRayError if no router takes them."""
+        if self.is_draining:
+            raise EngineDeadError(DRAINING)
         job = Job(self, requests, timeout_s, session)
         await job.start()
         return job

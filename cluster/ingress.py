@@ -28,6 +28,10 @@ class OpenAIIngress:
         self._service = Service(config, self._fleet, lambda: _load_tokenization(config))
         self._fleet.start()
 
+    async def drain(self) -> int:
+        """See `Fleet.drain`."""
+        return await self._fleet.drain()
+
     async def __del__(self) -> None:
         """Serve awaits it when nothing is left to answer: routers would wait for our lease to run out."""
         await self._fleet.close()

@@ -21,7 +21,8 @@ from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 import ray
 from ray import serve
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import build
@@ -32,7 +33,9 @@ from specray.errors import ConfigError, SpecRayError
 POLL_S = 0.3
 READY_S = 60.0  # from deployments that run to one that answers: connecting, and reading the tokenizer
 DRAIN_SLACK_S = 15.0  # a drain's begin and end
+DRAIN_POLL_S = 0.6  # longer than a pulse: by the second look every ingress has been told, and what it let in is counted
 PROBE_S = 30.0
+ASK_S = 5.0
 
 
 class StartError(SpecRayError):
@@ -179,13 +182,29 @@ def _announcement(url: str, config: AppConfig) -> str:
 
 
 def _drain(name: str, longest_s: float) -> None:
-    """Delete an application and wait until what it has begun is finished."""
+    """Let an application finish what it has begun, new requests refused with 503, and delete it.
+
+    Deleted at once it would finish, too, but Serve's proxy answers 404 from then on, as if there had never been one.
+    """
     give_up = time.monotonic() + longest_s
+    _wait_until_idle(name, give_up)
     while name in serve.status().applications and time.monotonic() < give_up:
         try:
             serve.delete(name)
         except TimeoutError:  # Serve waits for a minute; drains may take longer
             continue
+
+
+def _wait_until_idle(name: str, give_up: float) -> None:
+    """Returns early where nobody can be asked: an application that did not come up has begun nothing."""
+    num_idle = 0
+    while num_idle < 2 and time.monotonic() < give_up:
+        try:
+            num_unfinished = serve.get_app_handle(name).drain.remote().result(timeout_s=ASK_S)
+        except (RayServeException, RayError, TimeoutError):
+            return
+        num_idle = 0 if num_unfinished else num_idle + 1
+        time.sleep(DRAIN_POLL_S)
 
 
 def _reachable(host: str) -> str:

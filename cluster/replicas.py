@@ -85,6 +85,9 @@ class HandlePort:
         refusal: Refusal | None = await self._answer(self._handle.follow, wish)
         return refusal
 
+    async def drain(self) -> None:
+        await self._answer(self._handle.drain)
+
     async def _answer(self, method: DeploymentHandle[Any], *arguments: object) -> Any:
         """Call and await; a call that is given up is taken back, or it would look for a dead addressee for ever."""
         response = self._call(method, *arguments)

@@ -61,12 +61,14 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._engine = AsyncEngine(engine, self._deliver_from_thread)
         self._connections = Connections(self._engine.abort, time.monotonic)
-        self._info = _info(config, engine)
+        self._info = _info(config, engine, self._executor.rank_nodes)
         self._drafts: RouterDrafts | None = None
         if config.replaces_drafters:
             drafter = self._executor.drafter
             self._drafts = RouterDrafts(config.speculative, self._info.max_draft_tokens, drafter, self._engine)
         self._accept_length: float | None = None  # of late
+        self._lengths = AcceptanceWindow(PULSES_IN_WINDOW)
+        self._is_draining = False
         self._backoff = Backoff(PULSES_IN_WINDOW, time.monotonic)
         self._token_at = 0.0  # on the monotonic clock
         self._asked_at = inf  # the same, for our health
@@ -130,6 +132,12 @@ class Router:
         self._connections.send(self._info)
         return refusal
 
+    async def drain(self, to: str | None = None) -> None:
+        """The application is about to be stopped: say so to every ingress, in all pulses from now on."""
+        self._check_addressee(to)
+        self._is_draining = True
+        self._pulse()
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve hands to the autoscaling policy."""
         return report(self._engine.stats())
@@ -183,17 +191,27 @@ class Router:
             self._die(engine_error)
 
     async def _send_pulses(self) -> None:
-        lengths = AcceptanceWindow(PULSES_IN_WINDOW)
         while True:
-            since_token_s = time.monotonic() - self._token_at
-            if since_token_s > PROBE_AFTER_S and not self._probes:
+            if time.monotonic() - self._token_at > PROBE_AFTER_S and not self._probes:
                 self._probe()
             snapshot = self._engine.stats()
             self._backoff.note(snapshot)
-            pulse = pulse_of(snapshot, lengths, since_token_s, self._drafts.wish if self._drafts else None)
-            self._accept_length = pulse.acceptance_length
-            self._connections.send(pulse)
+            self._accept_length = self._lengths.note(snapshot)
+            self._pulse()
             await asyncio.sleep(PULSE_S)
+
+    def _pulse(self) -> None:
+        snapshot = self._engine.stats()
+        pulse = Pulse(
+            num_running=int(number(snapshot, "specray_num_requests_running")),
+            num_waiting=int(number(snapshot, "specray_num_requests_waiting")),
+            kv_usage=number(snapshot, "specray_kv_cache_usage_perc"),
+            acceptance_length=self._accept_length,
+            since_token_s=time.monotonic() - self._token_at,
+            wish=self._drafts.wish if self._drafts else None,
+            is_draining=self._is_draining,
+        )
+        self._connections.send(pulse)
 
     def _probe(self) -> None:
         """Have a token made, as a request would."""
@@ -230,17 +248,6 @@ class AcceptanceWindow:
         self._counts.append(now)
         steps, accepted = (new - old for new, old in zip(now, self._counts[0], strict=True))
         return 1 + accepted / steps if steps else None
-
-
-def pulse_of(snapshot: Snapshot, lengths: AcceptanceWindow, since_token_s: float, wish: Wish | None = None) -> Pulse:
-    return Pulse(
-        num_running=int(number(snapshot, "specray_num_requests_running")),
-        num_waiting=int(number(snapshot, "specray_num_requests_waiting")),
-        kv_usage=number(snapshot, "specray_kv_cache_usage_perc"),
-        acceptance_length=lengths.note(snapshot),
-        since_token_s=since_token_s,
-        wish=wish,
-    )
 
 
 class LogReporter:
@@ -281,7 +288,7 @@ def _start_engine(config: AppConfig) -> tuple[RayExecutor, Engine]:
     return executor, Engine(config.engine, executor, tokenizer)
 
 
-def _info(config: AppConfig, engine: Engine) -> RouterInfo:
+def _info(config: AppConfig, engine: Engine, rank_nodes: tuple[str, ...]) -> RouterInfo:
     capacity = engine.capacity
     return RouterInfo(
         model=config.model_name,
@@ -290,4 +297,5 @@ def _info(config: AppConfig, engine: Engine) -> RouterInfo:
         num_kv_tokens=(capacity.num_blocks - 1) * config.page_size,
         max_draft_tokens=capacity.max_draft_tokens,
         eos_token_ids=capacity.eos_token_ids,
+        rank_nodes=rank_nodes,
     )

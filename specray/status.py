@@ -25,7 +25,7 @@ KEY_VARIABLE = "SPECRAY_API_KEY"
 TIMEOUT_S = 5.0
 CLEAR = "\x1b[H\x1b[J"  # cursor home, rest of the screen empty
 HEADERS = (
-    "replica", "drafter", "last token", "running", "queued", "tokens/s", "accept len now", "in all", "KV used",
+    "replica", "ranks", "drafter", "last token", "running", "queued", "tokens/s", "accept len now", "in all", "KV used",
     "cache hits", "draft faults", "preemptions",
 )  # fmt: skip
 
@@ -47,6 +47,7 @@ class Row(NamedTuple):
     """One replica now. Rates are since the look before; None where there is nothing to divide."""
 
     replica: str
+    rank_nodes: list[str]  # address of the node that each rank runs on; empty where the server did not say
     drafter: str
     since_token_s: float | None
     num_running: int
@@ -136,6 +137,7 @@ def _row(name: str, old: Counts, new: Counts, before: Look, now: Look) -> Row:
     hits, queries = "specray_prefix_cache_hits_total", "specray_prefix_cache_queries_total"
     return Row(
         replica=name,
+        rank_nodes=now.info.get("rank_nodes", {}).get(name, []),
         drafter=now.drafters.get(name, "?"),
         since_token_s=now.info.get("since_token_s", {}).get(name),
         num_running=int(new["specray_num_requests_running"]),
@@ -172,11 +174,19 @@ def _headline(url: str, now: Look) -> str:
 
 def _cells(row: Row) -> list[str]:
     return [
-        row.replica, row.drafter, _or_dash(row.since_token_s, "{:.1f} s ago"), str(row.num_running),
-        str(row.num_waiting), f"{row.tokens_per_s:.1f}", _or_dash(row.accept_length, "{:.2f}"),
+        row.replica, _ranks(row.rank_nodes), row.drafter, _or_dash(row.since_token_s, "{:.1f} s ago"),
+        str(row.num_running), str(row.num_waiting), f"{row.tokens_per_s:.1f}", _or_dash(row.accept_length, "{:.2f}"),
         _or_dash(row.accept_length_in_all, "{:.2f}"), f"{row.kv_usage:.0%}", _or_dash(row.cache_hit_rate, "{:.0%}"),
         str(row.num_draft_faults), str(row.num_preemptions),
     ]  # fmt: skip
+
+
+def _ranks(nodes: list[str]) -> str:
+    """Which ranks run where: 0, 1 on 10.0.0.1; 2, 3 on 10.0.0.2"""
+    ranks: dict[str, list[str]] = defaultdict(list)
+    for rank, node in enumerate(nodes):
+        ranks[node].append(str(rank))
+    return "; ".join(f"{', '.join(there)} on {node}" for node, there in ranks.items()) or "-"
 
 
 def _or_dash(value: float | None, form: str) -> str:

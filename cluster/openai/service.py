@@ -18,7 +18,7 @@ from cluster.client import NOT_READY
 from cluster.config import AppConfig
 from cluster.connections import RouterInfo
 from cluster.drafting import FleetDrafts
-from cluster.fleet import Fleet
+from cluster.fleet import DRAINING, Fleet
 from cluster.openai.errors import ApiError, shown
 from cluster.openai.protocol import Body, ChatRequest, CompletionRequest, GenerateRequest
 from cluster.openai.replies import ChatReply, CompletionReply, GenerateReply, Head, Reply
@@ -81,11 +81,13 @@ class Service:
         return await self._respond(body, tenant, prompts, params, head, reply)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError (503) unless a request would be served now."""
+        """Raises ApiError (503) unless a request would be served now."""
+        self._check_stays()
         await self._ready()
 
     def check_ready(self) -> None:
-        """Raises ApiError (503) unless some engine has made a token a moment ago."""
+        """Raises ApiError (503) unless some engine has made a token a moment ago, and goes on to."""
+        self._check_stays()
         if (seconds := self._fleet.since_token_s) > READY_S:
             since = "none was made yet" if seconds == inf else f"the last one was made {seconds:.0f} s ago"
             raise ApiError(503, f"no engine makes tokens now: {since}")
@@ -135,6 +137,7 @@ class Service:
             "max_total_num_tokens": info.num_kv_tokens,
             "max_draft_tokens": info.max_draft_tokens,
             "since_token_s": self._fleet.token_ages,
+            "rank_nodes": self._fleet.rank_nodes,
             "num_failovers": self._fleet.num_failovers,  # of this ingress replica
             "internal_states": list((await self.stats()).values()),
         }
@@ -162,6 +165,10 @@ class Service:
             if self._tokenization is None:
                 self._tokenization = await asyncio.to_thread(self._load)
         return self._tokenization
+
+    def _check_stays(self) -> None:
+        if self._fleet.is_draining:
+            raise ApiError(503, DRAINING)
 
     def _info(self) -> RouterInfo:
         if self._fleet.info is None:

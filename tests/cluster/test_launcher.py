@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -123,6 +124,7 @@ def test_sigterm_lets_a_stream_finish_and_leaves_nothing(served: Served) -> None
         lines = reply.iter_lines()
         next(lines)
         served.process.send_signal(signal.SIGTERM)
+        assert until_refused(url, body)["error"]["code"] == "service_unavailable"
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert served.process.wait(STOP_TIMEOUT_S) == 0, served.log
     give_up = time.monotonic() + 5.0
@@ -130,6 +132,15 @@ def test_sigterm_lets_a_stream_finish_and_leaves_nothing(served: Served) -> None
         time.sleep(0.1)
     assert not left, command_lines(left)
     assert not Path(folder).exists()
+
+
+def until_refused(url: str, body: dict[str, Any]) -> Any:
+    """What new requests are told once the signal has come through."""
+    give_up = time.monotonic() + 10.0
+    while (reply := httpx.post(url, json=body | {"stream": False, "max_tokens": 1}, timeout=60.0)).status_code == 200:
+        assert time.monotonic() < give_up
+    assert (reply.status_code, reply.headers.get("retry-after")) == (503, "2"), reply.text
+    return reply.json()
 
 
 def family(folder: str) -> list[int]:

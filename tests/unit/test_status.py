@@ -41,6 +41,7 @@ specray_draft_faults_total{kind="gone",replica="nrkn9ylc"} 1.0
 INFO = {
     "model": "smollm2-135m-instruct", "tp_size": 2, "speculative_algorithm": "NGRAM", "num_failovers": 4,
     "draft": {"placement": "colocated"}, "since_token_s": {"nrkn9ylc": 0.34},
+    "rank_nodes": {"nrkn9ylc": ["10.0.0.1", "10.0.0.1", "10.0.0.2"]},
 }  # fmt: skip
 
 
@@ -78,9 +79,9 @@ def test_the_table_has_a_line_for_each_replica() -> None:
     )
     cells = dict(zip(*([part.strip() for part in line.strip("|").split("|")] for line in (titles, a)), strict=True))
     assert cells == {
-        "replica": "nrkn9ylc", "drafter": "NGRAM", "last token": "0.3 s ago", "running": "3", "queued": "1",
-        "tokens/s": "10.0", "accept len now": "2.00", "in all": "1.32", "KV used": "25%", "cache hits": "50%",
-        "draft faults": "2", "preemptions": "0",
+        "replica": "nrkn9ylc", "ranks": "0, 1 on 10.0.0.1; 2 on 10.0.0.2", "drafter": "NGRAM",
+        "last token": "0.3 s ago", "running": "3", "queued": "1", "tokens/s": "10.0", "accept len now": "2.00",
+        "in all": "1.32", "KV used": "25%", "cache hits": "50%", "draft faults": "2", "preemptions": "0",
     }  # fmt: skip
     assert b.startswith("| b ")
 
@@ -132,7 +133,7 @@ def once(url: str, *options: str) -> int:
 
 def test_once_is_one_table(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert once(server) == 0
-    assert "| nrkn9ylc | NGRAM " in capsys.readouterr().out
+    assert "| nrkn9ylc | 0, 1 on 10.0.0.1; 2 on 10.0.0.2 |   NGRAM |" in capsys.readouterr().out
 
 
 def test_once_has_status_1_while_the_server_is_not_ready(

@@ -72,6 +72,7 @@ class ScriptedRanks:
         self.script = tokenizer.encode(TEXT)
         self.capacity = Capacity(65, 2, 512, len(tokenizer), [tokenizer.eos_token_id])
         self.drafter = ScriptedKeeper()
+        self.rank_nodes = ("10.0.0.1",)
         self.step_s = step_s
         self.broken: str | None = None
         self.num_steps = 0
@@ -179,6 +180,9 @@ class ReplicaPort:
 
     async def follow(self, wish: Wish) -> Refusal | None:
         return await (await self._reach()).follow(wish)
+
+    async def drain(self) -> None:
+        await (await self._reach()).drain()
 
     async def _reach(self) -> Router:
         await self._replica.runs.wait()
