@@ -1,19 +1,17 @@
 """`make bench`: the README's figures on this machine, as one table. Each row: what, measured, to reach.
 
 Rows are measured with the parts of `specray bench`, arms interleaved. Takes minutes; wants an idle machine. Not here:
-the rows about EAGLE heads (`eagle_figures`).
+the rows about EAGLE heads (`eagle_figures`) and about whole servers (`server_figures`).
 """
 
 import argparse
 import json
-import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from specray.bench import eagle_figures, machine
+from specray.bench import eagle_figures, machine, server_figures
 from specray.bench.arms import PLAIN, TRANSFORMERS
 from specray.bench.command import engine_config
 from specray.bench.figure import CONCURRENCY, FULL, QUICK, ROOT, Effort, Figure, Section, mt_bench_prompts, prompts_of
@@ -22,10 +20,8 @@ from specray.bench.prompts import load_prompts
 from specray.bench.report import identical_share, speed_ratios, summarise
 from specray.bench.session import Session
 from specray.bench.tables import format_table
-from specray.chat import Answer, connect, first_model, stream_answer
 from specray.config import SpeculativeConfig
 from specray.errors import SpecRayError
-from specray.local_server import LocalServer, free_port
 
 NGRAM, SUFFIX = "ngram", "ngram-suffix"
 STEP_PATH = (
@@ -33,7 +29,6 @@ STEP_PATH = (
     "worker/worker", "worker/model_runner", "worker/input_batch", "worker/request_state", "spec_decode/draft_tree",
     "spec_decode/verifier",
 )  # fmt: skip
-PHASE_LINE = re.compile(r'^specray_step_seconds_total\{[^}]*phase="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,22 +138,6 @@ def int8(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     yield Figure(f"EAGLE-3 / plain, both in int8, {data}", median(gains), 1.5)
 
 
-def through_the_router(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
-    del wanted
-    with LocalServer(ROOT / "configs" / "plain.yaml", free_port()) as server:
-        server.wait_until_ready()
-        client = connect(server.url)
-        request = {"model": first_model(client), "temperature": 0, "max_tokens": effort.max_tokens}
-        before: dict[str, float] = {}
-        for prompt in prompts_of("chat", 1 + effort.num_chat):
-            messages = [{"role": "user", "content": prompt.turns[0]}]
-            list(stream_answer(client, Answer(), messages=messages, **request))
-            before = before or _phases(server)  # the first question warms up
-        spent = {phase: seconds - before[phase] for phase, seconds in _phases(server).items()}
-    share = spent["host"] / sum(spent.values())
-    yield Figure("host share of a step, through the router (mean)", share, 0.15, "{:.1%}", at_most=True)
-
-
 def step_path(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     del effort, wanted  # nothing to measure
     files = [ROOT / "specray" / f"{name}.py" for name in STEP_PATH]
@@ -171,7 +150,7 @@ SECTIONS = (
     Section(("plain", "ngram", "concurrent"), in_process),
     *eagle_figures.SECTIONS,
     Section(("int8",), int8),
-    Section(("router",), through_the_router),
+    *server_figures.SECTIONS,
     Section(("step-path",), step_path),
 )
 ROWS = [name for section in SECTIONS for name in section.names]
@@ -180,11 +159,6 @@ ROWS = [name for section in SECTIONS for name in section.names]
 def _session(dtype: str, quantization: str | None = None) -> Session:
     config = engine_config(None, CONCURRENCY, dtype=dtype, quantization=quantization)
     return Session(config, progress=sys.stderr.isatty())
-
-
-def _phases(server: LocalServer) -> dict[str, float]:
-    time.sleep(3)  # the server copies its counters out about once a second
-    return {phase: float(seconds) for phase, seconds in PHASE_LINE.findall(server.get("/metrics"))}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,11 +20,12 @@ from tests.chaos.faults import FAULTS, Fault, Scene
 from tests.chaos.ledger import Ending, Ledger, quantile
 from tests.chaos.load import Load
 from tests.chaos.questions import Question, make_questions
-from tests.chaos.service import ENGINE_CPUS, NUM_ENGINES, Service, started
+from tests.chaos.service import ENGINE_CPUS, Service, started
 from tests.support.heads import write_random_head
 from tests.support.stories import write_stories
 from tests.support.toy import write_toy
 
+NUM_ENGINES = 2
 NUM_STREAMS = 8
 CALM_S = 0.5  # of undisturbed traffic around a fault
 IDLE_S = 10.0  # in which engines must have let go of everything once nobody asks
@@ -64,12 +65,18 @@ def run(model: str, options: argparse.Namespace) -> Any:
         write(target)
         head = write_random_head(Path(folder, "head"), target, version=3)
         questions = make_questions(target, max_tokens)
-        with started(_config(target, head)) as service:
-            for name in options.faults:
-                fault = FAULTS[name]
-                count = options.count or (fault.few if options.quick else fault.many)
-                if count:
-                    yield asyncio.run(_suffer(name, fault, count, service, questions))
+        for has_storage in (True, False):
+            todo = {name: _count(FAULTS[name], options) for name in options.faults}
+            todo = {name: count for name, count in todo.items() if count and FAULTS[name].has_storage == has_storage}
+            if not todo:
+                continue
+            with started(_config(target, head), Path(folder, "gcs") if has_storage else None) as service:
+                for name, count in todo.items():
+                    yield asyncio.run(_suffer(name, FAULTS[name], count, service, questions))
+
+
+def _count(fault: Fault, options: argparse.Namespace) -> int:
+    return int(options.count or (fault.few if options.quick else fault.many))
 
 
 async def _suffer(name: str, fault: Fault, count: int, service: Service, questions: Sequence[Question]) -> Row:

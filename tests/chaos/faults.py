@@ -20,6 +20,7 @@ from tests.support.processes import own_processes
 RECOVERY_S = 120.0  # a service that is not back by then is not coming back
 LOOK_S = 0.1
 GCS_PAUSE_S = 4.0
+CALM_S = 5.0  # without a GCS, before somebody notices
 NUM_LEAVING = 50
 ROUTER, RANK, DRAFTER = "ray::ServeReplica:chaos:Router", "ray::TargetActor", "ray::DraftActor"
 INGRESS, CONTROLLER, GCS = "ray::ServeReplica:chaos:OpenAIIngress", "ray::ServeController", "gcs_server"
@@ -42,6 +43,7 @@ class Fault(NamedTuple):
     few: int  # times in the short form; 0: not in it
     many: int
     excused: tuple[Ending, ...] = ()  # beside complete answers
+    has_storage: bool = True  # the GCS survives in a file
 
 
 def _signal(title: str, number: signal.Signals) -> int:
@@ -109,6 +111,36 @@ async def _freeze_gcs(scene: Scene) -> None:
     await _until(scene.service.is_whole)
 
 
+async def _kill_gcs(scene: Scene) -> None:
+    """For some seconds there is none; the next one reads what this one wrote."""
+    head = scene.service.cluster.head_node
+    await asyncio.to_thread(head.kill_gcs_server)
+    await asyncio.sleep(GCS_PAUSE_S)
+    await asyncio.to_thread(head.start_gcs_server)
+    await _until(scene.service.is_whole)
+
+
+async def _lose_cluster(scene: Scene) -> None:
+    """The GCS dies and with it all that it knew; an operator ends the rest and starts anew.
+
+    In this thread, as Ray demands: clients do not read meanwhile, and see a longer gap.
+    """
+    scene.service.cluster.head_node.kill_gcs_server()
+    await asyncio.sleep(CALM_S)
+    scene.service.end()
+    scene.service.start()
+    await _until(scene.service.is_whole)
+
+
+async def _scale(scene: Scene) -> None:
+    """One engine less, and one more again."""
+    config = scene.service.config
+    server = config.server.model_copy(update={"num_replicas": 1})
+    for wanted in (config.model_copy(update={"server": server}), config):
+        await asyncio.to_thread(scene.service.deploy, wanted)
+        await _until(scene.service.is_whole)
+
+
 async def _lose_node(scene: Scene) -> None:
     """All of the second node's processes at once; then a new node joins."""
     cluster, before = scene.service.cluster, await scene.service.engines()
@@ -148,15 +180,19 @@ FAULTS: dict[str, Fault] = {
     "router frozen": Fault(_lose_engine(ROUTER, signal.SIGSTOP), 0, 20),
     "rank killed": Fault(_lose_engine(RANK, signal.SIGKILL), 0, 20),
     "rank frozen": Fault(_lose_engine(RANK, signal.SIGSTOP), 0, 20),
-    "drafter killed": Fault(_lose_drafter(signal.SIGKILL), 1, 20),
-    "drafter frozen": Fault(_lose_drafter(signal.SIGSTOP), 0, 20),
+    "drafter killed": Fault(_lose_drafter(signal.SIGKILL), 1, 100),
+    "drafter frozen": Fault(_lose_drafter(signal.SIGSTOP), 0, 100),
+    "drafter lies": Fault(_lose_drafter(signal.SIGUSR1), 1, 100),
     "ingress killed": Fault(_lose_ingress, 0, 20, _LOST_FRONT),
     "controller killed": Fault(_lose_controller, 0, 10),
     "GCS frozen for 4 s": Fault(_freeze_gcs, 0, 5),
+    "GCS killed for 4 s": Fault(_kill_gcs, 0, 5),
     "node lost": Fault(_lose_node, 1, 10, _LOST_FRONT),
     "redeployed": Fault(_redeploy, 0, 20),
+    "scaled down, up": Fault(_scale, 0, 10),
     "clients leave": Fault(_leave, 2, 100, (Ending.LEFT, Ending.REFUSED)),
     "overload": Fault(_flood, 0, 10, (Ending.REFUSED,)),
+    "GCS lost": Fault(_lose_cluster, 0, 3, _LOST_FRONT, has_storage=False),
 }
 
 

@@ -21,19 +21,42 @@ from cluster.config import AppConfig
 from specray.local_server import free_port
 
 APP = "chaos"
-NUM_ENGINES = 2
 ENGINE_CPUS = 0.8  # of a node's single one: a second engine does not fit, an ingress does
 BUSY = ("specray_num_requests_running", "specray_num_requests_waiting", "specray_kv_cache_usage_perc")
 ROOT = Path(__file__).parents[2]
+MADNESS = Path(__file__).parent / "madness"
 
 
 class Service:
-    """A running application; `cluster` is Ray's, whose first node is the head."""
+    """A running application; `cluster` is Ray's, whose first node is the head.
 
-    def __init__(self, cluster: Any, config: AppConfig, port: int) -> None:
-        self.cluster = cluster
+    With `storage`, a folder, the head's GCS keeps there what it knows, and may be killed.
+    """
+
+    def __init__(self, config: AppConfig, storage: Path | None) -> None:
+        self.cluster: Any = None
         self.config = config
-        self.url = f"http://127.0.0.1:{port}"
+        self._storage = storage
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """The cluster and the application, from nothing. In the process's first thread, as Ray demands."""
+        head: dict[str, Any] = NODE | {"include_dashboard": False}
+        if self._storage is not None:
+            head["_system_config"] = {"gcs_storage": "rocksdb", "gcs_storage_path": str(self._storage)}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.cluster.add_node(**NODE)
+        ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error")
+        serve.start(http_options={"host": "127.0.0.1", "port": self._port, "location": "HeadOnly"})
+        self.deploy(self.config)
+
+    def end(self) -> None:
+        """Ask first; a cluster without its GCS does not answer, and is ended anyway."""
+        asking = threading.Thread(target=_shut_down, daemon=True)
+        asking.start()
+        asking.join(20.0)
+        self.cluster.shutdown()
 
     def deploy(self, config: AppConfig) -> None:
         """Start the application, or replace it replica by replica; returns when that is done."""
@@ -47,7 +70,7 @@ class Service:
 
     async def is_whole(self) -> bool:
         """Every engine serves, and the front says that it is ready."""
-        return len(await self.engines()) == NUM_ENGINES and await self._status("/readyz") == 200
+        return len(await self.engines()) == self.config.server.num_replicas and await self._status("/readyz") == 200
 
     async def is_idle(self) -> bool:
         """No engine runs, queues or holds anything."""
@@ -78,33 +101,21 @@ class Service:
             return 0
 
 
-@contextmanager
-def started(config: AppConfig) -> Iterator[Service]:
-    """The service over two nodes of one CPU each; nothing of it is left afterwards."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # workers import this checkout
-    cluster = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
-    try:
-        cluster.add_node(**NODE)
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-        port = free_port()
-        serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
-        service = Service(cluster, config, port)
-        service.deploy(config)
-        yield service
-    finally:
-        _end(cluster)
-
-
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 
-def _end(cluster: Any) -> None:
-    """Ask first; a cluster without its GCS does not answer, and is ended anyway."""
-    asking = threading.Thread(target=_shut_down, daemon=True)
-    asking.start()
-    asking.join(20.0)
-    cluster.shutdown()
+@contextmanager
+def started(config: AppConfig, storage: Path | None) -> Iterator[Service]:
+    """The service over two nodes of one CPU each; nothing of it is left afterwards."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    paths = [str(MADNESS), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # workers import this checkout
+    service = Service(config, storage)
+    try:
+        service.start()
+        yield service
+    finally:
+        service.end()
 
 
 def _shut_down() -> None:

@@ -1,0 +1,127 @@
+"""The README's rows about whole servers: what Ray, router and HTTP cost, and where the drafter had better run.
+
+Servers are children of this process, asked over HTTP as a client would. Not here: the table (`figures`).
+"""
+
+import asyncio
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from specray.bench.exchange import exchange, request_bytes
+from specray.bench.figure import CONCURRENCY, ROOT, Effort, Figure, Section, mt_bench_prompts, prompts_of
+from specray.bench.ledger import Outcome, ending_of
+from specray.errors import SpecRayError
+from specray.local_server import LocalServer, free_port
+
+CONFIGS = ROOT / "configs"
+SETTLE_S = 3.0  # an idle server asks itself for a token, and copies its counters out, in less
+PHASE_LINE = re.compile(r'^specray_step_seconds_total\{[^}]*phase="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
+HOST = "host"  # the phase that is no rank's
+PLACEMENTS = ("inline", "colocated")
+BATCHES = (1, CONCURRENCY)
+
+
+def host_share(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    """Of the time of steps and of all time: the second counts what happens between two steps as well."""
+    del wanted
+    with LocalServer(CONFIGS / "plain.yaml", free_port()) as server:
+        server.wait_until_ready()
+        bodies = [_body(prompt.turns[0], effort.max_tokens) for prompt in prompts_of("chat", 1 + effort.num_chat)]
+        asyncio.run(_answer(server.url, bodies[:1], 1))  # warms up
+        for batch in BATCHES:
+            before = _phases(server)
+            repeated = [bodies[1 + number % effort.num_chat] for number in range(batch * effort.num_chat)]
+            _, seconds = asyncio.run(_answer(server.url, repeated, batch))
+            spent = {phase: value - before[phase] for phase, value in _phases(server).items()}
+            ranks = sum(spent.values()) - spent[HOST]
+            if batch == 1:
+                share = spent[HOST] / sum(spent.values())
+                yield Figure("host share of a step, through the router (mean)", share, 0.15, "{:.1%}", at_most=True)
+            what = f"share of all time in which no rank computes, plain, {batch} at a time over HTTP"
+            yield Figure(what, 1 - ranks / seconds, 0.10, "{:.1%}", at_most=True)
+
+
+def placement(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    """Two servers at once that take turns: the one that is not asked does nothing but see that it could."""
+    del wanted
+    prompts, data = mt_bench_prompts(effort)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        urls = {}
+        for name in PLACEMENTS:
+            server = stack.enter_context(LocalServer(_placed(Path(folder), name), free_port()))
+            server.wait_until_ready()
+            urls[name] = server.url
+        bodies = [_body(prompt.turns[0], effort.max_tokens) for prompt in prompts]
+        for batch in BATCHES:
+            groups = [bodies[at : at + CONCURRENCY] for at in range(0, len(bodies), CONCURRENCY)]
+            ratios = [_ratio(urls, group, batch, number) for number, group in enumerate(_shown(groups, batch))]
+            what = f"colocated / inline drafter, EAGLE-3, {batch} at a time over HTTP, output tokens/s, {data}"
+            yield Figure(what, median(ratios), 0.95)
+
+
+def _ratio(urls: dict[str, str], bodies: Sequence[Any], batch: int, number: int) -> float:
+    """Colocated / inline. Who is first changes from group to group."""
+    rates = {}
+    for name in PLACEMENTS if number % 2 else reversed(PLACEMENTS):
+        num_tokens, seconds = asyncio.run(_answer(urls[name], bodies, batch))
+        rates[name] = num_tokens / seconds
+    inline, colocated = (rates[name] for name in PLACEMENTS)
+    return colocated / inline
+
+
+def _placed(folder: Path, name: str) -> Path:
+    """A file that serves EAGLE-3 as configs/eagle3.yaml does, with the drafter in this place."""
+    document = yaml.safe_load((CONFIGS / "eagle3.yaml").read_text(encoding="utf-8"))
+    args = document["applications"][0]["args"]
+    args["draft"] = args.get("draft", {}) | {"placement": name}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return path
+
+
+def _body(text: str, max_tokens: int) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+
+
+async def _answer(url: str, bodies: Sequence[Any], batch: int) -> tuple[int, float]:
+    """Tokens of all answers, so many at a time, and the seconds they took. SpecRayError if one is not whole."""
+    waiting = iter(bodies)
+    num_tokens = 0
+
+    async def stream() -> None:
+        nonlocal num_tokens
+        for body in waiting:
+            target = f"{url}/v1/chat/completions"
+            ending = ending_of(await exchange(target, request_bytes(target, body)))
+            if ending.outcome is not Outcome.COMPLETE:
+                raise SpecRayError(f"{url}: a request ended as {ending.outcome}: {ending.detail}")
+            num_tokens += ending.num_tokens
+
+    start = time.perf_counter()
+    await asyncio.gather(*(stream() for _ in range(batch)))
+    return num_tokens, time.perf_counter() - start
+
+
+def _phases(server: LocalServer) -> dict[str, float]:
+    time.sleep(SETTLE_S)
+    return {phase: float(seconds) for phase, seconds in PHASE_LINE.findall(server.get("/metrics"))}
+
+
+def _shown(groups: Sequence[Any], batch: int) -> Iterator[Any]:
+    yield from tqdm(groups, f"placements, {batch} at a time", file=sys.stderr, disable=not sys.stderr.isatty())
+
+
+SECTIONS = (Section(("router",), host_share), Section(("placement",), placement))

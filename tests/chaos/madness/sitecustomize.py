@@ -1,0 +1,61 @@
+"""Doors into the chaos cluster's processes: SIGUSR1 makes a drafter lie from its next answer on, SIGUSR2 a rank slow.
+
+Python imports a module of this name as it starts, where it is on the path, as in all of that cluster (`service`). The
+product has no such doors.
+"""
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+SLOW_STEP_S = 0.02
+
+Lie = Callable[[Any], Any]  # from the answer that would be right; bytes are sent as they are
+
+
+def _go_mad(*_: object) -> None:
+    from specray.worker import draft_worker
+
+    lie, pack = random.SystemRandom().choice(LIES), draft_worker.pack
+
+    def lying(message: Any) -> bytes:
+        said = lie(message)
+        return said if isinstance(said, bytes) else pack(said)
+
+    draft_worker.pack = lying
+
+
+def _go_slow(*_: object) -> None:
+    from specray.worker.worker import Worker
+
+    execute = Worker.execute
+
+    def slowly(self: Worker, plan: Any) -> Any:
+        time.sleep(SLOW_STEP_S)
+        return execute(self, plan)
+
+    Worker.execute = slowly  # type: ignore[method-assign]
+
+
+def _each_tree(change: Lie) -> Lie:
+    return lambda answer: answer._replace(trees=[change(tree) for tree in answer.trees])
+
+
+def _noise(_: Any) -> bytes:
+    return random.randbytes(64)
+
+
+LIES: list[Lie] = [
+    _noise,
+    lambda answer: answer._replace(trees=[]),
+    lambda answer: answer._replace(number=answer.number + 1),
+    _each_tree(lambda tree: tree._replace(tokens=[10**9 for _ in tree.tokens])),
+    _each_tree(lambda tree: tree._replace(tokens=[-5 for _ in tree.tokens])),
+    _each_tree(lambda tree: tree._replace(parents=list(range(len(tree.parents))))),
+    _each_tree(lambda tree: tree._replace(tokens=tree.tokens * 100, parents=tree.parents * 100)),
+]
+
+signal.signal(signal.SIGUSR1, _go_mad)
+signal.signal(signal.SIGUSR2, _go_slow)
