@@ -95,6 +95,8 @@ async def _suffer(name: str, fault: Fault, count: int, service: Service, questio
         await asyncio.sleep(CALM_S)
     if not await _becomes_idle(service):
         problems.append(f"{IDLE_S:g} s after the last request an engine still runs, queues or holds something")
+    if (gap := max(ledger.gaps, default=0.0)) > fault.most_gap_s:
+        problems.append(f"a stream was silent for {gap:.1f} s, and {fault.most_gap_s:g} s are the most")
     beyond = ledger.beyond((Ending.COMPLETE, *fault.excused))
     problems += [f"{number} requests ended as {ending}" for ending, number in beyond.items()]
     return Row(name, count, ledger, recoveries, problems)

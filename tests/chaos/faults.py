@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from tests.chaos.ledger import Ending, Ledger
@@ -19,6 +20,7 @@ from tests.support.processes import own_processes
 
 RECOVERY_S = 120.0  # a service that is not back by then is not coming back
 LOOK_S = 0.1
+MOST_GAP_S = 10.0  # a stream that is silent for longer is as good as lost; our watchdogs take 3 s
 GCS_PAUSE_S = 4.0
 CALM_S = 5.0  # without a GCS, before somebody notices
 NUM_LEAVING = 50
@@ -44,6 +46,7 @@ class Fault(NamedTuple):
     many: int
     excused: tuple[Ending, ...] = ()  # beside complete answers
     has_storage: bool = True  # the GCS survives in a file
+    most_gap_s: float = MOST_GAP_S  # the longest silence in any stream
 
 
 def _signal(title: str, number: signal.Signals) -> int:
@@ -187,12 +190,12 @@ FAULTS: dict[str, Fault] = {
     "controller killed": Fault(_lose_controller, 0, 10),
     "GCS frozen for 4 s": Fault(_freeze_gcs, 0, 5),
     "GCS killed for 4 s": Fault(_kill_gcs, 0, 5),
-    "node lost": Fault(_lose_node, 1, 10, _LOST_FRONT),
+    "node lost": Fault(_lose_node, 1, 10, _LOST_FRONT, most_gap_s=inf),
     "redeployed": Fault(_redeploy, 0, 20),
     "scaled down, up": Fault(_scale, 0, 10),
     "clients leave": Fault(_leave, 2, 100, (Ending.LEFT, Ending.REFUSED)),
     "overload": Fault(_flood, 0, 10, (Ending.REFUSED,)),
-    "GCS lost": Fault(_lose_cluster, 0, 3, _LOST_FRONT, has_storage=False),
+    "GCS lost": Fault(_lose_cluster, 0, 3, _LOST_FRONT, has_storage=False, most_gap_s=inf),
 }
 
 
