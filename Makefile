@@ -75,7 +75,7 @@ bench: $(INSTALLED)  ## measure the README's figures on this machine: tens of mi
 	$(BIN)/python -m specray.bench.figures $(BENCH_ARGS)
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; goes on where it stopped
-	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 6144 --run $(HEADS_DIR)/eagle3
+	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 7168 --run $(HEADS_DIR)/eagle3
 	$(BIN)/specray train eagle2 $(HEADS_ANSWERS) $(HEADS_TRAINING) --run $(HEADS_DIR)/eagle2
 	$(BIN)/specray train token-map $(HEADS_ANSWERS) --size 8192 --out $(HEADS_DIR)/frequent-8192.json
 	cp $(HEADS_DIR)/eagle3/head/* specray/heads/smollm2-135m-instruct-eagle3/
