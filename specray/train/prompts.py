@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from specray.errors import ConfigError
 from specray.models.tokenizer import render_chat
 
+MAX_SHOWN = 60  # characters of a bad row
+
 
 @dataclass(slots=True)
 class PromptFile:
@@ -87,20 +89,30 @@ def _read_row(file: PromptFile, number: int, line: str) -> None:
     try:
         row = json.loads(line)
         text = _first_turn(row)
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        file.bad_rows.append(f"line {number}: {type(error).__name__} {error}")
+    except (ValueError, RecursionError) as error:
+        problem = "not JSON" if isinstance(error, json.JSONDecodeError | RecursionError) else error
+        file.bad_rows.append(f"line {number}: {problem} (it is {_shown(line)})")
         return
     file.texts.append(text)
     file.licences[str(row.get("license", "not stated"))] += 1
 
 
 def _first_turn(row: Any) -> str:
-    if "turns" in row:
-        text = row["turns"][0]
-    elif "messages" in row:
-        text = next((message["content"] for message in row["messages"] if message["role"] == "user"), None)
-    else:
-        text = row["prompt"]
+    """ValueError, with what was looked for, where there is none."""
+    try:
+        if "turns" in row:
+            text = row["turns"][0]
+        elif "messages" in row:
+            text = next((message["content"] for message in row["messages"] if message["role"] == "user"), None)
+        else:
+            text = row["prompt"]
+    except (KeyError, TypeError, IndexError):
+        text = None
     if not isinstance(text, str) or not text.strip():
-        raise ValueError("no text in turns, messages or prompt")
+        raise ValueError("no text in turns[0], a user's message or prompt")
     return text
+
+
+def _shown(line: str) -> str:
+    """A bad row's beginning."""
+    return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}…"

@@ -20,7 +20,7 @@ from tests.chaos.faults import FAULTS, Fault, Scene
 from tests.chaos.ledger import Ending, Ledger, quantile
 from tests.chaos.load import Load
 from tests.chaos.questions import Question, make_questions
-from tests.chaos.service import ENGINE_CPUS, Service, started
+from tests.chaos.service import ENGINE_CPUS, Service, Setting, started
 from tests.support.heads import write_random_head
 from tests.support.stories import write_stories
 from tests.support.toy import write_toy
@@ -65,12 +65,12 @@ def run(model: str, options: argparse.Namespace) -> Any:
         write(target)
         head = write_random_head(Path(folder, "head"), target, version=3)
         questions = make_questions(target, max_tokens)
-        for has_storage in (True, False):
-            todo = {name: _count(FAULTS[name], options) for name in options.faults}
-            todo = {name: count for name, count in todo.items() if count and FAULTS[name].has_storage == has_storage}
+        for setting in Setting:
+            names = [name for name in options.faults if FAULTS[name].setting is setting]
+            todo = {name: count for name in names if (count := _count(FAULTS[name], options))}
             if not todo:
                 continue
-            with started(_config(target, head), Path(folder, "gcs") if has_storage else None) as service:
+            with started(_config(target, head), setting, Path(folder)) as service:
                 for name, count in todo.items():
                     yield asyncio.run(_suffer(name, FAULTS[name], count, service, questions))
 

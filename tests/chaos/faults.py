@@ -15,14 +15,15 @@ from typing import NamedTuple
 from tests.chaos.ledger import Ending, Ledger
 from tests.chaos.load import ask_at_once, leave_at_random
 from tests.chaos.questions import Question
-from tests.chaos.service import NODE, Service
+from tests.chaos.service import NODE, Service, Setting
 from tests.support.processes import own_processes
 
 RECOVERY_S = 120.0  # a service that is not back by then is not coming back
 LOOK_S = 0.1
 MOST_GAP_S = 10.0  # a stream that is silent for longer is as good as lost; our watchdogs take 3 s
 GCS_PAUSE_S = 4.0
-CALM_S = 5.0  # without a GCS, before somebody notices
+UNNOTICED_S = 5.0  # without a GCS, before an operator sees it
+LOSSY_S = 30.0
 NUM_LEAVING = 50
 ROUTER, RANK, DRAFTER = "ray::ServeReplica:chaos:Router", "ray::TargetActor", "ray::DraftActor"
 INGRESS, CONTROLLER, GCS = "ray::ServeReplica:chaos:OpenAIIngress", "ray::ServeController", "gcs_server"
@@ -45,7 +46,7 @@ class Fault(NamedTuple):
     few: int  # times in the short form; 0: not in it
     many: int
     excused: tuple[Ending, ...] = ()  # beside complete answers
-    has_storage: bool = True  # the GCS survives in a file
+    setting: Setting = Setting.STORED
     most_gap_s: float = MOST_GAP_S  # the longest silence in any stream
 
 
@@ -129,7 +130,7 @@ async def _lose_cluster(scene: Scene) -> None:
     In this thread, as Ray demands: clients do not read meanwhile, and see a longer gap.
     """
     scene.service.cluster.head_node.kill_gcs_server()
-    await asyncio.sleep(CALM_S)
+    await asyncio.sleep(UNNOTICED_S)
     scene.service.end()
     scene.service.start()
     await _until(scene.service.is_whole)
@@ -155,6 +156,12 @@ async def _lose_node(scene: Scene) -> None:
         return await scene.service.engines() != before and await scene.service.is_whole()
 
     await _until(has_another)
+
+
+async def _wait(scene: Scene) -> None:
+    """What is to happen happens by itself."""
+    await asyncio.sleep(LOSSY_S)
+    await _until(scene.service.is_whole)
 
 
 async def _redeploy(scene: Scene) -> None:
@@ -195,7 +202,8 @@ FAULTS: dict[str, Fault] = {
     "scaled down, up": Fault(_scale, 0, 10),
     "clients leave": Fault(_leave, 2, 100, (Ending.LEFT, Ending.REFUSED)),
     "overload": Fault(_flood, 0, 10, (Ending.REFUSED,)),
-    "GCS lost": Fault(_lose_cluster, 0, 3, _LOST_FRONT, has_storage=False, most_gap_s=inf),
+    "GCS lost": Fault(_lose_cluster, 0, 3, _LOST_FRONT, Setting.FORGETFUL, most_gap_s=inf),
+    "calls get lost": Fault(_wait, 0, 10, (Ending.REFUSED, Ending.FAILED), Setting.LOSSY),
 }
 
 

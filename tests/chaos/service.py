@@ -3,10 +3,12 @@
 Not here: how it is broken (`faults`).
 """
 
+import json
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +25,36 @@ from specray.local_server import free_port
 APP = "chaos"
 ENGINE_CPUS = 0.8  # of a node's single one: a second engine does not fit, an ingress does
 BUSY = ("specray_num_requests_running", "specray_num_requests_waiting", "specray_kv_cache_usage_perc")
+# Calls of actors, and the items of their streams: what an ingress and a router say to one another.
+LOST_CALLS = (
+    "CoreWorkerService.grpc_client.PushTask", "CoreWorkerService.grpc_client.ReportGeneratorItemReturns",
+)  # fmt: skip
+LOST_PERCENT = 2
 ROOT = Path(__file__).parents[2]
 MADNESS = Path(__file__).parent / "madness"
 
 
+class Setting(StrEnum):
+    """What kind of cluster it is."""
+
+    STORED = "its GCS keeps what it knows in a file"
+    FORGETFUL = "its GCS keeps nothing"
+    LOSSY = "calls between its processes, and their answers, get lost"
+
+
 class Service:
-    """A running application; `cluster` is Ray's, whose first node is the head.
+    """A running application; `cluster` is Ray's, whose first node is the head. Files of the cluster go to `folder`."""
 
-    With `storage`, a folder, the head's GCS keeps there what it knows, and may be killed.
-    """
-
-    def __init__(self, config: AppConfig, storage: Path | None) -> None:
+    def __init__(self, config: AppConfig, setting: Setting, folder: Path) -> None:
         self.cluster: Any = None
         self.config = config
-        self._storage = storage
+        self._ray_config = ray_config(setting, folder)
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
         """The cluster and the application, from nothing. In the process's first thread, as Ray demands."""
-        head: dict[str, Any] = NODE | {"include_dashboard": False}
-        if self._storage is not None:
-            head["_system_config"] = {"gcs_storage": "rocksdb", "gcs_storage_path": str(self._storage)}
+        head = NODE | {"include_dashboard": False, "_system_config": self._ray_config}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.cluster.add_node(**NODE)
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error")
@@ -104,13 +114,25 @@ class Service:
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 
+def ray_config(setting: Setting, folder: Path) -> dict[str, Any]:
+    """Ray's own options for a setting."""
+    match setting:
+        case Setting.STORED:
+            return {"gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")}
+        case Setting.FORGETFUL:
+            return {}
+        case Setting.LOSSY:
+            lost = {"num_failures": -1, "req_failure_prob": LOST_PERCENT, "resp_failure_prob": LOST_PERCENT}
+            return {"testing_rpc_failure": json.dumps(dict.fromkeys(LOST_CALLS, lost))}
+
+
 @contextmanager
-def started(config: AppConfig, storage: Path | None) -> Iterator[Service]:
+def started(config: AppConfig, setting: Setting, folder: Path) -> Iterator[Service]:
     """The service over two nodes of one CPU each; nothing of it is left afterwards."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     paths = [str(MADNESS), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # workers import this checkout
-    service = Service(config, storage)
+    service = Service(config, setting, folder)
     try:
         service.start()
         yield service

@@ -39,7 +39,9 @@ GUARDS: dict[str, tuple[Guard, ...]] = {
         Guard("specray/worker/colocated.py", "if reply.number != sent.number or", "if False and"),
         Guard("specray/worker/worker.py", "RowTree(*row).or_root(self.capacity.vocab_size)", "RowTree(*row)"),
     ),
-    "GCS killed for 4 s": (Guard("tests/chaos/__main__.py", 'Path(folder, "gcs") if has_storage else None', "None"),),
+    "GCS killed for 4 s": (
+        Guard("tests/chaos/service.py", '"gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")', ""),
+    ),
     "node lost": (NO_FAILOVER,),
     "redeployed": (NO_DRAIN, NO_FAILOVER),
     "scaled down, up": (NO_DRAIN, NO_FAILOVER),

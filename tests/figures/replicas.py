@@ -16,7 +16,7 @@ from cluster.config import AppConfig
 from tests.chaos.ledger import Ending, Ledger
 from tests.chaos.load import ask
 from tests.chaos.questions import Question, make_questions
-from tests.chaos.service import Service, started
+from tests.chaos.service import Service, Setting, started
 from tests.support.processes import own_processes
 from tests.support.toy import write_toy
 
@@ -28,7 +28,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_toy(Path(folder))
         questions = make_questions(model, MAX_TOKENS)
-        with started(config(model, 1), None) as service:
+        with started(config(model, 1), Setting.FORGETFUL, Path(folder)) as service:
             for number in range(2 * ROUNDS):
                 engines = 1 + number % 2
                 asyncio.run(scale(service, config(model, engines)))

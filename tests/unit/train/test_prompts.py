@@ -41,8 +41,8 @@ BAD = [
 def test_a_bad_row_is_skipped_and_named(tmp_path: Path, line: str) -> None:
     file = read_prompt_file(write(tmp_path / "p.jsonl", {"prompt": "good"}, line), max_bad_rows=1)
     assert file.texts == ["good"]
-    assert len(file.bad_rows) == 1
-    assert file.bad_rows[0].startswith("line 2: ")
+    reason = "not JSON" if line == "{" else "no text in turns[0], a user's message or prompt"
+    assert file.bad_rows == [f"line 2: {reason} (it is {line})"]
 
 
 def test_too_many_bad_rows_are_refused_with_their_lines(tmp_path: Path) -> None:
