@@ -148,7 +148,8 @@ def _download(model: str, revision: str | None, patterns: list[str], progress: b
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{option}={model!r} (revision {revision or 'default'}) is neither a local path nor could it be fetched "
-            f"from the Hugging Face hub: {reason}; check the name, the network and HF_TOKEN, or use {EMBEDDED_MODEL!r}"
+            f"from the Hugging Face hub: {reason}; check the name, the network and HF_TOKEN, or use one of "
+            f"{', '.join(map(repr, [EMBEDDED_MODEL, *embedded_heads()]))}"
         ) from error
 
 
