@@ -1,5 +1,6 @@
 """What every test may use: the toy models, stories260K, quiet settings. Helpers live in tests/support."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,15 @@ from hypothesis import HealthCheck, settings
 from tests.support.stories import write_stories
 from tests.support.toy import write_toy
 
+
+def _keep_to_one_core() -> None:
+    """Of several workers side by side (pytest-xdist), each has a core: threads that share one wait for one another."""
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+_keep_to_one_core()
 settings.register_profile(
     "specray", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )

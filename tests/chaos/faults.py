@@ -116,11 +116,14 @@ async def _freeze_gcs(scene: Scene) -> None:
 
 
 async def _kill_gcs(scene: Scene) -> None:
-    """For some seconds there is none; the next one reads what this one wrote."""
+    """For some seconds there is none; the next one reads what this one wrote.
+
+    It ends with the thread that started it: not with one of the event loop's helpers, then.
+    """
     head = scene.service.cluster.head_node
     await asyncio.to_thread(head.kill_gcs_server)
     await asyncio.sleep(GCS_PAUSE_S)
-    await asyncio.to_thread(head.start_gcs_server)
+    head.start_gcs_server()
     await _until(scene.service.is_whole)
 
 
