@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ LOST_CALLS = (
     "CoreWorkerService.grpc_client.PushTask", "CoreWorkerService.grpc_client.ReportGeneratorItemReturns",
 )  # fmt: skip
 LOST_PERCENT = 2
+PATIENCE_S = 10.0
 ROOT = Path(__file__).parents[2]
 MADNESS = Path(__file__).parent / "madness"
 
@@ -63,9 +64,10 @@ class Service:
 
     def end(self) -> None:
         """Ask first; a cluster without its GCS does not answer, and is ended anyway."""
-        asking = threading.Thread(target=_shut_down, daemon=True)
+        asking = threading.Thread(target=_shut_down_serve, daemon=True)
         asking.start()
-        asking.join(20.0)
+        asking.join(PATIENCE_S)
+        ray.shutdown()
         self.cluster.shutdown()
 
     def deploy(self, config: AppConfig) -> None:
@@ -140,6 +142,6 @@ def started(config: AppConfig, setting: Setting, folder: Path) -> Iterator[Servi
         service.end()
 
 
-def _shut_down() -> None:
-    serve.shutdown()
-    ray.shutdown()
+def _shut_down_serve() -> None:
+    with suppress(Exception):  # of a cluster whose end we do not wait for
+        serve.shutdown()

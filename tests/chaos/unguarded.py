@@ -44,7 +44,6 @@ GUARDS: dict[str, tuple[Guard, ...]] = {
     ),
     "node lost": (NO_FAILOVER,),
     "redeployed": (NO_DRAIN, NO_FAILOVER),
-    "scaled down, up": (NO_DRAIN, NO_FAILOVER),
     "clients leave": (
         Guard(
             "specray/engine/engine.py",
