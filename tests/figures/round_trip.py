@@ -1,8 +1,11 @@
 """`python -m tests.figures.round_trip`: how long a plan takes from the router to its ranks and the result back.
 
-Plans without rows, over real ranks on Ray: what is measured is the way, not the work. Median and 99th percentile.
+Plans without rows, over real ranks on Ray: what is measured is the way, not the work. Median and 99th percentile. The
+first line is a byte between two bare processes, each on a core of its own: what the machine itself takes.
 """
 
+import os
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -20,15 +23,41 @@ PAUSE_S = 0.002  # between two plans: ranks are found waiting, as they are after
 
 
 def main() -> None:
+    report("a byte to another process and back", bare())
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
         model = write_toy(Path(folder))
         for tp_size in (1, 2):
-            trips = measure(str(model), tp_size)
-            shown = ", ".join(
-                f"p{share * 100:g} {1000 * (quantile(trips, share) or 0):.3f} ms" for share in (0.5, 0.99)
-            )
-            print(f"router to ranks and back, TP {tp_size}, {len(trips)} plans: {shown}", flush=True)
+            report(f"router to ranks and back, TP {tp_size}", measure(str(model), tp_size))
+
+
+def report(what: str, trips: list[float]) -> None:
+    shown = ", ".join(f"p{share * 100:g} {1000 * (quantile(trips, share) or 0):.3f} ms" for share in (0.5, 0.99))
+    print(f"{what}, {len(trips)} times: {shown}", flush=True)
+
+
+def bare() -> list[float]:
+    """Seconds of each trip over a unix socket; with a single core, of both processes on it."""
+    ours, theirs = socket.socketpair()
+    cores = sorted(os.sched_getaffinity(0))
+    if (child := os.fork()) == 0:
+        ours.close()
+        os.sched_setaffinity(0, {cores[-1]})
+        while theirs.recv(1):
+            theirs.send(b"x")
+        os._exit(0)
+    theirs.close()
+    os.sched_setaffinity(0, {cores[0]})
+    trips = []
+    for _ in range(NUM_TRIPS):
+        start = time.perf_counter()
+        ours.send(b"x")
+        ours.recv(1)
+        trips.append(time.perf_counter() - start)
+    ours.close()
+    os.waitpid(child, 0)
+    os.sched_setaffinity(0, cores)
+    return trips
 
 
 def measure(model: str, tp_size: int) -> list[float]:
