@@ -20,7 +20,7 @@ from tests.chaos.service import Service, Setting, started
 from tests.support.processes import own_processes
 from tests.support.toy import write_toy
 
-ROUNDS, NUM_STREAMS, MAX_TOKENS = 3, 8, 150  # 16 streams for each engine fill two cores: 695 tokens/s over 488
+ROUNDS, NUM_STREAMS, MAX_TOKENS = 3, 8, 150
 
 
 def main() -> None:
