@@ -1,0 +1,70 @@
+"""`python -m tests.figures.ngram_store`: what a step of NGRAM costs a request, with a million nodes in the store.
+
+The store is filled with text in which words follow one another as rarely and as often as Zipf says; then eight
+requests grow by two tokens a step, half of them copying what the store has. Median and 99th percentile of a step's
+time, by request: own words read, looked up, tree made. And of reading an ended request's words, by token.
+"""
+
+import time
+
+import numpy as np
+
+from specray.config import SpeculativeConfig
+from specray.spec_decode.drafter import DraftRow
+from specray.spec_decode.ngram import NgramDrafter
+from tests.chaos.ledger import quantile
+from tests.support.drafters import draft_row
+
+NUM_NODES, VOCAB_SIZE, NUM_ROWS, NUM_STEPS = 1_000_000, 49_152, 8, 300
+TEXT_TOKENS = 500  # of an ended request
+
+
+def main() -> None:
+    for match_type in ("BFS", "PROB", "SUFFIX"):
+        options = {"algorithm": "NGRAM", "ngram_match_type": match_type, "ngram_capacity": NUM_NODES}
+        drafter = NgramDrafter.of(SpeculativeConfig.model_validate(options))
+        random = np.random.default_rng(0)
+        read = fill(drafter, random)
+        steps = draft(drafter, random)
+        shown = ", ".join(f"p{share * 100:g} {1000 * (quantile(steps, share) or 0):.3f} ms" for share in (0.5, 0.99))
+        print(
+            f"{match_type}: a request's step {shown}; an ended request's words {1e6 * read:.1f} us a token", flush=True
+        )
+
+
+def fill(drafter: NgramDrafter, random: np.random.Generator) -> float:
+    """Seconds by token."""
+    branch = SpeculativeConfig().ngram_branch_length
+    count = NUM_NODES // branch // TEXT_TOKENS + 1
+    start = time.perf_counter()
+    for _ in range(count):
+        drafter.draft([draft_row(0, words(random, TEXT_TOKENS))])
+        drafter.release([0])
+    drafter.draft([])
+    return (time.perf_counter() - start) / (count * TEXT_TOKENS)
+
+
+def draft(drafter: NgramDrafter, random: np.random.Generator) -> list[float]:
+    """Seconds of each step, by request."""
+    known = words(np.random.default_rng(0), TEXT_TOKENS)
+    rows: list[DraftRow] = [
+        draft_row(slot, known[: 20 + slot] if slot % 2 else words(random, 20)) for slot in range(NUM_ROWS)
+    ]
+    drafter.draft(rows)
+    seconds = []
+    for _ in range(NUM_STEPS):
+        for row in rows:
+            at = len(row.token_ids)
+            row.token_ids.extend(known[at % 400 : at % 400 + 2] if row.slot % 2 else words(random, 2))
+        start = time.perf_counter()
+        drafter.draft(rows)
+        seconds.append((time.perf_counter() - start) / NUM_ROWS)
+    return seconds
+
+
+def words(random: np.random.Generator, count: int) -> list[int]:
+    return [int(word) for word in np.minimum(random.zipf(1.3, count), VOCAB_SIZE - 1)]
+
+
+if __name__ == "__main__":
+    main()
