@@ -136,7 +136,7 @@ class Router:
         """The application is about to be stopped: say so to every ingress, in all pulses from now on."""
         self._check_addressee(to)
         self._is_draining = True
-        self._pulse()
+        self._pulse(self._engine.stats())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve hands to the autoscaling policy."""
@@ -197,11 +197,10 @@ class Router:
             snapshot = self._engine.stats()
             self._backoff.note(snapshot)
             self._accept_length = self._lengths.note(snapshot)
-            self._pulse()
+            self._pulse(snapshot)
             await asyncio.sleep(PULSE_S)
 
-    def _pulse(self) -> None:
-        snapshot = self._engine.stats()
+    def _pulse(self, snapshot: Snapshot) -> None:
         pulse = Pulse(
             num_running=int(number(snapshot, "specray_num_requests_running")),
             num_waiting=int(number(snapshot, "specray_num_requests_waiting")),
