@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -59,6 +60,7 @@ class LocalServer:
 
     def __enter__(self) -> Self:
         refuse_port_in_use(self._host, self._port)
+        _stop_on_sigterm()
         # Short, because Ray puts unix sockets below it and their paths end at 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="specray-serve-", dir="/tmp"))
         config = self._folder / self._config.name
@@ -139,6 +141,13 @@ class LocalServer:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _stop_on_sigterm() -> None:
+    """Have SIGTERM end this process by an exception, so that it stops its servers; unless somebody else sees to it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def refuse_port_in_use(host: str, port: int) -> None:

@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_LENGTH_BYTES = 8
+_HEAD_BYTES = 4096  # what goes with the length: a step of few rows takes less, and each broadcast wakes every rank
+
 
 class RankGroup:
     """Rank `rank` of `size`. Build it in every rank at once; `init_method` is torch.distributed's address."""
@@ -56,13 +59,18 @@ class RankGroup:
         if self.size == 1:
             assert data is not None
             return data
-        length = torch.tensor([len(data) if data is not None else 0])
-        dist.broadcast(length, 0, group=self._cpu)
-        buffer = torch.empty(int(length), dtype=torch.uint8)
-        if data is not None:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, 0, group=self._cpu)
-        return bytes(buffer.numpy())
+        if data is None:
+            head = bytearray(_HEAD_BYTES)
+        else:
+            head = bytearray((len(data).to_bytes(_LENGTH_BYTES) + data)[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0"))
+        self._broadcast(head)
+        length = int.from_bytes(head[:_LENGTH_BYTES])
+        missing = _LENGTH_BYTES + length - _HEAD_BYTES
+        if missing <= 0:
+            return bytes(head[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        tail = bytearray(missing) if data is None else bytearray(data[-missing:])
+        self._broadcast(tail)
+        return bytes(head[_LENGTH_BYTES:] + tail)
 
     def smallest(self, value: int) -> int:
         """The least of every rank's `value`."""
@@ -75,3 +83,6 @@ class RankGroup:
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _broadcast(self, buffer: bytearray) -> None:
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=self._cpu)

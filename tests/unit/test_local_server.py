@@ -1,7 +1,9 @@
 """A child server is waited for, given up with a reason, stopped with all it started. No Ray: the server is a script."""
 
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import yaml
 from specray import local_server
 from specray.local_server import LocalServer, ServerStartError, free_port
 
+ROOT = Path(__file__).parents[2]
 HEALTHY = """
 import http.server, subprocess, sys, yaml
 stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
@@ -75,6 +78,28 @@ def test_a_server_that_does_not_come_up_is_given_up(
         LocalServer(config, port) as server,
     ):
         server.wait_until_ready(timeout=1)
+
+
+def test_sigterm_ends_the_server_of_a_bench_too(tmp_path: Path, config: Path, port: int) -> None:
+    """Seen: a bench that was told to end left two servers behind, on the cores of the next one."""
+    (tmp_path / "serve").write_text(HEALTHY)
+    program = f"""
+import sys, time
+from pathlib import Path
+from specray import local_server
+local_server._SERVE = [sys.executable, {str(tmp_path / "serve")!r}]
+with local_server.LocalServer(Path({str(config)!r}), {port}) as server:
+    server.wait_until_ready(timeout=20)
+    print(server.log_tail().split("child ")[1].split()[0], server._folder, flush=True)
+    time.sleep(60)
+"""
+    bench = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert bench.stdout is not None
+    child, folder = bench.stdout.readline().split()
+    bench.terminate()
+    assert bench.wait(30) == 128 + signal.SIGTERM
+    assert has_ended(int(child))
+    assert not Path(folder).exists()
 
 
 def test_a_port_in_use_is_named(config: Path) -> None:

@@ -1,0 +1,34 @@
+"""Ranks in two processes: what one tells the other arrives as it was, short or long."""
+
+import multiprocessing
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+from specray.layers.parallel import RankGroup
+
+SIZES = (0, 1, 4087, 4088, 4089, 8192, 100_000)  # around the 4,096 bytes that go at once, 8 of them the length
+
+
+def test_bytes_of_any_length_reach_the_other_rank(tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path}/ranks"
+    spawn = multiprocessing.get_context("spawn")
+    heard: Queue[list[bytes]] = spawn.Queue()
+    follower = spawn.Process(target=_listen, args=(meeting, heard), daemon=True)
+    follower.start()
+    group = RankGroup(0, 2, meeting)
+    told = [_message(size) for size in SIZES]
+    assert [group.broadcast_bytes(message) for message in told] == told
+    assert heard.get(timeout=30) == told
+    group.close()
+    follower.join(30)
+    assert follower.exitcode == 0
+
+
+def _listen(meeting: str, heard: "Queue[list[bytes]]") -> None:
+    group = RankGroup(1, 2, meeting)
+    heard.put([group.broadcast_bytes(None) for _ in SIZES])
+    group.close()
+
+
+def _message(size: int) -> bytes:
+    return bytes(number % 251 for number in range(size))
