@@ -131,7 +131,13 @@ def answers_without_token(address: str) -> bool:
 def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -> Iterator[str]:
     """Start them one after the other; a line for each once it answers. Raises StartError."""
     http = deploy.http_options
-    serve.start(proxy_location=deploy.proxy_location, http_options=http.model_dump())
+    try:
+        serve.start(proxy_location=deploy.proxy_location, http_options=http.model_dump())
+    except RayError as error:
+        reason = error_line(str(error)).splitlines()[0]
+        raise StartError(
+            f"Serve's HTTP proxy did not come up ({reason}); is the machine busy with something else, or short of memory?"
+        ) from None
     prefixes = {app.name: (app.route_prefix or "/").rstrip("/") for app in deploy.applications}
     for name, config in apps.items():
         try:

@@ -35,6 +35,9 @@ PASSED_ON = {"proxy_location", "http_options", "applications"}
 PASSED_ON_OF_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DASHBOARD_PORT = 8265
+# Serve replaces a proxy that was not up within three times so long. Its own 5 s are too few beside a training run,
+# where that ended the start.
+PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +119,7 @@ def ray_environment(folder: Path, is_local: bool, insecure: bool, environment: M
         return kept
     kept.pop("RAY_AUTH_TOKEN", None)
     own = {"RAY_AUTH_TOKEN_PATH": str(folder / "token"), "TMPDIR": str(folder)}
-    return {"RAY_TMPDIR": str(folder)} | kept | own | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    return {"RAY_TMPDIR": str(folder)} | PATIENCE | kept | own | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def _refuse_unknown(arguments: Sequence[str]) -> None:

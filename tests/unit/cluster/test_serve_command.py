@@ -149,6 +149,12 @@ def test_a_cluster_that_is_joined_keeps_its_token(tmp_path: Path) -> None:
     assert "RAY_TMPDIR" not in environment
 
 
+def test_the_proxy_is_given_time_unless_the_operator_says_how_much(tmp_path: Path) -> None:
+    name = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"
+    for outer, seconds in (({}, "20"), ({name: "7"}, "7")):
+        assert ray_environment(tmp_path, is_local=True, insecure=False, environment=outer)[name] == seconds
+
+
 def test_insecure_is_said_aloud(tmp_path: Path) -> None:
     """Ray would switch the token on by itself where nothing is said."""
     assert ray_environment(tmp_path, is_local=True, insecure=True, environment={})["RAY_AUTH_MODE"] == "disabled"
