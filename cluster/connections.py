@@ -20,6 +20,7 @@ class RouterInfo(NamedTuple):
     num_kv_tokens: int
     max_draft_tokens: int
     eos_token_ids: list[int]
+    dtype: str  # of the target's weights and KV
     rank_nodes: tuple[str, ...]  # address of the node that each rank runs on
 
 

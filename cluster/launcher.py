@@ -136,7 +136,7 @@ def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -
     except RayError as error:
         reason = error_line(str(error)).splitlines()[0]
         raise StartError(
-            f"Serve's HTTP proxy did not come up ({reason}); is the machine busy with something else, or short of memory?"
+            f"Serve's HTTP proxy did not come up ({reason}); is the machine busy with something else?"
         ) from None
     prefixes = {app.name: (app.route_prefix or "/").rstrip("/") for app in deploy.applications}
     for name, config in apps.items():

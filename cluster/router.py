@@ -296,5 +296,6 @@ def _info(config: AppConfig, engine: Engine, rank_nodes: tuple[str, ...]) -> Rou
         num_kv_tokens=(capacity.num_blocks - 1) * config.page_size,
         max_draft_tokens=capacity.max_draft_tokens,
         eos_token_ids=capacity.eos_token_ids,
+        dtype=capacity.dtype,
         rank_nodes=rank_nodes,
     )

@@ -176,7 +176,8 @@ class Service:
         return self._fleet.info
 
     def _offer(self) -> Offer:
-        return Offer(self.drafts.speculative, self._info().max_draft_tokens)
+        info = self._info()
+        return Offer(self.drafts.speculative, info.max_draft_tokens, info.dtype)
 
     def _head(self, prefix: str, params: SamplingParams) -> Head:
         assert params.seed is not None

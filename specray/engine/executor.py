@@ -14,6 +14,7 @@ class Capacity(NamedTuple):
     vocab_size: int
     eos_token_ids: list[int]
     reads_next_token: bool = False  # a block's draft KV depends on the token after the block as well
+    dtype: str = "float32"  # of the target's weights and KV
 
 
 class Executor(Protocol):

@@ -69,6 +69,7 @@ class Worker:
             vocab_size=vocab_size,
             eos_token_ids=eos_ids,
             reads_next_token=self._drafts.reads_next_token,
+            dtype=str(self.model.embedding.weight.dtype).removeprefix("torch."),
         )
 
     @property

@@ -33,7 +33,7 @@ PLAINLY = SpeculativeConfig()
     ],
 )
 def test_a_wish_is_a_limit(wanted: dict[str, Any], limit: DraftLimit) -> None:
-    assert Offer(TREES, 5).limit(Speculation(**wanted)) == limit
+    assert Offer(TREES, 5, "float32").limit(Speculation(**wanted)) == limit
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_a_wish_is_a_limit(wanted: dict[str, Any], limit: DraftLimit) -> None:
 )
 def test_what_cannot_be_had_is_refused_by_name(wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match="speculative") as refused:
-        Offer(TREES, 5).limit(Speculation(**wanted))
+        Offer(TREES, 5, "float32").limit(Speculation(**wanted))
     assert str(refused.value).startswith(message)
     assert refused.value.param == message.split("=")[0]
 
 
 @pytest.mark.parametrize("wanted", [{"enabled": True}, {"algorithm": "NGRAM"}, {"num_steps": 1}])
 def test_a_plain_server_refuses_all_but_what_it_does(wanted: dict[str, Any]) -> None:
-    offer = Offer(PLAINLY, 0)
+    offer = Offer(PLAINLY, 0, "float32")
     with pytest.raises(InvalidRequestError, match="decodes plainly"):
         offer.limit(Speculation(**wanted))
     assert offer.limit(Speculation(enabled=False)) == PLAIN
@@ -127,7 +127,7 @@ def test_capabilities_say_what_becomes_of_the_output(
     async def scenario() -> None:
         async with serve(speculative=NGRAM.model_copy(update=options).model_dump()) as server:
             told = (await server.http.get("/v1/speculation/capabilities")).json()
-            assert (told["algorithm"], told["output"]) == ("NGRAM", output)
+            assert (told["algorithm"], told["output"]) == ("NGRAM", {"dtype": "float32"} | output)
             assert told["request_limits"] == {
                 "enabled": [True, False], "algorithm": ["NGRAM"], "num_steps": {"min": 1, "max": 2},
                 "num_draft_tokens": {"min": 2, "max": 3},
@@ -138,8 +138,16 @@ def test_capabilities_say_what_becomes_of_the_output(
     asyncio.run(scenario())
 
 
+def test_one_seed_makes_one_text_only_where_rounding_cannot_interfere() -> None:
+    """Seen: a server in bfloat16 promised one text, and two replies with one seed parted at a near-tie."""
+    exact, rounded = (Offer(NGRAM, 2, dtype).capabilities()["output"] for dtype in ("float32", "bfloat16"))
+    assert (exact["one_seed_one_text"], rounded["one_seed_one_text"]) == (True, False)
+    assert "float32" in rounded["rounding"]
+    assert "rounding" not in exact
+
+
 def test_capabilities_follow_a_replaced_drafter() -> None:
-    before, after = Offer(NGRAM, 2).capabilities(), Offer(PLAINLY, 0).capabilities()
+    before, after = Offer(NGRAM, 2, "float32").capabilities(), Offer(PLAINLY, 0, "float32").capabilities()
     assert before["request_limits"]["enabled"] == [True, False]
     assert after["request_limits"] == {"enabled": [False], "algorithm": [], "num_steps": None, "num_draft_tokens": None}
 
