@@ -35,9 +35,13 @@ PASSED_ON = {"proxy_location", "http_options", "applications"}
 PASSED_ON_OF_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DASHBOARD_PORT = 8265
-# Serve replaces a proxy that was not up within three times so long. Its own 5 s are too few beside a training run,
-# where that ended the start.
-PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20"}
+# What Ray has other defaults for, unless the operator says otherwise.
+RAY_OPTIONS = {
+    # Serve replaces a proxy that was not up within three times so long: with its 5 s not beside two busy processes.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
+    # Ray's 15 gives an engine the time that nobody else wants: beside those two it did not start in 5 minutes.
+    "RAY_worker_niceness": "0",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +123,7 @@ def ray_environment(folder: Path, is_local: bool, insecure: bool, environment: M
         return kept
     kept.pop("RAY_AUTH_TOKEN", None)
     own = {"RAY_AUTH_TOKEN_PATH": str(folder / "token"), "TMPDIR": str(folder)}
-    return {"RAY_TMPDIR": str(folder)} | PATIENCE | kept | own | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    return {"RAY_TMPDIR": str(folder)} | RAY_OPTIONS | kept | own | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def _refuse_unknown(arguments: Sequence[str]) -> None:

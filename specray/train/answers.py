@@ -7,8 +7,10 @@ where it was, and several processes share the work. Not here: what the shards lo
 
 import json
 import os
+import threading
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -103,7 +105,15 @@ def _check_same(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
 
 def _generate(options: AnswerOptions, part: int, progress: bool) -> None:
     """One process's share: every `generators`-th request that no shard holds yet."""
+    if (parent := parent_process()) is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _Generator(options, part).run(progress)
+
+
+def _end_with(parent: BaseProcess) -> None:
+    """A run that is killed must not leave its children computing for nobody."""
+    parent.join()
+    os._exit(1)
 
 
 def _temperature(number: int) -> float:

@@ -1,6 +1,8 @@
-"""Finding processes of our own cluster by their title; other clusters on the machine are not ours to touch."""
+"""Processes: our own cluster's by their title (other clusters on the machine are not ours to touch), and their end."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -10,6 +12,18 @@ def own_processes(title: str) -> list[int]:
     found = [pid for pid in found if read(Path(f"/proc/{pid}/cmdline")).startswith(title) and is_below(pid)]
     assert found, f"no process {title} of ours"
     return found
+
+
+def has_ended(pid: int) -> bool:
+    """Gone, or dead with an adopter that has not noticed yet."""
+    return "\nState:\tZ" in (status := read(Path(f"/proc/{pid}/status"))) or "State:" not in status
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.05)
 
 
 def is_below(pid: int) -> bool:

@@ -1,11 +1,9 @@
 """A child server is waited for, given up with a reason, stopped with all it started. No Ray: the server is a script."""
 
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import yaml
 
 from specray import local_server
 from specray.local_server import LocalServer, ServerStartError, free_port
+from tests.support.processes import has_ended, wait_until
 
 ROOT = Path(__file__).parents[2]
 HEALTHY = """
@@ -59,7 +58,7 @@ def test_a_healthy_server_is_used_and_stopped_with_its_children(
         child = int(server.log_tail().split("child ")[1].split()[0])
         folder = server._folder
     assert not folder.exists()
-    assert has_ended(child)
+    wait_until(lambda: has_ended(child), seconds=5)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ with local_server.LocalServer(Path({str(config)!r}), {port}) as server:
     child, folder = bench.stdout.readline().split()
     bench.terminate()
     assert bench.wait(30) == 128 + signal.SIGTERM
-    assert has_ended(int(child))
+    wait_until(lambda: has_ended(int(child)), seconds=5)
     assert not Path(folder).exists()
 
 
@@ -114,16 +113,3 @@ def test_a_port_in_use_is_named(config: Path) -> None:
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ServerStartError, match=r"nothing\.yaml"):
         LocalServer(tmp_path / "nothing.yaml")
-
-
-def has_ended(pid: int) -> bool:
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():  # dead; its adopter has not noticed yet
-            return True
-        time.sleep(0.05)
-    return False

@@ -149,10 +149,14 @@ def test_a_cluster_that_is_joined_keeps_its_token(tmp_path: Path) -> None:
     assert "RAY_TMPDIR" not in environment
 
 
-def test_the_proxy_is_given_time_unless_the_operator_says_how_much(tmp_path: Path) -> None:
-    name = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"
-    for outer, seconds in (({}, "20"), ({name: "7"}, "7")):
-        assert ray_environment(tmp_path, is_local=True, insecure=False, environment=outer)[name] == seconds
+@pytest.mark.parametrize(
+    ("name", "ours"), [("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "20"), ("RAY_worker_niceness", "0")]
+)
+def test_ray_is_told_what_suits_a_server_unless_the_operator_says_otherwise(
+    name: str, ours: str, tmp_path: Path
+) -> None:
+    for outer, value in (({}, ours), ({name: "7"}, "7")):
+        assert ray_environment(tmp_path, is_local=True, insecure=False, environment=outer)[name] == value
 
 
 def test_insecure_is_said_aloud(tmp_path: Path) -> None:

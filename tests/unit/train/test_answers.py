@@ -1,6 +1,11 @@
 """Answers: every request once, the same whoever makes it and however often it was stopped."""
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +17,10 @@ from specray.errors import ConfigError
 from specray.train.answer_options import AnswerOptions
 from specray.train.answers import feature_layers, make_answers
 from specray.train.shards import Shard, list_shards, written_indexes
+from tests.support.processes import has_ended, wait_until
+from tests.support.processes import read as read_text
 
+ROOT = Path(__file__).parents[3]
 Found = dict[int, tuple[list[int], int, torch.Tensor]]
 
 
@@ -71,6 +79,41 @@ def test_two_processes_give_the_same(options: AnswerOptions, complete: Path, tmp
     folder = make_answers(replace(options, folder=tmp_path, generators=2), progress=False)
     assert len(list_shards(folder)) == 2
     assert_same(read(folder), read(complete))
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_process_behind(options: AnswerOptions, tmp_path: Path) -> None:
+    """Seen: two of them, computing answers for half an hour after their run was killed."""
+    command = [
+        sys.executable,
+        "-m",
+        "specray.cli",
+        "train",
+        "token-map",
+        "--size",
+        "64",
+        "--out",
+        str(tmp_path / "map"),
+    ]
+    command += ["--model", options.model, "--prompts", str(options.prompts[0]), "--samples", "1000000"]
+    run = subprocess.Popen([*command, "--answers", str(tmp_path), "--generators", "2"], cwd=ROOT)
+    generators: list[int] = []
+    try:
+        wait_until(lambda: len(generators_of(run.pid)) == 2, seconds=60)
+        generators = generators_of(run.pid)
+        run.kill()
+        wait_until(lambda: all(map(has_ended, generators)), seconds=30)
+    finally:
+        run.kill()
+        for pid in generators:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def generators_of(pid: int) -> list[int]:
+    """Processes that make answers for this one."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [child for child in children if "spawn_main" in read_text(Path(f"/proc/{child}/cmdline"))]
 
 
 def test_other_options_over_the_same_folder_are_refused(options: AnswerOptions, complete: Path) -> None:
