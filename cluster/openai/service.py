@@ -177,7 +177,8 @@ class Service:
 
     def _offer(self) -> Offer:
         info = self._info()
-        return Offer(self.drafts.speculative, info.max_draft_tokens, info.dtype)
+        arithmetic = " and ".join(filter(None, (self.config.quantization, info.dtype)))
+        return Offer(self.drafts.speculative, info.max_draft_tokens, arithmetic)
 
     def _head(self, prefix: str, params: SamplingParams) -> Head:
         assert params.seed is not None

@@ -15,19 +15,19 @@ from specray.step import UNLIMITED, DraftLimit
 Json = dict[str, Any]
 
 PLAIN = DraftLimit(0, 0)
-EXACT_DTYPE = "float32"
+EXACT_ARITHMETIC = "float32"
 ROUNDING = (
-    "this type rounds differently in batches of different shapes, so two tokens that are nearly as likely can change "
-    "places; with dtype: float32 they do not"
+    "this rounds differently in batches of different shapes, so two tokens that are nearly as likely can trade places; "
+    "with dtype: float32 and quantization: null they do not"
 )
 
 
 class Offer:
     """What requests may ask for: the drafter in force, and trees no larger than it makes."""
 
-    def __init__(self, speculative: SpeculativeConfig, max_draft_tokens: int, dtype: str) -> None:
+    def __init__(self, speculative: SpeculativeConfig, max_draft_tokens: int, arithmetic: str) -> None:
         self._speculative = speculative
-        self._dtype = dtype
+        self._arithmetic = arithmetic  # a type, and what weights are quantised to
         self.algorithm = speculative.algorithm
         self.num_draft_tokens = max_draft_tokens + 1
         self.num_steps = speculative.num_steps or max_draft_tokens  # what is automatic makes no deeper trees than that
@@ -63,7 +63,7 @@ class Offer:
                 "num_steps": {"min": 1, "max": self.num_steps} if drafts else None,
                 "num_draft_tokens": {"min": 2, "max": self.num_draft_tokens} if drafts else None,
             },
-            "output": _output(self._speculative, self._dtype),
+            "output": _output(self._speculative, self._arithmetic),
             "options": {"exact": EXACT_OPTIONS, "refused": sorted(UNSUPPORTED)},
         }
 
@@ -72,10 +72,10 @@ class Offer:
 EXACT_OPTIONS = sorted(name for name in SamplingParams.__dataclass_fields__)
 
 
-def _output(speculative: SpeculativeConfig, dtype: str) -> Json:
+def _output(speculative: SpeculativeConfig, arithmetic: str) -> Json:
     """Of requests at temperature 0 and above: the plain text, a text by the plain law, or neither."""
-    output = {"dtype": dtype} | _verified_output(speculative)
-    return output if dtype == EXACT_DTYPE else output | {"one_seed_one_text": False, "rounding": ROUNDING}
+    output = {"arithmetic": arithmetic} | _verified_output(speculative)
+    return output if arithmetic == EXACT_ARITHMETIC else output | {"one_seed_one_text": False, "rounding": ROUNDING}
 
 
 def _verified_output(speculative: SpeculativeConfig) -> Json:

@@ -127,7 +127,7 @@ def test_capabilities_say_what_becomes_of_the_output(
     async def scenario() -> None:
         async with serve(speculative=NGRAM.model_copy(update=options).model_dump()) as server:
             told = (await server.http.get("/v1/speculation/capabilities")).json()
-            assert (told["algorithm"], told["output"]) == ("NGRAM", {"dtype": "float32"} | output)
+            assert (told["algorithm"], told["output"]) == ("NGRAM", {"arithmetic": "float32"} | output)
             assert told["request_limits"] == {
                 "enabled": [True, False], "algorithm": ["NGRAM"], "num_steps": {"min": 1, "max": 2},
                 "num_draft_tokens": {"min": 2, "max": 3},
@@ -140,10 +140,13 @@ def test_capabilities_say_what_becomes_of_the_output(
 
 def test_one_seed_makes_one_text_only_where_rounding_cannot_interfere() -> None:
     """Seen: a server in bfloat16 promised one text, and two replies with one seed parted at a near-tie."""
-    exact, rounded = (Offer(NGRAM, 2, dtype).capabilities()["output"] for dtype in ("float32", "bfloat16"))
-    assert (exact["one_seed_one_text"], rounded["one_seed_one_text"]) == (True, False)
-    assert "float32" in rounded["rounding"]
+    exact = Offer(NGRAM, 2, "float32").capabilities()["output"]
+    assert exact["one_seed_one_text"] is True
     assert "rounding" not in exact
+    for arithmetic in ("bfloat16", "int8 and float32"):
+        rounded = Offer(NGRAM, 2, arithmetic).capabilities()["output"]
+        assert rounded["one_seed_one_text"] is False
+        assert "float32" in rounded["rounding"]
 
 
 def test_capabilities_follow_a_replaced_drafter() -> None:
