@@ -33,45 +33,43 @@ class SuffixIndex:
     def __init__(self, capacity: int, window: int, reach: int) -> None:
         levels = num_levels(window)
         self.capacity = capacity
+        self.end_keys: list[int] = [0] * levels  # of the stretches that end with the last symbol
         self._window = window
-        self._size = capacity + window + 1  # a match may begin before what is kept; a gap stands behind the end
+        self._size = size = capacity + window + 1  # a match may begin before what is kept; a gap stands behind the end
         self._around = np.arange(1 - window, reach + 1)
-        self._symbols = np.zeros(self._size, dtype=np.int64)
+        self._symbols = np.zeros(size, dtype=np.int64)
         self._end = 1  # place of the next symbol, counted from the stream's beginning; place 0 is nowhere
-        self._shift = 64 - capacity.bit_length()
-        self._tags = np.zeros((levels, self._size), dtype=np.uint32)
-        previous = np.zeros((levels, self._size), dtype=np.int64)
-        latest = np.zeros((levels, 1 << capacity.bit_length()), dtype=np.int64)
+        self._shift = _KEY_BITS - capacity.bit_length()
+        self._stretches = Stretches(levels)
         # Read and written one by one, which numpy is slow at.
-        self._tag_views = [row.data for row in self._tags]
-        self._previous = [row.data for row in previous]
-        self._latest = [row.data for row in latest]
-        self.end_keys: list[int] = [0] * levels
+        self._symbol_view = self._symbols.data
+        self._tags = [np.zeros(size, dtype=np.uint32).data for _ in range(levels)]
+        self._previous = [np.zeros(size, dtype=np.int64).data for _ in range(levels)]
+        self._latest = [np.zeros(1 << capacity.bit_length(), dtype=np.int64).data for _ in range(levels)]
 
     def __len__(self) -> int:
         """Symbols seen so far, forgotten ones too."""
         return self._end - 1
 
     def extend(self, symbols: Sequence[int]) -> None:
-        """Append `symbols`; `end_keys` are then those of the stretches that end with the last one."""
-        new = np.array(symbols[-self.capacity :], dtype=np.int64)
-        if not len(new):
+        """Append `symbols`."""
+        new = symbols[-self.capacity :]
+        if not new:
             return
-        levels = len(self._latest)
-        before = np.arange(self._end + 1 - (1 << levels - 1), self._end)  # stretches may begin there
-        keys = stretch_keys(np.concatenate((self._symbols[before % self._size], new)), levels)[:, len(before) :]
-        places = np.arange(self._end, self._end + len(new))
-        slots = places % self._size
-        self._symbols[slots] = new
-        self._tags[:, slots] = keys >> np.uint64(8) & _TAG
-        buckets = (keys >> np.uint64(self._shift)).tolist()
-        for row, previous, latest in zip(buckets, self._previous, self._latest, strict=True):
-            for bucket, place, slot in zip(row, places.tolist(), slots.tolist(), strict=True):
+        places = range(self._end, self._end + len(new))
+        slots = [place % self._size for place in places]
+        for slot, symbol in zip(slots, new, strict=True):
+            self._symbol_view[slot] = symbol
+        levels = self._stretches.read(new)
+        for keys, tags, previous, latest in zip(levels, self._tags, self._previous, self._latest, strict=True):
+            for key, place, slot in zip(keys, places, slots, strict=True):
+                bucket = key >> self._shift
+                tags[slot] = key >> 8 & _TAG
                 previous[slot] = latest[bucket]
                 latest[bucket] = place
+        self.end_keys = [keys[-1] for keys in levels]
         self._end += len(new)
-        self._symbols[self._end % self._size] = GAP
-        self.end_keys = keys[:, -1].tolist()
+        self._symbol_view[self._end % self._size] = GAP
 
     def find(self, level: int, key: int, suffix: NDArray[np.int64]) -> dict[int, Match]:
         """The most recent places, the last first, whose last 2 ** level symbols are those with `key`.
@@ -90,8 +88,8 @@ class SuffixIndex:
         return {place: Match(length, _text(row)) for place, length, row in found if length >= 1 << level and row[0]}
 
     def _walk(self, level: int, key: int) -> list[int]:
-        tags, previous = self._tag_views[level], self._previous[level]
-        tag = key >> 8 & int(_TAG)
+        tags, previous = self._tags[level], self._previous[level]
+        tag = key >> 8 & _TAG
         oldest, last, size = max(1, self._end - self.capacity), self._end - 1, self._size
         place = self._latest[level][key >> self._shift]
         found: list[int] = []
@@ -110,23 +108,35 @@ def num_levels(window: int) -> int:
     return window.bit_length()
 
 
-def stretch_keys(symbols: NDArray[np.int64], levels: int) -> NDArray[np.uint64]:
-    """uint64 [levels, n]: a hash of the 2 ** level symbols that end at each place; of fewer it means nothing."""
-    rows = [_mix(symbols.view(np.uint64))]
-    for level in range(1, levels):
-        half, last = 1 << level - 1, rows[-1]
-        rows.append(np.concatenate((last[:half], _mix(last[:-half] * _ODD + last[half:]))))
-    return np.stack(rows)
+class Stretches:
+    """Hashes of the stretches of 1, 2, 4, … symbols that end at each place of a stream, `_KEY_BITS` bits each."""
+
+    def __init__(self, levels: int) -> None:
+        # The last keys of each level but the longest: a key of the next one is made of two, a stretch apart.
+        self._last = [[0] * (1 << level) for level in range(levels - 1)]
+
+    def read(self, symbols: Sequence[int]) -> list[list[int]]:
+        """The keys of each level at `symbols`, which come next; with fewer symbols before than a level has, no key."""
+        keys = [_mix(symbol) for symbol in symbols]
+        levels = [keys]
+        for level, last in enumerate(self._last):
+            older = last + keys
+            self._last[level] = older[-len(last) :]
+            keys = [_mix(first * _ODD + second) for first, second in zip(older, keys, strict=False)]
+            levels.append(keys)
+        return levels
 
 
-_ODD = np.uint64(0x9E3779B97F4A7C15)
-_TAG = np.uint64(0xFFFFFFFF)
+_KEY_BITS = 64
+_ODD = 0x9E3779B97F4A7C15
+_TAG = 0xFFFFFFFF
+_ALL = (1 << _KEY_BITS) - 1
 
 
-def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Every bit of a number in its high ones, which choose the bucket."""
-    numbers = numbers * _ODD
-    return (numbers ^ (numbers >> np.uint64(29))) * _ODD
+def _mix(number: int) -> int:
+    """Every bit of a number in the high ones of its key, which choose the bucket."""
+    number = number * _ODD & _ALL
+    return (number ^ number >> 29) * _ODD & _ALL
 
 
 def _text(symbols: list[int]) -> list[int]:
