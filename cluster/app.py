@@ -18,6 +18,7 @@ from specray.spec_decode import check_speculative
 
 ADDRESSED_ROUTER: Any = "cluster.addressing.AddressedRouter"  # Ray types its options as dictionaries
 ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
+ROOM_FOR_ENGINES = 16  # Serve may be told to run more than planned, and does not ask an ingress again
 INGRESS_SLACK = 256  # requests that are being refused or answered without the engine
 HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # the ranks own the compute threads
 
@@ -30,8 +31,9 @@ def build(args: AppConfig) -> Application:
 
 def _ingress(config: AppConfig) -> serve.Deployment:
     """More requests than the engines admit may be open, so that the excess gets our 429 and not Serve's own."""
-    most_engines = config.autoscaling.max_replicas if config.autoscaling.enabled else config.server.num_replicas
-    max_open = most_engines * (config.max_running_requests + config.max_queued_requests) + INGRESS_SLACK
+    planned = config.autoscaling.max_replicas if config.autoscaling.enabled else config.server.num_replicas
+    admitted = config.max_running_requests + config.max_queued_requests  # by one engine
+    max_open = max(planned, ROOM_FOR_ENGINES) * admitted + INGRESS_SLACK
     return serve.deployment(
         name="OpenAIIngress",
         num_replicas=config.server.num_ingress_replicas,

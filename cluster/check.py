@@ -25,6 +25,10 @@ from specray.models.files import resolve_draft, resolve_model, resolve_token_map
 from specray.spec_decode import check_speculative
 
 IMPORT_PATH = "cluster.app:build"
+SCALED = {
+    "Router": "num_replicas",
+    "OpenAIIngress": "num_ingress_replicas",
+}  # deployment: what `server` calls its number
 
 Json = dict[str, Any]
 
@@ -56,11 +60,11 @@ def check_document(document: Json, source: str) -> dict[str, AppConfig]:
     except ValidationError as error:
         raise ConfigError(_describe(source, "", error)) from None
     _refuse_unknown(source, document)
-    ours = {app.name: app.args for app in deploy.applications if app.import_path == IMPORT_PATH}
+    ours = {app.name: app for app in deploy.applications if app.import_path == IMPORT_PATH}
     if not ours:
         seen = ", ".join(app.import_path for app in deploy.applications) or "no application"
         raise ConfigError(f"{source}: has {seen}; set applications[0].import_path to {IMPORT_PATH}")
-    return {name: _check_args(source, name, args) for name, args in ours.items()}
+    return {name: _scaled(source, app, _check_args(source, name, app.args)) for name, app in ours.items()}
 
 
 def find_files(app: AppConfig) -> None:
@@ -121,6 +125,18 @@ def _check_args(source: str, name: str, args: Json) -> AppConfig:
     except ConfigError as error:
         raise ConfigError(f"{source}: {name}.args: {error}") from None
     return config
+
+
+def _scaled(source: str, app: ServeApplicationSchema, config: AppConfig) -> AppConfig:
+    """With the numbers of replicas under Serve's `deployments`, which it changes without replacing what runs."""
+    numbers = {}
+    for deployment in app.deployments:
+        if deployment.name not in SCALED:
+            known = ", ".join(SCALED)
+            raise ConfigError(f"{source}: {app.name}.deployments: there is no {deployment.name!r}, only {known}")
+        if isinstance(deployment.num_replicas, int):
+            numbers[SCALED[deployment.name]] = deployment.num_replicas
+    return config.model_copy(update={"server": config.server.model_copy(update=numbers)})
 
 
 def _describe(source: str, prefix: str, error: ValidationError) -> str:

@@ -80,3 +80,21 @@ def test_check_prints_the_plan_of_each_application(tmp_path: Path, capsys: pytes
     path.write_text(yaml.safe_dump(document))
     assert main([str(path)]) == 0
     assert capsys.readouterr().out.count("bundle 0: router + rank 0") == 2
+
+
+def test_numbers_that_serve_is_told_itself_are_in_the_plan(serve_config: Path) -> None:
+    """`serve deploy` changes them without replacing an engine, which a change of `args` does."""
+    application(serve_config, deployments=[{"name": "Router", "num_replicas": 3}])
+    app = check_file(serve_config)["specray"]
+    assert (app.server.num_replicas, app.server.num_ingress_replicas) == (3, 1)
+    assert "  3 engines, each a placement group" in plan_text(app)
+    application(serve_config, deployments=[{"name": "Routers", "num_replicas": 3}])
+    with pytest.raises(ConfigError, match=r"specray.deployments: there is no 'Routers', only Router, OpenAIIngress"):
+        check_file(serve_config)
+
+
+def application(path: Path, **options: object) -> None:
+    """The file with more options of its application."""
+    document = yaml.safe_load(SERVE_CONFIG)
+    document["applications"][0] |= options
+    path.write_text(yaml.safe_dump(document))
