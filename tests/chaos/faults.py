@@ -191,7 +191,7 @@ FAULTS: dict[str, Fault] = {
     "controller killed": Fault(_lose_controller, 0, 10),
     "GCS frozen for 4 s": Fault(_freeze_gcs, 0, 5),
     "GCS killed for 4 s": Fault(_kill_gcs, 0, 5),
-    "node lost": Fault(_lose_node, 1, 10, _LOST_FRONT, most_gap_s=inf),
+    "node lost": Fault(_lose_node, 0, 10, _LOST_FRONT, most_gap_s=inf),
     "redeployed": Fault(_redeploy, 0, 20),
     "clients leave": Fault(_leave, 2, 100, (Ending.LEFT, Ending.REFUSED)),
     "overload": Fault(_flood, 0, 10, (Ending.REFUSED,)),
