@@ -13,6 +13,7 @@ from cluster.autoscaling import serve_autoscaling
 from cluster.config import AppConfig
 from cluster.ingress import OpenAIIngress
 from cluster.placement import bundles, strategy, uses_gpus
+from cluster.plan import most_engines
 from cluster.router import Router
 from specray.spec_decode import check_speculative
 
@@ -31,9 +32,8 @@ def build(args: AppConfig) -> Application:
 
 def _ingress(config: AppConfig) -> serve.Deployment:
     """More requests than the engines admit may be open, so that the excess gets our 429 and not Serve's own."""
-    planned = config.autoscaling.max_replicas if config.autoscaling.enabled else config.server.num_replicas
     admitted = config.max_running_requests + config.max_queued_requests  # by one engine
-    max_open = max(planned, ROOM_FOR_ENGINES) * admitted + INGRESS_SLACK
+    max_open = max(most_engines(config), ROOM_FOR_ENGINES) * admitted + INGRESS_SLACK
     return serve.deployment(
         name="OpenAIIngress",
         num_replicas=config.server.num_ingress_replicas,

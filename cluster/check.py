@@ -25,10 +25,8 @@ from specray.models.files import resolve_draft, resolve_model, resolve_token_map
 from specray.spec_decode import check_speculative
 
 IMPORT_PATH = "cluster.app:build"
-SCALED = {
-    "Router": "num_replicas",
-    "OpenAIIngress": "num_ingress_replicas",
-}  # deployment: what `server` calls its number
+# Of each deployment, what `server` calls the number of its replicas.
+SCALED = {"Router": "num_replicas", "OpenAIIngress": "num_ingress_replicas"}
 
 Json = dict[str, Any]
 

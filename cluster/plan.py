@@ -28,7 +28,7 @@ def plan_text(config: AppConfig) -> str:
 
 def total(config: AppConfig, with_gpus: bool) -> Bundle:
     """Everything reserved at once: with autoscaling, by the most engines there may be."""
-    engines = bundles(config, with_gpus) * _most_engines(config)
+    engines = bundles(config, with_gpus) * most_engines(config)
     return _sum([*engines, *[_front(config)] * config.server.num_ingress_replicas])
 
 
@@ -42,11 +42,12 @@ def counted(number: int, what: str) -> str:
 
 def _engines(config: AppConfig) -> str:
     scaling = config.autoscaling
-    most = counted(_most_engines(config), "engine")
+    most = counted(most_engines(config), "engine")
     return f"{scaling.min_replicas} to {most}" if scaling.enabled else most
 
 
-def _most_engines(config: AppConfig) -> int:
+def most_engines(config: AppConfig) -> int:
+    """As many as may run at once."""
     return config.autoscaling.max_replicas if config.autoscaling.enabled else config.server.num_replicas
 
 

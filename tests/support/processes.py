@@ -16,7 +16,8 @@ def own_processes(title: str) -> list[int]:
 
 def has_ended(pid: int) -> bool:
     """Gone, or dead with an adopter that has not noticed yet."""
-    return "\nState:\tZ" in (status := read(Path(f"/proc/{pid}/status"))) or "State:" not in status
+    status = read(Path(f"/proc/{pid}/status"))
+    return "\nState:\tZ" in status or "State:" not in status
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:

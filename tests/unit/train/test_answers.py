@@ -84,17 +84,8 @@ def test_two_processes_give_the_same(options: AnswerOptions, complete: Path, tmp
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_process_behind(options: AnswerOptions, tmp_path: Path) -> None:
     """Seen: two of them, computing answers for half an hour after their run was killed."""
-    command = [
-        sys.executable,
-        "-m",
-        "specray.cli",
-        "train",
-        "token-map",
-        "--size",
-        "64",
-        "--out",
-        str(tmp_path / "map"),
-    ]
+    command = [sys.executable, "-m", "specray.cli", "train", "token-map"]
+    command += ["--size", "64", "--out", str(tmp_path / "map")]
     command += ["--model", options.model, "--prompts", str(options.prompts[0]), "--samples", "1000000"]
     run = subprocess.Popen([*command, "--answers", str(tmp_path), "--generators", "2"], cwd=ROOT)
     generators: list[int] = []
