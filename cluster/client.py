@@ -12,7 +12,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from math import inf
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from cluster.connections import Item, Pulse, Refusal, RouterInfo, Wish
 from cluster.routing import ReplicaState
@@ -39,7 +39,7 @@ class RouterPort(Protocol):
 
     async def abort(self, request_ids: list[str]) -> None: ...
 
-    async def renew(self, connection_id: str) -> bool: ...
+    async def renew(self, connection_id: str, num_refused: int) -> bool: ...
 
     async def stats(self) -> Snapshot: ...
 
@@ -87,6 +87,7 @@ class RouterClient:
         self._connection_id = uuid.uuid4().hex
         self._listeners: dict[str, Listener] = {}
         self._num_unreported = 0
+        self._num_refused = 0  # by us, of which the router has not heard
         self._is_leaving = False
         self._heard_at = 0.0
         self._tasks = Tasks()
@@ -117,6 +118,16 @@ class RouterClient:
         if self.info is None or self._pulse is None:
             return inf
         return self._pulse.since_token_s + asyncio.get_running_loop().time() - self._pulse_at
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """What the router would say to a request more, if its queue is full."""
+        return self._pulse.refusal if self._pulse is not None else None
+
+    def refuse(self, refusal: Refusal) -> NoReturn:
+        """Do as the router would, without asking it."""
+        self._num_refused += 1
+        raise RequestRefusedError(refusal)
 
     def leave(self) -> None:
         """Send it no new requests, and hang up once those under way are through: Serve is about to stop it."""
@@ -264,8 +275,9 @@ class RouterClient:
         while True:
             await asyncio.sleep(self._lease_s / 4)
             if self.info is not None and not self._is_leaving:
+                num_refused, self._num_refused = self._num_refused, 0
                 async with asyncio.timeout(self._lease_s):
-                    if not await self._port.renew(self._connection_id):
+                    if not await self._port.renew(self._connection_id, num_refused):
                         raise EngineDeadError("it does not know this connection any more")
 
 

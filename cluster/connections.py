@@ -31,8 +31,17 @@ class Wish(NamedTuple):
     speculative: SpeculativeConfig
 
 
+class Refusal(NamedTuple):
+    """Why a submit was refused, as plain data: an exception would cross Ray with its traceback."""
+
+    status: int
+    message: str
+    param: str | None
+    retry_after_s: int | None = None  # when it may be worth another try, where that is known
+
+
 class Pulse(NamedTuple):
-    """What an engine says of itself several times a second: that it lives, and how busy it is."""
+    """What an engine says of itself several times a second, and when its queue fills up or has room again."""
 
     num_running: int
     num_waiting: int
@@ -41,15 +50,7 @@ class Pulse(NamedTuple):
     since_token_s: float  # since a token was made last; an idle engine makes one now and then to know that it can
     wish: Wish | None = None  # that it follows, where drafters can be replaced
     is_draining: bool = False  # the whole application is about to be stopped: no ingress takes new requests
-
-
-class Refusal(NamedTuple):
-    """Why a submit was refused, as plain data: an exception would cross Ray with its traceback."""
-
-    status: int
-    message: str
-    param: str | None
-    retry_after_s: int | None = None  # when it may be worth another try, where that is known
+    refusal: Refusal | None = None  # what a request more would hear, where the queue is full
 
 
 Item = RouterInfo | Pulse | list[RequestOutput]

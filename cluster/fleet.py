@@ -122,6 +122,16 @@ class Fleet:
             raise EngineDeadError(NOT_READY)
         return found
 
+    def check_room(self) -> None:
+        """RequestRefusedError if every router has said that its queue is full.
+
+        Nobody is asked: a flood of requests leaves the processors to those under way.
+        """
+        clients = [client for client in self._clients.values() if client.state.is_open]
+        refusals = [client.refusal for client in clients if client.refusal is not None]
+        if refusals and len(refusals) == len(clients):
+            clients[0].refuse(min(refusals, key=lambda refusal: refusal.retry_after_s or 0))
+
     async def submit(self, requests: list[EngineRequest], timeout_s: float, session: str = "") -> "Job":
         """Start requests on one router, all or none. A SpecRayError if no router takes them."""
         if self.is_draining:

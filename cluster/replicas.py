@@ -69,8 +69,8 @@ class HandlePort:
     async def abort(self, request_ids: list[str]) -> None:
         await self._answer(self._handle.abort, request_ids)
 
-    async def renew(self, connection_id: str) -> bool:
-        is_known: bool = await self._answer(self._handle.renew, connection_id)
+    async def renew(self, connection_id: str, num_refused: int) -> bool:
+        is_known: bool = await self._answer(self._handle.renew, connection_id, num_refused)
         return is_known
 
     async def stats(self) -> Snapshot:

@@ -69,6 +69,7 @@ class Router:
         self._accept_length: float | None = None  # of late
         self._lengths = AcceptanceWindow(PULSES_IN_WINDOW)
         self._is_draining = False
+        self._is_full = False  # as the ingresses were told
         self._backoff = Backoff(PULSES_IN_WINDOW, time.monotonic)
         self._token_at = 0.0  # on the monotonic clock
         self._asked_at = inf  # the same, for our health
@@ -103,6 +104,8 @@ class Router:
                 self._connections.remove(request.request_id for request in requests)
                 self._engine.abort([request.request_id for request in requests[:index]])
                 return self._refusal(error)
+            finally:
+                self._tell_of_room()
         return None
 
     async def abort(self, request_ids: list[str], to: str | None = None) -> None:  # noqa: ARG002  # ids are unique
@@ -110,8 +113,9 @@ class Router:
         self._connections.remove(request_ids)
         self._engine.abort(request_ids)
 
-    async def renew(self, connection_id: str, to: str | None = None) -> bool:  # noqa: ARG002  # as are connections
-        """An ingress says that it lives; False if its connection is not here."""
+    async def renew(self, connection_id: str, num_refused: int, to: str | None = None) -> bool:  # noqa: ARG002  # as above
+        """An ingress says that it lives, and what it refused for us since; False if its connection is not here."""
+        self._engine.add_refused(num_refused)
         return self._connections.renew(connection_id)
 
     async def stats(self, to: str | None = None) -> Snapshot:
@@ -184,6 +188,7 @@ class Router:
     def _deliver(self, outputs: list[RequestOutput], engine_error: str | None) -> None:
         if engine_error is None:
             self._connections.deliver(outputs)
+            self._tell_of_room()
             if any(output.token_ids for output in outputs):
                 self._token_at = time.monotonic()
             self._probes.difference_update(output.request_id for output in outputs if output.finish_reason)
@@ -200,7 +205,14 @@ class Router:
             self._pulse(snapshot)
             await asyncio.sleep(PULSE_S)
 
+    def _tell_of_room(self) -> None:
+        """Say at once when the queue has filled up or has room again: ingresses refuse by themselves meanwhile."""
+        if (self._engine.queue_error() is not None) != self._is_full:
+            self._pulse(self._engine.stats())
+
     def _pulse(self, snapshot: Snapshot) -> None:
+        error = self._engine.queue_error()
+        self._is_full = error is not None
         pulse = Pulse(
             num_running=int(number(snapshot, "specray_num_requests_running")),
             num_waiting=int(number(snapshot, "specray_num_requests_waiting")),
@@ -209,6 +221,7 @@ class Router:
             since_token_s=time.monotonic() - self._token_at,
             wish=self._drafts.wish if self._drafts else None,
             is_draining=self._is_draining,
+            refusal=self._refusal(error) if error is not None else None,
         )
         self._connections.send(pulse)
 

@@ -50,6 +50,11 @@ class ReplicaState:
     is_alive: bool = True
     is_draining: bool = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be sent requests."""
+        return self.is_alive and not self.is_draining
+
 
 class Route(NamedTuple):
     """Replicas in the order to try them, none if there is none, and what chose the first."""
@@ -73,7 +78,7 @@ def choose_route(
     ingress. Without a session, the lesser load of two drawn at random wins: states are never new, and to take the
     least loaded would send all ingresses to the same replica. O(R log R) for R replicas.
     """
-    live = [r for r in replicas if r.is_alive and not r.is_draining]
+    live = [r for r in replicas if r.is_open]
     if not live:
         return Route([], "none")
     loads = _loads(live)

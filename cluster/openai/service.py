@@ -55,7 +55,7 @@ class Service:
 
     async def chat(self, body: ChatRequest, tenant: str) -> Response:
         self._check_model(body.model)
-        tokenization = await self._ready()
+        tokenization = await self._admit()
         params = _seeded(body.sampling(self.config.server.default_max_tokens))
         prompt = await asyncio.to_thread(tokenization.chat, body.messages)
         head = self._head("chatcmpl", params)
@@ -64,7 +64,7 @@ class Service:
 
     async def completion(self, body: CompletionRequest, tenant: str) -> Response:
         self._check_model(body.model)
-        tokenization = await self._ready()
+        tokenization = await self._admit()
         params = _seeded(body.sampling())
         prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
         head = self._head("cmpl", params)
@@ -72,7 +72,7 @@ class Service:
         return await self._respond(body, tenant, prompts, params, head, reply)
 
     async def generate(self, body: GenerateRequest, tenant: str) -> Response:
-        tokenization = await self._ready()
+        tokenization = await self._admit()
         params = _seeded(body.sampling())
         prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
         head = self._head("gen", params)
@@ -158,6 +158,11 @@ class Service:
         job = await self._fleet.submit(requests, min(body.timeout or limit, limit), session)
         headers = _headers(body)
         return (EventStream if body.stream else WholeReply)(job, reply, headers)
+
+    async def _admit(self) -> Tokenization:
+        """Before any work for a request. Raises a SpecRayError or ApiError if it would be turned away now."""
+        self._fleet.check_room()
+        return await self._ready()
 
     async def _ready(self) -> Tokenization:
         self._info()

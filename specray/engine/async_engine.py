@@ -49,10 +49,23 @@ class AsyncEngine:
             try:
                 self._engine.check(request, arriving=self._arrived)
             except QueueFullError:
-                self._engine.stats.add("specray_requests_refused_total")  # no other thread writes this one
+                self.add_refused(1)
                 raise
             self._arrived.append(request)
             self._notes.notify()
+
+    def queue_error(self) -> QueueFullError | None:
+        """What a request more would be refused with now, whoever sends it; None while there is room."""
+        with self._notes:
+            try:
+                self._engine.scheduler.check_queue(arriving=self._arrived)
+            except QueueFullError as error:
+                return error
+        return None
+
+    def add_refused(self, count: int) -> None:
+        """Count requests refused for a full queue; for the caller's thread alone, no other writes this metric."""
+        self._engine.stats.add("specray_requests_refused_total", count)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests early; their last output says `abort`. Unknown or finished ids are ignored."""

@@ -167,10 +167,10 @@ class ReplicaPort:
     async def abort(self, request_ids: list[str]) -> None:
         await (await self._reach()).abort(request_ids)
 
-    async def renew(self, connection_id: str) -> bool:
+    async def renew(self, connection_id: str, num_refused: int) -> bool:
         if self._replica.is_stopping:  # Serve looks for ever for a replica that it names no more
             await asyncio.Event().wait()
-        return await (await self._reach()).renew(connection_id)
+        return await (await self._reach()).renew(connection_id, num_refused)
 
     async def stats(self) -> Snapshot:
         return await (await self._reach()).stats()

@@ -18,6 +18,7 @@ from tests.unit.cluster.conftest import Serve, Server, listening
 
 BODY = {"prompt": "hi", "max_tokens": 30, "ignore_eos": True}
 FREE_S = 2.0
+LEASE_S = 2.0  # an ingress tells a router four times as often what it refused
 
 
 def num_descriptors() -> int:
@@ -69,7 +70,7 @@ def test_far_beyond_what_it_can_a_server_refuses_the_rest_and_wastes_no_step_on_
     """Two at a time, 10 steps of 10 ms each, make 20 requests a second at best; 200 are asked for."""
 
     async def scenario() -> None:
-        options = {"max_running_requests": 2, "max_queued_requests": 4}
+        options = {"max_running_requests": 2, "max_queued_requests": 4, "server": {"lease_s": LEASE_S}}
         async with serve(step_s=0.01, **options) as server, listening(server) as url:
             report = await run(Load(url, 200.0, 1.5, max_tokens=30, prompt="hi", timeout_s=30.0))
             ledger = report.ledger
@@ -80,11 +81,39 @@ def test_far_beyond_what_it_can_a_server_refuses_the_rest_and_wastes_no_step_on_
             assert "status 429" in table(report)
             assert await idle_after(url) < 10.0
             await assert_all_free(server)
-            stats = server.router._engine.stats()
-            assert stats["specray_generation_tokens_total"] == 30 * ledger.count(Outcome.COMPLETE)
-            assert stats["specray_requests_refused_total"] == ledger.count(Outcome.REFUSED)
+            generated = server.router._engine.stats()["specray_generation_tokens_total"]
+            assert generated == 30 * ledger.count(Outcome.COMPLETE)
+            await server.until(lambda: num_refused(server) == ledger.count(Outcome.REFUSED))
 
     asyncio.run(scenario())
+
+
+def test_an_ingress_refuses_by_itself_while_the_queue_is_full(serve: Serve) -> None:
+    """A flood costs neither calls nor templates; the engine counts the requests all the same, and has room again."""
+
+    async def scenario() -> None:
+        options = {"max_running_requests": 1, "max_queued_requests": 1, "server": {"lease_s": LEASE_S}}
+        async with serve(step_s=0.02, **options) as server:
+            client = next(iter(server.fleet._clients.values()))
+            await server.until(lambda: server.fleet.since_token_s < 1.0)  # the router's own first request is through
+            under_way = [asyncio.create_task(server.http.post("/v1/completions", json=BODY)) for _ in range(2)]
+            await server.until(lambda: client.refusal is not None, 0.4)  # sooner than the next pulse comes by itself
+            server.replicas[0].freeze()  # nobody there to be asked
+            refused = await server.http.post("/v1/completions", json=BODY)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert "max_queued_requests is 1" in refused.json()["error"]["message"]
+            server.replicas[0].thaw()
+            assert [(await reply).status_code for reply in under_way] == [200, 200]
+            await server.until(lambda: client.refusal is None, 0.4)
+            assert (await server.http.post("/v1/completions", json=BODY)).status_code == 200
+            await server.until(lambda: num_refused(server) == 1)
+
+    asyncio.run(scenario())
+
+
+def num_refused(server: Server) -> object:
+    return server.router._engine.stats()["specray_requests_refused_total"]
 
 
 def test_a_late_request_in_the_queue_never_runs(serve: Serve) -> None:
