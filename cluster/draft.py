@@ -37,10 +37,12 @@ class DraftActor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        # Here, not above: the router imports this module, and torch must stay out of its process. Not in `start`: the
+        # first drafter of an engine spends these seconds while its target loads.
+        import specray.worker.draft_worker  # noqa: F401
 
     def start(self, num_slots: int) -> Hello:
         """Load the drafter for a target with so many KV slots."""
-        # Here, not above: the router imports this module, and torch must stay out of its process.
         import torch
 
         from specray.worker.draft_worker import DraftWorker
@@ -78,14 +80,15 @@ class DraftKeeper:
     """Keeps an engine's drafter alive and puts another one in its place; `options` are Ray's for the actor.
 
     All that happens to a drafter is done by one thread, which `start` starts; there is no drafter before `replace`.
-    `config` is the engine's; what it says of drafts is not read.
+    The process of the first one, `config`'s, comes up at once: it takes as long as the target's, beside it.
     """
 
-    def __init__(self, config: EngineConfig, num_slots: int, doorbell: Doorbell, options: dict[str, Any]) -> None:
+    def __init__(self, config: EngineConfig, doorbell: Doorbell, options: dict[str, Any]) -> None:
         self._config = config.model_copy(update={"speculative": SpeculativeConfig()})
-        self._num_slots = num_slots
+        self._num_slots = 0
         self._doorbell = doorbell
         self._actor_class = ray.remote(DraftActor).options(**options)
+        self._first = None if config.speculative.algorithm is None else _Drafter(self._actor_class.remote(config))
         self._drafter: _Drafter | None = None
         self._num_restarts = 0
         self._pause = FIRST_PAUSE_S
@@ -96,7 +99,9 @@ class DraftKeeper:
         self._called = threading.Event()  # there is a wish, or we close
         self._thread = threading.Thread(target=self._keep, name="specray-draft-keeper", daemon=True)
 
-    def start(self) -> None:
+    def start(self, num_slots: int) -> None:
+        """From now on there may be drafters, for a target with so many KV slots."""
+        self._num_slots = num_slots
         self._thread.start()
 
     @property
@@ -133,6 +138,7 @@ class DraftKeeper:
         self._called.set()
         if self._thread.is_alive():
             self._thread.join()
+        _end(self._first)
 
     def _keep(self) -> None:
         while True:
@@ -205,7 +211,7 @@ class DraftKeeper:
 
     def _start(self, config: EngineConfig, is_wanted: Callable[[], bool]) -> tuple["_Drafter", Hello]:
         """A new drafter, which is about to knock. RayError or _AbandonedError; then there is none."""
-        drafter = _Drafter(self._actor_class.remote(config))
+        drafter, self._first = self._first or _Drafter(self._actor_class.remote(config)), None
         try:
             hello = drafter.load(self._num_slots, is_wanted)
         except BaseException:

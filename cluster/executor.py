@@ -52,12 +52,15 @@ class RayExecutor:
         self.rank_nodes: tuple[str, ...] = ()  # addresses of the nodes that the ranks run on
         try:
             self._actors = self._create(config, with_gpus)
+            if config.has_draft_actor:
+                options = self._options(config, draft_resources(config, with_gpus), rank=0)
+                self._drafter = DraftKeeper(_rank_config(config), self._doorbell, options)
             places: list[Place] = ray.get([actor.place.remote() for actor in self._actors])
             self.rank_nodes = tuple(place.address for place in places)
             self._guards = Guards(Path(self._folder.name), places, self._guard_options)
             self._capacity = self._start(places)
-            if config.has_draft_actor:
-                self._add_drafter(config, with_gpus)
+            if self._drafter is not None:
+                self._add_drafter(config, self._drafter)
             self._channel = self._connect()
             if not with_gpus and self._drafter is None:
                 # Nobody comes by any more. (NCCL looks into the ranks' file in the first step, new drafters knock.)
@@ -175,13 +178,10 @@ class RayExecutor:
     def _doorbell(self) -> Doorbell:
         return Doorbell(f"{self._folder.name}/drafts", self._epoch)
 
-    def _add_drafter(self, config: AppConfig, with_gpus: bool) -> None:
-        """Start the drafter beside rank 0, which drafts for the group."""
-        options = self._options(config, draft_resources(config, with_gpus), rank=0)
-        num_slots = self._capacity.num_blocks * config.page_size
-        self._drafter = DraftKeeper(_rank_config(config), num_slots, self._doorbell, options)
-        self._drafter.start()
-        hello = self._drafter.replace(config.speculative)
+    def _add_drafter(self, config: AppConfig, keeper: DraftKeeper) -> None:
+        """Have a drafter beside rank 0, which drafts for the group."""
+        keeper.start(self._capacity.num_blocks * config.page_size)
+        hello = keeper.replace(config.speculative)
         # The prefix cache cannot change its keys later, and those of the drafters that ask more of it do for all.
         reads_next_token = hello.reads_next_token or config.replaces_drafters
         self._capacity = self._capacity._replace(

@@ -92,8 +92,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 @pytest.fixture
 def keeper(ray: FakeRay) -> Iterator[DraftKeeper]:  # noqa: ARG001  # it must be there first
-    kept = DraftKeeper(EngineConfig(model="toy"), 64, Doorbell("nowhere", 1), {})
-    kept.start()
+    kept = DraftKeeper(EngineConfig(model="toy"), Doorbell("nowhere", 1), {})
+    kept.start(64)
     yield kept
     kept.close()
 
@@ -103,6 +103,20 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def test_the_first_process_comes_up_before_the_target_has_loaded(ray: FakeRay) -> None:
+    config = EngineConfig(model="toy", speculative=NGRAM)
+    keeper = DraftKeeper(config, Doorbell("nowhere", 1), {})
+    assert [actor.speculative for actor in ray.actors] == [NGRAM]
+    keeper.start(64)
+    assert keeper.replace(NGRAM) == HELLO
+    assert len(ray.actors) == 1
+    keeper.close()
+    assert ray.actors[0].is_killed
+
+    DraftKeeper(config, Doorbell("nowhere", 1), {}).close()  # the target did not load
+    assert ray.actors[1].is_killed
 
 
 def test_a_new_drafter_takes_over_before_the_old_one_ends(ray: FakeRay, keeper: DraftKeeper) -> None:
