@@ -58,7 +58,7 @@ class SpeculativeConfig(Options):
         description="Of its weights; null takes the target's, unquant none, auto int8 on a CPU that has kernels for it "
         "and none elsewhere. What it shares with the target stays as the target's.",
     )
-    draft_attention_backend: Literal["auto", "torch"] | None = Field(
+    draft_attention_backend: Annotated[Literal["auto", "torch"] | None, foreign.ATTENTION_KERNELS] = Field(
         None, description="Attention kernels of a draft head or model; null takes the target's."
     )
     token_map: str | None = Field(
@@ -237,7 +237,7 @@ class EngineConfig(Options):
         "auto", description="Where the target runs; auto takes a GPU if there is one."
     )
     tp_size: int = Field(1, ge=1, le=64, description="Tensor-parallel ranks of the target.")
-    attention_backend: Literal["auto", "torch"] = Field(
+    attention_backend: Annotated[Literal["auto", "torch"], foreign.ATTENTION_KERNELS] = Field(
         "auto", description="Attention kernels; auto takes the fastest that fits."
     )
     num_threads: int | None = Field(

@@ -6,7 +6,7 @@ ignored in silence. Not here: options that work (`config`).
 
 from typing import Any
 
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from specray.errors import ConfigError
 
@@ -33,6 +33,16 @@ class Foreign:
         return self._harmless[0]
 
 
+def _check_kernels(value: object, info: ValidationInfo) -> object:
+    if value not in (None, "auto", "torch"):
+        raise ConfigError(
+            f"{info.field_name}={value!r} cannot be had: attention runs on torch's own kernels, on CPUs and GPUs; "
+            "set it to 'torch', or remove it"
+        )
+    return value
+
+
+ATTENTION_KERNELS = BeforeValidator(_check_kernels)  # options of ours as well, with fewer values than SGLang's
 ATTENTION_MODE = Foreign("trees are verified on the one path that prompts take, too; remove it", "prefill")
 MOE_RUNNER_BACKEND = Foreign("experts run on torch's own operations, in target and draft; remove it", "auto")
 MOE_A2A_BACKEND = Foreign("nothing is sent from all to all, for tp_size divides every expert; remove it", "none")

@@ -49,6 +49,8 @@ REFUSED: dict[str, tuple[str | None, str]] = {
     "--enable-torch-compile": ("false", "true"),
     "--torch-compile-max-bs": (None, "8"),
     "--cuda-graph-max-bs": (None, "4"),
+    "--attention-backend": ("auto", "fa3"),
+    "--speculative-draft-attention-backend": (None, "flashinfer"),
 }
 
 
