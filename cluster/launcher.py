@@ -28,6 +28,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.app import build
 from cluster.check import check_document, load, summary
 from cluster.config import AppConfig
+from cluster.serve_command import PID_FILE
 from specray.errors import ConfigError, SpecRayError
 
 POLL_S = 0.3
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if status == 1:
         logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs")
         print(f"Ray's logs: {logs}", file=sys.stderr)
+        (options.folder / PID_FILE).unlink(missing_ok=True)  # the folder is kept for its reader
     else:
         shutil.rmtree(options.folder, ignore_errors=True)
     return status

@@ -97,15 +97,16 @@ class Router:
         if connection_id not in self._connections or not self._is_addressee(to):
             return Refusal(EngineDeadError.status, NOT_CONNECTED, None)
         self._connections.add(connection_id, [request.request_id for request in requests])
-        for index, request in enumerate(requests):
-            try:
-                self._engine.submit(request)
-            except SpecRayError as error:
-                self._connections.remove(request.request_id for request in requests)
-                self._engine.abort([request.request_id for request in requests[:index]])
-                return self._refusal(error)
-            finally:
-                self._tell_of_room()
+        try:
+            for index, request in enumerate(requests):
+                try:
+                    self._engine.submit(request)
+                except SpecRayError as error:
+                    self._connections.remove(request.request_id for request in requests)
+                    self._engine.abort([request.request_id for request in requests[:index]])
+                    return self._refusal(error)
+        finally:
+            self._tell_of_room()
         return None
 
     async def abort(self, request_ids: list[str], to: str | None = None) -> None:  # noqa: ARG002  # ids are unique

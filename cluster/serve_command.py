@@ -7,9 +7,11 @@ configuration tree), what is right (`check`), and starting anything (`launcher`,
 import argparse
 import os
 import secrets
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +37,9 @@ PASSED_ON = {"proxy_location", "http_options", "applications"}
 PASSED_ON_OF_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DASHBOARD_PORT = 8265
+TEMPORARY = Path("/tmp")  # short, because Ray puts unix sockets below it and their paths end at 107 characters
+FOLDER_PREFIX = "specray-"
+PID_FILE = "pid"  # in a launcher's folder, while the launcher lives
 # What Ray has other defaults for, unless the operator says otherwise.
 RAY_OPTIONS = {
     # Serve replaces a proxy that was not up within three times so long: with its 5 s not beside two busy processes.
@@ -153,12 +158,23 @@ def _only_application(document: Json) -> Json:
     return application
 
 
+def remove_leftovers(parent: Path) -> None:
+    """Remove folders of launchers that were killed. One that ended by itself took its folder or its PID_FILE away."""
+    for file in parent.glob(f"{FOLDER_PREFIX}*/{PID_FILE}"):
+        with suppress(PermissionError):  # another user's
+            try:
+                os.kill(int(file.read_text(encoding="utf-8")), 0)
+            except (ProcessLookupError, ValueError):
+                shutil.rmtree(file.parent, ignore_errors=True)
+
+
 def _become_launcher(document: Json, options: argparse.Namespace) -> NoReturn:
     """Replace this program: signals meant for us find the launcher, with nobody in between."""
-    # Short, because Ray puts unix sockets below it and their paths end at 107 characters. Mode 0700.
-    folder = Path(tempfile.mkdtemp(prefix="specray-", dir="/tmp"))
+    remove_leftovers(TEMPORARY)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=TEMPORARY))  # mode 0700
     (folder / "serve.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     (folder / "token").write_text(secrets.token_hex(32), encoding="utf-8")
+    (folder / PID_FILE).write_text(str(os.getpid()), encoding="utf-8")
     arguments = ["-m", "cluster.launcher", str(folder)]
     arguments += [f"--address={options.address}"] if options.address else []
     arguments += [f"--dashboard={options.dashboard}"] if options.dashboard else []

@@ -1,6 +1,9 @@
 """`specray serve` before it starts anything: one configuration out of a file and flags, or the reason why not."""
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from cluster import serve_command
 from cluster.check import check_file
 from cluster.config import AppConfig
 from cluster.launcher import error_line
-from cluster.serve_command import exposure, main, ray_environment
+from cluster.serve_command import PID_FILE, exposure, main, ray_environment, remove_leftovers
 from specray.local_server import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -172,3 +175,14 @@ def test_the_reason_of_a_failed_start_is_the_error_under_the_traceback() -> None
 
 def start_nothing(*_: object) -> None:
     raise AssertionError("this would have started a server")
+
+
+def test_folders_of_killed_launchers_go_and_others_stay(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    for name, pid in {"killed": ended.stdout.decode().strip(), "running": str(os.getpid()), "broken": "?"}.items():
+        (tmp_path / f"specray-{name}").mkdir()
+        (tmp_path / f"specray-{name}" / PID_FILE).write_text(pid)
+    (tmp_path / "specray-with-logs").mkdir()
+    (tmp_path / "other").mkdir()
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"specray-running", "specray-with-logs", "other"}
