@@ -42,9 +42,11 @@ class Load:
                 await asyncio.sleep(PAUSE_S)
 
 
-async def ask(url: str, question: Question, ledger: Ledger, leave_after: int | None = None) -> Ending:
-    """One question, streamed; a client that leaves does so behind `leave_after` bytes of the answer."""
-    request = request_bytes(f"{url}/v1/completions", question.body | {"stream": True})
+async def ask(
+    url: str, question: Question, ledger: Ledger, leave_after: int | None = None, is_streamed: bool = True
+) -> Ending:
+    """One question; a client that leaves does so behind `leave_after` bytes of the answer."""
+    request = request_bytes(f"{url}/v1/completions", question.body | {"stream": is_streamed})
     reply = await exchange(url, request, PATIENCE_S, None if leave_after is None else len(request) + leave_after)
     ending = ending_of(reply, question.text)
     ledger.enter(ending, reply.longest_gap)

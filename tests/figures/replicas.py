@@ -1,7 +1,8 @@
 """`python -m tests.figures.replicas`: throughput of two engines over that of one, on the toy with 20 ms more a step.
 
 The steps' pause stands for a GPU's work, which two engines do at the same time: what is left is what they share, the
-ingress and the two cores below it all.
+ingress and the cores below it all. Asked twice, for whole replies and for streams: a stream's every token is a message
+of its own to Serve's proxy and to the client.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import os
 import signal
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,10 +23,11 @@ from tests.support.processes import own_processes
 from tests.support.toy import write_toy
 
 ROUNDS, NUM_STREAMS, MAX_TOKENS = 3, 8, 150
+KINDS = ("whole replies", "streams")
 
 
 def main() -> None:
-    rates: dict[int, list[float]] = {1: [], 2: []}
+    rates: dict[tuple[str, int], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         model = write_toy(Path(folder))
         questions = make_questions(model, MAX_TOKENS)
@@ -32,10 +35,13 @@ def main() -> None:
             for number in range(2 * ROUNDS):
                 engines = 1 + number % 2
                 asyncio.run(scale(service, config(model, engines)))
-                rates[engines].append(asyncio.run(throughput(service, questions, engines)))
-                print(f"{engines}: {rates[engines][-1]:.0f} tokens/s", flush=True)
-    one, two = (sorted(rates[engines])[ROUNDS // 2] for engines in (1, 2))
-    print(f"two engines / one, median of {ROUNDS}: {two / one:.2f}")
+                for kind in KINDS:
+                    rate = asyncio.run(throughput(service, questions, engines, is_streamed=kind == "streams"))
+                    rates[kind, engines].append(rate)
+                    print(f"{engines} engines, {kind}: {rate:.0f} tokens/s", flush=True)
+    for kind in KINDS:
+        one, two = (sorted(rates[kind, engines])[ROUNDS // 2] for engines in (1, 2))
+        print(f"two engines / one, {kind}, median of {ROUNDS}: {two / one:.2f}")
 
 
 async def scale(service: Service, wanted: AppConfig) -> None:
@@ -53,8 +59,8 @@ async def scale(service: Service, wanted: AppConfig) -> None:
 SLOW: set[int] = set()
 
 
-async def throughput(service: Service, questions: Sequence[Question], engines: int) -> float:
-    """Tokens a second of streams that keep every engine full."""
+async def throughput(service: Service, questions: Sequence[Question], engines: int, *, is_streamed: bool) -> float:
+    """Tokens a second of so many clients that every engine is full."""
     ledger = Ledger()
     await asyncio.gather(*(ask(service.url, question, ledger) for question in questions[:2]))  # warm
     start = time.perf_counter()
@@ -63,7 +69,7 @@ async def throughput(service: Service, questions: Sequence[Question], engines: i
 
     async def stream() -> None:
         for question in waiting:
-            await ask(service.url, question, ledger)
+            await ask(service.url, question, ledger, is_streamed=is_streamed)
 
     await asyncio.gather(*(stream() for _ in range(NUM_STREAMS * engines)))
     seconds = time.perf_counter() - start
