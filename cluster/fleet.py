@@ -8,7 +8,7 @@ none missing. Not here: one router's connection (`client`), which router (`routi
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Protocol
@@ -140,8 +140,13 @@ class Fleet:
         await job.start()
         return job
 
-    async def place(self, requests: list[EngineRequest], listener: Listener, session: str) -> RouterClient:
-        """The router that has taken the requests: the best one that would. A SpecRayError if none did."""
+    async def place(
+        self, requests: list[EngineRequest], new_listener: Callable[[], Listener], session: str
+    ) -> RouterClient:
+        """The router that has taken the requests: the best one that would. A SpecRayError if none did.
+
+        Each router that is tried has a listener of its own: one that is lost meanwhile tells it so, and refuses too.
+        """
         prompt = requests[0].prompt_token_ids
         namespace = requests[0].cache_salt
         states = [client.state for client in self._clients.values()]
@@ -153,7 +158,7 @@ class Fleet:
             if client is None:
                 continue
             try:
-                await client.submit(requests, listener)
+                await client.submit(requests, new_listener())
             except RouterLostError as error:
                 refusal = EngineDeadError(f"{NOT_READY} ({error})")
             except RequestRefusedError as error:
@@ -254,9 +259,12 @@ class Job:
         left_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
         attempts = {index: self._parts[index].attempt(self._num_failovers, left_s) for index in indexes}
         self._unfinished = {request.request_id: index for index, request in attempts.items()}
-        news: asyncio.Queue[RequestOutput | RouterLostError] = asyncio.Queue()
-        self._news = news  # what a given up attempt still says goes nowhere
-        self._client = await self._fleet.place(list(attempts.values()), news.put_nowait, self._session)
+        self._client = await self._fleet.place(list(attempts.values()), self._new_listener, self._session)
+
+    def _new_listener(self) -> Listener:
+        """What an earlier one still hears goes nowhere."""
+        self._news = asyncio.Queue()
+        return self._news.put_nowait
 
     async def _fail_over(self) -> None:
         """Go on elsewhere, as soon as there is an engine that takes what is not finished."""

@@ -9,7 +9,9 @@ import pytest
 
 import cluster.client
 import cluster.router
-from tests.unit.cluster.conftest import TEXT, Serve, Server
+from cluster.connections import Refusal
+from specray.engine.request import EngineRequest
+from tests.unit.cluster.conftest import TEXT, ReplicaPort, Serve, Server
 
 BODY = {"prompt": "ab", "max_tokens": 120, "seed": 5}
 SLOW = {"step_s": 0.01}
@@ -65,6 +67,32 @@ def test_a_stream_goes_on_at_another_engine(serve: Serve, way: str, monkeypatch:
             assert server.fleet.num_failovers == 1
             other = next(replica for replica in server.replicas if replica is not lost)
             assert 0 < other.ranks.num_steps < 60  # it did not begin anew
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_lost_while_it_is_asked_is_asked_for_nothing_twice(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is heard before its refusal; the engine that took the request then keeps it, and no copy runs beside."""
+    asked: list[tuple[str, str]] = []
+    submit = ReplicaPort.submit
+
+    async def submitted(port: ReplicaPort, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
+        asked.append((port._replica.replica_id, requests[0].request_id))
+        if len(asked) == 1:
+            port._replica.kill()
+            await asyncio.sleep(0.1)
+        return await submit(port, connection_id, requests)
+
+    async def scenario() -> None:
+        async with serve(**SLOW, num_replicas=2) as server:
+            monkeypatch.setattr(ReplicaPort, "submit", submitted)
+            assert text_of(await stream(server, BODY)) == repeated(120)
+            assert server.fleet.num_failovers == 0
+            (lost, first), (other, second) = asked
+            assert lost != other
+            assert first == second
 
     asyncio.run(scenario())
 
