@@ -86,7 +86,7 @@ class RouterClient:
         self._closed = closed
         self._connection_id = uuid.uuid4().hex
         self._listeners: dict[str, Listener] = {}
-        self._num_unreported = 0
+        self._num_then = 0  # of our requests, those under way when the pulse came
         self._num_refused = 0  # by us, of which the router has not heard
         self._is_leaving = False
         self._heard_at = 0.0
@@ -103,12 +103,11 @@ class RouterClient:
         """What is known of the router, for routing."""
         if self._pulse is None:
             return ReplicaState(
-                self.replica_id, 0, 0, self._num_unreported,
-                is_alive=self.info is not None, is_draining=self._is_leaving,
-            )  # fmt: skip
+                self.replica_id, 0, 0, self._num_since, is_alive=self.info is not None, is_draining=self._is_leaving
+            )
         pulse = self._pulse
         return ReplicaState(
-            self.replica_id, pulse.num_waiting, pulse.num_running, self._num_unreported, pulse.kv_usage,
+            self.replica_id, pulse.num_waiting, pulse.num_running, self._num_since, pulse.kv_usage,
             pulse.acceptance_length, self.info is not None, self._is_leaving,
         )  # fmt: skip
 
@@ -140,7 +139,6 @@ class RouterClient:
         """
         request_ids = [request.request_id for request in requests]
         self._listeners.update(dict.fromkeys(request_ids, listener))
-        self._num_unreported += len(requests)
         call = self._tasks.spawn(self._submit(requests))
         try:
             await asyncio.shield(call)
@@ -176,7 +174,12 @@ class RouterClient:
     def num_unfinished(self) -> int:
         """Requests the router has of any ingress, by its last pulse and by what it was given since."""
         known = 0 if self._pulse is None else self._pulse.num_running + self._pulse.num_waiting
-        return max(known + self._num_unreported, len(self._listeners))
+        return max(known + self._num_since, len(self._listeners))
+
+    @property
+    def _num_since(self) -> int:
+        """Requests we have sent since the last pulse, less those that have ended since."""
+        return len(self._listeners) - self._num_then
 
     async def drain(self) -> None:
         """Have every ingress know, by way of the router, that the application is about to be stopped."""
@@ -246,7 +249,7 @@ class RouterClient:
                 self._opened()
                 logger.info("connected to the router %s: %s", self.replica_id, item)
             elif isinstance(item, Pulse):
-                self._pulse, self._pulse_at, self._num_unreported = item, self._heard_at, 0
+                self._pulse, self._pulse_at, self._num_then = item, self._heard_at, len(self._listeners)
             else:
                 self._dispatch(item)
         raise EngineDeadError("its stream ended")

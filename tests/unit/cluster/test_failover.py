@@ -241,3 +241,19 @@ def test_new_requests_go_to_the_engine_that_knows_their_past(serve: Serve) -> No
             assert sum(count > 0 for count in asked) > 1
 
     asyncio.run(scenario())
+
+
+def test_an_engine_is_known_to_be_free_before_it_says_so(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.router, "PULSE_S", 60.0)
+
+    async def scenario() -> None:
+        async with serve(**SLOW, num_replicas=2) as server:
+            request = asyncio.create_task(stream(server, BODY | {"max_tokens": 300}))
+            busy = await serving(server)
+            for _ in range(8):
+                await server.http.post("/v1/completions", json=BODY | {"max_tokens": 3})
+            assert not request.done()
+            assert busy.router._engine.stats()["specray_prompt_tokens_total"] == 2  # "ab", once
+            assert text_of(await request) == repeated(300)
+
+    asyncio.run(scenario())

@@ -22,7 +22,7 @@ def states(draw: st.DrawFn, replica_id: str) -> ReplicaState:
         replica_id,
         num_waiting=draw(st.integers(0, 30)),
         num_running=draw(st.integers(0, 30)),
-        num_unreported=draw(st.integers(0, 5)),
+        num_since=draw(st.integers(-5, 5)),
         kv_usage=draw(st.sampled_from([0.0, 0.5, 0.94, 0.95, 1.0, float("nan")])),
         acceptance_length=draw(st.sampled_from([None, 1.0, 2.5, 4.0, 0.0, float("nan"), float("inf")])),
         is_alive=draw(st.booleans()),
@@ -63,7 +63,7 @@ def test_imbalance_is_bounded_whatever_is_cached_where(
     cluster = [replace(r, acceptance_length=None) for r in cluster]
     options = RoutingOptions(max_load_ratio=ratio, load_slack=slack)
     ids = choose_route(cluster, cached, Random(seed), options, session).replica_ids
-    load = {r.replica_id: r.num_waiting + r.num_running + r.num_unreported for r in cluster}
+    load = {r.replica_id: max(0, r.num_waiting + r.num_running + r.num_since) for r in cluster}
     if ids:
         able = [r for r in cluster if r.replica_id in ids]
         roomy = [r for r in able if r.kv_usage < KV_FULL] or able
@@ -102,7 +102,7 @@ def test_a_replica_without_kv_room_gets_nothing_while_another_has_some() -> None
 
 
 def test_requests_on_their_way_count() -> None:
-    cluster = [replace(idle("a"), num_unreported=9), idle("b", 3)]
+    cluster = [replace(idle("a"), num_since=9), idle("b", 3)]
     assert choose_route(cluster, {}, Random(0), OPTIONS).replica_ids[0] == "b"
 
 
