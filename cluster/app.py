@@ -22,6 +22,9 @@ ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
 ROOM_FOR_ENGINES = 16  # Serve may be told to run more than planned, and does not ask an ingress again
 INGRESS_SLACK = 256  # requests that are being refused or answered without the engine
 HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # the ranks own the compute threads
+# Streams from the routers come by gRPC, not as Ray's objects: half the ingress's work. Who has died is not said then,
+# but a router is watched by its pulses anyway.
+INGRESS_ENVIRONMENT = HOST_ENVIRONMENT | {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
 
 
 def build(args: AppConfig) -> Application:
@@ -41,7 +44,7 @@ def _ingress(config: AppConfig) -> serve.Deployment:
         max_queued_requests=max_open,
         ray_actor_options={
             "num_cpus": config.server.ingress_cpus,
-            "runtime_env": {"env_vars": HOST_ENVIRONMENT},
+            "runtime_env": {"env_vars": INGRESS_ENVIRONMENT},
         },
         graceful_shutdown_timeout_s=config.server.drain_s,
     )(OpenAIIngress)

@@ -86,7 +86,6 @@ class RouterClient:
         self._closed = closed
         self._connection_id = uuid.uuid4().hex
         self._listeners: dict[str, Listener] = {}
-        self._num_then = 0  # of our requests, those under way when the pulse came
         self._num_refused = 0  # by us, of which the router has not heard
         self._is_leaving = False
         self._heard_at = 0.0
@@ -101,15 +100,11 @@ class RouterClient:
     @property
     def state(self) -> ReplicaState:
         """What is known of the router, for routing."""
+        is_alive, is_leaving = self.info is not None, self._is_leaving
         if self._pulse is None:
-            return ReplicaState(
-                self.replica_id, 0, 0, self._num_since, is_alive=self.info is not None, is_draining=self._is_leaving
-            )
-        pulse = self._pulse
-        return ReplicaState(
-            self.replica_id, pulse.num_waiting, pulse.num_running, self._num_since, pulse.kv_usage,
-            pulse.acceptance_length, self.info is not None, self._is_leaving,
-        )  # fmt: skip
+            return ReplicaState(self.replica_id, self.num_unfinished, is_alive=is_alive, is_draining=is_leaving)
+        kv_usage, acceptance_length = self._pulse.kv_usage, self._pulse.acceptance_length
+        return ReplicaState(self.replica_id, self.num_unfinished, kv_usage, acceptance_length, is_alive, is_leaving)
 
     @property
     def since_token_s(self) -> float:
@@ -172,14 +167,8 @@ class RouterClient:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests the router has of any ingress, by its last pulse and by what it was given since."""
-        known = 0 if self._pulse is None else self._pulse.num_running + self._pulse.num_waiting
-        return max(known + self._num_since, len(self._listeners))
-
-    @property
-    def _num_since(self) -> int:
-        """Requests we have sent since the last pulse, less those that have ended since."""
-        return len(self._listeners) - self._num_then
+        """Requests under way there: ours as we know them, those of other ingresses by its last pulse."""
+        return len(self._listeners) + (0 if self._pulse is None else self._pulse.num_others)
 
     async def drain(self) -> None:
         """Have every ingress know, by way of the router, that the application is about to be stopped."""
@@ -249,7 +238,7 @@ class RouterClient:
                 self._opened()
                 logger.info("connected to the router %s: %s", self.replica_id, item)
             elif isinstance(item, Pulse):
-                self._pulse, self._pulse_at, self._num_then = item, self._heard_at, len(self._listeners)
+                self._pulse, self._pulse_at = item, self._heard_at
             else:
                 self._dispatch(item)
         raise EngineDeadError("its stream ended")

@@ -43,14 +43,13 @@ class Refusal(NamedTuple):
 class Pulse(NamedTuple):
     """What an engine says of itself several times a second, and when its queue fills up or has room again."""
 
-    num_running: int
-    num_waiting: int
     kv_usage: float
     acceptance_length: float | None
     since_token_s: float  # since a token was made last; an idle engine makes one now and then to know that it can
     wish: Wish | None = None  # that it follows, where drafters can be replaced
     is_draining: bool = False  # the whole application is about to be stopped: no ingress takes new requests
     refusal: Refusal | None = None  # what a request more would hear, where the queue is full
+    num_others: int = 0  # requests under way of other ingresses than the one that hears this
 
 
 Item = RouterInfo | Pulse | list[RequestOutput]
@@ -124,6 +123,8 @@ class Connections:
     def send(self, news: Pulse | RouterInfo) -> None:
         """Tell every ingress."""
         for connection in self._by_id.values():
+            if isinstance(news, Pulse):
+                news = news._replace(num_others=self.num_requests - len(connection.request_ids))
             connection.items.put_nowait(news)
 
     def renew(self, connection_id: str) -> bool:

@@ -215,8 +215,6 @@ class Router:
         error = self._engine.queue_error()
         self._is_full = error is not None
         pulse = Pulse(
-            num_running=int(number(snapshot, "specray_num_requests_running")),
-            num_waiting=int(number(snapshot, "specray_num_requests_waiting")),
             kv_usage=number(snapshot, "specray_kv_cache_usage_perc"),
             acceptance_length=self._accept_length,
             since_token_s=time.monotonic() - self._token_at,

@@ -42,9 +42,7 @@ class ReplicaState:
     """What an ingress knows of one life of a replica: a restarted one has another id."""
 
     replica_id: str
-    num_waiting: int
-    num_running: int
-    num_since: int = 0  # requests this ingress sent after these counts were taken, less those of its that have ended
+    num_requests: int  # under way there, those that wait among them
     kv_usage: float = 0.0  # share of KV blocks held by running requests, 0 to 1
     acceptance_length: float | None = None  # tokens a verify step emits, bonus included; None before it was measured
     is_alive: bool = True
@@ -98,8 +96,7 @@ def _loads(live: Sequence[ReplicaState]) -> dict[str, float]:
     lengths = [r.acceptance_length for r in live if _is_measured(r.acceptance_length)]
     mean = sum(lengths) / len(lengths) if lengths else 1.0
     return {
-        r.replica_id: max(0, r.num_waiting + r.num_running + r.num_since)
-        * (mean / r.acceptance_length if _is_measured(r.acceptance_length) else 1.0)
+        r.replica_id: r.num_requests * (mean / r.acceptance_length if _is_measured(r.acceptance_length) else 1.0)
         for r in live
     }
 

@@ -46,6 +46,8 @@ RAY_OPTIONS = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
     # Ray's 15 gives an engine the time that nobody else wants: beside those two it did not start in 5 minutes.
     "RAY_worker_niceness": "0",
+    # Half the proxy's work for each token. Not for ingresses on other machines: one that vanished would be waited for.
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
 }
 
 

@@ -6,7 +6,7 @@
 set -eu
 umask 077
 
-export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0
+export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 RAY_SERVE_PROXY_USE_GRPC=1
 
 # `ray start` refuses to run without a token; this one never leaves the machine.
 ray get-auth-token --generate >/dev/null

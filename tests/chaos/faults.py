@@ -19,7 +19,7 @@ from tests.chaos.service import NODE, Service, Setting
 from tests.support.processes import own_processes
 
 RECOVERY_S = 120.0  # a service that is not back by then is not coming back
-LOOK_S = 0.1
+LOOK_S = 0.3  # each look is the service's work, too
 MOST_GAP_S = 10.0  # a stream that is silent for longer is as good as lost; our watchdogs take 3 s
 GCS_PAUSE_S = 4.0
 UNNOTICED_S = 5.0  # without a GCS, before an operator sees it

@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 
 from cluster.app import build
 from cluster.config import AppConfig
+from cluster.serve_command import RAY_OPTIONS
 from specray.local_server import free_port
 
 APP = "chaos"
@@ -131,7 +132,7 @@ def ray_config(setting: Setting, folder: Path) -> dict[str, Any]:
 @contextmanager
 def started(config: AppConfig, setting: Setting, folder: Path) -> Iterator[Service]:
     """The service over two nodes of one CPU each; nothing of it is left afterwards."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.update(RAY_OPTIONS | {"RAY_USAGE_STATS_ENABLED": "0"})
     paths = [str(MADNESS), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # workers import this checkout
     service = Service(config, setting, folder)

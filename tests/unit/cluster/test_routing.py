@@ -20,9 +20,7 @@ IDS = [f"router#{index}" for index in range(6)]
 def states(draw: st.DrawFn, replica_id: str) -> ReplicaState:
     return ReplicaState(
         replica_id,
-        num_waiting=draw(st.integers(0, 30)),
-        num_running=draw(st.integers(0, 30)),
-        num_since=draw(st.integers(-5, 5)),
+        num_requests=draw(st.integers(0, 60)),
         kv_usage=draw(st.sampled_from([0.0, 0.5, 0.94, 0.95, 1.0, float("nan")])),
         acceptance_length=draw(st.sampled_from([None, 1.0, 2.5, 4.0, 0.0, float("nan"), float("inf")])),
         is_alive=draw(st.booleans()),
@@ -37,8 +35,8 @@ hits = st.dictionaries(st.sampled_from([*IDS, "gone"]), st.integers(0, 5).map(la
 sessions = st.sampled_from(["", "alice", "bob", "\ud800 half a character", "\n\0"])
 
 
-def idle(replica_id: str, num_running: int = 0) -> ReplicaState:
-    return ReplicaState(replica_id, num_waiting=0, num_running=num_running)
+def idle(replica_id: str, num_requests: int = 0) -> ReplicaState:
+    return ReplicaState(replica_id, num_requests)
 
 
 @given(clusters, hits, st.integers(0, 99), sessions)
@@ -63,7 +61,7 @@ def test_imbalance_is_bounded_whatever_is_cached_where(
     cluster = [replace(r, acceptance_length=None) for r in cluster]
     options = RoutingOptions(max_load_ratio=ratio, load_slack=slack)
     ids = choose_route(cluster, cached, Random(seed), options, session).replica_ids
-    load = {r.replica_id: max(0, r.num_waiting + r.num_running + r.num_since) for r in cluster}
+    load = {r.replica_id: r.num_requests for r in cluster}
     if ids:
         able = [r for r in cluster if r.replica_id in ids]
         roomy = [r for r in able if r.kv_usage < KV_FULL] or able
@@ -82,8 +80,8 @@ def test_the_longest_prefix_wins_among_equal_loads(cached: dict[str, int], seed:
 
 def test_a_prefix_is_left_for_the_next_longest_once_its_replica_is_crowded() -> None:
     cached = {"a": 640, "b": 64}
-    for num_running, first in ((4, "a"), (5, "b")):
-        cluster = [idle("a", num_running), idle("b"), idle("c")]
+    for num_requests, first in ((4, "a"), (5, "b")):
+        cluster = [idle("a", num_requests), idle("b"), idle("c")]
         assert choose_route(cluster, cached, Random(0), OPTIONS).replica_ids[0] == first
 
 
@@ -99,11 +97,6 @@ def test_a_replica_without_kv_room_gets_nothing_while_another_has_some() -> None
     assert choose_route(cluster, {"full": 640}, Random(0), OPTIONS).replica_ids == ["busy", "full"]
     cluster[1] = replace(cluster[1], kv_usage=1.0)
     assert choose_route(cluster, {"full": 640}, Random(0), OPTIONS).replica_ids == ["full", "busy"]
-
-
-def test_requests_on_their_way_count() -> None:
-    cluster = [replace(idle("a"), num_since=9), idle("b", 3)]
-    assert choose_route(cluster, {}, Random(0), OPTIONS).replica_ids[0] == "b"
 
 
 @given(st.text(min_size=1), st.sets(st.sampled_from(IDS), min_size=1), st.randoms())

@@ -13,7 +13,7 @@ from cluster import serve_command
 from cluster.check import check_file
 from cluster.config import AppConfig
 from cluster.launcher import error_line
-from cluster.serve_command import PID_FILE, exposure, main, ray_environment, remove_leftovers
+from cluster.serve_command import PID_FILE, RAY_OPTIONS, exposure, main, ray_environment, remove_leftovers
 from specray.local_server import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -152,9 +152,7 @@ def test_a_cluster_that_is_joined_keeps_its_token(tmp_path: Path) -> None:
     assert "RAY_TMPDIR" not in environment
 
 
-@pytest.mark.parametrize(
-    ("name", "ours"), [("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "20"), ("RAY_worker_niceness", "0")]
-)
+@pytest.mark.parametrize(("name", "ours"), RAY_OPTIONS.items())
 def test_ray_is_told_what_suits_a_server_unless_the_operator_says_otherwise(
     name: str, ours: str, tmp_path: Path
 ) -> None:
