@@ -1,9 +1,10 @@
-"""Watching an engine's ranks on one node: whether they run, and their certain end.
+"""Watching an engine's processes on one node: whether they run, and their certain end.
 
 A rank's node is the only place where its pulse can be read and where it can be ended though it is frozen. On the
 router's node the router has the guard itself; on every other node it is an actor, which the router asks twice a
 second. Silence works both ways: the router gives up a guard that does not answer, and a guard whom nobody asks ends
-its ranks, for their router is gone or cut off. Not here: what follows for the engine (`executor`).
+its ranks, for their router is gone or cut off. The router itself, which can freeze like them, is watched by rank 0.
+Not here: what follows for the engine (`executor`).
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import ray
 from ray.exceptions import RayError
@@ -26,6 +27,7 @@ FROZEN_S = 3.0  # a rank that has not run for so long is given up, and its group
 ASK_S = 0.5  # between two questions to a guard on another node
 SILENT_S = 3.0  # a node whose guard has not answered for so long is given up
 ORPHANED_S = 5.0  # a guard whom nobody asked for so long ends its ranks: after the router would have given it up
+ROUTER_FROZEN_S = 8.0  # a router that has not run for so long is ended: ingresses gave it up long before
 FAREWELL_S = 1.0  # how long guards that can be reached are given to end their ranks
 
 logger = logging.getLogger("ray.serve")
@@ -89,6 +91,37 @@ class Guard:
         """End every rank, frozen or not. May be called twice."""
         for process in self._processes:
             process.kill()
+
+
+class Life(NamedTuple):
+    """A router's process, and the file of its pulse."""
+
+    pid: int
+    pulse_path: str
+
+    @classmethod
+    def begin(cls, folder: Path) -> Self:
+        """Of this process, from now on."""
+        path = folder / "pulse-router"
+        Pulse(path).keep_beating()
+        return cls(os.getpid(), str(path))
+
+
+def watch_router(life: Life) -> None:
+    """End a router on this node once it is frozen: Serve asks such a one for minutes whether it may be replaced."""
+    threading.Thread(
+        target=_await_standstill, args=(Process(life.pid), Pulse(Path(life.pulse_path))), name="specray-watch",
+        daemon=True,
+    ).start()  # fmt: skip
+
+
+def _await_standstill(router: Process, pulse: Pulse) -> None:
+    while pulse.silence() < ROUTER_FROZEN_S:
+        time.sleep(ASK_S)
+    logger.error(
+        "the router has not run for %g s: its process is ended, and another one takes its place", ROUTER_FROZEN_S
+    )
+    router.kill()
 
 
 class GuardActor:

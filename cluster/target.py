@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from cluster.actors import Place
+from cluster.guard import Life, watch_router
 from cluster.processes import Pulse
 from cluster.rendezvous import open_store, use_interface
 from specray.channel import Channel, ChannelClosedError
@@ -33,8 +34,8 @@ class TargetActor:
         self._store, meeting = open_store(Place.here().address)
         return meeting
 
-    def start(self, meeting: str | None, pulse: str) -> Capacity:
-        """Load the model, and from then on keep the file `pulse` beating.
+    def start(self, meeting: str | None, pulse: str, router: Life) -> Capacity:
+        """Load the model, and from then on keep the file `pulse` beating; rank 0 watches the router.
 
         Every rank of a group has to be started, with the same address to meet at, for any to return.
         """
@@ -49,6 +50,8 @@ class TargetActor:
                 self._config, self._rank, self._config.tp_size, meeting, progress=True, colocate=self._doorbell
             )
         Pulse(Path(pulse)).keep_beating()  # not before: loading may hold the interpreter for seconds
+        if self._rank == 0:
+            watch_router(router)
         return self._worker.capacity
 
     def loop(self, address: str, epoch: int) -> None:
