@@ -7,11 +7,15 @@ from pathlib import Path
 
 
 def own_processes(title: str) -> list[int]:
-    """Processes below this one whose title begins so; there must be some."""
+    """Processes below this one whose title, or program's name, begins so; there must be some."""
     found = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-    found = [pid for pid in found if read(Path(f"/proc/{pid}/cmdline")).startswith(title) and is_below(pid)]
+    found = [pid for pid in found if _name(pid).startswith(title) and is_below(pid)]
     assert found, f"no process {title} of ours"
     return found
+
+
+def _name(pid: int) -> str:
+    return read(Path(f"/proc/{pid}/cmdline")).partition("\0")[0].rpartition("/")[2]
 
 
 def has_ended(pid: int) -> bool:
