@@ -21,6 +21,7 @@ from tests.support.processes import own_processes
 RECOVERY_S = 120.0  # a service that is not back by then is not coming back
 LOOK_S = 0.3  # each look is the service's work, too
 MOST_GAP_S = 10.0  # a stream that is silent for longer is as good as lost; our watchdogs take 3 s
+QUEUED_S = 30.0  # a full queue's last one waits for two others' whole answers, its stream open and silent
 GCS_PAUSE_S = 4.0
 UNNOTICED_S = 5.0  # without a GCS, before an operator sees it
 LOSSY_S = 30.0
@@ -194,7 +195,7 @@ FAULTS: dict[str, Fault] = {
     "node lost": Fault(_lose_node, 0, 10, _LOST_FRONT, most_gap_s=inf),
     "redeployed": Fault(_redeploy, 0, 20),
     "clients leave": Fault(_leave, 2, 100, (Ending.LEFT, Ending.REFUSED)),
-    "overload": Fault(_flood, 0, 10, (Ending.REFUSED,)),
+    "overload": Fault(_flood, 0, 10, (Ending.REFUSED,), most_gap_s=QUEUED_S),
     "GCS lost": Fault(_lose_cluster, 0, 3, _LOST_FRONT, Setting.FORGETFUL, most_gap_s=inf),
     "calls get lost": Fault(_wait, 0, 10, (*_LOST_FRONT, Ending.FAILED), Setting.LOSSY),
 }
