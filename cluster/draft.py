@@ -5,18 +5,18 @@ Not here: what it says to the target (`specray.worker.draft_worker`), and who gi
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.actors import last_words, start_error
-from cluster.processes import Process
+from cluster.processes import Process, Pulse
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError, EngineDeadError
 from specray.worker.doorbell import NOBODY, Doorbell, Hello, dismiss
@@ -25,6 +25,8 @@ FIRST_PAUSE_S = 0.5  # before a new start; twice as long after every start that 
 LONGEST_PAUSE_S = 15.0
 LASTING_S = 60.0  # a drafter that lived so long died of something new
 WATCH_S = 0.25
+UNBORN_S = 60.0  # a process without a sign of life for so long will give none
+FROZEN_S = 20.0  # one that loads may hold its interpreter for seconds; those that draft are given up much sooner
 SWITCH_S = 10.0  # in which the target takes its next step; an idle engine takes one every few seconds
 
 CLOSING = "the engine is shutting down"
@@ -35,7 +37,9 @@ logger = logging.getLogger("ray.serve")
 class DraftActor:
     """A Ray actor. `start` once, then `loop`: its end is the end of the drafter."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, pulse: str) -> None:
+        """From now on the file `pulse` beats."""
+        Pulse(Path(pulse)).keep_beating()
         self._config = config
         # Here, not above: the router imports this module, and torch must stay out of its process. Not in `start`: the
         # first drafter of an engine spends these seconds while its target loads.
@@ -53,9 +57,6 @@ class DraftActor:
         with enough_memory(self._config, "loading the drafter", ConfigError):
             self._worker = DraftWorker(self._config, num_slots)
         return self._worker.hello
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def loop(self, address: str, epoch: int) -> None:
         """Draft for the target behind the socket at `address` until one of the two is gone."""
@@ -88,7 +89,8 @@ class DraftKeeper:
         self._num_slots = 0
         self._doorbell = doorbell
         self._actor_class = ray.remote(DraftActor).options(**options)
-        self._first = None if config.speculative.algorithm is None else _Drafter(self._actor_class.remote(config))
+        self._num_created = 0
+        self._first = None if config.speculative.algorithm is None else self._create(config)
         self._drafter: _Drafter | None = None
         self._num_restarts = 0
         self._pause = FIRST_PAUSE_S
@@ -210,8 +212,8 @@ class DraftKeeper:
         return hello
 
     def _start(self, config: EngineConfig, is_wanted: Callable[[], bool]) -> tuple["_Drafter", Hello]:
-        """A new drafter, which is about to knock. RayError or _AbandonedError; then there is none."""
-        drafter, self._first = self._first or _Drafter(self._actor_class.remote(config)), None
+        """A new drafter, which is about to knock. RayError, OSError or _AbandonedError; then there is none."""
+        drafter, self._first = self._first or self._create(config), None
         try:
             hello = drafter.load(self._num_slots, is_wanted)
         except BaseException:
@@ -221,6 +223,11 @@ class DraftKeeper:
         drafter.draft(self._doorbell)
         return drafter, hello
 
+    def _create(self, config: EngineConfig) -> "_Drafter":
+        self._num_created += 1
+        path = Path(self._doorbell.address).with_name(f"pulse-drafter-{self._num_created}")
+        return _Drafter(Pulse(path), self._actor_class.remote(config, str(path)))
+
 
 class _AbandonedError(Exception):
     """Nobody waits any more for what was being loaded."""
@@ -229,7 +236,8 @@ class _AbandonedError(Exception):
 class _Drafter:
     """One life of a drafter, from its actor's creation to its end."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, pulse: Pulse, actor: Any) -> None:
+        self._pulse = pulse
         self._actor = actor
         self._process: Process | None = None
         self._sentinel: ray.ObjectRef[None] | None = None
@@ -240,10 +248,27 @@ class _Drafter:
         return time.monotonic() - self._born
 
     def load(self, num_slots: int, is_wanted: Callable[[], bool]) -> Hello:
-        """RayError if it fails, _AbandonedError soon after it is wanted no more."""
-        self._process = Process(_answer(self._actor.pid.remote(), is_wanted))
-        hello: Hello = _answer(self._actor.start.remote(num_slots), is_wanted)
+        """RayError if it fails, TimeoutError if it stands still, _AbandonedError soon after it is wanted no more."""
+        promise: ray.ObjectRef[Hello] = self._actor.start.remote(num_slots)
+        while not ray.wait([promise], timeout=WATCH_S)[0]:
+            self._hold()
+            if not is_wanted():
+                raise _AbandonedError
+            self._check_progress()
+        hello: Hello = ray.get(promise)
+        self._hold()
         return hello
+
+    def _hold(self) -> None:
+        """Get hold of its process, which lives, while its number is its own."""
+        if self._process is None and self._pulse.pid is not None:
+            self._process = Process(self._pulse.pid)
+
+    def _check_progress(self) -> None:
+        if (silence := self._pulse.silence()) > FROZEN_S:
+            raise TimeoutError(f"it has not run for {silence:.0f} s")
+        if self._pulse.pid is None and self.age > UNBORN_S:
+            raise TimeoutError(f"its process has not come up in {self.age:.0f} s")
 
     def draft(self, doorbell: Doorbell) -> None:
         self._sentinel = self._actor.loop.remote(*doorbell)
@@ -271,10 +296,3 @@ class _Drafter:
 def _end(drafter: _Drafter | None) -> None:
     if drafter is not None:
         drafter.end()
-
-
-def _answer(promise: "ray.ObjectRef[Any]", is_wanted: Callable[[], bool]) -> Any:
-    while not ray.wait([promise], timeout=WATCH_S)[0]:
-        if not is_wanted():
-            raise _AbandonedError
-    return ray.get(promise)

@@ -18,8 +18,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from cluster.actors import Place, last_words, start_error
 from cluster.config import AppConfig
 from cluster.draft import DraftKeeper
-from cluster.guard import Guards, Life, ranks_by_node
+from cluster.guard import Guards, ranks_by_node
 from cluster.placement import Bundle, Placement, draft_resources, rank_resources, uses_gpus
+from cluster.processes import Pulse
 from cluster.rendezvous import meeting_file
 from cluster.target import TargetActor
 from specray.channel import Channel, ChannelClosedError
@@ -151,9 +152,12 @@ class RayExecutor:
         """Rank 0's capacity once all ranks run. The first failure ends the wait: the others would wait for it."""
         assert self._guards is not None
         meeting, paths = self._meeting(places), self._guards.pulse_paths
-        life = Life.begin(Path(self._folder.name))
+        own_path = Path(self._folder.name, "pulse-router")
+        own = Pulse(own_path)
+        own.beat()  # before a rank looks
+        own.keep_beating()
         starting: list[ray.ObjectRef[Capacity]] = [
-            actor.start.remote(meeting, paths[rank], life) for rank, actor in enumerate(self._actors)
+            actor.start.remote(meeting, paths[rank], str(own_path)) for rank, actor in enumerate(self._actors)
         ]
         waiting = starting
         while waiting:

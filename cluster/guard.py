@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -93,26 +93,13 @@ class Guard:
             process.kill()
 
 
-class Life(NamedTuple):
-    """A router's process, and the file of its pulse."""
-
-    pid: int
-    pulse_path: str
-
-    @classmethod
-    def begin(cls, folder: Path) -> Self:
-        """Of this process, from now on."""
-        path = folder / "pulse-router"
-        Pulse(path).keep_beating()
-        return cls(os.getpid(), str(path))
-
-
-def watch_router(life: Life) -> None:
+def watch_router(pulse: Pulse) -> None:
     """End a router on this node once it is frozen: Serve asks such a one for minutes whether it may be replaced."""
-    threading.Thread(
-        target=_await_standstill, args=(Process(life.pid), Pulse(Path(life.pulse_path))), name="specray-watch",
-        daemon=True,
-    ).start()  # fmt: skip
+    assert pulse.pid is not None, "the router's heart beats before it starts its ranks"
+    watch = threading.Thread(
+        target=_await_standstill, args=(Process(pulse.pid), pulse), name="specray-watch", daemon=True
+    )
+    watch.start()
 
 
 def _await_standstill(router: Process, pulse: Pulse) -> None:

@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 PULSE_S = 0.25  # between two signs that a process runs
-_TIME = struct.Struct("=q")  # nanoseconds on the machine's monotonic clock, the same in every process
+_BEAT = struct.Struct(
+    "=qq"
+)  # a process id, and nanoseconds on the machine's monotonic clock, the same everywhere on it
 
 
 class Process:
@@ -37,15 +39,20 @@ class Pulse:
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:
-            file.truncate(_TIME.size)
-            self._memory = mmap.mmap(file.fileno(), _TIME.size)
+            file.truncate(_BEAT.size)
+            self._memory = mmap.mmap(file.fileno(), _BEAT.size)
 
     def beat(self) -> None:
-        _TIME.pack_into(self._memory, 0, time.monotonic_ns())
+        _BEAT.pack_into(self._memory, 0, os.getpid(), time.monotonic_ns())
+
+    @property
+    def pid(self) -> int | None:
+        """The process that beats; None before the first beat."""
+        return _BEAT.unpack_from(self._memory)[0] or None
 
     def silence(self) -> float:
         """Seconds since the last beat; 0 before the first."""
-        last = _TIME.unpack_from(self._memory)[0]
+        last = _BEAT.unpack_from(self._memory)[1]
         return (time.monotonic_ns() - last) / 1e9 if last else 0.0
 
     def keep_beating(self) -> None:

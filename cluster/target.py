@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from cluster.actors import Place
-from cluster.guard import Life, watch_router
+from cluster.guard import watch_router
 from cluster.processes import Pulse
 from cluster.rendezvous import open_store, use_interface
 from specray.channel import Channel, ChannelClosedError
@@ -34,8 +34,8 @@ class TargetActor:
         self._store, meeting = open_store(Place.here().address)
         return meeting
 
-    def start(self, meeting: str | None, pulse: str, router: Life) -> Capacity:
-        """Load the model, and from then on keep the file `pulse` beating; rank 0 watches the router.
+    def start(self, meeting: str | None, pulse: str, router: str) -> Capacity:
+        """Load the model, and from then on keep the file `pulse` beating; rank 0 watches the file `router`.
 
         Every rank of a group has to be started, with the same address to meet at, for any to return.
         """
@@ -51,7 +51,7 @@ class TargetActor:
             )
         Pulse(Path(pulse)).keep_beating()  # not before: loading may hold the interpreter for seconds
         if self._rank == 0:
-            watch_router(router)
+            watch_router(Pulse(Path(router)))
         return self._worker.capacity
 
     def loop(self, address: str, epoch: int) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from cluster import draft
 from cluster.draft import DraftKeeper
+from cluster.processes import Pulse
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError, EngineDeadError
 from specray.worker.doorbell import NOBODY, Doorbell, Hello
@@ -30,11 +32,11 @@ class Promise(Future[Any]):
 class FakeActor:
     """A DraftActor: `start` is its loading, `loop` its drafting."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, pulse: str) -> None:
         self.speculative = config.speculative
-        self.pid, self.start, self.loop = Promise(), Promise(), Promise()
+        self.pulse = Pulse(Path(pulse))
+        self.start, self.loop = Promise(), Promise()
         self.is_killed = False
-        self.pid.set_result(1)
 
 
 class FakeRay:
@@ -52,8 +54,8 @@ class FakeRay:
 
         class Class:
             @staticmethod
-            def remote(config: EngineConfig) -> FakeActor:
-                outer.actors.append(FakeActor(config))
+            def remote(config: EngineConfig, pulse: str) -> FakeActor:
+                outer.actors.append(FakeActor(config, pulse))
                 if outer.loads_at_once:
                     outer.actors[-1].start.set_result(HELLO)
                 return outer.actors[-1]
@@ -91,8 +93,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 @pytest.fixture
-def keeper(ray: FakeRay) -> Iterator[DraftKeeper]:  # noqa: ARG001  # it must be there first
-    kept = DraftKeeper(EngineConfig(model="toy"), Doorbell("nowhere", 1), {})
+def keeper(ray: FakeRay, tmp_path: Path) -> Iterator[DraftKeeper]:  # noqa: ARG001  # it must be there first
+    kept = DraftKeeper(EngineConfig(model="toy"), Doorbell(f"{tmp_path}/nowhere", 1), {})
     kept.start(64)
     yield kept
     kept.close()
@@ -105,9 +107,9 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
         time.sleep(0.002)
 
 
-def test_the_first_process_comes_up_before_the_target_has_loaded(ray: FakeRay) -> None:
+def test_the_first_process_comes_up_before_the_target_has_loaded(ray: FakeRay, tmp_path: Path) -> None:
     config = EngineConfig(model="toy", speculative=NGRAM)
-    keeper = DraftKeeper(config, Doorbell("nowhere", 1), {})
+    keeper = DraftKeeper(config, Doorbell(f"{tmp_path}/nowhere", 1), {})
     assert [actor.speculative for actor in ray.actors] == [NGRAM]
     keeper.start(64)
     assert keeper.replace(NGRAM) == HELLO
@@ -115,7 +117,7 @@ def test_the_first_process_comes_up_before_the_target_has_loaded(ray: FakeRay) -
     keeper.close()
     assert ray.actors[0].is_killed
 
-    DraftKeeper(config, Doorbell("nowhere", 1), {}).close()  # the target did not load
+    DraftKeeper(config, Doorbell(f"{tmp_path}/nowhere", 1), {}).close()  # the target did not load
     assert ray.actors[1].is_killed
 
 
@@ -231,3 +233,32 @@ def test_closing_does_not_wait_for_a_drafter_that_loads(ray: FakeRay, keeper: Dr
     assert [actor.is_killed for actor in ray.actors] == [True, True]
     with pytest.raises(EngineDeadError):
         keeper.replace(SMALL)
+
+
+def test_a_drafter_that_freezes_while_it_loads_is_given_up_and_another_one_loads(
+    ray: FakeRay, keeper: DraftKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft, "FROZEN_S", 0.2)
+    keeper.replace(NGRAM)
+    ray.loads_at_once = False
+    keeper.give_up()
+    until(lambda: len(ray.actors) == 2)
+    _, frozen = ray.actors
+    for _ in range(5):
+        frozen.pulse.beat()
+        time.sleep(0.1)
+    assert not frozen.is_killed  # it took its time, but ran
+    until(lambda: len(ray.actors) == 3)
+    assert frozen.is_killed
+    ray.actors[2].start.set_result(HELLO)
+    until(lambda: keeper.state == ("ready", NGRAM, None, 1))
+
+
+def test_a_drafter_whose_process_never_comes_up_is_given_up(
+    ray: FakeRay, keeper: DraftKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft, "UNBORN_S", 0.2)
+    ray.loads_at_once = False
+    with pytest.raises(EngineDeadError, match="did not start"):
+        keeper.replace(NGRAM)
+    assert ray.actors[0].is_killed

@@ -1,6 +1,5 @@
 """A guard tells who is frozen, and lets no rank outlive its router."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from cluster import guard
 from cluster.actors import Place
-from cluster.guard import Guard, GuardActor, Life, ranks_by_node, watch_router
+from cluster.guard import Guard, GuardActor, ranks_by_node, watch_router
 from cluster.processes import Pulse
 
 Child = subprocess.Popen[bytes]
@@ -58,22 +57,16 @@ def test_a_router_that_stands_still_is_ended_and_one_that_runs_is_not(
 ) -> None:
     monkeypatch.setattr(guard, "ASK_S", 0.05)
     monkeypatch.setattr(guard, "ROUTER_FROZEN_S", 0.5)
-    life = Life(child.pid, str(tmp_path / "pulse-router"))
-    pulse = Pulse(Path(life.pulse_path))
-    watch_router(life)
+    pulse = Pulse(tmp_path / "pulse-router")
+    monkeypatch.setattr("os.getpid", lambda: child.pid)
+    pulse.beat()
+    watch_router(Pulse(tmp_path / "pulse-router"))
     for _ in range(10):
         pulse.beat()
         time.sleep(0.1)
     assert child.poll() is None
     child.send_signal(signal.SIGSTOP)
     assert child.wait(3) == -signal.SIGKILL
-
-
-def test_a_life_beats_by_itself(tmp_path: Path) -> None:
-    life = Life.begin(tmp_path)
-    time.sleep(0.5)
-    assert life.pid == os.getpid()
-    assert 0 < Pulse(Path(life.pulse_path)).silence() < 0.45
 
 
 def test_a_guard_that_is_asked_lets_its_ranks_live_and_one_that_is_not_ends_them(child: Child, left: list[int]) -> None:

@@ -16,12 +16,14 @@ def test_a_frozen_process_falls_silent_and_can_be_ended(tmp_path: Path) -> None:
     path = tmp_path / "pulse"
     pulse = Pulse(path)
     assert pulse.silence() == 0.0
+    assert pulse.pid is None
     with subprocess.Popen([sys.executable, "-c", BEATING, str(path)], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         path.unlink()  # both have it open
         time.sleep(0.6)
         assert pulse.silence() < 0.5
+        assert pulse.pid == child.pid
         child.send_signal(signal.SIGSTOP)
         time.sleep(0.7)
         assert pulse.silence() > 0.6
