@@ -135,7 +135,7 @@ async def _lose_cluster(scene: Scene) -> None:
     """
     scene.service.cluster.head_node.kill_gcs_server()
     await asyncio.sleep(UNNOTICED_S)
-    scene.service.end()
+    scene.service.end(can_answer=False)
     scene.service.start()
     await _until(scene.service.is_whole)
 

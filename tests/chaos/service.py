@@ -63,11 +63,12 @@ class Service:
         serve.start(http_options={"host": "127.0.0.1", "port": self._port, "location": "HeadOnly"})
         self.deploy(self.config)
 
-    def end(self) -> None:
-        """Ask first; a cluster without its GCS does not answer, and is ended anyway."""
-        asking = threading.Thread(target=_shut_down_serve, daemon=True)
-        asking.start()
-        asking.join(PATIENCE_S)
+    def end(self, *, can_answer: bool = True) -> None:
+        """Ask first; not a cluster without its GCS: whoever still waits for it when Ray has left takes us with him."""
+        if can_answer:
+            asking = threading.Thread(target=_shut_down_serve, daemon=True)
+            asking.start()
+            asking.join(PATIENCE_S)
         ray.shutdown()
         self.cluster.shutdown()
 
