@@ -30,7 +30,10 @@ NO_DRAIN = Guard("cluster/client.py", "if self._is_leaving and not self._listene
 NO_NEW_DRAFTER = Guard("cluster/draft.py", "                self._restart(reason)", "                pass")
 GUARDS: dict[str, tuple[Guard, ...]] = {
     "router killed": (NO_FAILOVER,),
-    "router frozen": (Guard("cluster/client.py", "SILENCE_S = 3.0 ", "SILENCE_S = 1e6 "),),
+    "router frozen": (
+        Guard("cluster/client.py", "SILENCE_S = 3.0 ", "SILENCE_S = 1e6 "),
+        Guard("cluster/guard.py", "ROUTER_FROZEN_S = 8.0 ", "ROUTER_FROZEN_S = 1e6 "),
+    ),
     "rank killed": (NO_FAILOVER,),
     "rank frozen": (Guard("cluster/guard.py", "FROZEN_S = 3.0 ", "FROZEN_S = 1e6 "),),
     "drafter killed": (NO_NEW_DRAFTER,),
