@@ -153,9 +153,7 @@ class RayExecutor:
         assert self._guards is not None
         meeting, paths = self._meeting(places), self._guards.pulse_paths
         own_path = Path(self._folder.name, "pulse-router")
-        own = Pulse(own_path)
-        own.beat()  # before a rank looks
-        own.keep_beating()
+        Pulse(own_path).keep_beating()
         starting: list[ray.ObjectRef[Capacity]] = [
             actor.start.remote(meeting, paths[rank], str(own_path)) for rank, actor in enumerate(self._actors)
         ]

@@ -13,9 +13,7 @@ import time
 from pathlib import Path
 
 PULSE_S = 0.25  # between two signs that a process runs
-_BEAT = struct.Struct(
-    "=qq"
-)  # a process id, and nanoseconds on the machine's monotonic clock, the same everywhere on it
+_BEAT = struct.Struct("=qq")  # a process id; nanoseconds on the machine's monotonic clock, the same in every process
 
 
 class Process:
@@ -56,7 +54,8 @@ class Pulse:
         return (time.monotonic_ns() - last) / 1e9 if last else 0.0
 
     def keep_beating(self) -> None:
-        """Beat in a thread until the process ends or freezes."""
+        """Beat at once, and in a thread until the process ends or freezes."""
+        self.beat()
         threading.Thread(target=self._beat_on, name="specray-pulse", daemon=True).start()
 
     def _beat_on(self) -> None:

@@ -98,13 +98,12 @@ class Router:
             return Refusal(EngineDeadError.status, NOT_CONNECTED, None)
         self._connections.add(connection_id, [request.request_id for request in requests])
         try:
-            for index, request in enumerate(requests):
-                try:
-                    self._engine.submit(request)
-                except SpecRayError as error:
-                    self._connections.remove(request.request_id for request in requests)
-                    self._engine.abort([request.request_id for request in requests[:index]])
-                    return self._refusal(error)
+            for index, request in enumerate(requests):  # noqa: B007  # the refusal needs it
+                self._engine.submit(request)
+        except SpecRayError as error:
+            self._connections.remove(request.request_id for request in requests)
+            self._engine.abort([request.request_id for request in requests[:index]])
+            return self._refusal(error)
         finally:
             self._tell_of_room()
         return None

@@ -99,6 +99,11 @@ def test_a_replica_without_kv_room_gets_nothing_while_another_has_some() -> None
     assert choose_route(cluster, {"full": 640}, Random(0), OPTIONS).replica_ids == ["full", "busy"]
 
 
+def test_requests_on_their_way_count() -> None:
+    cluster = [idle("a", 9), idle("b", 3)]
+    assert choose_route(cluster, {}, Random(0), OPTIONS).replica_ids[0] == "b"
+
+
 @given(st.text(min_size=1), st.sets(st.sampled_from(IDS), min_size=1), st.randoms())
 def test_a_session_stays_where_it_is_while_others_come_and_go(session: str, gone: set[str], random: Random) -> None:
     def place(ids: list[str]) -> str:
