@@ -24,6 +24,7 @@ from cluster.actors import Place
 from cluster.processes import Process, Pulse
 
 FROZEN_S = 3.0  # a rank that has not run for so long is given up, and its group with it
+LOADING_FROZEN_S = 60.0  # one that loads may hold its interpreter for seconds
 ASK_S = 0.5  # between two questions to a guard on another node
 SILENT_S = 3.0  # a node whose guard has not answered for so long is given up
 ORPHANED_S = 5.0  # a guard whom nobody asked for so long ends its ranks: after the router would have given it up
@@ -83,7 +84,7 @@ class Guard:
     def failure(self) -> str | None:
         """Which rank is frozen, or None while all run."""
         for rank, pulse in self._pulses.items():
-            if (silence := pulse.silence()) > FROZEN_S:
+            if (silence := pulse.silence()) > (FROZEN_S if pulse.is_at_work else LOADING_FROZEN_S):
                 return f"rank {rank} of the target has not run for {silence:.1f} s"
         return None
 

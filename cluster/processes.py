@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 PULSE_S = 0.25  # between two signs that a process runs
-_BEAT = struct.Struct("=qq")  # a process id; nanoseconds on the machine's monotonic clock, the same in every process
+# A process id; nanoseconds on the machine's monotonic clock, the same in every process; 0 while it loads, then 1.
+_BEAT = struct.Struct("=qqq")
 
 
 class Process:
@@ -39,14 +40,25 @@ class Pulse:
         with path.open("a+b") as file:
             file.truncate(_BEAT.size)
             self._memory = mmap.mmap(file.fileno(), _BEAT.size)
+        self._is_at_work = False
 
     def beat(self) -> None:
-        _BEAT.pack_into(self._memory, 0, os.getpid(), time.monotonic_ns())
+        _BEAT.pack_into(self._memory, 0, os.getpid(), time.monotonic_ns(), self._is_at_work)
+
+    def begin_work(self) -> None:
+        """What has been beating so far was loading; from now on a short silence says something."""
+        self._is_at_work = True
+        self.beat()
 
     @property
     def pid(self) -> int | None:
         """The process that beats; None before the first beat."""
         return _BEAT.unpack_from(self._memory)[0] or None
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether the process that beats has begun its work."""
+        return bool(_BEAT.unpack_from(self._memory)[2])
 
     def silence(self) -> float:
         """Seconds since the last beat; 0 before the first."""

@@ -35,10 +35,12 @@ class TargetActor:
         return meeting
 
     def start(self, meeting: str | None, pulse: str, router: str) -> Capacity:
-        """Load the model, and from then on keep the file `pulse` beating; rank 0 watches the file `router`.
+        """Load the model. From the first moment the file `pulse` beats; in the end rank 0 watches the file `router`.
 
         Every rank of a group has to be started, with the same address to meet at, for any to return.
         """
+        own = Pulse(Path(pulse))
+        own.keep_beating()
         # Here, not above: the router imports this module, and torch must stay out of its process.
         from specray.worker.memory import STARTING, enough_memory
         from specray.worker.worker import Worker
@@ -49,7 +51,7 @@ class TargetActor:
             self._worker = Worker(
                 self._config, self._rank, self._config.tp_size, meeting, progress=True, colocate=self._doorbell
             )
-        Pulse(Path(pulse)).keep_beating()  # not before: loading may hold the interpreter for seconds
+        own.begin_work()
         if self._rank == 0:
             watch_router(Pulse(Path(router)))
         return self._worker.capacity

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from cluster.config import AppConfig
 from tests.chaos.faults import FAULTS, Fault, Scene
 from tests.chaos.ledger import Ending, Ledger, quantile
@@ -83,7 +85,7 @@ async def _suffer(name: str, fault: Fault, count: int, service: Service, questio
     ledger, recoveries, problems = Ledger(), [], []
     scene = Scene(service, questions, ledger, random.Random(name))
     async with Load(service.url, questions, NUM_STREAMS, ledger):
-        for _ in range(count):
+        for _ in tqdm(range(count), desc=name, leave=False):
             await asyncio.sleep(CALM_S)
             start = time.monotonic()
             try:

@@ -29,7 +29,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Exit codes with which a guard would have left its process; guards here are soon out of patience."""
     codes: list[int] = []
     monkeypatch.setattr(guard, "ASK_S", 0.05)
-    monkeypatch.setattr(guard, "ORPHANED_S", 0.5)
+    monkeypatch.setattr(guard, "ORPHANED_S", 1.5)
     monkeypatch.setattr("os._exit", codes.append)
     return codes
 
@@ -46,10 +46,22 @@ def test_the_guard_names_the_rank_that_fell_silent(
     watch = Guard(tmp_path, {2: child.pid, 3: child.pid})
     assert watch.failure() is None  # neither has begun
     silent, beating = (Pulse(Path(watch.pulse_paths[rank])) for rank in (2, 3))
-    silent.beat()
+    silent.begin_work()
     time.sleep(0.3)
-    beating.beat()
+    beating.begin_work()
     assert str(watch.failure()).startswith("rank 2 of the target has not run for 0.")
+
+
+def test_a_rank_that_loads_may_be_silent_for_longer_but_not_for_ever(
+    tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "FROZEN_S", 0.0)
+    watch = Guard(tmp_path, {0: child.pid})
+    Pulse(Path(watch.pulse_paths[0])).beat()
+    time.sleep(0.01)
+    assert watch.failure() is None
+    monkeypatch.setattr(guard, "LOADING_FROZEN_S", 0.0)
+    assert str(watch.failure()).startswith("rank 0 of the target has not run for ")
 
 
 def test_a_router_that_stands_still_is_ended_and_one_that_runs_is_not(

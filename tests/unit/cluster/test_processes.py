@@ -17,6 +17,7 @@ def test_a_frozen_process_falls_silent_and_can_be_ended(tmp_path: Path) -> None:
     pulse = Pulse(path)
     assert pulse.silence() == 0.0
     assert pulse.pid is None
+    assert not pulse.is_at_work
     with subprocess.Popen([sys.executable, "-c", BEATING, str(path)], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
