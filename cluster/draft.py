@@ -23,7 +23,7 @@ from specray.worker.doorbell import NOBODY, Doorbell, Hello, dismiss
 
 FIRST_PAUSE_S = 0.5  # before a new start; twice as long after every start that did not last
 LONGEST_PAUSE_S = 15.0
-LASTING_S = 60.0  # a drafter that lived so long died of something new
+LASTING_S = 30.0  # a drafter that lived so long died of something new
 WATCH_S = 0.25
 UNBORN_S = 60.0  # a process without a sign of life for so long will give none
 FROZEN_S = 20.0  # one that loads may hold its interpreter for seconds; those that draft are given up much sooner

@@ -73,20 +73,20 @@ def _lose_engine(title: str, number: signal.Signals) -> Callable[[Scene], Awaita
 
 def _lose_drafter(number: signal.Signals) -> Callable[[Scene], Awaitable[None]]:
     async def strike(scene: Scene) -> None:
-        before = set(own_processes(DRAFTER))
         lost = _signal(DRAFTER, number)
 
-        async def has_another() -> bool:
-            now = set(_processes(DRAFTER))
-            return lost not in now and len(now) == len(before)
+        async def is_gone() -> bool:
+            return lost not in _processes(DRAFTER)
 
-        await _until(has_another)
-        drafts = await scene.service.total(DRAFTS)
+        await _until(is_gone)
+        before = await scene.service.by_engine(DRAFTS)
 
-        async def drafts_again() -> bool:
-            return await scene.service.total(DRAFTS) > drafts
+        async def all_draft() -> bool:
+            now = await scene.service.by_engine(DRAFTS)
+            num_drafting = sum(drafts > before[engine] for engine, drafts in now.items())
+            return num_drafting == scene.service.config.server.num_replicas
 
-        await _until(drafts_again)
+        await _until(all_draft)
 
     return strike
 
@@ -185,7 +185,7 @@ FAULTS: dict[str, Fault] = {
     "router frozen": Fault(_lose_engine(ROUTER, signal.SIGSTOP), 0, 20),
     "rank killed": Fault(_lose_engine(RANK, signal.SIGKILL), 0, 20),
     "rank frozen": Fault(_lose_engine(RANK, signal.SIGSTOP), 0, 20),
-    "drafter killed": Fault(_lose_drafter(signal.SIGKILL), 1, 100),
+    "drafter killed": Fault(_lose_drafter(signal.SIGKILL), 0, 100),
     "drafter frozen": Fault(_lose_drafter(signal.SIGSTOP), 0, 100),
     "drafter lies": Fault(_lose_drafter(signal.SIGUSR1), 1, 100),
     "ingress killed": Fault(_lose_ingress, 0, 20, _LOST_FRONT),

@@ -6,6 +6,7 @@ Not here: how it is broken (`faults`).
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
@@ -91,9 +92,13 @@ class Service:
         samples = await self._samples()
         return bool(samples) and not any(value for name, _, value in samples if name in BUSY)
 
-    async def total(self, name: str) -> float:
-        """A counter over all replicas there are now."""
-        return sum(value for sample, _, value in await self._samples() if sample == name)
+    async def by_engine(self, name: str) -> Counter[str]:
+        """A counter of each replica that there is now."""
+        totals = Counter[str]()
+        for sample, replica, value in await self._samples():
+            if sample == name:
+                totals[replica] += int(value)
+        return totals
 
     async def _samples(self) -> list[tuple[str, str, float]]:
         """(name, replica, value)"""
