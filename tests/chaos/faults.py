@@ -91,6 +91,9 @@ def _lose_drafter(number: signal.Signals) -> Callable[[Scene], Awaitable[None]]:
     return strike
 
 
+_lose_router = _lose_engine(ROUTER, signal.SIGKILL)
+
+
 async def _lose_ingress(scene: Scene) -> None:
     lost = _signal(INGRESS, signal.SIGKILL)
 
@@ -117,15 +120,17 @@ async def _freeze_gcs(scene: Scene) -> None:
 
 
 async def _kill_gcs(scene: Scene) -> None:
-    """For some seconds there is none; the next one reads what this one wrote.
+    """For some seconds there is none; the next one reads what this one wrote, and can start a new engine.
 
-    It ends with the thread that started it: not with one of the event loop's helpers, then.
+    One that had read nothing would not be noticed before an engine is lost. A GCS ends with the thread that started it:
+    not with one of the event loop's helpers, then.
     """
     head = scene.service.cluster.head_node
     await asyncio.to_thread(head.kill_gcs_server)
     await asyncio.sleep(GCS_PAUSE_S)
     head.start_gcs_server()
     await _until(scene.service.is_whole)
+    await _lose_router(scene)
 
 
 async def _lose_cluster(scene: Scene) -> None:
@@ -181,7 +186,7 @@ async def _flood(scene: Scene) -> None:
 
 _LOST_FRONT = (Ending.CUT, Ending.REFUSED)  # the only ingress, or Serve's proxy's way to it, may be among the lost
 FAULTS: dict[str, Fault] = {
-    "router killed": Fault(_lose_engine(ROUTER, signal.SIGKILL), 1, 100),
+    "router killed": Fault(_lose_router, 1, 100),
     "router frozen": Fault(_lose_engine(ROUTER, signal.SIGSTOP), 0, 20),
     "rank killed": Fault(_lose_engine(RANK, signal.SIGKILL), 0, 20),
     "rank frozen": Fault(_lose_engine(RANK, signal.SIGSTOP), 0, 20),
