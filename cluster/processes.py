@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 PULSE_S = 0.25  # between two signs that a process runs
-# A process id; nanoseconds on the machine's monotonic clock, the same in every process; 0 while it loads, then 1.
-_BEAT = struct.Struct("=qqq")
+_BEAT = struct.Struct("=qq")  # a process id; nanoseconds on the machine's monotonic clock, the same in every process
+_AT_WORK = _BEAT.size  # where the byte lies that is 0 while the process loads, then 1
 
 
 class Process:
@@ -38,17 +38,16 @@ class Pulse:
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:
-            file.truncate(_BEAT.size)
-            self._memory = mmap.mmap(file.fileno(), _BEAT.size)
-        self._is_at_work = False
+            file.truncate(_AT_WORK + 1)
+            self._memory = mmap.mmap(file.fileno(), _AT_WORK + 1)
 
     def beat(self) -> None:
-        _BEAT.pack_into(self._memory, 0, os.getpid(), time.monotonic_ns(), self._is_at_work)
+        _BEAT.pack_into(self._memory, 0, os.getpid(), time.monotonic_ns())
 
     def begin_work(self) -> None:
         """What has been beating so far was loading; from now on a short silence says something."""
-        self._is_at_work = True
-        self.beat()
+        self.beat()  # first: what was silent until now was loading
+        self._memory[_AT_WORK] = 1
 
     @property
     def pid(self) -> int | None:
@@ -58,7 +57,7 @@ class Pulse:
     @property
     def is_at_work(self) -> bool:
         """Whether the process that beats has begun its work."""
-        return bool(_BEAT.unpack_from(self._memory)[2])
+        return bool(self._memory[_AT_WORK])
 
     def silence(self) -> float:
         """Seconds since the last beat; 0 before the first."""
