@@ -1,31 +1,25 @@
-"""Drafting methods and the verifier. This table is the only place that knows the methods' names."""
+"""Drafting methods and the verifier. This table is the only place that knows the methods' names.
 
-import logging
+Whoever only checks a configuration loads the table without a drafter, and so without torch, which takes seconds.
+"""
+
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
-from specray.spec_decode.choice import Choose, coupled
-from specray.spec_decode.combined import check_override, with_override
-from specray.spec_decode.draft_model import make_standalone
-from specray.spec_decode.drafter import Drafter, TargetView
-from specray.spec_decode.eagle import make_eagle3
-from specray.spec_decode.mtp import check_mtp, make_eagle_or_mtp, make_mtp
-from specray.spec_decode.ngram import NGRAM_OPTIONS, NgramDrafter, check_ngram
-from specray.spec_decode.rejection import by_rejection
-from specray.spec_decode.simulation import Simulated, rates_of
-from specray.spec_decode.thresholds import Thresholds
-from specray.spec_decode.tree_growth import check_tree_drafter
+from specray.spec_decode.ngram_rules import NGRAM_OPTIONS, check_ngram, check_override
+from specray.spec_decode.tree_shape import check_tree, check_tree_drafter
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from specray.spec_decode.drafter import Drafter, TargetView
 
 
 class Method(NamedTuple):
     """A drafting method: how its drafter is made, and which of the speculative options it reads."""
 
-    make: Callable[[SpeculativeConfig, TargetView], Drafter]
+    make: Callable[[SpeculativeConfig, "TargetView"], "Drafter"]
     options: frozenset[str]
     check: Callable[[SpeculativeConfig], None] = lambda config: None  # noqa: ARG005  # what needs no model to be seen
 
@@ -44,13 +38,44 @@ _HEAD = frozenset(
 )  # fmt: skip
 _TREE = frozenset({"num_steps", "eagle_topk", "num_draft_tokens"})
 
+
+def _eagle3(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
+    from specray.spec_decode.eagle import make_eagle3
+
+    return make_eagle3(config, target)
+
+
+def _eagle_or_mtp(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
+    from specray.spec_decode.mtp import make_eagle_or_mtp
+
+    return make_eagle_or_mtp(config, target)
+
+
+def _mtp(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
+    from specray.spec_decode.mtp import make_mtp
+
+    return make_mtp(config, target)
+
+
+def _standalone(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
+    from specray.spec_decode.draft_model import make_standalone
+
+    return make_standalone(config, target)
+
+
+def _ngram(config: SpeculativeConfig, _target: "TargetView") -> "Drafter":
+    from specray.spec_decode.ngram import NgramDrafter
+
+    return NgramDrafter.of(config)
+
+
 DRAFTERS: dict[str, Method] = {
-    "EAGLE3": Method(make_eagle3, _HEAD | _TREE | {"token_map"}, check_tree_drafter),
-    "EAGLE": Method(make_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_mtp),
-    "NEXTN": Method(make_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_mtp),
-    "MTP": Method(make_mtp, _HEAD | _TREE | {"token_map"}, check_mtp),
-    "STANDALONE": Method(make_standalone, _HEAD | _TREE | {"token_map"}, check_tree_drafter),
-    "NGRAM": Method(lambda config, _: NgramDrafter.of(config), NGRAM_OPTIONS | {"num_draft_tokens"}, check_ngram),
+    "EAGLE3": Method(_eagle3, _HEAD | _TREE | {"token_map"}, check_tree_drafter),
+    "EAGLE": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree),
+    "NEXTN": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree),
+    "MTP": Method(_mtp, _HEAD | _TREE | {"token_map"}, check_tree),
+    "STANDALONE": Method(_standalone, _HEAD | _TREE | {"token_map"}, check_tree_drafter),
+    "NGRAM": Method(_ngram, NGRAM_OPTIONS | {"num_draft_tokens"}, check_ngram),
 }
 
 
@@ -76,23 +101,10 @@ def check_speculative(config: SpeculativeConfig) -> None:
     check_override(config)
 
 
-def make_choice(config: SpeculativeConfig) -> Choose:
-    """How tokens are chosen when drafts are verified."""
-    if config.is_simulated:
-        rates = config.simulate_accept_rates or rates_of(config.simulate_accept_length or 1.0)
-        logger.warning("SIMULATED acceptance at rates %s by depth: the output is MEANINGLESS", rates)
-        return Simulated(rates)
-    if config.verification == "rejection":
-        return by_rejection
-    if not config.is_lossy:
-        return coupled
-    single, acc = config.accept_threshold_single, config.accept_threshold_acc
-    logger.warning("accept_threshold_single=%s, accept_threshold_acc=%s: output is LOSSY where sampled", single, acc)
-    return Thresholds(single, acc)
-
-
-def make_drafter(config: SpeculativeConfig, target: TargetView) -> Drafter | None:
+def make_drafter(config: SpeculativeConfig, target: "TargetView") -> "Drafter | None":
     """The configured drafter for `target`, or None for plain decoding."""
+    from specray.spec_decode.combined import with_override
+
     check_speculative(config)
     if config.algorithm is None:
         return None

@@ -4,13 +4,20 @@ The choice is one function, made once for a configuration; the children of the n
 Here is the ordinary one, which does not even look at them; `rejection`, `thresholds` and `simulation` hold the others.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from specray.config import SpeculativeConfig
 from specray.ops.sampling import SamplerRow, sample
 from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.rejection import by_rejection
+from specray.spec_decode.simulation import Simulated, rates_of
+from specray.spec_decode.thresholds import Thresholds
+
+logger = logging.getLogger(__name__)
 
 
 class Choose(Protocol):
@@ -34,6 +41,21 @@ def coupled(
 ) -> Tensor:  # fmt: skip
     """The token that the target samples with the request's noise for this position, drafts or not."""
     return sample(logits, rows, positions)
+
+
+def make_choice(config: SpeculativeConfig) -> Choose:
+    """How tokens are chosen when drafts are verified."""
+    if config.is_simulated:
+        rates = config.simulate_accept_rates or rates_of(config.simulate_accept_length or 1.0)
+        logger.warning("SIMULATED acceptance at rates %s by depth: the output is MEANINGLESS", rates)
+        return Simulated(rates)
+    if config.verification == "rejection":
+        return by_rejection
+    if not config.is_lossy:
+        return coupled
+    single, acc = config.accept_threshold_single, config.accept_threshold_acc
+    logger.warning("accept_threshold_single=%s, accept_threshold_acc=%s: output is LOSSY where sampled", single, acc)
+    return Thresholds(single, acc)
 
 
 def children_of(tree: DraftTree) -> list[dict[int, dict[int, int]]]:

@@ -7,22 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specray.config import SpeculativeConfig
-from specray.errors import ConfigError
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, ProposeContext
-from specray.spec_decode.ngram import NgramDrafter, ngram_rules
-
-
-def check_override(config: SpeculativeConfig) -> None:
-    """ConfigError if `ngram_override_min_match` is set and no match could be so long."""
-    if config.ngram_override_min_match is None:
-        return
-    longest = ngram_rules(config).max_window
-    if config.ngram_override_min_match > longest:
-        raise ConfigError(
-            f"speculative.ngram_override_min_match={config.ngram_override_min_match} is never reached: matches are "
-            f"compared up to {longest} tokens; lower it or raise ngram_max_match_window_size"
-        )
+from specray.spec_decode.ngram import NgramDrafter
+from specray.spec_decode.ngram_rules import ngram_rules
 
 
 def with_override(drafter: Drafter, config: SpeculativeConfig) -> Drafter:

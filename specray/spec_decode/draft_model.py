@@ -29,9 +29,9 @@ from specray.ops.attention import Attend, RaggedRows, make_pool
 from specray.ops.backends import make_backend
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 from specray.spec_decode.drafter import DraftRow, ProposeContext, TargetView
-from specray.spec_decode.eagle_tree import TreeShape
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.tree_growth import Stem, TreeGrower, draft_dtype, draft_quantization, scratch_slots
+from specray.spec_decode.tree_shape import TreeShape
 
 CATCH_UP_TOKENS = 512  # read in a step beyond what it added, all rows together
 

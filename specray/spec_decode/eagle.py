@@ -20,9 +20,9 @@ from specray.ops.attention import RaggedRows, make_pool
 from specray.ops.backends import make_backend
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRow, ProposeContext, TargetView
-from specray.spec_decode.eagle_tree import TreeShape
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.tree_growth import Stem, TreeGrower, scratch_slots, target_matrices
+from specray.spec_decode.tree_shape import TreeShape
 
 
 def make_eagle3(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter":

@@ -24,9 +24,9 @@ from specray.ops.backends import make_backend
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftRow, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter, make_eagle2
-from specray.spec_decode.eagle_tree import TreeShape
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.tree_growth import Stem, TreeGrower, scratch_slots, target_matrices
+from specray.spec_decode.tree_shape import TreeShape
 
 
 def make_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
@@ -49,11 +49,6 @@ def make_eagle_or_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
             f"{target.folder} has no MTP layers of its own; set draft_model_path to a head's folder or hub name"
         )
     return make_eagle2(config, target)
-
-
-def check_mtp(config: SpeculativeConfig) -> None:
-    """ConfigError for what is wrong whatever the target."""
-    TreeShape.of(config, architecture="")
 
 
 def stack_shape(config: SpeculativeConfig, architecture: str, num_layers: int) -> TreeShape:

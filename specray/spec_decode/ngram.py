@@ -12,51 +12,15 @@ from itertools import count
 import numpy as np
 
 from specray.config import SpeculativeConfig
-from specray.errors import ConfigError
 from specray.spec_decode.draft_tree import DraftTree, RowTree
 from specray.spec_decode.drafter import DraftRow, ProposeContext
 from specray.spec_decode.ngram_index import GAP, SuffixIndex, num_levels
-from specray.spec_decode.ngram_tree import Level, NgramDraft, NgramRules, draft
+from specray.spec_decode.ngram_rules import NgramRules, ngram_rules
+from specray.spec_decode.ngram_tree import Level, NgramDraft, draft
 
-NGRAM_OPTIONS = frozenset(name for name in SpeculativeConfig.model_fields if name.startswith("ngram_")) - {
-    "ngram_override_min_match"
-}
-_NUM_DRAFT_TOKENS = 12  # SGLang's, root included
-_READ_BY = {
-    "ngram_min_bfs_breadth": {"BFS"},
-    "ngram_max_bfs_breadth": {"BFS", "PROB"},
-    "ngram_min_token_prob": {"SUFFIX"},
-}
 _LEAST_OWN_CAPACITY = 1024  # tokens of a request; doubled as it grows
 _MOST_SALTS = 10_000
 _TOKEN_BITS = 32  # of a symbol; the salt's number is above
-
-
-def check_ngram(config: SpeculativeConfig) -> None:
-    """ConfigError for what is wrong whatever the target."""
-    ngram_rules(config)
-
-
-def ngram_rules(config: SpeculativeConfig) -> NgramRules:
-    """What the options say. ConfigError if they contradict each other."""
-    depth, max_window = config.ngram_branch_length, config.ngram_max_match_window_size
-    if config.ngram_max_trie_depth is not None:
-        _refuse_older_names(config)
-        depth, max_window = config.ngram_max_trie_depth, config.ngram_max_trie_depth - 1
-    _check_sizes(config)
-    _check_is_read(config)
-    return NgramRules(
-        match_type=config.ngram_match_type,
-        max_drafts=(config.num_draft_tokens or min(depth, _NUM_DRAFT_TOKENS)) - 1,
-        min_window=config.ngram_min_match_window_size,
-        max_window=max_window,
-        min_breadth=config.ngram_min_bfs_breadth,
-        max_breadth=config.ngram_max_bfs_breadth,
-        depth=depth,
-        capacity=config.ngram_capacity // depth,
-        max_spec_factor=config.ngram_max_spec_factor,
-        min_token_prob=config.ngram_min_token_prob,
-    )
 
 
 class NgramDrafter:
@@ -151,40 +115,3 @@ class _Text:
         """From token `start` on."""
         above = self.salt << _TOKEN_BITS
         return [above | token for token in self.row.token_ids[start:]]
-
-
-def _refuse_older_names(config: SpeculativeConfig) -> None:
-    older = {"ngram_branch_length", "ngram_min_match_window_size", "ngram_max_match_window_size"}
-    for name in sorted(older & config.changed()):
-        raise ConfigError(
-            f"speculative.{name}={getattr(config, name)} and ngram_max_trie_depth={config.ngram_max_trie_depth} say "
-            "the same in two ways: a trie of depth d holds branches of d tokens and matches 1 to d - 1; remove one"
-        )
-
-
-def _check_sizes(config: SpeculativeConfig) -> None:
-    least, most = config.ngram_min_match_window_size, config.ngram_max_match_window_size
-    if least > most:
-        raise ConfigError(
-            f"speculative.ngram_min_match_window_size={least} is more than ngram_max_match_window_size={most}; "
-            "no match could have such a length: lower the first or raise the second"
-        )
-    if config.ngram_min_bfs_breadth > config.ngram_max_bfs_breadth:
-        raise ConfigError(
-            f"speculative.ngram_min_bfs_breadth={config.ngram_min_bfs_breadth} is more than ngram_max_bfs_breadth="
-            f"{config.ngram_max_bfs_breadth}; lower the first or raise the second"
-        )
-    if config.ngram_max_trie_depth is None and most >= config.ngram_branch_length:
-        raise ConfigError(
-            f"speculative.ngram_max_match_window_size={most} leaves nothing to draft of branches of "
-            f"ngram_branch_length={config.ngram_branch_length} tokens; set a branch length of at least {most + 1}"
-        )
-
-
-def _check_is_read(config: SpeculativeConfig) -> None:
-    for name, match_types in _READ_BY.items():
-        if name in config.changed() and config.ngram_match_type not in match_types:
-            raise ConfigError(
-                f"speculative.{name}={getattr(config, name)} has no effect with ngram_match_type="
-                f"{config.ngram_match_type}; remove it, or choose {' or '.join(sorted(match_types))}"
-            )

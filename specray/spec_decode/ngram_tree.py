@@ -2,18 +2,18 @@
 
 A node of the trie that the matches stand for is the list of texts that follow there, the most recent first: its
 children are their next symbols, how often a child was seen is how many of the texts begin with it. Not here: where
-matches come from (`ngram_index`), and options (`ngram`).
+matches come from (`ngram_index`), and options (`ngram_rules`).
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count, islice
 from typing import NamedTuple
 
 from specray.spec_decode.draft_tree import NONE, ROOT, RowTree
 from specray.spec_decode.ngram_index import Match
+from specray.spec_decode.ngram_rules import NgramRules
 
 Texts = list[list[int]]  # what follows some words at each of their places, the most recent first
 Children = dict[int, Texts]  # next symbol -> what follows it, the most recent first
@@ -25,38 +25,6 @@ class Level(NamedTuple):
     length: int
     own: dict[int, Match]  # in the request's own text, by place, the last first
     shared: dict[int, Match]  # in texts of ended requests
-
-
-@dataclass(frozen=True, slots=True)
-class NgramRules:
-    """Sizes of trees, in symbols; names are those of the options, which say what they mean."""
-
-    match_type: str
-    max_drafts: int
-    min_window: int
-    max_window: int
-    min_breadth: int
-    max_breadth: int
-    depth: int  # of the trie: of match and drafts together
-    capacity: int  # symbols of ended requests' texts
-    max_spec_factor: float | None
-    min_token_prob: float
-
-    @property
-    def reach(self) -> int:
-        """Depth of the deepest node that a tree can have."""
-        return min(self.max_drafts, self.depth - self.min_window)
-
-    def breadth(self, window: int, depth: int) -> int:
-        """BFS: children of a node at `depth` below a match of length `window`: the longer and deeper, the fewer."""
-        wider = (self.max_window - window - depth) * (self.max_breadth - self.min_breadth)
-        return max(1, self.min_breadth + wider // (self.max_window - self.min_window + 1))
-
-    def most_drafts(self, match_length: int) -> int:
-        """Nodes below the root that a match of this length may draft."""
-        if self.max_spec_factor is None:
-            return self.max_drafts
-        return min(self.max_drafts, int(match_length * self.max_spec_factor))
 
 
 class NgramDraft(NamedTuple):

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.config import SpeculativeConfig
-from specray.errors import ConfigError
 from specray.models.eagle import TargetMatrices
 from specray.ops.attention import Attend, AttentionBackend, RaggedRows, torch_dtype
 from specray.ops.noise import gumbel
@@ -23,7 +22,8 @@ from specray.ops.quantization import check_quantization, quantization_of_choice
 from specray.ops.sampling import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftFaultError, DraftRow, TargetView
-from specray.spec_decode.eagle_tree import CandidatePool, TreeShape
+from specray.spec_decode.eagle_tree import CandidatePool
+from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftFault
 
 
@@ -174,13 +174,3 @@ def target_matrices(config: SpeculativeConfig, target: TargetView) -> TargetMatr
         target.shape, target.context_length, target.folder, target.load_format, draft_dtype(config, target),
         target.device, target.model, draft_quantization(config, target),
     )  # fmt: skip
-
-
-def check_tree_drafter(config: SpeculativeConfig) -> None:
-    """ConfigError for what is wrong whatever the target."""
-    TreeShape.of(config, architecture="")
-    if config.draft_model_path is None:
-        raise ConfigError(
-            f"speculative.algorithm={config.algorithm} drafts with a model of its own, but "
-            "speculative.draft_model_path is null; set it to the folder or hub name of the draft head or model"
-        )

@@ -17,7 +17,8 @@ from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_model
 from specray.models.llama import Llama
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
-from specray.spec_decode import make_choice, make_drafter
+from specray.spec_decode import make_drafter
+from specray.spec_decode.choice import make_choice
 from specray.spec_decode.draft_tree import ROOT, DraftTree, RowTree
 from specray.spec_decode.drafter import Drafter, DraftSource, InlineDrafts, ProposeContext
 from specray.spec_decode.verifier import Verdict, verify

@@ -15,8 +15,8 @@ from specray.models.eagle_files import HeadConfig
 from specray.models.files import embedded_heads, resolve_draft, resolve_token_map
 from specray.models.llama import LlamaShape
 from specray.models.registry import MODELS
-from specray.spec_decode.eagle_tree import TreeShape
 from specray.spec_decode.fr_spec import load_token_map
+from specray.spec_decode.tree_shape import TreeShape
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -112,12 +112,20 @@ def test_no_cycles() -> None:
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
+def modules_after(*imports: str) -> set[str]:
+    """What a fresh interpreter has loaded after importing these."""
+    program = f"import sys, {', '.join(imports)}; print(*sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(ended.stdout.split())
+
+
 def test_loading_the_engine_loads_no_torch() -> None:
-    program = "import sys, specray.engine.engine, specray.engine.async_engine; print(sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "'specray.engine.engine'" in loaded.stdout
-    for heavy in ("torch", "transformers", "ray"):
-        assert f"'{heavy}'" not in loaded.stdout, f"importing specray.engine loads {heavy}"
+    assert not modules_after("specray.engine.engine", "specray.engine.async_engine") & {"torch", "transformers", "ray"}
+
+
+@pytest.mark.parametrize("module", ["cluster.check", "cluster.serve_command", "cluster.launcher", "cluster.router"])
+def test_checking_and_starting_load_no_torch(module: str) -> None:
+    assert "torch" not in modules_after(module)  # seconds, of each command, before anything is said or started
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("cluster")])

@@ -20,7 +20,7 @@ from specray.ops.sampling import GREEDY_BELOW
 from specray.spec_decode.draft_model import DraftModel
 from specray.spec_decode.draft_tree import NONE, RowTree
 from specray.spec_decode.drafter import DraftRow
-from specray.spec_decode.eagle_tree import TreeShape
+from specray.spec_decode.tree_shape import TreeShape
 
 # tokens below the root, the last one's own included -> the topk likeliest (probability, token) after it, best first
 Path = tuple[int, ...]

@@ -21,7 +21,7 @@ from specray.spec_decode import DRAFTERS, draft_model
 from specray.spec_decode.draft_model import Part, PrefixHashes, StandaloneDrafter, share_out
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftRow, ProposeContext, TargetView
-from specray.spec_decode.eagle_tree import TreeShape
+from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftFault
 from tests.support.checked_runs import CLOSE, PROMPTS, RUNS, assert_checked, is_grown_to, run, total
 from tests.support.colocated import worker_of

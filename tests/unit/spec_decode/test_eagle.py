@@ -18,7 +18,7 @@ from specray.spec_decode import DRAFTERS, Method
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftRow, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter
-from specray.spec_decode.eagle_tree import TreeShape
+from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftLimit
 from tests.support.checked_runs import CLOSE, PREFIX, PROMPTS, RUNS, assert_checked, is_grown_to, run, total
 from tests.support.engine import make_llm

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.spec_decode.eagle_tree import CandidatePool, TreeShape
+from specray.spec_decode.eagle_tree import CandidatePool
+from specray.spec_decode.tree_shape import TreeShape
 from tests.support.naive_eagle import Law, naive_pool, naive_tree
 
 # Powers of two: products are exact, so that ties are ties. 1.0 ties a child with its parent.

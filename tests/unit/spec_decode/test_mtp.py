@@ -15,8 +15,8 @@ from specray.spec_decode import DRAFTERS, check_speculative
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter
-from specray.spec_decode.eagle_tree import TreeShape
 from specray.spec_decode.mtp import StackDrafter, stack_shape
+from specray.spec_decode.tree_shape import TreeShape
 from tests.support.checked_runs import CLOSE, PROMPTS, RUNS, TEMPERATURES, is_grown_to
 from tests.support.engine import generate, make_llm
 from tests.support.heads import write_random_head

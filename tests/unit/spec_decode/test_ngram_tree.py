@@ -13,8 +13,8 @@ from specray.config import SpeculativeConfig
 from specray.spec_decode import ngram_index
 from specray.spec_decode.draft_tree import NONE, RowTree
 from specray.spec_decode.drafter import ProposeContext
-from specray.spec_decode.ngram import NgramDrafter, ngram_rules
-from specray.spec_decode.ngram_tree import NgramRules
+from specray.spec_decode.ngram import NgramDrafter
+from specray.spec_decode.ngram_rules import NgramRules, ngram_rules
 from tests.support.drafters import draft_row
 
 

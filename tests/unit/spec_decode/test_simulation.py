@@ -9,8 +9,7 @@ import pytest
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.sampling_params import SamplingParams
-from specray.spec_decode import make_choice
-from specray.spec_decode.choice import coupled
+from specray.spec_decode.choice import coupled, make_choice
 from specray.spec_decode.simulation import rates_of
 from tests.support.engine import make_llm
 from tests.support.methods import METHODS

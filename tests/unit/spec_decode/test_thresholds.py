@@ -11,8 +11,7 @@ from specray.errors import ConfigError
 from specray.ops.noise import coin
 from specray.ops.sampling import SamplerRow
 from specray.sampling_params import SamplingParams
-from specray.spec_decode import make_choice
-from specray.spec_decode.choice import Choose, coupled
+from specray.spec_decode.choice import Choose, coupled, make_choice
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 from specray.spec_decode.thresholds import Thresholds
 from specray.spec_decode.verifier import verify

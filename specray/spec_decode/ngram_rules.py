@@ -1,0 +1,127 @@
+"""The sizes of n-gram drafting, as they are configured.
+
+Loads no torch: who only checks a configuration reads this too. Not here: what is drafted (`ngram`, `ngram_tree`).
+"""
+
+from dataclasses import dataclass
+
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+
+NGRAM_OPTIONS = frozenset(name for name in SpeculativeConfig.model_fields if name.startswith("ngram_")) - {
+    "ngram_override_min_match"
+}
+_NUM_DRAFT_TOKENS = 12  # SGLang's, root included
+_READ_BY = {
+    "ngram_min_bfs_breadth": {"BFS"},
+    "ngram_max_bfs_breadth": {"BFS", "PROB"},
+    "ngram_min_token_prob": {"SUFFIX"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NgramRules:
+    """Sizes of trees, in symbols; names are those of the options, which say what they mean."""
+
+    match_type: str
+    max_drafts: int
+    min_window: int
+    max_window: int
+    min_breadth: int
+    max_breadth: int
+    depth: int  # of the trie: of match and drafts together
+    capacity: int  # symbols of ended requests' texts
+    max_spec_factor: float | None
+    min_token_prob: float
+
+    @property
+    def reach(self) -> int:
+        """Depth of the deepest node that a tree can have."""
+        return min(self.max_drafts, self.depth - self.min_window)
+
+    def breadth(self, window: int, depth: int) -> int:
+        """BFS: children of a node at `depth` below a match of length `window`: the longer and deeper, the fewer."""
+        wider = (self.max_window - window - depth) * (self.max_breadth - self.min_breadth)
+        return max(1, self.min_breadth + wider // (self.max_window - self.min_window + 1))
+
+    def most_drafts(self, match_length: int) -> int:
+        """Nodes below the root that a match of this length may draft."""
+        if self.max_spec_factor is None:
+            return self.max_drafts
+        return min(self.max_drafts, int(match_length * self.max_spec_factor))
+
+
+def check_ngram(config: SpeculativeConfig) -> None:
+    """ConfigError for what is wrong whatever the target."""
+    ngram_rules(config)
+
+
+def ngram_rules(config: SpeculativeConfig) -> NgramRules:
+    """What the options say. ConfigError if they contradict each other."""
+    depth, max_window = config.ngram_branch_length, config.ngram_max_match_window_size
+    if config.ngram_max_trie_depth is not None:
+        _refuse_older_names(config)
+        depth, max_window = config.ngram_max_trie_depth, config.ngram_max_trie_depth - 1
+    _check_sizes(config)
+    _check_is_read(config)
+    return NgramRules(
+        match_type=config.ngram_match_type,
+        max_drafts=(config.num_draft_tokens or min(depth, _NUM_DRAFT_TOKENS)) - 1,
+        min_window=config.ngram_min_match_window_size,
+        max_window=max_window,
+        min_breadth=config.ngram_min_bfs_breadth,
+        max_breadth=config.ngram_max_bfs_breadth,
+        depth=depth,
+        capacity=config.ngram_capacity // depth,
+        max_spec_factor=config.ngram_max_spec_factor,
+        min_token_prob=config.ngram_min_token_prob,
+    )
+
+
+def check_override(config: SpeculativeConfig) -> None:
+    """ConfigError if `ngram_override_min_match` is set and no match could be so long."""
+    if config.ngram_override_min_match is None:
+        return
+    longest = ngram_rules(config).max_window
+    if config.ngram_override_min_match > longest:
+        raise ConfigError(
+            f"speculative.ngram_override_min_match={config.ngram_override_min_match} is never reached: matches are "
+            f"compared up to {longest} tokens; lower it or raise ngram_max_match_window_size"
+        )
+
+
+def _refuse_older_names(config: SpeculativeConfig) -> None:
+    older = {"ngram_branch_length", "ngram_min_match_window_size", "ngram_max_match_window_size"}
+    for name in sorted(older & config.changed()):
+        raise ConfigError(
+            f"speculative.{name}={getattr(config, name)} and ngram_max_trie_depth={config.ngram_max_trie_depth} say "
+            "the same in two ways: a trie of depth d holds branches of d tokens and matches 1 to d - 1; remove one"
+        )
+
+
+def _check_sizes(config: SpeculativeConfig) -> None:
+    least, most = config.ngram_min_match_window_size, config.ngram_max_match_window_size
+    if least > most:
+        raise ConfigError(
+            f"speculative.ngram_min_match_window_size={least} is more than ngram_max_match_window_size={most}; "
+            "no match could have such a length: lower the first or raise the second"
+        )
+    if config.ngram_min_bfs_breadth > config.ngram_max_bfs_breadth:
+        raise ConfigError(
+            f"speculative.ngram_min_bfs_breadth={config.ngram_min_bfs_breadth} is more than ngram_max_bfs_breadth="
+            f"{config.ngram_max_bfs_breadth}; lower the first or raise the second"
+        )
+    if config.ngram_max_trie_depth is None and most >= config.ngram_branch_length:
+        raise ConfigError(
+            f"speculative.ngram_max_match_window_size={most} leaves nothing to draft of branches of "
+            f"ngram_branch_length={config.ngram_branch_length} tokens; set a branch length of at least {most + 1}"
+        )
+
+
+def _check_is_read(config: SpeculativeConfig) -> None:
+    for name, match_types in _READ_BY.items():
+        if name in config.changed() and config.ngram_match_type not in match_types:
+            raise ConfigError(
+                f"speculative.{name}={getattr(config, name)} has no effect with ngram_match_type="
+                f"{config.ngram_match_type}; remove it, or choose {' or '.join(sorted(match_types))}"
+            )

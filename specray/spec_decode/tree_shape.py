@@ -1,0 +1,80 @@
+"""The sizes of EAGLE's dynamic tree, as they are configured.
+
+Names and rules are SGLang's: `num_steps` levels, `eagle_topk` children below a node and nodes expanded per level,
+`num_draft_tokens` nodes in the end, the root included. Loads no torch: who only checks a configuration reads this too.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# SGLang's automatic (num_steps, eagle_topk, num_draft_tokens) by the target's architecture.
+_AUTO = {"LlamaForCausalLM": (5, 4, 8)}
+_AUTO_OTHERS = (3, 1, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Sizes of every draft tree."""
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int  # root included
+    keeps_laws: bool = False  # whether a chain comes with the laws its nodes were drawn from
+
+    @property
+    def pool_size(self) -> int:
+        """Candidates that are scored: the first level's, then topk below each of topk nodes a level."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig, architecture: str) -> "TreeShape":
+        """The configured shape, or the automatic one for a target of `architecture` if nothing is set.
+
+        ConfigError if only some of the three are set, or if the candidates cannot fill the tree.
+        """
+        wanted = {
+            "num_steps": config.num_steps,
+            "eagle_topk": config.eagle_topk,
+            "num_draft_tokens": config.num_draft_tokens,
+        }
+        steps, topk, nodes = wanted.values()
+        if steps is None and topk is None and nodes is None:
+            steps, topk, nodes = _AUTO.get(architecture, _AUTO_OTHERS)
+        if steps is None or topk is None or nodes is None:
+            missing = ", ".join(name for name, value in wanted.items() if value is None)
+            raise ConfigError(
+                f"of speculative.num_steps, eagle_topk and num_draft_tokens, {missing} is not set; "
+                "set all three, or none for automatic values"
+            )
+        if topk == 1 and nodes != steps + 1:
+            logger.warning(
+                "eagle_topk=1 drafts a chain: num_draft_tokens=%d becomes num_steps + 1 = %d", nodes, steps + 1
+            )
+            nodes = steps + 1
+        shape = cls(steps, topk, nodes, keeps_laws=topk == 1 and config.verification == "rejection")
+        if nodes - 1 > shape.pool_size:
+            raise ConfigError(
+                f"num_draft_tokens={nodes} wants {nodes - 1} drafts, but num_steps={steps} and eagle_topk={topk} make "
+                f"{shape.pool_size} candidates; lower num_draft_tokens to {shape.pool_size + 1} or raise the others"
+            )
+        return shape
+
+
+def check_tree(config: SpeculativeConfig) -> None:
+    """ConfigError for sizes that are wrong whatever the target."""
+    TreeShape.of(config, architecture="")
+
+
+def check_tree_drafter(config: SpeculativeConfig) -> None:
+    """The same, where the drafter has a model of its own."""
+    check_tree(config)
+    if config.draft_model_path is None:
+        raise ConfigError(
+            f"speculative.algorithm={config.algorithm} drafts with a model of its own, but "
+            "speculative.draft_model_path is null; set it to the folder or hub name of the draft head or model"
+        )
