@@ -52,7 +52,10 @@ def host_share(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
 
 
 def placement(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
-    """Two servers at once that take turns: the one that is not asked does nothing but see that it could."""
+    """Two servers at once that take turns: the one that is not asked does nothing but see that it could.
+
+    A turn is short, and there are as many as prompts: what else the machine does slows it by a quarter for seconds.
+    """
     del wanted
     prompts, data = mt_bench_prompts(effort)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -63,7 +66,7 @@ def placement(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
             urls[name] = server.url
         bodies = [_body(prompt.turns[0], effort.max_tokens) for prompt in prompts]
         for batch in BATCHES:
-            groups = [bodies[at : at + CONCURRENCY] for at in range(0, len(bodies), CONCURRENCY)]
+            groups = [[bodies[(first + i) % len(bodies)] for i in range(batch)] for first in range(len(bodies))]
             ratios = [_ratio(urls, group, batch, number) for number, group in enumerate(_shown(groups, batch))]
             what = f"colocated / inline drafter, EAGLE-3, {batch} at a time over HTTP, output tokens/s, {data}"
             yield Figure(what, median(ratios), 0.95)
