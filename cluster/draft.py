@@ -8,9 +8,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -20,6 +20,9 @@ from cluster.processes import Process, Pulse
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError, EngineDeadError
 from specray.worker.doorbell import NOBODY, Doorbell, Hello, dismiss
+
+if TYPE_CHECKING:
+    from specray.spec_decode.drafter import TargetView
 
 FIRST_PAUSE_S = 0.5  # before a new start; twice as long after every start that did not last
 LONGEST_PAUSE_S = 15.0
@@ -41,26 +44,33 @@ class DraftActor:
         """From now on the file `pulse` beats."""
         Pulse(Path(pulse)).keep_beating()
         self._config = config
-        # Here, not above: the router imports this module, and torch must stay out of its process. Not in `start`: the
-        # first drafter of an engine spends these seconds while its target loads.
-        import specray.worker.draft_worker  # noqa: F401
+        # Seconds, which the first drafter of an engine spends while its target loads; what is wrong, `start` says.
+        self._target = ThreadPoolExecutor(1).submit(_look_at_target, config)
 
     def start(self, num_slots: int) -> Hello:
         """Load the drafter for a target with so many KV slots."""
+        target = self._target.result()
         import torch
 
-        from specray.worker.draft_worker import DraftWorker
+        from specray.worker.draft_worker import DraftWorker, far_drafter
         from specray.worker.memory import enough_memory
 
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
         with enough_memory(self._config, "loading the drafter", ConfigError):
-            self._worker = DraftWorker(self._config, num_slots)
+            self._worker = DraftWorker(far_drafter(self._config, target, num_slots))
         return self._worker.hello
 
     def loop(self, address: str, epoch: int) -> None:
         """Draft for the target behind the socket at `address` until one of the two is gone."""
         self._worker.serve(address, epoch)
+
+
+def _look_at_target(config: EngineConfig) -> "TargetView":
+    # Here, not above: the router imports this module, and torch must stay out of its process.
+    from specray.worker.draft_worker import far_view
+
+    return far_view(config)
 
 
 class DrafterState(NamedTuple):

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
@@ -26,11 +27,9 @@ from specray.worker.feature_ring import FeatureRing
 
 
 class DraftWorker:
-    """The configured drafter for a target with `num_slots` slots in its KV pool; `drafter` replaces it (tests)."""
+    """Has `drafter` draft for a target in another process."""
 
-    def __init__(self, config: EngineConfig, num_slots: int, drafter: Drafter | None = None) -> None:
-        drafter = drafter or make_drafter(config.speculative, far_view(config, num_slots))
-        assert drafter is not None, "plain decoding has no drafter"
+    def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._book = RowBook()
         self.hello = Hello(drafter.max_draft_tokens, list(drafter.feature_layers), drafter.reads_next_token)
@@ -60,8 +59,18 @@ class DraftWorker:
         return Reply(order.number, time.perf_counter() - start, trees, None)
 
 
-def far_view(config: EngineConfig, num_slots: int) -> TargetView:
-    """What a drafter may know of a target that runs in another process, from the same configuration and files."""
+def far_drafter(config: EngineConfig, target: TargetView, num_slots: int) -> Drafter:
+    """The configured drafter for a target that `far_view` has seen and that has so many slots in its KV pool."""
+    drafter = make_drafter(config.speculative, replace(target, num_slots=num_slots))
+    assert drafter is not None, "plain decoding has no drafter"
+    return drafter
+
+
+def far_view(config: EngineConfig) -> TargetView:
+    """What a drafter may know of a target that runs in another process, from the same configuration and files.
+
+    But for its slots, of which there are none: their number is known once the target has loaded.
+    """
     device = choose_device(config, rank=0)
     folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
     model_config = load_config(folder)
@@ -74,7 +83,7 @@ def far_view(config: EngineConfig, num_slots: int) -> TargetView:
         architecture=(model_config.architectures or [""])[0],
         eos_token_ids=eos_token_ids(folder, load_tokenizer(folder)),
         context_length=context_length(model_config, config.context_length),
-        num_slots=num_slots,
+        num_slots=0,
         max_rows=config.max_running_requests,
         attention_backend=config.attention_backend,
         device=device,

@@ -14,7 +14,7 @@ from specray.spec_decode.drafter import Drafter, DraftSource
 from specray.step import DraftFault
 from specray.worker.colocated import ColocatedDrafts
 from specray.worker.doorbell import Doorbell, dismiss
-from specray.worker.draft_worker import DraftWorker
+from specray.worker.draft_worker import DraftWorker, far_drafter, far_view
 from specray.worker.worker import Worker
 
 EPOCH = 7
@@ -39,7 +39,7 @@ class Colocated:
     def start(self, drafter: Drafter | None = None, speculative: SpeculativeConfig | None = None) -> None:
         """This drafter, or one with these options, or the configured one, knocks; returns once it does."""
         config = self._config.model_copy(update={"speculative": speculative or self._config.speculative})
-        worker = DraftWorker(config, self._num_slots, drafter)
+        worker = DraftWorker(drafter or far_drafter(config, far_view(config), self._num_slots))
         knocked = threading.Event()
 
         def serve() -> None:
