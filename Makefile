@@ -54,8 +54,8 @@ demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compa
 
 # Tests that start a cluster have their machine for themselves: what they wait for is real, and late on a busy one.
 test: $(INSTALLED)  ## run all tests (GPU tests skip themselves where there is none)
-	$(BIN)/python -m pytest -m "not cluster" $(PARALLEL) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore tests/cluster $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
 
 test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
 	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(PYTEST_ARGS)

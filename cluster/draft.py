@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.actors import last_words, start_error
+from cluster.loading import all_that_stays
 from cluster.processes import Process, Pulse
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError, EngineDeadError
@@ -57,7 +58,7 @@ class DraftActor:
 
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
-        with enough_memory(self._config, "loading the drafter", ConfigError):
+        with all_that_stays(), enough_memory(self._config, "loading the drafter", ConfigError):
             self._worker = DraftWorker(far_drafter(self._config, target, num_slots))
         return self._worker.hello
 
@@ -67,10 +68,11 @@ class DraftActor:
 
 
 def _look_at_target(config: EngineConfig) -> "TargetView":
-    # Here, not above: the router imports this module, and torch must stay out of its process.
-    from specray.worker.draft_worker import far_view
+    with all_that_stays():
+        # Here, not above: the router imports this module, and torch must stay out of its process.
+        from specray.worker.draft_worker import far_view
 
-    return far_view(config)
+        return far_view(config)
 
 
 class DrafterState(NamedTuple):

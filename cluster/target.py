@@ -5,9 +5,11 @@ Not here: what a step does (`specray.worker`), and who started this process (`ex
 
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.actors import Place
 from cluster.guard import watch_router
+from cluster.loading import all_that_stays
 from cluster.processes import Pulse
 from cluster.rendezvous import open_store, use_interface
 from specray.channel import Channel, ChannelClosedError
@@ -16,6 +18,9 @@ from specray.engine.executor import Capacity
 from specray.errors import ConfigError, EngineDeadError
 from specray.step import pack, unpack_plan
 from specray.worker.doorbell import Doorbell
+
+if TYPE_CHECKING:
+    from specray.worker.worker import Worker
 
 
 class TargetActor:
@@ -41,16 +46,8 @@ class TargetActor:
         """
         own = Pulse(Path(pulse))
         own.keep_beating()
-        # Here, not above: the router imports this module, and torch must stay out of its process.
-        from specray.worker.memory import STARTING, enough_memory
-        from specray.worker.worker import Worker
-
-        if meeting is not None:
-            use_interface(meeting, Place.here().address)
-        with enough_memory(self._config, STARTING, ConfigError):
-            self._worker = Worker(
-                self._config, self._rank, self._config.tp_size, meeting, progress=True, colocate=self._doorbell
-            )
+        with all_that_stays():
+            self._worker = self._load(meeting)
         own.begin_work()
         if self._rank == 0:
             watch_router(Pulse(Path(router)))
@@ -67,6 +64,18 @@ class TargetActor:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.connect(address)
                 self._serve(Channel(connection, epoch))
+
+    def _load(self, meeting: str | None) -> "Worker":
+        # Here, not above: the router imports this module, and torch must stay out of its process.
+        from specray.worker.memory import STARTING, enough_memory
+        from specray.worker.worker import Worker
+
+        if meeting is not None:
+            use_interface(meeting, Place.here().address)
+        with enough_memory(self._config, STARTING, ConfigError):
+            return Worker(
+                self._config, self._rank, self._config.tp_size, meeting, progress=True, colocate=self._doorbell
+            )
 
     def _serve(self, channel: Channel) -> None:
         while True:
