@@ -10,11 +10,12 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from cluster import draft
-from cluster.draft import DraftKeeper
+from cluster.draft import DraftActor, DraftKeeper
 from cluster.processes import Pulse
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError, EngineDeadError
 from specray.worker.doorbell import NOBODY, Doorbell, Hello
+from tests.support.methods import METHODS
 
 HELLO = Hello(7, [0], True)
 NGRAM = SpeculativeConfig(algorithm="NGRAM")
@@ -262,3 +263,16 @@ def test_a_drafter_whose_process_never_comes_up_is_given_up(
     with pytest.raises(EngineDeadError, match="did not start"):
         keeper.replace(NGRAM)
     assert ray.actors[0].is_killed
+
+
+def test_a_process_looks_at_its_target_before_it_is_told_to_load(toy: Path, tmp_path: Path) -> None:
+    config = EngineConfig(model=str(toy), speculative=METHODS["EAGLE3"](toy, tmp_path), device="cpu", dtype="float32")
+    actor = DraftActor(config, str(tmp_path / "pulse"))
+    assert wait([actor._target], 60).done
+    assert actor.start(64).max_draft_tokens > 0
+
+
+def test_a_process_that_finds_no_target_says_so_when_it_is_told_to_load(tmp_path: Path) -> None:
+    actor = DraftActor(EngineConfig(model=str(tmp_path / "gone"), speculative=NGRAM), str(tmp_path / "pulse"))
+    with pytest.raises(ConfigError, match="nothing is there"):
+        actor.start(64)
