@@ -50,7 +50,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding
-	$(BIN)/python -m specray.demo $(DEMO_ARGS)
+	$(BIN)/python -m specray.cli.demo $(DEMO_ARGS)
 
 # Tests that start a cluster have their machine for themselves: what they wait for is real, and late on a busy one.
 test: $(INSTALLED)  ## run all tests (GPU tests skip themselves where there is none)

@@ -9,15 +9,15 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from cluster.autoscaling import serve_autoscaling
+from cluster.api.ingress import OpenAIIngress
+from cluster.cli.plan import most_engines
 from cluster.config import AppConfig
-from cluster.ingress import OpenAIIngress
-from cluster.placement import bundles, strategy, uses_gpus
-from cluster.plan import most_engines
-from cluster.router import Router
+from cluster.engine.placement import bundles, strategy, uses_gpus
+from cluster.engine.router import Router
+from cluster.routing.autoscaling import serve_autoscaling
 from specray.spec_decode import check_speculative
 
-ADDRESSED_ROUTER: Any = "cluster.addressing.AddressedRouter"  # Ray types its options as dictionaries
+ADDRESSED_ROUTER: Any = "cluster.routing.addressing.AddressedRouter"  # Ray types its options as dictionaries
 ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
 ROOM_FOR_ENGINES = 16  # Serve may be told to run more than planned, and does not ask an ingress again
 INGRESS_SLACK = 256  # requests that are being refused or answered without the engine

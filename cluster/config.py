@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cluster.autoscaling import AutoscalingOptions
-from cluster.routing import RoutingOptions
+from cluster.routing.autoscaling import AutoscalingOptions
+from cluster.routing.policy import RoutingOptions
 from specray.config import EngineConfig, Options
 from specray.errors import ConfigError
 

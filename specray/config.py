@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from specray import foreign
+from specray import unsupported_options
 from specray.errors import ConfigError
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
@@ -58,7 +58,7 @@ class SpeculativeConfig(Options):
         description="Of its weights; null takes the target's, unquant none, auto int8 on a CPU that has kernels for it "
         "and none elsewhere. What it shares with the target stays as the target's.",
     )
-    draft_attention_backend: Annotated[Literal["auto", "torch"] | None, foreign.ATTENTION_KERNELS] = Field(
+    draft_attention_backend: Annotated[Literal["auto", "torch"] | None, unsupported_options.ATTENTION_KERNELS] = Field(
         None, description="Attention kernels of a draft head or model; null takes the target's."
     )
     token_map: str | None = Field(
@@ -124,12 +124,18 @@ class SpeculativeConfig(Options):
         description="Below 1.0, lossy: acceptance grows as if drafts were 1 / accept_threshold_acc as likely.",
     )
 
-    attention_mode: Annotated[str | None, foreign.ATTENTION_MODE.check] = foreign.ATTENTION_MODE.field
-    moe_runner_backend: Annotated[str | None, foreign.MOE_RUNNER_BACKEND.check] = foreign.MOE_RUNNER_BACKEND.field
-    moe_a2a_backend: Annotated[str | None, foreign.MOE_A2A_BACKEND.check] = foreign.MOE_A2A_BACKEND.field
-    enable_spec_v2: Annotated[bool, foreign.ENABLE_SPEC_V2.check] = foreign.ENABLE_SPEC_V2.field
-    ngram_force_greedy_verify: Annotated[bool, foreign.NGRAM_FORCE_GREEDY_VERIFY.check] = (
-        foreign.NGRAM_FORCE_GREEDY_VERIFY.field
+    attention_mode: Annotated[str | None, unsupported_options.ATTENTION_MODE.check] = (
+        unsupported_options.ATTENTION_MODE.field
+    )
+    moe_runner_backend: Annotated[str | None, unsupported_options.MOE_RUNNER_BACKEND.check] = (
+        unsupported_options.MOE_RUNNER_BACKEND.field
+    )
+    moe_a2a_backend: Annotated[str | None, unsupported_options.MOE_A2A_BACKEND.check] = (
+        unsupported_options.MOE_A2A_BACKEND.field
+    )
+    enable_spec_v2: Annotated[bool, unsupported_options.ENABLE_SPEC_V2.check] = unsupported_options.ENABLE_SPEC_V2.field
+    ngram_force_greedy_verify: Annotated[bool, unsupported_options.NGRAM_FORCE_GREEDY_VERIFY.check] = (
+        unsupported_options.NGRAM_FORCE_GREEDY_VERIFY.field
     )
 
     simulate_accept_length: Annotated[float, Field(ge=1.0, le=33.0)] | None = Field(
@@ -237,7 +243,7 @@ class EngineConfig(Options):
         "auto", description="Where the target runs; auto takes a GPU if there is one."
     )
     tp_size: int = Field(1, ge=1, le=64, description="Tensor-parallel ranks of the target.")
-    attention_backend: Annotated[Literal["auto", "torch"], foreign.ATTENTION_KERNELS] = Field(
+    attention_backend: Annotated[Literal["auto", "torch"], unsupported_options.ATTENTION_KERNELS] = Field(
         "auto", description="Attention kernels; auto takes the fastest that fits."
     )
     num_threads: int | None = Field(
@@ -273,12 +279,18 @@ class EngineConfig(Options):
         description="Most prompt tokens of all requests in one step; two chunks while others decode.",
     )
 
-    enable_multi_layer_eagle: Annotated[bool, foreign.ENABLE_MULTI_LAYER_EAGLE.check] = (
-        foreign.ENABLE_MULTI_LAYER_EAGLE.field
+    enable_multi_layer_eagle: Annotated[bool, unsupported_options.ENABLE_MULTI_LAYER_EAGLE.check] = (
+        unsupported_options.ENABLE_MULTI_LAYER_EAGLE.field
     )
-    enable_torch_compile: Annotated[bool, foreign.ENABLE_TORCH_COMPILE.check] = foreign.ENABLE_TORCH_COMPILE.field
-    torch_compile_max_bs: Annotated[int | None, foreign.TORCH_COMPILE_MAX_BS.check] = foreign.TORCH_COMPILE_MAX_BS.field
-    cuda_graph_max_bs: Annotated[int | None, foreign.CUDA_GRAPH_MAX_BS.check] = foreign.CUDA_GRAPH_MAX_BS.field
+    enable_torch_compile: Annotated[bool, unsupported_options.ENABLE_TORCH_COMPILE.check] = (
+        unsupported_options.ENABLE_TORCH_COMPILE.field
+    )
+    torch_compile_max_bs: Annotated[int | None, unsupported_options.TORCH_COMPILE_MAX_BS.check] = (
+        unsupported_options.TORCH_COMPILE_MAX_BS.field
+    )
+    cuda_graph_max_bs: Annotated[int | None, unsupported_options.CUDA_GRAPH_MAX_BS.check] = (
+        unsupported_options.CUDA_GRAPH_MAX_BS.field
+    )
 
     speculative: SpeculativeConfig = SpeculativeConfig()
 

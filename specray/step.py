@@ -21,7 +21,7 @@ class DraftFault(StrEnum):
     GONE = "gone"
     NONSENSE = "nonsense"  # an answer that is none
     NOT_A_NUMBER = "nan"  # by its own account
-    NO_HELLO = "no_hello"  # it knocked and said nothing
+    NO_HANDSHAKE = "no_hello"  # it knocked and said nothing
 
 
 class DraftLimit(NamedTuple):
@@ -34,7 +34,7 @@ class DraftLimit(NamedTuple):
 UNLIMITED = DraftLimit(2**31 - 1, 2**31 - 1)  # but by what the drafter makes and the step has room for
 
 
-class RowSampling(NamedTuple):
+class SamplingOptions(NamedTuple):
     """The part of a request's sampling options that the worker needs; `seed` is always set."""
 
     seed: int
@@ -51,7 +51,7 @@ class RowSampling(NamedTuple):
     logprobs: int | None
 
 
-class NewRow(NamedTuple):
+class NewRequest(NamedTuple):
     """A request enters slot `slot`; on resumption `token_ids` holds what it had generated, too."""
 
     slot: int
@@ -59,12 +59,12 @@ class NewRow(NamedTuple):
     num_prompt_tokens: int
     num_computed_tokens: int  # found in the prefix cache; their KV is in `block_ids`
     block_ids: list[int]
-    sampling: RowSampling
+    sampling: SamplingOptions
     cache_salt: str
     max_draft_steps: int = UNLIMITED.num_steps  # levels of its trees to verify
 
 
-class RowStep(NamedTuple):
+class ScheduledRow(NamedTuple):
     """One row's work in a step: compute up to `num_tokens` known tokens; if none is left, verify a tree."""
 
     slot: int
@@ -78,11 +78,11 @@ class StepPlan(NamedTuple):
 
     step_id: int
     freed_slots: list[int]
-    new_rows: list[NewRow]
-    rows: list[RowStep]
+    new_requests: list[NewRequest]
+    rows: list[ScheduledRow]
 
 
-class RowResult(NamedTuple):
+class RequestResult(NamedTuple):
     """What one row emitted: nothing for a prompt's non-final chunk, else accepted drafts and the bonus token."""
 
     slot: int
@@ -105,7 +105,7 @@ class StepResult(NamedTuple):
     """Results of a plan's rows, in the plan's order."""
 
     step_id: int
-    rows: list[RowResult]
+    rows: list[RequestResult]
     times: StepTimes
     draft_faults: Sequence[str] = ()  # values of DraftFault
 
@@ -118,8 +118,8 @@ def pack(message: StepPlan | StepResult) -> bytes:
 
 def unpack_plan(data: bytes) -> StepPlan:
     """Inverse of `pack` for a plan."""
-    step_id, freed, new_rows, rows = msgpack.unpackb(data)
-    return StepPlan(step_id, freed, [_new_row(*row) for row in new_rows], [RowStep(*row) for row in rows])
+    step_id, freed, new_requests, rows = msgpack.unpackb(data)
+    return StepPlan(step_id, freed, [_new_request(*row) for row in new_requests], [ScheduledRow(*row) for row in rows])
 
 
 def unpack_result(data: bytes) -> StepResult:
@@ -128,13 +128,13 @@ def unpack_result(data: bytes) -> StepResult:
     return StepResult(step_id, [_row_result(*row) for row in rows], StepTimes(*times), faults)
 
 
-def _new_row(*fields: Any) -> NewRow:
-    row = NewRow(*fields)
-    return row._replace(sampling=RowSampling(*row.sampling))
+def _new_request(*fields: Any) -> NewRequest:
+    row = NewRequest(*fields)
+    return row._replace(sampling=SamplingOptions(*row.sampling))
 
 
-def _row_result(*fields: Any) -> RowResult:
+def _row_result(*fields: Any) -> RequestResult:
     slot, token_ids, num_draft_tokens, logprobs, error = fields
     if logprobs is not None:
         logprobs = [TokenLogprob(token, value, [tuple(pair) for pair in top]) for token, value, top in logprobs]
-    return RowResult(slot, token_ids, num_draft_tokens, logprobs, error)
+    return RequestResult(slot, token_ids, num_draft_tokens, logprobs, error)

@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--arms",
-        type=arm_names,
+        dest="variants",
+        type=variant_names,
         default="plain,ngram",
         metavar="A,B",
         help="of plain, transformers and METHOD[@HEAD][+MAP][:TREE]: METHOD is any drafting method; HEAD a draft head "
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def arm_names(text: str) -> list[str]:
+def variant_names(text: str) -> list[str]:
     stripped = [name.strip() for name in text.split(",")]
     names = [name if {"@", "+"} & set(name) else name.lower() for name in stripped]  # file names keep their case
     if len(set(names)) != len(names) or "" in names:

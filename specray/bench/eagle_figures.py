@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-from specray.bench.arms import PLAIN, tree_name, with_tree
 from specray.bench.command import engine_config
 from specray.bench.figure import CONCURRENCY, ROOT, Effort, Figure, Section, mt_bench_prompts
 from specray.bench.measure import Record, Settings
 from specray.bench.prompts import Prompt, load_prompts
 from specray.bench.report import ALL, speed_ratios, summarise
 from specray.bench.session import Session
+from specray.bench.variants import PLAIN, tree_name, with_tree
 from specray.config import SpeculativeConfig
 
 EAGLE3, EAGLE2, FRSPEC = "eagle3", "eagle2", "eagle2-frspec"  # arms, and the names of their files in configs/
@@ -35,13 +35,13 @@ def exactness(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     time on an empty cache with ordinary chunks. Plain decoding answers once: it is what all must equal.
     """
     prompts = load_prompts(limit=effort.num_exact)
-    arms = {method: _tree_and_chain(method) for row, method in EXACT_ROWS.items() if row in wanted}
-    names = [name for by_name in arms.values() for name in by_name]
+    variants = {method: _tree_and_chain(method) for row, method in EXACT_ROWS.items() if row in wanted}
+    names = [name for by_name in variants.values() for name in by_name]
     same: dict[str, list[bool]] = {name: [] for name in names}
     truths: dict[float, list[list[int]]] = {}
     for chunk, passes in ((None, [(CONCURRENCY, "a")]), (EXACT_CHUNK, [(1, "b"), (CONCURRENCY, "b")])):
         session = _session("float32", chunk)
-        for by_name in arms.values():
+        for by_name in variants.values():
             _define(session, by_name)
         for temperature in (0.0, 1.0):
             for concurrency, salt in passes:
@@ -52,12 +52,12 @@ def exactness(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
                 truth = truths.setdefault(temperature, _answers(records, PLAIN))
                 for name in names:
                     same[name] += [one == other for one, other in zip(_answers(records, name), truth, strict=True)]
-    for method, by_name in arms.items():
-        verdicts = [verdict for name in by_name for verdict in same[name]]
+    for method, by_name in variants.items():
+        verify_outputs = [output for name in by_name for output in same[name]]
         yield Figure(
             f"{TITLES[method]} answers equal to plain, float32, T = 0 and 1, {' and '.join(by_name)}, batch 1 and "
-            f"{CONCURRENCY}, cold and warm, {len(verdicts)} answers x {EXACT_TOKENS} tokens",
-            sum(verdicts) / len(verdicts), 1.0, "{:.0%}",
+            f"{CONCURRENCY}, cold and warm, {len(verify_outputs)} answers x {EXACT_TOKENS} tokens",
+            sum(verify_outputs) / len(verify_outputs), 1.0, "{:.0%}",
         )  # fmt: skip
 
 
@@ -65,9 +65,9 @@ def on_mt_bench(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     """All that is greedy and one at a time comes from one comparison of the arms that the wanted rows need."""
     prompts, data = mt_bench_prompts(effort)
     session, settings = _session("bfloat16"), Settings(max_tokens=effort.max_tokens)
-    arms = {name: served(name) for name in TITLES}
-    third, second = (_accept_arm(arms, method, effort) for method in (EAGLE3, EAGLE2))
-    _define(session, arms)
+    variants = {name: served(name) for name in TITLES}
+    third, second = (_accept_variant(variants, method, effort) for method in (EAGLE3, EAGLE2))
+    _define(session, variants)
     needs = {
         "eagle3-accept": (third,), "eagle3-accept-t1": (third,), "eagle2-accept": (second,),
         "eagle3-speed": (PLAIN, EAGLE3), "frspec": (EAGLE2, FRSPEC),
@@ -76,7 +76,7 @@ def on_mt_bench(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     greedy = session.compare(needed, prompts, settings, progress=True, title=f"{data}, T = 0") if needed else []
     if "eagle3-accept" in wanted:
         yield Figure(
-            f"accept length, EAGLE-3 {tree_name(arms[third])}, T = 0, {data}", _accept_length(greedy, third), 2.5
+            f"accept length, EAGLE-3 {tree_name(variants[third])}, T = 0, {data}", _accept_length(greedy, third), 2.5
         )
     if "eagle3-accept-t1" in wanted:
         sampled = session.compare(
@@ -86,28 +86,28 @@ def on_mt_bench(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         what = f"the same at T = 1 ({length:.2f}) / at T = 0"
         yield Figure(what, length / _accept_length(greedy, third), 0.85)
     if "eagle2-accept" in wanted:
-        what = f"accept length, EAGLE-2 {tree_name(arms[second])}, T = 0, {data}"
+        what = f"accept length, EAGLE-2 {tree_name(variants[second])}, T = 0, {data}"
         yield Figure(what, _accept_length(greedy, second), 2.1)
     if "eagle3-speed" in wanted:
-        what = f"EAGLE-3 {tree_name(arms[EAGLE3])} / plain, one request, bfloat16, {data}"
+        what = f"EAGLE-3 {tree_name(variants[EAGLE3])} / plain, one request, bfloat16, {data}"
         yield Figure(what, median(speed_ratios(greedy, EAGLE3, PLAIN)), 1.6)
     if "frspec" in wanted:
-        yield from _frspec(greedy, arms)
+        yield from _frspec(greedy, variants)
     if "eagle3-concurrent" in wanted:
         yield _concurrent(session, prompts, data, settings)
 
 
-def _accept_arm(arms: dict[str, SpeculativeConfig], method: str, effort: Effort) -> str:
-    """The arm whose accept length is shown: the served one, or one more of `arms`, with a tree of its own."""
+def _accept_variant(variants: dict[str, SpeculativeConfig], method: str, effort: Effort) -> str:
+    """The arm whose accept length is shown: the served one, or one more of `variants`, with a tree of its own."""
     if effort.accept_tree is None:
         return method
     name = f"{method} {effort.accept_tree}"
-    arms[name] = with_tree(arms[method], effort.accept_tree)
+    variants[name] = with_tree(variants[method], effort.accept_tree)
     return name
 
 
-def _frspec(greedy: list[Record], arms: dict[str, SpeculativeConfig]) -> Iterator[Figure]:
-    what = f"EAGLE-2 {tree_name(arms[FRSPEC])}, token map / full head"
+def _frspec(greedy: list[Record], variants: dict[str, SpeculativeConfig]) -> Iterator[Figure]:
+    what = f"EAGLE-2 {tree_name(variants[FRSPEC])}, token map / full head"
     yield Figure(f"{what}, tokens/s", median(speed_ratios(greedy, FRSPEC, EAGLE2)), 1.1)
     yield Figure(f"{what}, accept length", _accept_length(greedy, FRSPEC) / _accept_length(greedy, EAGLE2), 0.97)
 
@@ -131,8 +131,8 @@ def _tree_and_chain(method: str) -> dict[str, SpeculativeConfig]:
     return {f"{method} {tree_name(config)}": config for config in (whole, with_tree(whole, CHAIN))}
 
 
-def _define(session: Session, arms: dict[str, SpeculativeConfig]) -> None:
-    for name, speculative in arms.items():
+def _define(session: Session, variants: dict[str, SpeculativeConfig]) -> None:
+    for name, speculative in variants.items():
         session.define(name, speculative)
 
 
@@ -141,15 +141,15 @@ def _session(dtype: str, chunk: int | None = None) -> Session:
     return Session(config, progress=sys.stderr.isatty())
 
 
-def _answers(records: Sequence[Record], arm: str) -> list[list[int]]:
+def _answers(records: Sequence[Record], variant: str) -> list[list[int]]:
     """Every answer's tokens in the prompts' order, however they were batched."""
-    mine = sorted((record for record in records if record.arm == arm), key=lambda record: record.key.chunk)
+    mine = sorted((record for record in records if record.variant == variant), key=lambda record: record.key.chunk)
     return [reply.token_ids for record in mine for reply in record.run.replies]
 
 
-def _accept_length(records: Sequence[Record], arm: str) -> float:
-    length = summarise(records)[arm][ALL].accept_length
-    assert length is not None, f"{arm} verifies"
+def _accept_length(records: Sequence[Record], variant: str) -> float:
+    length = summarise(records)[variant][ALL].accept_length
+    assert length is not None, f"{variant} verifies"
     return length
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 
 from specray.bench import eagle_figures, machine, server_figures
-from specray.bench.arms import PLAIN, TRANSFORMERS
 from specray.bench.command import engine_config
 from specray.bench.figure import CONCURRENCY, FULL, QUICK, ROOT, Effort, Figure, Section, mt_bench_prompts, prompts_of
 from specray.bench.measure import Settings
@@ -20,6 +19,7 @@ from specray.bench.prompts import load_prompts
 from specray.bench.report import identical_share, speed_ratios, summarise
 from specray.bench.session import Session
 from specray.bench.tables import format_table
+from specray.bench.variants import PLAIN, TRANSFORMERS
 from specray.config import SpeculativeConfig
 from specray.errors import SpecRayError
 
@@ -58,11 +58,11 @@ def _measured(section: Section, effort: Effort, only: set[str] | None) -> Iterat
 def exactness(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     del wanted  # one comparison, all of its rows
     session = _session("float32")
-    arms = [TRANSFORMERS, PLAIN, NGRAM]
-    records = session.compare(arms, load_prompts(limit=effort.num_exact), Settings(max_tokens=64), progress=True)
-    for arm in (PLAIN, NGRAM):
-        what = f"answers equal to transformers' in float32, {effort.num_exact} prompts x 64 tokens, {arm}"
-        yield Figure(what, identical_share(records, arm, TRANSFORMERS), 1.0, "{:.0%}")
+    variants = [TRANSFORMERS, PLAIN, NGRAM]
+    records = session.compare(variants, load_prompts(limit=effort.num_exact), Settings(max_tokens=64), progress=True)
+    for variant in (PLAIN, NGRAM):
+        what = f"answers equal to transformers' in float32, {effort.num_exact} prompts x 64 tokens, {variant}"
+        yield Figure(what, identical_share(records, variant, TRANSFORMERS), 1.0, "{:.0%}")
 
 
 def in_process(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
@@ -97,11 +97,11 @@ def _speculation(session: Session, effort: Effort) -> Iterator[Figure]:
     summaries = summarise(
         session.compare([PLAIN, NGRAM, SUFFIX], prompts, Settings(max_tokens=effort.max_tokens), progress=True)
     )
-    for arm, match in ((NGRAM, "BFS"), (SUFFIX, "SUFFIX")):
+    for variant, match in ((NGRAM, "BFS"), (SUFFIX, "SUFFIX")):
         for category, title, bound in (
             ("copy", "copy-heavy prompts", 1.8), ("code", "code-like prompts", 1.3), ("chat", "open chat", 0.97),
         ):  # fmt: skip
-            summary = summaries[arm][category]
+            summary = summaries[variant][category]
             assert summary.ratio_to_plain is not None, "plain was measured"
             what = f"NGRAM {match} / plain, {title} (accept length {summary.accept_length:.2f})"
             yield Figure(what, summary.ratio_to_plain, bound)

@@ -1,6 +1,6 @@
 """One comparison: every arm answers the same prompts, a few at a time and in turn, so that a drifting machine is fair.
 
-Not here: what an arm does (`arms`), and what the numbers mean (`report`).
+Not here: what an arm does (`variants`), and what the numbers mean (`report`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from typing import NamedTuple
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from specray.bench.arms import Arm, Job, Run
 from specray.bench.floor import Floor
 from specray.bench.prompts import Prompt, by_category
+from specray.bench.variants import Job, Run, Variant
 from specray.models.tokenizer import render_chat
 from specray.sampling_params import SamplingParams
 
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 class Record(NamedTuple):
-    arm: str
+    variant: str
     key: Key
     run: Run
 
@@ -59,7 +59,7 @@ class Chunk(NamedTuple):
 
 
 def compare(
-    arms: Sequence[Arm],
+    variants: Sequence[Variant],
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerFast,
     settings: Settings,
@@ -70,16 +70,16 @@ def compare(
     """All records. The order of arms rotates from chunk to chunk; `floor` is sampled once after each arm."""
     interview = Interview(tokenizer, settings)
     chunks = list(_chunks(prompts, settings.concurrency))
-    for arm in arms:
-        interview.warm_up(arm, chunks[0])
+    for variant in variants:
+        interview.warm_up(variant, chunks[0])
     records: list[Record] = []
-    total = len(chunks) * settings.repeats * len(arms)
+    total = len(chunks) * settings.repeats * len(variants)
     with tqdm(total=total, desc=title, unit="run", disable=None if progress else True) as bar:
         for repeat in range(settings.repeats):
             for chunk in chunks:
-                for arm in _rotated(arms, chunk.number + repeat):
-                    bar.set_postfix_str(arm.name, refresh=True)
-                    records += interview.hold(arm, chunk, repeat)
+                for variant in _rotated(variants, chunk.number + repeat):
+                    bar.set_postfix_str(variant.name, refresh=True)
+                    records += interview.hold(variant, chunk, repeat)
                     if floor is not None:
                         floor.sample()
                     bar.update()
@@ -93,13 +93,13 @@ class Interview:
         self._tokenizer = tokenizer
         self._settings = settings
 
-    def warm_up(self, arm: Arm, chunk: Chunk) -> None:
+    def warm_up(self, variant: Variant, chunk: Chunk) -> None:
         """Let everything that happens once happen before the first record."""
         job = self._job([{"role": "user", "content": chunk.prompts[0].turns[0]}], chunk.first)
         short = job._replace(params=replace(job.params, max_tokens=WARM_UP_TOKENS))
-        arm.run([short], self._settings.concurrency, cache_salt=f"{self._settings.cache_salt}warm-up")
+        variant.run([short], self._settings.concurrency, cache_salt=f"{self._settings.cache_salt}warm-up")
 
-    def hold(self, arm: Arm, chunk: Chunk, repeat: int) -> Iterator[Record]:
+    def hold(self, variant: Variant, chunk: Chunk, repeat: int) -> Iterator[Record]:
         """One record per turn. A salt of its own keeps a repeat from finding the last one's answers in a cache."""
         talks: list[list[dict[str, str]]] = [[] for _ in chunk.prompts]
         for turn in range(self._settings.turns):
@@ -110,11 +110,11 @@ class Interview:
                 talks[i].append({"role": "user", "content": chunk.prompts[i].turns[turn]})
             jobs = [self._job(talks[i], chunk.first + i) for i in asked]
             salt = f"{self._settings.cache_salt}repeat-{repeat}"
-            run = arm.run(jobs, self._settings.concurrency, salt)
+            run = variant.run(jobs, self._settings.concurrency, salt)
             for i, reply in zip(asked, run.replies, strict=True):
                 answer = self._tokenizer.decode(reply.token_ids, skip_special_tokens=True)
                 talks[i].append({"role": "assistant", "content": str(answer)})
-            yield Record(arm.name, Key(chunk.category, chunk.number, repeat, turn), run)
+            yield Record(variant.name, Key(chunk.category, chunk.number, repeat, turn), run)
 
     def _job(self, talk: list[dict[str, str]], number: int) -> Job:
         settings = self._settings
@@ -135,6 +135,6 @@ def _chunks(prompts: Sequence[Prompt], concurrency: int) -> Iterator[Chunk]:
         first += len(members)
 
 
-def _rotated(arms: Sequence[Arm], by: int) -> list[Arm]:
-    start = by % len(arms)
-    return [*arms[start:], *arms[:start]]
+def _rotated(variants: Sequence[Variant], by: int) -> list[Variant]:
+    start = by % len(variants)
+    return [*variants[start:], *variants[:start]]

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from specray.bench.arms import PLAIN, Reply, Run
 from specray.bench.measure import Key, Record
 from specray.bench.tables import format_table
+from specray.bench.variants import PLAIN, Reply, Run
 from specray.outputs import acceptance_per_depth, add_histograms
 
 ALL = "all"
@@ -33,61 +33,64 @@ class Summary:
 
 def summarise(records: Sequence[Record]) -> dict[str, dict[str, Summary]]:
     """arm -> category -> figures; the category `all` is every prompt together."""
-    plain = {record.key: record.run for record in records if record.arm == PLAIN}
-    arms: dict[str, dict[str, list[Record]]] = {}
+    plain = {record.key: record.run for record in records if record.variant == PLAIN}
+    variants: dict[str, dict[str, list[Record]]] = {}
     for record in records:
-        groups = arms.setdefault(record.arm, {ALL: []})
+        groups = variants.setdefault(record.variant, {ALL: []})
         groups[ALL].append(record)
         groups.setdefault(record.key.category, []).append(record)
-    return {arm: {name: _summary(group, plain) for name, group in groups.items()} for arm, groups in sorted_arms(arms)}
+    return {
+        variant: {name: _summary(group, plain) for name, group in groups.items()}
+        for variant, groups in sorted_variants(variants)
+    }
 
 
-def identical_share(records: Sequence[Record], arm: str, base: str) -> float:
-    """Share of the answers of `arm` whose tokens equal those of `base`, both among the records."""
-    share = _identical(_pairs(records, arm, base))
-    assert share is not None, f"{arm} and {base} were compared"
+def identical_share(records: Sequence[Record], variant: str, base: str) -> float:
+    """Share of the answers of `variant` whose tokens equal those of `base`, both among the records."""
+    share = _identical(_pairs(records, variant, base))
+    assert share is not None, f"{variant} and {base} were compared"
     return share
 
 
-def speed_ratios(records: Sequence[Record], arm: str, base: str) -> list[float]:
-    """Output tokens/s of `arm` over those of `base`, both among the records, for each run of the same prompts."""
-    return [run.tokens_per_s / base_run.tokens_per_s for run, base_run in _pairs(records, arm, base)]
+def speed_ratios(records: Sequence[Record], variant: str, base: str) -> list[float]:
+    """Output tokens/s of `variant` over those of `base`, both among the records, for each run of the same prompts."""
+    return [run.tokens_per_s / base_run.tokens_per_s for run, base_run in _pairs(records, variant, base)]
 
 
 def to_json(summaries: dict[str, dict[str, Summary]]) -> dict[str, Any]:
     """`arms.<name>` holds the figures over all prompts, and under `categories` the same for each category."""
-    arms = {}
-    for arm, groups in summaries.items():
+    variants = {}
+    for variant, groups in summaries.items():
         categories = {name: asdict(summary) for name, summary in groups.items() if name != ALL}
-        arms[arm] = {**asdict(groups[ALL]), "categories": categories}
-    return arms
+        variants[variant] = {**asdict(groups[ALL]), "categories": categories}
+    return variants
 
 
 def to_table(summaries: dict[str, dict[str, Summary]]) -> str:
     rows = []
-    for arm, groups in summaries.items():
+    for variant, groups in summaries.items():
         names = [name for name in groups if name != ALL]
-        rows += [_row(arm, name, groups[name]) for name in (names if len(names) == 1 else [*names, ALL])]
+        rows += [_row(variant, name, groups[name]) for name in (names if len(names) == 1 else [*names, ALL])]
     return format_table(HEADERS, rows)
 
 
 def depth_table(summaries: dict[str, dict[str, Summary]]) -> str | None:
     """How often drafts are accepted at each depth, given the depth above was; None where nothing was drafted."""
-    drafting = {arm: groups[ALL] for arm, groups in summaries.items() if groups[ALL].accept_histogram}
+    drafting = {variant: groups[ALL] for variant, groups in summaries.items() if groups[ALL].accept_histogram}
     if not drafting:
         return None
     num_depths = max(len(summary.acceptance_per_depth) for summary in drafting.values())
     headers = ["accepted at depth, given the depth above", "trees", *(str(depth + 1) for depth in range(num_depths))]
     rows = []
-    for arm, summary in drafting.items():
+    for variant, summary in drafting.items():
         shares = [f"{share:.0%}" for share in summary.acceptance_per_depth]
-        rows.append([arm, str(sum(summary.accept_histogram)), *shares, *["-"] * (num_depths - len(shares))])
+        rows.append([variant, str(sum(summary.accept_histogram)), *shares, *["-"] * (num_depths - len(shares))])
     return format_table(headers, rows, num_text_columns=1)
 
 
-def sorted_arms(arms: dict[str, Any]) -> list[tuple[str, Any]]:
+def sorted_variants(variants: dict[str, Any]) -> list[tuple[str, Any]]:
     """Plain first, then by name: the order of measuring rotates and says nothing."""
-    return sorted(arms.items(), key=lambda item: (item[0] != PLAIN, item[0]))
+    return sorted(variants.items(), key=lambda item: (item[0] != PLAIN, item[0]))
 
 
 def _summary(records: Sequence[Record], plain: dict[Key, Run]) -> Summary:
@@ -110,9 +113,9 @@ def _summary(records: Sequence[Record], plain: dict[Key, Run]) -> Summary:
     )
 
 
-def _pairs(records: Sequence[Record], arm: str, base: str) -> list[tuple[Run, Run]]:
-    bases = {record.key: record.run for record in records if record.arm == base}
-    return [(record.run, bases[record.key]) for record in records if record.arm == arm]
+def _pairs(records: Sequence[Record], variant: str, base: str) -> list[tuple[Run, Run]]:
+    bases = {record.key: record.run for record in records if record.variant == base}
+    return [(record.run, bases[record.key]) for record in records if record.variant == variant]
 
 
 def _accept_length(replies: Sequence[Reply]) -> float | None:
@@ -135,9 +138,9 @@ def _median(values: Iterable[float]) -> float | None:
     return median(known) if known else None
 
 
-def _row(arm: str, category: str, summary: Summary) -> list[str]:
+def _row(variant: str, category: str, summary: Summary) -> list[str]:
     return [
-        arm,
+        variant,
         f"{category} ({summary.num_requests})",
         f"{summary.output_tokens_per_s:.1f}",
         _cell(summary.ratio_to_plain, "{:.2f}"),

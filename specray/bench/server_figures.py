@@ -20,8 +20,8 @@ from tqdm import tqdm
 from specray.bench.exchange import exchange, request_bytes
 from specray.bench.figure import CONCURRENCY, ROOT, Effort, Figure, Section, mt_bench_prompts, prompts_of
 from specray.bench.ledger import Outcome, ending_of
+from specray.cli.local_server import LocalServer, free_port
 from specray.errors import SpecRayError
-from specray.local_server import LocalServer, free_port
 
 CONFIGS = ROOT / "configs"
 SETTLE_S = 3.0  # an idle server asks itself for a token, and copies its counters out, in less

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from specray.bench import machine
-from specray.bench.arms import PLAIN, TRANSFORMERS, Arm, EngineArm, parse_method, target_of
 from specray.bench.floor import Floor
 from specray.bench.measure import Record, Settings, compare
 from specray.bench.prompts import Prompt, load_prompts
 from specray.bench.report import ALL, Summary, depth_table, summarise, to_json, to_table
+from specray.bench.variants import PLAIN, TRANSFORMERS, EngineVariant, Variant, parse_method, target_of
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
@@ -26,45 +26,45 @@ class Session:
     def __init__(self, config: EngineConfig, progress: bool = False) -> None:
         self._config = config
         self._llm = LLM(config.model_copy(update={"speculative": SpeculativeConfig()}), progress=progress)
-        self._arms: dict[str, Arm] = {}
+        self._variants: dict[str, Variant] = {}
         self._defined: dict[str, SpeculativeConfig] = {}
 
     def define(self, name: str, speculative: SpeculativeConfig) -> None:
         """Give an arm a name of the caller's, whatever `parse_method` would make of it."""
         self._defined[name] = speculative
 
-    def arm(self, name: str) -> Arm:
+    def variant(self, name: str) -> Variant:
         """The arm of that name. Raises ConfigError if there is no such method."""
-        if name not in self._arms:
-            self._arms[name] = self._make(name)
-        return self._arms[name]
+        if name not in self._variants:
+            self._variants[name] = self._make(name)
+        return self._variants[name]
 
     def floor(self) -> Floor:
         return Floor(target_of(self._llm))
 
     def drop(self, name: str) -> None:
         """Forget an arm, its head and its KV pool."""
-        self._arms.pop(name, None)
+        self._variants.pop(name, None)
 
     def compare(
         self, names: Sequence[str], prompts: Sequence[Prompt], settings: Settings, floor: Floor | None = None,
         progress: bool = False, title: str = "measuring",
     ) -> list[Record]:  # fmt: skip
-        arms = [self.arm(name) for name in names]
-        return compare(arms, prompts, self._llm.tokenizer, settings, floor, progress, title)
+        variants = [self.variant(name) for name in names]
+        return compare(variants, prompts, self._llm.tokenizer, settings, floor, progress, title)
 
-    def _make(self, name: str) -> Arm:
+    def _make(self, name: str) -> Variant:
         if name == TRANSFORMERS:
             return self._yardstick()
         method = self._defined.get(name) or parse_method(name, self._config)
-        return EngineArm(name, self._llm if name == PLAIN else self._llm.with_speculative(method))
+        return EngineVariant(name, self._llm if name == PLAIN else self._llm.with_speculative(method))
 
-    def _yardstick(self) -> Arm:
-        from specray.bench.transformers_arm import TransformersArm  # seconds of imports that no other arm needs
+    def _yardstick(self) -> Variant:
+        from specray.bench.transformers_variant import TransformersVariant  # seconds of imports that no other arm needs
 
         config, weight = self._config, target_of(self._llm).embedding.weight
         folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
-        return TransformersArm(folder, weight.dtype, weight.device, self._llm.engine.capacity.eos_token_ids)
+        return TransformersVariant(folder, weight.dtype, weight.device, self._llm.engine.capacity.eos_token_ids)
 
 
 def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
@@ -73,12 +73,12 @@ def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
         options.concurrency, options.max_tokens, options.temperature, options.turns, options.repeats, options.seed,
         options.ignore_eos,
     )  # fmt: skip
-    for name in options.arms:
-        _check_arm(name, settings, config)
+    for name in options.variants:
+        _check_variant(name, settings, config)
     prompts = load_prompts(options.prompts, options.limit)
     session = Session(config, progress=sys.stderr.isatty())
     floor = session.floor() if options.floor else None
-    summaries = summarise(session.compare(options.arms, prompts, settings, floor, progress=True))
+    summaries = summarise(session.compare(options.variants, prompts, settings, floor, progress=True))
     print(to_table(summaries))
     if depths := depth_table(summaries):
         print(f"\n{depths}")
@@ -107,7 +107,7 @@ def write_json(
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_arm(name: str, settings: Settings, config: EngineConfig) -> None:
+def _check_variant(name: str, settings: Settings, config: EngineConfig) -> None:
     """Refuse what cannot be measured before anything is loaded."""
     if name != TRANSFORMERS:
         parse_method(name, config)

@@ -16,7 +16,6 @@ from typing import Any
 import yaml
 
 from specray.bench import machine
-from specray.bench.arms import PLAIN, parse_method, tree_name, with_tree
 from specray.bench.command import DEFAULT_DRAFTER
 from specray.bench.measure import Record, Settings
 from specray.bench.prompts import Prompt, by_category, load_prompts
@@ -24,6 +23,7 @@ from specray.bench.report import ALL, speed_ratios, summarise
 from specray.bench.session import Session
 from specray.bench.tables import format_table
 from specray.bench.tune_plot import save_plot
+from specray.bench.variants import PLAIN, parse_method, tree_name, with_tree
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode import DRAFTERS
@@ -84,7 +84,7 @@ def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
     session = Session(config, progress=sys.stderr.isatty())
     outcome = search(session, contenders, prompts, settings, options.batch_sizes, options.rounds, options.limit)
     block = yaml_block(outcome.best)
-    print(f"{to_table(outcome)}\n\n{verdict(outcome)}\n\n{block}\n{machine.one_line()}")
+    print(f"{to_table(outcome)}\n\n{output(outcome)}\n\n{block}\n{machine.one_line()}")
     write_files(options.out, outcome, config, settings, block)
 
 
@@ -162,7 +162,7 @@ def to_table(outcome: Outcome) -> str:
     return format_table(headers, rows, num_text_columns=1)
 
 
-def verdict(outcome: Outcome) -> str:
+def output(outcome: Outcome) -> str:
     best = outcome.best
     if best.score <= 1:
         return (

@@ -38,11 +38,11 @@ class Engine:
         self._tokenizer = tokenizer
         self._requests: dict[str, Request] = {}
         self._texts: dict[str, TextStream] = {}
-        self._untold: list[RequestOutput] = []  # news not handed out yet; kept while a step may still fail
+        self._pending_outputs: list[RequestOutput] = []  # news not handed out yet; kept while a step may still fail
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._untold or self.scheduler.has_freed_slots)
+        return bool(self._requests or self._pending_outputs or self.scheduler.has_freed_slots)
 
     def add_request(self, spec: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError; then nothing was queued."""
@@ -89,7 +89,7 @@ class Engine:
         """End requests now; the next `step` reports them. Unknown or finished ids are ignored."""
         for request_id in request_ids:
             if request := self._requests.get(request_id):
-                self._untold.append(self._end(request, FinishReason.ABORT))
+                self._pending_outputs.append(self._end(request, FinishReason.ABORT))
 
     def step(self) -> list[RequestOutput]:
         """One step of every running request; the news of those that have any."""
@@ -101,9 +101,9 @@ class Engine:
             self.executor.submit(plan)
             result = self.executor.collect()
             for emitted in self.scheduler.commit(plan, result):
-                self._untold.append(self._output(emitted))
+                self._pending_outputs.append(self._output(emitted))
             self._count_step(result, time.perf_counter() - start)
-        return self._take_news()
+        return self._take_outputs()
 
     def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
         """Plan for another drafter. The worker may have it sooner or later: it cuts trees to what was planned."""
@@ -116,8 +116,8 @@ class Engine:
     def fail_all(self, message: str) -> list[RequestOutput]:
         """End every request with an error, after the executor failed."""
         for request in list(self._requests.values()):
-            self._untold.append(self._end(request, FinishReason.ERROR, error=message))
-        return self._take_news()
+            self._pending_outputs.append(self._end(request, FinishReason.ERROR, error=message))
+        return self._take_outputs()
 
     def update_gauges(self) -> None:
         """Bring the gauges of `stats` up to date; called before a snapshot."""
@@ -134,10 +134,10 @@ class Engine:
         """Abort what has no time left, started or not: whoever asked for it may be unable to."""
         now = time.monotonic()
         for request in [request for request in self._requests.values() if request.deadline <= now]:
-            self._untold.append(self._end(request, FinishReason.ABORT, error="its time was up"))
+            self._pending_outputs.append(self._end(request, FinishReason.ABORT, error="its time was up"))
 
-    def _take_news(self) -> list[RequestOutput]:
-        news, self._untold = self._untold, []
+    def _take_outputs(self) -> list[RequestOutput]:
+        news, self._pending_outputs = self._pending_outputs, []
         return news
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
@@ -194,7 +194,7 @@ class Engine:
 
     def _note_queue_times(self, plan: StepPlan) -> None:
         """A request's first step is the one its row entered in, unless it was preempted before."""
-        for request in self.scheduler.running[len(self.scheduler.running) - len(plan.new_rows) :]:
+        for request in self.scheduler.running[len(self.scheduler.running) - len(plan.new_requests) :]:
             if request.num_preemptions == 0:
                 stats = self._stats_of(request)
                 stats.observe("specray_request_queue_time_seconds", time.monotonic() - request.arrival)

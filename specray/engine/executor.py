@@ -1,4 +1,4 @@
-"""The one door between the host and the ranks; `specray.worker.local` and `cluster.executor` implement it."""
+"""The one door between the host and the ranks; `specray.worker.local` and `cluster.engine.executor` implement it."""
 
 from typing import NamedTuple, Protocol
 

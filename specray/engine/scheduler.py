@@ -14,7 +14,7 @@ from specray.engine.fair_queue import FairQueue
 from specray.engine.radix_cache import RadixCache
 from specray.engine.request import Emitted, EngineRequest, Request, Status
 from specray.errors import QueueFullError
-from specray.step import NewRow, RowResult, RowSampling, RowStep, StepPlan, StepResult
+from specray.step import NewRequest, RequestResult, SamplingOptions, ScheduledRow, StepPlan, StepResult
 
 
 class Scheduler:
@@ -80,21 +80,21 @@ class Scheduler:
             if num_tokens and (blocks := self._keep(request)) is not None:
                 work.append((request, num_tokens, blocks))
                 budget -= num_tokens if request.num_pending_tokens > 1 else 0
-        new_rows: list[NewRow] = []
+        new_requests: list[NewRequest] = []
         while self.waiting and self._free_slots and budget > 0 and num_preemptions == self.num_preemptions:
             request = self.waiting.popleft()
             if not self._admit(request):
                 self.waiting.appendleft(request)
                 break
             num_tokens = self._num_tokens(request, budget)
-            new_rows.append(self._new_row(request))
+            new_requests.append(self._new_request(request))
             work.append((request, num_tokens, []))
             budget -= num_tokens
         shares = self._draft_shares([request for request, *_ in work])
         rows = [self._row_step(*item, share) for item, share in zip(work, shares, strict=True)]
         freed, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
-        return StepPlan(self._num_steps, freed, new_rows, rows)
+        return StepPlan(self._num_steps, freed, new_requests, rows)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
         """Enter a step's results. Requests that ended since the plan was made get nothing."""
@@ -141,13 +141,13 @@ class Scheduler:
         share, num_more = divmod(self.max_step_draft_tokens, max(1, num_rows))
         return [min(self.max_draft_tokens, share + (place < num_more)) for place in range(len(requests))]
 
-    def _row_step(self, request: Request, num_tokens: int, new_block_ids: list[int], max_drafts: int) -> RowStep:
+    def _row_step(self, request: Request, num_tokens: int, new_block_ids: list[int], max_drafts: int) -> ScheduledRow:
         num_known, num_drafts = len(request.token_ids), 0
         if num_tokens == request.num_pending_tokens:
             num_drafts = max(0, min(max_drafts, request.max_useful_drafts, request.spec.draft_limit.num_tokens))
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
-        return RowStep(request.slot, num_tokens, num_drafts, new_block_ids)
+        return ScheduledRow(request.slot, num_tokens, num_drafts, new_block_ids)
 
     def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks to hold `num_tokens`, appended to the request; None if there are not enough."""
@@ -176,8 +176,8 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def _new_row(self, request: Request) -> NewRow:
-        return NewRow(
+    def _new_request(self, request: Request) -> NewRequest:
+        return NewRequest(
             request.slot,
             list(request.token_ids),
             request.num_prompt_tokens,
@@ -188,7 +188,7 @@ class Scheduler:
             request.spec.draft_limit.num_steps,
         )
 
-    def _commit_row(self, request: Request, row: RowStep, news: RowResult) -> Emitted:
+    def _commit_row(self, request: Request, row: ScheduledRow, news: RequestResult) -> Emitted:
         if news.error is not None:
             return Emitted(request, [], error=news.error)
         request.num_computed_tokens += row.num_tokens
@@ -227,11 +227,11 @@ class Scheduler:
         request.block_ids, request.shared_path = [], []
 
 
-def _row_sampling(request: Request, eos_token_ids: list[int]) -> RowSampling:
+def _row_sampling(request: Request, eos_token_ids: list[int]) -> SamplingOptions:
     params = request.spec.params
     assert params.seed is not None
     stops = [] if params.ignore_eos else eos_token_ids
-    return RowSampling(
+    return SamplingOptions(
         params.seed,
         params.temperature,
         params.top_p,

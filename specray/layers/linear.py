@@ -12,7 +12,7 @@ from specray.layers.parallel import RankGroup
 from specray.ops.linear import make_linear
 
 
-class ColumnLinear:
+class ColumnParallelLinear:
     """y = x W^T + b with this rank's rows of W, [out / ranks, in]; each rank holds its part of y."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, quantization: str | None = None) -> None:
@@ -22,7 +22,7 @@ class ColumnLinear:
         return self._run(x)
 
 
-class RowLinear:
+class RowParallelLinear:
     """y = x W^T + b with this rank's columns of W, [out, in / ranks]; x is this rank's part, y is whole."""
 
     def __init__(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specray.layers.linear import RowLinear
+from specray.layers.linear import RowParallelLinear
 from specray.layers.norm import RMSNorm
 from specray.layers.rotary import rotate_
 from specray.ops.attention import Attend
@@ -43,7 +43,7 @@ class LatentAttention:
 
     def __init__(
         self, index: int, sizes: LatentSizes, query: Callable[[Tensor], Tensor], compress: Callable[[Tensor], Tensor],
-        latent_norm: RMSNorm, expand: Tensor, out: RowLinear, scale: float,
+        latent_norm: RMSNorm, expand: Tensor, out: RowParallelLinear, scale: float,
     ) -> None:  # fmt: skip
         """`query` gives [T, heads * query_dim], `compress` [T, kv_rank + rope_dim], rotary parts in half-split order.
 

@@ -30,10 +30,10 @@ class SoftmaxRoute:
     num_chosen_groups: int = 1
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        law = logits.softmax(-1)
-        best_of_group = law.view(len(law), self.num_groups, -1).amax(-1)
+        probs = logits.softmax(-1)
+        best_of_group = probs.view(len(probs), self.num_groups, -1).amax(-1)
         allowed = in_best_groups(best_of_group, self.num_chosen_groups, logits.shape[-1])
-        weights, experts = law.masked_fill(~allowed, 0.0).topk(self.num_chosen)
+        weights, experts = probs.masked_fill(~allowed, 0.0).topk(self.num_chosen)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights * self.scale, experts
@@ -51,12 +51,12 @@ class SigmoidRoute:
     num_chosen_groups: int
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        law = logits.sigmoid()
-        wanted = law + self.bias
+        probs = logits.sigmoid()
+        wanted = probs + self.bias
         best_two = wanted.view(len(wanted), self.num_groups, -1).topk(2).values.sum(-1)
         allowed = in_best_groups(best_two, self.num_chosen_groups, logits.shape[-1])
         experts = wanted.masked_fill(~allowed, float("-inf")).topk(self.num_chosen).indices
-        weights = law.gather(-1, experts)
+        weights = probs.gather(-1, experts)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.scale, experts

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from specray.errors import ConfigError
-from specray.layers.linear import ColumnLinear, RowLinear
+from specray.layers.linear import ColumnParallelLinear, RowParallelLinear
 from specray.layers.mla import LatentAttention, LatentSizes, half_split
 from specray.layers.moe import MixtureOfExperts, Route, SigmoidRoute, SoftmaxRoute
 from specray.layers.norm import RMSNorm
@@ -98,10 +98,10 @@ def _attention(
     return LatentAttention(
         kv_layer, sizes,
         query=_query(config, shape, place, loader),
-        compress=ColumnLinear(torch.cat((latent, _ordered(config, turned))), quantization=loader.quantization),
+        compress=ColumnParallelLinear(torch.cat((latent, _ordered(config, turned))), quantization=loader.quantization),
         latent_norm=RMSNorm(loader.tensor(place + "kv_a_layernorm.weight", (sizes.kv_rank,)), _LATENT_EPS),
         expand=expand,
-        out=RowLinear(out.contiguous(), group, quantization=loader.quantization),
+        out=RowParallelLinear(out.contiguous(), group, quantization=loader.quantization),
         scale=sizes.query_dim**-0.5 * _long_context_scale(config),
     )  # fmt: skip
 
@@ -113,11 +113,11 @@ def _query(config: PretrainedConfig, shape: LatentShape, place: str, loader: Loa
     stored = _of_heads(loader, f"{place}{name}.weight", shape, sizes.query_dim, width)
     plain, turned = stored.split_with_sizes((sizes.nope_dim, sizes.rope_dim), 1)
     rows = torch.cat((plain, _ordered(config, turned)), 1).flatten(0, 1)
-    project = ColumnLinear(rows, quantization=loader.quantization)
+    project = ColumnParallelLinear(rows, quantization=loader.quantization)
     if rank is None:
         return project
     weight = loader.tensor(place + "q_a_proj.weight", (rank, shape.hidden_size))
-    compress = ColumnLinear(weight, quantization=loader.quantization)
+    compress = ColumnParallelLinear(weight, quantization=loader.quantization)
     norm = RMSNorm(loader.tensor(place + "q_a_layernorm.weight", (rank,)), _LATENT_EPS)
     return lambda x: project(norm(compress(x)))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
-from specray.layers.linear import ColumnLinear, VocabEmbedding, VocabHead
+from specray.layers.linear import ColumnParallelLinear, VocabEmbedding, VocabHead
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
@@ -33,7 +33,7 @@ ALGORITHMS: dict[Literal[2, 3], str] = {2: "EAGLE", 3: "EAGLE3"}
 class EagleHead(Protocol):
     """A draft head of hidden size H. A state stands for what precedes a token; the layer's index in `attend` is 0."""
 
-    feature_layers: tuple[int, ...]  # of the target, see `Llama.__call__`
+    aux_hidden_state_layers: tuple[int, ...]  # of the target, see `Llama.__call__`
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -41,7 +41,7 @@ class EagleHead(Protocol):
     vocab_size: int  # columns of `logits`
     draft_token_ids: Tensor | None  # int64 [vocab_size]: target id of each column; None: the same id
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """States [T, H] from the target's features [T, len(feature_layers) * target hidden], of any type."""
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -99,7 +99,7 @@ class Eagle2Head:
                 f"{loader.folder}: an EAGLE-2 head of hidden_size={size} cannot use the output matrix of a target of "
                 f"{shared.shape.hidden_size}; choose a head made for this target"
             )
-        self.feature_layers: tuple[int, ...] = (shared.shape.num_layers,)
+        self.aux_hidden_state_layers: tuple[int, ...] = (shared.shape.num_layers,)
         self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.dtype = shared.dtype
         self.draft_token_ids = None if token_map is None else token_map.to(shared.device, torch.int64)
@@ -110,8 +110,8 @@ class Eagle2Head:
         self._head = shared.head(self.draft_token_ids)
         self._rotary = _rotary(config, shape, loader, shared.max_positions)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return features.to(self.dtype)
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        return aux_hidden_states.to(self.dtype)
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self._fc(torch.cat((self._embedding(token_ids), states), -1))
@@ -134,14 +134,14 @@ class Eagle3Head:
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: "TargetMatrices"
     ) -> None:
         size, width, layer, eps = shape.hidden_size, shared.shape.hidden_size, names.layer, shape.eps
-        self.feature_layers = config.feature_layers(loader.folder, shared.shape.num_layers)
+        self.aux_hidden_state_layers = config.aux_hidden_state_layers(loader.folder, shared.shape.num_layers)
         self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.dtype = shared.dtype
         self.vocab_size = config.draft_vocab_size or shape.vocab_size
         ids = read_draft_vocabulary(loader, names, self.vocab_size, shape.vocab_size)
         self.draft_token_ids = None if ids is None else ids.to(shared.device)
         self._embedding = _own_embedding(shape, loader, names, width) or shared.embedding()
-        self._fuse = _Fusion(config, shape, loader, names, len(self.feature_layers), width)
+        self._fuse = _Fusion(config, shape, loader, names, len(self.aux_hidden_state_layers), width)
         self._token_norm = RMSNorm(loader.tensor(layer + "input_layernorm.weight", (size,)), eps)
         self._state_norm = RMSNorm(loader.tensor(layer + "hidden_norm.weight", (size,)), eps)
         self._normed_residual = config.norm_before_residual
@@ -151,8 +151,8 @@ class Eagle3Head:
         self._head = _own_head(config, shape, loader, names, width) or shared.head(self.draft_token_ids)
         self._rotary = _rotary(config, shape, loader, shared.max_positions)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return self._fuse(features.to(self.dtype))
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        return self._fuse(aux_hidden_states.to(self.dtype))
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         normed = self._state_norm(states)
@@ -248,7 +248,7 @@ class _Fusion:
         eps = shape.eps
         self._whole_norm: RMSNorm | None = None
         self._norms: list[RMSNorm] = []
-        self._fc: ColumnLinear | None = None
+        self._fc: ColumnParallelLinear | None = None
         if config.norm_before_fc:
             name = names.of_plain("input_norm.weight", "norm_before_fc.weight")
             self._whole_norm = RMSNorm(loader.tensor(name, (count * width,)), eps)
@@ -258,22 +258,22 @@ class _Fusion:
         if config.use_aux_hidden_state or names.has("fc.weight") or width != shape.hidden_size:
             self._fc = _fusion(config, loader, names, count * width, shape.hidden_size)
 
-    def __call__(self, features: Tensor) -> Tensor:
+    def __call__(self, aux_hidden_states: Tensor) -> Tensor:
         if self._whole_norm is not None:
-            features = self._whole_norm(features)
+            aux_hidden_states = self._whole_norm(aux_hidden_states)
         if self._norms:
-            chunks = features.chunk(len(self._norms), -1)
-            features = torch.cat([norm(chunk) for norm, chunk in zip(self._norms, chunks, strict=True)], -1)
-        return features if self._fc is None else self._fc(features)
+            chunks = aux_hidden_states.chunk(len(self._norms), -1)
+            aux_hidden_states = torch.cat([norm(chunk) for norm, chunk in zip(self._norms, chunks, strict=True)], -1)
+        return aux_hidden_states if self._fc is None else self._fc(aux_hidden_states)
 
 
-def _fusion(config: HeadConfig, loader: Loader, names: TensorNames, width: int, size: int) -> ColumnLinear:
+def _fusion(config: HeadConfig, loader: Loader, names: TensorNames, width: int, size: int) -> ColumnParallelLinear:
     """The linear `fc` [size, width]; the checkpoint decides on a bias that config.json does not mention."""
     weight, bias = (names.of_plain(f"fc.{part}", f"fusion_fc.{part}") for part in ("weight", "bias"))
     stated = config.bias if config.fusion_bias is None else config.fusion_bias
     has_bias = bias in names.stored if stated is None else stated
     matrix, added = loader.tensor(weight, (size, width)), loader.tensor(bias, (size,)) if has_bias else None
-    return ColumnLinear(matrix, added, loader.quantization)
+    return ColumnParallelLinear(matrix, added, loader.quantization)
 
 
 def _own_embedding(shape: LlamaShape, loader: Loader, names: TensorNames, target_size: int) -> VocabEmbedding | None:

@@ -95,7 +95,7 @@ class HeadConfig(BaseModel):
                     "the one target it was trained for: set speculative.draft_model_path to a head made for this target"
                 )
 
-    def feature_layers(self, folder: Path, num_layers: int) -> tuple[int, ...]:
+    def aux_hidden_state_layers(self, folder: Path, num_layers: int) -> tuple[int, ...]:
         """Layers of a target of `num_layers` whose entering state EAGLE-3 reads; the config lists layer outputs."""
         if not self.use_aux_hidden_state:
             return (num_layers,)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from specray.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
+from specray.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabEmbedding, VocabHead
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding, rotate_
@@ -145,22 +145,24 @@ class Llama:
         return FeedForward(shape, loader, group, prefix + "mlp.")
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, feature_layers: Sequence[int] = ()
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """(hidden states after the final norm, features), each [T, hidden]; token_ids and positions are int64 [T].
 
-        A feature is the residual stream as it enters a layer of `feature_layers`; for `num_layers`, one past the last,
-        it is the hidden states after the final norm.
+        Aux hidden states are the residual stream as it enters a layer of `aux_hidden_state_layers`; for `num_layers`,
+        one past the last, it is the hidden states after the final norm.
         """
         cos, sin = self.rotary.at(positions)
         hidden = self.embedding(token_ids)
-        features: dict[int, Tensor] = {}  # only those asked for: a long prompt's states of all layers fill a memory
+        aux_hidden_states: dict[
+            int, Tensor
+        ] = {}  # only those asked for: a long prompt's states of all layers fill a memory
         for index, layer in enumerate(self.layers):
-            if index in feature_layers:
-                features[index] = hidden
+            if index in aux_hidden_state_layers:
+                aux_hidden_states[index] = hidden
             hidden = layer(hidden, cos, sin, attend)
-        features[len(self.layers)] = final = self.norm(hidden)
-        return final, [features[index] for index in feature_layers]
+        aux_hidden_states[len(self.layers)] = final = self.norm(hidden)
+        return final, [aux_hidden_states[index] for index in aux_hidden_state_layers]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""
@@ -197,11 +199,11 @@ class Attention:
             shape.num_local_kv_heads,
             shape.head_dim,
         )
-        self.qkv = ColumnLinear(*_qkv(shape, loader, prefix, width or shape.hidden_size), loader.quantization)
+        self.qkv = ColumnParallelLinear(*_qkv(shape, loader, prefix, width or shape.hidden_size), loader.quantization)
         whole = (shape.hidden_size, shape.num_heads * shape.head_dim)
         bias = loader.tensor(prefix + "o_proj.bias", (shape.hidden_size,)) if shape.output_bias else None
         weight = loader.tensor(prefix + "o_proj.weight", whole, shape.q_part(), 1).contiguous()
-        self.out = RowLinear(weight, group, bias, loader.quantization)
+        self.out = RowParallelLinear(weight, group, bias, loader.quantization)
         self.q_norm = self.k_norm = None
         if shape.qk_norm:
             self.q_norm = RMSNorm(loader.tensor(prefix + "q_norm.weight", (shape.head_dim,)), shape.eps)
@@ -225,9 +227,9 @@ class FeedForward:
         size = (shape.ffn_size, shape.hidden_size)
         gate = loader.tensor(prefix + "gate_proj.weight", size, shape.ffn)
         up = loader.tensor(prefix + "up_proj.weight", size, shape.ffn)
-        self.gate_up = ColumnLinear(torch.cat((gate, up)), quantization=loader.quantization)
+        self.gate_up = ColumnParallelLinear(torch.cat((gate, up)), quantization=loader.quantization)
         down = loader.tensor(prefix + "down_proj.weight", size[::-1], shape.ffn, 1).contiguous()
-        self.down = RowLinear(down, group, quantization=loader.quantization)
+        self.down = RowParallelLinear(down, group, quantization=loader.quantization)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)

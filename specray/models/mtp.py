@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from specray.errors import ConfigError
-from specray.layers.linear import ColumnLinear
+from specray.layers.linear import ColumnParallelLinear
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
@@ -94,7 +94,7 @@ class MtpLayers:
         architecture = MODELS[(config.architectures or [""])[0]]
         rotary = architecture.rotary_of(config, shape, shared.max_positions, loader)
         self.dtype = shared.dtype
-        self.feature_layers: tuple[int, ...] = (shared.shape.num_layers,)
+        self.aux_hidden_state_layers: tuple[int, ...] = (shared.shape.num_layers,)
         self.shared = shared
         self.layers = [
             MtpLayer(config, shape, loader, layout, number, place, rotary) for place, number in enumerate(numbers)
@@ -116,7 +116,7 @@ class MtpLayer:
         self._layout = layout
         self._embed_norm, self._state_norm = norm(layout.embed_norm), norm(layout.state_norm)
         weight = loader.tensor(f"{prefix}{layout.project}.weight", (size, 2 * size))
-        self._project = ColumnLinear(weight, quantization=loader.quantization)
+        self._project = ColumnParallelLinear(weight, quantization=loader.quantization)
         architecture = MODELS[(config.architectures or [""])[0]]
         index = config.num_hidden_layers + kv_layer
         self._block = architecture.layer(config, shape, index, prefix, loader, RankGroup(), kv_layer)
@@ -137,7 +137,7 @@ class _Drafting:
 
     def __init__(self, layers: MtpLayers, token_map: Tensor | None) -> None:
         shape = layers.shape
-        self.feature_layers = layers.feature_layers
+        self.aux_hidden_state_layers = layers.aux_hidden_state_layers
         self.num_heads, self.num_kv_heads = shape.num_local_heads, shape.num_local_kv_heads
         self.head_dim, self.dtype, self.hidden_size = shape.head_dim, layers.dtype, shape.hidden_size
         self.draft_token_ids = None if token_map is None else token_map.to(layers.shared.device, torch.int64)
@@ -145,8 +145,8 @@ class _Drafting:
         self._head = layers.shared.head(self.draft_token_ids)
         self._embed = layers.shared.embedding()
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return features.to(self.dtype)
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        return aux_hidden_states.to(self.dtype)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         ids = draft_ids.to(torch.int64)

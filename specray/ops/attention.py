@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RaggedRows:
+class AttentionBatch:
     """A flattened batch as attention sees it. Row r has `query_lens[r]` consecutive queries of the T in all.
 
     Query j of a row sees the row's KV before its queries, and of its queries those up to j; but where `trees[r]` is
@@ -35,7 +35,7 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 class AttentionBackend(Protocol):
     """Kernels over a KV pool [layers, slots, 2, kv_heads, dim] in which slot 0 … page-1 stay zero."""
 
-    def plan(self, rows: RaggedRows) -> Attend:
+    def plan(self, rows: AttentionBatch) -> Attend:
         """Prepare what all layers of one step share."""
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.ops.attention import Attend, RaggedRows
+from specray.ops.attention import Attend, AttentionBatch
 
 _SHORT = 64  # queries of a row that may share a padded batch
 # KV bytes of a padded batch. Beyond the second-level cache a batch is slower than its parts: 64 rows of 256 keys took
@@ -42,7 +42,7 @@ class TorchAttention:
         self._num_kv_heads, self._head_dim = pool.shape[-2:]
         self._fold = num_heads // self._num_kv_heads
 
-    def plan(self, rows: RaggedRows) -> Attend:
+    def plan(self, rows: AttentionBatch) -> Attend:
         key_lens = [len(slots) for slots in rows.kv_slots]
         most_keys = _BATCH_BYTES // (self._layers[0][0].nbytes)
         groups = [self._group(rows, members) for members in _grouped(rows.query_lens, key_lens, most_keys)]
@@ -93,7 +93,7 @@ class TorchAttention:
         else:
             out[group.queries[group.written]] = padded[group.written]
 
-    def _group(self, rows: RaggedRows, members: list[int]) -> _Group:
+    def _group(self, rows: AttentionBatch, members: list[int]) -> _Group:
         device = self._pool.device
         starts = np.concatenate(([0], np.cumsum(rows.query_lens)))
         lens = [rows.query_lens[r] for r in members]

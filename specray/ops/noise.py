@@ -29,7 +29,7 @@ def gumbel(
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def coin(seed: int, position: int, column: int) -> float:
+def uniform(seed: int, position: int, column: int) -> float:
     """Uniform in (0, 1), a function of the three; independent of `gumbel`."""
     word = _splitmix(_splitmix(_splitmix(salted(seed)) ^ position) ^ column)
     return ((word >> 12) + 0.5) * 2.0**-52

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specray.ops.noise import gumbel
 from specray.outputs import TokenLogprob
-from specray.step import RowSampling
+from specray.step import SamplingOptions
 
 GREEDY_BELOW = 1e-5  # temperatures under it divide logits beyond float32
 _PREFIX = 1024  # most likely tokens looked at before the whole vocabulary is
@@ -24,7 +24,7 @@ _PREFIX = 1024  # most likely tokens looked at before the whole vocabulary is
 class SamplerRow:
     """One request's sampling options and the token counts its penalties need."""
 
-    options: RowSampling
+    options: SamplingOptions
     num_output_tokens: int = 0
     output_counts: Tensor | None = None  # [V] float32, generated tokens; only with penalties
     is_known: Tensor | None = None  # [V] bool, prompt and generated tokens; only with repetition penalty
@@ -33,7 +33,7 @@ class SamplerRow:
     @classmethod
     def start(
         cls,
-        options: RowSampling,
+        options: SamplingOptions,
         token_ids: Sequence[int],
         num_prompt_tokens: int,
         vocab_size: int,
@@ -87,14 +87,14 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int])
     return tokens
 
 
-def target_law(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+def target_probs(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     """float32 [rows, V]: the law that `sample` draws from; all on one token for rows that are greedy or broken."""
     logits, noisy = _adjusted(logits, rows), _noisy(rows)
-    law = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    probs = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     if noisy:
         drawn = _scores(logits[noisy], [rows[i].options for i in noisy]).softmax(-1)
-        law[noisy] = torch.where(drawn.isfinite().all(-1, keepdim=True), drawn, law[noisy])
-    return law
+        probs[noisy] = torch.where(drawn.isfinite().all(-1, keepdim=True), drawn, probs[noisy])
+    return probs
 
 
 def token_logprob(logits: Tensor, token_id: int, num_top: int) -> TokenLogprob:
@@ -131,12 +131,12 @@ def _adjust(logits: Tensor, row: SamplerRow) -> Tensor:
     return logits
 
 
-def _scores(logits: Tensor, options: Sequence[RowSampling]) -> Tensor:
+def _scores(logits: Tensor, options: Sequence[SamplingOptions]) -> Tensor:
     """Logits of the law to draw from, of rows that are not greedy, [rows, V] from adjusted ones."""
     return _filter(logits / _column([o.temperature for o in options], logits), options)
 
 
-def _filter(scaled: Tensor, options: Sequence[RowSampling]) -> Tensor:
+def _filter(scaled: Tensor, options: Sequence[SamplingOptions]) -> Tensor:
     """Top-k, top-p and min-p of logits already divided by temperature, float32 [rows, V], in place."""
     for row_scaled, row in zip(scaled, options, strict=True):
         threshold = row_scaled.max() + torch.tensor(row.min_p).log() if row.min_p > 0 else None

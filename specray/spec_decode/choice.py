@@ -20,30 +20,30 @@ from specray.spec_decode.thresholds import Thresholds
 logger = logging.getLogger(__name__)
 
 
-class Choose(Protocol):
+class NodeSampler(Protocol):
     """The token after a node, for nodes of several rows."""
 
     def __call__(
         self, logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int],
-        children: Sequence[Mapping[int, int]], draft_laws: Tensor | None, depth: int,
+        children: Sequence[Mapping[int, int]], draft_probs: Tensor | None, depth: int,
     ) -> Tensor:  # fmt: skip
         """int64 [rows] from float32 logits [rows, V], not changed, of which one is not finite only in broken rows.
 
         `positions` are those of the tokens to choose, `children[i]` the drafts below node i by token, best first.
-        `draft_laws` [rows, up to V] are the laws they were drawn from, zeros for those that are not known to be draws.
+        `draft_probs` [rows, up to V] are the laws they were drawn from, zeros for those that are not known to be draws.
         All nodes are `depth` levels below their roots.
         """
 
 
 def coupled(
     logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int],
-    children: Sequence[Mapping[int, int]], draft_laws: Tensor | None, depth: int,  # noqa: ARG001
+    children: Sequence[Mapping[int, int]], draft_probs: Tensor | None, depth: int,  # noqa: ARG001
 ) -> Tensor:  # fmt: skip
     """The token that the target samples with the request's noise for this position, drafts or not."""
     return sample(logits, rows, positions)
 
 
-def make_choice(config: SpeculativeConfig) -> Choose:
+def make_choice(config: SpeculativeConfig) -> NodeSampler:
     """How tokens are chosen when drafts are verified."""
     if config.is_simulated:
         rates = config.simulate_accept_rates or rates_of(config.simulate_accept_length or 1.0)

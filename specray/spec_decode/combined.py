@@ -26,7 +26,7 @@ class CombinedDrafter:
 
     def __init__(self, drafter: Drafter, ngrams: NgramDrafter, min_match: int) -> None:
         self.max_draft_tokens = drafter.max_draft_tokens
-        self.feature_layers = drafter.feature_layers
+        self.aux_hidden_state_layers = drafter.aux_hidden_state_layers
         self.reads_next_token = drafter.reads_next_token
         self._drafter = drafter
         self._ngrams = ngrams

@@ -25,12 +25,12 @@ from specray.models.files import resolve_draft
 from specray.models.llama import Llama
 from specray.models.registry import context_length, load_config, load_model
 from specray.models.tokenizer import load_tokenizer
-from specray.ops.attention import Attend, RaggedRows, make_pool
+from specray.ops.attention import Attend, AttentionBatch, make_pool
 from specray.ops.backends import make_backend
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 from specray.spec_decode.drafter import DraftRow, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
-from specray.spec_decode.tree_growth import Stem, TreeGrower, draft_dtype, draft_quantization, scratch_slots
+from specray.spec_decode.tree_growth import TreeGrower, TreePrefix, draft_dtype, draft_quantization, scratch_slots
 from specray.spec_decode.tree_shape import TreeShape
 
 CATCH_UP_TOKENS = 512  # read in a step beyond what it added, all rows together
@@ -45,7 +45,7 @@ def make_standalone(config: SpeculativeConfig, target: TargetView) -> "Standalon
 class StandaloneDrafter:
     """Drafter over a language model, whole on this rank."""
 
-    feature_layers: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     reads_next_token = False
 
     def __init__(self, model: "DraftModel", shape: TreeShape, target: TargetView) -> None:
@@ -70,8 +70,8 @@ class StandaloneDrafter:
         output = self._read(parts)
         trees: dict[int, RowTree] = {}
         if ready:
-            stems = [self._stem(row, root) for row, root in zip(ready, self._root_slots, strict=False)]
-            grown = self._grower.grow(stems, output).rows()
+            prefixes = [self._prefix(row, root) for row, root in zip(ready, self._root_slots, strict=False)]
+            grown = self._grower.grow(prefixes, output).rows()
             trees = {row.slot: tree for row, tree in zip(ready, grown, strict=True)}
         bare = (RowTree([row.token_ids[row.end]], [NONE]) for row in context.rows)
         return DraftTree.of([trees.get(row.slot, root) for row, root in zip(context.rows, bare, strict=True)])
@@ -113,7 +113,7 @@ class StandaloneDrafter:
         slots = [np.concatenate((part.row.kv_slots[: part.stop], end)) for part, end in zip(parts, ends, strict=True)]
         written = np.concatenate([row_slots[part.start :] for part, row_slots in zip(parts, slots, strict=True)])
         lengths = [part.stop + part.has_root - part.start for part in parts]
-        ragged = RaggedRows(lengths, slots, self._tensor(written), [None] * len(parts))
+        ragged = AttentionBatch(lengths, slots, self._tensor(written), [None] * len(parts))
         attend = self._attention.plan(ragged)
         output = self._model.read(torch.tensor(tokens, device=self._device), self._tensor(positions), attend)
         for part in parts:
@@ -122,8 +122,8 @@ class StandaloneDrafter:
         last = np.cumsum(lengths)[[part.has_root for part in parts]] - 1
         return output.index_select(0, self._tensor(last))
 
-    def _stem(self, row: DraftRow, root_slot: np.ndarray) -> Stem:
-        return Stem(row, np.concatenate((row.kv_slots[: row.end], root_slot)), row.end + 1)
+    def _prefix(self, row: DraftRow, root_slot: np.ndarray) -> TreePrefix:
+        return TreePrefix(row, np.concatenate((row.kv_slots[: row.end], root_slot)), row.end + 1)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -47,7 +47,7 @@ class ProposeContext:
     # To be read, not drafted: in the middle of their prompt, or what is drafted for them would not be verified.
     unfinished: list[DraftRow] = field(default_factory=list)
     # [sum of end - start, len(feature_layers) * hidden]: the computed tokens', first of `rows`, then of `unfinished`
-    features: Tensor | None = None
+    aux_hidden_states: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +81,9 @@ class Drafter(Protocol):
     """A drafting method with a state per slot. Trees have at most `max_draft_tokens` nodes beside the root."""
 
     max_draft_tokens: int
-    feature_layers: tuple[int, ...]  # of the target (see Llama.__call__), side by side in ProposeContext.features
+    aux_hidden_state_layers: tuple[
+        int, ...
+    ]  # of the target (see Llama.__call__), side by side in ProposeContext.features
     reads_next_token: bool  # its KV of a token depends on the token after it, too; the prefix cache then minds that
 
     def propose(self, context: ProposeContext) -> DraftTree:
@@ -99,7 +101,7 @@ class DraftSource(Protocol):
     def max_draft_tokens(self) -> int: ...
 
     @property
-    def feature_layers(self) -> tuple[int, ...]: ...
+    def aux_hidden_state_layers(self) -> tuple[int, ...]: ...
 
     @property
     def reads_next_token(self) -> bool: ...
@@ -125,10 +127,10 @@ class InlineDrafts:
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
         self._pending: dict[int, RowTree] = {}
-        self._laws: dict[int, Tensor] = {}  # DraftTree.draft_probs of the last submit, by slot
+        self._draft_probs: dict[int, Tensor] = {}  # DraftTree.draft_probs of the last submit, by slot
         self._faults: list[DraftFault] = []
         self.max_draft_tokens = drafter.max_draft_tokens if drafter else 0
-        self.feature_layers = drafter.feature_layers if drafter else ()
+        self.aux_hidden_state_layers = drafter.aux_hidden_state_layers if drafter else ()
         self.reads_next_token = drafter is not None and drafter.reads_next_token
         self.seconds = 0.0
 
@@ -143,13 +145,13 @@ class InlineDrafts:
             return
         slots = [row.slot for row in context.rows]
         self._pending.update(zip(slots, drafts.rows(), strict=True))
-        self._laws = {} if drafts.draft_probs is None else dict(zip(slots, drafts.draft_probs, strict=True))
+        self._draft_probs = {} if drafts.draft_probs is None else dict(zip(slots, drafts.draft_probs, strict=True))
         self.seconds = time.perf_counter() - start
 
     def collect(self, roots: Sequence[tuple[int, int]], limits: Sequence[DraftLimit]) -> DraftTree:
         rows = zip(roots, limits, strict=True)
         trees = [cut_tree(self._pending.pop(slot, None), root, limit) for (slot, root), limit in rows]
-        return DraftTree.of(trees, self._take_laws([slot for slot, _ in roots]))
+        return DraftTree.of(trees, self._take_draft_probs([slot for slot, _ in roots]))
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -161,13 +163,13 @@ class InlineDrafts:
         faults, self._faults = self._faults, []
         return faults
 
-    def _take_laws(self, slots: Sequence[int]) -> Tensor | None:
+    def _take_draft_probs(self, slots: Sequence[int]) -> Tensor | None:
         """DraftTree.draft_probs of these slots' drafts."""
-        laws, self._laws = self._laws, {}
-        if not laws:
+        probs_list, self._draft_probs = self._draft_probs, {}
+        if not probs_list:
             return None
-        unknown = torch.zeros_like(next(iter(laws.values())))
-        return torch.stack([laws.get(slot, unknown) for slot in slots])
+        unknown = torch.zeros_like(next(iter(probs_list.values())))
+        return torch.stack([probs_list.get(slot, unknown) for slot in slots])
 
 
 def cut_tree(tree: RowTree | None, root: int, limit: DraftLimit) -> RowTree:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.models.eagle import EagleHead, load_eagle_head
-from specray.ops.attention import RaggedRows, make_pool
+from specray.ops.attention import AttentionBatch, make_pool
 from specray.ops.backends import make_backend
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRow, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
-from specray.spec_decode.tree_growth import Stem, TreeGrower, scratch_slots, target_matrices
+from specray.spec_decode.tree_growth import TreeGrower, TreePrefix, scratch_slots, target_matrices
 from specray.spec_decode.tree_shape import TreeShape
 
 
@@ -41,7 +41,7 @@ class EagleDrafter:
 
     def __init__(self, head: EagleHead, shape: TreeShape, target: TargetView) -> None:
         self.max_draft_tokens = shape.num_draft_tokens - 1
-        self.feature_layers = head.feature_layers
+        self.aux_hidden_state_layers = head.aux_hidden_state_layers
         self._head = head
         self._device = target.device
         scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
@@ -57,29 +57,29 @@ class EagleDrafter:
         rows = context.rows + context.unfinished
         if not rows:
             return DraftTree.of([])
-        assert context.features is not None
+        assert context.aux_hidden_states is not None
         for row in rows:  # what lies behind `end` is of another request or of rejected nodes
             self._is_written[row.kv_slots[row.start :]] = False
             self._is_written[row.kv_slots[row.start : row.end]] = True
         visible = [self._visible(row) for row in rows]
-        last = self._extend(rows, visible, context.features)[: len(context.rows)]
+        last = self._extend(rows, visible, context.aux_hidden_states)[: len(context.rows)]
         if not context.rows:
             return DraftTree.of([])
         # The pair of token i + 1 and feature i has position i: a child of the root, at `end` + 1, counts as `end`.
-        stems = [Stem(row, slots, row.end) for row, slots in zip(context.rows, visible, strict=False)]
-        return self._grower.grow(stems, last)
+        prefixes = [TreePrefix(row, slots, row.end) for row, slots in zip(context.rows, visible, strict=False)]
+        return self._grower.grow(prefixes, last)
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing to forget: whatever there is lies in KV blocks, which have owners."""
 
-    def _extend(self, rows: list[DraftRow], visible: list[np.ndarray], features: Tensor) -> Tensor:
+    def _extend(self, rows: list[DraftRow], visible: list[np.ndarray], aux_hidden_states: Tensor) -> Tensor:
         """Read what the step computed; the head's output [rows, hidden] at each row's last position."""
         lengths = [row.end - row.start for row in rows]
         tokens = [token for row in rows for token in row.token_ids[row.start + 1 : row.end + 1]]
         positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
         written = np.concatenate([row.kv_slots[row.start : row.end] for row in rows])
-        ragged = RaggedRows(lengths, visible, self._tensor(written), [None] * len(rows))
-        states = self._head.fuse(features)
+        ragged = AttentionBatch(lengths, visible, self._tensor(written), [None] * len(rows))
+        states = self._head.fuse(aux_hidden_states)
         attend = self._attention.plan(ragged)
         output = self._head(torch.tensor(tokens, device=self._device), states, self._tensor(positions), attend)
         return output.index_select(0, self._tensor(np.cumsum(lengths) - 1))

@@ -19,13 +19,13 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.models.files import resolve_draft
 from specray.models.mtp import MtpHead, MtpStack, holds_mtp_layers, load_mtp_layers
-from specray.ops.attention import Attend, AttentionBackend, RaggedRows, make_pool, make_zeros
+from specray.ops.attention import Attend, AttentionBackend, AttentionBatch, make_pool, make_zeros
 from specray.ops.backends import make_backend
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftRow, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter, make_eagle2
 from specray.spec_decode.fr_spec import configured_token_map
-from specray.spec_decode.tree_growth import Stem, TreeGrower, scratch_slots, target_matrices
+from specray.spec_decode.tree_growth import TreeGrower, TreePrefix, scratch_slots, target_matrices
 from specray.spec_decode.tree_shape import TreeShape
 
 
@@ -73,7 +73,7 @@ class StackDrafter:
 
     def __init__(self, stack: MtpStack, shape: TreeShape, target: TargetView) -> None:
         self.max_draft_tokens = shape.num_draft_tokens - 1
-        self.feature_layers = stack.feature_layers
+        self.aux_hidden_state_layers = stack.aux_hidden_state_layers
         self._stack = stack
         self._device = target.device
         scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
@@ -92,19 +92,19 @@ class StackDrafter:
         rows = context.rows + context.unfinished
         if not rows:
             return DraftTree.of([])
-        assert context.features is not None
-        self._extend(rows, context.features)
+        assert context.aux_hidden_states is not None
+        self._extend(rows, context.aux_hidden_states)
         if not context.rows:
             return DraftTree.of([])
-        stems = [Stem(row, row.kv_slots[: row.end], row.end) for row in context.rows]
-        return self._grower.grow(stems, self._last_outputs(context.rows))
+        prefixes = [TreePrefix(row, row.kv_slots[: row.end], row.end) for row in context.rows]
+        return self._grower.grow(prefixes, self._last_outputs(context.rows))
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing to forget: whatever there is lies in KV blocks, which have owners."""
 
-    def _extend(self, rows: list[DraftRow], features: Tensor) -> None:
+    def _extend(self, rows: list[DraftRow], aux_hidden_states: Tensor) -> None:
         """Let every layer read what the step computed."""
-        starts, states = [row.start for row in rows], self._stack.fuse(features)
+        starts, states = [row.start for row in rows], self._stack.fuse(aux_hidden_states)
         for layer in range(self._stack.num_layers):
             if layer:
                 starts = [self._start(row, layer, start) for row, start in zip(rows, starts, strict=True)]
@@ -129,7 +129,7 @@ class StackDrafter:
         positions = np.concatenate([np.arange(start, row.end) for row, start in spans])
         written = self._tensor(np.concatenate([row.kv_slots[start : row.end] for row, start in spans]))
         seen = [row.kv_slots[: row.end] for row, _ in spans]
-        ragged = RaggedRows([row.end - start for row, start in spans], seen, written, [None] * len(spans))
+        ragged = AttentionBatch([row.end - start for row, start in spans], seen, written, [None] * len(spans))
         attend = self._attention.plan_layer(layer, ragged)
         token_ids = torch.tensor(tokens, device=self._device)
         output = self._stack.read(layer, token_ids, states, self._tensor(positions), attend)
@@ -152,11 +152,11 @@ class _PerLayer:
         self._backend = backend
         self._is_written = is_written
 
-    def plan(self, rows: RaggedRows) -> Attend:
+    def plan(self, rows: AttentionBatch) -> Attend:
         plans = [self.plan_layer(layer, rows) for layer in range(len(self._is_written))]
         return lambda layer, q, kv: plans[layer](layer, q, kv)
 
-    def plan_layer(self, layer: int, rows: RaggedRows) -> Attend:
+    def plan_layer(self, layer: int, rows: AttentionBatch) -> Attend:
         """For this layer alone."""
         kv_slots = [slots[self._is_written[layer, slots]] for slots in rows.kv_slots]
         return self._backend.plan(replace(rows, kv_slots=kv_slots))

@@ -26,7 +26,7 @@ _TOKEN_BITS = 32  # of a symbol; the salt's number is above
 class NgramDrafter:
     """Drafter by lookup; shares what ended requests of the same cache salt have said."""
 
-    feature_layers: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     reads_next_token = False
 
     def __init__(self, rules: NgramRules) -> None:

@@ -39,7 +39,7 @@ def draft(levels: Iterable[Level], root: int, rules: NgramRules) -> NgramDraft:
     return _GROW[rules.match_type](levels, root, rules)
 
 
-class _Sprout:
+class _TreeBuilder:
     """A tree that grows up to `most` nodes below its root; equal siblings are one."""
 
     def __init__(self, root: int, most: int) -> None:
@@ -61,12 +61,12 @@ class _Sprout:
         return node
 
 
-Grow = Callable[[_Sprout, Texts, int, NgramRules], None]
+Grow = Callable[[_TreeBuilder, Texts, int, NgramRules], None]
 
 
 def _grow_windows(levels: Iterable[Level], root: int, rules: NgramRules, grow: Grow) -> NgramDraft:
     """Let the tree grow from each length of match, the longest first, until it is full."""
-    sprout, longest = _Sprout(root, 0), 0
+    builder, longest = _TreeBuilder(root, 0), 0
     own: dict[int, Match] = {}
     shared: dict[int, Match] = {}
     for level in levels:
@@ -74,29 +74,29 @@ def _grow_windows(levels: Iterable[Level], root: int, rules: NgramRules, grow: G
         matches = _latest_first(own) + _latest_first(shared)
         if not longest and matches:
             longest = max(match.length for match in matches)
-            sprout = _Sprout(root, rules.most_drafts(longest))
+            builder = _TreeBuilder(root, rules.most_drafts(longest))
         for window in _windows(level, rules):
             texts = [match.follows[: rules.depth - window] for match in matches if match.length >= window]
             if texts:
-                grow(sprout, texts, window, rules)
-            if longest and sprout.is_full:
-                return NgramDraft(sprout.tree, longest)
-    return NgramDraft(sprout.tree, longest)
+                grow(builder, texts, window, rules)
+            if longest and builder.is_full:
+                return NgramDraft(builder.tree, longest)
+    return NgramDraft(builder.tree, longest)
 
 
-def _grow_bfs(sprout: _Sprout, texts: Texts, window: int, rules: NgramRules) -> None:
+def _grow_bfs(builder: _TreeBuilder, texts: Texts, window: int, rules: NgramRules) -> None:
     """Level by level, the most recent children of each node."""
     queue = deque([(ROOT, texts, 0)])
     while queue:
         parent, followers, depth = queue.popleft()
         for token, after in islice(_children(followers, depth).items(), rules.breadth(window, depth)):
-            node = sprout.add(parent, token)
+            node = builder.add(parent, token)
             if node is None:
                 return
             queue.append((node, after, depth + 1))
 
 
-def _grow_prob(sprout: _Sprout, texts: Texts, window: int, rules: NgramRules) -> None:  # noqa: ARG001
+def _grow_prob(builder: _TreeBuilder, texts: Texts, window: int, rules: NgramRules) -> None:  # noqa: ARG001
     """The likeliest node first: its share among the most frequent children, times its parent's."""
     heap: list[tuple[float, int, int, int, Texts, int]] = []
     order = count()  # of equals the first found
@@ -110,7 +110,7 @@ def _grow_prob(sprout: _Sprout, texts: Texts, window: int, rules: NgramRules) ->
     push_children(1.0, ROOT, texts, 0)
     while heap:
         negative, _, parent, token, after, depth = heappop(heap)
-        node = sprout.add(parent, token)
+        node = builder.add(parent, token)
         if node is None:
             return
         push_children(-negative, node, after, depth)

@@ -11,7 +11,7 @@ from math import floor
 import torch
 from torch import Tensor
 
-from specray.ops.noise import coin, salted
+from specray.ops.noise import salted, uniform
 from specray.ops.sampling import SamplerRow, sample
 
 
@@ -29,12 +29,12 @@ class Simulated:
 
     def __call__(
         self, logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int],
-        children: Sequence[Mapping[int, int]], draft_laws: Tensor | None, depth: int,  # noqa: ARG002
+        children: Sequence[Mapping[int, int]], draft_probs: Tensor | None, depth: int,  # noqa: ARG002
     ) -> Tensor:  # fmt: skip
         rate = self.rates[depth] if depth < len(self.rates) else 0.0
         tokens: list[int] = sample(logits, rows, positions).tolist()  # costs what it always costs
         for i, row in enumerate(rows):
-            if children[i] and coin(salted(row.options.seed), positions[i], depth) < rate:
+            if children[i] and uniform(salted(row.options.seed), positions[i], depth) < rate:
                 tokens[i] = next(iter(children[i]))
             else:
                 tokens[i] = next(token for token in _others(tokens[i], logits.shape[-1]) if token not in children[i])

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specray.ops.noise import coin
-from specray.ops.sampling import SamplerRow, sample, target_law
+from specray.ops.noise import uniform
+from specray.ops.sampling import SamplerRow, sample, target_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Thresholds:
 
     def __call__(
         self, logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int],
-        children: Sequence[Mapping[int, int]], draft_laws: Tensor | None, depth: int,  # noqa: ARG002
+        children: Sequence[Mapping[int, int]], draft_probs: Tensor | None, depth: int,  # noqa: ARG002
     ) -> Tensor:  # fmt: skip
         tokens: list[int] = sample(logits, rows, positions).tolist()
         open_rows = [i for i, token in enumerate(tokens) if children[i] and token not in children[i]]
-        laws = target_law(logits[open_rows], [rows[i] for i in open_rows]) if open_rows else logits[:0]
-        for i, law in zip(open_rows, laws, strict=True):
+        probs_list = target_probs(logits[open_rows], [rows[i] for i in open_rows]) if open_rows else logits[:0]
+        for i, probs in zip(open_rows, probs_list, strict=True):
             siblings = list(children[i])
-            place = self.first_likely(law[siblings].tolist(), coin(rows[i].options.seed, positions[i], 0))
+            place = self.first_likely(probs[siblings].tolist(), uniform(rows[i].options.seed, positions[i], 0))
             tokens[i] = tokens[i] if place is None else siblings[place]
         return torch.tensor(tokens, device=logits.device)
 

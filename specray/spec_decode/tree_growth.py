@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.models.eagle import TargetMatrices
-from specray.ops.attention import Attend, AttentionBackend, RaggedRows, torch_dtype
+from specray.ops.attention import Attend, AttentionBackend, AttentionBatch, torch_dtype
 from specray.ops.noise import gumbel
 from specray.ops.quantization import check_quantization, quantization_of_choice
 from specray.ops.sampling import GREEDY_BELOW
@@ -46,7 +46,7 @@ class TreeModel(Protocol):
         """int64: the target's ids of draft ids of any shape."""
 
 
-class Stem(NamedTuple):
+class TreePrefix(NamedTuple):
     """What a row's tree grows on."""
 
     row: DraftRow  # its last known token, at `end`, is the root
@@ -69,12 +69,12 @@ class TreeGrower:
         self._last_position = last_position
         self._device = device
 
-    def grow(self, stems: Sequence[Stem], output: Tensor) -> DraftTree:
+    def grow(self, prefixes: Sequence[TreePrefix], output: Tensor) -> DraftTree:
         """Trees below the rows' last known tokens, from the model's output [rows, H] before their children."""
-        topk, num_rows = self._shape.topk, len(stems)
-        num_steps = min(self._shape.num_steps, max(stem.row.max_steps for stem in stems))
-        laws: list[Tensor] = []  # of each level's children
-        scores, tokens = self._candidates(output, stems, 1, laws)
+        topk, num_rows = self._shape.topk, len(prefixes)
+        num_steps = min(self._shape.num_steps, max(prefix.row.max_steps for prefix in prefixes))
+        probs_list: list[Tensor] = []  # of each level's children
+        scores, tokens = self._candidates(output, prefixes, 1, probs_list)
         pool = CandidatePool.of_roots(scores[:, 0], tokens[:, 0])
         states = self._model.recur(output).repeat_interleave(topk, 0)  # what precedes each of the frontier's tokens
         sees = np.empty((num_rows, topk, 0), dtype=bool)  # earlier nodes that are ancestors
@@ -82,9 +82,9 @@ class TreeGrower:
         for level in range(1, num_steps):
             tokens = pool.tokens.gather(1, frontier).flatten()
             sees = np.concatenate((sees, np.broadcast_to(np.eye(topk, dtype=bool), (num_rows, topk, topk))), 2)
-            output = self._forward_level(stems, tokens, states, sees, level)
-            law, children = self._candidates(output, stems, level + 1, laws)
-            pool.expand(frontier, pool.scores.gather(1, frontier)[:, :, None] * law, children)
+            output = self._forward_level(prefixes, tokens, states, sees, level)
+            probs, children = self._candidates(output, prefixes, level + 1, probs_list)
+            pool.expand(frontier, pool.scores.gather(1, frontier)[:, :, None] * probs, children)
             if level + 1 < num_steps:
                 frontier = pool.best_of_last()
                 parents = (frontier - (pool.scores.shape[1] - topk**2)) // topk  # places in the level just computed
@@ -94,48 +94,48 @@ class TreeGrower:
         if not bool(pool.scores.isfinite().all()):
             raise DraftFaultError(DraftFault.NOT_A_NUMBER)
         num_drafts = min(self._shape.num_draft_tokens - 1, pool.scores.shape[1])
-        tree = pool.tree([stem.row.token_ids[stem.row.end] for stem in stems], num_drafts)
-        return replace(tree, draft_probs=F.pad(torch.stack(laws, 1), (0, 0, 0, 1))) if laws else tree
+        tree = pool.tree([prefix.row.token_ids[prefix.row.end] for prefix in prefixes], num_drafts)
+        return replace(tree, draft_probs=F.pad(torch.stack(probs_list, 1), (0, 0, 0, 1))) if probs_list else tree
 
     def _forward_level(
-        self, stems: Sequence[Stem], tokens: Tensor, states: Tensor, sees: np.ndarray, level: int
+        self, prefixes: Sequence[TreePrefix], tokens: Tensor, states: Tensor, sees: np.ndarray, level: int
     ) -> Tensor:
         """The model's output [rows * topk, H] for one level's nodes, a row's side by side."""
         topk = self._shape.topk
-        scratch = self._scratch[: len(stems), : level * topk]
+        scratch = self._scratch[: len(prefixes), : level * topk]
         # Nodes past the last position have nowhere to go, and never come to be verified.
-        positions = [min(stem.position + level - 1, self._last_position) for stem in stems for _ in range(topk)]
-        ragged = RaggedRows(
-            [topk] * len(stems),
-            [np.concatenate((stem.kv_slots, slots)) for stem, slots in zip(stems, scratch, strict=True)],
+        positions = [min(prefix.position + level - 1, self._last_position) for prefix in prefixes for _ in range(topk)]
+        ragged = AttentionBatch(
+            [topk] * len(prefixes),
+            [np.concatenate((prefix.kv_slots, slots)) for prefix, slots in zip(prefixes, scratch, strict=True)],
             torch.from_numpy(scratch[:, -topk:].ravel()).to(self._device),
             list(sees),
         )
         return self._model(tokens, states, torch.tensor(positions, device=self._device), self._attention.plan(ragged))
 
     def _candidates(
-        self, output: Tensor, stems: Sequence[Stem], depth: int, laws: list[Tensor]
+        self, output: Tensor, prefixes: Sequence[TreePrefix], depth: int, probs_list: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """(probabilities, target ids) of the likeliest tokens at `depth`, best first; their law joins `laws` if kept.
+        """(scores, target ids) of the likeliest tokens at `depth`, best first; their probs join `probs_list` if kept.
 
         `output` [rows * nodes, H] holds as many nodes of each row; the results are [rows, nodes, topk].
         """
-        logits = self._model.logits(output).view(len(stems), -1, self._model.vocab_size)
-        if self._shape.keeps_laws:
-            laws.append(self._law(logits[:, 0], stems))
-        noisy = [i for i, stem in enumerate(stems) if stem.row.temperature >= GREEDY_BELOW]
+        logits = self._model.logits(output).view(len(prefixes), -1, self._model.vocab_size)
+        if self._shape.returns_draft_probs:
+            probs_list.append(self._probs(logits[:, 0], prefixes))
+        noisy = [i for i, prefix in enumerate(prefixes) if prefix.row.temperature >= GREEDY_BELOW]
         if noisy:
-            logits[noisy] = self._with_noise(logits[noisy], [stems[i].row for i in noisy], depth)
+            logits[noisy] = self._with_noise(logits[noisy], [prefixes[i].row for i in noisy], depth)
         best = logits.softmax(-1).topk(self._shape.topk)
         return best.values, self._model.target_ids(best.indices)
 
-    def _law(self, logits: Tensor, stems: Sequence[Stem]) -> Tensor:
+    def _probs(self, logits: Tensor, prefixes: Sequence[TreePrefix]) -> Tensor:
         """float32 [rows, up to V]: what the likeliest token is a draw from, once there is noise; zeros if greedy."""
-        temperatures = torch.tensor([stem.row.temperature for stem in stems], device=self._device)[:, None]
-        law = (logits / temperatures.clamp(min=GREEDY_BELOW)).softmax(-1) * (temperatures >= GREEDY_BELOW)
+        temperatures = torch.tensor([prefix.row.temperature for prefix in prefixes], device=self._device)[:, None]
+        probs = (logits / temperatures.clamp(min=GREEDY_BELOW)).softmax(-1) * (temperatures >= GREEDY_BELOW)
         if (ids := self._model.draft_token_ids) is None:
-            return law
-        return law.new_zeros(len(stems), int(ids.max()) + 1).index_copy_(1, ids, law)
+            return probs
+        return probs.new_zeros(len(prefixes), int(ids.max()) + 1).index_copy_(1, ids, probs)
 
     def _with_noise(self, logits: Tensor, rows: Sequence[DraftRow], depth: int) -> Tensor:
         """Logits [rows, nodes, V] under temperature and the noise with which the target will sample at `depth`."""

@@ -24,7 +24,7 @@ class TreeShape:
     num_steps: int
     topk: int
     num_draft_tokens: int  # root included
-    keeps_laws: bool = False  # whether a chain comes with the laws its nodes were drawn from
+    returns_draft_probs: bool = False  # whether a chain comes with the laws its nodes were drawn from
 
     @property
     def pool_size(self) -> int:
@@ -56,7 +56,7 @@ class TreeShape:
                 "eagle_topk=1 drafts a chain: num_draft_tokens=%d becomes num_steps + 1 = %d", nodes, steps + 1
             )
             nodes = steps + 1
-        shape = cls(steps, topk, nodes, keeps_laws=topk == 1 and config.verification == "rejection")
+        shape = cls(steps, topk, nodes, returns_draft_probs=topk == 1 and config.verification == "rejection")
         if nodes - 1 > shape.pool_size:
             raise ConfigError(
                 f"num_draft_tokens={nodes} wants {nodes - 1} drafts, but num_steps={steps} and eagle_topk={topk} make "

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from specray.ops.sampling import SamplerRow, token_logprob
 from specray.outputs import TokenLogprob
-from specray.spec_decode.choice import Choose, children_of, coupled
+from specray.spec_decode.choice import NodeSampler, children_of, coupled
 from specray.spec_decode.draft_tree import ROOT, DraftTree
 
 
-class Verdict(NamedTuple):
+class VerifyOutput(NamedTuple):
     """One row's outcome."""
 
     path: list[int]  # accepted nodes, the root first; their KV stays
@@ -27,8 +27,8 @@ class Verdict(NamedTuple):
 
 
 def verify(
-    logits: Tensor, tree: DraftTree, rows: Sequence[SamplerRow], lengths: Sequence[int], choose: Choose = coupled
-) -> list[Verdict]:
+    logits: Tensor, tree: DraftTree, rows: Sequence[SamplerRow], lengths: Sequence[int], choose: NodeSampler = coupled
+) -> list[VerifyOutput]:
     """Judge every row's tree.
 
     `logits` is float32 [sum of num_nodes, V], rows and nodes in order; `lengths[i]` is row i's number of
@@ -43,15 +43,15 @@ def verify(
         nodes = [walks[i].path[-1] for i in active]
         here = logits[torch.tensor([first[i] + node for i, node in zip(active, nodes, strict=True)]).to(logits.device)]
         below = [children[i].get(node, {}) for i, node in zip(active, nodes, strict=True)]
-        laws = None if tree.draft_probs is None else tree.draft_probs[active, nodes]
-        tokens = choose(here, [rows[i] for i in active], [walks[i].position for i in active], below, laws, depth)
+        probs_list = None if tree.draft_probs is None else tree.draft_probs[active, nodes]
+        tokens = choose(here, [rows[i] for i in active], [walks[i].position for i in active], below, probs_list, depth)
         chosen = here.gather(1, tokens[:, None]).isfinite()[:, 0]
         # To the host once per depth: a handful of tokens, and the walk is data dependent.
         for i, row_logits, token, is_sound in zip(active, here, tokens.tolist(), chosen.tolist(), strict=True):
             walks[i].emit(token, row_logits, is_sound)
         active = [i for i, drafts in zip(active, below, strict=True) if walks[i].descend(drafts)]
         depth += 1
-    return [walk.verdict() for walk in walks]
+    return [walk.output() for walk in walks]
 
 
 class _Walk:
@@ -82,5 +82,5 @@ class _Walk:
         self.position += 1
         return True
 
-    def verdict(self) -> Verdict:
-        return Verdict(self.path, self._tokens, self._logprobs, self._is_broken)
+    def output(self) -> VerifyOutput:
+        return VerifyOutput(self.path, self._tokens, self._logprobs, self._is_broken)

@@ -26,7 +26,7 @@ from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.train.answer_options import AnswerOptions
 from specray.train.prompts import PromptFile, chat_prompt, read_prompt_file, user_header
-from specray.train.recorder import FeatureRecorder, Recording
+from specray.train.recorder import HiddenStateRecorder, Recording
 from specray.train.shards import DESCRIPTION, TokenSequence, write_shard, written_indexes
 
 TEMPERATURES = (0.0, 1.0, 0.7, 0.4)  # of a prompt's answers, in turn: only one of four would always be the same
@@ -64,7 +64,7 @@ def make_answers(options: AnswerOptions, progress: bool = True) -> Path:
     return options.folder
 
 
-def feature_layers(num_layers: int) -> list[int]:
+def aux_hidden_state_layers(num_layers: int) -> list[int]:
     """Layers whose entering state is written down: EAGLE-3's three, and the final one (EAGLE-1/2, and the teacher)."""
     if num_layers < 4:
         raise ConfigError(f"a target with {num_layers} layers has no low, middle and high ones; 4 are needed")
@@ -78,7 +78,7 @@ def _write_description(options: AnswerOptions, files: list[PromptFile]) -> None:
         "model": options.model,
         "hidden_size": config.hidden_size,
         "num_layers": config.num_hidden_layers,
-        "feature_layers": feature_layers(config.num_hidden_layers),
+        "feature_layers": aux_hidden_state_layers(config.num_hidden_layers),
         "prompt_files": [file.describe() for file in files],
         "samples": options.samples,
         "self_prompts": options.self_prompts,
@@ -148,7 +148,7 @@ class _Generator:
             model=options.model, dtype=options.dtype, disable_radix_cache=True,
             num_threads=max(1, len(os.sched_getaffinity(0)) // options.generators),
             max_running_requests=options.concurrency, max_total_tokens=options.concurrency * (room + 16),
-            drafter=FeatureRecorder(feature_layers(config.num_hidden_layers), self._take),
+            drafter=HiddenStateRecorder(aux_hidden_state_layers(config.num_hidden_layers), self._take),
         )  # fmt: skip
         self._header = user_header(self._llm.tokenizer) if options.self_prompts else []
         self._texts = [text for path in options.prompts for text in read_prompt_file(path, options.max_bad_rows).texts]
@@ -221,7 +221,7 @@ class _Generator:
 
     def _take(self, recording: Recording) -> None:
         if job := self._finished.pop(recording.seed, None):
-            sequence = TokenSequence(recording.token_ids, job.num_prompt, recording.features, job.index)
+            sequence = TokenSequence(recording.token_ids, job.num_prompt, recording.aux_hidden_states, job.index)
             self._sequences.append(sequence)
 
     def _flush(self) -> None:

@@ -27,7 +27,7 @@ class AnswerFolder:
         self.path = path
         self.description: dict[str, Any] = read_description(path)
         self.hidden_size: int = self.description["hidden_size"]
-        self.feature_layers: list[int] = self.description["feature_layers"]
+        self.aux_hidden_state_layers: list[int] = self.description["feature_layers"]
         self._shards: dict[str, Shard] = {}
 
     def names(self) -> list[str]:
@@ -44,7 +44,7 @@ class AnswerFolder:
 
     def __getitem__(self, name: str) -> Shard:
         if name not in self._shards:
-            self._shards[name] = Shard(self.path / name, self.hidden_size * len(self.feature_layers))
+            self._shards[name] = Shard(self.path / name, self.hidden_size * len(self.aux_hidden_state_layers))
         return self._shards[name]
 
 
@@ -136,15 +136,15 @@ class Collate:
         lengths = [min(len(answer.token_ids), self.max_length) for answer in answers]
         size = (len(answers), max(lengths))
         token_ids = torch.zeros(size, dtype=torch.int64)
-        features = torch.zeros(*size, answers[0].features.shape[1], dtype=torch.bfloat16)
+        aux_hidden_states = torch.zeros(*size, answers[0].aux_hidden_states.shape[1], dtype=torch.bfloat16)
         for row, (answer, length) in enumerate(zip(answers, lengths, strict=True)):
             token_ids[row, :length] = answer.token_ids[:length]
-            features[row, :length] = answer.features[:length]
-        features = features.to(self.device, self.dtype)
+            aux_hidden_states[row, :length] = answer.aux_hidden_states[:length]
+        aux_hidden_states = aux_hidden_states.to(self.device, self.dtype)
         return Batch(
             token_ids=token_ids.to(self.device),
             lengths=torch.tensor(lengths, device=self.device),
             prompt_lengths=torch.tensor([answer.prompt_length for answer in answers], device=self.device),
-            features=features[..., self.columns],
-            final=features[..., -self.hidden_size :],
+            aux_hidden_states=aux_hidden_states[..., self.columns],
+            final=aux_hidden_states[..., -self.hidden_size :],
         )

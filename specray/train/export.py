@@ -42,7 +42,7 @@ def export_head(
         config = draft_config(head, target)
         copy_side_files(target, folder)
     else:
-        config = head_config(head, target, answers.feature_layers[:-1])
+        config = head_config(head, target, answers.aux_hidden_state_layers[:-1])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     card = model_card(config, settings, answers.description | answers.size(), counters, validation)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -50,7 +50,7 @@ def export_head(
         shutil.copyfile(folder.parent / LOG, folder / LOG)
 
 
-def head_config(head: TrainedHead, target: Target, feature_layers: list[int]) -> dict[str, Any]:
+def head_config(head: TrainedHead, target: Target, aux_hidden_state_layers: list[int]) -> dict[str, Any]:
     """config.json of the head."""
     shape, config = target.shape, target.config
     common = {
@@ -83,7 +83,7 @@ def head_config(head: TrainedHead, target: Target, feature_layers: list[int]) ->
         "fc_norm": True,
         # Outputs of layers, as public heads have it: what enters layer l is the output of layer l - 1.
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in feature_layers],
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_hidden_state_layers],
             "use_aux_hidden_state": True,
         },
     }

@@ -15,7 +15,7 @@ from specray.models.llama import LlamaShape
 from specray.train.attention import ChainMemory
 from specray.train.norm import rms_norm
 from specray.train.target import Target
-from specray.train.unroll import Batch, feature_rollout
+from specray.train.unroll import Batch, hidden_state_rollout
 
 _SPREAD = 0.02  # standard deviation of matrices that start at random
 _QUIET = 0.002  # of those that write into the residual stream, so that the start is what the identity gives
@@ -28,12 +28,12 @@ class Eagle3Head(nn.Module):
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, shape: LlamaShape, draft_ids: Tensor, num_features: int = 3) -> None:
+    def __init__(self, shape: LlamaShape, draft_ids: Tensor, num_aux_hidden_states: int = 3) -> None:
         super().__init__()
         self.shape = shape
         size = shape.hidden_size
-        self.fc = linear(num_features * size, size)
-        self.fc_norm = nn.ModuleList(Norm(size, shape.eps) for _ in range(num_features))
+        self.fc = linear(num_aux_hidden_states * size, size)
+        self.fc_norm = nn.ModuleList(Norm(size, shape.eps) for _ in range(num_aux_hidden_states))
         self.midlayer = Eagle3Layer(shape)
         self.norm = Norm(size, shape.eps)
         self.lm_head = linear(size, len(draft_ids))
@@ -48,13 +48,13 @@ class Eagle3Head(nn.Module):
             self.lm_head.weight.copy_(target.head[self.draft_ids])
             self.norm.weight.copy_(target.norm)
 
-    def enter(self, features: Tensor) -> Tensor:
-        states: Tensor = self.fc(self.normed_features(features))
+    def enter(self, aux_hidden_states: Tensor) -> Tensor:
+        states: Tensor = self.fc(self.normed_hidden_states(aux_hidden_states))
         return states
 
-    def normed_features(self, features: Tensor) -> Tensor:
+    def normed_hidden_states(self, aux_hidden_states: Tensor) -> Tensor:
         """What fc reads: every feature with a norm of its own."""
-        chunks = features.chunk(len(self.fc_norm), -1)
+        chunks = aux_hidden_states.chunk(len(self.fc_norm), -1)
         return torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
 
     def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
@@ -62,7 +62,7 @@ class Eagle3Head(nn.Module):
         return stepped
 
     def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
-        return feature_rollout(self, target, batch, steps)
+        return hidden_state_rollout(self, target, batch, steps)
 
     def outputs(self, states: Tensor) -> Tensor:
         normed: Tensor = self.norm(states)
@@ -95,11 +95,11 @@ class _FrozenOutputHead(nn.Module, ABC):
     def take_output_of(self, target: Target) -> None:
         self.target_rows = target.head[self.draft_ids]
 
-    def enter(self, features: Tensor) -> Tensor:
-        return features
+    def enter(self, aux_hidden_states: Tensor) -> Tensor:
+        return aux_hidden_states
 
     def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
-        return feature_rollout(self, target, batch, steps)
+        return hidden_state_rollout(self, target, batch, steps)
 
     def outputs(self, states: Tensor) -> Tensor:
         return states

@@ -18,36 +18,36 @@ class Recording(NamedTuple):
 
     seed: int  # the request's, by which the caller knows it
     token_ids: list[int]  # prompt and answer, n tokens
-    features: Tensor  # [n, feature width]; the last token was sampled, not computed: zeros
+    aux_hidden_states: Tensor  # [n, feature width]; the last token was sampled, not computed: zeros
 
 
-class FeatureRecorder:
+class HiddenStateRecorder:
     """Drafter; hands every ended request to `take`. Needs the prefix cache off: features of a hit are not computed."""
 
     max_draft_tokens = 0
     reads_next_token = False
 
-    def __init__(self, feature_layers: Sequence[int], take: Callable[[Recording], None]) -> None:
-        self.feature_layers = tuple(feature_layers)
+    def __init__(self, aux_hidden_state_layers: Sequence[int], take: Callable[[Recording], None]) -> None:
+        self.aux_hidden_state_layers = tuple(aux_hidden_state_layers)
         self._take = take
         self._rows: dict[int, DraftRow] = {}
-        self._features: dict[int, list[Tensor]] = {}
+        self._aux_hidden_states: dict[int, list[Tensor]] = {}
 
     def propose(self, context: ProposeContext) -> DraftTree:
         rows = context.rows + context.unfinished
         if rows:
-            assert context.features is not None
-            features = context.features.to("cpu", torch.bfloat16)
-            parts = torch.split(features, [row.end - row.start for row in rows])
+            assert context.aux_hidden_states is not None
+            aux_hidden_states = context.aux_hidden_states.to("cpu", torch.bfloat16)
+            parts = torch.split(aux_hidden_states, [row.end - row.start for row in rows])
             for row, part in zip(rows, parts, strict=True):
                 self._rows[row.slot] = row
-                self._features.setdefault(row.slot, []).append(part)
+                self._aux_hidden_states.setdefault(row.slot, []).append(part)
         return DraftTree.of([RowTree(row.token_ids[-1:], [NONE]) for row in context.rows])
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
             if row := self._rows.pop(slot, None):
-                features = torch.cat(self._features.pop(slot))
-                assert len(features) == len(row.token_ids) - 1, (len(features), len(row.token_ids))
-                padded = torch.cat((features, features.new_zeros(1, features.shape[1])))
+                aux_hidden_states = torch.cat(self._aux_hidden_states.pop(slot))
+                assert len(aux_hidden_states) == len(row.token_ids) - 1, (len(aux_hidden_states), len(row.token_ids))
+                padded = torch.cat((aux_hidden_states, aux_hidden_states.new_zeros(1, aux_hidden_states.shape[1])))
                 self._take(Recording(row.seed, list(row.token_ids), padded))

@@ -7,7 +7,7 @@ and shards, `shard-PART-NUMBER.safetensors`, each complete from the moment it ha
     lengths         int32 [n]      tokens of each sequence, sum T
     prompt_lengths  int32 [n]      tokens before the first one that the target wrote itself
     indexes         int64 [n]      which request of the run each sequence answers
-    features        bfloat16 [T, len(feature_layers) * hidden_size], columns in the order of `feature_layers`
+    features        bfloat16 [T, len(feature_layers) * hidden_size], columns in the order of `aux_hidden_state_layers`
 
 Feature layers are those of EAGLE-3, then `num_layers`: the hidden state after the final norm. The last position of
 every sequence has zeros: its features were not computed. Not here: making answers (`answers`), batches (`batches`).
@@ -42,7 +42,7 @@ class TokenSequence:
 
     token_ids: Sequence[int]  # n
     prompt_length: int
-    features: Tensor  # bfloat16 [n, columns]; the last row is zeros
+    aux_hidden_states: Tensor  # bfloat16 [n, columns]; the last row is zeros
     index: int  # of the request in its run
 
 
@@ -52,7 +52,7 @@ class Answer:
 
     token_ids: Tensor  # int32 [n]
     prompt_length: int
-    features: Tensor  # bfloat16 [n, columns]
+    aux_hidden_states: Tensor  # bfloat16 [n, columns]
 
 
 def write_shard(folder: Path, sequences: Sequence[TokenSequence], part: int = 0) -> Path:
@@ -62,7 +62,7 @@ def write_shard(folder: Path, sequences: Sequence[TokenSequence], part: int = 0)
         "lengths": torch.tensor([len(row.token_ids) for row in sequences], dtype=torch.int32),
         "prompt_lengths": torch.tensor([row.prompt_length for row in sequences], dtype=torch.int32),
         "indexes": torch.tensor([row.index for row in sequences], dtype=torch.int64),
-        "features": torch.cat([row.features.bfloat16() for row in sequences]),
+        "features": torch.cat([row.aux_hidden_states.bfloat16() for row in sequences]),
     }
     path = folder / f"shard-{part:02d}-{_next_number(folder, part):05d}.safetensors"
     unfinished = path.with_name(f".{path.name}.tmp")
@@ -110,7 +110,7 @@ class Shard:
         self.path = path
         tensors = _open(path)
         self._token_ids = tensors["token_ids"]
-        self._features = tensors["features"]
+        self._aux_hidden_states = tensors["features"]
         self.lengths: list[int] = tensors["lengths"].tolist()
         self.prompt_lengths: list[int] = tensors["prompt_lengths"].tolist()
         self._starts = [0]
@@ -135,7 +135,7 @@ class Shard:
 
     def __getitem__(self, index: int) -> Answer:
         rows = slice(self._starts[index], self._starts[index + 1])
-        return Answer(self._token_ids[rows], self.prompt_lengths[index], self._features[rows])
+        return Answer(self._token_ids[rows], self.prompt_lengths[index], self._aux_hidden_states[rows])
 
     def is_held_out(self, index: int) -> bool:
         """Whether this sequence is for validation only: a function of its prompt, so that no answer to it is trained
@@ -147,7 +147,7 @@ class Shard:
         shapes = {
             "token_ids": (tuple(self._token_ids.shape), (self.num_tokens,)),
             "prompt_lengths": ((len(self.prompt_lengths),), (len(self.lengths),)),
-            "features": (tuple(self._features.shape), (self.num_tokens, columns)),
+            "features": (tuple(self._aux_hidden_states.shape), (self.num_tokens, columns)),
         }
         for name, (seen, wanted) in shapes.items():
             if seen != wanted:

@@ -34,13 +34,13 @@ def start_linear(head: TrainedHead, target: Target, folder: AnswerFolder, collat
 
 def _pairs(head: TrainedHead, target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
     """What fc reads at each position of one answer, and the final state one position ahead."""
-    features = batch.features[0, :-2].float()
+    aux_hidden_states = batch.aux_hidden_states[0, :-2].float()
     embeds, wanted = target.embed(batch.token_ids[0, 1:-1]).float(), batch.final[0, 1:-1].float()
     if isinstance(head, Eagle2Head):
-        return torch.cat((embeds, features), -1), wanted
+        return torch.cat((embeds, aux_hidden_states), -1), wanted
     if isinstance(head, MtpHead):  # its own norm, which begins as the target's, comes behind the guess
-        return head.joined(embeds[None], features[None], masks_first=True)[0], wanted / target.norm.float()
-    return head.normed_features(features), wanted
+        return head.joined(embeds[None], aux_hidden_states[None], masks_first=True)[0], wanted / target.norm.float()
+    return head.normed_hidden_states(aux_hidden_states), wanted
 
 
 def _training_answers(folder: AnswerFolder) -> Iterator[Answer]:

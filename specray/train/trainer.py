@@ -219,7 +219,7 @@ def _build_head(
     elif settings.kind == "mtp":
         head = MtpHead(shape, ids)
     else:
-        head = Eagle3Head(shape, ids, len(folder.feature_layers) - 1)
+        head = Eagle3Head(shape, ids, len(folder.aux_hidden_state_layers) - 1)
     head.to(target.device)
     head.start_from(target)
     return head
@@ -227,7 +227,7 @@ def _build_head(
 
 def _head_columns(kind: str, folder: AnswerFolder) -> slice:
     """EAGLE-2 and MTP read the final state, the features' last columns; EAGLE-3 all before; a draft model none."""
-    last = (len(folder.feature_layers) - 1) * folder.hidden_size
+    last = (len(folder.aux_hidden_state_layers) - 1) * folder.hidden_size
     read = {"eagle2": slice(last, None), "mtp": slice(last, None), "eagle3": slice(0, last), "draft": slice(0, 0)}
     return read[kind]
 

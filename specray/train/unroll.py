@@ -23,7 +23,7 @@ class Batch:
     token_ids: Tensor  # int64 [B, L]
     lengths: Tensor  # int64 [B]
     prompt_lengths: Tensor  # int64 [B]
-    features: Tensor  # [B, L, columns]: what the head reads
+    aux_hidden_states: Tensor  # [B, L, columns]: what the head reads
     final: Tensor  # [B, L, H]: hidden states after the target's final norm
 
     @property
@@ -48,10 +48,10 @@ class DraftHead(Protocol):
         """[draft vocab, H]"""
 
 
-class FeatureHead(Protocol):
+class HiddenStateHead(Protocol):
     """A head that reads the target's features; states are [B, L, H]."""
 
-    def enter(self, features: Tensor) -> Tensor:
+    def enter(self, aux_hidden_states: Tensor) -> Tensor:
         """The first state, from target features [B, L, columns it was built for]."""
 
     def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
@@ -99,11 +99,11 @@ def unroll(head: DraftHead, target: Target, batch: Batch, taught: Lessons, steps
         yield StepOutput(head.outputs(states[counts]), number[counts], chain_of[counts])
 
 
-def feature_rollout(head: FeatureHead, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
+def hidden_state_rollout(head: HiddenStateHead, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
     """`DraftHead.rollout` of a head that reads features."""
     start, length = batch.start, batch.token_ids.shape[1]
     memory = ChainMemory(start)
-    states = head.enter(batch.features)
+    states = head.enter(batch.aux_hidden_states)
     for step in range(steps):
         positions = torch.arange(start if step else 0, length, device=batch.token_ids.device) + step
         embeds = target.embed(_shifted(batch.token_ids, positions + 1))

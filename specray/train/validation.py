@@ -81,7 +81,7 @@ class Validator:
         best = self._best[number]
         chains = batch.token_ids.shape[1] - batch.start
         ranks = torch.full((chains, depths), -1, device=best.device)
-        output_weight = head.output_weight.to(batch.features.dtype)
+        output_weight = head.output_weight.to(batch.aux_hidden_states.dtype)
         column_of = torch.full((self._target.head.shape[0],), -1, device=best.device)
         column_of[head.draft_ids] = torch.arange(len(head.draft_ids), device=best.device)
         for depth, step in enumerate(unroll(head, self._target, batch, taught, depths)):

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specray.ops.attention import RaggedRows
+from specray.ops.attention import AttentionBatch
 from specray.spec_decode.draft_tree import DraftTree, depths_of
-from specray.step import RowStep
+from specray.step import ScheduledRow
 from specray.worker.request_state import Row
 
 
@@ -28,7 +28,7 @@ class InputBatch:
     tree: DraftTree
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
-    attention: RaggedRows
+    attention: AttentionBatch
     node_index: Tensor  # int64 [sum of tree.num_nodes]: each node's place in the batch
     last_places: list[int]  # the place of each row's last known token in the batch
     last_index: Tensor  # the same, int64 [rows]
@@ -42,7 +42,7 @@ class InputBatch:
         return [*range(last - self.num_known[index] + 1, last), *(last + node for node in path)]
 
 
-def count_known(steps: Sequence[RowStep], rows: Sequence[Row]) -> list[int]:
+def count_known(steps: Sequence[ScheduledRow], rows: Sequence[Row]) -> list[int]:
     """Known tokens each row computes: those pending, up to the plan's bound."""
     return [
         min(step.num_tokens, len(row.token_ids) - row.num_computed_tokens)
@@ -87,7 +87,7 @@ def build_batch(
         tree=tree,
         token_ids=torch.tensor(tokens, device=device),
         positions=torch.tensor(positions, device=device),
-        attention=RaggedRows(query_lens, kv_slots, slot_mapping, corners),
+        attention=AttentionBatch(query_lens, kv_slots, slot_mapping, corners),
         node_index=torch.tensor(nodes, dtype=torch.int64, device=device),
         last_places=last,
         last_index=torch.tensor(last, device=device),

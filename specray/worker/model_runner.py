@@ -15,9 +15,9 @@ from specray.models.llama import Llama
 from specray.models.registry import context_length, load_config, load_model
 from specray.ops.backends import make_backend
 from specray.spec_decode.drafter import TargetView
-from specray.worker.colocated import RingLimits
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache, count_blocks
+from specray.worker.remote_drafter.source import RingLimits
 
 
 class ModelRunner:
@@ -55,8 +55,8 @@ class ModelRunner:
         dtype = self.model.embedding.weight.dtype
         return RingLimits(shape.vocab_size, shape.num_layers, shape.hidden_size, step_tokens, dtype)
 
-    def forward(self, batch: InputBatch, feature_layers: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, batch: InputBatch, aux_hidden_state_layers: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(final hidden states [T, hidden], float32 logits [nodes, V] of the trees, features [T, hidden] each)."""
         attend = self._attention.plan(batch.attention)
-        hidden, features = self.model(batch.token_ids, batch.positions, attend, feature_layers)
-        return hidden, self.model.logits(hidden.index_select(0, batch.node_index)), features
+        hidden, aux_hidden_states = self.model(batch.token_ids, batch.positions, attend, aux_hidden_state_layers)
+        return hidden, self.model.logits(hidden.index_select(0, batch.node_index)), aux_hidden_states

@@ -7,7 +7,7 @@ import torch
 
 from specray.ops.sampling import SamplerRow
 from specray.spec_decode.drafter import DraftRow
-from specray.step import UNLIMITED, NewRow, RowStep, StepPlan
+from specray.step import UNLIMITED, NewRequest, ScheduledRow, StepPlan
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Row:
         )
 
 
-class RowTable:
+class RequestTable:
     """Rows by slot."""
 
     def __init__(self, page_size: int, vocab_size: int, device: torch.device) -> None:
@@ -53,11 +53,11 @@ class RowTable:
         """Free slots, enter new rows, extend blocks; the rows of the step, in the plan's order."""
         for slot in plan.freed_slots:
             del self._rows[slot]
-        for new in plan.new_rows:
+        for new in plan.new_requests:
             self._rows[new.slot] = self._enter(new)
         return [self._extended(step) for step in plan.rows]
 
-    def _enter(self, new: NewRow) -> Row:
+    def _enter(self, new: NewRequest) -> Row:
         sampler = SamplerRow.start(new.sampling, new.token_ids, new.num_prompt_tokens, self._vocab_size, self._device)
         slots = self._kv_slots(new.block_ids)
         return Row(
@@ -71,7 +71,7 @@ class RowTable:
             new.max_draft_steps,
         )
 
-    def _extended(self, step: RowStep) -> Row:
+    def _extended(self, step: ScheduledRow) -> Row:
         row = self._rows[step.slot]
         if step.new_block_ids:
             row.kv_slots = np.concatenate((row.kv_slots, self._kv_slots(step.new_block_ids)))

@@ -21,14 +21,14 @@ from specray.spec_decode import make_drafter
 from specray.spec_decode.choice import make_choice
 from specray.spec_decode.draft_tree import ROOT, DraftTree, RowTree
 from specray.spec_decode.drafter import Drafter, DraftSource, InlineDrafts, ProposeContext
-from specray.spec_decode.verifier import Verdict, verify
-from specray.step import DraftLimit, RowResult, StepPlan, StepResult, StepTimes, pack, unpack_plan
-from specray.worker.colocated import ColocatedDrafts
+from specray.spec_decode.verifier import VerifyOutput, verify
+from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes, pack, unpack_plan
 from specray.worker.devices import choose_device
-from specray.worker.doorbell import Doorbell
 from specray.worker.input_batch import InputBatch, build_batch, count_known, sampling_rows
 from specray.worker.model_runner import ModelRunner
-from specray.worker.request_state import Row, RowTable
+from specray.worker.remote_drafter.handshake import DraftEndpoint
+from specray.worker.remote_drafter.source import RemoteDrafts
+from specray.worker.request_state import RequestTable, Row
 
 NOT_A_NUMBER = "the model's output for this request is not a number (NaN or infinity); the request cannot go on"
 
@@ -43,7 +43,7 @@ class Worker:
     def __init__(
         self, config: EngineConfig, rank: int = 0, world_size: int = 1, init_method: str | None = None,
         progress: bool = False, drafter: Drafter | None = None, model: Llama | None = None,
-        colocate: Doorbell | None = None,
+        colocate: DraftEndpoint | None = None,
     ) -> None:  # fmt: skip
         device = choose_device(config, rank)
         if device.type == "cpu":
@@ -52,16 +52,16 @@ class Worker:
         self._group = RankGroup(rank, world_size, init_method, device)
         self._runner = ModelRunner(config, folder, self._group, device, progress, model)
         vocab_size = self._runner.model.shape.vocab_size
-        self._rows = RowTable(config.page_size, vocab_size, device)
+        self._rows = RequestTable(config.page_size, vocab_size, device)
         eos_ids = eos_token_ids(folder, load_tokenizer(folder))
         self._drafts: DraftSource
         if colocate is not None and self._group.leads:
-            self._drafts = ColocatedDrafts(colocate, self._runner.ring_limits(config))
+            self._drafts = RemoteDrafts(colocate, self._runner.ring_limits(config))
         else:
             if drafter is None and self._group.leads:
                 drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
             self._drafts = InlineDrafts(drafter)
-        self._choose = make_choice(config.speculative)
+        self._sampler = make_choice(config.speculative)
         self._context = ProposeContext([])
         self.capacity = Capacity(
             num_blocks=self._runner.num_blocks,
@@ -107,12 +107,12 @@ class Worker:
         batch = self._build(plan, rows)
         draft_seconds = self._drafts.seconds
         prepared = time.perf_counter()
-        hidden, logits, features = self._runner.forward(batch, self._drafts.feature_layers)
+        hidden, logits, aux_hidden_states = self._runner.forward(batch, self._drafts.aux_hidden_state_layers)
         is_sound = hidden.index_select(0, batch.last_index).isfinite().all(-1).tolist()  # also waits for the device
         forwarded = time.perf_counter()
-        verdicts = dict(zip(batch.sampling, self._verify(batch, logits), strict=True))
-        results = [self._commit(batch, i, verdicts.get(i), is_sound[i]) for i in range(len(rows))]
-        self._context = self._draft_context(plan, batch, results, verdicts, features)
+        verify_outputs = dict(zip(batch.sampling, self._verify(batch, logits), strict=True))
+        results = [self._commit(batch, i, verify_outputs.get(i), is_sound[i]) for i in range(len(rows))]
+        self._context = self._draft_context(plan, batch, results, verify_outputs, aux_hidden_states)
         verified = time.perf_counter()
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self._drafts.take_faults())
@@ -127,45 +127,45 @@ class Worker:
         tree = DraftTree.of(trees, drafts.draft_probs)
         return build_batch(rows, num_known, sampling, tree, self._runner.device)
 
-    def _verify(self, batch: InputBatch, logits: torch.Tensor) -> list[Verdict]:
+    def _verify(self, batch: InputBatch, logits: torch.Tensor) -> list[VerifyOutput]:
         rows = batch.sampling_rows()
         samplers, lengths = [row.sampler for row in rows], [len(row.token_ids) for row in rows]
-        verdicts = verify(logits, batch.tree, samplers, lengths, self._choose) if self._group.leads else None
-        return [Verdict(*verdict) for verdict in self._agree(verdicts)]
+        verify_outputs = verify(logits, batch.tree, samplers, lengths, self._sampler) if self._group.leads else None
+        return [VerifyOutput(*output) for output in self._agree(verify_outputs)]
 
-    def _commit(self, batch: InputBatch, index: int, verdict: Verdict | None, is_sound: bool) -> RowResult:
+    def _commit(self, batch: InputBatch, index: int, output: VerifyOutput | None, is_sound: bool) -> RequestResult:
         """Make a row's accepted path its own: KV, length and tokens."""
         row = batch.rows[index]
-        if not is_sound or (verdict is not None and verdict.is_broken):
-            return RowResult(row.slot, [], 0, None, NOT_A_NUMBER)
+        if not is_sound or (output is not None and output.is_broken):
+            return RequestResult(row.slot, [], 0, None, NOT_A_NUMBER)
         row.num_computed_tokens += batch.num_known[index]
-        if verdict is None:
-            return RowResult(row.slot, [], 0, None, None)
-        self._runner.kv.commit(row.kv_slots, row.num_computed_tokens - 1, verdict.path)
-        row.num_computed_tokens += len(verdict.path) - 1
-        row.token_ids += verdict.token_ids
+        if output is None:
+            return RequestResult(row.slot, [], 0, None, None)
+        self._runner.kv.commit(row.kv_slots, row.num_computed_tokens - 1, output.path)
+        row.num_computed_tokens += len(output.path) - 1
+        row.token_ids += output.token_ids
         num_drafts = batch.tree.num_nodes[batch.sampling.index(index)] - 1
-        return RowResult(row.slot, verdict.token_ids, num_drafts, verdict.logprobs, None)
+        return RequestResult(row.slot, output.token_ids, num_drafts, output.logprobs, None)
 
     def _draft_context(
-        self, plan: StepPlan, batch: InputBatch, results: list[RowResult], verdicts: dict[int, Verdict],
-        features: list[torch.Tensor],
+        self, plan: StepPlan, batch: InputBatch, results: list[RequestResult], verify_outputs: dict[int, VerifyOutput],
+        aux_hidden_states: list[torch.Tensor],
     ) -> ProposeContext:  # fmt: skip
         """What the drafter is told: every sound row, and the target's features of what it computed for good."""
         sound = [i for i, result in enumerate(results) if result.error is None]
         steps = zip(plan.rows, batch.rows, strict=True)
         room = [min(step.max_draft_tokens, row.max_draft_steps) for step, row in steps]
-        wanting = {i for i in sound if i in verdicts and room[i]}
+        wanting = {i for i in sound if i in verify_outputs and room[i]}
         told = sorted(sound, key=lambda i: i not in wanting)
-        kept = [batch.kept(i, verdicts[i].path if i in verdicts else [ROOT]) for i in told]
+        kept = [batch.kept(i, verify_outputs[i].path if i in verify_outputs else [ROOT]) for i in told]
         starts = [batch.rows[i].num_computed_tokens - len(places) for i, places in zip(told, kept, strict=True)]
         rows = [batch.rows[i].draft_row(start, room[i]) for i, start in zip(told, starts, strict=True)]
         rows, unwanting = rows[: len(wanting)], rows[len(wanting) :]
-        if not features:
+        if not aux_hidden_states:
             return ProposeContext(rows, unwanting)
         places = [place for row_places in kept for place in row_places]
-        index = torch.tensor(places, dtype=torch.int64, device=features[0].device)
-        together = torch.cat([feature.index_select(0, index) for feature in features], -1)
+        index = torch.tensor(places, dtype=torch.int64, device=aux_hidden_states[0].device)
+        together = torch.cat([feature.index_select(0, index) for feature in aux_hidden_states], -1)
         return ProposeContext(rows, unwanting, together)
 
     def _agree(self, value: Any) -> Any:

@@ -20,9 +20,9 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from cluster.app import build
+from cluster.cli.serve import RAY_OPTIONS
 from cluster.config import AppConfig
-from cluster.serve_command import RAY_OPTIONS
-from specray.local_server import free_port
+from specray.cli.local_server import free_port
 
 APP = "chaos"
 ENGINE_CPUS = 0.8  # of a node's single one: a second engine does not fit, an ingress does

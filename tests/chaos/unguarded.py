@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("cluster", "specray", "tests", "pyproject.toml")
 
 
-class Guard(NamedTuple):
+class NodeWatchdog(NamedTuple):
     """A change of one file that takes a guard out."""
 
     file: str
@@ -25,34 +25,40 @@ class Guard(NamedTuple):
     new: str
 
 
-NO_FAILOVER = Guard("cluster/fleet.py", "MAX_FAILOVERS = 8 ", "MAX_FAILOVERS = 0 ")
-NO_DRAIN = Guard("cluster/client.py", "if self._is_leaving and not self._listeners:", "if self._is_leaving:")
-NO_NEW_DRAFTER = Guard("cluster/draft.py", "                self._restart(reason)", "                pass")
-GUARDS: dict[str, tuple[Guard, ...]] = {
+NO_FAILOVER = NodeWatchdog("cluster/routing/router_pool.py", "MAX_FAILOVERS = 8 ", "MAX_FAILOVERS = 0 ")
+NO_DRAIN = NodeWatchdog(
+    "cluster/routing/client.py", "if self._is_leaving and not self._listeners:", "if self._is_leaving:"
+)
+NO_NEW_DRAFTER = NodeWatchdog(
+    "cluster/engine/draft.py", "                self._restart(reason)", "                pass"
+)
+GUARDS: dict[str, tuple[NodeWatchdog, ...]] = {
     "router killed": (NO_FAILOVER,),
     "router frozen": (
-        Guard("cluster/client.py", "SILENCE_S = 3.0 ", "SILENCE_S = 1e6 "),
-        Guard("cluster/guard.py", "ROUTER_FROZEN_S = 8.0 ", "ROUTER_FROZEN_S = 1e6 "),
+        NodeWatchdog("cluster/routing/client.py", "SILENCE_S = 3.0 ", "SILENCE_S = 1e6 "),
+        NodeWatchdog("cluster/liveness/watchdog.py", "ROUTER_FROZEN_S = 8.0 ", "ROUTER_FROZEN_S = 1e6 "),
     ),
     "rank killed": (NO_FAILOVER,),
-    "rank frozen": (Guard("cluster/guard.py", "FROZEN_S = 3.0 ", "FROZEN_S = 1e6 "),),
+    "rank frozen": (NodeWatchdog("cluster/liveness/watchdog.py", "FROZEN_S = 3.0 ", "FROZEN_S = 1e6 "),),
     "drafter killed": (NO_NEW_DRAFTER,),
-    "drafter frozen": (Guard("specray/worker/colocated.py", "FROZEN_S = 3.0 ", "FROZEN_S = 1e6 "),),
+    "drafter frozen": (NodeWatchdog("specray/worker/remote_drafter/source.py", "FROZEN_S = 3.0 ", "FROZEN_S = 1e6 "),),
     "drafter lies": (NO_NEW_DRAFTER,),
     "GCS killed for 4 s": (
-        Guard("tests/chaos/service.py", '"gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")', ""),
+        NodeWatchdog("tests/chaos/service.py", '"gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")', ""),
     ),
     "node lost": (NO_FAILOVER,),
     "redeployed": (NO_DRAIN, NO_FAILOVER),
     "clients leave": (
-        Guard(
+        NodeWatchdog(
             "specray/engine/engine.py",
             "        self.scheduler.finish(request)\n",
             "        if reason is not FinishReason.ABORT:\n            self.scheduler.finish(request)\n",
         ),
     ),
     "overload": (
-        Guard("specray/engine/scheduler.py", "if num_waiting >= self.max_queued +", "if False and self.max_queued +"),
+        NodeWatchdog(
+            "specray/engine/scheduler.py", "if num_waiting >= self.max_queued +", "if False and self.max_queued +"
+        ),
     ),
 }
 
@@ -73,10 +79,10 @@ def is_seen(name: str) -> bool:
         for part in COPIED:
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy(ROOT / part, Path(folder, part))
-        for guard in GUARDS[name]:
-            path = Path(folder, guard.file)
+        for watchdog in GUARDS[name]:
+            path = Path(folder, watchdog.file)
             text = path.read_text(encoding="utf-8")
-            path.write_text(text.replace(guard.old, guard.new), encoding="utf-8")
+            path.write_text(text.replace(watchdog.old, watchdog.new), encoding="utf-8")
         command = [sys.executable, "-m", "tests.chaos", "--models", "stories260K", "--count", "1", "--faults", name]
         chaos = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     said = [line for line in chaos.stderr.splitlines() if line.startswith("NOT ACCOUNTED FOR")]

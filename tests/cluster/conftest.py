@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.serve_command import RAY_OPTIONS
-from specray.local_server import free_port
+from cluster.cli.serve import RAY_OPTIONS
+from specray.cli.local_server import free_port
 
 os.environ.update(RAY_OPTIONS | {"RAY_USAGE_STATS_ENABLED": "0"})  # as `specray serve` does
 ROOT = Path(__file__).parents[2]

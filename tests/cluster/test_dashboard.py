@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from specray.cli.local_server import free_port
 from specray.dashboard.alerts import ALERTS
 from specray.dashboard.panels import ROWS, Query
 from specray.dashboard.png import save_png
 from specray.dashboard.query import Series, query_range
 from specray.errors import ConfigError
-from specray.local_server import free_port
 
 FOLDER = Path(__file__).parents[2] / "dashboards"
 QUERIES = [query for row in ROWS for panel in row.panels for query in panel.queries]

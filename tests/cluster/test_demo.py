@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specray.local_server import free_port
+from specray.cli.local_server import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_demo_answers_both_ways_and_leaves_nothing_behind() -> None:
     before = set(Path("/tmp").glob("specray-serve-*"))
     demo = subprocess.run(
-        [sys.executable, "-m", "specray.demo", "--port", str(free_port())],
+        [sys.executable, "-m", "specray.cli.demo", "--port", str(free_port())],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -15,8 +15,8 @@ import grpc
 import httpx
 import pytest
 
+from specray.cli.local_server import free_port
 from specray.llm import LLM
-from specray.local_server import free_port
 from specray.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +33,9 @@ class Served:
         self.port = free_port()
         self._log = log
         command = [
-            sys.executable, "-m", "specray.cli", "serve", f"--model={model}", f"--port={self.port}", "--dtype=float32",
-            "--device=cpu", "--num-threads=1", "--max-total-tokens=4096", "--speculative-algorithm=NGRAM",
-            "--tp-size=2", "--served-model-name=tiny",
+            sys.executable, "-m", "specray.cli.main", "serve", f"--model={model}", f"--port={self.port}",
+            "--dtype=float32", "--device=cpu", "--num-threads=1", "--max-total-tokens=4096",
+            "--speculative-algorithm=NGRAM", "--tp-size=2", "--served-model-name=tiny",
         ]  # fmt: skip
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)

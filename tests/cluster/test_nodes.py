@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from specray.cli.local_server import free_port
 from specray.llm import LLM
-from specray.local_server import free_port
 from specray.sampling_params import SamplingParams
 from tests.support.networks import Network
 from tests.support.processes import own_processes

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.chaos.unguarded import GUARDS, ROOT, Guard
+from tests.chaos.unguarded import GUARDS, ROOT, NodeWatchdog
 
 
-@pytest.mark.parametrize("guard", sorted({guard for guards in GUARDS.values() for guard in guards}))
-def test_the_guard_is_there_once(guard: Guard) -> None:
-    assert (ROOT / guard.file).read_text(encoding="utf-8").count(guard.old) == 1
+@pytest.mark.parametrize("watchdog", sorted({watchdog for watchdogs in GUARDS.values() for watchdog in watchdogs}))
+def test_the_watchdog_is_there_once(watchdog: NodeWatchdog) -> None:
+    assert (ROOT / watchdog.file).read_text(encoding="utf-8").count(watchdog.old) == 1

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from transformers import DeepseekV2Config, LlamaConfig, PretrainedConfig
 
-from cluster.check import check_file
+from cluster.cli.check import check_file
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
@@ -97,7 +97,7 @@ def test_the_8b_config_fits_its_target(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(head))
     config = HeadConfig.read(tmp_path)
     config.check_target(tmp_path, shape_of(target))
-    assert config.feature_layers(tmp_path, 32) == (2, 16, 29)
+    assert config.aux_hidden_state_layers(tmp_path, 32) == (2, 16, 29)
     assert TreeShape.of(speculative, "LlamaForCausalLM") == TreeShape(num_steps=5, topk=8, num_draft_tokens=32)
 
 

@@ -21,7 +21,7 @@ from ray.scripts.scripts import start as ray_start
 from ray.serve.deployment import deployment_to_schema
 
 from cluster.app import _ingress, _router
-from cluster.check import check_file
+from cluster.cli.check import check_file
 from cluster.config import AppConfig
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from cluster.cli.flags import add_flags, given, overridden
 from cluster.config import AppConfig
-from cluster.flags import add_flags, given, overridden
 from specray.config import EngineConfig, SpeculativeConfig
 from tests.support.methods import METHODS
 

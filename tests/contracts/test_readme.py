@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster import check, serve_command
-from specray.cli import build_parser
+from cluster.cli import check, serve
+from specray.cli.main import build_parser
 from specray.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-CLUSTER_PARSERS = {"serve": serve_command.parser(), "check": check.parser()}  # programs of their own
+CLUSTER_PARSERS = {"serve": serve.parser(), "check": check.parser()}  # programs of their own
 TOP_FOLDERS = ("specray/", "cluster/", "configs/", "tests/", "deploy/", "dashboards/")
 
 

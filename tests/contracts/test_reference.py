@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cluster.reference import reference
+from cluster.cli.reference import reference
 from specray.bench.figures import STEP_PATH
 
 ROOT = Path(__file__).parents[2]
@@ -11,7 +11,7 @@ MAX_STEP_PATH_LINES = 1475
 
 def test_the_reference_is_up_to_date() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    begin, end = "<!-- reference: python -m cluster.reference -->\n", "\n<!-- end of reference -->"
+    begin, end = "<!-- reference: python -m cluster.cli.reference -->\n", "\n<!-- end of reference -->"
     assert readme.partition(begin)[2].partition(end)[0] == reference(), "paste the output of the command in the comment"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import ray
 
 from cluster.config import AppConfig
-from cluster.executor import RayExecutor
+from cluster.engine.executor import RayExecutor
 from specray.step import StepPlan
 from tests.chaos.ledger import quantile
 from tests.support.toy import write_toy

@@ -42,23 +42,23 @@ def test_logprobs_are_the_oracles_and_equal_a_rescoring(variant: str, tmp_path: 
             SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=20),
         )
         for index, (entry, scored) in enumerate(zip(choice.logprobs, again, strict=True)):
-            law = truth[len(PROMPTS[0]) - 1 + index]
-            assert entry.logprob == pytest.approx(law[entry.token_id], abs=2e-4)
-            assert [token for token, _ in entry.top] == np.argsort(-law)[:4].tolist()
+            probs = truth[len(PROMPTS[0]) - 1 + index]
+            assert entry.logprob == pytest.approx(probs[entry.token_id], abs=2e-4)
+            assert [token for token, _ in entry.top] == np.argsort(-probs)[:4].tolist()
             [rescored] = scored.choices[0].logprobs or []
             assert dict(rescored.top).get(entry.token_id, entry.logprob) == pytest.approx(entry.logprob, abs=2e-4)
 
 
 @pytest.mark.parametrize("layers", [(), (2,), (0, 1, 2), (2, 0), (1, 1)])
-def test_features_are_the_oracles_residual_stream(layers: tuple[int, ...], toy: Path) -> None:
+def test_aux_hidden_states_are_the_oracles_residual_stream(layers: tuple[int, ...], toy: Path) -> None:
     """As it enters a layer, nothing normed; one past the last layer, after the final norm."""
     tokens = [*PROMPTS[0], 5, 9]
     truth = oracle_states(toy, tokens)
     with make_llm(toy) as llm, torch.inference_mode():
         model = llm._executor.worker.model
-        final, features = model(torch.tensor(tokens), torch.arange(len(tokens)), attend_to_the_past, layers)
-    assert len(features) == len(layers)
-    for layer, feature in zip((2, *layers), (final, *features), strict=True):
+        final, aux_hidden_states = model(torch.tensor(tokens), torch.arange(len(tokens)), attend_to_the_past, layers)
+    assert len(aux_hidden_states) == len(layers)
+    for layer, feature in zip((2, *layers), (final, *aux_hidden_states), strict=True):
         np.testing.assert_allclose(feature.double().numpy(), truth[layer], atol=1e-4, rtol=1e-4)
 
 

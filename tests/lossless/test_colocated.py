@@ -16,7 +16,7 @@ from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 from specray.spec_decode.drafter import DraftFaultError, ProposeContext
 from specray.step import DraftFault, StepPlan, StepResult
-from specray.worker import colocated
+from specray.worker.remote_drafter import source
 from tests.support.colocated import Colocated, Recorded, worker_of
 from tests.support.engine import make_llm, visible
 from tests.support.methods import METHODS, Make
@@ -98,7 +98,7 @@ def test_drafters_are_switched_between_steps_and_no_text_shows_it(
             if plan.step_id % 2 == 0:
                 far.start(speculative=made[name]) if name else far.dismiss()
             result = execute(plan)
-            sizes.add((worker._drafts.max_draft_tokens, worker._drafts.feature_layers))
+            sizes.add((worker._drafts.max_draft_tokens, worker._drafts.aux_hidden_state_layers))
             return result
 
         monkeypatch.setattr(worker, "execute", switching)
@@ -114,7 +114,7 @@ class Broken:
     """A drafter that does one thing wrong in every order from its second on; `stall` does so once."""
 
     max_draft_tokens = 3
-    feature_layers = (0, 1)
+    aux_hidden_state_layers = (0, 1)
     reads_next_token = False
 
     def __init__(self, fault: "Fault", about_to: Callable[[], object]) -> None:
@@ -126,8 +126,8 @@ class Broken:
     def propose(self, context: ProposeContext) -> DraftTree:
         self._num_orders += 1
         roots = [row.token_ids[row.end] for row in context.rows]
-        assert context.features is not None
-        assert context.features.shape[1] == 2 * 32
+        assert context.aux_hidden_states is not None
+        assert context.aux_hidden_states.shape[1] == 2 * 32
         if self._num_orders > 1:
             return Unchecked(self._fault(self, roots))  # type: ignore[return-value]
         self._about_to()
@@ -190,7 +190,7 @@ IMPATIENCE = {"late": {"LEAST_WAIT_S": 0.02}, "frozen": {"LEAST_WAIT_S": 0.02, "
 
 def set_patience(monkeypatch: pytest.MonkeyPatch, changes: dict[str, float] | None = None) -> None:
     for name, seconds in (PATIENCE | (changes or {})).items():
-        monkeypatch.setattr(colocated, name, seconds)
+        monkeypatch.setattr(source, name, seconds)
 
 
 @pytest.mark.parametrize("name", FAULTS)

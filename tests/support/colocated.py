@@ -12,9 +12,9 @@ from specray.config import SpeculativeConfig
 from specray.llm import LLM
 from specray.spec_decode.drafter import Drafter, DraftSource
 from specray.step import DraftFault
-from specray.worker.colocated import ColocatedDrafts
-from specray.worker.doorbell import Doorbell, dismiss
-from specray.worker.draft_worker import DraftWorker, far_drafter, far_view
+from specray.worker.remote_drafter.handshake import DraftEndpoint, dismiss
+from specray.worker.remote_drafter.server import DraftServer, far_drafter, far_view
+from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.worker import Worker
 
 EPOCH = 7
@@ -29,29 +29,29 @@ class Colocated:
 
     def __init__(self, llm: LLM, folder: Path) -> None:
         worker = worker_of(llm)
-        self._doorbell = Doorbell(str(folder / "drafts"), EPOCH)
+        self._endpoint = DraftEndpoint(str(folder / "drafts"), EPOCH)
         self._config = llm.config
         self._num_slots = worker._runner.num_blocks * llm.config.page_size
         self._threads: list[threading.Thread] = []
-        self.drafts = ColocatedDrafts(self._doorbell, worker._runner.ring_limits(llm.config))
+        self.drafts = RemoteDrafts(self._endpoint, worker._runner.ring_limits(llm.config))
         worker._drafts = self.drafts
 
     def start(self, drafter: Drafter | None = None, speculative: SpeculativeConfig | None = None) -> None:
         """This drafter, or one with these options, or the configured one, knocks; returns once it does."""
         config = self._config.model_copy(update={"speculative": speculative or self._config.speculative})
-        worker = DraftWorker(drafter or far_drafter(config, far_view(config), self._num_slots))
+        worker = DraftServer(drafter or far_drafter(config, far_view(config), self._num_slots))
         knocked = threading.Event()
 
         def serve() -> None:
             with torch.inference_mode():
-                worker.serve(*self._doorbell, knocked=knocked.set)
+                worker.serve(*self._endpoint, knocked=knocked.set)
 
         self._run(serve)
         assert knocked.wait(30)
 
     def dismiss(self) -> None:
         """An operator knocks, who wants nobody to draft; returns once he does."""
-        self._run(lambda: dismiss(self._doorbell, 30.0))
+        self._run(lambda: dismiss(self._endpoint, 30.0))
         assert select.select([self.drafts._server], [], [], 30)[0]
 
     @contextlib.contextmanager

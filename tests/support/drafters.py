@@ -21,7 +21,7 @@ VOCAB_SIZE = 64  # of the toy; ids below it exist in every model
 class ScriptedDrafter:
     """A Drafter that draws each tree with `draw`; `texts` are all requests' finished sequences, prompts included."""
 
-    feature_layers: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     reads_next_token = False
 
     def __init__(self, draw: Draw, texts: Sequence[Sequence[int]] = (), max_draft_tokens: int = MAX_DRAFTS) -> None:

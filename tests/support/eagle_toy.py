@@ -142,17 +142,19 @@ class ToyHead:
     def stored(self, name: str) -> str:
         return _spelled(name, self.layout)
 
-    def fuse(self, features: np.ndarray) -> np.ndarray:
+    def fuse(self, aux_hidden_states: np.ndarray) -> np.ndarray:
         """States from features [T, columns]."""
         w = self.weights
         if self.layout.version == 2 or "fc.weight" not in w:
-            return features
+            return aux_hidden_states
         if "input_norm.weight" in w:
-            features = _norm(features, w["input_norm.weight"], self.settings)
+            aux_hidden_states = _norm(aux_hidden_states, w["input_norm.weight"], self.settings)
         if "fc_norm.0.weight" in w:
-            chunks = enumerate(np.split(features, features.shape[1] // TARGET_SIZE, 1))
-            features = np.concatenate([_norm(c, w[f"fc_norm.{i}.weight"], self.settings) for i, c in chunks], 1)
-        return self._fc(features)
+            chunks = enumerate(np.split(aux_hidden_states, aux_hidden_states.shape[1] // TARGET_SIZE, 1))
+            aux_hidden_states = np.concatenate(
+                [_norm(c, w[f"fc_norm.{i}.weight"], self.settings) for i, c in chunks], 1
+            )
+        return self._fc(aux_hidden_states)
 
     def step(self, embeds: np.ndarray, states: np.ndarray) -> np.ndarray:
         """Outputs [T, H] of a row that starts at position 0."""

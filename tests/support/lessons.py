@@ -30,12 +30,12 @@ def write_answers(folder: Path, shards: int = 1, sequences: int = 24, seed: int 
 def a_sequence(generator: torch.Generator, index: int) -> TokenSequence:
     length = int(torch.randint(60, 80, (1,), generator=generator))
     token_ids = torch.randint(2, VOCAB_SIZE, (length,), generator=generator)
-    return TokenSequence(token_ids.tolist(), 5, _features(token_ids), index)
+    return TokenSequence(token_ids.tolist(), 5, _aux_hidden_states(token_ids), index)
 
 
-def _features(token_ids: Tensor) -> Tensor:
+def _aux_hidden_states(token_ids: Tensor) -> Tensor:
     """bfloat16 [n, 4 * HIDDEN], a function of this and the next token."""
     table = torch.randn(VOCAB_SIZE, 4 * HIDDEN, generator=torch.Generator().manual_seed(7))
-    features = table[token_ids] + table[token_ids.roll(-1)]
-    features[-1] = 0
-    return features.bfloat16()
+    aux_hidden_states = table[token_ids] + table[token_ids.roll(-1)]
+    aux_hidden_states[-1] = 0
+    return aux_hidden_states.bfloat16()

@@ -143,8 +143,8 @@ def _attention(x: np.ndarray, w: dict[str, np.ndarray], config: dict[str, Any]) 
     for i in range(len(x)):
         for head in range(q.shape[1]):
             scores = k[: i + 1, head // fold] @ q[i, head] / np.sqrt(dim)
-            law = np.exp(scores - scores.max())
-            out[i, head] = law / law.sum() @ v[: i + 1, head // fold]
+            probs = np.exp(scores - scores.max())
+            out[i, head] = probs / probs.sum() @ v[: i + 1, head // fold]
     joined: np.ndarray = out.reshape(len(x), -1) @ w["self_attn.o_proj.weight"].T
     return joined
 

@@ -24,7 +24,7 @@ from specray.spec_decode.tree_shape import TreeShape
 
 # tokens below the root, the last one's own included -> the topk likeliest (probability, token) after it, best first
 Path = tuple[int, ...]
-Law = Callable[[Path], list[tuple[float, int]]]
+Distribution = Callable[[Path], list[tuple[float, int]]]
 
 
 @dataclass
@@ -36,15 +36,15 @@ class Candidate:
     parent: int  # index in the pool; -1 for the root
 
 
-def naive_pool(law: Law, num_steps: int, topk: int) -> list[Candidate]:
+def naive_pool(probs: Distribution, num_steps: int, topk: int) -> list[Candidate]:
     """All candidates in the order they are made."""
-    pool = [Candidate((token,), p, NONE) for p, token in law(())]
+    pool = [Candidate((token,), p, NONE) for p, token in probs(())]
     frontier = list(range(topk))
     for _ in range(num_steps - 1):
         first = len(pool)
         for index in frontier:
             parent = pool[index]
-            pool += [Candidate((*parent.path, token), parent.score * p, index) for p, token in law(parent.path)]
+            pool += [Candidate((*parent.path, token), parent.score * p, index) for p, token in probs(parent.path)]
         frontier = _best(pool, range(first, len(pool)), topk)
     return pool
 
@@ -75,7 +75,7 @@ class NaiveTree:
         assert len(row.token_ids) == row.end + 1
         self._row, self._shape, self._ids = row, shape, ids
         self._gaps: list[float] = []  # relative distances of neighbours wherever an order decided something
-        self._pool = naive_pool(self._law, shape.num_steps, shape.topk)
+        self._pool = naive_pool(self._probs, shape.num_steps, shape.topk)
         self.tree = naive_tree(self._pool, shape.num_draft_tokens - 1, row.token_ids[-1])
 
     def is_close_call(self, tolerance: float) -> bool:
@@ -91,16 +91,16 @@ class NaiveTree:
         """float32 [columns] after `path`."""
         raise NotImplementedError
 
-    def _law(self, path: Path) -> list[tuple[float, int]]:
+    def _probs(self, path: Path) -> list[tuple[float, int]]:
         logits = self._logits(path)
         ids = torch.arange(len(logits)) if self._ids is None else self._ids
         if self._row.temperature >= GREEDY_BELOW:
             position = self._row.end + 1 + len(path)
             noise = gumbel([self._row.seed], [position], 1 + int(ids.max()), logits.device)[0]
             logits = logits / self._row.temperature + noise[ids]
-        law = sorted(((p, int(ids[i])) for i, p in enumerate(logits.softmax(-1).tolist())), reverse=True)
-        self._note_gaps([p for p, _ in law[: self._shape.topk + 1]])
-        return law[: self._shape.topk]
+        probs = sorted(((p, int(ids[i])) for i, p in enumerate(logits.softmax(-1).tolist())), reverse=True)
+        self._note_gaps([p for p, _ in probs[: self._shape.topk + 1]])
+        return probs[: self._shape.topk]
 
     def _note_gaps(self, falling: list[float]) -> None:
         self._gaps += [(a - b) / max(a, 1e-30) for a, b in pairwise(falling)] + [1.0]
@@ -115,8 +115,8 @@ class NaiveDraft(NaiveTree):
         self._outputs: dict[Path, Tensor] = {}
         positions = torch.arange(row.end)
         tokens = torch.tensor(row.token_ids)
-        _, features = target(tokens[:-1], positions, attend_to_the_past, head.feature_layers)
-        self._states = head.fuse(torch.cat(features, -1))
+        _, aux_hidden_states = target(tokens[:-1], positions, attend_to_the_past, head.aux_hidden_state_layers)
+        self._states = head.fuse(torch.cat(aux_hidden_states, -1))
         self._output(())
         assert self._last_kv is not None
         self.kv = self._last_kv

@@ -11,7 +11,7 @@ from random import Random
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.outputs import TokenLogprob
-from specray.step import NewRow, RowResult, RowStep, StepPlan, StepResult, StepTimes
+from specray.step import NewRequest, RequestResult, ScheduledRow, StepPlan, StepResult, StepTimes
 
 # what follows `token_ids`, one token
 Text = Callable[[list[int]], int]
@@ -44,7 +44,7 @@ class SimulatedRanks:
         self._check(plan)
         for slot in plan.freed_slots:
             del self._rows[slot]
-        for new in plan.new_rows:
+        for new in plan.new_requests:
             self._enter(new)
         self.num_steps += 1
         self._results.append(StepResult(plan.step_id, [self._run(row) for row in plan.rows], StepTimes(0, 0, 0, 0)))
@@ -64,7 +64,7 @@ class SimulatedRanks:
         self.largest_step = max(self.largest_step, prefill)
         assert plan.rows or plan.freed_slots
 
-    def _enter(self, new: NewRow) -> None:
+    def _enter(self, new: NewRequest) -> None:
         assert new.slot not in self._rows
         assert 0 <= new.slot < self._config.max_running_requests
         assert new.num_computed_tokens < len(new.token_ids)
@@ -73,7 +73,7 @@ class SimulatedRanks:
         )
         self._rows[new.slot] = row
 
-    def _run(self, step: RowStep) -> RowResult:
+    def _run(self, step: ScheduledRow) -> RequestResult:
         row = self._rows[step.slot]
         row.block_ids += step.new_block_ids
         assert len(set(row.block_ids)) == len(row.block_ids)
@@ -85,10 +85,10 @@ class SimulatedRanks:
         row.num_computed += known
         if row.num_computed < len(row.token_ids):
             self._write(row, start)
-            return RowResult(step.slot, [], 0, None, None)
+            return RequestResult(step.slot, [], 0, None, None)
         return self._sample(step, row, start)
 
-    def _sample(self, step: RowStep, row: SimulatedRow, start: int) -> RowResult:
+    def _sample(self, step: ScheduledRow, row: SimulatedRow, start: int) -> RequestResult:
         """Write any number of drafts, accept any number of them, leave what was rejected as rubbish."""
         assert 0 <= step.max_draft_tokens <= self.capacity.max_draft_tokens
         num_drafts = self._random.randint(0, step.max_draft_tokens)
@@ -103,7 +103,7 @@ class SimulatedRanks:
         row.num_computed += num_accepted
         self._write(row, start)
         assert len(row.token_ids) <= self.capacity.context_length
-        return RowResult(step.slot, tokens, num_drafts, [TokenLogprob(t, -float(t), []) for t in tokens], None)
+        return RequestResult(step.slot, tokens, num_drafts, [TokenLogprob(t, -float(t), []) for t in tokens], None)
 
     def _read(self, row: SimulatedRow) -> None:
         for position in range(row.num_computed):

@@ -171,8 +171,8 @@ def _attention(x: np.ndarray, layer: dict[str, np.ndarray], config: dict[str, An
     for i in range(num_tokens):
         for head in range(config["num_attention_heads"]):
             scores = k[: i + 1, head // fold] @ q[i, head] / np.sqrt(dim)
-            law = np.exp(scores - scores.max())
-            out[i, head] = law / law.sum() @ v[: i + 1, head // fold]
+            probs = np.exp(scores - scores.max())
+            out[i, head] = probs / probs.sum() @ v[: i + 1, head // fold]
     joined: np.ndarray = out.reshape(num_tokens, -1) @ layer["self_attn.o_proj.weight"].T
     return joined
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from specray.outputs import TokenLogprob
 from specray.step import (
-    NewRow,
-    RowResult,
-    RowSampling,
-    RowStep,
+    NewRequest,
+    RequestResult,
+    SamplingOptions,
+    ScheduledRow,
     StepPlan,
     StepResult,
     StepTimes,
@@ -25,15 +25,15 @@ real = st.floats(-1e9, 1e9)
 pair = st.tuples(small, real)
 
 sampling = st.builds(
-    RowSampling, st.integers(-(2**63), 2**63 - 1), real, real, small, real, real, real, real,
+    SamplingOptions, st.integers(-(2**63), 2**63 - 1), real, real, small, real, real, real, real,
     st.lists(pair, max_size=3), small, ids, st.none() | small,
 )  # fmt: skip
-new_row = st.builds(NewRow, small, ids, small, small, ids, sampling, st.text(max_size=5), small)
-row_step = st.builds(RowStep, small, small, small, ids)
+new_row = st.builds(NewRequest, small, ids, small, small, ids, sampling, st.text(max_size=5), small)
+row_step = st.builds(ScheduledRow, small, small, small, ids)
 plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))
 logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))
 row_result = st.builds(
-    RowResult, small, ids, small, st.none() | st.lists(logprobs, max_size=3), st.none() | st.text(max_size=9)
+    RequestResult, small, ids, small, st.none() | st.lists(logprobs, max_size=3), st.none() | st.text(max_size=9)
 )
 results = st.builds(StepResult, small, st.lists(row_result, max_size=3), st.builds(StepTimes, real, real, real, real))
 
@@ -47,8 +47,8 @@ def tupled(value: Any) -> Any:
 def test_a_plan_comes_back(plan: StepPlan) -> None:
     back = unpack_plan(pack(plan))
     assert tupled(back) == tupled(plan)
-    assert [type(row.sampling) for row in back.new_rows] == [RowSampling] * len(plan.new_rows)
-    assert all(isinstance(row, RowStep) for row in back.rows)
+    assert [type(row.sampling) for row in back.new_requests] == [SamplingOptions] * len(plan.new_requests)
+    assert all(isinstance(row, ScheduledRow) for row in back.rows)
 
 
 @given(results)

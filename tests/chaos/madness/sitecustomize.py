@@ -16,15 +16,15 @@ Lie = Callable[[Any], Any]  # from the answer that would be right; bytes are sen
 
 
 def _go_mad(*_: object) -> None:
-    from specray.worker import draft_worker
+    from specray.worker.remote_drafter import server
 
-    lie, pack = random.SystemRandom().choice(LIES), draft_worker.pack
+    lie, pack = random.SystemRandom().choice(LIES), server.pack
 
     def lying(message: Any) -> bytes:
         said = lie(message)
         return said if isinstance(said, bytes) else pack(said)
 
-    draft_worker.pack = lying
+    server.pack = lying
 
 
 def _go_slow(*_: object) -> None:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from specray.bench.arms import Reply, Run
 from specray.bench.floor import Floor
 from specray.bench.measure import Key, Record, Settings
 from specray.bench.prompts import Prompt
 from specray.bench.session import Session
+from specray.bench.variants import Reply, Run
 from specray.config import SpeculativeConfig
 from specray.outputs import RequestUsage
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from specray import cli
+from specray.cli import main as cli
 from specray.config import EngineConfig
 from tests.support.heads import write_random_head
 
@@ -22,20 +22,20 @@ def common(toy: Path, prompts: Path) -> list[str]:
     return ["--model", str(toy), "--dtype", "float32", "--prompts", str(prompts), "--max-tokens", "8"]
 
 
-def test_arms_with_heads_and_a_map_answer_like_plain(
+def test_variants_with_heads_and_a_map_answer_like_plain(
     toy: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     third, second = (write_random_head(tmp_path / f"Head{version}", toy, version) for version in (3, 2))
     token_map = tmp_path / "Map.json"
     token_map.write_text(json.dumps(list(range(2, 40))))
-    arms = ["plain", f"eagle3@{third}:3-2-6", f"eagle2@{second}:3-1-4", f"eagle2@{second}+{token_map}:3-1-4"]
+    variants = ["plain", f"eagle3@{third}:3-2-6", f"eagle2@{second}:3-1-4", f"eagle2@{second}+{token_map}:3-1-4"]
     out = tmp_path / "bench.json"
-    arguments = ["bench", "--arms", ",".join(arms), "--temperature", "1", "--json", str(out), *common(toy, prompts)]
+    arguments = ["bench", "--arms", ",".join(variants), "--temperature", "1", "--json", str(out), *common(toy, prompts)]
     assert cli.main(arguments) == 0
     measured = json.loads(out.read_text())["arms"]
-    assert set(measured) == set(arms)
+    assert set(measured) == set(variants)
     assert all(figures["identical_to_plain"] == 1.0 for figures in measured.values())
-    assert all(sum(measured[arm]["accept_histogram"]) > 0 for arm in arms[1:])
+    assert all(sum(measured[variant]["accept_histogram"]) > 0 for variant in variants[1:])
     assert "accepted at depth, given the depth above" in capsys.readouterr().out
 
 

@@ -29,11 +29,11 @@ def script(session: ScriptedSession, monkeypatch: pytest.MonkeyPatch) -> Scripte
 
 
 def eagle_session(monkeypatch: pytest.MonkeyPatch) -> ScriptedSession:
-    def usage(arm: str, settings: Settings) -> RequestUsage:
-        num_accepted = {"eagle3": 20, "eagle2": 14, "eagle2-frspec": 14}.get(arm, 0) - int(2 * settings.temperature)
+    def usage(variant: str, settings: Settings) -> RequestUsage:
+        num_accepted = {"eagle3": 20, "eagle2": 14, "eagle2-frspec": 14}.get(variant, 0) - int(2 * settings.temperature)
         return RequestUsage(1, 0, 10 + num_accepted, 10, 99, num_accepted, 0)
 
-    return script(ScriptedSession(lambda arm, _: SPEEDS[arm.split()[0]], usage=usage), monkeypatch)
+    return script(ScriptedSession(lambda variant, _: SPEEDS[variant.split()[0]], usage=usage), monkeypatch)
 
 
 def measure(wanted: set[str], effort: Effort = QUICK) -> list[Figure]:
@@ -86,8 +86,8 @@ def test_accept_lengths_may_have_a_tree_of_their_own(monkeypatch: pytest.MonkeyP
 
 
 def test_exactness_compares_every_pass_with_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(arm: str, settings: Settings) -> list[int]:
-        wrong = arm == "eagle3 5-1-6" and settings.temperature == 1 and settings.concurrency == 1
+    def answer(variant: str, settings: Settings) -> list[int]:
+        wrong = variant == "eagle3 5-1-6" and settings.temperature == 1 and settings.concurrency == 1
         return [9] if wrong else [int(settings.temperature), 2, 3]
 
     session = script(ScriptedSession(answer=answer), monkeypatch)
@@ -137,7 +137,7 @@ def test_only_known_rows_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> No
 def test_int8_is_measured_in_rounds_beside_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     sessions = {
         None: ScriptedSession(lambda *_: 10.0),
-        "int8": ScriptedSession(lambda arm, _: {"plain": 16.0, "eagle3": 28.0}[arm]),
+        "int8": ScriptedSession(lambda variant, _: {"plain": 16.0, "eagle3": 28.0}[variant]),
     }
     monkeypatch.setattr(figures, "_session", lambda _, quantization=None: sessions[quantization])
     effort = QUICK._replace(num_mt_bench=6, rounds=3)
@@ -148,9 +148,9 @@ def test_int8_is_measured_in_rounds_beside_bfloat16(monkeypatch: pytest.MonkeyPa
     assert asked == [[prompt.id for prompt in prompts] for _, prompts, _ in sessions["int8"].calls]
 
 
-def test_both_ngram_arms_are_measured_on_every_kind_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ngram_variants_are_measured_on_every_kind_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = {"plain": 10.0, "ngram": 20.0, "ngram-suffix": 30.0}
-    session = ScriptedSession(lambda arm, _: speeds[arm])
+    session = ScriptedSession(lambda variant, _: speeds[variant])
     monkeypatch.setattr(figures, "_session", lambda _: session)
     rows = list(figures.in_process(QUICK, {"ngram"}))
     assert [row.measured for row in rows] == [pytest.approx(2.0)] * 3 + [pytest.approx(3.0)] * 3

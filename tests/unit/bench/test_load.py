@@ -11,10 +11,10 @@ from random import Random
 
 import pytest
 
-from specray import cli
 from specray.bench.exchange import exchange, request_bytes
 from specray.bench.load_command import KEY_VARIABLE
 from specray.bench.open_loop import arrivals
+from specray.cli import main as cli
 
 Reply = tuple[int, dict[str, str], bytes]
 IDLE = b"specray_num_requests_running 0.0\nspecray_kv_cache_usage_perc 0.0\n"

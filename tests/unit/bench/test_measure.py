@@ -7,9 +7,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from specray.bench import measure
-from specray.bench.arms import Job, Reply, Run
 from specray.bench.measure import Settings, compare
 from specray.bench.prompts import Prompt
+from specray.bench.variants import Job, Reply, Run
 
 PROMPTS = [Prompt(id=i, category="ab"[i % 2], turns=(f"question {i}", f"more {i}")) for i in range(6)]
 
@@ -25,7 +25,7 @@ class Tokenizer(PreTrainedTokenizerFast):
         return "".join(map(chr, token_ids))
 
 
-class NotingArm:
+class NotingVariant:
     def __init__(self, name: str, log: list[tuple[str, list[str], str]]) -> None:
         self.name = name
         self._log = log
@@ -46,9 +46,9 @@ def readable_chats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "render_chat", render)
 
 
-def test_every_arm_answers_every_prompt_and_the_order_rotates() -> None:
+def test_every_variant_answers_every_prompt_and_the_order_rotates() -> None:
     log: list[tuple[str, list[str], str]] = []
-    records = compare([NotingArm("x", log), NotingArm("y", log)], PROMPTS, Tokenizer(), Settings())
+    records = compare([NotingVariant("x", log), NotingVariant("y", log)], PROMPTS, Tokenizer(), Settings())
     assert len(records) == 2 * len(PROMPTS)
     measured = log[2:]  # after the warm-up of both
     assert [questions for _, questions, _ in measured[::2]] == [questions for _, questions, _ in measured[1::2]]
@@ -56,39 +56,41 @@ def test_every_arm_answers_every_prompt_and_the_order_rotates() -> None:
     assert all(one != next_ for one, next_ in pairwise(firsts))
 
 
-def test_records_of_two_arms_meet_under_one_key() -> None:
-    records = compare([NotingArm("x", []), NotingArm("y", [])], PROMPTS, Tokenizer(), Settings(repeats=2, turns=2))
-    keys = {arm: {record.key for record in records if record.arm == arm} for arm in "xy"}
+def test_records_of_two_variants_meet_under_one_key() -> None:
+    records = compare(
+        [NotingVariant("x", []), NotingVariant("y", [])], PROMPTS, Tokenizer(), Settings(repeats=2, turns=2)
+    )
+    keys = {variant: {record.key for record in records if record.variant == variant} for variant in "xy"}
     assert keys["x"] == keys["y"]
     assert len(keys["x"]) == len(PROMPTS) * 2 * 2
 
 
 def test_turn_two_follows_the_models_own_answer() -> None:
     log: list[tuple[str, list[str], str]] = []
-    compare([NotingArm("x", log)], PROMPTS[:1], Tokenizer(), Settings(turns=3))
+    compare([NotingVariant("x", log)], PROMPTS[:1], Tokenizer(), Settings(turns=3))
     assert [questions for _, questions, _ in log[1:]] == [["question 0"], ["question 0/!/more 0"]]
 
 
 def test_repeats_never_share_a_cache() -> None:
     log: list[tuple[str, list[str], str]] = []
-    compare([NotingArm("x", log)], PROMPTS[:1], Tokenizer(), Settings(repeats=3))
+    compare([NotingVariant("x", log)], PROMPTS[:1], Tokenizer(), Settings(repeats=3))
     salts = [salt for _, _, salt in log]
-    compare([NotingArm("x", log)], PROMPTS[:1], Tokenizer(), Settings(cache_salt="other-"))
+    compare([NotingVariant("x", log)], PROMPTS[:1], Tokenizer(), Settings(cache_salt="other-"))
     salts = [salt for _, _, salt in log]
     assert len(set(salts)) == len(salts) == 6
 
 
-def test_arms_get_the_same_seeds() -> None:
-    arms = [NotingArm("x", []), NotingArm("y", [])]
-    compare(arms, PROMPTS, Tokenizer(), Settings(concurrency=2, temperature=0.7, seed=5))
-    assert [job.params.seed for job in arms[0].jobs] == [job.params.seed for job in arms[1].jobs]
-    assert {job.params.seed for job in arms[0].jobs} == set(range(5, 11))
+def test_variants_get_the_same_seeds() -> None:
+    variants = [NotingVariant("x", []), NotingVariant("y", [])]
+    compare(variants, PROMPTS, Tokenizer(), Settings(concurrency=2, temperature=0.7, seed=5))
+    assert [job.params.seed for job in variants[0].jobs] == [job.params.seed for job in variants[1].jobs]
+    assert {job.params.seed for job in variants[0].jobs} == set(range(5, 11))
 
 
 def test_a_prompts_seed_does_not_depend_on_concurrency() -> None:
     def seeds(concurrency: int) -> dict[tuple[int, ...], int | None]:
-        arm = NotingArm("x", [])
-        compare([arm], PROMPTS, Tokenizer(), Settings(concurrency=concurrency, turns=2))
-        return {tuple(job.token_ids): job.params.seed for job in arm.jobs}
+        variant = NotingVariant("x", [])
+        compare([variant], PROMPTS, Tokenizer(), Settings(concurrency=concurrency, turns=2))
+        return {tuple(job.token_ids): job.params.seed for job in variant.jobs}
 
     assert seeds(1) == seeds(3)

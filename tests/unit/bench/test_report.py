@@ -1,9 +1,9 @@
 import pytest
 
-from specray.bench.arms import Reply, Run
 from specray.bench.measure import Key, Record
 from specray.bench.report import depth_table, identical_share, speed_ratios, summarise, to_json, to_table
 from specray.bench.tables import format_table
+from specray.bench.variants import Reply, Run
 from specray.outputs import RequestUsage
 
 
@@ -13,9 +13,9 @@ def usage(num_verify_steps: int, num_accepted: int) -> RequestUsage:
     return RequestUsage(1, 0, num_tokens, num_verify_steps, 9, num_accepted, 0, histogram)
 
 
-def record(arm: str, chunk: int, tokens: list[int], seconds: float, counts: RequestUsage | None) -> Record:
+def record(variant: str, chunk: int, tokens: list[int], seconds: float, counts: RequestUsage | None) -> Record:
     run = Run([Reply(tokens, ttft=0.1, seconds=seconds, usage=counts)], seconds, [0.1, 0.3])
-    return Record(arm, Key("chat" if chunk == 0 else "copy", chunk, repeat=0, turn=0), run)
+    return Record(variant, Key("chat" if chunk == 0 else "copy", chunk, repeat=0, turn=0), run)
 
 
 RECORDS = [
@@ -50,12 +50,12 @@ def test_acceptance_at_each_depth_is_of_all_trees_together() -> None:
     assert ngram["all"].acceptance_per_depth == pytest.approx([1 / 6, 1.0])
 
 
-def test_depth_table_has_the_drafting_arms_only() -> None:
+def test_depth_table_has_the_drafting_variants_only() -> None:
     lines = (depth_table(summarise(RECORDS)) or "").splitlines()
     assert lines[2].split() == ["|", "plain", "|", "8", "|", "0%", "|", "-", "|"]
     assert lines[3].split() == ["|", "ngram", "|", "6", "|", "17%", "|", "100%", "|"]
     assert len(lines) == 4
-    assert depth_table(summarise([r for r in RECORDS if r.arm == "transformers"])) is None
+    assert depth_table(summarise([r for r in RECORDS if r.variant == "transformers"])) is None
 
 
 def test_speeds_are_compared_run_by_run() -> None:
@@ -67,22 +67,22 @@ def test_a_yardstick_has_no_accept_length() -> None:
 
 
 def test_without_plain_there_is_nothing_to_compare_with() -> None:
-    ngram = summarise([r for r in RECORDS if r.arm == "ngram"])["ngram"]["all"]
+    ngram = summarise([r for r in RECORDS if r.variant == "ngram"])["ngram"]["all"]
     assert (ngram.ratio_to_plain, ngram.identical_to_plain) == (None, None)
 
 
-def test_arms_can_be_compared_with_another_than_plain() -> None:
+def test_variants_can_be_compared_with_another_than_plain() -> None:
     assert identical_share([r for r in RECORDS if r.key.chunk == 0], "ngram", "transformers") == 1.0
 
 
 def test_json_has_the_promised_fields() -> None:
-    arms = to_json(summarise(RECORDS))
+    variants = to_json(summarise(RECORDS))
     promised = {"output_tokens_per_s", "ttft_ms", "tpot_ms", "accept_length", "host_share", "identical_to_plain"}
-    assert promised <= set(arms["plain"])
-    assert promised <= set(arms["plain"]["categories"]["chat"])
+    assert promised <= set(variants["plain"])
+    assert promised <= set(variants["plain"]["categories"]["chat"])
 
 
-def test_table_has_a_row_for_each_arm_and_category() -> None:
+def test_table_has_a_row_for_each_variant_and_category() -> None:
     lines = to_table(summarise(RECORDS)).splitlines()
     assert len(lines) == 2 + 3 + 3 + 1  # a single category needs no row for all of them
     assert len({len(line) for line in lines}) == 1

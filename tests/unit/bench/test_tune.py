@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from specray.bench import tune
-from specray.bench.arms import PLAIN
 from specray.bench.measure import Settings
 from specray.bench.prompts import Prompt
-from specray.bench.tune import Outcome, make_candidates, prompts_of_round, search, survivors, verdict, yaml_block
+from specray.bench.tune import Outcome, make_candidates, output, prompts_of_round, search, survivors, yaml_block
+from specray.bench.variants import PLAIN
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from tests.unit.bench.scripted import ScriptedSession
@@ -21,8 +21,8 @@ PROMPTS = [Prompt(id=i, turns=(f"question {i}",)) for i in range(20)]
 SPEEDS = {"3-1-4": (12, 52), "4-2-8": (16, 50), "5-4-8": (18, 48), "5-4-16": (22, 36), "6-8-16": (15, 32)}
 
 
-def speed(arm: str, concurrency: int) -> float:
-    return dict(SPEEDS, plain=(10, 40))[arm][concurrency > 1]
+def speed(variant: str, concurrency: int) -> float:
+    return dict(SPEEDS, plain=(10, 40))[variant][concurrency > 1]
 
 
 def outcome_of(session: ScriptedSession, num_rounds: int = 3) -> Outcome:
@@ -91,17 +91,17 @@ def test_the_block_is_what_a_configuration_takes() -> None:
     assert config.speculative == METHOD.model_copy(update={"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 8})
 
 
-def test_the_verdict_names_a_better_tree_for_one_batch_size() -> None:
-    said = verdict(outcome_of(ScriptedSession(speed)))
+def test_the_verify_output_names_a_better_tree_for_one_batch_size() -> None:
+    said = output(outcome_of(ScriptedSession(speed)))
     assert said.startswith("Best: 5-4-8, 1.47 times plain decoding.")
     assert "At batch size 1 alone 5-4-16 is faster (2.20)." in said
     assert "At batch size 8 alone 3-1-4 is faster (1.30)." in said
 
 
-def test_the_verdict_says_when_speculation_does_not_pay() -> None:
-    outcome = outcome_of(ScriptedSession(lambda arm, _: 10.0 if arm == PLAIN else 8.0))
-    assert "No tree is faster than plain decoding here" in verdict(outcome)
-    assert "0.80" in verdict(outcome)
+def test_the_verify_output_says_when_speculation_does_not_pay() -> None:
+    outcome = outcome_of(ScriptedSession(lambda variant, _: 10.0 if variant == PLAIN else 8.0))
+    assert "No tree is faster than plain decoding here" in output(outcome)
+    assert "0.80" in output(outcome)
 
 
 def test_the_table_has_plain_first_then_the_ranking() -> None:

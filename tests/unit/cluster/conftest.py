@@ -14,15 +14,15 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import cluster.router
+import cluster.engine.router
+from cluster.api.app import create_app
+from cluster.api.service import Service
+from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
-from cluster.connections import Item, Refusal, Wish
-from cluster.draft import DrafterState
-from cluster.fleet import Fleet
-from cluster.openai.app import create_app
-from cluster.openai.service import Service
-from cluster.openai.tokenization import Tokenization
-from cluster.router import Router
+from cluster.engine.connections import DesiredDrafter, Item, Refusal
+from cluster.engine.draft import DrafterState
+from cluster.engine.router import Router
+from cluster.routing.router_pool import RouterPool
 from specray.config import SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.executor import Capacity
@@ -30,8 +30,8 @@ from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError, SpecRayError
 from specray.metrics import Snapshot
 from specray.outputs import TokenLogprob
-from specray.step import NewRow, RowResult, StepPlan, StepResult, StepTimes
-from specray.worker.doorbell import Hello
+from specray.step import NewRequest, RequestResult, StepPlan, StepResult, StepTimes
+from specray.worker.remote_drafter.handshake import DrafterHandshake
 
 TEXT = "The quick brown fox, é 🎉 and so on. "  # what the scripted ranks write, over and over
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
@@ -49,7 +49,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-class ScriptedKeeper:
+class ScriptedSupervisor:
     """Has a drafter of any options but those in `refused`, at once."""
 
     def __init__(self) -> None:
@@ -57,12 +57,12 @@ class ScriptedKeeper:
         self.refused: dict[SpeculativeConfig, SpecRayError] = {}
         self.loaded: list[SpeculativeConfig] = []  # one after the other
 
-    def replace(self, speculative: SpeculativeConfig) -> Hello:
+    def replace(self, speculative: SpeculativeConfig) -> DrafterHandshake:
         if error := self.refused.get(speculative):
             raise error
         self.loaded.append(speculative)
         self.state = self.state._replace(state="ready" if speculative.algorithm else "off", speculative=speculative)
-        return Hello((speculative.num_draft_tokens or 1) - 1, [], False)
+        return DrafterHandshake((speculative.num_draft_tokens or 1) - 1, [], False)
 
 
 class ScriptedRanks:
@@ -71,18 +71,18 @@ class ScriptedRanks:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, step_s: float = 0.0) -> None:
         self.script = tokenizer.encode(TEXT)
         self.capacity = Capacity(65, 2, 512, len(tokenizer), [tokenizer.eos_token_id])
-        self.drafter = ScriptedKeeper()
+        self.drafter = ScriptedSupervisor()
         self.rank_nodes = ("10.0.0.1",)
         self.step_s = step_s
         self.broken: str | None = None
         self.num_steps = 0
-        self._rows: dict[int, NewRow] = {}
+        self._rows: dict[int, NewRequest] = {}
         self._pending: dict[int, int] = {}
         self._written: dict[int, int] = {}
         self._results: deque[StepResult] = deque()
 
     def submit(self, plan: StepPlan) -> None:
-        for row in plan.new_rows:
+        for row in plan.new_requests:
             self._rows[row.slot] = row
             self._pending[row.slot] = len(row.token_ids) - row.num_computed_tokens
             self._written[row.slot] = len(row.token_ids) - row.num_prompt_tokens
@@ -102,10 +102,10 @@ class ScriptedRanks:
     def close(self) -> None:
         pass
 
-    def _run(self, slot: int, num_tokens: int, max_drafts: int) -> RowResult:
+    def _run(self, slot: int, num_tokens: int, max_drafts: int) -> RequestResult:
         self._pending[slot] -= num_tokens
         if self._pending[slot] > 0:
-            return RowResult(slot, [], 0, None, None)
+            return RequestResult(slot, [], 0, None, None)
         drafts = min(2, max_drafts)
         start = self._written[slot]
         tokens = [self.script[(start + i) % len(self.script)] for i in range(drafts + 1)]
@@ -113,7 +113,7 @@ class ScriptedRanks:
         self._pending[slot] = 1
         wanted = self._rows[slot].sampling.logprobs
         logprobs = None if wanted is None else [logprob_of(token, wanted) for token in tokens]
-        return RowResult(slot, tokens, drafts, logprobs, None)
+        return RequestResult(slot, tokens, drafts, logprobs, None)
 
 
 def logprob_of(token: int, wanted: int) -> TokenLogprob:
@@ -144,8 +144,8 @@ class Replica:
         self.runs.set()
 
     async def end(self) -> None:
-        for keeper in self.router._keepers:
-            keeper.cancel()
+        for supervisor in self.router._supervisors:
+            supervisor.cancel()
         await asyncio.to_thread(self.router._engine.close)
 
 
@@ -178,8 +178,8 @@ class ReplicaPort:
     async def drafter(self) -> dict[str, Any]:
         return await (await self._reach()).drafter()
 
-    async def follow(self, wish: Wish) -> Refusal | None:
-        return await (await self._reach()).follow(wish)
+    async def apply(self, desired: DesiredDrafter) -> Refusal | None:
+        return await (await self._reach()).apply(desired)
 
     async def drain(self) -> None:
         await (await self._reach()).drain()
@@ -200,7 +200,7 @@ class Server:
         self.replicas: list[Replica] = []
         self.http: httpx.AsyncClient
         self.app: FastAPI
-        self.fleet: Fleet
+        self.router_pool: RouterPool
 
     async def add_replica(self) -> Replica:
         self._num_started += 1
@@ -227,7 +227,7 @@ class Server:
 
     @property
     def num_connected(self) -> int:
-        return sum(client.info is not None for client in self.fleet._clients.values())
+        return sum(client.info is not None for client in self.router_pool._clients.values())
 
     async def until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
         async with asyncio.timeout(seconds):
@@ -270,7 +270,7 @@ def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -
         async def start(replica_id: str) -> Replica:
             ranks = ScriptedRanks(tokenizer, step_s)
             monkeypatch.setattr(
-                cluster.router, "_start_engine",
+                cluster.engine.router, "_start_engine",
                 lambda _: (ranks, Engine(config.engine, ranks, tokenizer.backend_tokenizer)),
             )  # fmt: skip
             router = object.__new__(Router)
@@ -281,17 +281,17 @@ def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -
         server = Server(start)
         for _ in range(num_replicas):
             await server.add_replica()
-        server.fleet = Fleet(server, config)
-        app = server.app = create_app(Service(config, server.fleet, lambda: Tokenization(tokenizer)))
+        server.router_pool = RouterPool(server, config)
+        app = server.app = create_app(Service(config, server.router_pool, lambda: Tokenization(tokenizer)))
         if connect:
-            server.fleet.start()
+            server.router_pool.start()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20.0) as http:
             server.http = http
             if connect:
                 await server.until(lambda: server.num_connected == num_replicas)
             yield server
-        await server.fleet.close()
+        await server.router_pool.close()
         for replica in server.replicas:
             replica.thaw()
             await replica.end()

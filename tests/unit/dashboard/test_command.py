@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from specray import cli
+from specray.cli import main as cli
 from specray.dashboard import grafana, png
 from specray.dashboard.query import query_range
 from specray.errors import ConfigError

@@ -17,7 +17,7 @@ from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest
 from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams
-from specray.step import NewRow, RowResult, RowStep, StepPlan, StepResult, StepTimes
+from specray.step import NewRequest, RequestResult, ScheduledRow, StepPlan, StepResult, StepTimes
 
 VOCAB_SIZE = 32
 EOS = 1
@@ -122,7 +122,7 @@ class FakeExecutor:
         self.ledger.steps += 1
         for slot in plan.freed_slots:
             del self.rows[slot]
-        for new in plan.new_rows:
+        for new in plan.new_requests:
             self._enter(new)
         assert len(self.rows) <= self._config.max_running_requests
         self._check_budgets(plan)
@@ -139,7 +139,7 @@ class FakeExecutor:
     def close(self) -> None:
         pass
 
-    def _enter(self, new: NewRow) -> None:
+    def _enter(self, new: NewRequest) -> None:
         size = self._config.page_size
         assert 0 <= new.slot < self._config.max_running_requests
         assert new.slot not in self.rows
@@ -160,13 +160,13 @@ class FakeExecutor:
         assert all(count <= self._config.chunked_prefill_size for count in prefill)
         assert sum(prefill) <= self._config.max_prefill_tokens
 
-    def _extend(self, step: RowStep) -> None:
+    def _extend(self, step: ScheduledRow) -> None:
         row = self.rows[step.slot]
         row.blocks += step.new_block_ids
         row.is_new = False
         check_block_ids(row.blocks, self.capacity.num_blocks)
 
-    def _check_writes(self, step: RowStep) -> None:
+    def _check_writes(self, step: ScheduledRow) -> None:
         """Everything the row may write lies in its own blocks; what it shares is full, computed and equal."""
         row, size = self.rows[step.slot], self._config.page_size
         end = row.num_computed + step.num_tokens + step.max_draft_tokens
@@ -186,13 +186,13 @@ class FakeExecutor:
                     needed = full + self.capacity.reads_next_token
                     assert other.tokens[:needed] == row.tokens[:needed]
 
-    def _answer(self, step: RowStep) -> RowResult:
+    def _answer(self, step: ScheduledRow) -> RequestResult:
         row = self.rows[step.slot]
         if row.seed in self.broken:
-            return RowResult(step.slot, [], 0, None, BROKEN)
+            return RequestResult(step.slot, [], 0, None, BROKEN)
         row.num_computed += step.num_tokens
         if row.num_computed < len(row.tokens):
-            return RowResult(step.slot, [], 0, None, None)
+            return RequestResult(step.slot, [], 0, None, None)
         wished, kept = next(self._accepts) if row.seed in self.ledger.first_tokens else (0, 0)
         num_drafts = min(wished, step.max_draft_tokens)
         num_accepted = min(kept, num_drafts)
@@ -202,7 +202,7 @@ class FakeExecutor:
         row.tokens += said
         row.num_computed += num_accepted
         self._note(row.seed, num_drafts, num_accepted)
-        return RowResult(step.slot, said, num_drafts, None, None)
+        return RequestResult(step.slot, said, num_drafts, None, None)
 
     def _note(self, seed: int, num_drafts: int, num_accepted: int) -> None:
         if seed not in self.ledger.first_tokens:

@@ -11,7 +11,7 @@ from specray.engine.request import EngineRequest
 from specray.errors import QueueFullError
 from specray.outputs import FinishReason
 from specray.sampling_params import SamplingParams
-from specray.step import RowResult, RowStep, StepPlan, StepResult, StepTimes
+from specray.step import RequestResult, ScheduledRow, StepPlan, StepResult, StepTimes
 from tests.support.toy import VOCAB_SIZE, toy_tokenizer
 
 CHUNK = 64
@@ -27,7 +27,7 @@ class NotedRanks:
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
-        self._pending |= {row.slot: len(row.token_ids) - row.num_computed_tokens for row in plan.new_rows}
+        self._pending |= {row.slot: len(row.token_ids) - row.num_computed_tokens for row in plan.new_requests}
 
     def collect(self) -> StepResult:
         rows = [self._answer(row) for row in self.plans[-1].rows]
@@ -36,12 +36,12 @@ class NotedRanks:
     def close(self) -> None:
         pass
 
-    def _answer(self, row: RowStep) -> RowResult:
+    def _answer(self, row: ScheduledRow) -> RequestResult:
         self._pending[row.slot] -= row.num_tokens
         if self._pending[row.slot] > 0:
-            return RowResult(row.slot, [], 0, None, None)
+            return RequestResult(row.slot, [], 0, None, None)
         self._pending[row.slot] = 1
-        return RowResult(row.slot, [4], 0, None, None)
+        return RequestResult(row.slot, [4], 0, None, None)
 
 
 def engine_of(context: int = 40, **options: int) -> tuple[Engine, NotedRanks]:
@@ -66,10 +66,10 @@ def test_what_is_late_ends_without_a_step_and_what_runs_ends_in_the_next() -> No
     ended = {output.request_id: output.finish_reason for output in engine.step() if output.finish_reason}
     assert ended == {"runs": FinishReason.ABORT, "waits": FinishReason.ABORT}
     plan = ranks.plans[before]
-    assert [len(row.token_ids) for row in plan.new_rows] == [4]  # its place is the next one's in the same step
+    assert [len(row.token_ids) for row in plan.new_requests] == [4]  # its place is the next one's in the same step
     while engine.has_work:
         engine.step()
-    assert sum(len(plan.new_rows) for plan in ranks.plans) == 2
+    assert sum(len(plan.new_requests) for plan in ranks.plans) == 2
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
 
 

@@ -15,7 +15,7 @@ from specray.engine.scheduler import Scheduler
 from specray.errors import InvalidRequestError, QueueFullError
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
-from specray.step import RowResult, StepResult, StepTimes
+from specray.step import RequestResult, StepResult, StepTimes
 from tests.unit.engine.fake_executor import (
     BROKEN,
     EOS,
@@ -206,7 +206,7 @@ def test_lookahead_blocks_of_a_new_row_are_sent_once() -> None:
     engine = Engine(config, executor, TOKENIZER)
     engine.add_request(request(0, [2, 3], max_tokens=18))
     plan = engine.scheduler.schedule()
-    assert len(plan.new_rows[0].block_ids) == 2
+    assert len(plan.new_requests[0].block_ids) == 2
     assert len(plan.rows[0].new_block_ids) == plan.rows[0].max_draft_tokens == 4
     executor.submit(plan)
 
@@ -219,7 +219,7 @@ def test_an_older_row_does_not_draft_into_the_block_a_younger_one_needs() -> Non
         scheduler.add(each)
     plan = scheduler.schedule()  # 2 + 2 + 1 blocks: nothing is left for drafts
     scheduler.commit(
-        plan, StepResult(1, [RowResult(row.slot, [2], 0, None, None) for row in plan.rows], StepTimes(0, 0, 0, 0))
+        plan, StepResult(1, [RequestResult(row.slot, [2], 0, None, None) for row in plan.rows], StepTimes(0, 0, 0, 0))
     )
     scheduler.finish(brief)
     plan = scheduler.schedule()  # one block: `old` could draft into it, `young` has a ninth token

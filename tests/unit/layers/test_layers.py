@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specray.errors import ConfigError
-from specray.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
+from specray.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabEmbedding, VocabHead
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding, rotate_
@@ -119,7 +119,7 @@ def test_linear_layers_are_a_product_and_a_sum(rows: int, has_bias: bool) -> Non
     torch.manual_seed(0)
     x, weight, bias = torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40) if has_bias else None
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    for layer in (ColumnLinear(weight, bias), RowLinear(weight, RankGroup(), bias)):
+    for layer in (ColumnParallelLinear(weight, bias), RowParallelLinear(weight, RankGroup(), bias)):
         torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -61,8 +61,8 @@ def causal(layer: int, q: Tensor, kv: Tensor) -> Tensor:
     return out.reshape(num_tokens, -1)
 
 
-def features_for(head: EagleHead, seed: int = 3) -> Tensor:
-    width = len(head.feature_layers) * TARGET_SIZE
+def aux_hidden_states_for(head: EagleHead, seed: int = 3) -> Tensor:
+    width = len(head.aux_hidden_state_layers) * TARGET_SIZE
     return torch.randn(len(TOKENS), width, generator=torch.Generator().manual_seed(seed)) * 2
 
 
@@ -70,7 +70,7 @@ def features_for(head: EagleHead, seed: int = 3) -> Tensor:
 def ours(head: EagleHead, first_position: int = 0) -> dict[str, np.ndarray]:
     """Two draft steps, the second on the first's own states."""
     tokens, positions = torch.tensor(TOKENS), torch.arange(len(TOKENS)) + first_position
-    found = {"states": head.fuse(features_for(head))}
+    found = {"states": head.fuse(aux_hidden_states_for(head))}
     for step in (1, 2):
         found[f"output {step}"] = output = head(tokens, found["states"], positions, causal)
         found[f"logits {step}"] = head.logits(output)
@@ -78,8 +78,10 @@ def ours(head: EagleHead, first_position: int = 0) -> dict[str, np.ndarray]:
     return {name: value.double().numpy() for name, value in found.items()}
 
 
-def reference(toy: ToyHead, features: np.ndarray, embeds: np.ndarray, target_head: np.ndarray) -> dict[str, np.ndarray]:
-    found = {"states": toy.fuse(features)}
+def reference(
+    toy: ToyHead, aux_hidden_states: np.ndarray, embeds: np.ndarray, target_head: np.ndarray
+) -> dict[str, np.ndarray]:
+    found = {"states": toy.fuse(aux_hidden_states)}
     for step in (1, 2):
         found[f"output {step}"] = output = toy.step(embeds, found["states"])
         found[f"logits {step}"] = toy.logits(output, target_head)
@@ -90,7 +92,7 @@ def reference(toy: ToyHead, features: np.ndarray, embeds: np.ndarray, target_hea
 def expected(toy: ToyHead, head: EagleHead, target_folder: Path) -> dict[str, np.ndarray]:
     embedding, target_head = target_matrices(target_folder)
     own = toy.weights.get("embed_tokens.weight", embedding)  # only where the target's does not fit
-    return reference(toy, features_for(head).double().numpy(), own[TOKENS], target_head)
+    return reference(toy, aux_hidden_states_for(head).double().numpy(), own[TOKENS], target_head)
 
 
 def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float) -> None:
@@ -116,7 +118,7 @@ def test_attributes(name: str, tmp_path: Path, target_folder: Path, target: Llam
     head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
     assert (head.num_heads, head.num_kv_heads, head.head_dim, head.dtype) == (2, 1, 16, torch.float32)
     ids = toy.settings.get("eagle_aux_hidden_state_layer_ids")
-    assert head.feature_layers == (tuple(index + 1 for index in ids) if ids else (NUM_LAYERS,))
+    assert head.aux_hidden_state_layers == (tuple(index + 1 for index in ids) if ids else (NUM_LAYERS,))
     has_own_vocabulary = "d2t" in toy.tensors
     assert head.vocab_size == (DRAFT_VOCAB if has_own_vocabulary else VOCAB_SIZE)
     columns = torch.arange(head.vocab_size)
@@ -140,7 +142,7 @@ def test_draft_type_is_independent_of_the_targets(
     toy = toy_head(name)
     head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version, draft_dtype="bfloat16")
     tokens, positions = torch.tensor(TOKENS), torch.arange(len(TOKENS))
-    output = head(tokens, head.fuse(features_for(head)), positions, causal)
+    output = head(tokens, head.fuse(aux_hidden_states_for(head)), positions, causal)
     assert (head.dtype, output.dtype, head.logits(output).dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     wanted = expected(toy, head, target_folder)["logits 1"]
     assert np.abs(head.logits(output).double().numpy() - wanted).max() / np.abs(wanted).max() < 0.05
@@ -197,12 +199,12 @@ def test_token_map_is_ignored_by_eagle3_with_a_warning(
         caplog.clear()
 
 
-def test_default_features_enter_layers_two_half_and_third_from_last(tmp_path: Path) -> None:
+def test_default_aux_hidden_states_enter_layers_two_half_and_third_from_last(tmp_path: Path) -> None:
     toy = toy_head("eagle3-safeailab")
     del toy.config["eagle_config"]
     config = HeadConfig.read(toy.write(tmp_path))
-    assert config.feature_layers(tmp_path, 30) == (2, 15, 27)
-    assert config.feature_layers(tmp_path, 33) == (2, 16, 30)
+    assert config.aux_hidden_state_layers(tmp_path, 30) == (2, 15, 27)
+    assert config.aux_hidden_state_layers(tmp_path, 33) == (2, 16, 30)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------

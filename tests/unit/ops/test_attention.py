@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specray.ops.attention import RaggedRows, move_kv
+from specray.ops.attention import AttentionBatch, move_kv
 from specray.ops.attention_torch import _BATCH_BYTES, _SHORT, _grouped
 from specray.ops.backends import make_backend
 
@@ -59,7 +59,7 @@ def ancestors(parents: list[int]) -> np.ndarray:
     return mask
 
 
-def make_rows(shapes: list[RowShape], scattered: bool) -> RaggedRows:
+def make_rows(shapes: list[RowShape], scattered: bool) -> AttentionBatch:
     """Rows whose KV lies in one piece each, or anywhere; slot 0 to 15 stay free."""
     order = np.random.default_rng(1).permutation(np.arange(16, NUM_SLOTS)) if scattered else np.arange(16, NUM_SLOTS)
     kv_slots, query_lens, start = [], [], 0
@@ -70,10 +70,10 @@ def make_rows(shapes: list[RowShape], scattered: bool) -> RaggedRows:
         start += len(kv_slots[-1])
     trees = [ancestors(shape.parents) if len(shape.parents) > 1 else None for shape in shapes]
     written = [slots[shape.num_past :] for slots, shape in zip(kv_slots, shapes, strict=True)]
-    return RaggedRows(query_lens, kv_slots, torch.from_numpy(np.concatenate(written)), trees)
+    return AttentionBatch(query_lens, kv_slots, torch.from_numpy(np.concatenate(written)), trees)
 
 
-def naive(shapes: list[RowShape], rows: RaggedRows, layer_pool: Tensor, q: Tensor) -> Tensor:
+def naive(shapes: list[RowShape], rows: AttentionBatch, layer_pool: Tensor, q: Tensor) -> Tensor:
     """float64 attention of one query and one head after the other."""
     out, at, fold = torch.zeros(q.shape, dtype=torch.float64), 0, q.shape[1] // layer_pool.shape[2]
     for shape, slots, length in zip(shapes, rows.kv_slots, rows.query_lens, strict=True):
@@ -81,8 +81,8 @@ def naive(shapes: list[RowShape], rows: RaggedRows, layer_pool: Tensor, q: Tenso
             keys = [int(slot) for key, slot in enumerate(slots) if sees(shape, query, key)]
             for head in range(q.shape[1]):
                 k, v = layer_pool[keys, 0, head // fold].double(), layer_pool[keys, 1, head // fold].double()
-                law = (k @ q[at + query, head].double() / DIM**0.5).softmax(0)
-                out[at + query, head] = law @ v
+                probs = (k @ q[at + query, head].double() / DIM**0.5).softmax(0)
+                out[at + query, head] = probs @ v
         at += length
     return out.flatten(1)
 
@@ -162,7 +162,7 @@ def test_slots_out_of_order_are_read_in_the_rows_order() -> None:
     """The first and the last slot look like one piece; those between are swapped, so causality tells them apart."""
     shape = RowShape(0, 6, [-1])
     slots = np.array([20, 23, 22, 21, 24, 25])
-    rows = RaggedRows([6], [slots], torch.from_numpy(slots), [None])
+    rows = AttentionBatch([6], [slots], torch.from_numpy(slots), [None])
     torch.manual_seed(0)
     pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     q, kv = torch.randn(6, KV_HEADS * FOLD, DIM), torch.randn(6, 2, KV_HEADS, DIM)
@@ -205,7 +205,7 @@ def test_nodes_of_a_level_see_the_past_and_their_ancestors_of_earlier_levels(
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     pool[:, :16] = 0
     q, kv = torch.randn(len(written), KV_HEADS * FOLD, DIM), torch.randn(len(written), 2, KV_HEADS, DIM)
-    ragged = RaggedRows(query_lens, kv_slots, written, [row.tree for row in rows])
+    ragged = AttentionBatch(query_lens, kv_slots, written, [row.tree for row in rows])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specray.ops.attention_torch._BATCH_BYTES", batch_bytes)
         seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(ragged)(0, q, kv)
@@ -261,7 +261,7 @@ def test_grouping_changes_no_result(shapes: list[RowShape], scattered: bool, bat
     torch.testing.assert_close(parts.double(), naive(shapes, rows, after(pool, rows, kv)[0], q), atol=2e-5, rtol=1e-4)
 
 
-def after(pool: Tensor, rows: RaggedRows, kv: Tensor) -> Tensor:
+def after(pool: Tensor, rows: AttentionBatch, kv: Tensor) -> Tensor:
     pool[0, rows.slot_mapping] = kv
     return pool
 

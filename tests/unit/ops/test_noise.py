@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specray.ops.noise import gumbel
-from tests.support.law import MAX_Z
+from tests.support.distributions import MAX_Z
 
 CPU = torch.device("cpu")
 SIZE = 64

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
-from specray.layers.linear import ColumnLinear, RowLinear, VocabHead
+from specray.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabHead
 from specray.layers.parallel import RankGroup
 from specray.ops.linear import make_linear
 from specray.ops.quantization import check_quantization, quantization_of_choice
@@ -88,11 +88,11 @@ class OneOfTwo(RankGroup):
 
 def test_ranks_that_hold_outputs_give_what_one_gives_and_ranks_that_hold_inputs_nearly() -> None:
     x, weight, _ = problem()
-    whole = ColumnLinear(weight, quantization="int8")(x)
-    columns = [ColumnLinear(part, quantization="int8")(x) for part in weight.chunk(2)]
+    whole = ColumnParallelLinear(weight, quantization="int8")(x)
+    columns = [ColumnParallelLinear(part, quantization="int8")(x) for part in weight.chunk(2)]
     assert torch.equal(torch.cat(columns, 1), whole)
     halves = zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)
-    rows = [RowLinear(part.contiguous(), OneOfTwo(), quantization="int8")(mine) for mine, part in halves]
+    rows = [RowParallelLinear(part.contiguous(), OneOfTwo(), quantization="int8")(mine) for mine, part in halves]
     assert relative_error(sum(rows, torch.zeros(())), x.double() @ weight.double().T) < 0.02
     assert torch.equal(VocabHead(weight, 70, RankGroup(), "int8")(x), whole[:, :70])
 

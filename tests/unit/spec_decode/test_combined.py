@@ -19,7 +19,7 @@ class Model:
     """Drafts a branch of 50s, and notes what it was told."""
 
     max_draft_tokens = 3
-    feature_layers: tuple[int, ...] = (1, 2)
+    aux_hidden_state_layers: tuple[int, ...] = (1, 2)
     reads_next_token = True
 
     def __init__(self, fault: DraftFault | None = None) -> None:
@@ -63,7 +63,7 @@ def test_the_models_limit_holds_for_n_grams() -> None:
 
 def test_it_wants_what_the_model_wants() -> None:
     drafter = combined(Model())
-    assert (drafter.feature_layers, drafter.reads_next_token) == ((1, 2), True)
+    assert (drafter.aux_hidden_state_layers, drafter.reads_next_token) == ((1, 2), True)
 
 
 def test_the_model_is_told_of_rows_that_it_does_not_draft_for() -> None:

@@ -43,7 +43,7 @@ class CheckedDrafter:
     """The drafter, and beside each of its calls what it should have said; `is_told` False leaves a call out."""
 
     def __init__(self, drafter: StandaloneDrafter, shape: TreeShape) -> None:
-        self.max_draft_tokens, self.feature_layers = drafter.max_draft_tokens, drafter.feature_layers
+        self.max_draft_tokens, self.aux_hidden_state_layers = drafter.max_draft_tokens, drafter.aux_hidden_state_layers
         self.reads_next_token = drafter.reads_next_token
         self.is_told: Callable[[], bool] = lambda: True
         self.num_checked = self.num_bare = self.num_close_calls = 0

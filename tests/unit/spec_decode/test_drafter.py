@@ -14,7 +14,7 @@ class CannedDrafter:
     """Gives each slot the tree it was told to."""
 
     max_draft_tokens = 3
-    feature_layers = (1, 2)
+    aux_hidden_state_layers = (1, 2)
     reads_next_token = True
 
     def __init__(self, trees: dict[int, RowTree]) -> None:
@@ -98,7 +98,7 @@ def test_the_newest_draft_of_a_slot_counts() -> None:
 
 def test_a_source_wants_what_its_drafter_wants() -> None:
     source = drafts_of({})
-    assert (source.max_draft_tokens, source.feature_layers, source.reads_next_token) == (3, (1, 2), True)
+    assert (source.max_draft_tokens, source.aux_hidden_state_layers, source.reads_next_token) == (3, (1, 2), True)
 
 
 def test_no_rows_give_no_trees() -> None:
@@ -110,6 +110,6 @@ def test_without_a_drafter_every_tree_is_its_root() -> None:
     source = InlineDrafts(None)
     source.submit(context(1))
     source.release([1])
-    assert (source.max_draft_tokens, source.feature_layers, source.reads_next_token) == (0, (), False)
+    assert (source.max_draft_tokens, source.aux_hidden_state_layers, source.reads_next_token) == (0, (), False)
     assert source.seconds == 0.0
     assert source.collect([(1, 5), (2, 6)], [UNLIMITED] * 2).rows() == [bare(5), bare(6)]

@@ -13,34 +13,35 @@ from specray.errors import ConfigError
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.tree_shape import TreeShape
-from tests.support.naive_eagle import Law, naive_pool, naive_tree
+from tests.support.naive_eagle import Distribution, naive_pool, naive_tree
 
 # Powers of two: products are exact, so that ties are ties. 1.0 ties a child with its parent.
 PROBABILITIES = [1.0, 1.0, 0.5, 0.5, 0.25, 0.0]
 
 
-def law_of(seed: int, topk: int) -> Law:
+def probs_of(seed: int, topk: int) -> Distribution:
     """A law that is any function of the path."""
 
-    def law(path: tuple[int, ...]) -> list[tuple[float, int]]:
+    def probs(path: tuple[int, ...]) -> list[tuple[float, int]]:
         random = Random(f"{seed} {path}")
         values = sorted((random.choice(PROBABILITIES) for _ in range(topk)), reverse=True)
         return list(zip(values, random.sample(range(100), topk), strict=True))
 
-    return law
+    return probs
 
 
-def grown(laws: list[Law], shape: TreeShape) -> CandidatePool:
+def grown(probs_list: list[Distribution], shape: TreeShape) -> CandidatePool:
     """The pool of several rows, their children looked up by the paths that the pool itself names."""
-    pool = CandidatePool.of_roots(*tensors([[law(()) for law in laws]], shape.topk))
-    frontier = torch.arange(shape.topk).expand(len(laws), shape.topk)
+    pool = CandidatePool.of_roots(*tensors([[probs(()) for probs in probs_list]], shape.topk))
+    frontier = torch.arange(shape.topk).expand(len(probs_list), shape.topk)
     for level in range(1, shape.num_steps):
         children = [
-            [law(path_of(pool, row, index)) for index in frontier[row].tolist()] for row, law in enumerate(laws)
+            [probs(path_of(pool, row, index)) for index in frontier[row].tolist()]
+            for row, probs in enumerate(probs_list)
         ]
-        law, tokens = tensors(children, shape.topk)
-        scores = pool.scores.gather(1, frontier)[:, :, None] * law.view(len(laws), shape.topk, shape.topk)
-        pool.expand(frontier, scores, tokens.view(len(laws), shape.topk, shape.topk))
+        probs, tokens = tensors(children, shape.topk)
+        scores = pool.scores.gather(1, frontier)[:, :, None] * probs.view(len(probs_list), shape.topk, shape.topk)
+        pool.expand(frontier, scores, tokens.view(len(probs_list), shape.topk, shape.topk))
         if level + 1 < shape.num_steps:
             frontier = pool.best_of_last()
     return pool
@@ -69,10 +70,10 @@ def shapes(draw: st.DrawFn) -> TreeShape:
 @given(shapes(), st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
 @settings(max_examples=150)
 def test_a_tree_is_the_naive_one(shape: TreeShape, seeds: list[int]) -> None:
-    laws = [law_of(seed, shape.topk) for seed in seeds]
-    pool = grown(laws, shape)
-    roots = list(range(1000, 1000 + len(laws)))
-    naive = [naive_pool(law, shape.num_steps, shape.topk) for law in laws]
+    probs_list = [probs_of(seed, shape.topk) for seed in seeds]
+    pool = grown(probs_list, shape)
+    roots = list(range(1000, 1000 + len(probs_list)))
+    naive = [naive_pool(probs, shape.num_steps, shape.topk) for probs in probs_list]
     assert pool.scores.tolist() == [[candidate.score for candidate in row] for row in naive]
     assert pool.tokens.tolist() == [[candidate.path[-1] for candidate in row] for row in naive]
     drafts = shape.num_draft_tokens - 1
@@ -84,13 +85,13 @@ def test_a_tree_is_the_naive_one(shape: TreeShape, seeds: list[int]) -> None:
 @example(TreeShape(5, 3, 5), 0)
 @settings(max_examples=100)
 def test_parents_come_first_and_none_is_left_out(shape: TreeShape, seed: int) -> None:
-    law = law_of(seed, shape.topk)
-    [tree] = grown([law], shape).tree([7], shape.num_draft_tokens - 1).rows()
+    probs = probs_of(seed, shape.topk)
+    [tree] = grown([probs], shape).tree([7], shape.num_draft_tokens - 1).rows()
     paths: list[tuple[int, ...]] = [()]
     for node in range(1, shape.num_draft_tokens):
         assert 0 <= tree.parents[node] < node
         above = paths[tree.parents[node]]
-        assert tree.tokens[node] in [token for _, token in law(above)]  # drafted below this very path
+        assert tree.tokens[node] in [token for _, token in probs(above)]  # drafted below this very path
         paths.append((*above, tree.tokens[node]))
     assert len(set(paths)) == len(paths)
 
@@ -98,7 +99,7 @@ def test_parents_come_first_and_none_is_left_out(shape: TreeShape, seed: int) ->
 @given(shapes(), st.integers(0, 10_000))
 @settings(max_examples=50)
 def test_the_beginning_of_a_tree_is_the_best_smaller_tree(shape: TreeShape, seed: int) -> None:
-    pool = grown([law_of(seed, shape.topk)], shape)
+    pool = grown([probs_of(seed, shape.topk)], shape)
     [whole] = pool.tree([7], shape.num_draft_tokens - 1).rows()
     for size in range(1, shape.num_draft_tokens):
         [smaller] = pool.tree([7], size - 1).rows()
@@ -108,26 +109,26 @@ def test_the_beginning_of_a_tree_is_the_best_smaller_tree(shape: TreeShape, seed
 def test_of_equal_scores_the_first_is_taken() -> None:
     """Everything is certain: the tree is the pool's beginning, and a child never comes without its parent."""
     shape = TreeShape(3, 2, 6)
-    law = law_from({(): [(1.0, 10), (1.0, 20)]}, default=[(1.0, 1), (1.0, 2)])
-    [tree] = grown([law], shape).tree([0], 5).rows()
+    probs = probs_from({(): [(1.0, 10), (1.0, 20)]}, default=[(1.0, 1), (1.0, 2)])
+    [tree] = grown([probs], shape).tree([0], 5).rows()
     assert tree == RowTree([0, 10, 20, 1, 2, 1], [NONE, 0, 0, 1, 1, 2])
 
 
 def test_a_frontier_is_expanded_best_first() -> None:
-    laws = {(): [(0.5, 10), (0.5, 20)], (10,): [(0.25, 1), (0.125, 2)], (20,): [(0.5, 3), (0.0, 4)]}
-    pool = grown([law_from(laws, default=[(1.0, 5), (1.0, 6)])], TreeShape(3, 2, 2))
+    probs_list = {(): [(0.5, 10), (0.5, 20)], (10,): [(0.25, 1), (0.125, 2)], (20,): [(0.5, 3), (0.0, 4)]}
+    pool = grown([probs_from(probs_list, default=[(1.0, 5), (1.0, 6)])], TreeShape(3, 2, 2))
     assert pool.expanded.tolist() == [[NONE, 0, 1, 4, 2]]
     assert [path_of(pool, 0, index) for index in (6, 8)] == [(20, 3, 5), (10, 1, 5)]
 
 
-def law_from(table: dict[tuple[int, ...], list[tuple[float, int]]], default: list[tuple[float, int]]) -> Law:
+def probs_from(table: dict[tuple[int, ...], list[tuple[float, int]]], default: list[tuple[float, int]]) -> Distribution:
     return lambda path: table.get(path, default)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 def test_one_child_a_node_makes_a_chain(num_steps: int) -> None:
     shape = TreeShape(num_steps, 1, num_steps + 1)
-    trees = grown([law_of(seed, 1) for seed in (1, 2)], shape).tree([8, 9], num_steps)
+    trees = grown([probs_of(seed, 1) for seed in (1, 2)], shape).tree([8, 9], num_steps)
     assert isinstance(trees, DraftTree)
     assert trees.parents.tolist() == [[NONE, *range(num_steps)]] * 2
     assert trees.tokens[:, 0].tolist() == [8, 9]

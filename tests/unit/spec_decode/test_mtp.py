@@ -49,7 +49,7 @@ class CheckedStack:
     reads_next_token = True
 
     def __init__(self, drafter: StackDrafter, shape: TreeShape, target: TargetView) -> None:
-        self.max_draft_tokens, self.feature_layers = drafter.max_draft_tokens, drafter.feature_layers
+        self.max_draft_tokens, self.aux_hidden_state_layers = drafter.max_draft_tokens, drafter.aux_hidden_state_layers
         self.num_checked = 0
         self._drafter, self._shape, self._target = drafter, shape, target
 

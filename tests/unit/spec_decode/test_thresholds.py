@@ -8,31 +8,31 @@ import torch
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
-from specray.ops.noise import coin
+from specray.ops.noise import uniform
 from specray.ops.sampling import SamplerRow
 from specray.sampling_params import SamplingParams
-from specray.spec_decode.choice import Choose, coupled, make_choice
+from specray.spec_decode.choice import NodeSampler, coupled, make_choice
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 from specray.spec_decode.thresholds import Thresholds
 from specray.spec_decode.verifier import verify
+from tests.support.distributions import MAX_Z, OPTIONS, worst_z
 from tests.support.engine import make_llm
-from tests.support.law import MAX_Z, OPTIONS, worst_z
 
 CPU = torch.device("cpu")
 NUM_ROWS = 4_000
-LAW = np.array([0.35, 0.2, 0.1, 0.3, 0.05])
-LOGITS = torch.tensor(np.log(LAW), dtype=torch.float32)
+PROBS = np.array([0.35, 0.2, 0.1, 0.3, 0.05])
+LOGITS = torch.tensor(np.log(PROBS), dtype=torch.float32)
 SIBLINGS = [1, 2]  # together 0.3
 
 
-def first_tokens(choose: Choose, siblings: list[int] = SIBLINGS, temperature: float = 1.0) -> np.ndarray:
+def first_tokens(choose: NodeSampler, siblings: list[int] = SIBLINGS, temperature: float = 1.0) -> np.ndarray:
     """Counts of the token chosen at a root with these children, over many seeds."""
     tree = RowTree([0, *siblings], [NONE, *[0] * len(siblings)])
     options = [OPTIONS._replace(seed=seed, temperature=temperature) for seed in range(NUM_ROWS)]
-    samplers = [SamplerRow.start(o, [4, 0], 1, len(LAW), CPU) for o in options]
+    samplers = [SamplerRow.start(o, [4, 0], 1, len(PROBS), CPU) for o in options]
     logits = LOGITS.repeat(NUM_ROWS * len(tree.tokens), 1)
-    verdicts = verify(logits, DraftTree.of([tree] * NUM_ROWS), samplers, [2] * NUM_ROWS, choose)
-    return np.bincount([verdict.token_ids[0] for verdict in verdicts], minlength=len(LAW))
+    verify_outputs = verify(logits, DraftTree.of([tree] * NUM_ROWS), samplers, [2] * NUM_ROWS, choose)
+    return np.bincount([output.token_ids[0] for output in verify_outputs], minlength=len(PROBS))
 
 
 def test_at_one_each_nothing_but_the_targets_own_token_is_taken() -> None:
@@ -43,14 +43,14 @@ def test_at_one_each_nothing_but_the_targets_own_token_is_taken() -> None:
 def test_acc_divides_what_siblings_need_together() -> None:
     """S = 0.3 of which acc = 0.5 makes 0.6: the 0.3 more are taken from the others in proportion, for the siblings as
     the rule walks them: u in [0.3, 0.4) is below 0.2 / 0.5, and [0.4, 0.6) below 0.3 / 0.5."""
-    expected = LAW * (1 - 0.6) / (1 - 0.3)
+    expected = PROBS * (1 - 0.6) / (1 - 0.3)
     expected[SIBLINGS] = [0.2 + 0.1, 0.1 + 0.2]
     assert worst_z(first_tokens(Thresholds(1.0, 0.5)), expected) < MAX_Z
     assert worst_z(first_tokens(coupled), expected) > MAX_Z
 
 
 def test_single_takes_every_sibling_that_is_so_likely() -> None:
-    expected = np.zeros(len(LAW))
+    expected = np.zeros(len(PROBS))
     expected[[1, 2]] = [0.9, 0.1]  # all but what is sampled as the other sibling
     assert worst_z(first_tokens(Thresholds(0.2, 1.0)), expected) < MAX_Z
 
@@ -93,8 +93,8 @@ def test_a_drafter_may_be_replaced_or_left_out_while_serving_but_not_the_verifie
             serving.check_successor(other)
 
 
-def test_coins_are_uniform_and_no_two_alike() -> None:
-    drawn = np.array([coin(seed, at, column) for seed in range(40) for at in range(40) for column in range(10)])
+def test_uniforms_are_uniform_and_no_two_alike() -> None:
+    drawn = np.array([uniform(seed, at, column) for seed in range(40) for at in range(40) for column in range(10)])
     assert len(np.unique(drawn)) == len(drawn)
     assert drawn.min() > 0
     assert drawn.max() < 1

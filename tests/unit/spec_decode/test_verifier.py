@@ -14,9 +14,9 @@ from specray.ops.noise import gumbel
 from specray.ops.sampling import SamplerRow, sample
 from specray.spec_decode import choice
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.spec_decode.verifier import Verdict, verify
-from specray.step import RowSampling
-from tests.support.law import MAX_Z, OPTIONS, processed_law, worst_z
+from specray.spec_decode.verifier import VerifyOutput, verify
+from specray.step import SamplingOptions
+from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 8
@@ -45,12 +45,14 @@ def node_logits(tree: RowTree, seed: int) -> Tensor:
     return torch.randn(len(tree.tokens), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-def oracle(tree: RowTree, logits: Tensor, options: RowSampling, known: list[int]) -> list[int]:
+def oracle(tree: RowTree, logits: Tensor, options: SamplingOptions, known: list[int]) -> list[int]:
     """Tokens emitted: sample from the float64 law with the noise's own values, descend where a child has the token."""
     node, known, emitted = 0, list(known), []
     while node is not None:
-        law = processed_law(logits[node].numpy(), options._replace(temperature=options.temperature or 1.0), known, 2)
-        scores = np.log(law, out=np.full(VOCAB_SIZE, -np.inf), where=law > 0)
+        probs = processed_probs(
+            logits[node].numpy(), options._replace(temperature=options.temperature or 1.0), known, 2
+        )
+        scores = np.log(probs, out=np.full(VOCAB_SIZE, -np.inf), where=probs > 0)
         if options.temperature:
             scores = scores + gumbel([options.seed], [len(known)], VOCAB_SIZE, CPU)[0].double().numpy()
         token = int(scores.argmax())
@@ -61,34 +63,34 @@ def oracle(tree: RowTree, logits: Tensor, options: RowSampling, known: list[int]
     return emitted
 
 
-def verify_all(rows: list[tuple[RowTree, dict[str, Any], int]]) -> tuple[list[Verdict], list[list[int]]]:
+def verify_all(rows: list[tuple[RowTree, dict[str, Any], int]]) -> tuple[list[VerifyOutput], list[list[int]]]:
     """Verdicts of all rows in one batch, and the oracle's tokens."""
     logits = [node_logits(tree, seed) for tree, _, seed in rows]
     options = [OPTIONS._replace(seed=seed, **choice) for _, choice, seed in rows]
     known = [[3, 4, *range(seed % 3), tree.tokens[0]] for tree, _, seed in rows]
     samplers = [SamplerRow.start(o, k, 2, VOCAB_SIZE, CPU) for o, k in zip(options, known, strict=True)]
-    verdicts = verify(torch.cat(logits), DraftTree.of([r[0] for r in rows]), samplers, [len(k) for k in known])
+    verify_outputs = verify(torch.cat(logits), DraftTree.of([r[0] for r in rows]), samplers, [len(k) for k in known])
     truth = [oracle(row[0], *rest) for row, *rest in zip(rows, logits, options, known, strict=True)]
-    return verdicts, truth
+    return verify_outputs, truth
 
 
 @given(rows_of)
 def test_the_walk_emits_what_the_oracle_emits(rows: list[tuple[RowTree, dict[str, Any], int]]) -> None:
-    verdicts, truth = verify_all(rows)
-    assert [verdict.token_ids for verdict in verdicts] == truth
+    verify_outputs, truth = verify_all(rows)
+    assert [output.token_ids for output in verify_outputs] == truth
 
 
 @given(rows_of)
 def test_the_path_spells_the_accepted_tokens(rows: list[tuple[RowTree, dict[str, Any], int]]) -> None:
-    for (tree, _, _), verdict in zip(rows, verify_all(rows)[0], strict=True):
-        assert verdict.path[0] == 0
-        assert [tree.parents[node] for node in verdict.path[1:]] == verdict.path[:-1]
-        assert [tree.tokens[node] for node in verdict.path[1:]] == verdict.token_ids[:-1]
+    for (tree, _, _), output in zip(rows, verify_all(rows)[0], strict=True):
+        assert output.path[0] == 0
+        assert [tree.parents[node] for node in output.path[1:]] == output.path[:-1]
+        assert [tree.tokens[node] for node in output.path[1:]] == output.token_ids[:-1]
 
 
 def test_a_tree_of_one_node_emits_one_token() -> None:
-    verdicts, truth = verify_all([(RowTree([5], [NONE]), {"temperature": 1.0}, 3)])
-    assert verdicts[0].token_ids == truth[0]
+    verify_outputs, truth = verify_all([(RowTree([5], [NONE]), {"temperature": 1.0}, 3)])
+    assert verify_outputs[0].token_ids == truth[0]
     assert len(truth[0]) == 1
 
 
@@ -102,7 +104,7 @@ def test_a_broken_row_says_so_and_its_neighbours_do_not_notice(bad: float) -> No
     logits[3:6] = bad
     samplers = [SamplerRow.start(OPTIONS._replace(seed=s), [4, 1], 1, VOCAB_SIZE, CPU) for s in range(3)]
     broken = verify(logits, tree, samplers, [2, 2, 2])
-    assert [verdict.is_broken for verdict in broken] == [False, True, False]
+    assert [output.is_broken for output in broken] == [False, True, False]
     assert [broken[0], broken[2]] == [sound[0], sound[2]]
 
 
@@ -110,15 +112,15 @@ def test_a_broken_row_says_so_and_its_neighbours_do_not_notice(bad: float) -> No
 def test_logprobs_are_those_of_the_unprocessed_logits_along_the_path(num_top: int) -> None:
     tree, options = RowTree([1, 2, 3], [NONE, 0, 0]), OPTIONS._replace(seed=4, temperature=0.5, logprobs=num_top)
     logits = node_logits(tree, 9)
-    [verdict] = verify(logits, DraftTree.of([tree]), [SamplerRow.start(options, [1], 1, VOCAB_SIZE, CPU)], [1])
-    assert verdict.logprobs is not None
-    for node, token, reported in zip(verdict.path, verdict.token_ids, verdict.logprobs, strict=True):
-        law = processed_law(logits[node].numpy(), OPTIONS)
-        best = np.argsort(-law)[:num_top].tolist()
+    [output] = verify(logits, DraftTree.of([tree]), [SamplerRow.start(options, [1], 1, VOCAB_SIZE, CPU)], [1])
+    assert output.logprobs is not None
+    for node, token, reported in zip(output.path, output.token_ids, output.logprobs, strict=True):
+        probs = processed_probs(logits[node].numpy(), OPTIONS)
+        best = np.argsort(-probs)[:num_top].tolist()
         assert reported.token_id == token
-        assert reported.logprob == pytest.approx(np.log(law[token]), abs=1e-5)
+        assert reported.logprob == pytest.approx(np.log(probs[token]), abs=1e-5)
         assert [t for t, _ in reported.top] == best
-        assert [p for _, p in reported.top] == pytest.approx(np.log(law[best]).tolist(), abs=1e-5)
+        assert [p for _, p in reported.top] == pytest.approx(np.log(probs[best]).tolist(), abs=1e-5)
 
 
 # ---- the joint law of several tokens, whatever was drafted ----------------------------------------------------------
@@ -152,21 +154,21 @@ def triples(draw: Any, num_texts: int) -> np.ndarray:
         rows = [draw(texts[i][-1], rng, i, len(texts[i])) for i in active]
         logits = MARKOV[torch.tensor([token for row in rows for token in row.tokens])]
         lengths = [len(texts[i]) for i in active]
-        verdicts = verify(logits, DraftTree.of(rows), [samplers[i] for i in active], lengths)
-        for i, verdict in zip(active, verdicts, strict=True):
-            texts[i] += verdict.token_ids
+        verify_outputs = verify(logits, DraftTree.of(rows), [samplers[i] for i in active], lengths)
+        for i, output in zip(active, verify_outputs, strict=True):
+            texts[i] += output.token_ids
     for triple, number in Counter(tuple(text[1:4]) for text in texts).items():
         counts[triple] = number
     return counts
 
 
 def true_triples() -> np.ndarray:
-    step = np.stack([processed_law(row.numpy(), OPTIONS) for row in MARKOV])
+    step = np.stack([processed_probs(row.numpy(), OPTIONS) for row in MARKOV])
     return step[FIRST][:, None, None] * step[:, :, None] * step[None, :, :]
 
 
 @pytest.mark.parametrize("draw", [random_tree, coupled_chain])
-def test_three_tokens_have_the_targets_joint_law_whatever_is_drafted(draw: Any) -> None:
+def test_three_tokens_have_the_targets_joint_probs_whatever_is_drafted(draw: Any) -> None:
     assert worst_z(triples(draw, NUM_TEXTS if draw is random_tree else 6_000), true_triples()) < MAX_Z
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from specray.errors import ConfigError
 from specray.train.answer_options import AnswerOptions
-from specray.train.answers import feature_layers, make_answers
+from specray.train.answers import aux_hidden_state_layers, make_answers
 from specray.train.shards import Shard, list_shards, written_indexes
 from tests.support.processes import has_ended, wait_until
 from tests.support.processes import read as read_text
@@ -37,15 +37,15 @@ def read(folder: Path) -> Found:
         shard = Shard(folder / name, 4 * 64)
         for i, index in enumerate(load_file(folder / name)["indexes"].tolist()):
             answer = shard[i]
-            found[index] = (answer.token_ids.tolist(), answer.prompt_length, answer.features.float())
+            found[index] = (answer.token_ids.tolist(), answer.prompt_length, answer.aux_hidden_states.float())
     return found
 
 
 def assert_same(seen: Found, expected: Found) -> None:
     assert seen.keys() == expected.keys()
-    for index, (token_ids, prompt_length, features) in expected.items():
+    for index, (token_ids, prompt_length, aux_hidden_states) in expected.items():
         assert seen[index][:2] == (token_ids, prompt_length)
-        assert torch.allclose(seen[index][2], features, atol=0.05, rtol=0.02)  # bfloat16 on disk
+        assert torch.allclose(seen[index][2], aux_hidden_states, atol=0.05, rtol=0.02)  # bfloat16 on disk
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +57,11 @@ def test_every_prompt_is_answered_as_often_as_asked(complete: Path) -> None:
     found = read(complete)
     assert {0, 1, 2, 3, 4, 5} <= found.keys() <= set(range(9))
     assert written_indexes(complete) == found.keys()
-    for token_ids, prompt_length, features in found.values():
+    for token_ids, prompt_length, aux_hidden_states in found.values():
         assert prompt_length < len(token_ids)
-        assert features.shape == (len(token_ids), 4 * 64)
-        assert not features[-1].any()
-        assert features[:-1].abs().sum(-1).all()
+        assert aux_hidden_states.shape == (len(token_ids), 4 * 64)
+        assert not aux_hidden_states[-1].any()
+        assert aux_hidden_states[:-1].abs().sum(-1).all()
 
 
 def test_a_stopped_run_goes_on_and_gives_the_same(options: AnswerOptions, complete: Path, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_two_processes_give_the_same(options: AnswerOptions, complete: Path, tmp
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_process_behind(options: AnswerOptions, tmp_path: Path) -> None:
     """Seen: two of them, computing answers for half an hour after their run was killed."""
-    command = [sys.executable, "-m", "specray.cli", "train", "token-map"]
+    command = [sys.executable, "-m", "specray.cli.main", "train", "token-map"]
     command += ["--size", "64", "--out", str(tmp_path / "map")]
     command += ["--model", options.model, "--prompts", str(options.prompts[0]), "--samples", "1000000"]
     run = subprocess.Popen([*command, "--answers", str(tmp_path), "--generators", "2"], cwd=ROOT)
@@ -119,5 +119,5 @@ def test_nothing_to_ask_is_refused(options: AnswerOptions, tmp_path: Path) -> No
 
 def test_a_target_too_shallow_is_refused() -> None:
     with pytest.raises(ConfigError, match="2 layers"):
-        feature_layers(2)
-    assert feature_layers(30) == [2, 15, 27, 30]
+        aux_hidden_state_layers(2)
+    assert aux_hidden_state_layers(30) == [2, 15, 27, 30]

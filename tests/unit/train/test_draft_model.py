@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specray.cli import main
+from specray.cli.main import main
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.sampling_params import SamplingParams
@@ -56,8 +56,8 @@ def test_with_all_layers_it_is_the_target(variant: str, tmp_path: Path) -> None:
 def test_every_lesson_is_taught_once(tmp_path: Path) -> None:
     target = target_at(write_toy(tmp_path))
     token_ids = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(5))
-    features, final = torch.zeros(2, 9, 0), torch.randn(2, 9, HIDDEN)
-    batch = Batch(token_ids, torch.tensor([9, 7]), torch.tensor([4, 3]), features, final)
+    aux_hidden_states, final = torch.zeros(2, 9, 0), torch.randn(2, 9, HIDDEN)
+    batch = Batch(token_ids, torch.tensor([9, 7]), torch.tensor([4, 3]), aux_hidden_states, final)
     taught = lessons(batch)
     model = whole(target)
     [step] = unroll(model, target, batch, taught, 1)
@@ -87,9 +87,9 @@ def test_the_targets_own_copy_is_validated_as_perfect(tmp_path: Path) -> None:
 
 def a_true_sequence(target: Path, index: int) -> TokenSequence:
     tokens = torch.randint(2, VOCAB_SIZE, (14,), generator=torch.Generator().manual_seed(index)).tolist()
-    features = torch.zeros(14, 4 * HIDDEN)
-    features[:-1, -HIDDEN:] = torch.from_numpy(oracle_states(target, tokens)[-1][:-1]).float()
-    return TokenSequence(tokens, 3, features.bfloat16(), index)
+    aux_hidden_states = torch.zeros(14, 4 * HIDDEN)
+    aux_hidden_states[:-1, -HIDDEN:] = torch.from_numpy(oracle_states(target, tokens)[-1][:-1]).float()
+    return TokenSequence(tokens, 3, aux_hidden_states.bfloat16(), index)
 
 
 def test_the_command_ends_in_a_folder_that_loads_as_any_model_and_drafts(

@@ -42,9 +42,9 @@ def trainer(tmp_path: Path) -> Trainer:
 
 def a_batch() -> Batch:
     generator = torch.Generator().manual_seed(5)
-    features, final = (torch.randn(2, 9, HIDDEN, generator=generator) for _ in range(2))
+    aux_hidden_states, final = (torch.randn(2, 9, HIDDEN, generator=generator) for _ in range(2))
     token_ids = torch.randint(0, VOCAB_SIZE, (2, 9), generator=generator)
-    return Batch(token_ids, torch.tensor([9, 7]), torch.tensor([2, 3]), features, final)
+    return Batch(token_ids, torch.tensor([9, 7]), torch.tensor([2, 3]), aux_hidden_states, final)
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def test_unrolled_steps_are_those_that_are_served(trainer: Trainer, tmp_path: Pa
 
 def chain_of(served: ServedHead, batch: Batch, row: int, start: int, depth: int) -> torch.Tensor:
     """The state behind the last of `depth` + 1 steps, each computed with the whole prefix anew."""
-    states = batch.features[row, : start + 1]
+    states = batch.aux_hidden_states[row, : start + 1]
     for _ in range(depth + 1):
         length = len(states)
         output = served(batch.token_ids[row, 1 : length + 1], states, torch.arange(length), attend_to_the_past)
@@ -80,7 +80,7 @@ def test_the_start_passes_the_targets_state_on(tmp_path: Path) -> None:
     target = load_target(str(write_answers(tmp_path).parent / "target"), torch.float32, CPU, 64)
     head, batch = MtpHead(target.shape, torch.arange(VOCAB_SIZE)), a_batch()
     head.start_from(target)
-    states = torch.nn.functional.rms_norm(batch.features, (HIDDEN,)) * target.norm
+    states = torch.nn.functional.rms_norm(batch.aux_hidden_states, (HIDDEN,)) * target.norm
     final = Batch(batch.token_ids, batch.lengths, batch.prompt_lengths, states, batch.final)
     [step] = unroll(head, target, final, lessons(final), 1)
     whole = states[:, batch.start :].flatten(0, 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specray.sampling_params import SamplingParams
-from specray.train.recorder import FeatureRecorder, Recording
+from specray.train.recorder import HiddenStateRecorder, Recording
 from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import generate, make_llm
 from tests.support.naive_eagle import attend_to_the_past
@@ -20,11 +20,11 @@ def assert_close_to_a_plain_forward(recording: Recording, llm_folder: Path) -> N
     with make_llm(llm_folder) as llm, torch.inference_mode():
         tokens = torch.tensor(recording.token_ids)
         model = llm._executor.worker.model
-        _, features = model(tokens, torch.arange(len(tokens)), attend_to_the_past, LAYERS)
-    expected = torch.cat(features, -1)
+        _, aux_hidden_states = model(tokens, torch.arange(len(tokens)), attend_to_the_past, LAYERS)
+    expected = torch.cat(aux_hidden_states, -1)
     expected[-1] = 0  # the last token was sampled and never computed
-    assert recording.features.dtype is torch.bfloat16
-    torch.testing.assert_close(recording.features.float(), expected, atol=1e-3, rtol=2**-7)
+    assert recording.aux_hidden_states.dtype is torch.bfloat16
+    torch.testing.assert_close(recording.aux_hidden_states.float(), expected, atol=1e-3, rtol=2**-7)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,11 @@ def assert_close_to_a_plain_forward(recording: Recording, llm_folder: Path) -> N
     [{}, {"max_running_requests": 1}, {"chunked_prefill_size": 4, "max_prefill_tokens": 6}, {"page_size": 1}],
     ids=["together", "alone", "chunks", "pages-of-1"],
 )
-def test_recorded_features_are_those_of_a_plain_forward(options: dict[str, int], toy: Path) -> None:
+def test_recorded_aux_hidden_states_are_those_of_a_plain_forward(options: dict[str, int], toy: Path) -> None:
     taken: list[Recording] = []
-    choices = generate(toy, PROMPTS, PARAMS, FeatureRecorder(LAYERS, taken.append), disable_radix_cache=True, **options)
+    choices = generate(
+        toy, PROMPTS, PARAMS, HiddenStateRecorder(LAYERS, taken.append), disable_radix_cache=True, **options
+    )
     by_seed = {recording.seed: recording for recording in taken}
     assert sorted(by_seed) == [11 * i for i in range(4)]
     assert len(taken) == 4
@@ -45,15 +47,17 @@ def test_recorded_features_are_those_of_a_plain_forward(options: dict[str, int],
 
 
 def test_recording_changes_no_text(toy: Path) -> None:
-    seen = generate(toy, PROMPTS, PARAMS, FeatureRecorder(LAYERS, lambda _: None), disable_radix_cache=True)
+    seen = generate(toy, PROMPTS, PARAMS, HiddenStateRecorder(LAYERS, lambda _: None), disable_radix_cache=True)
     plain = generate(toy, PROMPTS, PARAMS, ScriptedDrafter(DRAWS["empty"]))
     assert [choice.token_ids for choice in seen] == [choice.token_ids for choice in plain]
 
 
 def test_a_slots_next_request_is_another_recording(toy: Path) -> None:
     taken: list[Recording] = []
-    with make_llm(toy, FeatureRecorder((2,), taken.append), disable_radix_cache=True, max_running_requests=1) as llm:
+    with make_llm(
+        toy, HiddenStateRecorder((2,), taken.append), disable_radix_cache=True, max_running_requests=1
+    ) as llm:
         for seed in range(3):
             llm.generate([[5, 6]], SamplingParams(seed=seed, max_tokens=4, ignore_eos=True))
     assert [recording.seed for recording in taken] == [0, 1, 2]
-    assert [tuple(recording.features.shape) for recording in taken] == [(6, 32)] * 3
+    assert [tuple(recording.aux_hidden_states.shape) for recording in taken] == [(6, 32)] * 3

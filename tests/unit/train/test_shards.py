@@ -27,7 +27,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         answer = shard[index]
         assert answer.token_ids.tolist() == list(row.token_ids)
         assert answer.prompt_length == row.prompt_length
-        assert torch.equal(answer.features, row.features)
+        assert torch.equal(answer.aux_hidden_states, row.aux_hidden_states)
 
 
 def test_processes_write_shards_of_their_own_and_all_indexes_are_found(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_broken_shard_is_named(tmp_path: Path) -> None:
         Shard(path, COLUMNS)
 
 
-def test_features_of_another_width_are_refused(tmp_path: Path) -> None:
+def test_aux_hidden_states_of_another_width_are_refused(tmp_path: Path) -> None:
     path = write_shard(tmp_path, sequences(2))
     with pytest.raises(ConfigError, match=r"features has shape \[\d+, 128\], .* imply \[\d+, 96\]"):
         Shard(path, 3 * HIDDEN)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specray.cli import main
+from specray.cli.main import main
 from specray.train.batches import AnswerFolder
 from specray.train.heads import Eagle2Head
 from specray.train.settings import TrainSettings
@@ -32,11 +32,11 @@ def first_error(trainer: Trainer, folder: AnswerFolder) -> float:
     head, target = trainer.head, trainer._target
     answer = folder[folder.names()[0]][0]
     batch = trainer._collate([answer])
-    features = batch.features[:, :-2]
+    aux_hidden_states = batch.aux_hidden_states[:, :-2]
     if isinstance(head, Eagle2Head):
-        guess = head.fc(torch.cat((target.embed(batch.token_ids[:, 1:-1]), features), -1))
+        guess = head.fc(torch.cat((target.embed(batch.token_ids[:, 1:-1]), aux_hidden_states), -1))
     else:
-        guess = head.outputs(head.enter(features))
+        guess = head.outputs(head.enter(aux_hidden_states))
     return float((guess - batch.final[:, 1:-1]).square().mean())
 
 

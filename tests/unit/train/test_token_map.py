@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specray.cli import main
+from specray.cli.main import main
 from specray.errors import ConfigError
 from specray.train.batches import AnswerFolder
 from specray.train.shards import TokenSequence, write_shard

@@ -35,7 +35,7 @@ def a_batch(target: Target, columns: int) -> Batch:
         token_ids=torch.randint(0, VOCAB_SIZE, (2, 9), generator=generator),
         lengths=torch.tensor([9, 7]),
         prompt_lengths=torch.tensor([4, 3]),
-        features=torch.randn(2, 9, columns * hidden, generator=generator),
+        aux_hidden_states=torch.randn(2, 9, columns * hidden, generator=generator),
         final=torch.randn(2, 9, hidden, generator=generator),
     )
 
@@ -70,7 +70,7 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
         return torch.cat(parts), state
 
     def entered(position: int) -> Tensor:
-        feature = batch.features[row, position]
+        feature = batch.aux_hidden_states[row, position]
         if not eagle3:
             return feature
         chunks = [norm(c, weights[f"fc_norm.{i}.weight"], eps) for i, c in enumerate(feature.chunk(3))]

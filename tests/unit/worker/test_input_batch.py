@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from specray.ops.sampling import SamplerRow
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.step import RowStep
+from specray.step import ScheduledRow
 from specray.worker.input_batch import InputBatch, build_batch, count_known, sampling_rows
 from specray.worker.request_state import Row
-from tests.support.law import OPTIONS
+from tests.support.distributions import OPTIONS
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def rows_and_trees(draw: st.DrawFn) -> tuple[list[Row], list[int], list[RowTree]
 
 def flattened(case: tuple[list[Row], list[int], list[RowTree]]) -> InputBatch:
     rows, limits, trees = case
-    known = count_known([RowStep(row.slot, limit, 9, []) for row, limit in zip(rows, limits, strict=True)], rows)
+    known = count_known([ScheduledRow(row.slot, limit, 9, []) for row, limit in zip(rows, limits, strict=True)], rows)
     return build_batch(rows, known, sampling_rows(rows, known), DraftTree.of(trees), CPU)
 
 

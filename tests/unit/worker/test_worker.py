@@ -12,10 +12,10 @@ from specray.config import EngineConfig
 from specray.models.llama import Llama
 from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
 from specray.spec_decode.drafter import Drafter, DraftRow, ProposeContext
-from specray.step import NewRow, RowResult, RowSampling, RowStep, StepPlan
+from specray.step import NewRequest, RequestResult, SamplingOptions, ScheduledRow, StepPlan
 from specray.worker.worker import NOT_A_NUMBER, Worker
+from tests.support.distributions import OPTIONS
 from tests.support.drafters import DRAWS, ScriptedDrafter, draw_right, draw_right_last
-from tests.support.law import OPTIONS
 from tests.support.naive_eagle import attend_to_the_past
 from tests.support.toy import VOCAB_SIZE, oracle_greedy
 
@@ -36,18 +36,18 @@ class Driver:
         )  # fmt: skip
         self.worker = Worker(config, drafter=drafter)
         self._freed: list[int] = []
-        self._entered: list[NewRow] = []
+        self._entered: list[NewRequest] = []
         self._steps = 0
 
-    def enter(self, slot: int, tokens: Sequence[int] = PROMPT, sampling: RowSampling = GREEDY) -> None:
+    def enter(self, slot: int, tokens: Sequence[int] = PROMPT, sampling: SamplingOptions = GREEDY) -> None:
         blocks = list(range(BLOCKS * slot + 1, BLOCKS * (slot + 1) + 1))
-        self._entered.append(NewRow(slot, list(tokens), len(tokens), 0, blocks, sampling, ""))
+        self._entered.append(NewRequest(slot, list(tokens), len(tokens), 0, blocks, sampling, ""))
 
     def free(self, slot: int) -> None:
         self._freed.append(slot)
 
-    def step(self, slots: Sequence[int], num_tokens: int = 100, max_draft_tokens: int = 20) -> list[RowResult]:
-        rows = [RowStep(slot, num_tokens, max_draft_tokens, []) for slot in slots]
+    def step(self, slots: Sequence[int], num_tokens: int = 100, max_draft_tokens: int = 20) -> list[RequestResult]:
+        rows = [ScheduledRow(slot, num_tokens, max_draft_tokens, []) for slot in slots]
         self._steps += 1
         result = self.worker.execute(StepPlan(self._steps, self._freed, self._entered, rows))
         assert result.step_id == self._steps
@@ -79,7 +79,7 @@ def greedy(toy: Path) -> list[int]:
 def test_one_prompt_in_one_step_emits_the_targets_token(toy: Path, greedy: list[int]) -> None:
     driver = Driver(toy)
     driver.enter(1)
-    assert driver.step([1]) == [RowResult(1, greedy[9:10], 0, None, None)]
+    assert driver.step([1]) == [RequestResult(1, greedy[9:10], 0, None, None)]
     assert driver.run(1, 8) == greedy[10:18]
 
 
@@ -95,7 +95,7 @@ def test_a_chunk_that_is_not_the_last_emits_nothing(chunk: int, toy: Path, greed
     driver = Driver(toy, Listener(draw_right, [greedy]))
     driver.enter(0)
     for _ in range((len(PROMPT) - 1) // chunk):
-        assert driver.step([0], num_tokens=chunk) == [RowResult(0, [], 0, None, None)]
+        assert driver.step([0], num_tokens=chunk) == [RequestResult(0, [], 0, None, None)]
     assert asked == []  # nor is anything drafted for it
     assert driver.step([0], num_tokens=chunk)[0].token_ids == greedy[9:10]
     assert asked == [greedy[:10]]
@@ -130,15 +130,15 @@ def test_right_drafts_are_accepted_and_counted(toy: Path, greedy: list[int]) -> 
     driver = Driver(toy, ScriptedDrafter(draw_right, [greedy]))
     driver.enter(0)
     driver.step([0])
-    assert driver.step([0], max_draft_tokens=5) == [RowResult(0, greedy[10:16], 5, None, None)]
-    assert driver.step([0], max_draft_tokens=0) == [RowResult(0, greedy[16:17], 0, None, None)]
+    assert driver.step([0], max_draft_tokens=5) == [RequestResult(0, greedy[10:16], 5, None, None)]
+    assert driver.step([0], max_draft_tokens=0) == [RequestResult(0, greedy[16:17], 0, None, None)]
 
 
 def test_a_wide_tree_is_counted_whole(toy: Path, greedy: list[int]) -> None:
     driver = Driver(toy, ScriptedDrafter(draw_right_last, [greedy]))
     driver.enter(0)
     driver.step([0])
-    assert driver.step([0]) == [RowResult(0, greedy[10:14], 12, None, None)]
+    assert driver.step([0]) == [RequestResult(0, greedy[10:14], 12, None, None)]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5])
@@ -169,11 +169,11 @@ def test_nonsense_from_a_drafter_costs_only_its_draft(tree: RowTree, toy: Path, 
 
 def test_blocks_added_later_are_used(toy: Path, greedy: list[int]) -> None:
     driver = Driver(toy)
-    row = NewRow(0, PROMPT, len(PROMPT), 0, [9, 3, 30], GREEDY, "")
-    driver.worker.execute(StepPlan(0, [], [row], [RowStep(0, 100, 0, [])]))
+    row = NewRequest(0, PROMPT, len(PROMPT), 0, [9, 3, 30], GREEDY, "")
+    driver.worker.execute(StepPlan(0, [], [row], [ScheduledRow(0, 100, 0, [])]))
     for i in range(10, 30):
         added = [35 + i] if (i - 1) % PAGE == 0 and i > 3 * PAGE else []
-        [result] = driver.worker.execute(StepPlan(i, [], [], [RowStep(0, 1, 0, added)])).rows
+        [result] = driver.worker.execute(StepPlan(i, [], [], [ScheduledRow(0, 1, 0, added)])).rows
         assert result.token_ids == [greedy[i]]
 
 
@@ -181,8 +181,8 @@ def test_a_cached_prefix_is_read_and_not_computed(toy: Path, greedy: list[int]) 
     driver = Driver(toy)
     driver.enter(0)
     driver.step([0])
-    again = NewRow(2, PROMPT, len(PROMPT), 2 * PAGE, [1, 2, 60], GREEDY, "")
-    [row] = driver.worker.execute(StepPlan(9, [], [again], [RowStep(2, 100, 0, [])])).rows
+    again = NewRequest(2, PROMPT, len(PROMPT), 2 * PAGE, [1, 2, 60], GREEDY, "")
+    [row] = driver.worker.execute(StepPlan(9, [], [again], [ScheduledRow(2, 100, 0, [])])).rows
     assert row.token_ids == greedy[9:10]
 
 
@@ -191,11 +191,11 @@ def test_a_cached_prefix_is_read_and_not_computed(toy: Path, greedy: list[int]) 
 OTHERS = [PROMPT, [0, 20, 21], [0, *range(10, 40)]]
 
 
-def together(driver: Driver, num_steps: int, poison: int | None) -> dict[int, list[RowResult]]:
+def together(driver: Driver, num_steps: int, poison: int | None) -> dict[int, list[RequestResult]]:
     """Results by slot of three sampled requests; the KV of slot `poison` is spoilt after the second step."""
     for slot, prompt in enumerate(OTHERS):
         driver.enter(slot, prompt, SAMPLED._replace(seed=slot))
-    results: dict[int, list[RowResult]] = {slot: [] for slot in range(len(OTHERS))}
+    results: dict[int, list[RequestResult]] = {slot: [] for slot in range(len(OTHERS))}
     active = sorted(results)
     for step in range(num_steps):
         if step == 2 and poison is not None:
@@ -212,7 +212,7 @@ def together(driver: Driver, num_steps: int, poison: int | None) -> dict[int, li
 @pytest.mark.parametrize("poison", [0, 1, 2])
 def test_a_broken_row_ends_and_its_neighbours_do_not_notice(draw: str, poison: int, toy: Path) -> None:
     clean, spoilt = (together(Driver(toy, ScriptedDrafter(DRAWS[draw])), 12, bad) for bad in (None, poison))
-    assert spoilt[poison][-1] == RowResult(poison, [], 0, None, NOT_A_NUMBER)
+    assert spoilt[poison][-1] == RequestResult(poison, [], 0, None, NOT_A_NUMBER)
     assert len(spoilt[poison]) == 3
     for slot in set(range(len(OTHERS))) - {poison}:
         texts = [[token for row in results[slot] for token in row.token_ids] for results in (clean, spoilt)]
@@ -227,7 +227,7 @@ def test_a_chunk_that_is_not_a_number_ends_its_request(toy: Path) -> None:
     driver.enter(0)
     driver.step([0], num_tokens=3)
     driver.kv(0, 1)[:] = torch.nan
-    assert driver.step([0], num_tokens=3) == [RowResult(0, [], 0, None, NOT_A_NUMBER)]
+    assert driver.step([0], num_tokens=3) == [RequestResult(0, [], 0, None, NOT_A_NUMBER)]
 
 
 def test_blocks_of_a_broken_row_serve_the_next_request(toy: Path, greedy: list[int]) -> None:
@@ -249,7 +249,7 @@ LAYERS = (1, 0, 2)  # of the toy's two: entering the second, entering the first,
 class Recorder(ScriptedDrafter):
     """Keeps copies of all it is told."""
 
-    feature_layers = LAYERS
+    aux_hidden_state_layers = LAYERS
 
     def __init__(self, draw: str, texts: Sequence[Sequence[int]] = ()) -> None:
         super().__init__(DRAWS[draw], texts)
@@ -260,21 +260,21 @@ class Recorder(ScriptedDrafter):
             [row._replace(token_ids=row.token_ids.copy()) for row in rows]
             for rows in (context.rows, context.unfinished)
         )
-        self.told.append(ProposeContext(ready, unfinished, context.features))
+        self.told.append(ProposeContext(ready, unfinished, context.aux_hidden_states))
         return super().propose(context)
 
 
-def true_features(model: Llama, row: DraftRow) -> torch.Tensor:
+def true_aux_hidden_states(model: Llama, row: DraftRow) -> torch.Tensor:
     """Of the tokens a step computed, by one forward over all tokens without a cache."""
     tokens = torch.tensor(row.token_ids)
     with torch.inference_mode():
-        _, features = model(tokens, torch.arange(len(tokens)), attend_to_the_past, LAYERS)
-    return torch.cat(features, -1)[row.start : row.end]
+        _, aux_hidden_states = model(tokens, torch.arange(len(tokens)), attend_to_the_past, LAYERS)
+    return torch.cat(aux_hidden_states, -1)[row.start : row.end]
 
 
-def assert_true_features(driver: Driver, context: ProposeContext) -> None:
-    expected = [true_features(driver.worker.model, row) for row in context.rows + context.unfinished]
-    torch.testing.assert_close(context.features, torch.cat(expected), atol=1e-4, rtol=1e-4)
+def assert_true_aux_hidden_states(driver: Driver, context: ProposeContext) -> None:
+    expected = [true_aux_hidden_states(driver.worker.model, row) for row in context.rows + context.unfinished]
+    torch.testing.assert_close(context.aux_hidden_states, torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
 def test_a_drafter_is_told_whose_row_it_is_and_what_was_computed(toy: Path, greedy: list[int]) -> None:
@@ -289,7 +289,7 @@ def test_a_drafter_is_told_whose_row_it_is_and_what_was_computed(toy: Path, gree
     first = (BLOCKS * 2 + 1) * PAGE
     assert row.kv_slots[: row.end].tolist() == list(range(first, first + row.end))
     assert context.unfinished == []
-    assert_true_features(driver, context)
+    assert_true_aux_hidden_states(driver, context)
 
 
 @pytest.mark.parametrize("draw", DRAWS)
@@ -303,7 +303,7 @@ def test_accepted_nodes_are_told_with_their_own_features(draw: str, toy: Path, g
     for context in recorder.told:
         [row] = context.rows
         assert (row.start, row.end) == (end, len(row.token_ids) - 1)
-        assert_true_features(driver, context)
+        assert_true_aux_hidden_states(driver, context)
         end = row.end
 
 
@@ -312,14 +312,14 @@ def test_a_drafter_is_told_of_how_much_there_is_use(max_drafts: int, max_draft_s
     """A row without any is read, so that its drafts may begin at any step, and not drafted for."""
     recorder = Recorder("random")
     driver = Driver(toy, recorder)
-    row = NewRow(2, PROMPT, len(PROMPT), 0, [1, 2, 60], GREEDY, "", max_draft_steps)
-    driver.worker.execute(StepPlan(9, [], [row], [RowStep(2, 100, max_drafts, [])]))
+    row = NewRequest(2, PROMPT, len(PROMPT), 0, [1, 2, 60], GREEDY, "", max_draft_steps)
+    driver.worker.execute(StepPlan(9, [], [row], [ScheduledRow(2, 100, max_drafts, [])]))
     driver.worker.propose()
     [context] = recorder.told
     [told] = context.rows or context.unfinished
     assert bool(context.rows) == (min(max_drafts, max_draft_steps) > 0)
     assert (told.max_steps, told.end) == (min(max_drafts, max_draft_steps), len(PROMPT))
-    assert_true_features(driver, context)
+    assert_true_aux_hidden_states(driver, context)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 8])
@@ -335,10 +335,10 @@ def test_a_chunk_is_told_as_unfinished(chunk: int, toy: Path) -> None:
         assert len(context.rows + context.unfinished) == 1
         assert (row.start, row.end) == (start, min(start + chunk, len(PROMPT)))
         assert row.token_ids[: len(PROMPT)] == PROMPT  # so the token after a chunk is known
-        assert_true_features(driver, context)
+        assert_true_aux_hidden_states(driver, context)
 
 
-def test_features_of_ready_rows_come_before_those_of_unfinished_ones(toy: Path) -> None:
+def test_aux_hidden_states_of_ready_rows_come_before_those_of_unfinished_ones(toy: Path) -> None:
     recorder = Recorder("random")
     driver = Driver(toy, recorder)
     for slot, prompt in enumerate([PROMPT, [0, 20], [0, *range(10, 30)], [7]]):
@@ -349,7 +349,7 @@ def test_features_of_ready_rows_come_before_those_of_unfinished_ones(toy: Path) 
         told = [row.slot for row in context.rows + context.unfinished]
         assert sorted(told) == sorted(order)
         assert [row.slot for row in context.rows] == [slot for slot in order if slot in told[: len(context.rows)]]
-        assert_true_features(driver, context)
+        assert_true_aux_hidden_states(driver, context)
     assert [len(context.unfinished) for context in recorder.told] == [2, 2, 1, 0]
 
 
@@ -358,13 +358,13 @@ def test_what_the_cache_held_was_not_computed(toy: Path) -> None:
     driver = Driver(toy, recorder)
     driver.enter(0)
     driver.step([0])
-    again = NewRow(2, PROMPT, len(PROMPT), 2 * PAGE, [1, 2, 60], GREEDY, "tenant")
-    driver.worker.execute(StepPlan(9, [], [again], [RowStep(2, 100, 1, [])]))
+    again = NewRequest(2, PROMPT, len(PROMPT), 2 * PAGE, [1, 2, 60], GREEDY, "tenant")
+    driver.worker.execute(StepPlan(9, [], [again], [ScheduledRow(2, 100, 1, [])]))
     driver.worker.propose()
     [row] = recorder.told[-1].rows
     assert (row.start, row.end, row.cache_salt) == (2 * PAGE, len(PROMPT), "tenant")
     assert row.kv_slots[: row.end].tolist() == [*range(PAGE, 3 * PAGE), 60 * PAGE]
-    assert_true_features(driver, recorder.told[-1])
+    assert_true_aux_hidden_states(driver, recorder.told[-1])
 
 
 def test_a_broken_row_is_not_told(toy: Path) -> None:
@@ -373,10 +373,10 @@ def test_a_broken_row_is_not_told(toy: Path) -> None:
     together(driver, 4, poison=1)
     assert [[row.slot for row in context.rows] for context in recorder.told] == [[0, 1, 2], [0, 1, 2], [0, 2], [0, 2]]
     for context in recorder.told:
-        assert_true_features(driver, context)
+        assert_true_aux_hidden_states(driver, context)
 
 
-def test_who_wants_no_features_gets_none(toy: Path) -> None:
+def test_who_wants_no_aux_hidden_states_gets_none(toy: Path) -> None:
     contexts: list[ProposeContext] = []
 
     class Listener(ScriptedDrafter):
@@ -387,7 +387,7 @@ def test_who_wants_no_features_gets_none(toy: Path) -> None:
     driver = Driver(toy, Listener(DRAWS["random"]))
     driver.enter(0)
     driver.step([0])
-    assert [context.features for context in contexts] == [None]
+    assert [context.aux_hidden_states for context in contexts] == [None]
 
 
 # ---- slots come and go ----------------------------------------------------------------------------------------------
@@ -440,9 +440,9 @@ def test_a_resumed_request_goes_on_where_it_was(toy: Path) -> None:
     driver.enter(0, PROMPT, sampling)
     text = PROMPT + driver.run(0, 20)
     for length in (len(PROMPT) + 1, len(text) - 6):
-        row = NewRow(1, text[:length], len(PROMPT), 0, list(range(17, 33)), sampling, "")
+        row = NewRequest(1, text[:length], len(PROMPT), 0, list(range(17, 33)), sampling, "")
         resumed = Driver(toy)
-        [result] = resumed.worker.execute(StepPlan(0, [], [row], [RowStep(1, 100, 0, [])])).rows
+        [result] = resumed.worker.execute(StepPlan(0, [], [row], [ScheduledRow(1, 100, 0, [])])).rows
         assert result.token_ids + resumed.run(1, 5) == text[length : length + 6]
 
 

@@ -1,0 +1,104 @@
+"""The routes: a FastAPI application over a `Service`. Runs under Ray Serve and, in tests, without it."""
+
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from cluster.api import errors
+from cluster.api.admin import add_admin_routes
+from cluster.api.auth import METRICS, PROBES, RequireKey, Tenant
+from cluster.api.keys import KeyRing
+from cluster.api.middleware import BodyLimit, CatchErrors
+from cluster.api.prometheus import CONTENT_TYPE, prometheus_text
+from cluster.api.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from cluster.api.service import Service
+from cluster.config import ServerConfig
+from specray.errors import SpecRayError
+
+Json = dict[str, Any]
+
+
+def create_app(service: Service) -> FastAPI:
+    """The whole HTTP surface of one ingress replica."""
+    app = FastAPI(title="SpecRay", openapi_url="/openapi.json")
+    app.add_middleware(BodyLimit, max_bytes=service.config.server.max_body_bytes)
+    app.add_middleware(RequireKey, **_access(service.config.server))  # before the body is read
+    app.add_middleware(CatchErrors)
+    app.add_exception_handler(errors.ApiError, errors.handle_api_error)
+    app.add_exception_handler(SpecRayError, errors.handle_engine_error)
+    app.add_exception_handler(RequestValidationError, errors.handle_validation_error)
+    app.add_exception_handler(HTTPException, errors.handle_http_error)
+    _add_openai_routes(app, service)
+    _add_speculation_routes(app, service)
+    _add_sglang_routes(app, service)
+    _add_operator_routes(app, service)
+    if service.config.server.admin_key_file is not None:
+        add_admin_routes(app, service.config, service.drafts)
+    return app
+
+
+def _access(config: ServerConfig) -> dict[str, Any]:
+    keys = KeyRing.read(config.api_key_file, "server.api_key_file") if config.api_key_file else None
+    admin_keys = KeyRing.read(config.admin_key_file, "server.admin_key_file") if config.admin_key_file else None
+    open_paths = PROBES | {METRICS} if config.open_metrics else PROBES
+    return {"keys": keys, "admin_keys": admin_keys, "open_paths": open_paths}
+
+
+def _add_openai_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, tenant: Tenant) -> Response:
+        return await service.chat(body, tenant)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
+        return await service.completion(body, tenant)
+
+    @app.get("/v1/models")
+    async def models() -> Json:
+        return service.models()
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Json:
+        return service.model(name)
+
+
+def _add_speculation_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/speculation/capabilities")
+    async def capabilities() -> Json:
+        return service.capabilities()
+
+
+def _add_sglang_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/generate")
+    async def generate(body: GenerateRequest, tenant: Tenant) -> Response:
+        return await service.generate(body, tenant)
+
+    @app.get("/get_model_info")
+    async def get_model_info() -> Json:
+        return service.model_info()
+
+    @app.get("/server_info")
+    async def server_info() -> Json:
+        return await service.server_info()
+
+
+def _add_operator_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Json:
+        await service.check_health()
+        return {"status": "ok"}
+
+    @app.get("/livez")
+    async def livez() -> Json:
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def readyz() -> Json:
+        service.check_ready()
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(prometheus_text(await service.stats()), media_type=CONTENT_TYPE)

@@ -1,0 +1,45 @@
+"""The HTTP front as a Serve deployment. It holds no engine state: any number of replicas may run.
+
+It comes up before the router does and answers 503 until then. Not here: routes and shapes (`openai`).
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from cluster.api.app import create_app
+from cluster.api.service import Service
+from cluster.api.tokenization import Tokenization
+from cluster.config import AppConfig
+from cluster.routing.replicas import HandleDirectory
+from cluster.routing.router_pool import RouterPool
+from specray.models.files import resolve_model
+from specray.models.tokenizer import load_tokenizer
+
+
+@serve.ingress()
+class OpenAIIngress:
+    """One replica of the HTTP front."""
+
+    def __init__(self, config: AppConfig, router: DeploymentHandle[Any]) -> None:
+        self._router_pool = RouterPool(HandleDirectory(router), config)
+        self._service = Service(config, self._router_pool, lambda: _load_tokenization(config))
+        self._router_pool.start()
+
+    async def drain(self) -> int:
+        """See `RouterPool.drain`."""
+        return await self._router_pool.drain()
+
+    async def __del__(self) -> None:
+        """Serve awaits it when nothing is left to answer: routers would wait for our lease to run out."""
+        await self._router_pool.close()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._service)
+
+
+def _load_tokenization(config: AppConfig) -> Tokenization:
+    folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
+    return Tokenization(load_tokenizer(folder))

@@ -1,0 +1,68 @@
+"""The engine's counters as Prometheus text, through prometheus-client.
+
+Names, kinds and help come from `specray.metrics.METRICS`. Not here: Ray's own metrics (`cluster.engine.metrics`).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from specray.metrics import METRICS, SECONDS_BUCKETS, HistogramSnapshot, Snapshot
+from specray.metrics import Metric as Definition
+
+REPLICA = "replica"  # label of every series: the Router replica, as in Ray's metrics
+Value = float | dict[str, float] | HistogramSnapshot
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+BUCKET_BOUNDS = [*(f"{bound:g}" for bound in SECONDS_BUCKETS), "+Inf"]
+
+
+def prometheus_text(snapshots: Mapping[str, Snapshot]) -> bytes:
+    """Snapshots by the replica they are of, in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(SnapshotCollector(snapshots))
+    text: bytes = generate_latest(registry)
+    return text
+
+
+class SnapshotCollector(Collector):
+    """Shows snapshots to prometheus-client."""
+
+    def __init__(self, snapshots: Mapping[str, Snapshot]) -> None:
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterator[Metric]:
+        for definition in METRICS:
+            family = _family(definition)
+            for replica, snapshot in self._snapshots.items():
+                _add(family, definition, replica, snapshot[definition.name])
+            yield family
+
+
+def _family(definition: Definition) -> Metric:
+    families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+    labels = [REPLICA, definition.label] if definition.label else [REPLICA]
+    family: Metric = families[definition.kind](definition.name, definition.help, labels=labels)
+    return family
+
+
+def _add(family: Any, definition: Definition, replica: str, value: Value) -> None:
+    if isinstance(value, HistogramSnapshot):
+        family.add_metric([replica], buckets=cumulative(value), sum_value=value.total)
+        return
+    for label_value, number in labelled(value):
+        family.add_metric([replica, label_value] if definition.label else [replica], number)
+
+
+def cumulative(value: HistogramSnapshot) -> list[tuple[str, float]]:
+    """(upper bound, observations up to it), as Prometheus counts."""
+    return list(zip(BUCKET_BOUNDS, accumulate(value.buckets), strict=True))
+
+
+def labelled(value: float | dict[str, float]) -> Iterable[tuple[str, float]]:
+    """(label value, number); a metric without a label has the empty one."""
+    return value.items() if isinstance(value, dict) else [("", value)]

@@ -1,0 +1,327 @@
+"""Replies in each dialect: whole, or as the chunks of a stream. One class per dialect, no branches on its name.
+
+Both forms are built from the same parts, so a stream's concatenation equals the whole reply. Replies are
+plain dicts: a chunk is written per step and request, and must keep the nulls that clients look for.
+Not here: how outputs arrive and how bytes are sent (`streams`).
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from cluster.api.tokenization import TokenText
+from specray.outputs import (
+    Completion,
+    FinishReason,
+    RequestOutput,
+    TokenLogprob,
+    acceptance_per_depth,
+    add_histograms,
+)
+from specray.sampling_params import SamplingParams, choice_seed
+
+MIN_LOGPROB = -9999.0  # JSON has no -Infinity
+
+Json = dict[str, Any]
+TokenTexts = Callable[[int], TokenText]
+
+
+class Reply(Protocol):
+    """One request's reply. `choices` are what arrived so far, one per choice in the reply's order."""
+
+    @property
+    def choices(self) -> Sequence[Completion]: ...
+
+    def opening(self) -> list[Json]:
+        """Chunks before the first output."""
+
+    def chunks(self, choice: Completion, output: RequestOutput) -> list[Json]:
+        """Chunks of one output, which `choice` already includes."""
+
+    def closing(self) -> list[Json]:
+        """Chunks after the last output."""
+
+    def whole(self) -> Json | list[Json]: ...
+
+
+class Head:
+    """What all objects of one reply share."""
+
+    def __init__(self, request_id: str, model: str, fingerprint: str, seed: int, is_simulated: bool = False) -> None:
+        self.request_id = request_id
+        self.created = int(time.time())
+        self.model = model
+        self.fingerprint = fingerprint
+        self.seed = seed
+        self.warnings: Json = {"simulated_acceptance": True} if is_simulated else {}  # in all that is sent
+
+    def fields(self, kind: str) -> Json:
+        return {
+            **self.warnings,
+            "id": self.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "seed": self.seed,
+        }
+
+
+def empty_choices(num_prompts: int, params: SamplingParams) -> list[Completion]:
+    """A choice per prompt and n, prompt by prompt, each with its own seed."""
+    assert params.seed is not None
+    seeds = [choice_seed(params.seed, index) for index in range(params.n)]
+    wants_logprobs = params.logprobs is not None
+    return [
+        Completion(index, logprobs=[] if wants_logprobs else None, seed=seed)
+        for index, seed in enumerate(seeds * num_prompts)
+    ]
+
+
+def extend(choice: Completion, output: RequestOutput) -> None:
+    """Add one output to what a choice has so far."""
+    choice.token_ids += output.token_ids
+    choice.text += output.text
+    if choice.logprobs is not None:
+        choice.logprobs += output.logprobs or []
+    choice.finish_reason = output.finish_reason
+    choice.stop_reason = output.stop_reason
+    choice.usage = output.usage
+
+
+class OpenAIReply:
+    """What chat and text completions share: envelopes, finish and usage chunks."""
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(
+        self, head: Head, num_prompts: int, params: SamplingParams, tokens: TokenTexts, include_usage: bool
+    ) -> None:
+        self.choices = empty_choices(num_prompts, params)
+        self._head = head
+        self._n = params.n
+        self._tokens = tokens
+        self._include_usage = include_usage
+
+    def opening(self) -> list[Json]:
+        return []
+
+    def chunks(self, choice: Completion, output: RequestOutput) -> list[Json]:
+        chunks = []
+        if output.text or output.logprobs:
+            chunks.append(self._chunk(choice, self._delta(choice, output)))
+        if choice.finish_reason is not None:
+            chunks.append(self._chunk(choice, self._last(choice)))
+        return chunks
+
+    def closing(self) -> list[Json]:
+        if not self._include_usage:
+            return []
+        return [self._head.fields(self.chunk_kind) | {"choices": [], "usage": self._usage()}]
+
+    def whole(self) -> Json:
+        choices = [self._whole_choice(choice) | _ending(choice) for choice in self.choices]
+        return self._head.fields(self.kind) | {"choices": choices, "usage": self._usage()}
+
+    def _chunk(self, choice: Completion, fields: Json) -> Json:
+        shown = {"index": choice.index, **fields}
+        usage = {"usage": None} if self._include_usage else {}
+        return self._head.fields(self.chunk_kind) | {"choices": [shown], **usage}
+
+    def _usage(self) -> Json:
+        return usage(self.choices, self._n)
+
+    def _delta(self, choice: Completion, output: RequestOutput) -> Json:
+        raise NotImplementedError
+
+    def _last(self, choice: Completion) -> Json:
+        raise NotImplementedError
+
+    def _whole_choice(self, choice: Completion) -> Json:
+        raise NotImplementedError
+
+
+class ChatReply(OpenAIReply):
+    """/v1/chat/completions."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def opening(self) -> list[Json]:
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk(c, {"delta": delta, "logprobs": None, "finish_reason": None}) for c in self.choices]
+
+    def _delta(self, choice: Completion, output: RequestOutput) -> Json:  # noqa: ARG002
+        return {"delta": {"content": output.text}, "logprobs": self._logprobs(output.logprobs), "finish_reason": None}
+
+    def _last(self, choice: Completion) -> Json:
+        return {"delta": {}, "logprobs": None, **_ending(choice)}
+
+    def _whole_choice(self, choice: Completion) -> Json:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {"index": choice.index, "message": message, "logprobs": self._logprobs(choice.logprobs)}
+
+    def _logprobs(self, logprobs: Iterable[TokenLogprob] | None) -> Json | None:
+        if logprobs is None:
+            return None
+        return {"content": [self._logprob(entry) for entry in logprobs], "refusal": None}
+
+    def _logprob(self, entry: TokenLogprob) -> Json:
+        top = [self._token(token_id, value) for token_id, value in entry.top]
+        return self._token(entry.token_id, entry.logprob) | {"top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        text, data = self._tokens(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+
+
+class CompletionReply(OpenAIReply):
+    """/v1/completions."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(
+        self, head: Head, num_prompts: int, params: SamplingParams, tokens: TokenTexts, include_usage: bool
+    ) -> None:
+        super().__init__(head, num_prompts, params, tokens, include_usage)
+        self._offsets = [0] * len(self.choices)  # characters of logprob tokens already shown, per choice
+
+    def _delta(self, choice: Completion, output: RequestOutput) -> Json:
+        logprobs = self._logprobs(output.logprobs, self._offsets[choice.index])
+        self._offsets[choice.index] += sum(len(token) for token in logprobs["tokens"]) if logprobs else 0
+        return {"text": output.text, "logprobs": logprobs, "finish_reason": None}
+
+    def _last(self, choice: Completion) -> Json:
+        return {"text": "", "logprobs": None, **_ending(choice)}
+
+    def _whole_choice(self, choice: Completion) -> Json:
+        return {"index": choice.index, "text": choice.text, "logprobs": self._logprobs(choice.logprobs, 0)}
+
+    def _logprobs(self, logprobs: list[TokenLogprob] | None, offset: int) -> Json | None:
+        if logprobs is None:
+            return None
+        tokens = [self._tokens(entry.token_id).text for entry in logprobs]
+        offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [finite(entry.logprob) for entry in logprobs],
+            "top_logprobs": [self._top(entry) for entry in logprobs],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprob) -> Json:
+        pairs = [(entry.token_id, entry.logprob), *reversed(entry.top)]  # of equal texts the likeliest stays
+        return {self._tokens(token_id).text: finite(value) for token_id, value in pairs}
+
+
+class GenerateReply:
+    """SGLang's /generate. Chunks repeat the text so far, as SGLang's do."""
+
+    def __init__(self, head: Head, num_prompts: int, params: SamplingParams, tokens: TokenTexts, is_list: bool) -> None:
+        self.choices = empty_choices(num_prompts, params)
+        self._head = head
+        self._tokens = tokens
+        self._is_list = is_list
+        self._started = time.monotonic()
+
+    def opening(self) -> list[Json]:
+        return []
+
+    def chunks(self, choice: Completion, output: RequestOutput) -> list[Json]:
+        if not output.token_ids and output.finish_reason is None:
+            return []
+        return [self._choice(choice) | ({"index": choice.index} if self._is_list else {})]
+
+    def closing(self) -> list[Json]:
+        return []
+
+    def whole(self) -> Json | list[Json]:
+        replies = [self._choice(choice) for choice in self.choices]
+        return replies if self._is_list else replies[0]
+
+    def _choice(self, choice: Completion) -> Json:
+        return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": self._meta(choice)}
+
+    def _meta(self, choice: Completion) -> Json:
+        counts = choice.usage
+        assert counts is not None
+        meta = {
+            "id": f"{self._head.request_id}-{choice.index}" if self._is_list else self._head.request_id,
+            "finish_reason": _sglang_finish(choice),
+            "prompt_tokens": counts.num_prompt_tokens,
+            "completion_tokens": counts.num_completion_tokens,
+            "cached_tokens": counts.num_cached_tokens,
+            "spec_verify_ct": counts.num_verify_steps,
+            "spec_draft_token_num": counts.num_draft_tokens,
+            "spec_accept_token_num": counts.num_accepted,
+            "spec_accept_length": accept_length(counts.num_accepted, counts.num_verify_steps),
+            "spec_accept_histogram": list(counts.accept_histogram),
+            "spec_lossy": counts.is_lossy,
+            **self._head.warnings,
+            "e2e_latency": time.monotonic() - self._started,
+            "seed": choice.seed,
+        }
+        return meta if choice.logprobs is None else meta | self._logprobs(choice.logprobs)
+
+    def _logprobs(self, logprobs: list[TokenLogprob]) -> Json:
+        return {
+            "output_token_logprobs": [self._entry(entry.token_id, entry.logprob) for entry in logprobs],
+            "output_top_logprobs": [[self._entry(*pair) for pair in entry.top] for entry in logprobs],
+        }
+
+    def _entry(self, token_id: int, logprob: float) -> list[Any]:
+        return [finite(logprob), token_id, self._tokens(token_id).text]
+
+
+def usage(choices: Sequence[Completion], n: int) -> Json:
+    """OpenAI's usage object over all choices; a prompt counts once, however many choices it has."""
+    counts = [choice.usage for choice in choices if choice.usage is not None]
+    prompts = counts[::n]
+    num_prompt = sum(count.num_prompt_tokens for count in prompts)
+    num_completion = sum(count.num_completion_tokens for count in counts)
+    num_steps = sum(count.num_verify_steps for count in counts)
+    num_draft = sum(count.num_draft_tokens for count in counts)
+    num_accepted = sum(count.num_accepted for count in counts)
+    histogram = add_histograms(count.accept_histogram for count in counts)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": sum(count.num_cached_tokens for count in prompts)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_draft - num_accepted,
+        },
+        "speculative": {
+            "verify_steps": num_steps,
+            "draft_tokens": num_draft,
+            "accepted_tokens": num_accepted,
+            "accept_length": accept_length(num_accepted, num_steps),
+            "accept_histogram": histogram,
+            "acceptance_per_depth": acceptance_per_depth(histogram),
+            "lossy": any(count.is_lossy for count in counts),
+        },
+    }
+
+
+def accept_length(num_accepted: int, num_verify_steps: int) -> float | None:
+    """Tokens per verify step, bonus included; None before the first."""
+    return 1 + num_accepted / num_verify_steps if num_verify_steps else None
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)
+
+
+def _ending(choice: Completion) -> Json:
+    assert choice.finish_reason is not None
+    return {"finish_reason": choice.finish_reason.value, "stop_reason": choice.stop_reason, "seed": choice.seed}
+
+
+def _sglang_finish(choice: Completion) -> Json | None:
+    if choice.finish_reason is None:
+        return None
+    if choice.finish_reason is FinishReason.LENGTH:
+        return {"type": "length", "length": len(choice.token_ids)}
+    return {"type": choice.finish_reason.value, "matched": choice.stop_reason}

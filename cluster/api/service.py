@@ -1,0 +1,227 @@
+"""From a validated body to a running job and the reply it fills: what the routes call.
+
+Not here: HTTP itself (`app`, `streams`), shapes (`protocol`, `replies`).
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from fastapi import Response
+
+from cluster.api.errors import ApiError, shown
+from cluster.api.protocol import Body, ChatRequest, CompletionRequest, GenerateRequest
+from cluster.api.replies import ChatReply, CompletionReply, GenerateReply, Head, Reply
+from cluster.api.speculation import Offer
+from cluster.api.streams import EventStream, WholeReply
+from cluster.api.tokenization import Tokenization
+from cluster.config import AppConfig
+from cluster.engine.connections import RouterInfo
+from cluster.routing.client import NOT_READY
+from cluster.routing.drafting import DrafterRollout
+from cluster.routing.router_pool import DRAINING, RouterPool
+from specray.engine.request import EngineRequest
+from specray.metrics import Snapshot
+from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
+from specray.step import DraftLimit
+
+READY_S = 5.0  # without a token: idle engines make one every few seconds
+IGNORED_FIELDS_HEADER = "x-specray-ignored-fields"
+
+Json = dict[str, Any]
+
+
+class Service:
+    """One ingress replica's work. `load` makes the tokenizer; it is called once a router is connected."""
+
+    def __init__(self, config: AppConfig, router_pool: RouterPool, load: Callable[[], Tokenization]) -> None:
+        self.config = config
+        self._router_pool = router_pool
+        self._load = load
+        self._loading = asyncio.Lock()
+        self._tokenization: Tokenization | None = None
+        self._created = int(time.time())
+        digest = hashlib.sha256(config.engine.model_dump_json().encode()).hexdigest()
+        self._fingerprint = f"fp_{digest[:12]}"
+
+    @property
+    def drafts(self) -> DrafterRollout:
+        return self._router_pool.drafts
+
+    async def chat(self, body: ChatRequest, tenant: str) -> Response:
+        self._check_model(body.model)
+        tokenization = await self._admit()
+        params = _seeded(body.sampling(self.config.server.default_max_tokens))
+        prompt = await asyncio.to_thread(tokenization.chat, body.messages)
+        head = self._head("chatcmpl", params)
+        reply = ChatReply(head, 1, params, tokenization.token, body.include_usage)
+        return await self._respond(body, tenant, [prompt], params, head, reply)
+
+    async def completion(self, body: CompletionRequest, tenant: str) -> Response:
+        self._check_model(body.model)
+        tokenization = await self._admit()
+        params = _seeded(body.sampling())
+        prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
+        head = self._head("cmpl", params)
+        reply = CompletionReply(head, len(prompts), params, tokenization.token, body.include_usage)
+        return await self._respond(body, tenant, prompts, params, head, reply)
+
+    async def generate(self, body: GenerateRequest, tenant: str) -> Response:
+        tokenization = await self._admit()
+        params = _seeded(body.sampling())
+        prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
+        head = self._head("gen", params)
+        is_list = body.prompt.is_batch or params.n > 1
+        reply = GenerateReply(head, len(prompts), params, tokenization.token, is_list)
+        return await self._respond(body, tenant, prompts, params, head, reply)
+
+    async def check_health(self) -> None:
+        """Raises ApiError (503) unless a request would be served now."""
+        self._check_stays()
+        await self._ready()
+
+    def check_ready(self) -> None:
+        """Raises ApiError (503) unless some engine has made a token a moment ago, and goes on to."""
+        self._check_stays()
+        if (seconds := self._router_pool.since_token_s) > READY_S:
+            since = "none was made yet" if seconds == inf else f"the last one was made {seconds:.0f} s ago"
+            raise ApiError(503, f"no engine makes tokens now: {since}")
+
+    async def stats(self) -> dict[str, Snapshot]:
+        """Every engine's counters, by the replica of its router."""
+        return await self._router_pool.stats()
+
+    def models(self) -> Json:
+        return {"object": "list", "data": [self.model(self.config.model_name)]}
+
+    def model(self, name: str) -> Json:
+        self._check_model(name)
+        info = self._router_pool.info
+        return {
+            "id": self.config.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "specray",
+            "max_model_len": info.context_length if info else self.config.context_length,
+        }
+
+    def model_info(self) -> Json:
+        """SGLang's /get_model_info."""
+        info = self._info()
+        return {
+            "model_path": self.config.model,
+            "tokenizer_path": self.config.model,
+            "served_model_name": self.config.model_name,
+            "is_generation": True,
+            "max_model_len": info.context_length,
+            "vocab_size": info.vocab_size,
+            "eos_token_ids": info.eos_token_ids,
+        }
+
+    def capabilities(self) -> Json:
+        """What this server's speculation can do for a request, and what it does to its output."""
+        return {"model": self.config.model_name, **self._offer().capabilities()}
+
+    async def server_info(self) -> Json:
+        """SGLang's /server_info: every option in force, and the engine's state."""
+        info = self._info()
+        speculative = self.drafts.speculative.model_dump()
+        return {
+            **self.config.model_dump(exclude={"speculative"}),
+            **{f"speculative_{name}": value for name, value in speculative.items()},
+            "max_total_num_tokens": info.num_kv_tokens,
+            "max_draft_tokens": info.max_draft_tokens,
+            "since_token_s": self._router_pool.token_ages,
+            "rank_nodes": self._router_pool.rank_nodes,
+            "num_failovers": self._router_pool.num_failovers,  # of this ingress replica
+            "internal_states": list((await self.stats()).values()),
+        }
+
+    async def _respond(
+        self,
+        body: ChatRequest | CompletionRequest | GenerateRequest,
+        tenant: str,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        head: Head,
+        reply: Reply,
+    ) -> Response:
+        draft_limit = self._offer().limit(body.speculative)
+        requests = _engine_requests(head.request_id, prompts, params, tenant, body.cache_salt or "", draft_limit)
+        limit = self.config.server.request_timeout_s
+        session = within(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
+        request_stream = await self._router_pool.submit(requests, min(body.timeout or limit, limit), session)
+        headers = _headers(body)
+        return (EventStream if body.stream else WholeReply)(request_stream, reply, headers)
+
+    async def _admit(self) -> Tokenization:
+        """Before any work for a request. Raises a SpecRayError or ApiError if it would be turned away now."""
+        self._router_pool.check_room()
+        return await self._ready()
+
+    async def _ready(self) -> Tokenization:
+        self._info()
+        async with self._loading:
+            if self._tokenization is None:
+                self._tokenization = await asyncio.to_thread(self._load)
+        return self._tokenization
+
+    def _check_stays(self) -> None:
+        if self._router_pool.is_draining:
+            raise ApiError(503, DRAINING)
+
+    def _info(self) -> RouterInfo:
+        if self._router_pool.info is None:
+            raise ApiError(503, NOT_READY)
+        return self._router_pool.info
+
+    def _offer(self) -> Offer:
+        info = self._info()
+        arithmetic = " and ".join(filter(None, (self.config.quantization, info.dtype)))
+        return Offer(self.drafts.speculative, info.max_draft_tokens, arithmetic)
+
+    def _head(self, prefix: str, params: SamplingParams) -> Head:
+        assert params.seed is not None
+        request_id, is_simulated = f"{prefix}-{uuid.uuid4().hex}", self.config.speculative.is_simulated
+        return Head(request_id, self.config.model_name, self._fingerprint, params.seed, is_simulated)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.config.model_name:
+            message = f"model={shown(name)} is not served here; use {self.config.model_name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+
+def within(tenant: str, text: str) -> str:
+    """A client's text as one of its tenant's: no two tenants' are the same, for a tenant's name has no line break."""
+    return f"{tenant}\n{text}"
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    return params if params.seed is not None else replace(params, seed=fresh_seed())
+
+
+def _engine_requests(
+    request_id: str, prompts: list[list[int]], params: SamplingParams, tenant: str, cache_salt: str,
+    draft_limit: DraftLimit,
+) -> list[EngineRequest]:  # fmt: skip
+    """One request per choice, in the order of `replies.empty_choices`."""
+    assert params.seed is not None
+    variants = [replace(params, seed=choice_seed(params.seed, index), n=1) for index in range(params.n)]
+    pairs = [(prompt, variant) for prompt in prompts for variant in variants]
+    return [
+        EngineRequest(
+            f"{request_id}-{index}", prompt, variant, within(tenant, cache_salt), tenant, draft_limit=draft_limit
+        )
+        for index, (prompt, variant) in enumerate(pairs)
+    ]
+
+
+def _headers(body: Body) -> Mapping[str, str]:
+    """Names are quoted into ASCII: they are the client's text."""
+    names = [ascii(name)[1:-1] for name in body.ignored_fields]
+    return {IGNORED_FIELDS_HEADER: ", ".join(names)} if names else {}

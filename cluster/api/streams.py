@@ -1,0 +1,96 @@
+"""From a job's outputs to HTTP: one JSON body, or server-sent events as the steps come in.
+
+What lives here: order, endings and failures of a reply. Not here: what a chunk looks like (`replies`).
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from cluster.api.errors import INTERNAL_MESSAGE, ApiError, from_engine
+from cluster.api.replies import Reply, extend
+from cluster.routing.router_pool import RequestStream
+from specray.errors import SpecRayError
+
+DONE = b"data: [DONE]\n\n"
+
+logger = logging.getLogger(__name__)
+
+
+class EventStream(StreamingResponse):
+    """A reply as server-sent events. The job ends with the response, however that ends."""
+
+    def __init__(self, request_stream: RequestStream, reply: Reply, headers: Mapping[str, str]) -> None:
+        super().__init__(events(request_stream, reply), headers=headers, media_type="text/event-stream")
+        self._job = request_stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.close()
+
+
+class WholeReply(Response):
+    """A reply as one JSON body. The job ends with it, or as soon as the client has gone: no server need tell us."""
+
+    def __init__(self, request_stream: RequestStream, reply: Reply, headers: Mapping[str, str]) -> None:
+        super().__init__(headers=dict(headers), media_type="application/json")
+        self._job = request_stream
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        collecting, leaving = asyncio.create_task(self._collect()), asyncio.create_task(_departure(receive))
+        try:
+            await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if collecting.done():
+                collecting.result()
+                self.body = dumps(self._reply.whole())
+                self.headers["content-length"] = str(len(self.body))
+                await super().__call__(scope, receive, send)
+        finally:
+            collecting.cancel()
+            leaving.cancel()
+            self._job.close()
+
+    async def _collect(self) -> None:
+        async for index, output in self._job.outputs():
+            extend(self._reply.choices[index], output)
+
+
+async def events(request_stream: RequestStream, reply: Reply) -> AsyncIterator[bytes]:
+    """All events of a stream; after a failure an error event and no [DONE], so that no client takes it for whole."""
+    try:
+        if opening := reply.opening():
+            yield _encode(opening)
+        async for index, output in request_stream.outputs():
+            choice = reply.choices[index]
+            extend(choice, output)
+            if chunks := reply.chunks(choice, output):
+                yield _encode(chunks)
+        yield _encode(reply.closing()) + DONE
+    except SpecRayError as error:
+        yield _encode([from_engine(error).body])
+    except Exception:
+        logger.exception("unexpected error in a stream")
+        yield _encode([ApiError(500, INTERNAL_MESSAGE).body])
+
+
+async def _departure(receive: Receive) -> None:
+    """Return once the client has hung up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def dumps(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _encode(chunks: list[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + dumps(chunk) + b"\n\n" for chunk in chunks)

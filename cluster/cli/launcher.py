@@ -1,0 +1,242 @@
+"""The process behind `specray serve`: Ray, Serve and the applications of one checked file, until a signal ends them.
+
+`python -m cluster.cli.launcher FOLDER`, in the environment that `serve` makes. Not here: what is served (`app`).
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+from urllib.error import URLError
+from urllib.request import HTTPSHandler, ProxyHandler, build_opener
+
+import ray
+from ray import serve
+from ray.exceptions import AuthenticationError, RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.app import build
+from cluster.cli.check import check_document, load, summary
+from cluster.cli.serve import PID_FILE
+from cluster.config import AppConfig
+from specray.errors import ConfigError, SpecRayError
+
+POLL_S = 0.3
+READY_S = 60.0  # from deployments that run to one that answers: connecting, and reading the tokenizer
+DRAIN_SLACK_S = 15.0  # a drain's begin and end
+DRAIN_POLL_S = 0.6  # longer than a pulse: by the second look every ingress has been told, and what it let in is counted
+PROBE_S = 30.0
+ASK_S = 5.0
+
+
+class StartError(SpecRayError):
+    """The application did not come up."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    status = _run(options)
+    if status == 1:
+        logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs")
+        print(f"Ray's logs: {logs}", file=sys.stderr)
+        (options.folder / PID_FILE).unlink(missing_ok=True)  # the folder is kept for its reader
+    else:
+        shutil.rmtree(options.folder, ignore_errors=True)
+    return status
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Exit status: 0 stopped as asked, 1 the application failed, 2 there is no such cluster."""
+    document = load(options.folder / "serve.yaml")
+    deploy = ServeDeploySchema.model_validate(document)
+    apps = check_document(document, "serve.yaml")
+    _interrupt_on_sigterm()
+    try:
+        _start_ray(options.address, options.dashboard)
+        _interrupt_on_sigterm()  # again, for Ray has put its own handler there, which ends everything at once
+        return _serve(deploy, apps)
+    except (ConfigError, ConnectionError, AuthenticationError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # this is quick, and has to be done to the end
+        ray.shutdown()
+
+
+def _serve(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -> int:
+    begin = time.monotonic()
+    try:
+        for line in _start_applications(deploy, apps):
+            print(f"{line} ({time.monotonic() - begin:.0f} s)", flush=True)
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        print("stopping: what has begun is finished; again to end at once", flush=True)
+        return 0
+    finally:
+        for name, app in apps.items():
+            _drain(name, app.server.drain_s + DRAIN_SLACK_S)
+        if not serve.status().applications:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _start_ray(address: str | None, dashboard_port: int | None) -> None:
+    """Join a cluster, or start one for this machine alone."""
+    if address is not None:
+        if os.environ["RAY_AUTH_MODE"] == "token" and answers_without_token(address):
+            raise ConfigError(
+                f"--address {address}: this cluster asks for no token, so whoever reaches it can run code on it; start "
+                "it with RAY_AUTH_MODE=token, or say --insecure"
+            )
+        ray.init(address=address, namespace="serve")
+        return
+    has_dashboard = dashboard_port is not None
+    ray.init(
+        address="local", namespace="serve", include_dashboard=has_dashboard, dashboard_host="127.0.0.1",
+        dashboard_port=dashboard_port,
+    )  # fmt: skip
+    if dashboard_port is not None:
+        token = os.environ["RAY_AUTH_TOKEN_PATH"]
+        exporters = Path(os.environ["RAY_TMPDIR"], "ray/prom_metrics_service_discovery.json")
+        print(f"Ray's dashboard: http://127.0.0.1:{dashboard_port}, with the token in {token}", flush=True)
+        print(f"exporters for Prometheus: {exporters}", flush=True)
+
+
+def answers_without_token(address: str) -> bool:
+    """Whether a cluster says how it is to somebody who has no token. ConfigError if it says nothing at all."""
+    command = [str(Path(sys.executable).parent / "ray"), "status", "--address", address]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    nobody = environment | {"RAY_AUTH_MODE": "disabled"}
+    try:
+        asked = subprocess.run(command, env=nobody, capture_output=True, timeout=PROBE_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"--address {address}: no Ray cluster answers there within {PROBE_S:g} s") from None
+    return asked.returncode == 0
+
+
+def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -> Iterator[str]:
+    """Start them one after the other; a line for each once it answers. Raises StartError."""
+    http = deploy.http_options
+    try:
+        serve.start(proxy_location=deploy.proxy_location, http_options=http.model_dump())
+    except RayError as error:
+        reason = error_line(str(error)).splitlines()[0]
+        raise StartError(
+            f"Serve's HTTP proxy did not come up ({reason}); is the machine busy with something else?"
+        ) from None
+    prefixes = {app.name: (app.route_prefix or "/").rstrip("/") for app in deploy.applications}
+    for name, config in apps.items():
+        try:
+            serve.run(build(config), name=name, route_prefix=prefixes[name] or "/")
+        except RuntimeError as error:  # Serve's word for DEPLOY_FAILED
+            raise StartError(f"{error} {_reasons(name)}") from None
+        url = f"{'https' if http.ssl_certfile else 'http'}://{_reachable(http.host)}:{http.port}{prefixes[name]}"
+        _wait_until_ready(url)
+        yield _announcement(url, config)
+
+
+def _reasons(name: str) -> str:
+    """What Serve knows of an application's failure: of each deployment that has one, the error under its traceback."""
+    deployments = serve.status().applications[name].deployments.items()
+    return " ".join(f"{part}: {error_line(status.message)}" for part, status in deployments if status.message)
+
+
+def error_line(message: str) -> str:
+    """The last line of a message that names an exception; the whole message if there is none."""
+    errors = re.findall(r"^\s*((?:\w+\.)*\w*(?:Error|Exception): .+)$", message, re.MULTILINE)
+    return str(errors[-1]) if errors else message
+
+
+def _wait_until_ready(url: str) -> None:
+    give_up = time.monotonic() + READY_S
+    while not _is_ready(url):
+        if time.monotonic() > give_up:
+            raise StartError(f"{url}/readyz has not said 200 within {READY_S:g} s of the start; see the log above")
+        time.sleep(POLL_S)
+
+
+def _is_ready(url: str) -> bool:
+    # Our own child on this machine: no proxy from the environment, and whatever name its certificate has.
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    try:
+        with build_opener(ProxyHandler({}), HTTPSHandler(context=trusting)).open(f"{url}/readyz", timeout=5):
+            return True
+    except (URLError, OSError):
+        return False
+
+
+def _announcement(url: str, config: AppConfig) -> str:
+    key = " -H 'Authorization: Bearer KEY'" if config.server.api_key_file else ""
+    body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "DrafterHandshake!"}}]}}'
+    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    return f"ready: {summary(config)} at {url}; try: {curl}"
+
+
+def _drain(name: str, longest_s: float) -> None:
+    """Let an application finish what it has begun, new requests refused with 503, and delete it.
+
+    Deleted at once it would finish, too, but Serve's proxy answers 404 from then on, as if there had never been one.
+    """
+    give_up = time.monotonic() + longest_s
+    _wait_until_idle(name, give_up)
+    while name in serve.status().applications and time.monotonic() < give_up:
+        try:
+            serve.delete(name)
+        except TimeoutError:  # Serve waits for a minute; drains may take longer
+            continue
+
+
+def _wait_until_idle(name: str, give_up: float) -> None:
+    """Returns early where nobody can be asked: an application that did not come up has begun nothing."""
+    num_idle = 0
+    while num_idle < 2 and time.monotonic() < give_up:
+        try:
+            num_unfinished = serve.get_app_handle(name).drain.remote().result(timeout_s=ASK_S)
+        except (RayServeException, RayError, TimeoutError):
+            return
+        num_idle = 0 if num_unfinished else num_idle + 1
+        time.sleep(DRAIN_POLL_S)
+
+
+def _reachable(host: str) -> str:
+    """An address for the host that a server listens on."""
+    wildcards = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+    return wildcards.get(host, f"[{host}]" if ":" in host else host)
+
+
+def _interrupt_on_sigterm() -> None:
+    """SIGTERM as if it were Ctrl-C."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m cluster.cli.launcher", description="What `specray serve` becomes.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="has serve.yaml, and goes at a good end")
+    parser.add_argument("--address", metavar="HOST:PORT", help="join this cluster")
+    parser.add_argument("--dashboard", type=int, metavar="PORT", help="start Ray's dashboard there")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

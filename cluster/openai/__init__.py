@@ -1,1 +1,0 @@
-"""The HTTP surface in OpenAI's and SGLang's shapes. No Ray in here: the routes run under any ASGI server."""

@@ -1,0 +1,77 @@
+"""The yardstick: `generate` of transformers, greedy, one prompt at a time, from the same files in the same dtype."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils.logging import disable_progress_bar
+
+from specray.bench.variants import TRANSFORMERS, Job, Reply, Run
+from specray.sampling_params import SamplingParams
+
+
+class TransformersVariant:
+    """An arm (see `variants.Variant`) over a model folder."""
+
+    name = TRANSFORMERS
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, eos_token_ids: Sequence[int]) -> None:
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs has no types; one bar, ours, is enough
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
+        self._model = model.to(device)
+        self._eos_token_ids = list(eos_token_ids)
+
+    def run(self, jobs: Sequence[Job], concurrency: int, cache_salt: str) -> Run:
+        assert concurrency == 1, "the bench refuses this arm beside concurrency"
+        del cache_salt  # it keeps nothing
+        start = time.perf_counter()
+        replies = [self._answer(job) for job in jobs]
+        return Run(replies, time.perf_counter() - start, [])
+
+    def _answer(self, job: Job) -> Reply:
+        prompt = torch.tensor([job.token_ids], device=self._model.device)
+        clock = _FirstToken()
+        start = time.perf_counter()
+        with torch.inference_mode():
+            output = self._model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                streamer=clock,
+                **self._options(job.params),
+            )
+        token_ids = output[0, prompt.shape[1] :].tolist()
+        seconds = time.perf_counter() - start
+        return Reply(token_ids, clock.time - start, seconds)
+
+    def _options(self, params: SamplingParams) -> dict[str, Any]:
+        min_new_tokens = {"min_new_tokens": params.max_tokens} if params.ignore_eos else {}
+        return {
+            "do_sample": False,
+            "max_new_tokens": params.max_tokens,
+            "eos_token_id": self._eos_token_ids,
+            "pad_token_id": self._eos_token_ids[0],
+            **min_new_tokens,
+        }
+
+
+class _FirstToken(BaseStreamer):
+    """Notes when the first new token came; the prompt itself is streamed first."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self.time = 0.0
+
+    def put(self, value: object) -> None:
+        del value
+        self._num_calls += 1
+        if self._num_calls == 2:
+            self.time = time.perf_counter()
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,226 @@
+"""What an arm of a comparison is, and the one that measures: our engine with one drafting method.
+
+An arm answers jobs and times them; it knows nothing of other arms. Not here: the yardstick (`transformers_variant`),
+order and repeats (`measure`), statistics (`report`).
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from pydantic import ValidationError
+
+from specray.config import EMBEDDED_MODEL, EngineConfig, SpeculativeConfig
+from specray.engine.request import EngineRequest
+from specray.errors import ConfigError, EngineDeadError
+from specray.llm import LLM
+from specray.models.llama import Llama
+from specray.outputs import FinishReason, RequestOutput, RequestUsage
+from specray.sampling_params import SamplingParams
+from specray.spec_decode import DRAFTERS, check_speculative
+from specray.worker.local import LocalExecutor
+
+PLAIN = "plain"
+TRANSFORMERS = "transformers"
+ALIASES = {"eagle2": "EAGLE"}  # names that people use, and that of DRAFTERS
+# Heads for the embedded model that come with the package: what an arm drafts with if nobody names another.
+EMBEDDED_HEADS = {"EAGLE3": f"{EMBEDDED_MODEL}-eagle3", "EAGLE": f"{EMBEDDED_MODEL}-eagle2"}
+VARIANT = re.compile(
+    r"(?P<method>[a-z0-9]+)(@(?P<head>[^+]+?))?(\+(?P<token_map>.+?))?(:(?P<tree>[^:]*))?", re.IGNORECASE | re.DOTALL
+)
+TREE = re.compile(r"(?P<num_draft_tokens>\d+)|(?P<steps>\d+)-(?P<topk>\d+)-(?P<nodes>\d+)")
+
+
+class Job(NamedTuple):
+    """One prompt to answer; `params.seed` is set."""
+
+    token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class Reply:
+    """One job's answer and times, in seconds."""
+
+    token_ids: list[int] = field(default_factory=list)
+    ttft: float = 0.0  # from submission to the first token
+    seconds: float = 0.0  # from submission to the last token
+    usage: RequestUsage | None = None  # None: the arm does not verify
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean gap between tokens after the first; None where there is none."""
+        return (self.seconds - self.ttft) / (len(self.token_ids) - 1) if len(self.token_ids) > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One arm's pass over some jobs."""
+
+    replies: list[Reply]
+    seconds: float
+    host_shares: list[float]  # of each engine step
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(len(reply.token_ids) for reply in self.replies) / self.seconds
+
+
+class Variant(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def run(self, jobs: Sequence[Job], concurrency: int, cache_salt: str) -> Run:
+        """Answer `jobs` in order, at most `concurrency` at once. Nothing learnt under another salt may help."""
+        ...
+
+
+def parse_method(name: str, config: EngineConfig = EngineConfig()) -> SpeculativeConfig:  # noqa: B008
+    """The speculation an arm's name stands for: `plain`, or METHOD[@HEAD][+MAP][:TREE] (see `bench --help`).
+
+    Options of `config.speculative` hold for an arm of the same method, those in the name come before them. Raises
+    ConfigError for a name that stands for nothing.
+    """
+    if name.lower() == PLAIN:
+        return SpeculativeConfig()
+    match = VARIANT.fullmatch(name)
+    algorithm = algorithm_of(match["method"]) if match else None
+    if match is None or algorithm is None:
+        known = ", ".join([PLAIN, TRANSFORMERS, *(drafter.lower() for drafter in DRAFTERS), *ALIASES])
+        raise ConfigError(
+            f"arm {name!r} is not known; choose from {known}, with @HEAD for a draft head, +FILE for a token map and "
+            ":N or :STEPS-TOPK-N for a tree of N nodes (ngram:8, eagle3:5-4-16)"
+        )
+    return _speculative(name, _base(algorithm, config) | _named_files(match) | tree_options(match["tree"], name))
+
+
+def algorithm_of(method: str) -> str | None:
+    """The key of DRAFTERS that a method's name means, in any case; None for no method."""
+    algorithm = ALIASES.get(method.lower(), method.upper())
+    return algorithm if algorithm in DRAFTERS else None
+
+
+def tree_options(tree: str | None, place: str) -> dict[str, int | None]:
+    """Options of a tree written `N` or `STEPS-TOPK-N`, which no bound of a step cuts; none for None.
+
+    Raises ConfigError naming `place`.
+    """
+    if tree is None:
+        return {}
+    match = TREE.fullmatch(tree)
+    if match is None:
+        raise ConfigError(f"{place!r}: the tree {tree!r} is neither N nodes nor STEPS-TOPK-N; choose such as 5-4-16")
+    if match["num_draft_tokens"]:
+        return {"num_draft_tokens": int(tree), "max_step_draft_tokens": None}
+    return {
+        "num_steps": int(match["steps"]), "eagle_topk": int(match["topk"]), "num_draft_tokens": int(match["nodes"]),
+        "max_step_draft_tokens": None,
+    }  # fmt: skip
+
+
+def with_tree(config: SpeculativeConfig, tree: str) -> SpeculativeConfig:
+    """The same method and head with another tree. Raises ConfigError."""
+    return _speculative(tree, config.model_dump() | tree_options(tree, tree))
+
+
+def tree_name(config: SpeculativeConfig) -> str:
+    """The tree as `tree_options` reads it; `auto` where the method chooses."""
+    if config.num_steps and config.eagle_topk and config.num_draft_tokens:
+        return f"{config.num_steps}-{config.eagle_topk}-{config.num_draft_tokens}"
+    return str(config.num_draft_tokens or "auto")
+
+
+def _base(algorithm: str, config: EngineConfig) -> dict[str, Any]:
+    if config.speculative.algorithm == algorithm:
+        return config.speculative.model_dump()
+    head = EMBEDDED_HEADS.get(algorithm) if config.model == EMBEDDED_MODEL else None
+    return {"algorithm": algorithm, "draft_model_path": head}
+
+
+def _named_files(match: re.Match[str]) -> dict[str, str | None]:
+    """A head named in an arm has nothing of the configured one's revision and format."""
+    defaults = SpeculativeConfig()
+    fields: dict[str, str | None] = {}
+    if match["head"]:
+        fields = {
+            "draft_model_path": match["head"],
+            "draft_model_revision": defaults.draft_model_revision,
+            "draft_load_format": defaults.draft_load_format,
+        }
+    return fields | ({"token_map": match["token_map"]} if match["token_map"] else {})
+
+
+def _speculative(name: str, fields: dict[str, Any]) -> SpeculativeConfig:
+    """The options as a whole, checked as far as that goes without a model."""
+    try:
+        config = SpeculativeConfig.model_validate(fields)
+        check_speculative(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"arm {name!r}: {place}={first['input']!r}: {first['msg']}; choose another") from None
+    except ConfigError as error:
+        raise ConfigError(f"arm {name!r}: {error}") from None
+    return config
+
+
+def target_of(llm: LLM) -> Llama:
+    """The target's weights behind an in-process engine."""
+    executor = llm.engine.executor
+    assert isinstance(executor, LocalExecutor)
+    return executor.worker.model
+
+
+class EngineVariant:
+    """Our engine, driven step by step."""
+
+    def __init__(self, name: str, llm: LLM) -> None:
+        self.name = name
+        self._engine = llm.engine
+        self._num_jobs = 0
+
+    def run(self, jobs: Sequence[Job], concurrency: int, cache_salt: str) -> Run:
+        waiting = [self._request(job, cache_salt) for job in reversed(jobs)]
+        order = [request.request_id for request in reversed(waiting)]
+        replies: dict[str, Reply] = {}
+        running: dict[str, float] = {}  # request id -> when it was submitted
+        host_shares = []
+        start = time.perf_counter()
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                request = waiting.pop()
+                self._engine.add_request(request)
+                running[request.request_id], replies[request.request_id] = time.perf_counter(), Reply()
+            host_shares += self._step(running, replies)
+        seconds = time.perf_counter() - start
+        self._engine.step()  # give the last rows back
+        return Run([replies[request_id] for request_id in order], seconds, host_shares)
+
+    def _step(self, running: dict[str, float], replies: dict[str, Reply]) -> list[float]:
+        """One engine step; its host share, if it did anything."""
+        phases = self._engine.stats.labelled["specray_step_seconds_total"]
+        before = dict(phases)
+        outputs = self._engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            _note(replies[output.request_id], output, now - running[output.request_id])
+            if output.finish_reason is not None:
+                del running[output.request_id]
+        spent = {phase: seconds - before.get(phase, 0.0) for phase, seconds in phases.items()}
+        total = sum(spent.values())
+        return [spent["host"] / total] if total else []
+
+    def _request(self, job: Job, cache_salt: str) -> EngineRequest:
+        self._num_jobs += 1
+        return EngineRequest(f"{self.name}-{self._num_jobs}", job.token_ids, job.params, cache_salt)
+
+
+def _note(reply: Reply, output: RequestOutput, elapsed: float) -> None:
+    if output.finish_reason is FinishReason.ERROR:
+        raise EngineDeadError(f"{output.request_id}: {output.error}")
+    if output.token_ids and not reply.token_ids:
+        reply.ttft = elapsed
+    reply.token_ids += output.token_ids
+    reply.seconds, reply.usage = elapsed, output.usage

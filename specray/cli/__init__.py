@@ -1,0 +1,1 @@
+"""The `specray` command and the commands that talk to a running server."""

@@ -1,0 +1,216 @@
+"""`specray status`: replicas of a running server, their speed and their troubles, as a table that keeps itself current.
+
+Speaks HTTP only: /metrics, /readyz and /server_info. Pure from the texts to the table. Not here: what the numbers mean
+(`specray.metrics` says so), and curves over time (`specray dashboard`).
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from specray.bench.tables import format_table
+from specray.cli.chat import DEFAULT_URL, ServerError
+
+HELP = "Show a running server's replicas: their load, speed, acceptance, cache and faults. Ctrl-C ends it."
+KEY_VARIABLE = "SPECRAY_API_KEY"
+TIMEOUT_S = 5.0
+CLEAR = "\x1b[H\x1b[J"  # cursor home, rest of the screen empty
+HEADERS = (
+    "replica", "ranks", "drafter", "last token", "running", "queued", "tokens/s", "accept len now", "in all", "KV used",
+    "cache hits", "draft faults", "preemptions",
+)  # fmt: skip
+
+Json = dict[str, Any]
+Counts = Mapping[str, float]  # of one replica: a metric's name -> its value, all labels together
+
+
+class Look(NamedTuple):
+    """What the server said at one time."""
+
+    at: float  # seconds on any clock
+    is_ready: bool
+    info: Json  # empty while no engine is connected
+    counts: dict[str, Counts]  # by replica
+    drafters: dict[str, str]
+
+
+class Row(NamedTuple):
+    """One replica now. Rates are since the look before; None where there is nothing to divide."""
+
+    replica: str
+    rank_nodes: list[str]  # address of the node that each rank runs on; empty where the server did not say
+    drafter: str
+    since_token_s: float | None
+    num_running: int
+    num_waiting: int
+    tokens_per_s: float
+    accept_length: float | None
+    accept_length_in_all: float | None
+    kv_usage: float
+    cache_hit_rate: float | None
+    num_draft_faults: int
+    num_preemptions: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help="where the server listens (default: %(default)s)")
+    parser.add_argument(
+        "--interval", type=float, default=2.0, metavar="SECONDS", help="between looks (default: %(default)s)"
+    )
+    parser.add_argument("--once", action="store_true", help="two looks, one table; status 1 if the server is not ready")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each look instead of a table")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command. ServerError if nothing answers at the first look; later it waits for the server to come back."""
+    before = look(options.url, time.monotonic)
+    while True:
+        time.sleep(options.interval)
+        try:
+            now = look(options.url, time.monotonic)
+        except ServerError as error:
+            if options.once:
+                raise
+            print(f"{_start()}{error}", flush=True)
+            continue
+        show = as_json if options.json else as_text
+        print(f"{'' if options.json or options.once else _start()}{show(options.url, before, now)}", flush=True)
+        if options.once:
+            return 0 if now.is_ready else 1
+        before = now
+
+
+def look(url: str, clock: Callable[[], float]) -> Look:
+    """Ask the server for everything. ServerError if it does not answer."""
+    is_ready = _get(url, "/readyz") is not None
+    metrics, info = _get(url, "/metrics"), _get(url, "/server_info")
+    counts, drafters = read_metrics(metrics or "")
+    return Look(clock(), is_ready, json.loads(info) if info else {}, counts, drafters)
+
+
+def read_metrics(text: str) -> tuple[dict[str, Counts], dict[str, str]]:
+    """Each replica's counts, and its drafting method, from Prometheus' text format."""
+    counts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    drafters: dict[str, str] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            replica = sample.labels.get("replica")
+            if replica is None:
+                continue
+            counts[replica][sample.name] += sample.value
+            if sample.name == "specray_drafter_info" and sample.value:
+                drafters[replica] = sample.labels["drafter"]
+    return dict(counts), drafters
+
+
+def rows(before: Look, now: Look) -> list[Row]:
+    """A row for each replica there is now; one that was not there before counts from its start."""
+    return [_row(name, before.counts.get(name, {}), counts, before, now) for name, counts in sorted(now.counts.items())]
+
+
+def as_text(url: str, before: Look, now: Look) -> str:
+    """A headline and the table."""
+    table = format_table(HEADERS, [_cells(row) for row in rows(before, now)])
+    return f"{_headline(url, now)}\n\n{table}" if now.counts else _headline(url, now)
+
+
+def as_json(url: str, before: Look, now: Look) -> str:
+    """The same for programs, on one line."""
+    facts = {"url": url, "ready": now.is_ready, "failovers": now.info.get("num_failovers")}
+    return json.dumps(facts | {"replicas": [row._asdict() for row in rows(before, now)]})
+
+
+def _row(name: str, old: Counts, new: Counts, before: Look, now: Look) -> Row:
+    def grown(metric: str) -> float:
+        return new.get(metric, 0.0) - old.get(metric, 0.0)
+
+    accepted, steps = "specray_spec_decode_num_accepted_tokens_total", "specray_verify_steps_total"
+    hits, queries = "specray_prefix_cache_hits_total", "specray_prefix_cache_queries_total"
+    return Row(
+        replica=name,
+        rank_nodes=now.info.get("rank_nodes", {}).get(name, []),
+        drafter=now.drafters.get(name, "?"),
+        since_token_s=now.info.get("since_token_s", {}).get(name),
+        num_running=int(new["specray_num_requests_running"]),
+        num_waiting=int(new["specray_num_requests_waiting"]),
+        tokens_per_s=grown("specray_generation_tokens_total") / (now.at - before.at),
+        accept_length=_accept_length(grown(accepted), grown(steps)),
+        accept_length_in_all=_accept_length(new[accepted], new[steps]),
+        kv_usage=new["specray_kv_cache_usage_perc"],
+        cache_hit_rate=_share(new[hits], new[queries]),
+        num_draft_faults=int(new["specray_draft_faults_total"]),
+        num_preemptions=int(new["specray_num_preemptions_total"]),
+    )
+
+
+def _accept_length(accepted: float, steps: float) -> float | None:
+    """Tokens of a verify step, bonus included."""
+    return 1 + accepted / steps if steps else None
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _headline(url: str, now: Look) -> str:
+    info = now.info
+    state = "ready" if now.is_ready else "NOT READY: no engine is known to have made a token in the last seconds"
+    if not info:
+        return f"{url}: {state}; no engine is connected"
+    engines = f"{len(now.counts)} {'engine' if len(now.counts) == 1 else 'engines'} with tp_size {info['tp_size']}"
+    drafts = info["speculative_algorithm"] or "no speculation"
+    where = f", drafters {info['draft']['placement']}" if info["speculative_algorithm"] else ""
+    return f"{url}: {state}; {info['model']}, {drafts}{where}, {engines}, {info.get('num_failovers', 0)} failovers"
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.replica, _ranks(row.rank_nodes), row.drafter, _or_dash(row.since_token_s, "{:.1f} s ago"),
+        str(row.num_running), str(row.num_waiting), f"{row.tokens_per_s:.1f}", _or_dash(row.accept_length, "{:.2f}"),
+        _or_dash(row.accept_length_in_all, "{:.2f}"), f"{row.kv_usage:.0%}", _or_dash(row.cache_hit_rate, "{:.0%}"),
+        str(row.num_draft_faults), str(row.num_preemptions),
+    ]  # fmt: skip
+
+
+def _ranks(nodes: list[str]) -> str:
+    """Which ranks run where: 0, 1 on 10.0.0.1; 2, 3 on 10.0.0.2"""
+    ranks: dict[str, list[str]] = defaultdict(list)
+    for rank, node in enumerate(nodes):
+        ranks[node].append(str(rank))
+    return "; ".join(f"{', '.join(there)} on {node}" for node, there in ranks.items()) or "-"
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _start() -> str:
+    return CLEAR if sys.stdout.isatty() else "\n"
+
+
+def _get(url: str, path: str) -> str | None:
+    """Body of a GET; None where the server has no good answer now. ServerError if it has none at all."""
+    key = os.environ.get(KEY_VARIABLE)
+    request = Request(url.rstrip("/") + path, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with _OPENER.open(request, timeout=TIMEOUT_S) as reply:
+            body: bytes = reply.read()
+        return body.decode()
+    except HTTPError as error:
+        if error.code in (401, 403):
+            raise ServerError(f"{url} refuses {path}; put a key that it knows into {KEY_VARIABLE}") from None
+        return None
+    except (URLError, OSError) as error:
+        raise ServerError(f"no server answers at {url} ({error}); start one with `specray serve`") from None
+
+
+_OPENER = build_opener(ProxyHandler({}))  # a server of ours is not asked by way of a proxy

@@ -1,0 +1,42 @@
+"""Features from a target rank to its drafter's process without a copy through a socket: regions of shared memory.
+
+The target writes region after region; the drafter reads a region until it has answered, and by then it is free again.
+The memory has no name: its file is handed over the socket, and it is gone when the last process is.
+"""
+
+import math
+import mmap
+import os
+import tempfile
+
+import torch
+from torch import Tensor
+
+NUM_REGIONS = 4  # orders on their way at once: one is the rule, more while the drafter is late
+
+
+class HiddenStateRing:
+    """Regions of [tokens, width] over the file `fd`, which stays open as long as its owner likes."""
+
+    def __init__(self, fd: int, tokens: int, width: int, dtype: torch.dtype) -> None:
+        size = _num_bytes(tokens, width, dtype)
+        with torch.inference_mode(False):  # made between two forwards, written outside of them
+            # The tensor keeps the mapping. A drafter that reads no features has none.
+            flat = torch.frombuffer(mmap.mmap(fd, size), dtype=dtype) if size else torch.empty(0, dtype=dtype)
+            self.regions: list[Tensor] = list(flat.view(NUM_REGIONS, tokens, width))
+
+
+def open_file(tokens: int, width: int, dtype: torch.dtype) -> int:
+    """A new file for a ring; the caller closes it."""
+    size = _num_bytes(tokens, width, dtype)
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("specray-features")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+def _num_bytes(tokens: int, width: int, dtype: torch.dtype) -> int:
+    return math.prod((NUM_REGIONS, tokens, width, dtype.itemsize))

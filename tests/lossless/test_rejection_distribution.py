@@ -1,0 +1,207 @@
+"""Rejection sampling has the target's law at every position, by chi-square against float64; wrong verifiers are caught.
+
+Chains of four drafts and a bonus over 64 tokens, each position's laws its own. The target gives one token much that the
+drafter gives still more: there a small bias of acceptance is largest.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specray.ops.noise import gumbel
+from specray.ops.sampling import SamplerRow
+from specray.sampling_params import SamplingParams
+from specray.spec_decode import rejection
+from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
+from specray.spec_decode.rejection import by_rejection, choose
+from specray.spec_decode.verifier import verify
+from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
+from tests.support.engine import generate
+from tests.support.methods import METHODS
+
+V, K, CHUNK = 64, 4, 50_000
+FEW, MANY, ALL = 100_000, 400_000, 2_000_000
+CPU = torch.device("cpu")
+Sampler = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], Tensor]
+
+
+def probs_list() -> tuple[np.ndarray, np.ndarray]:
+    """(target's, drafter's), float64 [K + 1, V]."""
+    rng = np.random.default_rng(5)
+    target = rng.dirichlet(np.full(V, 0.7), K + 1)
+    draft = target * np.exp(0.4 * rng.normal(size=target.shape))
+    target[:, 7] = 0.0
+    target *= 0.7 / target.sum(1, keepdims=True)
+    draft[:, 7] = 0.0
+    draft *= 0.6 / draft.sum(1, keepdims=True)
+    target[:, 7], draft[:, 7] = 0.3, 0.4
+    return target, draft
+
+
+P, Q = probs_list()
+
+
+class Way(NamedTuple):
+    """A verifier to be judged: the chooser, what it is told, and how drafts are drawn."""
+
+    choose: Sampler = choose
+    uniforms: Callable[[int, Tensor], Tensor] = lambda position, uniforms: uniforms  # noqa: ARG005
+    bonus_probs: np.ndarray = P[K]
+    greedy_drafts: bool = False
+
+
+def emitted(way: Way, num_chains: int) -> np.ndarray:
+    """Counts [K + 1, V] of the tokens at each position, over the chains that came so far."""
+    generator, counts = torch.Generator().manual_seed(11), np.zeros((K + 1, V))
+    for start in range(0, num_chains, CHUNK):
+        alive = min(CHUNK, num_chains - start)
+        for position in range(K + 1):
+            probs = P[position] if position < K else way.bonus_probs
+            told = torch.from_numpy(Q[position]).float()
+            drafts = torch.multinomial(told, alive, True, generator=generator)[:, None]
+            if way.greedy_drafts:
+                drafts = told.argmax().expand(alive, 1)
+            drafts = drafts[:, : int(position < K)]
+            uniforms = way.uniforms(position, torch.rand(drafts.shape, generator=generator, dtype=torch.float64))
+            noise = -torch.empty(alive, V).exponential_(generator=generator).log()
+            target = torch.from_numpy(probs).float().expand(alive, V)
+            tokens = way.choose(target, drafts, told.expand(alive, V), uniforms, noise)
+            counts[position] += np.bincount(tokens.numpy(), minlength=V)
+            alive = int((tokens[:, None] == drafts).sum())
+    return counts
+
+
+def worst(counts: np.ndarray) -> float:
+    return max(worst_z(counts[position], P[position]) for position in range(K + 1))
+
+
+def from_the_target_again(
+    probs: Tensor, drafts: Tensor, told: Tensor | None, uniforms: Tensor, noise: Tensor
+) -> Tensor:
+    """After a rejection the token is drawn from p, not from what is left of it."""
+    mine = choose(probs, drafts, told, uniforms, noise)
+    rejected = mine != drafts[:, 0] if drafts.shape[1] else torch.zeros(len(probs), dtype=torch.bool)
+    return torch.where(rejected, (probs.log() + noise).argmax(-1), mine)
+
+
+MUTANTS = {
+    "resampled from p": (Way(choose=from_the_target_again), FEW),
+    "arg-max drafts with soft q": (Way(greedy_drafts=True), FEW),
+    "bonus from the drafter": (Way(bonus_probs=Q[K]), FEW),
+    "second always accepted": (
+        Way(uniforms=lambda position, uniforms: uniforms * 0 if position == 1 else uniforms),
+        FEW,
+    ),
+    "2 % more accepted": (Way(uniforms=lambda position, uniforms: uniforms / 1.02), MANY),  # noqa: ARG005
+}
+
+
+def test_every_position_has_the_targets_law() -> None:
+    assert worst(emitted(Way(), MANY)) < MAX_Z
+
+
+@pytest.mark.slow
+def test_every_position_has_the_targets_probs_in_two_million_draws() -> None:
+    assert worst(emitted(Way(), ALL)) < MAX_Z
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_verifier_is_caught(name: str) -> None:
+    way, num_chains = MUTANTS[name]
+    assert worst(emitted(way, num_chains)) > MAX_Z
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["certain", "drawn"])
+def test_siblings_in_turn_leave_the_targets_law(drawn: bool) -> None:
+    """Three siblings: the drafter's best, with q on each of them in turn, or three draws from one q."""
+    generator = torch.Generator().manual_seed(2)
+    told = torch.from_numpy(Q[0]).float()
+    best = told.topk(3).indices.expand(FEW, 3)
+    drafts = torch.multinomial(told, 3 * FEW, True, generator=generator).view(FEW, 3) if drawn else best
+    uniforms = torch.rand(drafts.shape, generator=generator, dtype=torch.float64)
+    noise = -torch.empty(FEW, V).exponential_(generator=generator).log()
+    target = torch.from_numpy(P[0]).float().expand(FEW, V)
+    tokens = choose(target, drafts, told.expand(FEW, V) if drawn else None, uniforms, noise)
+    assert worst_z(np.bincount(tokens.numpy(), minlength=V), P[0]) < MAX_Z
+    assert (tokens[:, None] == drafts).any(1).float().mean() > 0.3
+
+
+# ---- with the keys of real requests: drafts are drawn with a request's noise, coins and last draw apart from it ------
+
+MARKOV = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+GUESS = MARKOV + 1.5 * torch.randn(8, 8, generator=torch.Generator().manual_seed(4))
+NUM_SEEDS, FIRST = 4_000, 5
+
+
+def chains(seeds: range, lasts: list[int], lengths: list[int]) -> Iterator[tuple[RowTree, Tensor]]:
+    """A chain of two drafts from the drafter's law with each seed's own noise, and [3, 8] laws of its nodes."""
+    for seed, last, length in zip(seeds, lasts, lengths, strict=True):
+        tokens = [last]
+        for position in (length, length + 1):
+            tokens.append(int((GUESS[tokens[-1]] + gumbel([seed], [position], 8, CPU)[0]).argmax()))
+        yield RowTree(tokens, [NONE, 0, 1]), GUESS[tokens].softmax(-1)
+
+
+def pairs(is_told: bool) -> np.ndarray:
+    """Counts [8, 8] of the first two tokens of texts whose next token depends on the last one."""
+    counts, texts = np.zeros((8, 8)), [[FIRST] for _ in range(NUM_SEEDS)]
+    samplers = [SamplerRow.start(OPTIONS._replace(seed=s), [FIRST], 1, 8, CPU) for s in range(NUM_SEEDS)]
+    while active := [i for i in range(NUM_SEEDS) if len(texts[i]) < 3]:
+        lengths = [len(texts[i]) for i in active]
+        rows, told = zip(*chains(active, [texts[i][-1] for i in active], lengths), strict=True)  # type: ignore[arg-type]
+        logits = MARKOV[torch.tensor([token for row in rows for token in row.tokens])]
+        tree = DraftTree.of(rows, torch.stack(told) if is_told else None)
+        verify_outputs = verify(logits, tree, [samplers[i] for i in active], lengths, by_rejection)
+        for i, output in zip(active, verify_outputs, strict=True):
+            texts[i] += output.token_ids
+    for text in texts:
+        counts[text[1], text[2]] += 1
+    return counts
+
+
+def true_pairs() -> np.ndarray:
+    step = np.stack([processed_probs(row.numpy(), OPTIONS) for row in MARKOV])
+    return step[FIRST][:, None] * step
+
+
+@pytest.mark.parametrize("is_told", [False, True], ids=["certain", "drawn"])
+def test_two_tokens_of_a_request_have_the_targets_joint_law(is_told: bool) -> None:
+    assert worst_z(pairs(is_told), true_pairs()) < MAX_Z
+
+
+def test_a_last_draw_with_the_drafters_noise_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection, "salted", lambda seed: seed)
+    assert worst_z(pairs(is_told=False), true_pairs()) > MAX_Z
+
+
+# ---- in the engine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["EAGLE3-chain", "EAGLE3", "STANDALONE", "NGRAM"])
+def test_greedy_requests_get_their_plain_text(name: str, toy: Path, tmp_path: Path) -> None:
+    prompts, params = [[0, 9, 8, 7, 9, 8, 7], [0, 33, 2, 5]], SamplingParams(temperature=0.0, max_tokens=20)
+    speculative = METHODS[name](toy, tmp_path).model_copy(update={"verification": "rejection"})
+    plain, drafted = generate(toy, prompts, params), generate(toy, prompts, params, speculative=speculative)
+    assert [choice.token_ids for choice in drafted] == [choice.token_ids for choice in plain]
+
+
+def test_chains_come_with_their_laws_and_these_raise_acceptance(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that is known to be a draw is accepted more often than one that is only a guess."""
+    speculative = METHODS["EAGLE3-chain"](toy, tmp_path).model_copy(update={"verification": "rejection"})
+    params = [SamplingParams(seed=seed, max_tokens=40, ignore_eos=True) for seed in range(20)]
+
+    def num_accepted() -> int:
+        choices = generate(toy, [[0, 9, 8, 7]] * 20, params, speculative=speculative)
+        return sum(choice.usage.num_accepted for choice in choices if choice.usage)
+
+    told = num_accepted()
+    true_probs_of = rejection._probs_of
+    monkeypatch.setattr(rejection, "_probs_of", lambda token, told, size: true_probs_of(token, None, size))  # noqa: ARG005
+    assert told > 1.5 * num_accepted() > 0

@@ -1,0 +1,114 @@
+"""`specray chat` against a small server that speaks OpenAI's stream: what is sent, shown, and survived."""
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from specray.cli import main as cli
+from specray.cli.chat import Answer
+
+PIECES = ["Par", "is", "."]
+USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 3,
+    "total_tokens": 8,
+    "speculative": {"verify_steps": 2, "draft_tokens": 4, "accepted_tokens": 1, "accept_length": 1.5},
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    requests: list[dict[str, Any]]
+    fails = False
+
+    def do_GET(self) -> None:
+        self.send_json(
+            200, {"object": "list", "data": [{"id": "toy", "object": "model", "created": 0, "owned_by": "x"}]}
+        )
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(request)
+        if self.fails:
+            self.send_json(429, {"error": {"message": "the queue is full", "type": "rate_limit", "code": None}})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        chunks = [{"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]} for piece in PIECES]
+        for chunk in [*chunks, {"choices": [], "usage": USAGE}]:
+            head = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "toy"}
+            self.wfile.write(f"data: {json.dumps({**head, **chunk})}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def send_json(self, status: int, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    Handler.requests, Handler.fails = [], False
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        yield listening
+        listening.shutdown()
+        thread.join()
+
+
+def chat(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, typed: str, *options: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    return cli.main(["chat", "--url", f"http://127.0.0.1:{server.server_port}", *options])
+
+
+def test_a_piped_conversation(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        chat(server, monkeypatch, "Capital of France?\n\nSure?\n", "--temperature", "0", "--system", "Be short.") == 0
+    )
+    seen = capsys.readouterr()
+    assert seen.out == "Paris.\nParis.\n"
+    assert "3 tokens" in seen.err
+    assert "accept length 1.50" in seen.err
+    second = Handler.requests[1]
+    assert [message["content"] for message in second["messages"]] == [
+        "Be short.",
+        "Capital of France?",
+        "Paris.",
+        "Sure?",
+    ]
+    assert (second["model"], second["temperature"], second["stream"]) == ("toy", 0.0, True)
+    assert "max_tokens" not in second
+
+
+def test_reset_forgets_and_exit_ends(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chat(server, monkeypatch, "one\n/reset\ntwo\n/exit\nthree\n", "--seed", "7", "--model", "mine") == 0
+    assert [len(request["messages"]) for request in Handler.requests] == [1, 1]
+    assert {(request["seed"], request["model"]) for request in Handler.requests} == {(7, "mine")}
+
+
+def test_a_refused_question_is_reported_and_taken_back(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Handler.fails = True
+    assert chat(server, monkeypatch, "one\ntwo\n") == 1
+    assert capsys.readouterr().err.count("answered 429: ") == 2
+    assert [len(request["messages"]) for request in Handler.requests] == [1, 1]
+
+
+def test_an_answer_without_speculation_has_no_accept_length() -> None:
+    answer = Answer("x", {"completion_tokens": 4}, seconds=2.0)
+    assert answer.summary() == "4 tokens, 2.0 tokens/s"

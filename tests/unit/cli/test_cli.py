@@ -1,0 +1,137 @@
+"""The command line: what it accepts, how it refuses, and `check`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specray import __version__
+from specray.bench.command import engine_config
+from specray.cli import main as cli
+from specray.errors import ConfigError
+from tests.support.serve_file import SERVE_CONFIG
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([command, "--help"] for command in ("chat", "bench", "tune", "train", "status"))]
+)
+def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(arguments)
+    assert "usage: specray" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"specray {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["chat", "--temperature", "warm"],
+        ["bench", "--max-tokens", "0"],
+        ["bench", "--arms", "plain,,ngram"],
+        ["bench", "--arms", "plain,plain"],
+        ["bench", "--dtype", "int4"],
+        ["tune", "--batch-sizes", "1,1"],
+        ["tune", "--batch-sizes", "0"],
+        ["tune", "--candidates", "5-4"],
+        ["tune", "--candidates", "5-4-16,5-4-16"],
+        ["train"],
+        ["status", "--interval", "soon"],
+    ],
+)
+def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--arms", "magic"], "arm 'magic' is not known; choose from plain, transformers, eagle3, "),
+        (["bench", "--arms", "transformers", "--temperature", "0.5"], "temperature=0.5"),
+        (["bench", "--prompts", "missing.jsonl"], "missing.jsonl"),
+        (["bench", "--config", "missing.yaml"], "missing.yaml"),
+        (["bench", "--model", "./missing", "--limit", "1"], "missing"),
+        (["bench", "--concurrency", "1000"], "max_running_requests=48"),
+        (["tune", "--method", "plain"], "plain decoding has no draft tree"),
+        (["tune", "--method", "magic"], "arm 'magic' is not known"),
+        (["tune", "--method", "ngram", "--candidates", "1"], "num_draft_tokens=1"),
+        (["tune", "--method", "ngram", "--batch-sizes", "40"], "batch size 40 needs as many prompts"),
+        (["tune", "--config", "missing.yaml"], "missing.yaml"),
+        (["chat", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["status", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    seen = capsys.readouterr()
+    assert seen.err.startswith("error: ")
+    assert message in seen.err
+    assert seen.err.count("\n") == 1
+    assert seen.out == ""
+
+
+def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specray.cli.chat.run", interrupt)
+    assert cli.main(["chat"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_commands_of_the_cluster_take_this_programs_place(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their arguments as they are, --help included."""
+
+    def replaced(program: str, arguments: list[str]) -> None:
+        assert (program, arguments[:2], arguments[3:]) == (sys.executable, [sys.executable, "-m"], ["x.yaml", "--help"])
+        raise SystemExit(arguments[2])
+
+    monkeypatch.setattr("os.execv", replaced)
+    with pytest.raises(SystemExit, match=rf"cluster\.cli\.{command}"):
+        cli.main([command, "x.yaml", "--help"])
+
+
+def test_bench_takes_the_engine_part_of_a_serve_config(serve_config: Path) -> None:
+    config = engine_config(serve_config, concurrency=2, dtype="float32", model=None)
+    assert (config.max_running_requests, config.dtype) == (4, "float32")
+    assert config.speculative.algorithm == "NGRAM"
+    with pytest.raises(ConfigError, match="concurrency=5 is more than max_running_requests=4"):
+        engine_config(serve_config, concurrency=5)
+
+
+@pytest.mark.parametrize("text", ["[]", "a: [", "applications: []", "modle: x"])
+def test_bench_refuses_other_configs(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        engine_config(path, concurrency=1)
+
+
+def test_check_accepts_and_names_what_it_saw(serve_config: Path) -> None:
+    done = run_check(serve_config)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "application 'specray' is valid: smollm2-135m-instruct, auto, NGRAM" in done.stdout
+
+
+def test_check_of_a_bad_file_is_status_2(serve_config: Path) -> None:
+    serve_config.write_text(SERVE_CONFIG.replace("NGRAM", "NGRM"))
+    done = run_check(serve_config)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def run_check(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "specray.cli.main", "check", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])

@@ -1,0 +1,154 @@
+"""`specray status`: from what a server says to a table, without a server; and one that answers by rote."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from specray.cli import main as cli
+from specray.cli.status import Look, as_json, as_text, read_metrics, rows
+
+# Recorded from a server with n-gram drafts; a second replica was added by hand.
+METRICS = """
+# TYPE specray_drafter_info gauge
+specray_drafter_info{drafter="NGRAM",replica="nrkn9ylc"} 1.0
+specray_drafter_info{drafter="none",replica="b"} 0.0
+specray_drafter_info{drafter="EAGLE3",replica="b"} 1.0
+# TYPE specray_num_requests_running gauge
+specray_num_requests_running{replica="nrkn9ylc"} 3.0
+specray_num_requests_running{replica="b"} 0.0
+# TYPE specray_num_requests_waiting gauge
+specray_num_requests_waiting{replica="nrkn9ylc"} 1.0
+# TYPE specray_kv_cache_usage_perc gauge
+specray_kv_cache_usage_perc{replica="nrkn9ylc"} 0.25
+# TYPE specray_generation_tokens_total counter
+specray_generation_tokens_total{replica="nrkn9ylc"} 30.0
+# TYPE specray_prefix_cache_queries_total counter
+specray_prefix_cache_queries_total{replica="nrkn9ylc"} 6.0
+# TYPE specray_prefix_cache_hits_total counter
+specray_prefix_cache_hits_total{replica="nrkn9ylc"} 3.0
+# TYPE specray_verify_steps_total counter
+specray_verify_steps_total{replica="nrkn9ylc"} 27.0
+# TYPE specray_spec_decode_num_accepted_tokens_total counter
+specray_spec_decode_num_accepted_tokens_total{replica="nrkn9ylc"} 2.0
+# TYPE specray_draft_faults_total counter
+specray_draft_faults_total{kind="late",replica="nrkn9ylc"} 1.0
+specray_draft_faults_total{kind="gone",replica="nrkn9ylc"} 1.0
+"""
+INFO = {
+    "model": "smollm2-135m-instruct", "tp_size": 2, "speculative_algorithm": "NGRAM", "num_failovers": 4,
+    "draft": {"placement": "colocated"}, "since_token_s": {"nrkn9ylc": 0.34},
+    "rank_nodes": {"nrkn9ylc": ["10.0.0.1", "10.0.0.1", "10.0.0.2"]},
+}  # fmt: skip
+
+
+def look(at: float, text: str, is_ready: bool = True, info: dict[str, Any] = INFO) -> Look:
+    return Look(at, is_ready, info, *read_metrics(text))
+
+
+def later(text: str) -> str:
+    """Two seconds on: 20 tokens more, in 10 steps, 10 of them drafts."""
+    return text.replace("} 30.0", "} 50.0").replace("} 27.0", "} 37.0").replace("} 2.0", "} 12.0")
+
+
+def test_rates_are_between_two_looks_and_totals_are_not() -> None:
+    second, first = rows(look(10.0, METRICS), look(12.0, later(METRICS)))
+    assert (first.replica, first.drafter, first.num_running, first.num_waiting) == ("nrkn9ylc", "NGRAM", 3, 1)
+    assert first.tokens_per_s == 10.0
+    assert first.accept_length == 2.0
+    assert first.accept_length_in_all == pytest.approx(1 + 12 / 37)
+    assert (first.kv_usage, first.cache_hit_rate, first.num_draft_faults, first.since_token_s) == (0.25, 0.5, 2, 0.34)
+    assert (second.drafter, second.accept_length, second.cache_hit_rate, second.since_token_s) == (
+        "EAGLE3", None, None, None,
+    )  # fmt: skip
+
+
+def test_a_replica_that_came_meanwhile_counts_from_its_start() -> None:
+    _, row = rows(look(10.0, ""), look(12.0, METRICS))
+    assert row.tokens_per_s == 15.0
+
+
+def test_the_table_has_a_line_for_each_replica() -> None:
+    text = as_text("http://here", look(10.0, METRICS), look(12.0, later(METRICS)))
+    headline, _, titles, _, b, a = text.splitlines()
+    assert headline == (
+        "http://here: ready; smollm2-135m-instruct, NGRAM, drafters colocated, 2 engines with tp_size 2, 4 failovers"
+    )
+    cells = dict(zip(*([part.strip() for part in line.strip("|").split("|")] for line in (titles, a)), strict=True))
+    assert cells == {
+        "replica": "nrkn9ylc", "ranks": "0, 1 on 10.0.0.1; 2 on 10.0.0.2", "drafter": "NGRAM",
+        "last token": "0.3 s ago", "running": "3", "queued": "1", "tokens/s": "10.0", "accept len now": "2.00",
+        "in all": "1.32", "KV used": "25%", "cache hits": "50%", "draft faults": "2", "preemptions": "0",
+    }  # fmt: skip
+    assert b.startswith("| b ")
+
+
+def test_json_has_the_same_on_one_line() -> None:
+    text = as_json("http://here", look(10.0, METRICS), look(12.0, later(METRICS)))
+    assert "\n" not in text
+    said = json.loads(text)
+    assert (said["ready"], said["failovers"]) == (True, 4)
+    assert said["replicas"][1]["tokens_per_s"] == 10.0
+
+
+def test_a_server_without_engines_is_said_to_be_one() -> None:
+    nothing = look(10.0, "", is_ready=False, info={})
+    assert "NOT READY" in as_text("http://here", nothing, nothing)
+    assert "no engine is connected" in as_text("http://here", nothing, nothing)
+
+
+class Rote(BaseHTTPRequestHandler):
+    """Answers that were written down; what is not among them is a 503."""
+
+    answers: ClassVar[dict[str, str]] = {}
+    keys: ClassVar[set[str | None]] = {None}
+
+    def do_GET(self) -> None:
+        key = self.headers.get("authorization")
+        answer = self.answers.get(self.path)
+        status = 401 if key not in self.keys else 503 if answer is None else 200
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write((answer or "").encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Rote, "answers", {"/metrics": METRICS, "/server_info": json.dumps(INFO), "/readyz": "{}"})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Rote) as http:
+        threading.Thread(target=http.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+def once(url: str, *options: str) -> int:
+    return cli.main(["status", "--url", url, "--once", "--interval", "0.01", *options])
+
+
+def test_once_is_one_table(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert once(server) == 0
+    assert "| nrkn9ylc | 0, 1 on 10.0.0.1; 2 on 10.0.0.2 |   NGRAM |" in capsys.readouterr().out
+
+
+def test_once_has_status_1_while_the_server_is_not_ready(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Rote, "answers", {})
+    assert once(server, "--json") == 1
+    assert json.loads(capsys.readouterr().out) == {"url": server, "ready": False, "failovers": None, "replicas": []}
+
+
+def test_a_key_is_sent_where_one_is_asked_for(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Rote, "keys", {"Bearer secret"})
+    assert once(server) == 2
+    assert "put a key that it knows into SPECRAY_API_KEY" in capsys.readouterr().err
+    monkeypatch.setenv("SPECRAY_API_KEY", "secret")
+    assert once(server) == 0

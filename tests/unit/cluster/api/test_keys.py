@@ -1,0 +1,227 @@
+"""Keys: every route but a few is shut without one, and what one key's owner does nobody else can see."""
+
+import asyncio
+import hmac
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from cluster.api.auth import PROBES, RequireKey
+from cluster.api.keys import KeyRing
+from cluster.api.service import within
+from specray.errors import ConfigError
+from tests.unit.cluster.conftest import Serve, Server
+
+ALICE, BOB, NEXT = "a" * 32, "b" * 32, "c" * 32
+PROMPT = "a prompt that fills several blocks of sixteen tokens"
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    return write(tmp_path, f"# clients\n\nalice {ALICE}\nbob {BOB}\nalice {NEXT}\n")
+
+
+def write(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def bearing(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_a_key_has_an_owner_and_an_owner_may_have_two(key_file: Path) -> None:
+    keys = KeyRing.read(str(key_file), "server.api_key_file")
+    owners = [keys.owner(key.encode()) for key in (ALICE, BOB, NEXT, "d" * 32, "", ALICE[:-1], ALICE + "a")]
+    assert owners == ["alice", "bob", "alice", None, None, None, None]
+
+
+def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, compared = KeyRing([(f"n{i}", f"{i}" * 20) for i in range(5)]), []
+    compare = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(len(a)) or compare(a, b))
+    for key in (b"0" * 20, b"4" * 20, b"wrong"):
+        keys.owner(key)
+    assert compared == [32] * 15
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no key"),
+        ("# alice " + ALICE, "has no key"),
+        (f"alice {ALICE} x", "line 1 has 3 words"),
+        (ALICE, "line 1 has 1 words"),
+        (f"\nal/ice {ALICE}", "line 2: the name"),
+        ("alice short", "has 5 characters"),
+        (f"alice {ALICE}\nbob {ALICE}", "a key twice"),
+        (f"alice {ALICE}é", "other than ASCII"),
+    ],
+)
+def test_a_file_that_is_no_list_of_keys_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        KeyRing.read(str(write(tmp_path, text)), "server.api_key_file")
+    assert ALICE not in str(caught.value)
+
+
+def test_a_file_that_all_can_read_or_none_is_refused(tmp_path: Path, key_file: Path) -> None:
+    key_file.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod o-rwx"):
+        KeyRing.read(str(key_file), "server.api_key_file")
+    with pytest.raises(ConfigError, match=r"server.api_key_file=.*No such file"):
+        KeyRing.read(str(tmp_path / "none"), "server.api_key_file")
+
+
+def test_every_route_but_the_probes_needs_a_key(serve: Serve, key_file: Path) -> None:
+    async def scenario() -> None:
+        async with serve(server={"api_key_file": str(key_file)}) as server:
+            for method, path in routes(server.app):
+                open_ = path in PROBES
+                for headers in ({}, bearing("d" * 32), {"authorization": f"Basic {ALICE}"}, {"x-api-key": ALICE}):
+                    reply = await server.http.request(method, path, headers=headers)
+                    assert (reply.status_code != 401) is open_, (method, path, headers)
+                    if not open_:
+                        assert reply.json()["error"]["code"] == "invalid_api_key"
+                        assert reply.headers["www-authenticate"] == "Bearer"
+                right = await server.http.request(method, path, headers={"authorization": f"bearer {BOB}"})
+                assert right.status_code != 401, (method, path)
+
+    asyncio.run(scenario())
+
+
+def routes(app: FastAPI) -> list[tuple[str, str]]:
+    paths: dict[str, Any] = app.openapi()["paths"]
+    found = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    return [*found, ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/not/there"), ("OPTIONS", "/v1/completions")]
+
+
+TRICKS = [
+    "//livez", "/livez/", "/livez/..", "/livez/../v1/models", "/v1/models/../../livez", "/LIVEZ", "/livez%2f..",
+    "/livez;", "/livez\x00", "/livez?x", "/livez#", " /livez", "/livez ", "livez", "", "/", "*", "http://h/livez",
+    "/x/livez", "/v1/models", "//v1/models", "/./v1/models", "/metrics", "/metrics/",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", ["test", "test/livez?", "x/livez#", "test, livez"])
+@pytest.mark.parametrize("path", TRICKS)
+def test_no_spelling_of_a_path_or_host_gets_past(path: str, host: str) -> None:
+    passed: list[str] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+        passed.append(scope["path"])
+
+    assert statuses(RequireKey(inner, KeyRing([("alice", ALICE)])), path, host) == [401]
+    assert not passed
+
+
+def statuses(app: Any, path: str, host: str, **scope: Any) -> list[int]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    request = {"type": "http", "method": "GET", "path": path, "headers": [(b"host", host.encode())], **scope}
+    asyncio.run(app(request, receive, send))
+    return [message["status"] for message in sent if message["type"] == "http.response.start"]
+
+
+@pytest.mark.parametrize(("path", "is_open"), [("/app/livez", True), ("/app/v1/models", False), ("/appx/livez", False)])
+def test_below_a_prefix_the_same_routes_are_open(path: str, is_open: bool) -> None:
+    passed: list[str] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+        passed.append(scope["path"])
+
+    statuses(RequireKey(inner, KeyRing([("alice", ALICE)])), path, "test", root_path="/app")
+    assert bool(passed) is is_open
+
+
+@pytest.mark.parametrize("keys", [None, KeyRing([("alice", ALICE)])])
+def test_an_admins_routes_open_to_an_admins_key_alone(keys: KeyRing | None) -> None:
+    passed: list[str] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+        passed.append(scope["state"]["tenant"])
+
+    admins = KeyRing([("root", BOB)])
+    for admin_keys, key in ((None, ALICE), (None, BOB), (admins, ALICE), (admins, BOB)):
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        statuses(RequireKey(inner, keys, admin_keys), "/admin/drafter", "test", headers=headers)
+    assert passed == ["root"]
+
+
+def test_two_authorization_headers_are_none() -> None:
+    app = RequireKey(FastAPI(), KeyRing([("alice", ALICE)]))
+    headers = [(b"authorization", f"Bearer {key}".encode()) for key in ("d" * 32, ALICE)]
+    assert statuses(app, "/v1/models", "test", headers=headers) == [401]
+
+
+def test_metrics_may_be_opened(serve: Serve, key_file: Path) -> None:
+    async def scenario() -> None:
+        async with serve(server={"api_key_file": str(key_file), "open_metrics": True}) as server:
+            assert (await server.http.get("/metrics")).status_code == 200
+            assert (await server.http.get("/v1/models")).status_code == 401
+
+    asyncio.run(scenario())
+
+
+def test_a_body_is_not_read_before_the_key_is_known(serve: Serve, key_file: Path) -> None:
+    async def scenario() -> None:
+        async with serve(server={"api_key_file": str(key_file), "max_body_bytes": 1024}) as server:
+            assert (await server.http.post("/v1/completions", content=b"x" * 4096)).status_code == 401
+
+    asyncio.run(scenario())
+
+
+def test_no_cached_prefix_is_shared_between_keys(serve: Serve, key_file: Path) -> None:
+    async def cached(server: Server, key: str, **options: Any) -> int:
+        body = {"prompt": PROMPT, "max_tokens": 2, **options}
+        reply = await server.http.post("/v1/completions", json=body, headers=bearing(key))
+        return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async def scenario() -> None:
+        async with serve(server={"api_key_file": str(key_file)}) as server:
+            assert await cached(server, ALICE) == 0
+            assert await cached(server, BOB) == 0
+            assert await cached(server, BOB, cache_salt="alice\n") == 0
+            assert await cached(server, ALICE, cache_salt="s") == 0
+            assert await cached(server, BOB, cache_salt="s") == 0
+            assert await cached(server, ALICE) == await cached(server, NEXT) == await cached(server, BOB) == 48
+
+    asyncio.run(scenario())
+
+
+def test_no_two_tenants_texts_are_the_same() -> None:
+    names, texts = ["", "a", "ab", "b"], ["", "a", "b", "\n", "a\n", "b\na", "ab"]
+    assert len({within(name, text) for name in names for text in texts}) == len(names) * len(texts)
+
+
+def test_one_keys_flood_leaves_room_for_another(serve: Serve, key_file: Path) -> None:
+    body = {"prompt": "hi", "max_tokens": 60, "ignore_eos": True}
+
+    async def scenario() -> None:
+        options = {"max_running_requests": 1, "max_queued_requests": 4}
+        async with serve(step_s=0.01, server={"api_key_file": str(key_file)}, **options) as server:
+
+            def ask(key: str) -> asyncio.Task[httpx.Response]:
+                return asyncio.create_task(server.http.post("/v1/completions", json=body, headers=bearing(key)))
+
+            first = ask(ALICE)
+            await server.until(lambda: server.ranks.num_steps > 1)
+            flood = [ask(key) for key in [ALICE] * 8 + [NEXT]]
+            await asyncio.sleep(0.05)
+            other = ask(BOB)
+            replies = await asyncio.gather(first, *flood, other)
+            assert [reply.status_code for reply in replies].count(429) == 7  # one runs, two wait
+            assert replies[-1].status_code == 200
+            assert all(reply.headers["retry-after"] for reply in replies if reply.status_code == 429)
+
+    asyncio.run(scenario())

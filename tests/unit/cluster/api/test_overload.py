@@ -1,0 +1,169 @@
+"""A server with more to do than it can, and clients that leave at any byte, over real sockets and scripted ranks."""
+
+import asyncio
+import os
+import random
+from collections import Counter
+
+import pytest
+
+from cluster.engine.backoff import MAX_S, Backoff
+from specray.bench.exchange import Exchange, exchange, request_bytes
+from specray.bench.ledger import Outcome
+from specray.bench.load_command import table
+from specray.bench.open_loop import Load, idle_after, run
+from specray.metrics import EngineStats
+from specray.outputs import FinishReason
+from tests.unit.cluster.conftest import Serve, Server, listening
+
+BODY = {"prompt": "hi", "max_tokens": 30, "ignore_eos": True}
+FREE_S = 2.0
+LEASE_S = 2.0  # an ingress tells a router four times as often what it refused
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def assert_all_free(server: Server) -> None:
+    """Blocks, slots and places are as they are when nobody asks for anything."""
+    scheduler = server.router._engine._engine.scheduler
+    pool, num_slots = scheduler.pool, server.router._config.max_running_requests
+    await server.until(lambda: len(scheduler._free_slots) == num_slots and not scheduler.waiting, FREE_S)
+    await server.until(lambda: pool.num_free + scheduler.cache.num_idle == pool.num_usable, FREE_S)
+    assert server.router._connections.num_requests == 0
+    assert not any(client._listeners for client in server.router_pool._clients.values())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_hang_up_at_any_byte_leave_nothing_behind(serve: Serve, stream: bool) -> None:
+    """Long requests are cut before their end, short ones around it; none of the long ones would end in FREE_S."""
+
+    async def scenario() -> None:
+        rng = random.Random(stream)
+        async with serve(step_s=0.01, max_running_requests=8) as server, listening(server) as url:
+            short, long = (
+                request_bytes(f"{url}/v1/completions", BODY | {"stream": stream, "max_tokens": n}) for n in (3, 499)
+            )
+            whole = await exchange(url, short)
+            assert (whole.status, whole.is_whole) == (200, True)
+            idle = num_descriptors()
+            cuts = [(long, rng.randrange(len(long))) for _ in range(50)]
+            cuts += [(long, len(long) + stream * rng.randrange(2000)) for _ in range(50)]
+            cuts += [(short, len(short) + rng.randrange(250 + len(whole.body))) for _ in range(50)]
+            rng.shuffle(cuts)
+            exchanges: list[Exchange] = []
+            for start in range(0, len(cuts), 10):
+                some = (exchange(url, request, cut_at=place) for request, place in cuts[start : start + 10])
+                exchanges += await asyncio.gather(*some)
+            await assert_all_free(server)
+            await server.until(lambda: num_descriptors() <= idle, FREE_S)
+            kinds = Counter((e.was_cut, e.status) for e in exchanges)
+            assert kinds[True, None] > 50, "cut before the status line"
+            assert kinds[True, 200] > 5, kinds
+            assert (await exchange(url, short)).is_whole
+
+    asyncio.run(scenario())
+
+
+def test_far_beyond_what_it_can_a_server_refuses_the_rest_and_wastes_no_step_on_it(serve: Serve) -> None:
+    """Two at a time, 10 steps of 10 ms each, make 20 requests a second at best; 200 are asked for."""
+
+    async def scenario() -> None:
+        options = {"max_running_requests": 2, "max_queued_requests": 4, "server": {"lease_s": LEASE_S}}
+        async with serve(step_s=0.01, **options) as server, listening(server) as url:
+            report = await run(Load(url, 200.0, 1.5, max_tokens=30, prompt="hi", timeout_s=30.0))
+            ledger = report.ledger
+            assert not ledger.violations()
+            assert ledger.count(Outcome.COMPLETE) + ledger.count(Outcome.REFUSED) == ledger.num_begun
+            assert {end.status for end in ledger.of(Outcome.REFUSED)} == {429}
+            assert ledger.count(Outcome.REFUSED) > ledger.num_begun / 4
+            assert "status 429" in table(report)
+            assert await idle_after(url) < 10.0
+            await assert_all_free(server)
+            generated = server.router._engine.stats()["specray_generation_tokens_total"]
+            assert generated == 30 * ledger.count(Outcome.COMPLETE)
+            await server.until(lambda: num_refused(server) == ledger.count(Outcome.REFUSED))
+
+    asyncio.run(scenario())
+
+
+def test_an_ingress_refuses_by_itself_while_the_queue_is_full(serve: Serve) -> None:
+    """A flood costs neither calls nor templates; the engine counts the requests all the same, and has room again."""
+
+    async def scenario() -> None:
+        options = {"max_running_requests": 1, "max_queued_requests": 1, "server": {"lease_s": LEASE_S}}
+        async with serve(step_s=0.02, **options) as server:
+            client = next(iter(server.router_pool._clients.values()))
+            await server.until(
+                lambda: server.router_pool.since_token_s < 1.0
+            )  # the router's own first request is through
+            under_way = [asyncio.create_task(server.http.post("/v1/completions", json=BODY)) for _ in range(2)]
+            await server.until(lambda: client.refusal is not None, 0.4)  # sooner than the next pulse comes by itself
+            server.replicas[0].freeze()  # nobody there to be asked
+            refused = await server.http.post("/v1/completions", json=BODY)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert "max_queued_requests is 1" in refused.json()["error"]["message"]
+            server.replicas[0].thaw()
+            assert [(await reply).status_code for reply in under_way] == [200, 200]
+            await server.until(lambda: client.refusal is None, 0.4)
+            assert (await server.http.post("/v1/completions", json=BODY)).status_code == 200
+            await server.until(lambda: num_refused(server) == 1)
+
+    asyncio.run(scenario())
+
+
+def num_refused(server: Server) -> object:
+    return server.router._engine.stats()["specray_requests_refused_total"]
+
+
+def test_a_late_request_in_the_queue_never_runs(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02, max_running_requests=1) as server:
+            first = asyncio.create_task(server.http.post("/v1/completions", json=BODY | {"max_tokens": 300}))
+            await server.until(lambda: server.ranks.num_steps > 2)
+            start = asyncio.get_running_loop().time()
+            late = await server.http.post("/v1/completions", json=BODY | {"timeout": 0.2})
+            assert late.status_code == 504
+            assert asyncio.get_running_loop().time() - start < 1.0
+            assert (await first).status_code == 200
+            assert len(server.ranks._rows) == 1  # one slot, and nobody else was ever in it
+            assert server.ranks.num_steps <= 102
+            stats = server.router._engine.stats()["specray_request_queue_time_seconds"]
+            assert sum(stats.buckets) == 1  # type: ignore[union-attr]
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_keeps_the_deadline_when_nobody_tells_it(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as server:
+            client = next(iter(server.router_pool._clients.values()))
+            client.forget = lambda *_, **__: None  # type: ignore[method-assign]  # the abort is lost
+            body = BODY | {"max_tokens": 400, "timeout": 0.2}
+            assert (await server.http.post("/v1/completions", json=body)).status_code == 504
+            scheduler = server.router._engine._engine.scheduler
+            await server.until(lambda: not scheduler.running, 1.0)
+            assert server.router._engine._engine.stats.labelled["specray_request_finished_total"]["abort"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_client_stays_away_as_long_as_the_queue_takes() -> None:
+    now = 0.0
+    stats, backoff = EngineStats(), Backoff(20, lambda: now)
+    assert backoff.retry_after_s(stats.snapshot()) == 1
+    stats.set("specray_num_requests_waiting", 30)
+    backoff.note(stats.snapshot())
+    now = 4.2
+    assert backoff.retry_after_s(stats.snapshot()) == 5, "nothing ended for so long"
+    stats.add_labelled("specray_request_finished_total", FinishReason.STOP, 8)
+    stats.add_labelled("specray_request_finished_total", FinishReason.LENGTH, 4)
+    now = 6.0
+    backoff.note(stats.snapshot())
+    assert backoff.retry_after_s(stats.snapshot()) == 15, "30 wait, 2 end a second"
+    stats.set("specray_num_requests_waiting", 1)
+    assert backoff.retry_after_s(stats.snapshot()) == 1
+    stats.set("specray_num_requests_waiting", 5000)
+    assert backoff.retry_after_s(stats.snapshot()) == MAX_S

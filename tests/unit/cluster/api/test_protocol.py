@@ -1,0 +1,154 @@
+"""Bodies: both bounds of every field, unsupported fields refused, unknown ones named."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.api.errors import from_validation
+from cluster.api.protocol import (
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+)
+
+USER = {"role": "user", "content": "hi"}
+
+# field, values at the bounds, values just outside
+BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
+    ("temperature", [0, 100.0], [-0.01, 100.1, float("nan"), float("inf"), "1", True]),
+    ("top_p", [1e-9, 1], [0, 1.01, float("nan")]),
+    ("top_k", [-1, 1_000_000], [-2, 1_000_001, 1.5]),
+    ("min_p", [0, 1], [-0.1, 1.1]),
+    ("presence_penalty", [-2, 2], [-2.1, 2.1]),
+    ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
+    ("repetition_penalty", [0.01, 2], [0, 2.1]),
+    ("seed", [-(2**63), 2**63 - 1], [-(2**63) - 1, 2**63, 0.5]),
+    ("n", [1, 8], [0, 9, True]),
+    ("max_tokens", [1, 10_000_000], [0, 10_000_001, -1]),
+    ("min_tokens", [0, 10_000_000], [-1, 10_000_001]),
+    ("stop", ["x", ["a"] * 4, [], "x" * 256], ["", ["a"] * 5, "x" * 257, [1], 1]),
+    ("stop_token_ids", [[], [0] * 64, [2**31 - 1]], [[0] * 65, [-1], [2**31], ["0"]]),
+    (
+        "logit_bias",
+        [{}, {"0": -100, "5": 100.0}, {str(i): 0 for i in range(300)}],
+        [{"a": 1}, {"-1": 1}, {str(2**31): 1}, {"1": 101}, {"1": -101}, {str(i): 0 for i in range(301)}, []],
+    ),
+    ("model", ["m", "m" * 256], ["", "m" * 257, 1]),
+    ("cache_salt", ["", "s" * 256], ["s" * 257, 1]),
+    ("timeout", [0.001, 86_400], [0, 86_401, -1]),
+    ("stream", [True, False], [1, "true"]),
+    ("ignore_eos", [True, False], [1, "true"]),
+]  # fmt: skip
+CASES = [(name, value, True) for name, good, _ in BOUNDS for value in [*good, None]]
+CASES += [(name, value, False) for name, _, bad in BOUNDS for value in bad]
+
+
+@pytest.mark.parametrize("body", [{"messages": [USER]}, {"prompt": "hi"}], ids=["chat", "completion"])
+@pytest.mark.parametrize(("name", "value", "is_good"), CASES)
+def test_each_field_has_both_bounds(body: dict[str, Any], name: str, value: Any, is_good: bool) -> None:
+    model = ChatRequest if "messages" in body else CompletionRequest
+    if is_good:
+        model.model_validate(body | {name: value})
+        return
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(body | {name: value})
+    error = from_validation(refused.value.errors())
+    assert error.status == 400
+    assert (error.param or "").split(".")[0] == name
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [USER] * (MAX_MESSAGES + 1)}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool_calls"),
+        ({"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": [USER], "logprobs": 1}, "logprobs"),
+        ({"messages": [USER], "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+def test_bad_chats_name_the_field(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ChatRequest.model_validate(body)
+    assert from_validation(refused.value.errors()).param == param
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_fields_that_would_change_the_answer_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ChatRequest.model_validate({"messages": [USER], name: {"type": "something"}})
+    assert from_validation(refused.value.errors()).param == name
+    for neutral in (None, *UNSUPPORTED[name]):
+        assert ChatRequest.model_validate({"messages": [USER], name: neutral}).ignored_fields == []
+
+
+def test_unknown_fields_are_accepted_and_named() -> None:
+    body = ChatRequest.model_validate({"messages": [USER], "user": "me", "frobnicate": 1, "x" * 500: 2})
+    assert body.ignored_fields == ["user", "frobnicate", "x" * 64]
+
+
+def test_text_parts_are_joined_and_developers_are_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = ChatRequest.model_validate({"messages": [{"role": "developer", "content": parts}]})
+    assert body.messages[0].for_template == {"role": "system", "content": "ab"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "items", "is_batch"),
+    [
+        ("a", ["a"], False),
+        ([1, 2], [[1, 2]], False),
+        (["a", "b"], ["a", "b"], True),
+        ([[1], [2**31 - 1]], [[1], [2**31 - 1]], True),
+        (["a"] * MAX_PROMPTS, ["a"] * MAX_PROMPTS, True),
+    ],
+)
+def test_prompts_in_four_spellings(prompt: Any, items: Any, is_batch: bool) -> None:
+    assert CompletionRequest.model_validate({"prompt": prompt}).prompt == (items, is_batch)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, [], [[]], [1, "a"], [-1], [2**31], [True], ["a"] * (MAX_PROMPTS + 1), [["a"]]]
+)
+def test_bad_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(ValidationError) as refused:
+        CompletionRequest.model_validate({"prompt": prompt})
+    assert from_validation(refused.value.errors()).param == "prompt"
+
+
+def test_choices_are_bounded_over_all_prompts() -> None:
+    CompletionRequest.model_validate({"prompt": ["a"] * 8, "n": 8})
+    with pytest.raises(ValidationError):
+        CompletionRequest.model_validate({"prompt": ["a"] * 9, "n": 8})
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"text": "a", "input_ids": [1]}, {"text": "a", "sampling_params": {"regex": "a"}}]
+)
+def test_bad_generate_bodies(body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        GenerateRequest.model_validate(body)
+
+
+def test_sampling_options_reach_the_engine() -> None:
+    body = {"temperature": 0.5, "top_k": 3, "logit_bias": {"7": 1}, "stop": "x", "seed": 3, "n": 2, "min_tokens": 1}
+    params = ChatRequest.model_validate({"messages": [USER], "logprobs": True, **body}).sampling(99)
+    assert (params.temperature, params.top_k, params.logit_bias) == (0.5, 3, {7: 1.0})
+    assert (params.stop, params.seed, params.n, params.min_tokens) == (["x"], 3, 2, 1)
+    assert (params.max_tokens, params.logprobs) == (99, 0)
+    own = {"max_new_tokens": 5, "sampling_seed": 4, "no_stop_trim": True}
+    params = GenerateRequest.model_validate({"text": "a", "sampling_params": own, "return_logprob": True}).sampling()
+    assert (params.max_tokens, params.seed, params.include_stop_str_in_output, params.logprobs) == (5, 4, True, 0)

@@ -1,0 +1,175 @@
+"""What a client may ask of a request's drafts, what it gets for it, and what the server says it can do."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from cluster.api.protocol import Speculation
+from cluster.api.speculation import PLAIN, Offer
+from specray.config import SpeculativeConfig
+from specray.errors import InvalidRequestError
+from specray.sampling_params import SamplingParams
+from specray.step import UNLIMITED, DraftLimit
+from tests.unit.cluster.conftest import Serve
+
+NGRAM = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=3)
+TREES = SpeculativeConfig(
+    algorithm="EAGLE3", draft_model_path="somewhere", num_steps=4, eagle_topk=3, num_draft_tokens=6
+)
+PLAINLY = SpeculativeConfig()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limit"),
+    [
+        ({}, UNLIMITED),
+        ({"enabled": True, "algorithm": "EAGLE3"}, UNLIMITED),
+        ({"enabled": False}, PLAIN),
+        ({"num_steps": 4}, DraftLimit(UNLIMITED.num_tokens, 4)),
+        ({"num_draft_tokens": 2}, DraftLimit(1, UNLIMITED.num_steps)),
+        ({"num_steps": 1, "num_draft_tokens": 6}, DraftLimit(5, 1)),
+    ],
+)
+def test_a_wish_is_a_limit(wanted: dict[str, Any], limit: DraftLimit) -> None:
+    assert Offer(TREES, 5, "float32").limit(Speculation(**wanted)) == limit
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"num_steps": 5}, "speculative.num_steps=5 is more than this server drafts; at most 4"),
+        ({"num_draft_tokens": 7}, "speculative.num_draft_tokens=7 is more than this server drafts; at most 6"),
+        ({"algorithm": "NGRAM"}, "speculative.algorithm='NGRAM' is not served here; use 'EAGLE3' or leave it out"),
+        ({"enabled": False, "num_steps": 2}, "speculative.num_steps=2 has no effect with enabled=false"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match="speculative") as refused:
+        Offer(TREES, 5, "float32").limit(Speculation(**wanted))
+    assert str(refused.value).startswith(message)
+    assert refused.value.param == message.split("=")[0]
+
+
+@pytest.mark.parametrize("wanted", [{"enabled": True}, {"algorithm": "NGRAM"}, {"num_steps": 1}])
+def test_a_plain_server_refuses_all_but_what_it_does(wanted: dict[str, Any]) -> None:
+    offer = Offer(PLAINLY, 0, "float32")
+    with pytest.raises(InvalidRequestError, match="decodes plainly"):
+        offer.limit(Speculation(**wanted))
+    assert offer.limit(Speculation(enabled=False)) == PLAIN
+    assert offer.limit(None) == UNLIMITED
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 30, "seed": 5}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "seed": 5}),
+        ("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 30, "sampling_seed": 5}}),
+    ],
+)
+def test_a_request_is_drafted_for_as_it_asks_and_says_the_same(serve: Serve, path: str, body: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with serve(speculative=NGRAM.model_dump()) as server:
+            replies = []
+            for wanted in (None, {"num_draft_tokens": 2}, {"enabled": False}):
+                reply = await server.http.post(path, json=body | {"speculative": wanted})
+                assert reply.status_code == 200, reply.text
+                replies.append(reply.json())
+            texts = [reply["text"] if "text" in reply else reply["choices"][0] for reply in replies]
+            assert texts[0] == texts[1] == texts[2]
+            assert [drafts_a_step(reply) for reply in replies] == [2.0, 1.0, 0.0]
+
+    asyncio.run(scenario())
+
+
+def drafts_a_step(reply: Any) -> float:
+    if "meta_info" in reply:
+        counts = reply["meta_info"]["spec_draft_token_num"], reply["meta_info"]["spec_verify_ct"]
+    else:
+        counts = reply["usage"]["speculative"]["draft_tokens"], reply["usage"]["speculative"]["verify_steps"]
+    return round(counts[0] / counts[1])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "param"),
+    [
+        ({"num_draft_tokens": 4}, "speculative.num_draft_tokens"),
+        ({"num_steps": 0}, "speculative.num_steps"),
+        ({"num_step": 1}, "speculative.num_step"),
+        ({"algorithm": "EAGLE3"}, "speculative.algorithm"),
+        ({"enabled": "no"}, "speculative.enabled"),
+        (True, "speculative"),
+    ],
+)
+def test_a_wrong_wish_is_a_400_that_names_it(serve: Serve, wanted: object, param: str) -> None:
+    async def scenario() -> None:
+        async with serve(speculative=NGRAM.model_dump()) as server:
+            reply = await server.http.post("/v1/completions", json={"prompt": "hi", "speculative": wanted})
+            assert reply.status_code == 400, reply.text
+            assert reply.json()["error"]["param"] == param
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "output"),
+    [
+        ({}, {"greedy": "exact", "sampled": "exact", "one_seed_one_text": True}),
+        ({"verification": "rejection"}, {"greedy": "exact", "sampled": "exact in law", "one_seed_one_text": False}),
+        ({"accept_threshold_acc": 0.9}, {"greedy": "exact", "sampled": "lossy", "one_seed_one_text": False}),
+    ],
+)
+def test_capabilities_say_what_becomes_of_the_output(
+    serve: Serve, options: dict[str, Any], output: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with serve(speculative=NGRAM.model_copy(update=options).model_dump()) as server:
+            told = (await server.http.get("/v1/speculation/capabilities")).json()
+            assert (told["algorithm"], told["output"]) == ("NGRAM", {"arithmetic": "float32"} | output)
+            assert told["request_limits"] == {
+                "enabled": [True, False], "algorithm": ["NGRAM"], "num_steps": {"min": 1, "max": 2},
+                "num_draft_tokens": {"min": 2, "max": 3},
+            }  # fmt: skip
+            assert set(told["options"]["exact"]) == set(SamplingParams.__dataclass_fields__)
+            assert "tools" in told["options"]["refused"]
+
+    asyncio.run(scenario())
+
+
+def test_one_seed_makes_one_text_only_where_rounding_cannot_interfere() -> None:
+    """Seen: a server in bfloat16 promised one text, and two replies with one seed parted at a near-tie."""
+    exact = Offer(NGRAM, 2, "float32").capabilities()["output"]
+    assert exact["one_seed_one_text"] is True
+    assert "rounding" not in exact
+    for arithmetic in ("bfloat16", "int8 and float32"):
+        rounded = Offer(NGRAM, 2, arithmetic).capabilities()["output"]
+        assert rounded["one_seed_one_text"] is False
+        assert "float32" in rounded["rounding"]
+
+
+def test_capabilities_follow_a_replaced_drafter() -> None:
+    before, after = Offer(NGRAM, 2, "float32").capabilities(), Offer(PLAINLY, 0, "float32").capabilities()
+    assert before["request_limits"]["enabled"] == [True, False]
+    assert after["request_limits"] == {"enabled": [False], "algorithm": [], "num_steps": None, "num_draft_tokens": None}
+
+
+def test_a_server_that_makes_acceptance_up_says_so_in_all_it_sends(serve: Serve) -> None:
+    options = {"simulate_accept_length": 2.0, "simulate_output_is_meaningless": True}
+    body = {"prompt": "hi", "max_tokens": 9, "stream": True}
+
+    async def scenario() -> None:
+        async with serve(speculative=NGRAM.model_copy(update=options).model_dump()) as server:
+            lines = (await server.http.post("/v1/completions", json=body)).text.splitlines()
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+            whole = (await server.http.post("/v1/completions", json=body | {"stream": False})).json()
+            assert all(sent["simulated_acceptance"] is True for sent in [*chunks, whole])
+            assert whole["usage"]["speculative"]["lossy"] is True
+            meta = (await server.http.post("/generate", json={"text": "hi"})).json()["meta_info"]
+            assert meta["simulated_acceptance"] is True
+            told = (await server.http.get("/v1/speculation/capabilities")).json()
+            assert told["output"]["greedy"] == "meaningless"
+            assert 'drafter="SIMULATED NGRAM"' in (await server.http.get("/metrics")).text
+
+    asyncio.run(scenario())

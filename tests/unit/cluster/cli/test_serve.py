@@ -1,0 +1,186 @@
+"""`specray serve` before it starts anything: one configuration out of a file and flags, or the reason why not."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.cli import serve
+from cluster.cli.check import check_file
+from cluster.cli.launcher import error_line
+from cluster.cli.serve import PID_FILE, RAY_OPTIONS, exposure, main, ray_environment, remove_leftovers
+from cluster.config import AppConfig
+from specray.cli.local_server import free_port
+
+ROOT = Path(__file__).parents[4]
+EAGLE3 = ROOT / "configs/eagle3.yaml"
+
+
+def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> tuple[Path, AppConfig]:
+    """What --print-config prints, as a file, and the only application in it."""
+    assert main([*arguments, "--print-config"]) == 0
+    path = tmp_path / "printed.yaml"
+    path.write_text(capsys.readouterr().out)
+    (app,) = check_file(path).values()
+    return path, app
+
+
+def test_without_a_file_defaults_hold(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, app = printed(capsys, tmp_path)
+    assert app == AppConfig()
+    assert yaml.safe_load(path.read_text())["http_options"] == {"host": "127.0.0.1", "port": 8000}
+
+
+def test_flags_make_the_tree_that_a_file_makes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, from_file = printed(capsys, tmp_path, str(EAGLE3))
+    _, from_flags = printed(
+        capsys, tmp_path, "--model-path", "smollm2-135m-instruct", "--speculative-algorithm", "EAGLE3",
+        "--speculative-draft-model-path", "smollm2-135m-instruct-eagle3", "--speculative-num-steps", "4",
+        "--speculative-eagle-topk", "3", "--speculative-num-draft-tokens", "6",
+        "--speculative-draft-model-quantization", "auto", "--speculative-max-step-draft-tokens", "8",
+    )  # fmt: skip
+    assert from_file == from_flags == check_file(EAGLE3)["specray"]
+
+
+def test_flags_override_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = ["--tp-size", "2", "--port", "9", "--no-disable-radix-cache", "--server-drain-s", "5", "--host", "::1"]
+    path, app = printed(capsys, tmp_path, str(EAGLE3), *flags)
+    assert (app.tp_size, app.server.drain_s, app.speculative.num_steps) == (2, 5.0, 4)
+    assert yaml.safe_load(path.read_text())["http_options"] == {"host": "::1", "port": 9}
+
+
+def test_a_printed_configuration_prints_itself(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, app = printed(capsys, tmp_path, str(EAGLE3), "--dtype", "float32", "--placement-rank-resources", "{rack: 1}")
+    text = path.read_text()
+    assert printed(capsys, tmp_path, str(path)) == (path, app)
+    assert path.read_text() == text
+
+
+def test_a_file_without_a_host_does_not_open_the_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Serve's own default is every interface."""
+    document = yaml.safe_load(EAGLE3.read_text())
+    del document["http_options"]
+    file = tmp_path / "bare.yaml"
+    file.write_text(yaml.safe_dump(document))
+    path, _ = printed(capsys, tmp_path, str(file))
+    assert yaml.safe_load(path.read_text())["http_options"]["host"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp-size", "0"], "command line: specray.args.tp_size=0: Input should be greater than or equal to 1"),
+        (["--tp-size", "two"], "specray.args.tp_size='two'"),
+        (["--speculative-algorithm", "NGRM"], "speculative.algorithm='NGRM' is not known; choose one of"),
+        (["--speculative-num-step", "3"], "--speculative-num-step: there is no such flag; did you mean --speculative-"),
+        (["--speculative-num-steps=3"], "has no effect while speculative.algorithm is null"),
+        (["missing.yaml"], "missing.yaml"),
+        (["--model", "./missing", "--port", "0"], "model='./missing' looks like a local path, but nothing is there"),
+        (["--port", "70000"], "127.0.0.1:70000 cannot be listened on"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "_become_launcher", start_nothing)
+    assert main(arguments) == 2
+    seen = capsys.readouterr()
+    assert message in seen.err
+    assert (seen.err.count("\n"), seen.out) == (1, "")
+
+
+def test_a_port_in_use_is_named_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "_become_launcher", start_nothing)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["--port", str(port)]) == 2
+    assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grpc_options": {"port": 9000}}, "grpc_options: not for `specray serve`"),
+        ({"applications": [{"deployments": []}]}, "applications.0.deployments: not for `specray serve`"),
+        ({"applications": [{}, {"name": "x", "import_path": "a:b", "route_prefix": "/x"}]}, "a:b: not for"),
+    ],
+)
+def test_what_only_serve_run_does_is_refused(
+    change: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(serve, "_become_launcher", start_nothing)
+    document = yaml.safe_load(EAGLE3.read_text())
+    first, *others = change.pop("applications", [{}])  # type: ignore[misc]
+    document |= change
+    document["applications"] = [document["applications"][0] | first, *others]
+    file = tmp_path / "more.yaml"
+    file.write_text(yaml.safe_dump(document))
+    assert main([str(file), "--port", str(free_port())]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_open_server_without_keys_is_warned_of() -> None:
+    closed = AppConfig.model_validate({"server": {"api_key_file": "keys"}})
+    assert exposure("127.0.0.1", {"a": AppConfig()}) is None
+    assert exposure("0.0.0.0", {"a": closed}) is None
+    assert "--server-api-key-file" in str(exposure("0.0.0.0", {"a": closed, "b": AppConfig()}))
+
+
+def test_a_cluster_of_our_own_has_its_own_token_and_listens_on_loopback(tmp_path: Path) -> None:
+    outer = {"PATH": "/bin", "RAY_ADDRESS": "elsewhere:1", "RAY_AUTH_TOKEN": "old", "RAY_AUTH_MODE": "disabled"}
+    environment = ray_environment(tmp_path, is_local=True, insecure=False, environment=outer)
+    assert environment["RAY_AUTH_MODE"] == "token"
+    assert environment["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "token")
+    assert environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert environment["PATH"] == "/bin"
+    assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN"} & environment.keys()
+
+
+def test_a_cluster_that_is_joined_keeps_its_token(tmp_path: Path) -> None:
+    outer = {"RAY_AUTH_TOKEN": "theirs"}
+    environment = ray_environment(tmp_path, is_local=False, insecure=False, environment=outer)
+    assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN"]) == ("token", "theirs")
+    assert "RAY_TMPDIR" not in environment
+
+
+@pytest.mark.parametrize(("name", "ours"), RAY_OPTIONS.items())
+def test_ray_is_told_what_suits_a_server_unless_the_operator_says_otherwise(
+    name: str, ours: str, tmp_path: Path
+) -> None:
+    for outer, value in (({}, ours), ({name: "7"}, "7")):
+        assert ray_environment(tmp_path, is_local=True, insecure=False, environment=outer)[name] == value
+
+
+def test_insecure_is_said_aloud(tmp_path: Path) -> None:
+    """Ray would switch the token on by itself where nothing is said."""
+    assert ray_environment(tmp_path, is_local=True, insecure=True, environment={})["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_the_reason_of_a_failed_start_is_the_error_under_the_traceback() -> None:
+    message = "The deployment failed to start 3 times.\n  File x, line 3\nspecray.errors.ConfigError: no room; do y\n"
+    assert error_line(message) == "specray.errors.ConfigError: no room; do y"
+    assert error_line("no node has 4 CPUs") == "no node has 4 CPUs"
+
+
+def start_nothing(*_: object) -> None:
+    raise AssertionError("this would have started a server")
+
+
+def test_folders_of_killed_launchers_go_and_others_stay(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    for name, pid in {"killed": ended.stdout.decode().strip(), "running": str(os.getpid()), "broken": "?"}.items():
+        (tmp_path / f"specray-{name}").mkdir()
+        (tmp_path / f"specray-{name}" / PID_FILE).write_text(pid)
+    (tmp_path / "specray-with-logs").mkdir()
+    (tmp_path / "other").mkdir()
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"specray-running", "specray-with-logs", "other"}

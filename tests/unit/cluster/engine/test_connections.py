@@ -1,0 +1,24 @@
+"""What a router tells its ingresses."""
+
+import asyncio
+import time
+
+from cluster.engine.connections import Connections, RouterHeartbeat, RouterInfo
+
+INFO = RouterInfo("toy", 512, 257, 1024, 0, [], "float32", ())
+
+
+def test_each_ingress_hears_how_many_requests_the_others_have() -> None:
+    async def scenario() -> None:
+        connections = Connections(lambda _: None, time.monotonic)
+        streams = {name: connections.stream(name, INFO) for name in ("a", "b", "c")}
+        for stream in streams.values():
+            assert await anext(stream) == INFO
+        connections.add("a", ["1", "2"])
+        connections.add("b", ["3"])
+        connections.remove(["1"])
+        connections.send(RouterHeartbeat(0.0, None, 0.0))
+        heard = {name: await anext(stream) for name, stream in streams.items()}
+        assert {name: heartbeat.num_others for name, heartbeat in heard.items()} == {"a": 1, "b": 1, "c": 2}
+
+    asyncio.run(scenario())

@@ -1,0 +1,77 @@
+"""An application that is about to be stopped: what it has begun goes on, and nothing new is taken."""
+
+import asyncio
+
+import pytest
+
+import cluster.engine.router
+from cluster.routing.router_pool import DRAINING, RouterPool
+from tests.unit.cluster.conftest import Serve, Server
+from tests.unit.cluster.routing.test_failover import BODY, SLOW, stream, text_of
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.engine.router, "HEARTBEAT_INTERVAL_S", 0.05)
+
+
+async def is_refused(server: Server) -> bool:
+    """Whether a new request gets 503 and the time to come back."""
+    reply = await server.http.post("/v1/completions", json=BODY)
+    assert reply.status_code in (200, 503)
+    if reply.status_code == 200:
+        return False
+    assert (reply.json()["error"]["message"], reply.headers["retry-after"]) == (DRAINING, "2")
+    return True
+
+
+def test_streams_finish_and_new_requests_get_503(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(**SLOW) as server:
+            whole = text_of(await stream(server, BODY))
+            begun = asyncio.create_task(stream(server, BODY))
+            await server.until(lambda: server.router._connections.num_requests > 0)
+            assert await server.router_pool.drain() == 1
+            assert await is_refused(server)
+            for probe in ("/readyz", "/health"):
+                assert (await server.http.get(probe)).status_code == 503
+            assert (await server.http.get("/livez")).status_code == 200
+            assert text_of(await begun) == whole
+            await asyncio.sleep(0.2)
+            assert await server.router_pool.drain() == 0
+
+    asyncio.run(scenario())
+
+
+def test_every_ingress_hears_of_it_from_the_routers(serve: Serve) -> None:
+    """The stop reaches one ingress; another one, with routers of its own life, refuses as well."""
+
+    async def scenario() -> None:
+        async with serve(num_replicas=2) as server:
+            asked = RouterPool(server, server.router_pool._config)
+            asked.start()
+            await server.until(lambda: asked.info is not None and len(asked.rank_nodes) == 2)
+            assert not await is_refused(server)
+            await asked.drain()
+            await server.until(lambda: server.router_pool.is_draining)
+            assert await is_refused(server)
+            for replica in server.replicas:
+                replica.kill()
+            await asyncio.sleep(0.1)
+            assert server.router_pool.is_draining  # though nobody is left to say so
+            await asked.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_loses_its_engine_while_draining_goes_on_at_another(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(**SLOW, num_replicas=2) as server:
+            whole = text_of(await stream(server, BODY))
+            begun = asyncio.create_task(stream(server, BODY))
+            await server.until(lambda: any(r.router._connections.num_requests for r in server.replicas))
+            await server.router_pool.drain()
+            next(r for r in server.replicas if r.router._connections.num_requests).kill()
+            assert text_of(await begun) == whole
+
+    asyncio.run(scenario())

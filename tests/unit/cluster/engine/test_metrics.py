@@ -1,0 +1,96 @@
+"""The log line, and what Ray's metrics are told."""
+
+from typing import ClassVar
+
+import pytest
+
+import cluster.engine.metrics
+from cluster.engine.metrics import RayExporter, log_line
+from cluster.engine.router import LogReporter
+from specray.metrics import EngineStats
+
+
+class FakeGauge:
+    """Keeps the last value for each set of tags, as Ray does."""
+
+    made: ClassVar[dict[str, "FakeGauge"]] = {}
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str] | None) -> None:
+        assert description.endswith(".")
+        self.tag_keys = tag_keys or ()
+        self.values: dict[str, float] = {}
+        self.made[name] = self
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        assert tuple(tags) == self.tag_keys
+        self.values["".join(tags.values())] = value
+
+
+def busy_stats() -> EngineStats:
+    stats = EngineStats()
+    stats.add("specray_steps_total", 10)
+    stats.add("specray_generation_tokens_total", 46)
+    stats.add("specray_verify_steps_total", 20)
+    stats.add("specray_spec_decode_num_accepted_tokens_total", 26)
+    stats.add_labelled("specray_request_finished_total", "stop", 2)
+    stats.set("specray_num_requests_running", 3)
+    stats.set("specray_kv_cache_usage_perc", 0.05)
+    stats.observe("specray_time_to_first_token_seconds", 0.03)
+    return stats
+
+
+def test_log_line_is_of_the_interval() -> None:
+    line = log_line(EngineStats().snapshot(), busy_stats().snapshot(), 2.0, num_kv_tokens=1000)
+    assert line == "running: 3, queued: 0, tokens: 50, kv usage: 0.05, accept len: 2.30, gen throughput (token/s): 23.0"
+
+
+def test_log_line_says_that_acceptance_is_made_up() -> None:
+    stats = busy_stats()
+    stats.set("specray_acceptance_is_simulated", 1)
+    line = log_line(EngineStats().snapshot(), stats.snapshot(), 2.0, num_kv_tokens=1000)
+    assert line is not None
+    assert line.startswith("SIMULATED ACCEPTANCE, running: 3")
+
+
+def test_no_log_line_without_traffic() -> None:
+    stats = busy_stats()
+    assert log_line(stats.snapshot(), stats.snapshot(), 2.0, num_kv_tokens=1000) is None
+
+
+def test_reporter_writes_once_per_interval(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    stats = EngineStats()
+    reporter = LogReporter(10.0, 1000, lambda: now)
+    with caplog.at_level("INFO", "ray.serve"):
+        for _ in range(25):
+            stats.add("specray_steps_total")
+            reporter.report(stats.snapshot())
+            now += 1.0
+    assert len(caplog.records) == 2
+
+
+@pytest.fixture
+def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeGauge]:
+    monkeypatch.setattr(cluster.engine.metrics.ray_metrics, "Gauge", FakeGauge)
+    FakeGauge.made.clear()
+    return FakeGauge.made
+
+
+def test_ray_gets_what_was_counted(gauges: dict[str, FakeGauge]) -> None:
+    exporter, stats = RayExporter(), busy_stats()
+    exporter.export(stats.snapshot())
+    stats.add("specray_generation_tokens_total", 4)
+    stats.observe("specray_time_to_first_token_seconds", 100.0)
+    exporter.export(stats.snapshot())
+    assert gauges["specray_generation_tokens_total"].values == {"": 50}
+    assert gauges["specray_num_requests_running"].values == {"": 3}
+    assert gauges["specray_drafter_info"].values == {"none": 1}
+    buckets = gauges["specray_time_to_first_token_seconds_bucket"].values
+    assert (buckets["0.02"], buckets["0.05"], buckets["+Inf"]) == (0, 1, 2)
+    assert gauges["specray_time_to_first_token_seconds_count"].values == {"": 2}
+
+
+def test_ray_gets_zeros_so_that_a_rate_sees_the_first_event(gauges: dict[str, FakeGauge]) -> None:
+    RayExporter().export(EngineStats().snapshot())
+    assert gauges["specray_requests_refused_total"].values == {"": 0}
+    assert gauges["specray_request_finished_total"].values == {"stop": 0, "length": 0, "abort": 0, "error": 0}

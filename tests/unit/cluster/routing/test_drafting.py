@@ -1,0 +1,195 @@
+"""Replacing drafters while serving: who may, what is refused, and that all engines come to agree."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.routing.router_pool import RouterPool
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError, EngineDeadError
+from tests.unit.cluster.conftest import Serve, Server
+
+KEY = "the-operators-key"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+NGRAM = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=6)
+SMALL = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=3)
+OFF = SpeculativeConfig()
+
+
+@pytest.fixture
+def admin(tmp_path: Path) -> dict[str, Any]:
+    """Options of a server that has an operator."""
+    keys = tmp_path / "admin-keys"
+    keys.write_text(f"operator {KEY}\n")
+    keys.chmod(0o600)
+    return {"server": {"admin_key_file": str(keys)}}
+
+
+async def replace(server: Server, options: SpeculativeConfig | Any) -> httpx.Response:
+    body = options.model_dump() if isinstance(options, SpeculativeConfig) else options
+    return await server.http.post("/admin/drafter", json=body, headers=AUTHORIZED)
+
+
+def loaded(server: Server) -> list[list[SpeculativeConfig]]:
+    return [replica.ranks.drafter.loaded for replica in server.replicas]
+
+
+def test_all_engines_get_the_new_drafter(serve: Serve, admin: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with serve(**admin, num_replicas=3, speculative=SMALL) as server:
+            reply = await replace(server, NGRAM)
+            reports = reply.json()["replicas"]
+            assert set(reports) == {replica.replica_id for replica in server.replicas}
+            for report in reports.values():
+                assert report["state"] == "ready"
+                assert report["speculative"] == NGRAM.model_dump()
+                assert (report["restarts"], report["acceptance_collapsed"]) == (0, False)
+                assert report["faults"]["gone"] == 0
+            again = await server.http.get("/admin/drafter", headers=AUTHORIZED)
+            assert again.json() == reply.json()
+            assert loaded(server) == [[NGRAM]] * 3
+            assert (await replace(server, {"algorithm": None})).json()["replicas"]["replica-1"]["state"] == "off"
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_plans_for_the_new_drafter(serve: Serve, admin: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with serve(**admin) as server:
+            await replace(server, NGRAM.model_copy(update={"max_step_draft_tokens": 9}))
+            await server.until(
+                lambda: server.router_pool.info is not None and server.router_pool.info.max_draft_tokens == 5
+            )
+            await server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+            info = (await server.http.get("/server_info")).json()
+            assert (info["max_draft_tokens"], info["speculative_num_draft_tokens"]) == (5, 6)
+            assert info["internal_states"][0]["specray_drafter_info"] == {"none": 0, "NGRAM": 1}
+            scheduler = server.router._engine._engine.scheduler
+            assert (scheduler.max_draft_tokens, scheduler.max_step_draft_tokens) == (5, 9)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [ConfigError("the head is another model's"), EngineDeadError("out of memory")])
+def test_what_one_engine_refuses_none_has(serve: Serve, admin: dict[str, Any], error: Any) -> None:
+    async def scenario() -> None:
+        async with serve(**admin, num_replicas=3, speculative=SMALL) as server:
+            server.replicas[2].ranks.drafter.refused[NGRAM] = error
+            reply = await replace(server, NGRAM)
+            assert reply.status_code == (400 if isinstance(error, ConfigError) else 409)
+            assert reply.json()["error"]["message"] == str(error)
+            await server.until(lambda: loaded(server) == [[NGRAM, SMALL]] * 2 + [[]])
+            assert server.router_pool.drafts.speculative == SMALL
+
+    asyncio.run(scenario())
+
+
+def test_what_the_first_engine_refuses_the_others_do_not_load(serve: Serve, admin: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with serve(**admin, num_replicas=3, speculative=SMALL) as server:
+            server.replicas[0].ranks.drafter.refused[NGRAM] = ConfigError("no")
+            assert (await replace(server, NGRAM)).status_code == 400
+            await asyncio.sleep(0.3)
+            assert loaded(server) == [[], [], []]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_starts_later_is_told(serve: Serve, admin: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with serve(**admin, speculative=SMALL) as server:
+            await replace(server, NGRAM)
+            await server.add_replica()
+            await server.until(lambda: loaded(server) == [[NGRAM], [NGRAM]])
+
+    asyncio.run(scenario())
+
+
+def test_ingresses_that_were_not_asked_learn_of_it(serve: Serve, admin: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with serve(**admin, speculative=SMALL) as server:
+            other = RouterPool(server, server.router_pool._config)
+            other.start()
+            await replace(server, NGRAM)
+            await server.until(lambda: other.drafts.speculative == NGRAM)
+            await server.router_pool.close()
+            await server.add_replica()
+            await server.until(lambda: loaded(server) == [[NGRAM], [NGRAM]])
+            await other.drafts.replace(OFF)
+            assert loaded(server) == [[NGRAM, OFF], [NGRAM, OFF]]
+            await other.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_engine_does_not_keep_the_others_from_it(serve: Serve, admin: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with serve(**admin, num_replicas=3, speculative=SMALL) as server:
+            server.replicas[1].is_dead = True
+            assert (await replace(server, NGRAM)).status_code == 200
+            assert loaded(server) == [[NGRAM], [], [NGRAM]]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "algorithm"),
+        ("{}", "null turns drafting off"),
+        ('{"algorithm": 3}', "speculative.algorithm=3"),
+        ('{"algorithm": null, "num_steps": 3}', "has no effect"),
+        ('{"algorithm": "NGRAM", "num_draft_tokens": 1}', "num_draft_tokens=1"),
+        ('{"algorithm": "NGRAM", "depth": 1}', "speculative.depth"),
+        ('{"algorithm": "NGRAM", "num_draft_tokens": 100}', "max_total_tokens"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_loads(
+    serve: Serve, admin: dict[str, Any], body: str, part: str
+) -> None:
+    async def scenario() -> None:
+        async with serve(**admin, max_total_tokens=64) as server:
+            reply = await server.http.post("/admin/drafter", content=body, headers=AUTHORIZED)
+            assert reply.status_code == 400
+            assert part in reply.json()["error"]["message"]
+            assert loaded(server) == [[]]
+
+    asyncio.run(scenario())
+
+
+def test_a_drafter_in_the_targets_process_cannot_be_replaced(serve: Serve, admin: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with serve(**admin, draft={"placement": "inline"}) as server:
+            for reply in (await replace(server, NGRAM), await server.http.get("/admin/drafter", headers=AUTHORIZED)):
+                assert reply.status_code == 409
+                assert "draft.placement=inline" in reply.json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer another-key-of-nobody"}])
+def test_only_an_operator_may(serve: Serve, admin: dict[str, Any], headers: dict[str, str]) -> None:
+    async def scenario() -> None:
+        async with serve(**admin) as server:
+            replies = [
+                await server.http.post("/admin/drafter", json=NGRAM.model_dump(), headers=headers),
+                await server.http.get("/admin/drafter", headers=headers),
+            ]
+            assert [reply.status_code for reply in replies] == [401, 401]
+            assert loaded(server) == [[]]
+
+    asyncio.run(scenario())
+
+
+def test_without_an_operator_nobody_may(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            reply = await replace(server, NGRAM)
+            assert reply.status_code in (401, 404)
+            assert loaded(server) == [[]]
+
+    asyncio.run(scenario())

@@ -1,0 +1,259 @@
+"""Streams that outlive their engine: no token twice, none missing, and an explicit end where that cannot be."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+
+import cluster.engine.router
+import cluster.routing.client
+from cluster.engine.connections import Refusal
+from specray.engine.request import EngineRequest
+from tests.unit.cluster.conftest import TEXT, ReplicaPort, Serve, Server
+
+BODY = {"prompt": "ab", "max_tokens": 120, "seed": 5}
+SLOW = {"step_s": 0.01}
+
+
+async def stream(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A stream's events, [DONE] left out; it must be there unless the last event is an error."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    reply = await server.http.post("/v1/completions", json=body | options)
+    assert reply.status_code == 200, reply.text
+    lines = [line.removeprefix("data: ") for line in reply.text.strip().split("\n\n")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert (lines[-1] == "[DONE]") == ("error" not in events[-1])
+    return events
+
+
+def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
+    choices = [choice for event in events for choice in event.get("choices", []) if choice["index"] == index]
+    return "".join(choice["text"] for choice in choices)
+
+
+def repeated(num_bytes: int) -> str:
+    return (TEXT.encode() * (num_bytes // len(TEXT) + 1))[:num_bytes].decode(errors="replace")
+
+
+async def serving(server: Server) -> Any:
+    """The replica that works on a request, once one has made some steps."""
+
+    def busy() -> list[Any]:
+        return [
+            r for r in server.replicas if not r.is_dead and r.router._connections.num_requests and r.ranks.num_steps > 3
+        ]
+
+    await server.until(lambda: bool(busy()))
+    return busy()[0]
+
+
+@pytest.mark.parametrize("way", ["kill", "freeze"])
+def test_a_stream_goes_on_at_another_engine(serve: Serve, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.routing.client, "SILENCE_S", 1.2)
+
+    async def scenario() -> None:
+        async with serve(**SLOW, num_replicas=2) as server:
+            request = asyncio.create_task(stream(server, BODY))
+            lost = await serving(server)
+            getattr(lost, way)()
+            events = await request
+            lost.thaw()  # whatever it still says is of a life that is over
+            await asyncio.sleep(0.1)
+            assert text_of(events) == repeated(120)
+            usage = events[-1]["usage"]
+            assert (usage["completion_tokens"], usage["prompt_tokens"]) == (120, 2)
+            assert server.router_pool.num_failovers == 1
+            other = next(replica for replica in server.replicas if replica is not lost)
+            assert 0 < other.ranks.num_steps < 60  # it did not begin anew
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_lost_while_it_is_asked_is_asked_for_nothing_twice(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is heard before its refusal; the engine that took the request then keeps it, and no copy runs beside."""
+    asked: list[tuple[str, str]] = []
+    submit = ReplicaPort.submit
+
+    async def submitted(port: ReplicaPort, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
+        asked.append((port._replica.replica_id, requests[0].request_id))
+        if len(asked) == 1:
+            port._replica.kill()
+            await asyncio.sleep(0.1)
+        return await submit(port, connection_id, requests)
+
+    async def scenario() -> None:
+        async with serve(**SLOW, num_replicas=2) as server:
+            monkeypatch.setattr(ReplicaPort, "submit", submitted)
+            assert text_of(await stream(server, BODY)) == repeated(120)
+            assert server.router_pool.num_failovers == 0
+            (lost, first), (other, second) = asked
+            assert lost != other
+            assert first == second
+
+    asyncio.run(scenario())
+
+
+def test_the_only_engine_comes_back_and_the_stream_goes_on(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(**SLOW) as server:
+            requests = [asyncio.create_task(stream(server, BODY | {"n": 2})) for _ in range(3)]
+            (await serving(server)).kill()
+            await asyncio.sleep(0.5)
+            await server.add_replica()
+            for events in await asyncio.gather(*requests):
+                assert text_of(events, 0) == text_of(events, 1) == repeated(120)
+            assert server.router_pool.num_failovers == 6
+
+    asyncio.run(scenario())
+
+
+def test_without_another_engine_in_time_the_end_is_an_error(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(**SLOW, server={"failover_s": 0.3}) as server:
+            streamed = asyncio.create_task(stream(server, BODY))
+            whole = asyncio.create_task(server.http.post("/v1/completions", json=BODY))
+            (await serving(server)).kill()
+            assert (await streamed)[-1]["error"]["code"] == "service_unavailable"
+            assert (await whole).status_code == 503
+
+    asyncio.run(scenario())
+
+
+def test_the_deadline_holds_across_engines(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(**SLOW) as server:
+            start = asyncio.get_running_loop().time()
+            request = asyncio.create_task(server.http.post("/v1/completions", json=BODY | {"timeout": 0.8}))
+            (await serving(server)).kill()
+            assert (await request).status_code in (503, 504)
+            assert asyncio.get_running_loop().time() - start < 3
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_takes_every_engine_down_stops_somewhere(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.routing.router_pool, "MAX_FAILOVERS", 3)
+
+    async def scenario() -> None:
+        async with serve(**SLOW) as server:
+            request = asyncio.create_task(stream(server, BODY))
+            for _ in range(4):
+                lost = await serving(server)
+                await server.add_replica()
+                lost.kill()
+            assert "3 engines" in (await request)[-1]["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_cut_shows_in_the_text(serve: Serve, seed: int) -> None:
+    """Engines die at any token: inside a character, inside what may become a stop string, before the first token."""
+    rng = random.Random(seed)
+    bodies = [
+        BODY | {"max_tokens": 90, "logprobs": 1},
+        BODY | {"max_tokens": 200, "stop": ["so on. The quick"]},
+        BODY | {"max_tokens": 90, "min_tokens": 5, "n": 2},
+    ]
+
+    async def scenario(num_kills: int) -> list[Any]:
+        async with serve(step_s=0.004, num_replicas=2) as server:
+            requests = [asyncio.create_task(stream(server, body)) for body in bodies]
+            for _ in range(num_kills):
+                await asyncio.sleep(rng.uniform(0.0, 0.06))
+                await server.add_replica()
+                rng.choice([replica for replica in server.replicas if not replica.is_dead]).kill()
+            results = await asyncio.gather(*requests)
+        return [
+            (
+                [text_of(events, index) for index in range(2)],
+                [
+                    choice["finish_reason"]
+                    for event in events
+                    for choice in event.get("choices", [])
+                    if choice["finish_reason"]
+                ],
+                sum(
+                    len((choice.get("logprobs") or {}).get("tokens", []))
+                    for e in events
+                    for choice in e.get("choices", [])
+                ),
+                events[-1]["usage"]["completion_tokens"],
+            )
+            for events in results
+        ]
+
+    assert asyncio.run(scenario(4)) == asyncio.run(scenario(0))
+
+
+def test_a_stopping_engine_finishes_what_it_has_and_gets_nothing_new(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.03, num_replicas=2) as server:
+            request = asyncio.create_task(stream(server, BODY | {"max_tokens": 300}))
+            stopping = await serving(server)
+            stopping.is_stopping = True
+            await asyncio.sleep(0.3)
+            others = await asyncio.gather(*(stream(server, BODY | {"max_tokens": 3}) for _ in range(8)))
+            assert all(text_of(events) == repeated(3) for events in others)
+            assert stopping.router._connections.num_requests == 1
+            assert text_of(await request) == repeated(300)
+            assert server.router_pool.num_failovers == 0
+            await server.until(lambda: not stopping.router._connections._by_id)  # hung up: Serve may stop it
+
+    asyncio.run(scenario())
+
+
+def test_no_lease_runs_out_while_an_engine_stops(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but its streams reaches it then, no renewal and no question for its health."""
+    monkeypatch.setattr(cluster.engine.router, "UNASKED_S", 0.3)
+
+    async def scenario() -> None:
+        async with serve(step_s=0.03, server={"lease_s": 1.0, "metrics_interval_s": 0.1}) as server:
+            asking = asyncio.create_task(ask(server))
+            request = asyncio.create_task(stream(server, BODY | {"max_tokens": 300}))
+            stopping = await serving(server)
+            stopping.is_stopping = True
+            asking.cancel()
+            assert text_of(await request) == repeated(300)
+
+    async def ask(server: Server) -> None:
+        while True:
+            await server.router.check_health()
+            await asyncio.sleep(0.05)
+
+    asyncio.run(scenario())
+
+
+def test_new_requests_go_to_the_engine_that_knows_their_past(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(num_replicas=3, routing={"prefix_block_size": 8}) as server:
+            prompts = [f"{number:2} {'x' * 40}" for number in range(12)]
+            for _ in range(2):
+                for prompt in prompts:
+                    await server.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4})
+            hits = [r.router._engine.stats()["specray_prefix_cache_hits_total"] for r in server.replicas]
+            asked = [r.router._engine.stats()["specray_prefix_cache_queries_total"] for r in server.replicas]
+            assert sum(hits) > 0.3 * sum(asked)  # at best 32 of 43 tokens every second time; at random a third of it
+            assert sum(count > 0 for count in asked) > 1
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_is_known_to_be_free_before_it_says_so(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.engine.router, "HEARTBEAT_INTERVAL_S", 60.0)
+
+    async def scenario() -> None:
+        async with serve(**SLOW, num_replicas=2) as server:
+            request = asyncio.create_task(stream(server, BODY | {"max_tokens": 300}))
+            busy = await serving(server)
+            for _ in range(8):
+                await server.http.post("/v1/completions", json=BODY | {"max_tokens": 3})
+            assert not request.done()
+            assert busy.router._engine.stats()["specray_prompt_tokens_total"] == 2  # "ab", once
+            assert text_of(await request) == repeated(300)
+
+    asyncio.run(scenario())

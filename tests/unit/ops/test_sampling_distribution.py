@@ -1,0 +1,225 @@
+"""The coupled sampler draws from the processed law, and the test that says so catches samplers that do not."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specray.ops import sampling
+from specray.ops.noise import gumbel
+from specray.ops.sampling import SamplerRow, sample
+from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
+
+VOCAB_SIZE = 64
+LOGITS = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 1.5
+PEAKED = LOGITS.index_add(0, torch.tensor([7]), torch.tensor([7.7]))  # about one half of the mass on token 7
+KNOWN = [int(LOGITS.argmax()), 5, 5, 9, 11, 9, 9, 20]  # two prompt tokens, then generated ones
+NUM_PROMPT = 2
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cold": {"temperature": 0.7},
+    "hot": {"temperature": 2.5},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.15},
+    "top-k-and-top-p": {"top_k": 20, "top_p": 0.7, "temperature": 0.9},
+    "all-filters": {"top_k": 30, "top_p": 0.95, "min_p": 0.05, "temperature": 1.3},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8},
+    "repetition": {"repetition_penalty": 1.7},
+    "negative-penalties": {"presence_penalty": -1.0, "frequency_penalty": -0.5, "repetition_penalty": 0.6},
+    "bias": {"logit_bias": [(7, 3.0), (0, -2.0), (9, 1.0)]},
+    "held-back": {"min_tokens": 10, "eos_token_ids": [1, 9]},
+    "no-longer-held-back": {"min_tokens": 6, "eos_token_ids": [1, 9]},
+    "everything": {
+        "temperature": 0.8, "top_k": 25, "top_p": 0.93, "min_p": 0.02, "presence_penalty": 0.4,
+        "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": [(7, 2.0)], "min_tokens": 10,
+        "eos_token_ids": [1],
+    },
+}  # fmt: skip
+UNFILTERED = ("plain", "cold", "hot")
+
+Sampler = Callable[[Tensor, Sequence[SamplerRow], Sequence[int]], Tensor]
+
+
+def worst_of(sampler: Sampler, options: dict[str, Any], num_draws: int, logits: Tensor = LOGITS) -> float:
+    """How far `num_draws` tokens, over many seeds and four positions of each, are from the true law."""
+    row_options, counts, size = OPTIONS._replace(**options), np.zeros(VOCAB_SIZE), 20_000
+    start = SamplerRow.start(row_options, KNOWN, NUM_PROMPT, VOCAB_SIZE, torch.device("cpu"))
+    for first in range(0, num_draws, size):
+        rows = [seeded(start, seed) for seed in range(first // 4, (first + size) // 4) for _ in range(4)]
+        tokens = sampler(logits.expand(size, -1), rows, [100, 101, 102, 103] * (size // 4))
+        counts += np.bincount(tokens.numpy(), minlength=VOCAB_SIZE)
+    return worst_z(counts, processed_probs(logits.numpy(), row_options, KNOWN, NUM_PROMPT))
+
+
+def seeded(row: SamplerRow, seed: int) -> SamplerRow:
+    return SamplerRow(row.options._replace(seed=seed), row.num_output_tokens, row.output_counts, row.is_known)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_draws_follow_the_processed_law(case: str) -> None:
+    assert worst_of(sample, CASES[case], 100_000 if case in UNFILTERED else 20_000) < MAX_Z
+
+
+def noise_shared_by_positions(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+    return sample(logits, rows, [0] * len(positions))
+
+
+def noise_shared_by_seeds(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+    return sample(logits, [seeded(row, row.options.seed // 4) for row in rows], positions)
+
+
+def noise_for_half_the_tokens(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+    noise = noise_of(rows, positions)
+    noise[:, ::2] = 0.5772  # its mean
+    return (logits + noise).argmax(-1)
+
+
+def uniform_noise(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+    return (logits + (-(-noise_of(rows, positions)).exp()).exp()).argmax(-1)
+
+
+def noise_with_swapped_sign(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+    return (logits - noise_of(rows, positions)).argmax(-1)
+
+
+def temperature_after_noise(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+    return ((logits + noise_of(rows, positions)) / rows[0].options.temperature).argmax(-1)
+
+
+def one_token_in_fifty_lost(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+    tokens = sample(logits, rows, positions)
+    tokens[::50] = 7
+    return tokens
+
+
+def five_percent_more_of_one_token(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+    bias = torch.zeros(VOCAB_SIZE)
+    bias[7] = np.log(1.05)
+    return sample(logits + bias, rows, positions)
+
+
+def noise_of(rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+    return gumbel([row.options.seed for row in rows], positions, VOCAB_SIZE, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "options", "num_draws"),
+    [
+        (noise_shared_by_positions, {}, 20_000),
+        (noise_shared_by_seeds, {}, 20_000),
+        (noise_for_half_the_tokens, {}, 20_000),
+        (uniform_noise, {}, 20_000),
+        (noise_with_swapped_sign, {}, 20_000),
+        (temperature_after_noise, {"temperature": 0.7}, 20_000),
+        (one_token_in_fifty_lost, {}, 20_000),
+        (five_percent_more_of_one_token, {}, 100_000),
+    ],
+)
+def test_a_wrong_sampler_is_caught(mutant: Sampler, options: dict[str, Any], num_draws: int) -> None:
+    assert worst_of(mutant, options, num_draws, PEAKED if mutant is five_percent_more_of_one_token else LOGITS) > MAX_Z
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_nucleus_off_by_one_token_is_caught(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest_kept = sampling._lowest_kept
+
+    def shifted(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
+        ranked = scaled.sort(descending=True).values
+        return ranked[int((ranked >= lowest_kept(scaled, top_k, top_p)).sum()) - 1 + shift]
+
+    monkeypatch.setattr(sampling, "_lowest_kept", shifted)
+    assert worst_of(sample, CASES["top-p"], 20_000) > MAX_Z
+
+
+@pytest.mark.parametrize("case", ["presence", "frequency", "repetition", "bias", "held-back"])
+def test_ignored_options_are_caught(case: str) -> None:
+    def mutant(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+        return sample(logits, [SamplerRow(OPTIONS._replace(seed=row.options.seed)) for row in rows], positions)
+
+    assert worst_of(mutant, CASES[case], 20_000) > MAX_Z
+
+
+def test_penalties_that_count_the_prompt_are_caught() -> None:
+    def mutant(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+        whole = SamplerRow.start(rows[0].options, KNOWN, 0, VOCAB_SIZE, torch.device("cpu"))
+        return sample(logits, [seeded(whole, row.options.seed) for row in rows], positions)
+
+    assert worst_of(mutant, CASES["presence"], 20_000) > MAX_Z
+
+
+def test_a_row_is_sampled_alike_alone_and_in_any_batch() -> None:
+    rows = [SamplerRow.start(OPTIONS._replace(seed=i, **case), KNOWN, NUM_PROMPT, VOCAB_SIZE, torch.device("cpu"))
+            for i, case in enumerate([*CASES.values(), {"temperature": 0.0}])]  # fmt: skip
+    positions = list(range(50, 50 + len(rows)))
+    together = sample(LOGITS.expand(len(rows), -1), rows, positions)
+    alone = [sample(LOGITS[None], [row], [position]) for row, position in zip(rows, positions, strict=True)]
+    assert together.tolist() == [int(token) for token in alone]
+
+
+def test_sampling_changes_no_logits() -> None:
+    logits = LOGITS.repeat(len(CASES), 1)
+    rows = [SamplerRow.start(OPTIONS._replace(**case), KNOWN, NUM_PROMPT, VOCAB_SIZE, torch.device("cpu"))
+            for case in CASES.values()]  # fmt: skip
+    sample(logits, rows, [9] * len(rows))
+    assert torch.equal(logits, LOGITS.repeat(len(CASES), 1))
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0.3, 1.0, 4.0]), st.sampled_from([0, 1, 40, 1_500, 9_999]),
+       st.sampled_from([0.05, 0.5, 0.97, 0.9999, 1.0]), st.sampled_from([0.0, 0.001, 0.3, 1.0]))  # fmt: skip
+@settings(max_examples=60)
+@example(seed=0, spread=4.0, top_k=9_999, top_p=1.0, min_p=0.0)  # a float32 sum reached 1 before the last token
+def test_filters_keep_the_right_tokens_of_a_large_vocabulary(
+    seed: int, spread: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Also where the nucleus is wider than the part that is sorted first. Tokens at the very edge may go either way."""
+    logits = np.random.default_rng(seed).normal(size=3_000).astype(np.float32) * spread
+
+    def allowed(edge: float) -> np.ndarray:
+        looser_p = top_p if top_p == 1.0 else min(1.0, top_p + edge)
+        looser = OPTIONS._replace(top_k=top_k, top_p=looser_p, min_p=min(1.0, min_p * (1 - edge)))
+        return processed_probs(logits, looser) > 0
+
+    options = OPTIONS._replace(top_k=top_k, top_p=top_p, min_p=min_p)
+    kept = sampling._filter(torch.from_numpy(logits)[None].clone(), [options])[0].isfinite().numpy()
+    assert kept[allowed(-1e-5)].all()
+    assert not kept[~allowed(1e-5)].any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 9e-6])
+def test_a_temperature_near_zero_takes_the_best_token_whatever_is_filtered(temperature: float) -> None:
+    options = CASES["all-filters"] | {"temperature": temperature}
+    rows = [SamplerRow(OPTIONS._replace(seed=seed, **options)) for seed in range(20)]
+    assert sample(LOGITS.expand(20, -1), rows, [3] * 20).tolist() == [int(LOGITS.argmax())] * 20
+
+
+def test_a_row_that_is_not_a_number_does_not_change_its_neighbours() -> None:
+    rows = [SamplerRow(OPTIONS._replace(seed=s, **case)) for s, case in enumerate(list(CASES.values())[:8])]
+    logits, positions = LOGITS.repeat(8, 1), list(range(8))
+    sound = sample(logits, rows, positions)
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        logits[4] = broken
+        tokens = sample(logits, rows, positions)
+        assert torch.equal(tokens[torch.arange(8) != 4], sound[torch.arange(8) != 4])
+        assert 0 <= int(tokens[4]) < VOCAB_SIZE
+
+
+def test_filters_keep_whole_ties() -> None:
+    """A threshold, not a sort: equal logits are kept or dropped together, so no sort's order can matter."""
+    logits = torch.tensor([[2.0, 2.0, 2.0, 0.0]])
+    rows = [SamplerRow(OPTIONS._replace(seed=seed, top_k=1)) for seed in range(200)]
+    assert set(sample(logits.expand(200, -1), rows, [5] * 200).tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.99}, {"top_k": 3, "top_p": 0.5}])
+def test_a_tie_at_the_edge_of_a_filter_is_kept_whole(options: dict[str, Any]) -> None:
+    logits = torch.tensor([[0.0, 1.0, -3.0, 1.0, 1.0]])
+    kept = sampling._filter(logits.clone(), [OPTIONS._replace(**options)])[0].isfinite()
+    assert kept.tolist() == [False, True, False, True, True]
