@@ -168,9 +168,12 @@ class SpeculativeConfig(Options):
     def check_successor(self, other: "SpeculativeConfig") -> None:
         """ConfigError if `other` cannot follow this one without a restart: a verifier is chosen for good."""
         for name in (
-            "verification", "accept_threshold_single", "accept_threshold_acc", "simulate_accept_length",
+            "verification",
+            "accept_threshold_single",
+            "accept_threshold_acc",
+            "simulate_accept_length",
             "simulate_accept_rates",
-        ):  # fmt: skip
+        ):
             if other.algorithm is not None and getattr(other, name) != getattr(self, name):
                 raise ConfigError(
                     f"speculative.{name}={getattr(other, name)!r} cannot follow {getattr(self, name)!r} while serving; "

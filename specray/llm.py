@@ -30,9 +30,14 @@ class LLM:
     """
 
     def __init__(
-        self, config: EngineConfig | None = None, *, progress: bool = False, drafter: Drafter | None = None,
-        _model: Llama | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        config: EngineConfig | None = None,
+        *,
+        progress: bool = False,
+        drafter: Drafter | None = None,
+        _model: Llama | None = None,
+        **options: Any,
+    ) -> None:
         self.config = config or EngineConfig(**options)
         folder = resolve_model(self.config.model, self.config.revision, self.config.load_format, progress=progress)
         self.tokenizer = load_tokenizer(folder)
@@ -46,9 +51,14 @@ class LLM:
         return LLM(config, drafter=drafter, _model=self._executor.worker.model)
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, cache_salt: str = "", draft_limits: Sequence[DraftLimit] | None = None, progress: bool = False,
-    ) -> list[Generation]:  # fmt: skip
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+        draft_limits: Sequence[DraftLimit] | None = None,
+        progress: bool = False,
+    ) -> list[Generation]:
         """Complete every prompt (text or token ids), in order; `draft_limits` are one for each prompt's trees.
 
         Raises InvalidRequestError, naming the prompt's index, if one can never be served; then none is run.

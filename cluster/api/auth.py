@@ -27,9 +27,12 @@ class RequireKey:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: KeyRing | None, admin_keys: KeyRing | None = None,
+        self,
+        app: ASGIApp,
+        keys: KeyRing | None,
+        admin_keys: KeyRing | None = None,
         open_paths: Collection[str] = PROBES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.app = app
         self._keys = keys
         self._admin_keys = admin_keys

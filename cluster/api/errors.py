@@ -34,9 +34,13 @@ class ApiError(Exception):
     """A request's end in an error; `status` decides type, code and Retry-After unless given."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
         retry_after_s: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param

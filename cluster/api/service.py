@@ -206,9 +206,13 @@ def _seeded(params: SamplingParams) -> SamplingParams:
 
 
 def _engine_requests(
-    request_id: str, prompts: list[list[int]], params: SamplingParams, tenant: str, cache_salt: str,
+    request_id: str,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    tenant: str,
+    cache_salt: str,
     draft_limit: DraftLimit,
-) -> list[EngineRequest]:  # fmt: skip
+) -> list[EngineRequest]:
     """One request per choice, in the order of `replies.empty_choices`."""
     assert params.seed is not None
     variants = [replace(params, seed=choice_seed(params.seed, index), n=1) for index in range(params.n)]

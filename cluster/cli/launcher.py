@@ -108,9 +108,12 @@ def _start_ray(address: str | None, dashboard_port: int | None) -> None:
         return
     has_dashboard = dashboard_port is not None
     ray.init(
-        address="local", namespace="serve", include_dashboard=has_dashboard, dashboard_host="127.0.0.1",
+        address="local",
+        namespace="serve",
+        include_dashboard=has_dashboard,
+        dashboard_host="127.0.0.1",
         dashboard_port=dashboard_port,
-    )  # fmt: skip
+    )
     if dashboard_port is not None:
         token = os.environ["RAY_AUTH_TOKEN_PATH"]
         exporters = Path(os.environ["RAY_TMPDIR"], "ray/prom_metrics_service_discovery.json")

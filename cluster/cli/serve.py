@@ -87,14 +87,19 @@ def parser() -> argparse.ArgumentParser:
     add = ray.add_argument
     add("--address", metavar="HOST:PORT", help="join this cluster; without it, one is started here and ends with us")
     add(
-        "--insecure", action="store_true",
+        "--insecure",
+        action="store_true",
         help="no token for Ray's ports: whoever reaches one of them, and some are open to other machines, can run code "
         "as you",
-    )  # fmt: skip
+    )
     add(
-        "--dashboard", type=int, nargs="?", const=DASHBOARD_PORT, metavar="PORT",
+        "--dashboard",
+        type=int,
+        nargs="?",
+        const=DASHBOARD_PORT,
+        metavar="PORT",
         help=f"start Ray's dashboard, too, on loopback (default: off; without PORT: {DASHBOARD_PORT})",
-    )  # fmt: skip
+    )
     add_flags(parser, AppConfig)
     return parser
 

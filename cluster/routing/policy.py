@@ -62,9 +62,12 @@ class Route(NamedTuple):
 
 
 def choose_route(
-    replicas: Sequence[ReplicaState], cached: Mapping[str, int], random: Random, options: RoutingOptions,
+    replicas: Sequence[ReplicaState],
+    cached: Mapping[str, int],
+    random: Random,
+    options: RoutingOptions,
     session: str = "",
-) -> Route:  # fmt: skip
+) -> Route:
     """The replicas that may serve a request: the best one, then the rest by load; no dead or draining one.
 
     `cached` has the prompt's tokens that a replica is believed to have cached; `session` is any text that requests with

@@ -24,8 +24,13 @@ EXACT_TOKENS = 64
 EXACT_CHUNK = 16  # so short that prompts take several chunks
 EXACT_ROWS = {"exact-eagle3": EAGLE3, "exact-eagle2": EAGLE2}
 MT_BENCH_ROWS = (
-    "eagle3-accept", "eagle3-accept-t1", "eagle2-accept", "eagle3-speed", "frspec", "eagle3-concurrent",
-)  # fmt: skip
+    "eagle3-accept",
+    "eagle3-accept-t1",
+    "eagle2-accept",
+    "eagle3-speed",
+    "frspec",
+    "eagle3-concurrent",
+)
 
 
 def exactness(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
@@ -57,8 +62,10 @@ def exactness(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         yield Figure(
             f"{TITLES[method]} answers equal to plain, float32, T = 0 and 1, {' and '.join(by_name)}, batch 1 and "
             f"{CONCURRENCY}, cold and warm, {len(verify_outputs)} answers x {EXACT_TOKENS} tokens",
-            sum(verify_outputs) / len(verify_outputs), 1.0, "{:.0%}",
-        )  # fmt: skip
+            sum(verify_outputs) / len(verify_outputs),
+            1.0,
+            "{:.0%}",
+        )
 
 
 def on_mt_bench(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
@@ -69,9 +76,12 @@ def on_mt_bench(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     third, second = (_accept_variant(variants, method, effort) for method in (EAGLE3, EAGLE2))
     _define(session, variants)
     needs = {
-        "eagle3-accept": (third,), "eagle3-accept-t1": (third,), "eagle2-accept": (second,),
-        "eagle3-speed": (PLAIN, EAGLE3), "frspec": (EAGLE2, FRSPEC),
-    }  # fmt: skip
+        "eagle3-accept": (third,),
+        "eagle3-accept-t1": (third,),
+        "eagle2-accept": (second,),
+        "eagle3-speed": (PLAIN, EAGLE3),
+        "frspec": (EAGLE2, FRSPEC),
+    }
     needed = list(dict.fromkeys(name for row, names in needs.items() if row in wanted for name in names))
     greedy = session.compare(needed, prompts, settings, progress=True, title=f"{data}, T = 0") if needed else []
     if "eagle3-accept" in wanted:

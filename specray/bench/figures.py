@@ -25,10 +25,19 @@ from specray.errors import SpecRayError
 
 NGRAM, SUFFIX = "ngram", "ngram-suffix"
 STEP_PATH = (
-    "step", "engine/request", "engine/block_pool", "engine/radix_cache", "engine/scheduler", "engine/engine",
-    "worker/worker", "worker/model_runner", "worker/input_batch", "worker/request_state", "spec_decode/draft_tree",
+    "step",
+    "engine/request",
+    "engine/block_pool",
+    "engine/radix_cache",
+    "engine/scheduler",
+    "engine/engine",
+    "worker/worker",
+    "worker/model_runner",
+    "worker/input_batch",
+    "worker/request_state",
+    "spec_decode/draft_tree",
     "spec_decode/verifier",
-)  # fmt: skip
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,8 +108,10 @@ def _speculation(session: Session, effort: Effort) -> Iterator[Figure]:
     )
     for variant, match in ((NGRAM, "BFS"), (SUFFIX, "SUFFIX")):
         for category, title, bound in (
-            ("copy", "copy-heavy prompts", 1.8), ("code", "code-like prompts", 1.3), ("chat", "open chat", 0.97),
-        ):  # fmt: skip
+            ("copy", "copy-heavy prompts", 1.8),
+            ("code", "code-like prompts", 1.3),
+            ("chat", "open chat", 0.97),
+        ):
             summary = summaries[variant][category]
             assert summary.ratio_to_plain is not None, "plain was measured"
             what = f"NGRAM {match} / plain, {title} (accept length {summary.accept_length:.2f})"
@@ -166,8 +177,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--quick", action="store_true", help="a few tokens of everything, to try the bench itself")
     add("--only", type=_rows, metavar="A,B", help=f"these rows only, of {', '.join(ROWS)}")
-    add("--mt-bench", type=Path, metavar="FILE",
-        help="MT-bench's questions as JSON Lines (default: built-in prompts, and rows say so)")  # fmt: skip
+    add(
+        "--mt-bench",
+        type=Path,
+        metavar="FILE",
+        help="MT-bench's questions as JSON Lines (default: built-in prompts, and rows say so)",
+    )
     add("--accept-tree", metavar="STEPS-TOPK-N", help="tree of the accept-length rows (default: that of configs/)")
     add("--json", type=Path, metavar="FILE", help="write figures, machine and versions there as well")
     return parser

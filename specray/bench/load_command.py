@@ -30,19 +30,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", default="Once upon a time", help="of all requests (default: %(default)s)")
     add("--whole", action="store_true", help="ask for one JSON body instead of a stream")
     add("--timeout", type=_above_zero, default=60.0, metavar="S", help="deadline of each (default: %(default)s)")
-    add("--cut", type=_share, default=0.0, metavar="SHARE",
-        help="of the requests, 0 to 1, that hang up at a random byte (default: %(default)s)")  # fmt: skip
-    add("--slow", type=_share, default=0.0, metavar="SHARE",
-        help="of the requests, 0 to 1, that read one byte a second (default: %(default)s)")  # fmt: skip
+    add(
+        "--cut",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="of the requests, 0 to 1, that hang up at a random byte (default: %(default)s)",
+    )
+    add(
+        "--slow",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="of the requests, 0 to 1, that read one byte a second (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="of arrivals and cuts (default: %(default)s)")
     parser.epilog = f"A server with keys: put yours in the environment variable {KEY_VARIABLE}."
 
 
 def run_command(options: argparse.Namespace) -> int:
     load = Load(
-        options.url.rstrip("/"), options.rate, options.seconds, options.max_tokens, options.prompt,
-        not options.whole, options.timeout, options.cut, options.slow, os.environ.get(KEY_VARIABLE), options.seed,
-    )  # fmt: skip
+        options.url.rstrip("/"),
+        options.rate,
+        options.seconds,
+        options.max_tokens,
+        options.prompt,
+        not options.whole,
+        options.timeout,
+        options.cut,
+        options.slow,
+        os.environ.get(KEY_VARIABLE),
+        options.seed,
+    )
     report, idle_s = asyncio.run(_run(load))
     print(table(report))
     print("idle again:", "no" if idle_s == inf else f"after {idle_s:.1f} s")

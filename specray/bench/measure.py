@@ -119,9 +119,11 @@ class Interview:
     def _job(self, talk: list[dict[str, str]], number: int) -> Job:
         settings = self._settings
         params = SamplingParams(
-            temperature=settings.temperature, max_tokens=settings.max_tokens, ignore_eos=settings.ignore_eos,
+            temperature=settings.temperature,
+            max_tokens=settings.max_tokens,
+            ignore_eos=settings.ignore_eos,
             seed=settings.seed + number,
-        )  # fmt: skip
+        )
         return Job(render_chat(self._tokenizer, talk), params)
 
 

@@ -95,9 +95,13 @@ async def _one(load: Load, index: int, rng: random.Random, ledger: Ledger) -> No
 
 def _body(load: Load, index: int) -> dict[str, Any]:
     body = {
-        "prompt": load.prompt, "max_tokens": load.max_tokens, "seed": index, "temperature": 1.0, "ignore_eos": True,
+        "prompt": load.prompt,
+        "max_tokens": load.max_tokens,
+        "seed": index,
+        "temperature": 1.0,
+        "ignore_eos": True,
         "timeout": load.timeout_s,
-    }  # fmt: skip
+    }
     return body | {"stream": True, "stream_options": {"include_usage": True}} if load.stream else body
 
 

@@ -94,9 +94,13 @@ def _placed(folder: Path, name: str) -> Path:
 
 def _body(text: str, max_tokens: int) -> dict[str, Any]:
     return {
-        "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
 async def _answer(url: str, bodies: Sequence[Any], batch: int) -> tuple[int, float]:

@@ -47,9 +47,14 @@ class Session:
         self._variants.pop(name, None)
 
     def compare(
-        self, names: Sequence[str], prompts: Sequence[Prompt], settings: Settings, floor: Floor | None = None,
-        progress: bool = False, title: str = "measuring",
-    ) -> list[Record]:  # fmt: skip
+        self,
+        names: Sequence[str],
+        prompts: Sequence[Prompt],
+        settings: Settings,
+        floor: Floor | None = None,
+        progress: bool = False,
+        title: str = "measuring",
+    ) -> list[Record]:
         variants = [self.variant(name) for name in names]
         return compare(variants, prompts, self._llm.tokenizer, settings, floor, progress, title)
 
@@ -70,9 +75,14 @@ class Session:
 def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
     """The command's work: load, measure, print, write."""
     settings = Settings(
-        options.concurrency, options.max_tokens, options.temperature, options.turns, options.repeats, options.seed,
+        options.concurrency,
+        options.max_tokens,
+        options.temperature,
+        options.turns,
+        options.repeats,
+        options.seed,
         options.ignore_eos,
-    )  # fmt: skip
+    )
     for name in options.variants:
         _check_variant(name, settings, config)
     prompts = load_prompts(options.prompts, options.limit)

@@ -30,8 +30,18 @@ from specray.spec_decode import DRAFTERS
 
 # From a short chain, which a busy machine can still afford, to trees that only pay where many rows cost like one.
 TREES = (
-    "2-1-3", "3-1-4", "5-1-6", "3-2-6", "4-2-8", "5-4-8", "5-4-12", "5-4-16", "6-8-16", "6-8-24", "7-8-32",
-)  # fmt: skip
+    "2-1-3",
+    "3-1-4",
+    "5-1-6",
+    "3-2-6",
+    "4-2-8",
+    "5-4-8",
+    "5-4-12",
+    "5-4-16",
+    "6-8-16",
+    "6-8-24",
+    "7-8-32",
+)
 NODES = ("4", "6", "8", "12", "16", "24")  # for methods that know no other tree option
 
 
@@ -100,9 +110,14 @@ def make_candidates(speculative: SpeculativeConfig, trees: Sequence[str] | None 
 
 
 def search(
-    session: Session, candidates: Sequence[Candidate], prompts: Sequence[Prompt], settings: Settings,
-    batch_sizes: Sequence[int], num_rounds: int, num_prompts: int,
-) -> Outcome:  # fmt: skip
+    session: Session,
+    candidates: Sequence[Candidate],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    batch_sizes: Sequence[int],
+    num_rounds: int,
+    num_prompts: int,
+) -> Outcome:
     """Measure in rounds and let the slower half go after each but the last."""
     plain: dict[int, list[float]] = {size: [] for size in batch_sizes}
     for candidate in candidates:
@@ -113,10 +128,12 @@ def search(
         for size in batch_sizes:
             asked = prompts_of_round(prompts, number, max(num_prompts, 2 * size))
             records = session.compare(
-                [PLAIN, *(candidate.tree for candidate in left)], asked,
-                _settings(settings, size, f"round-{number}-batch-{size}-"), progress=True,
+                [PLAIN, *(candidate.tree for candidate in left)],
+                asked,
+                _settings(settings, size, f"round-{number}-batch-{size}-"),
+                progress=True,
                 title=f"round {number}/{num_rounds}, {len(left)} trees, batch {size}",
-            )  # fmt: skip
+            )
             plain[size].append(summarise(records)[PLAIN][ALL].output_tokens_per_s)
             for candidate in left:
                 candidate.note(size, records)

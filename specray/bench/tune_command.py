@@ -26,20 +26,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--model", help="over that of --config: embedded name, folder, .gguf file or hub name")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="over that of --config")
-    add("--batch-sizes", type=batch_sizes, default="1,8", metavar="A,B",
-        help="requests under way; the best tree has the highest mean over them (default: %(default)s)")  # fmt: skip
-    add("--candidates", type=candidates, metavar="A,B",
-        help="trees: STEPS-TOPK-N, or numbers of nodes N (default: a list from small to large)")  # fmt: skip
+    add(
+        "--batch-sizes",
+        type=batch_sizes,
+        default="1,8",
+        metavar="A,B",
+        help="requests under way; the best tree has the highest mean over them (default: %(default)s)",
+    )
+    add(
+        "--candidates",
+        type=candidates,
+        metavar="A,B",
+        help="trees: STEPS-TOPK-N, or numbers of nodes N (default: a list from small to large)",
+    )
     add("--rounds", type=positive, default=3, metavar="N", help="passes, each on other prompts (default: %(default)s)")
-    add("--prompts", type=Path, metavar="FILE",
-        help="JSON Lines, not those you evaluate with (default: the built-in chat prompts)")  # fmt: skip
-    add("--limit", type=positive, default=6, metavar="N",
-        help="prompts in a round, and at least two for each request under way (default: %(default)s)")  # fmt: skip
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSON Lines, not those you evaluate with (default: the built-in chat prompts)",
+    )
+    add(
+        "--limit",
+        type=positive,
+        default=6,
+        metavar="N",
+        help="prompts in a round, and at least two for each request under way (default: %(default)s)",
+    )
     add("--max-tokens", type=positive, default=96, metavar="N", help="longest answer (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the first request; the others count on (default: %(default)s)")
-    add("--out", type=Path, default=Path("tune"), metavar="FOLDER",
-        help="where tune.json, tune.png and speculative.yaml go (default: %(default)s)")  # fmt: skip
+    add(
+        "--out",
+        type=Path,
+        default=Path("tune"),
+        metavar="FOLDER",
+        help="where tune.json, tune.png and speculative.yaml go (default: %(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

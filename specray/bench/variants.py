@@ -115,9 +115,11 @@ def tree_options(tree: str | None, place: str) -> dict[str, int | None]:
     if match["num_draft_tokens"]:
         return {"num_draft_tokens": int(tree), "max_step_draft_tokens": None}
     return {
-        "num_steps": int(match["steps"]), "eagle_topk": int(match["topk"]), "num_draft_tokens": int(match["nodes"]),
+        "num_steps": int(match["steps"]),
+        "eagle_topk": int(match["topk"]),
+        "num_draft_tokens": int(match["nodes"]),
         "max_step_draft_tokens": None,
-    }  # fmt: skip
+    }
 
 
 def with_tree(config: SpeculativeConfig, tree: str) -> SpeculativeConfig:

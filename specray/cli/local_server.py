@@ -68,10 +68,12 @@ class LocalServer:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*_SERVE, str(config)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 env={**os.environ, "RAY_TMPDIR": str(self._folder)},
                 start_new_session=True,  # Ctrl-C is for us; the server is stopped in order
-            )  # fmt: skip
+            )
         return self
 
     def __exit__(

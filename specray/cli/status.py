@@ -25,9 +25,20 @@ KEY_VARIABLE = "SPECRAY_API_KEY"
 TIMEOUT_S = 5.0
 CLEAR = "\x1b[H\x1b[J"  # cursor home, rest of the screen empty
 HEADERS = (
-    "replica", "ranks", "drafter", "last token", "running", "queued", "tokens/s", "accept len now", "in all", "KV used",
-    "cache hits", "draft faults", "preemptions",
-)  # fmt: skip
+    "replica",
+    "ranks",
+    "drafter",
+    "last token",
+    "running",
+    "queued",
+    "tokens/s",
+    "accept len now",
+    "in all",
+    "KV used",
+    "cache hits",
+    "draft faults",
+    "preemptions",
+)
 
 Json = dict[str, Any]
 Counts = Mapping[str, float]  # of one replica: a metric's name -> its value, all labels together
@@ -174,11 +185,20 @@ def _headline(url: str, now: Look) -> str:
 
 def _cells(row: Row) -> list[str]:
     return [
-        row.replica, _ranks(row.rank_nodes), row.drafter, _or_dash(row.since_token_s, "{:.1f} s ago"),
-        str(row.num_running), str(row.num_waiting), f"{row.tokens_per_s:.1f}", _or_dash(row.accept_length, "{:.2f}"),
-        _or_dash(row.accept_length_in_all, "{:.2f}"), f"{row.kv_usage:.0%}", _or_dash(row.cache_hit_rate, "{:.0%}"),
-        str(row.num_draft_faults), str(row.num_preemptions),
-    ]  # fmt: skip
+        row.replica,
+        _ranks(row.rank_nodes),
+        row.drafter,
+        _or_dash(row.since_token_s, "{:.1f} s ago"),
+        str(row.num_running),
+        str(row.num_waiting),
+        f"{row.tokens_per_s:.1f}",
+        _or_dash(row.accept_length, "{:.2f}"),
+        _or_dash(row.accept_length_in_all, "{:.2f}"),
+        f"{row.kv_usage:.0%}",
+        _or_dash(row.cache_hit_rate, "{:.0%}"),
+        str(row.num_draft_faults),
+        str(row.num_preemptions),
+    ]
 
 
 def _ranks(nodes: list[str]) -> str:

@@ -42,9 +42,16 @@ class LatentAttention:
     """Attention of this rank's heads over the pool's one KV head."""
 
     def __init__(
-        self, index: int, sizes: LatentSizes, query: Callable[[Tensor], Tensor], compress: Callable[[Tensor], Tensor],
-        latent_norm: RMSNorm, expand: Tensor, out: RowParallelLinear, scale: float,
-    ) -> None:  # fmt: skip
+        self,
+        index: int,
+        sizes: LatentSizes,
+        query: Callable[[Tensor], Tensor],
+        compress: Callable[[Tensor], Tensor],
+        latent_norm: RMSNorm,
+        expand: Tensor,
+        out: RowParallelLinear,
+        scale: float,
+    ) -> None:
         """`query` gives [T, heads * query_dim], `compress` [T, kv_rank + rope_dim], rotary parts in half-split order.
 
         `expand` [heads, nope_dim + value_dim, kv_rank] makes keys and values of the latent; `scale` is the softmax's.

@@ -87,9 +87,13 @@ class MixtureOfExperts:
     """
 
     def __init__(
-        self, gate: Tensor, route: Route, experts: Sequence[Expert], group: RankGroup,
+        self,
+        gate: Tensor,
+        route: Route,
+        experts: Sequence[Expert],
+        group: RankGroup,
         shared: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._gate = gate
         self._route = route
         self._experts = experts

@@ -65,8 +65,12 @@ class Deepseek(Llama):
 
     @classmethod
     def rotary_of(
-        cls, config: PretrainedConfig, shape: LlamaShape, max_positions: int, loader: Loader  # noqa: ARG003
-    ) -> RotaryEmbedding:  # fmt: skip
+        cls,
+        config: PretrainedConfig,
+        shape: LlamaShape,  # noqa: ARG003
+        max_positions: int,
+        loader: Loader,
+    ) -> RotaryEmbedding:
         return RotaryEmbedding(config, config.qk_rope_head_dim, max_positions, loader.dtype, loader.device)
 
     @classmethod
@@ -96,14 +100,15 @@ def _attention(
     part = slice(shape.heads.start * width, shape.heads.stop * width)
     out = loader.tensor(place + "o_proj.weight", (hidden, shape.num_heads * width), part, 1)
     return LatentAttention(
-        kv_layer, sizes,
+        kv_layer,
+        sizes,
         query=_query(config, shape, place, loader),
         compress=ColumnParallelLinear(torch.cat((latent, _ordered(config, turned))), quantization=loader.quantization),
         latent_norm=RMSNorm(loader.tensor(place + "kv_a_layernorm.weight", (sizes.kv_rank,)), _LATENT_EPS),
         expand=expand,
         out=RowParallelLinear(out.contiguous(), group, quantization=loader.quantization),
         scale=sizes.query_dim**-0.5 * _long_context_scale(config),
-    )  # fmt: skip
+    )
 
 
 def _query(config: PretrainedConfig, shape: LatentShape, place: str, loader: Loader) -> Callable[[Tensor], Tensor]:
@@ -153,9 +158,12 @@ def _route(config: PretrainedConfig, place: str, loader: Loader) -> Route:
     if config.model_type == "deepseek_v3":
         bias = loader.stored(place + "gate.e_score_correction_bias", (config.n_routed_experts,))
         return SigmoidRoute(
-            bias.to(loader.device, torch.float32), config.num_experts_per_tok, config.norm_topk_prob,
-            config.routed_scaling_factor, **groups,
-        )  # fmt: skip
+            bias.to(loader.device, torch.float32),
+            config.num_experts_per_tok,
+            config.norm_topk_prob,
+            config.routed_scaling_factor,
+            **groups,
+        )
     if config.topk_method == "greedy":
         groups = {}
     return SoftmaxRoute(config.num_experts_per_tok, scale=config.routed_scaling_factor, **groups)
@@ -178,8 +186,11 @@ def _check(config: PretrainedConfig) -> None:
     """ConfigError for what these checkpoints could say, and none is known to."""
     methods = {"deepseek_v2": ("greedy", "group_limited_greedy"), "deepseek_v3": ("noaux_tc",)}[config.model_type]
     for name, known in (
-        ("topk_method", methods), ("attention_bias", (False,)), ("moe_layer_freq", (1,)), ("hidden_act", ("silu",)),
-    ):  # fmt: skip
+        ("topk_method", methods),
+        ("attention_bias", (False,)),
+        ("moe_layer_freq", (1,)),
+        ("hidden_act", ("silu",)),
+    ):
         value = getattr(config, name, known[0])
         if value not in known:
             raise ConfigError(

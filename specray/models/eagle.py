@@ -90,9 +90,14 @@ class Eagle2Head:
     """EAGLE-1 and -2: fc over [embedding, feature], then a layer without input norm; the target's output matrix."""
 
     def __init__(
-        self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames,
-        shared: "TargetMatrices", token_map: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: HeadConfig,
+        shape: LlamaShape,
+        loader: Loader,
+        names: TensorNames,
+        shared: "TargetMatrices",
+        token_map: Tensor | None = None,
+    ) -> None:
         size = shape.hidden_size
         if size != shared.shape.hidden_size:
             raise ConfigError(
@@ -178,9 +183,16 @@ class TargetMatrices:
     """
 
     def __init__(
-        self, shape: LlamaShape, max_positions: int, folder: Path, load_format: str,
-        dtype: torch.dtype, device: torch.device, target: Llama | None, quantization: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        shape: LlamaShape,
+        max_positions: int,
+        folder: Path,
+        load_format: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        target: Llama | None,
+        quantization: str | None = None,
+    ) -> None:
         self.shape = shape
         self.quantization = quantization
         self.dtype = dtype

@@ -122,9 +122,15 @@ class Llama:
 
     @classmethod
     def layer(
-        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader, group: RankGroup,
+        cls,
+        config: PretrainedConfig,
+        shape: LlamaShape,
+        index: int,
+        prefix: str,
+        loader: Loader,
+        group: RankGroup,
         kv_layer: int | None = None,
-    ) -> "DecoderLayer":  # fmt: skip
+    ) -> "DecoderLayer":
         """Layer `index` of this kind from tensors `prefix`*; its KV is layer `kv_layer` or `index` of the pool."""
         attention = cls.attention(config, shape, index if kv_layer is None else kv_layer, prefix, loader, group)
         feed_forward = cls.feed_forward(config, shape, index, prefix, loader, group)
@@ -132,16 +138,26 @@ class Llama:
 
     @classmethod
     def attention(
-        cls, config: PretrainedConfig, shape: LlamaShape, kv_layer: int, prefix: str, loader: Loader,  # noqa: ARG003
+        cls,
+        config: PretrainedConfig,  # noqa: ARG003
+        shape: LlamaShape,
+        kv_layer: int,
+        prefix: str,
+        loader: Loader,
         group: RankGroup,
-    ) -> SelfAttention:  # fmt: skip
+    ) -> SelfAttention:
         return Attention(kv_layer, shape, loader, group, prefix + "self_attn.")
 
     @classmethod
     def feed_forward(
-        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader,  # noqa: ARG003
+        cls,
+        config: PretrainedConfig,  # noqa: ARG003
+        shape: LlamaShape,
+        index: int,  # noqa: ARG003
+        prefix: str,
+        loader: Loader,
         group: RankGroup,
-    ) -> Feed:  # fmt: skip
+    ) -> Feed:
         return FeedForward(shape, loader, group, prefix + "mlp.")
 
     def __call__(
@@ -173,9 +189,13 @@ class DecoderLayer:
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(
-        self, shape: LlamaShape, loader: Loader, prefix: str,
-        attention: SelfAttention, ffn: Feed,
-    ) -> None:  # fmt: skip
+        self,
+        shape: LlamaShape,
+        loader: Loader,
+        prefix: str,
+        attention: SelfAttention,
+        ffn: Feed,
+    ) -> None:
         size = (shape.hidden_size,)
         self.input_norm = RMSNorm(loader.tensor(prefix + "input_layernorm.weight", size), shape.eps)
         self.attention = attention

@@ -17,9 +17,14 @@ class Loader:
     """Takes tensors out of a WeightReader for one rank; `quantization` is what the model's linears are to have."""
 
     def __init__(
-        self, folder: Path, load_format: str, dtype: torch.dtype, device: torch.device, progress: bool = False,
+        self,
+        folder: Path,
+        load_format: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: bool = False,
         quantization: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder = folder
         self.dtype = dtype
         self.device = device

@@ -23,9 +23,14 @@ class Mixtral(Llama):
 
     @classmethod
     def feed_forward(
-        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader,  # noqa: ARG003
+        cls,
+        config: PretrainedConfig,
+        shape: LlamaShape,
+        index: int,  # noqa: ARG003
+        prefix: str,
+        loader: Loader,
         group: RankGroup,
-    ) -> Feed:  # fmt: skip
+    ) -> Feed:
         place, hidden, count = prefix + "block_sparse_moe.", shape.hidden_size, config.num_local_experts
         experts = load_experts(loader, place, count, hidden, shape.ffn_size, group, _MIXTRAL_NAMES)
         route = SoftmaxRoute(config.num_experts_per_tok, normalise=True)
@@ -53,9 +58,14 @@ def load_gate(loader: Loader, prefix: str, num_experts: int, hidden_size: int) -
 
 
 def load_experts(
-    loader: Loader, prefix: str, num_experts: int, hidden_size: int, ffn_size: int, group: RankGroup,
+    loader: Loader,
+    prefix: str,
+    num_experts: int,
+    hidden_size: int,
+    ffn_size: int,
+    group: RankGroup,
     names: Sequence[str] = QWEN_NAMES,
-) -> list[Expert]:  # fmt: skip
+) -> list[Expert]:
     """All experts, of each this rank's part of its `ffn_size`; `names` are those of gate, up and down."""
     part, wide = group.share(ffn_size), (ffn_size, hidden_size)
     experts = []

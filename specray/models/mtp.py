@@ -50,9 +50,14 @@ class Layout:
 
 
 MIMO = Layout(
-    "model.mtp_layers.*", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
-    state_first=True, masks_first=True,
-)  # fmt: skip
+    "model.mtp_layers.*",
+    "token_layernorm",
+    "hidden_layernorm",
+    "input_proj",
+    "final_layernorm",
+    state_first=True,
+    masks_first=True,
+)
 NEXTN = Layout("model.layers.*", "enorm", "hnorm", "eh_proj", "shared_head.norm", state_first=False, masks_first=False)
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 
@@ -105,9 +110,15 @@ class MtpLayer:
     """One layer: [T, H] from embeddings and states [T, H]."""
 
     def __init__(
-        self, config: PretrainedConfig, shape: LlamaShape, loader: Loader, layout: Layout, number: int, kv_layer: int,
+        self,
+        config: PretrainedConfig,
+        shape: LlamaShape,
+        loader: Loader,
+        layout: Layout,
+        number: int,
+        kv_layer: int,
         rotary: RotaryEmbedding,
-    ) -> None:  # fmt: skip
+    ) -> None:
         prefix, size = layout.layers.replace("*", str(number)) + ".", shape.hidden_size
 
         def norm(name: str) -> RMSNorm:

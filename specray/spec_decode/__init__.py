@@ -26,16 +26,27 @@ class Method(NamedTuple):
 
 _ALL = frozenset(
     {
-        "algorithm", "max_step_draft_tokens", "verification", "accept_threshold_single", "accept_threshold_acc",
-        "simulate_accept_length", "simulate_accept_rates", "simulate_output_is_meaningless",
+        "algorithm",
+        "max_step_draft_tokens",
+        "verification",
+        "accept_threshold_single",
+        "accept_threshold_acc",
+        "simulate_accept_length",
+        "simulate_accept_rates",
+        "simulate_output_is_meaningless",
     }
-)  # fmt: skip  # hold for every method
+)  # hold for every method
 _HEAD = frozenset(
     {
-        "draft_model_path", "draft_model_revision", "draft_load_format", "draft_dtype", "draft_model_quantization",
-        "draft_attention_backend", "ngram_override_min_match",
+        "draft_model_path",
+        "draft_model_revision",
+        "draft_load_format",
+        "draft_dtype",
+        "draft_model_quantization",
+        "draft_attention_backend",
+        "ngram_override_min_match",
     }
-)  # fmt: skip
+)
 _TREE = frozenset({"num_steps", "eagle_topk", "num_draft_tokens"})
 
 

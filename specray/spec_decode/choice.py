@@ -24,9 +24,14 @@ class NodeSampler(Protocol):
     """The token after a node, for nodes of several rows."""
 
     def __call__(
-        self, logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int],
-        children: Sequence[Mapping[int, int]], draft_probs: Tensor | None, depth: int,
-    ) -> Tensor:  # fmt: skip
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplerRow],
+        positions: Sequence[int],
+        children: Sequence[Mapping[int, int]],
+        draft_probs: Tensor | None,
+        depth: int,
+    ) -> Tensor:
         """int64 [rows] from float32 logits [rows, V], not changed, of which one is not finite only in broken rows.
 
         `positions` are those of the tokens to choose, `children[i]` the drafts below node i by token, best first.
@@ -36,9 +41,13 @@ class NodeSampler(Protocol):
 
 
 def coupled(
-    logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int],
-    children: Sequence[Mapping[int, int]], draft_probs: Tensor | None, depth: int,  # noqa: ARG001
-) -> Tensor:  # fmt: skip
+    logits: Tensor,
+    rows: Sequence[SamplerRow],
+    positions: Sequence[int],
+    children: Sequence[Mapping[int, int]],  # noqa: ARG001
+    draft_probs: Tensor | None,  # noqa: ARG001
+    depth: int,  # noqa: ARG001
+) -> Tensor:
     """The token that the target samples with the request's noise for this position, drafts or not."""
     return sample(logits, rows, positions)
 

@@ -21,9 +21,13 @@ from specray.ops.sampling import SamplerRow, target_probs
 
 
 def by_rejection(
-    logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int],
-    children: Sequence[Mapping[int, int]], draft_probs: Tensor | None, depth: int,  # noqa: ARG001
-) -> Tensor:  # fmt: skip
+    logits: Tensor,
+    rows: Sequence[SamplerRow],
+    positions: Sequence[int],
+    children: Sequence[Mapping[int, int]],
+    draft_probs: Tensor | None,
+    depth: int,  # noqa: ARG001
+) -> Tensor:
     """A Choose."""
     seeds = [row.options.seed for row in rows]
     width = max(map(len, children))

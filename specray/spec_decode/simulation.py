@@ -28,9 +28,14 @@ class Simulated:
     rates: Sequence[float]
 
     def __call__(
-        self, logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int],
-        children: Sequence[Mapping[int, int]], draft_probs: Tensor | None, depth: int,  # noqa: ARG002
-    ) -> Tensor:  # fmt: skip
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplerRow],
+        positions: Sequence[int],
+        children: Sequence[Mapping[int, int]],
+        draft_probs: Tensor | None,  # noqa: ARG002
+        depth: int,
+    ) -> Tensor:
         rate = self.rates[depth] if depth < len(self.rates) else 0.0
         tokens: list[int] = sample(logits, rows, positions).tolist()  # costs what it always costs
         for i, row in enumerate(rows):

@@ -27,9 +27,14 @@ class Thresholds:
     acc: float
 
     def __call__(
-        self, logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int],
-        children: Sequence[Mapping[int, int]], draft_probs: Tensor | None, depth: int,  # noqa: ARG002
-    ) -> Tensor:  # fmt: skip
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplerRow],
+        positions: Sequence[int],
+        children: Sequence[Mapping[int, int]],
+        draft_probs: Tensor | None,  # noqa: ARG002
+        depth: int,  # noqa: ARG002
+    ) -> Tensor:
         tokens: list[int] = sample(logits, rows, positions).tolist()
         open_rows = [i for i, token in enumerate(tokens) if children[i] and token not in children[i]]
         probs_list = target_probs(logits[open_rows], [rows[i] for i in open_rows]) if open_rows else logits[:0]

@@ -58,9 +58,14 @@ class TreeGrower:
     """Trees of one shape. `scratch` int64 [rows, at least topk * (num_steps - 1)] has KV slots for the nodes."""
 
     def __init__(
-        self, model: TreeModel, shape: TreeShape, attention: AttentionBackend, scratch: np.ndarray, last_position: int,
+        self,
+        model: TreeModel,
+        shape: TreeShape,
+        attention: AttentionBackend,
+        scratch: np.ndarray,
+        last_position: int,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert shape.topk <= model.vocab_size
         self._model = model
         self._shape = shape
@@ -140,9 +145,12 @@ class TreeGrower:
     def _with_noise(self, logits: Tensor, rows: Sequence[DraftRow], depth: int) -> Tensor:
         """Logits [rows, nodes, V] under temperature and the noise with which the target will sample at `depth`."""
         noise = gumbel(
-            [row.seed for row in rows], [row.end + depth for row in rows], logits.shape[-1], self._device,
+            [row.seed for row in rows],
+            [row.end + depth for row in rows],
+            logits.shape[-1],
+            self._device,
             self._model.draft_token_ids,
-        )  # fmt: skip
+        )
         temperatures = torch.tensor([row.temperature for row in rows], device=self._device)
         return logits / temperatures[:, None, None] + noise[:, None]
 
@@ -171,6 +179,12 @@ def draft_quantization(config: SpeculativeConfig, target: TargetView) -> str | N
 def target_matrices(config: SpeculativeConfig, target: TargetView) -> TargetMatrices:
     """What a head takes of its target."""
     return TargetMatrices(
-        target.shape, target.context_length, target.folder, target.load_format, draft_dtype(config, target),
-        target.device, target.model, draft_quantization(config, target),
-    )  # fmt: skip
+        target.shape,
+        target.context_length,
+        target.folder,
+        target.load_format,
+        draft_dtype(config, target),
+        target.device,
+        target.model,
+        draft_quantization(config, target),
+    )

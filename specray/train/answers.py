@@ -145,11 +145,14 @@ class _Generator:
         room = min(config.max_position_embeddings, _LONGEST_PROMPT + options.max_tokens)
         self._longest_prompt = room - options.max_tokens
         self._llm = LLM(
-            model=options.model, dtype=options.dtype, disable_radix_cache=True,
+            model=options.model,
+            dtype=options.dtype,
+            disable_radix_cache=True,
             num_threads=max(1, len(os.sched_getaffinity(0)) // options.generators),
-            max_running_requests=options.concurrency, max_total_tokens=options.concurrency * (room + 16),
+            max_running_requests=options.concurrency,
+            max_total_tokens=options.concurrency * (room + 16),
             drafter=HiddenStateRecorder(aux_hidden_state_layers(config.num_hidden_layers), self._take),
-        )  # fmt: skip
+        )
         self._header = user_header(self._llm.tokenizer) if options.self_prompts else []
         self._texts = [text for path in options.prompts for text in read_prompt_file(path, options.max_bad_rows).texts]
 

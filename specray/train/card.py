@@ -9,9 +9,12 @@ _METHODS = {"eagle3": "EAGLE-3 draft head", "eagle2": "EAGLE-2 draft head", "mtp
 
 
 def model_card(
-    config: dict[str, Any], settings: TrainSettings, answers: dict[str, Any], counters: Counters,
+    config: dict[str, Any],
+    settings: TrainSettings,
+    answers: dict[str, Any],
+    counters: Counters,
     validation: dict[str, Any] | None,
-) -> str:  # fmt: skip
+) -> str:
     """README.md of a head or draft model, in Markdown."""
     method = _METHODS[settings.kind]
     parts = [

@@ -58,8 +58,14 @@ def _answers(options: argparse.Namespace) -> Path:
 
 def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
     add = parser.add_argument
-    add("--run", type=Path, required=True, dest="run_folder", metavar="FOLDER",
-        help="checkpoint, log, plot and what was made; the same command goes on where it stopped")  # fmt: skip
+    add(
+        "--run",
+        type=Path,
+        required=True,
+        dest="run_folder",
+        metavar="FOLDER",
+        help="checkpoint, log, plot and what was made; the same command goes on where it stopped",
+    )
     add("--tokens", type=positive, required=True, metavar="N", help="positions to learn from in all; may change later")
     add("--max-minutes", type=float, metavar="M", help="checkpoint and stop after M minutes")
     if kind == "draft":
@@ -77,8 +83,12 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
     add("--decay", type=float, default=0.25, metavar="X", help="last share of --tokens (default: %(default)s)")
     add("--clip", type=float, default=1.0, metavar="X", help="largest norm of the gradient (default: %(default)s)")
     add("--init-head", metavar="FOLDER", help="start from this head's weights")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-        help="of the arithmetic; the weights that are trained stay float32 (default: %(default)s)")  # fmt: skip
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of the arithmetic; the weights that are trained stay float32 (default: %(default)s)",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--threads", type=positive, metavar="N", help="CPU threads (default: all cores)")
     add("--seed", type=int, default=0, help="of the start and of the order of the data (default: %(default)s)")
@@ -91,33 +101,56 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
 def _add_draft_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(unroll=1)  # a draft model has nothing of its last step but KV: every step is like the first
     add = parser.add_argument
-    add("--layers", default="4", metavar="N|LIST",
+    add(
+        "--layers",
+        default="4",
+        metavar="N|LIST",
         help="layers of the target that are kept: so many, spaced evenly, or these, such as 0,9,29 "
-        "(default: %(default)s)")  # fmt: skip
+        "(default: %(default)s)",
+    )
     _add_train_vocab(parser)
 
 
 def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
     add = parser.add_argument
     add("--unroll", type=positive, default=3, metavar="N", help="draft steps trained together (default: %(default)s)")
-    add("--step-decay", type=float, default=0.8, metavar="X",
-        help="weight of each step over that of the one before (default: %(default)s)")  # fmt: skip
+    add(
+        "--step-decay",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="weight of each step over that of the one before (default: %(default)s)",
+    )
     if kind == "eagle3":
-        add("--draft-vocab-size", type=positive, default=8192, metavar="N",
-            help="most frequent ids the head can draft (default: %(default)s)")  # fmt: skip
+        add(
+            "--draft-vocab-size",
+            type=positive,
+            default=8192,
+            metavar="N",
+            help="most frequent ids the head can draft (default: %(default)s)",
+        )
     else:
         _add_train_vocab(parser)
     if kind == "eagle2":
         add("--bias", action="store_true", help="let fc have a bias")
     add("--intermediate-size", type=positive, metavar="N", help="width of the feed-forward (default: the target's)")
-    add("--start", choices=("identity", "linear"), default="identity",
-        help="identity: fc passes the highest feature on; linear: it is fitted by least squares (default: "
-        "%(default)s)")  # fmt: skip
+    add(
+        "--start",
+        choices=("identity", "linear"),
+        default="identity",
+        help="identity: fc passes the highest feature on; linear: it is fitted by least squares (default: %(default)s)",
+    )
 
 
 def _add_train_vocab(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--train-vocab", type=positive, default=8192, dest="draft_vocab_size", metavar="N",
-        help="most frequent ids trained on; serving uses all (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--train-vocab",
+        type=positive,
+        default=8192,
+        dest="draft_vocab_size",
+        metavar="N",
+        help="most frequent ids trained on; serving uses all (default: %(default)s)",
+    )
 
 
 def _train(options: argparse.Namespace, answers: Path) -> int:

@@ -12,9 +12,16 @@ from specray.train.draft_model import DraftModel
 from specray.train.target import Target
 
 _SIDE_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
 
 
 def draft_tensors(model: DraftModel, target: Target) -> dict[str, Tensor]:

@@ -28,9 +28,14 @@ _MTP_PREFIX = "model.mtp_layers.0."
 
 
 def export_head(
-    folder: Path, head: TrainedModel, target: Target, settings: TrainSettings, answers: AnswerFolder,
-    counters: Counters, validation: dict[str, Any] | None,
-) -> None:  # fmt: skip
+    folder: Path,
+    head: TrainedModel,
+    target: Target,
+    settings: TrainSettings,
+    answers: AnswerFolder,
+    counters: Counters,
+    validation: dict[str, Any] | None,
+) -> None:
     """Write the head; each file appears whole."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{WEIGHTS}.tmp"

@@ -18,9 +18,15 @@ class KVCache:
     """Pool [layers, slots, 2, kv_heads, dim]. Block 0 is never written: padding reads its zeros."""
 
     def __init__(
-        self, num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int, page_size: int,
-        dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.pool = make_pool(num_layers, num_blocks * page_size, num_kv_heads, head_dim, dtype, device)
 
     def commit(self, kv_slots: np.ndarray, root: int, path: Sequence[int]) -> None:

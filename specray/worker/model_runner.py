@@ -24,9 +24,14 @@ class ModelRunner:
     """One rank of the target. `model` may be one that is already loaded, to serve it twice in a process."""
 
     def __init__(
-        self, config: EngineConfig, folder: Path, group: RankGroup, device: torch.device,
-        progress: bool = False, model: Llama | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: EngineConfig,
+        folder: Path,
+        group: RankGroup,
+        device: torch.device,
+        progress: bool = False,
+        model: Llama | None = None,
+    ) -> None:
         self.device = device
         self.model = model or load_model(folder, config, group, device, progress)
         model_config = load_config(folder)
@@ -43,10 +48,20 @@ class ModelRunner:
     def view(self, config: EngineConfig, folder: Path, eos_token_ids: list[int]) -> TargetView:
         """What a drafter on this rank may share."""
         return TargetView(
-            self.model, self.model.shape, self.model.embedding.weight.dtype, folder, config.load_format,
-            self._architecture, eos_token_ids, self.context_length, self.num_blocks * config.page_size,
-            config.max_running_requests, config.attention_backend, self.device, config.quantization,
-        )  # fmt: skip
+            self.model,
+            self.model.shape,
+            self.model.embedding.weight.dtype,
+            folder,
+            config.load_format,
+            self._architecture,
+            eos_token_ids,
+            self.context_length,
+            self.num_blocks * config.page_size,
+            config.max_running_requests,
+            config.attention_backend,
+            self.device,
+            config.quantization,
+        )
 
     def ring_limits(self, config: EngineConfig) -> RingLimits:
         """What a drafter in a process of its own has to be given room for."""

@@ -41,10 +41,16 @@ class Worker:
     """
 
     def __init__(
-        self, config: EngineConfig, rank: int = 0, world_size: int = 1, init_method: str | None = None,
-        progress: bool = False, drafter: Drafter | None = None, model: Llama | None = None,
+        self,
+        config: EngineConfig,
+        rank: int = 0,
+        world_size: int = 1,
+        init_method: str | None = None,
+        progress: bool = False,
+        drafter: Drafter | None = None,
+        model: Llama | None = None,
         colocate: DraftEndpoint | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         device = choose_device(config, rank)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
@@ -148,9 +154,13 @@ class Worker:
         return RequestResult(row.slot, output.token_ids, num_drafts, output.logprobs, None)
 
     def _draft_context(
-        self, plan: StepPlan, batch: InputBatch, results: list[RequestResult], verify_outputs: dict[int, VerifyOutput],
+        self,
+        plan: StepPlan,
+        batch: InputBatch,
+        results: list[RequestResult],
+        verify_outputs: dict[int, VerifyOutput],
         aux_hidden_states: list[torch.Tensor],
-    ) -> ProposeContext:  # fmt: skip
+    ) -> ProposeContext:
         """What the drafter is told: every sound row, and the target's features of what it computed for good."""
         sound = [i for i, result in enumerate(results) if result.error is None]
         steps = zip(plan.rows, batch.rows, strict=True)

@@ -153,8 +153,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m tests.chaos", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="some faults, once or twice each (CI)")
     parser.add_argument("--count", type=int, help="each fault so many times")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME",
-                        help=f"only these of: {', '.join(FAULTS)}")  # fmt: skip
+    parser.add_argument(
+        "--faults",
+        nargs="+",
+        choices=FAULTS,
+        default=list(FAULTS),
+        metavar="NAME",
+        help=f"only these of: {', '.join(FAULTS)}",
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, help="(default: both; --quick: the last)")
     return parser
 

@@ -29,8 +29,9 @@ ENGINE_CPUS = 0.8  # of a node's single one: a second engine does not fit, an in
 BUSY = ("specray_num_requests_running", "specray_num_requests_waiting", "specray_kv_cache_usage_perc")
 # Calls of actors, and the items of their streams: what an ingress and a router say to one another.
 LOST_CALLS = (
-    "CoreWorkerService.grpc_client.PushTask", "CoreWorkerService.grpc_client.ReportGeneratorItemReturns",
-)  # fmt: skip
+    "CoreWorkerService.grpc_client.PushTask",
+    "CoreWorkerService.grpc_client.ReportGeneratorItemReturns",
+)
 LOST_PERCENT = 2
 PATIENCE_S = 10.0
 ROOT = Path(__file__).parents[2]

@@ -65,8 +65,14 @@ GUARDS: dict[str, tuple[NodeWatchdog, ...]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.chaos.unguarded", description=__doc__)
-    parser.add_argument("--faults", nargs="+", choices=GUARDS, default=list(GUARDS), metavar="NAME",
-                        help=f"only these of: {', '.join(GUARDS)}")  # fmt: skip
+    parser.add_argument(
+        "--faults",
+        nargs="+",
+        choices=GUARDS,
+        default=list(GUARDS),
+        metavar="NAME",
+        help=f"only these of: {', '.join(GUARDS)}",
+    )
     unseen = [name for name in parser.parse_args(argv).faults if not is_seen(name)]
     for name in unseen:
         print(f"NOT SEEN: {name}", file=sys.stderr)

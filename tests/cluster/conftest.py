@@ -36,9 +36,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=49152, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    )
     LlamaForCausalLM(shape).save_pretrained(folder)
     embedded = resolve_model("smollm2-135m-instruct", None, "auto", progress=False)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
@@ -57,9 +64,13 @@ def ray_cluster() -> Iterator[int]:
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{paths}"  # workers import this checkout, installed or not
     port = free_port()
     ray.init(
-        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20,
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=200 * 2**20,
         _system_config={"metrics_report_interval_ms": 1000},  # not ten seconds, for which test_dashboard would wait
-    )  # fmt: skip
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield port
     serve.shutdown()

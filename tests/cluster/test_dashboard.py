@@ -40,9 +40,11 @@ def prometheus(app: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
     command = [
-        "prometheus", f"--config.file={folder}/prometheus.yaml", f"--storage.tsdb.path={folder}/data",
+        "prometheus",
+        f"--config.file={folder}/prometheus.yaml",
+        f"--storage.tsdb.path={folder}/data",
         f"--web.listen-address={address}",
-    ]  # fmt: skip
+    ]
     with (folder / "log").open("wb") as log, subprocess.Popen(command, cwd=folder, stdout=log, stderr=log) as process:
         wait_until_it_answers(f"http://{address}", folder / "log")
         yield f"http://{address}"

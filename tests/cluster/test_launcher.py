@@ -33,10 +33,20 @@ class Served:
         self.port = free_port()
         self._log = log
         command = [
-            sys.executable, "-m", "specray.cli.main", "serve", f"--model={model}", f"--port={self.port}",
-            "--dtype=float32", "--device=cpu", "--num-threads=1", "--max-total-tokens=4096",
-            "--speculative-algorithm=NGRAM", "--tp-size=2", "--served-model-name=tiny",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "specray.cli.main",
+            "serve",
+            f"--model={model}",
+            f"--port={self.port}",
+            "--dtype=float32",
+            "--device=cpu",
+            "--num-threads=1",
+            "--max-total-tokens=4096",
+            "--speculative-algorithm=NGRAM",
+            "--tp-size=2",
+            "--served-model-name=tiny",
+        ]
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
 

@@ -25,13 +25,22 @@ MADE = ("standalone", "mtp")  # draft with what `make draft` and `make mtp` have
 EMBEDDED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in MADE)
 
 SMOLLM2 = LlamaConfig(
-    vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-    num_key_value_heads=3, max_position_embeddings=8192,
-)  # fmt: skip
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    max_position_embeddings=8192,
+)
 LLAMA_8B = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+}
 
 
 def test_the_embedded_demo_has_its_configs() -> None:
@@ -111,9 +120,15 @@ def test_mimos_config_fits_its_target() -> None:
 def test_deepseeks_config_says_what_its_kv_costs() -> None:
     """The latent twice, in 27 layers of bfloat16."""
     target = DeepseekV2Config(
-        hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, kv_lora_rank=512, q_lora_rank=None,
-        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
-    )  # fmt: skip
+        hidden_size=2048,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+    )
     shape = MODELS["DeepseekV2ForCausalLM"].shape_of(target, RankGroup())
     bytes_per_token = shape.num_layers * 2 * shape.num_local_kv_heads * shape.head_dim * 2
     path = ROOT / "configs/deepseek-v2-lite/ngram.yaml"

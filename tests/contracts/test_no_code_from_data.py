@@ -15,10 +15,24 @@ TORCH_LOAD_HOME = ROOT / "specray/models/weights.py"
 
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "zmq"}
 CALLS = {
-    "eval", "exec", "compile", "__import__", "builtins.eval", "builtins.exec",
-    "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.unsafe_load_all", "yaml.full_load", "yaml.full_load_all",
-    "os.system", "os.popen", "torch.hub.load", "torch.jit.load", "pandas.read_pickle",
-}  # fmt: skip
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "builtins.eval",
+    "builtins.exec",
+    "yaml.load",
+    "yaml.load_all",
+    "yaml.unsafe_load",
+    "yaml.unsafe_load_all",
+    "yaml.full_load",
+    "yaml.full_load_all",
+    "os.system",
+    "os.popen",
+    "torch.hub.load",
+    "torch.jit.load",
+    "pandas.read_pickle",
+}
 SWITCHES = {"allow_pickle", "shell", "trust_remote_code"}  # options of a call, to be off or not there
 
 

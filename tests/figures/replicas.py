@@ -81,14 +81,22 @@ def config(model: Path, engines: int) -> AppConfig:
     """Plain decoding, no more rows than streams."""
     return AppConfig.model_validate(
         {
-            "model": str(model), "dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 16384,
-            "max_running_requests": NUM_STREAMS, "max_queued_requests": 64,
+            "model": str(model),
+            "dtype": "float32",
+            "device": "cpu",
+            "num_threads": 1,
+            "max_total_tokens": 16384,
+            "max_running_requests": NUM_STREAMS,
+            "max_queued_requests": 64,
             "server": {
-                "num_replicas": engines, "num_ingress_replicas": 1, "router_cpus": 0.1, "rank_cpus": 0.6,
+                "num_replicas": engines,
+                "num_ingress_replicas": 1,
+                "router_cpus": 0.1,
+                "rank_cpus": 0.6,
                 "served_model_name": "chaos",
             },
         }
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

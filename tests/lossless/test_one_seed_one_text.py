@@ -28,11 +28,19 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_tokens": 10, "logit_bias": {1: 3.0}},
     {"temperature": 1.0, "stop": ["a", "th"], "logprobs": 3},
     {
-        "temperature": 0.9, "top_p": 0.9, "top_k": 30, "min_p": 0.01, "presence_penalty": 0.5,
-        "frequency_penalty": 0.2, "repetition_penalty": 1.1, "logit_bias": {12: 2.0}, "min_tokens": 5,
-        "stop": ["on"], "logprobs": 0,
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "top_k": 30,
+        "min_p": 0.01,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "logit_bias": {12: 2.0},
+        "min_tokens": 5,
+        "stop": ["on"],
+        "logprobs": 0,
     },
-]  # fmt: skip
+]
 PARAMS = [SamplingParams(seed=100 + i, max_tokens=30, **options) for i, options in enumerate(OPTIONS)]
 
 

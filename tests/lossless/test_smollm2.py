@@ -24,8 +24,15 @@ SERVED = {
     for name in ("plain", "ngram", "eagle3", "eagle2", "eagle2-frspec")
 }
 TOPICS = [
-    "the sea", "a clock", "bread", "the moon", "a bicycle", "rain", "a library", "salt",
-]  # fmt: skip
+    "the sea",
+    "a clock",
+    "bread",
+    "the moon",
+    "a bicycle",
+    "rain",
+    "a library",
+    "salt",
+]
 QUESTIONS = ["Write two sentences about {}.", "Repeat these words five times, each time on a new line: {} and {}."]
 PROMPTS = [question.format(topic, topic) for topic in TOPICS for question in QUESTIONS]
 
@@ -60,9 +67,14 @@ def reference(folder: Path, llm: LLM, prompts: list[list[int]]) -> list[list[int
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NUM_TOKENS, min_new_tokens=0, do_sample=False, eos_token_id=None,
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=0,
+        do_sample=False,
+        eos_token_id=None,
         pad_token_id=pad,
-    )  # fmt: skip
+    )
     return out[:, width:].tolist()
 
 

@@ -20,20 +20,43 @@ from transformers import (
 from tests.support.toy import BOS, CONTEXT, EOS, VOCAB_SIZE, toy_tokenizer
 
 _BASE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "bos_token_id": BOS,
-    "eos_token_id": EOS, "tie_word_embeddings": False, "dtype": "float32",
-}  # fmt: skip
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LATENT = {
-    **_BASE, **_EXPERTS, "num_key_value_heads": 4, "num_hidden_layers": 3, "kv_lora_rank": 12, "q_lora_rank": 20,
-    "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8, "n_routed_experts": 8, "first_k_dense_replace": 1,
+    **_BASE,
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
-}  # fmt: skip
+}
 _YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.8,
-    "mscale_all_dim": 1.1, "beta_fast": 32, "beta_slow": 1,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.1,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 _GROUPS = {"n_group": 4, "topk_group": 2}
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
@@ -59,11 +82,15 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "deepseek-v3-flat": lambda: DeepseekV3ForCausalLM(
         DeepseekV3Config(
-            **_LATENT | {"q_lora_rank": None}, n_group=1, topk_group=1, n_shared_experts=2, norm_topk_prob=False,
+            **_LATENT | {"q_lora_rank": None},
+            n_group=1,
+            topk_group=1,
+            n_shared_experts=2,
+            norm_topk_prob=False,
             rope_interleave=False,
         )
     ),
-}  # fmt: skip
+}
 
 
 def write_architecture(name: str, folder: Path, seed: int = 5) -> PreTrainedModel:

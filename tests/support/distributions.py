@@ -7,9 +7,19 @@ from specray.step import SamplingOptions
 MAX_Z = 5.5  # a right sampler exceeds it once in about ten million cells
 
 OPTIONS = SamplingOptions(
-    seed=0, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
-    repetition_penalty=1.0, logit_bias=[], min_tokens=0, eos_token_ids=[], logprobs=None,
-)  # fmt: skip
+    seed=0,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    repetition_penalty=1.0,
+    logit_bias=[],
+    min_tokens=0,
+    eos_token_ids=[],
+    logprobs=None,
+)
 
 
 def processed_probs(

@@ -18,9 +18,11 @@ Make = Callable[[Path, Path], SpeculativeConfig]
 
 
 def eagle(
-    version: int, shape: tuple[int, int, int] | None = None, draft_vocab_size: int | None = None,
+    version: int,
+    shape: tuple[int, int, int] | None = None,
+    draft_vocab_size: int | None = None,
     token_map: range | None = None,
-) -> Make:  # fmt: skip
+) -> Make:
     """EAGLE-`version` with a random head; `shape` is (num_steps, eagle_topk, num_draft_tokens), None automatic."""
 
     def make(target: Path, folder: Path) -> SpeculativeConfig:
@@ -30,9 +32,13 @@ def eagle(
         if token_map:
             path.write_text(json.dumps(list(token_map)))
         return SpeculativeConfig(
-            algorithm="EAGLE3" if version == 3 else "EAGLE", draft_model_path=str(head), num_steps=steps,
-            eagle_topk=topk, num_draft_tokens=nodes, token_map=str(path) if token_map else None,
-        )  # fmt: skip
+            algorithm="EAGLE3" if version == 3 else "EAGLE",
+            draft_model_path=str(head),
+            num_steps=steps,
+            eagle_topk=topk,
+            num_draft_tokens=nodes,
+            token_map=str(path) if token_map else None,
+        )
 
     return make
 
@@ -50,17 +56,23 @@ def standalone(
             path.write_text(json.dumps(list(token_map)))
         steps, topk, nodes = shape or (None, None, None)
         return SpeculativeConfig(
-            algorithm="STANDALONE", draft_model_path=str(model), num_steps=steps, eagle_topk=topk,
-            num_draft_tokens=nodes, token_map=str(path) if token_map else None,
-        )  # fmt: skip
+            algorithm="STANDALONE",
+            draft_model_path=str(model),
+            num_steps=steps,
+            eagle_topk=topk,
+            num_draft_tokens=nodes,
+            token_map=str(path) if token_map else None,
+        )
 
     return make
 
 
 def mtp(
-    num_layers: int = 1, shape: tuple[int, int, int] | None = None, algorithm: str = "MTP",
+    num_layers: int = 1,
+    shape: tuple[int, int, int] | None = None,
+    algorithm: str = "MTP",
     token_map: range | None = None,
-) -> Make:  # fmt: skip
+) -> Make:
     """MiMo's layers of random weights; `shape` as above."""
 
     def make(target: Path, folder: Path) -> SpeculativeConfig:
@@ -69,9 +81,13 @@ def mtp(
             path.write_text(json.dumps(list(token_map)))
         steps, topk, nodes = shape or (None, None, None)
         return SpeculativeConfig(
-            algorithm=algorithm, draft_model_path=str(layers), num_steps=steps, eagle_topk=topk,
-            num_draft_tokens=nodes, token_map=str(path) if token_map else None,
-        )  # fmt: skip
+            algorithm=algorithm,
+            draft_model_path=str(layers),
+            num_steps=steps,
+            eagle_topk=topk,
+            num_draft_tokens=nodes,
+            token_map=str(path) if token_map else None,
+        )
 
     return make
 
@@ -83,9 +99,12 @@ def mtp_of_deepseek(num_layers: int, shape: tuple[int, int, int]) -> Make:
         write_deepseek(folder / "layers", num_layers)
         steps, topk, nodes = shape
         return SpeculativeConfig(
-            algorithm="MTP", draft_model_path=str(folder / "layers"), num_steps=steps, eagle_topk=topk,
+            algorithm="MTP",
+            draft_model_path=str(folder / "layers"),
+            num_steps=steps,
+            eagle_topk=topk,
             num_draft_tokens=nodes,
-        )  # fmt: skip
+        )
 
     return make
 

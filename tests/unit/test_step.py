@@ -25,9 +25,20 @@ real = st.floats(-1e9, 1e9)
 pair = st.tuples(small, real)
 
 sampling = st.builds(
-    SamplingOptions, st.integers(-(2**63), 2**63 - 1), real, real, small, real, real, real, real,
-    st.lists(pair, max_size=3), small, ids, st.none() | small,
-)  # fmt: skip
+    SamplingOptions,
+    st.integers(-(2**63), 2**63 - 1),
+    real,
+    real,
+    small,
+    real,
+    real,
+    real,
+    real,
+    st.lists(pair, max_size=3),
+    small,
+    ids,
+    st.none() | small,
+)
 new_row = st.builds(NewRequest, small, ids, small, small, ids, sampling, st.text(max_size=5), small)
 row_step = st.builds(ScheduledRow, small, small, small, ids)
 plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))

@@ -136,9 +136,16 @@ class DeltaDecoder:
         new_slots = np.frombuffer(told.new_kv_slots, dtype=np.int64)
         if told.entry is not None:
             old = DraftRow(
-                told.slot, [], told.entry.num_prompt_tokens, told.entry.cache_salt, 0, 0,
-                new_slots[:0], told.entry.seed, told.entry.temperature,
-            )  # fmt: skip
+                told.slot,
+                [],
+                told.entry.num_prompt_tokens,
+                told.entry.cache_salt,
+                0,
+                0,
+                new_slots[:0],
+                told.entry.seed,
+                told.entry.temperature,
+            )
         else:
             old = self._rows[told.slot]
         old.token_ids.extend(told.new_token_ids)

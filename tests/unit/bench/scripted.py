@@ -18,10 +18,11 @@ class ScriptedSession(Session):
     """`speed(arm, concurrency)` is what an arm makes; `answer(arm, settings)` its tokens."""
 
     def __init__(
-        self, speed: Callable[[str, int], float] = lambda *_: 1.0,
+        self,
+        speed: Callable[[str, int], float] = lambda *_: 1.0,
         answer: Callable[[str, Settings], list[int]] = lambda *_: [1, 2, 3, 4, 5, 6],
         usage: Callable[[str, Settings], RequestUsage] = lambda *_: USAGE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.speed, self.answer, self.usage = speed, answer, usage
         self.defined: dict[str, SpeculativeConfig] = {}
         self.dropped: list[str] = []
@@ -34,9 +35,14 @@ class ScriptedSession(Session):
         self.dropped.append(name)
 
     def compare(
-        self, names: Sequence[str], prompts: Sequence[Prompt], settings: Settings, floor: Floor | None = None,
-        progress: bool = False, title: str = "",
-    ) -> list[Record]:  # fmt: skip
+        self,
+        names: Sequence[str],
+        prompts: Sequence[Prompt],
+        settings: Settings,
+        floor: Floor | None = None,
+        progress: bool = False,
+        title: str = "",
+    ) -> list[Record]:
         del floor, progress, title
         self.calls.append((list(names), list(prompts), replace(settings)))
         return [

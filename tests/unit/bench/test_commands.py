@@ -47,9 +47,21 @@ def test_tune_writes_a_block_that_a_configuration_takes(
     speculative = {"algorithm": "EAGLE3", "draft_model_path": str(head), "draft_dtype": "float32"}
     config.write_text(yaml.safe_dump({"speculative": speculative}))
     arguments = [
-        "tune", "--config", str(config), "--candidates", "2-1-3,3-2-6", "--batch-sizes", "1,2", "--rounds", "2",
-        "--limit", "2", "--out", str(tmp_path / "tune"), *common(toy, prompts),
-    ]  # fmt: skip
+        "tune",
+        "--config",
+        str(config),
+        "--candidates",
+        "2-1-3,3-2-6",
+        "--batch-sizes",
+        "1,2",
+        "--rounds",
+        "2",
+        "--limit",
+        "2",
+        "--out",
+        str(tmp_path / "tune"),
+        *common(toy, prompts),
+    ]
     assert cli.main(arguments) == 0
     block = (tmp_path / "tune" / "speculative.yaml").read_text()
     tuned = EngineConfig.model_validate(yaml.safe_load(block)).speculative

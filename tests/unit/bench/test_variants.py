@@ -85,16 +85,23 @@ def test_names_of_arms(name: str, expected: SpeculativeConfig) -> None:
         (
             "eagle3:5-4-16",
             {
-                "algorithm": "EAGLE3", "draft_model_path": "smollm2-135m-instruct-eagle3", "num_steps": 5,
-                "eagle_topk": 4, "num_draft_tokens": 16,
+                "algorithm": "EAGLE3",
+                "draft_model_path": "smollm2-135m-instruct-eagle3",
+                "num_steps": 5,
+                "eagle_topk": 4,
+                "num_draft_tokens": 16,
             },
         ),
         ("eagle3@Org/Head", {"algorithm": "EAGLE3", "draft_model_path": "Org/Head"}),
         (
             "eagle2@./my heads/a:1+Map.json:3-1-4",
             {
-                "algorithm": "EAGLE", "draft_model_path": "./my heads/a:1", "token_map": "Map.json", "num_steps": 3,
-                "eagle_topk": 1, "num_draft_tokens": 4,
+                "algorithm": "EAGLE",
+                "draft_model_path": "./my heads/a:1",
+                "token_map": "Map.json",
+                "num_steps": 3,
+                "eagle_topk": 1,
+                "num_draft_tokens": 4,
             },
         ),
         (
@@ -102,16 +109,21 @@ def test_names_of_arms(name: str, expected: SpeculativeConfig) -> None:
             {"algorithm": "EAGLE", "draft_model_path": "smollm2-135m-instruct-eagle2", "token_map": "map.pt"},
         ),
     ],
-)  # fmt: skip
+)
 def test_an_variant_names_head_map_and_tree(name: str, options: dict[str, object]) -> None:
     assert parse_method(name) == SpeculativeConfig.model_validate(options)
 
 
 def test_an_variant_inherits_the_options_of_its_own_method_only() -> None:
     configured = SpeculativeConfig(
-        algorithm="EAGLE3", draft_model_path="mine", draft_model_revision="v2", draft_dtype="float32", num_steps=3,
-        eagle_topk=2, num_draft_tokens=6,
-    )  # fmt: skip
+        algorithm="EAGLE3",
+        draft_model_path="mine",
+        draft_model_revision="v2",
+        draft_dtype="float32",
+        num_steps=3,
+        eagle_topk=2,
+        num_draft_tokens=6,
+    )
     config = EngineConfig(speculative=configured)
     assert parse_method("eagle3", config) == configured
     assert parse_method("eagle3:4-2-8", config) == with_tree(configured, "4-2-8")
@@ -131,10 +143,25 @@ def test_only_the_embedded_model_has_heads_of_its_own() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "", "ngrm", "plain:3", "ngram:", "ngram:x", "ngram:-1", "ngram:1", "ngram:1000", "eagle4", "eagle3@", "eagle3+",
-        "eagle3:5-4", "eagle3:5-4-16-2", "eagle3:0-4-16", "eagle3:5-99-16", "@head", "eagle 3",
+        "",
+        "ngrm",
+        "plain:3",
+        "ngram:",
+        "ngram:x",
+        "ngram:-1",
+        "ngram:1",
+        "ngram:1000",
+        "eagle4",
+        "eagle3@",
+        "eagle3+",
+        "eagle3:5-4",
+        "eagle3:5-4-16-2",
+        "eagle3:0-4-16",
+        "eagle3:5-99-16",
+        "@head",
+        "eagle 3",
     ],
-)  # fmt: skip
+)
 def test_unknown_variants_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="choose"):
         parse_method(name)

@@ -39,10 +39,14 @@ specray_draft_faults_total{kind="late",replica="nrkn9ylc"} 1.0
 specray_draft_faults_total{kind="gone",replica="nrkn9ylc"} 1.0
 """
 INFO = {
-    "model": "smollm2-135m-instruct", "tp_size": 2, "speculative_algorithm": "NGRAM", "num_failovers": 4,
-    "draft": {"placement": "colocated"}, "since_token_s": {"nrkn9ylc": 0.34},
+    "model": "smollm2-135m-instruct",
+    "tp_size": 2,
+    "speculative_algorithm": "NGRAM",
+    "num_failovers": 4,
+    "draft": {"placement": "colocated"},
+    "since_token_s": {"nrkn9ylc": 0.34},
     "rank_nodes": {"nrkn9ylc": ["10.0.0.1", "10.0.0.1", "10.0.0.2"]},
-}  # fmt: skip
+}
 
 
 def look(at: float, text: str, is_ready: bool = True, info: dict[str, Any] = INFO) -> Look:
@@ -62,8 +66,11 @@ def test_rates_are_between_two_looks_and_totals_are_not() -> None:
     assert first.accept_length_in_all == pytest.approx(1 + 12 / 37)
     assert (first.kv_usage, first.cache_hit_rate, first.num_draft_faults, first.since_token_s) == (0.25, 0.5, 2, 0.34)
     assert (second.drafter, second.accept_length, second.cache_hit_rate, second.since_token_s) == (
-        "EAGLE3", None, None, None,
-    )  # fmt: skip
+        "EAGLE3",
+        None,
+        None,
+        None,
+    )
 
 
 def test_a_replica_that_came_meanwhile_counts_from_its_start() -> None:
@@ -79,10 +86,20 @@ def test_the_table_has_a_line_for_each_replica() -> None:
     )
     cells = dict(zip(*([part.strip() for part in line.strip("|").split("|")] for line in (titles, a)), strict=True))
     assert cells == {
-        "replica": "nrkn9ylc", "ranks": "0, 1 on 10.0.0.1; 2 on 10.0.0.2", "drafter": "NGRAM",
-        "last token": "0.3 s ago", "running": "3", "queued": "1", "tokens/s": "10.0", "accept len now": "2.00",
-        "in all": "1.32", "KV used": "25%", "cache hits": "50%", "draft faults": "2", "preemptions": "0",
-    }  # fmt: skip
+        "replica": "nrkn9ylc",
+        "ranks": "0, 1 on 10.0.0.1; 2 on 10.0.0.2",
+        "drafter": "NGRAM",
+        "last token": "0.3 s ago",
+        "running": "3",
+        "queued": "1",
+        "tokens/s": "10.0",
+        "accept len now": "2.00",
+        "in all": "1.32",
+        "KV used": "25%",
+        "cache hits": "50%",
+        "draft faults": "2",
+        "preemptions": "0",
+    }
     assert b.startswith("| b ")
 
 

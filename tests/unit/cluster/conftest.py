@@ -270,9 +270,10 @@ def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -
         async def start(replica_id: str) -> Replica:
             ranks = ScriptedRanks(tokenizer, step_s)
             monkeypatch.setattr(
-                cluster.engine.router, "_start_engine",
+                cluster.engine.router,
+                "_start_engine",
                 lambda _: (ranks, Engine(config.engine, ranks, tokenizer.backend_tokenizer)),
-            )  # fmt: skip
+            )
             router = object.__new__(Router)
             left: list[int] = []
             await Router.__init__(router, config, leave=left.append)  # type: ignore[misc]

@@ -62,9 +62,14 @@ def test_accepted_runs_change_nothing_a_caller_sees(
     seed: int,
 ) -> None:
     params = SamplingParams(
-        seed=1, stop=stop, stop_token_ids=[9], min_tokens=min_tokens, max_tokens=max_tokens, ignore_eos=ignore_eos,
+        seed=1,
+        stop=stop,
+        stop_token_ids=[9],
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
         logprobs=0,
-    )  # fmt: skip
+    )
     plain, speculative = run(script, params, 0, 0), run(script, params, drafts, seed)
     assert summary(speculative) == summary(plain)
     ids, _, logprobs, (_, _, num_completion, _) = summary(speculative)

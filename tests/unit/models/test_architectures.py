@@ -79,8 +79,9 @@ def test_mimo_is_qwen2_beside_layers_that_are_skipped(tmp_path: Path) -> None:
     """The extra layers cost the target nothing: its own tensors alone are read, and its text is Qwen2's."""
     plain = write_toy(tmp_path, "qwen2")
     expected = logits(load(plain), TOKENS)
-    change_config(tmp_path, architectures=["MiMoForCausalLM"], model_type="mimo", attention_bias=True,
-                  num_nextn_predict_layers=1)  # fmt: skip
+    change_config(
+        tmp_path, architectures=["MiMoForCausalLM"], model_type="mimo", attention_bias=True, num_nextn_predict_layers=1
+    )
     torch.testing.assert_close(logits(load(tmp_path), TOKENS), expected)
 
 

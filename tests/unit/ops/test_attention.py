@@ -33,9 +33,11 @@ def row_shapes(draw: st.DrawFn, longest: int) -> RowShape:
     return RowShape(draw(st.integers(0, 40)), draw(st.integers(1, longest)), parents)
 
 
-batches = st.tuples(
-    st.lists(row_shapes(longest=4), max_size=3), st.lists(row_shapes(longest=90), max_size=2)
-).map(lambda both: both[0] + both[1]).filter(bool)  # fmt: skip
+batches = (
+    st.tuples(st.lists(row_shapes(longest=4), max_size=3), st.lists(row_shapes(longest=90), max_size=2))
+    .map(lambda both: both[0] + both[1])
+    .filter(bool)
+)
 
 
 def sees(shape: RowShape, query: int, key: int) -> bool:

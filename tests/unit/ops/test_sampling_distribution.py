@@ -38,11 +38,18 @@ CASES: dict[str, dict[str, Any]] = {
     "held-back": {"min_tokens": 10, "eos_token_ids": [1, 9]},
     "no-longer-held-back": {"min_tokens": 6, "eos_token_ids": [1, 9]},
     "everything": {
-        "temperature": 0.8, "top_k": 25, "top_p": 0.93, "min_p": 0.02, "presence_penalty": 0.4,
-        "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": [(7, 2.0)], "min_tokens": 10,
+        "temperature": 0.8,
+        "top_k": 25,
+        "top_p": 0.93,
+        "min_p": 0.02,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.2,
+        "logit_bias": [(7, 2.0)],
+        "min_tokens": 10,
         "eos_token_ids": [1],
     },
-}  # fmt: skip
+}
 UNFILTERED = ("plain", "cold", "hot")
 
 Sampler = Callable[[Tensor, Sequence[SamplerRow], Sequence[int]], Tensor]
@@ -156,8 +163,10 @@ def test_penalties_that_count_the_prompt_are_caught() -> None:
 
 
 def test_a_row_is_sampled_alike_alone_and_in_any_batch() -> None:
-    rows = [SamplerRow.start(OPTIONS._replace(seed=i, **case), KNOWN, NUM_PROMPT, VOCAB_SIZE, torch.device("cpu"))
-            for i, case in enumerate([*CASES.values(), {"temperature": 0.0}])]  # fmt: skip
+    rows = [
+        SamplerRow.start(OPTIONS._replace(seed=i, **case), KNOWN, NUM_PROMPT, VOCAB_SIZE, torch.device("cpu"))
+        for i, case in enumerate([*CASES.values(), {"temperature": 0.0}])
+    ]
     positions = list(range(50, 50 + len(rows)))
     together = sample(LOGITS.expand(len(rows), -1), rows, positions)
     alone = [sample(LOGITS[None], [row], [position]) for row, position in zip(rows, positions, strict=True)]
@@ -166,14 +175,21 @@ def test_a_row_is_sampled_alike_alone_and_in_any_batch() -> None:
 
 def test_sampling_changes_no_logits() -> None:
     logits = LOGITS.repeat(len(CASES), 1)
-    rows = [SamplerRow.start(OPTIONS._replace(**case), KNOWN, NUM_PROMPT, VOCAB_SIZE, torch.device("cpu"))
-            for case in CASES.values()]  # fmt: skip
+    rows = [
+        SamplerRow.start(OPTIONS._replace(**case), KNOWN, NUM_PROMPT, VOCAB_SIZE, torch.device("cpu"))
+        for case in CASES.values()
+    ]
     sample(logits, rows, [9] * len(rows))
     assert torch.equal(logits, LOGITS.repeat(len(CASES), 1))
 
 
-@given(st.integers(0, 10**6), st.sampled_from([0.3, 1.0, 4.0]), st.sampled_from([0, 1, 40, 1_500, 9_999]),
-       st.sampled_from([0.05, 0.5, 0.97, 0.9999, 1.0]), st.sampled_from([0.0, 0.001, 0.3, 1.0]))  # fmt: skip
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([0.3, 1.0, 4.0]),
+    st.sampled_from([0, 1, 40, 1_500, 9_999]),
+    st.sampled_from([0.05, 0.5, 0.97, 0.9999, 1.0]),
+    st.sampled_from([0.0, 0.001, 0.3, 1.0]),
+)
 @settings(max_examples=60)
 @example(seed=0, spread=4.0, top_k=9_999, top_p=1.0, min_p=0.0)  # a float32 sum reached 1 before the last token
 def test_filters_keep_the_right_tokens_of_a_large_vocabulary(

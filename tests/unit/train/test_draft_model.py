@@ -96,8 +96,26 @@ def test_the_command_ends_in_a_folder_that_loads_as_any_model_and_drafts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers, run = write_answers(tmp_path), tmp_path / "run"
-    command = ["train", "draft", "--answers", str(answers), "--run", str(run), "--layers", "1", "--train-vocab", "40",
-               "--dtype", "float32", "--batch-tokens", "256", "--threads", "1", "--tokens", "600"]  # fmt: skip
+    command = [
+        "train",
+        "draft",
+        "--answers",
+        str(answers),
+        "--run",
+        str(run),
+        "--layers",
+        "1",
+        "--train-vocab",
+        "40",
+        "--dtype",
+        "float32",
+        "--batch-tokens",
+        "256",
+        "--threads",
+        "1",
+        "--tokens",
+        "600",
+    ]
     assert main([*command, "--max-minutes", "0"]) == 0
     assert "run the same command again" in capsys.readouterr().out
     assert main(command) == 0

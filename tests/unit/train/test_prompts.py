@@ -32,9 +32,16 @@ def test_rows_of_every_form_are_read(tmp_path: Path) -> None:
 
 
 BAD = [
-    "{", '"text"', "7", "[]", "{}", '{"turns": []}', '{"turns": [3]}', '{"prompt": "  "}',
+    "{",
+    '"text"',
+    "7",
+    "[]",
+    "{}",
+    '{"turns": []}',
+    '{"turns": [3]}',
+    '{"prompt": "  "}',
     '{"messages": [{"role": "system", "content": "x"}]}',
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("line", BAD)

@@ -42,8 +42,24 @@ def first_error(trainer: Trainer, folder: AnswerFolder) -> float:
 
 def test_train_command_goes_from_answers_to_a_head_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers, run = write_answers(tmp_path), tmp_path / "run"
-    command = ["train", "eagle2", "--answers", str(answers), "--run", str(run), "--train-vocab", "40", "--dtype",
-               "float32", "--batch-tokens", "256", "--unroll", "1", "--threads", "1"]  # fmt: skip
+    command = [
+        "train",
+        "eagle2",
+        "--answers",
+        str(answers),
+        "--run",
+        str(run),
+        "--train-vocab",
+        "40",
+        "--dtype",
+        "float32",
+        "--batch-tokens",
+        "256",
+        "--unroll",
+        "1",
+        "--threads",
+        "1",
+    ]
     assert main([*command, "--tokens", "500", "--max-minutes", "0"]) == 0
     assert "run the same command again" in capsys.readouterr().out
     assert main([*command, "--tokens", "500"]) == 0

@@ -20,8 +20,15 @@ CPU = torch.device("cpu")
 
 
 def settings(**over: Any) -> TrainSettings:
-    options = {"kind": "eagle3", "tokens": 2000, "unroll": 2, "draft_vocab_size": 40, "batch_tokens": 256,
-               "dtype": "float32", "validate_every": 10_000}  # fmt: skip
+    options = {
+        "kind": "eagle3",
+        "tokens": 2000,
+        "unroll": 2,
+        "draft_vocab_size": 40,
+        "batch_tokens": 256,
+        "dtype": "float32",
+        "validate_every": 10_000,
+    }
     return TrainSettings(**{**options, **over})
 
 
@@ -86,8 +93,10 @@ def test_eagle3_is_exported_in_the_public_layout(tmp_path: Path) -> None:
     assert shapes == {
         "fc.weight": (HIDDEN, 3 * HIDDEN),
         **{f"fc_norm.{index}.weight": (HIDDEN,) for index in range(3)},
-        **{f"midlayer.{name}.weight": (HIDDEN,)
-           for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+        **{
+            f"midlayer.{name}.weight": (HIDDEN,)
+            for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        },
         "midlayer.self_attn.q_proj.weight": (32, 2 * HIDDEN),
         "midlayer.self_attn.k_proj.weight": (16, 2 * HIDDEN),
         "midlayer.self_attn.v_proj.weight": (16, 2 * HIDDEN),
@@ -99,7 +108,7 @@ def test_eagle3_is_exported_in_the_public_layout(tmp_path: Path) -> None:
         "lm_head.weight": (40, HIDDEN),
         "d2t": (40,),
         "t2d": (VOCAB_SIZE,),
-    }  # fmt: skip
+    }
     assert tensors["d2t"].dtype is torch.int64
     assert tensors["t2d"].dtype is torch.bool
     ids = torch.arange(40) + tensors["d2t"]

@@ -65,8 +65,10 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
         if not eagle3:
             x = torch.cat((embed, state)) @ weights["fc.weight"].T + weights["fc.bias"]
             return x, x
-        parts = (norm(embed, weights["midlayer.input_layernorm.weight"], eps),
-                 norm(state, weights["midlayer.hidden_norm.weight"], eps))  # fmt: skip
+        parts = (
+            norm(embed, weights["midlayer.input_layernorm.weight"], eps),
+            norm(state, weights["midlayer.hidden_norm.weight"], eps),
+        )
         return torch.cat(parts), state
 
     def entered(position: int) -> Tensor:

@@ -14,12 +14,19 @@ from specray.worker.memory import advice, enough_memory, ladder
 from tests.support.engine import make_llm
 
 LARGE_TREE = {
-    "algorithm": "EAGLE3", "draft_model_path": "head", "num_steps": 5, "eagle_topk": 8, "num_draft_tokens": 64,
-}  # fmt: skip
+    "algorithm": "EAGLE3",
+    "draft_model_path": "head",
+    "num_steps": 5,
+    "eagle_topk": 8,
+    "num_draft_tokens": 64,
+}
 SMALL = {
-    "mem_fraction_static": 0.1, "max_running_requests": 4, "chunked_prefill_size": 128, "max_prefill_tokens": 128,
+    "mem_fraction_static": 0.1,
+    "max_running_requests": 4,
+    "chunked_prefill_size": 128,
+    "max_prefill_tokens": 128,
     "quantization": "int8",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

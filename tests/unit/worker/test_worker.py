@@ -31,9 +31,13 @@ class Driver:
 
     def __init__(self, folder: Path, drafter: Drafter | None = None) -> None:
         config = EngineConfig(
-            model=str(folder), dtype="float32", device="cpu", num_threads=1, page_size=PAGE,
+            model=str(folder),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            page_size=PAGE,
             max_total_tokens=4 * BLOCKS * PAGE,
-        )  # fmt: skip
+        )
         self.worker = Worker(config, drafter=drafter)
         self._freed: list[int] = []
         self._entered: list[NewRequest] = []

@@ -101,10 +101,31 @@ def routes(app: FastAPI) -> list[tuple[str, str]]:
 
 
 TRICKS = [
-    "//livez", "/livez/", "/livez/..", "/livez/../v1/models", "/v1/models/../../livez", "/LIVEZ", "/livez%2f..",
-    "/livez;", "/livez\x00", "/livez?x", "/livez#", " /livez", "/livez ", "livez", "", "/", "*", "http://h/livez",
-    "/x/livez", "/v1/models", "//v1/models", "/./v1/models", "/metrics", "/metrics/",
-]  # fmt: skip
+    "//livez",
+    "/livez/",
+    "/livez/..",
+    "/livez/../v1/models",
+    "/v1/models/../../livez",
+    "/LIVEZ",
+    "/livez%2f..",
+    "/livez;",
+    "/livez\x00",
+    "/livez?x",
+    "/livez#",
+    " /livez",
+    "/livez ",
+    "livez",
+    "",
+    "/",
+    "*",
+    "http://h/livez",
+    "/x/livez",
+    "/v1/models",
+    "//v1/models",
+    "/./v1/models",
+    "/metrics",
+    "/metrics/",
+]
 
 
 @pytest.mark.parametrize("host", ["test", "test/livez?", "x/livez#", "test, livez"])

@@ -42,7 +42,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("timeout", [0.001, 86_400], [0, 86_401, -1]),
     ("stream", [True, False], [1, "true"]),
     ("ignore_eos", [True, False], [1, "true"]),
-]  # fmt: skip
+]
 CASES = [(name, value, True) for name, good, _ in BOUNDS for value in [*good, None]]
 CASES += [(name, value, False) for name, _, bad in BOUNDS for value in bad]
 

@@ -104,10 +104,14 @@ def test_usage_counts_a_prompt_once_and_shows_speculation(serve: Serve) -> None:
                 "rejected_prediction_tokens": 0,
             }
             assert usage["speculative"] == {  # of the two steps of each choice after its first tokens
-                "verify_steps": 4, "draft_tokens": 8, "accepted_tokens": 8, "accept_length": 3.0,
-                "accept_histogram": [0, 0, 4], "acceptance_per_depth": [1.0, 1.0],
+                "verify_steps": 4,
+                "draft_tokens": 8,
+                "accepted_tokens": 8,
+                "accept_length": 3.0,
+                "accept_histogram": [0, 0, 4],
+                "acceptance_per_depth": [1.0, 1.0],
                 "lossy": False,
-            }  # fmt: skip
+            }
 
     asyncio.run(scenario())
 

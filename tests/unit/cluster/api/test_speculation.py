@@ -129,9 +129,11 @@ def test_capabilities_say_what_becomes_of_the_output(
             told = (await server.http.get("/v1/speculation/capabilities")).json()
             assert (told["algorithm"], told["output"]) == ("NGRAM", {"arithmetic": "float32"} | output)
             assert told["request_limits"] == {
-                "enabled": [True, False], "algorithm": ["NGRAM"], "num_steps": {"min": 1, "max": 2},
+                "enabled": [True, False],
+                "algorithm": ["NGRAM"],
+                "num_steps": {"min": 1, "max": 2},
                 "num_draft_tokens": {"min": 2, "max": 3},
-            }  # fmt: skip
+            }
             assert set(told["options"]["exact"]) == set(SamplingParams.__dataclass_fields__)
             assert "tools" in told["options"]["refused"]
 

@@ -38,11 +38,25 @@ def test_without_a_file_defaults_hold(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_flags_make_the_tree_that_a_file_makes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, from_file = printed(capsys, tmp_path, str(EAGLE3))
     _, from_flags = printed(
-        capsys, tmp_path, "--model-path", "smollm2-135m-instruct", "--speculative-algorithm", "EAGLE3",
-        "--speculative-draft-model-path", "smollm2-135m-instruct-eagle3", "--speculative-num-steps", "4",
-        "--speculative-eagle-topk", "3", "--speculative-num-draft-tokens", "6",
-        "--speculative-draft-model-quantization", "auto", "--speculative-max-step-draft-tokens", "8",
-    )  # fmt: skip
+        capsys,
+        tmp_path,
+        "--model-path",
+        "smollm2-135m-instruct",
+        "--speculative-algorithm",
+        "EAGLE3",
+        "--speculative-draft-model-path",
+        "smollm2-135m-instruct-eagle3",
+        "--speculative-num-steps",
+        "4",
+        "--speculative-eagle-topk",
+        "3",
+        "--speculative-num-draft-tokens",
+        "6",
+        "--speculative-draft-model-quantization",
+        "auto",
+        "--speculative-max-step-draft-tokens",
+        "8",
+    )
     assert from_file == from_flags == check_file(EAGLE3)["specray"]
 
 
@@ -114,9 +128,12 @@ def test_a_port_in_use_is_named_before_ray_starts(
     ],
 )
 def test_what_only_serve_run_does_is_refused(
-    change: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, object],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(serve, "_become_launcher", start_nothing)
     document = yaml.safe_load(EAGLE3.read_text())
     first, *others = change.pop("applications", [{}])  # type: ignore[misc]

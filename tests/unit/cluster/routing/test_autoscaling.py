@@ -184,8 +184,9 @@ def test_a_fall_goes_no_further_than_what_was_enough_all_the_time() -> None:
 
 @given(
     st.lists(st.tuples(st.integers(0, 480), st.integers(1, 90)), min_size=1, max_size=12),
-    st.integers(1, 2), st.integers(3, 9),
-)  # fmt: skip
+    st.integers(1, 2),
+    st.integers(3, 9),
+)
 @settings(max_examples=100, deadline=None)
 def test_no_trace_makes_it_flap_or_leave_its_bounds(trace: list[tuple[int, int]], least: int, most: int) -> None:
     options = AutoscalingOptions(
@@ -264,13 +265,24 @@ def test_a_report_has_a_samples_numbers() -> None:
 
 def context(raw_metrics: Any, now: float, num_replicas: int, state: dict[str, Any]) -> AutoscalingContext:
     return AutoscalingContext(
-        deployment_id=None, deployment_name="Router", app_name="default", current_num_replicas=num_replicas,
-        target_num_replicas=num_replicas, running_replicas=[REPLICA] * num_replicas,
-        total_num_requests=0.0, total_queued_requests=0.0,
-        aggregated_metrics={}, raw_metrics=raw_metrics, capacity_adjusted_min_replicas=1,
-        capacity_adjusted_max_replicas=8, policy_state=state, last_scale_up_time=None, last_scale_down_time=None,
-        current_time=now, config=None,
-    )  # fmt: skip
+        deployment_id=None,
+        deployment_name="Router",
+        app_name="default",
+        current_num_replicas=num_replicas,
+        target_num_replicas=num_replicas,
+        running_replicas=[REPLICA] * num_replicas,
+        total_num_requests=0.0,
+        total_queued_requests=0.0,
+        aggregated_metrics={},
+        raw_metrics=raw_metrics,
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=8,
+        policy_state=state,
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=now,
+        config=None,
+    )
 
 
 def test_serve_calls_the_policy_with_its_options_and_keeps_its_state() -> None:
