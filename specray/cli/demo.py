@@ -18,7 +18,7 @@ from specray.errors import SpecRayError
 if TYPE_CHECKING:
     from openai import OpenAI
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 QUESTION = "List 3 countries and their capitals."
 PASSAGE = (
     "The harbour of Lindhaven opens at six in the morning. The first ferry leaves for the northern islands at half "
