@@ -19,7 +19,7 @@ from specray.spec_decode import check_speculative
 
 ADDRESSED_ROUTER: Any = "cluster.routing.addressing.AddressedRouter"  # Ray types its options as dictionaries
 ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
-ROOM_FOR_ENGINES = 16  # Serve may be told to run more than planned, and does not ask an ingress again
+MIN_ENGINES = 16  # Serve may be told to run more than planned, and does not ask an ingress again
 INGRESS_SLACK = 256  # requests that are being refused or answered without the engine
 HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # the ranks own the compute threads
 # Streams from the routers come by gRPC, not as Ray's objects: half the ingress's work. Who has died is not said then,
@@ -36,7 +36,7 @@ def build(args: AppConfig) -> Application:
 def _ingress(config: AppConfig) -> serve.Deployment:
     """More requests than the engines admit may be open, so that the excess gets our 429 and not Serve's own."""
     admitted = config.max_running_requests + config.max_queued_requests  # by one engine
-    max_open = max(most_engines(config), ROOM_FOR_ENGINES) * admitted + INGRESS_SLACK
+    max_open = max(most_engines(config), MIN_ENGINES) * admitted + INGRESS_SLACK
     return serve.deployment(
         name="OpenAIIngress",
         num_replicas=config.server.num_ingress_replicas,

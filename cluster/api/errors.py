@@ -106,17 +106,17 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, f"the body must be a JSON object: {first['msg']}")
     if first["type"] == "missing":
         return ApiError(400, f"{param} is required", param)
-    return ApiError(400, f"{param}={shown(first['input'])}: {first['msg']}", param)
+    return ApiError(400, f"{param}={short_repr(first['input'])}: {first['msg']}", param)
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value as a message repeats it: its beginning."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
 
 
 def _http_message(request: Request, error: HTTPException) -> str:
-    path = shown(request.scope["path"])
+    path = short_repr(request.scope["path"])
     if error.status_code == 404:
         return f"there is no route {path}; see /docs for the routes"
     if error.status_code == 405:

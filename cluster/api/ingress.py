@@ -13,7 +13,7 @@ from cluster.api.app import create_app
 from cluster.api.service import Service
 from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
-from cluster.routing.replicas import HandleDirectory
+from cluster.routing.replicas import ServeReplicaDirectory
 from cluster.routing.router_pool import RouterPool
 from specray.models.files import resolve_model
 from specray.models.tokenizer import load_tokenizer
@@ -24,7 +24,7 @@ class OpenAIIngress:
     """One replica of the HTTP front."""
 
     def __init__(self, config: AppConfig, router: DeploymentHandle[Any]) -> None:
-        self._router_pool = RouterPool(HandleDirectory(router), config)
+        self._router_pool = RouterPool(ServeReplicaDirectory(router), config)
         self._service = Service(config, self._router_pool, lambda: _load_tokenization(config))
         self._router_pool.start()
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from cluster.api.errors import shown
+from cluster.api.errors import short_repr
 from specray.errors import InvalidRequestError
 from specray.sampling_params import (
     AdditivePenalty,
@@ -87,7 +87,7 @@ def _refuse_unsupported(value: object) -> object:
         for name, neutral in UNSUPPORTED.items():
             if value.get(name) is not None and value[name] not in neutral:
                 raise InvalidRequestError(
-                    f"{name}={shown(value[name])}: this server does not support {name}; leave it out", name
+                    f"{name}={short_repr(value[name])}: this server does not support {name}; leave it out", name
                 )
     return value
 
@@ -219,7 +219,8 @@ def _joined(value: object) -> object:
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, dict) else part
             raise InvalidRequestError(
-                f"content part {index} is {shown(kind)}; only parts of type 'text' with a string are served", "messages"
+                f"content part {index} is {short_repr(kind)}; only parts of type 'text' with a string are served",
+                "messages",
             )
         texts.append(part["text"])
     return "".join(texts)
@@ -271,8 +272,8 @@ def _prompt_set(value: object) -> PromptSet:
     if is_list and (all(isinstance(item, str) for item in items) or all(_is_token_ids(item) for item in items)):
         return PromptSet(items, is_batch)
     raise InvalidRequestError(
-        f"prompt={shown(value)}: expected a string, token ids (0 to {MAX_TOKEN_ID}), or a list of 1 to {MAX_PROMPTS} "
-        "of one of these",
+        f"prompt={short_repr(value)}: expected a string, token ids (0 to {MAX_TOKEN_ID}), or a list of 1 to "
+        f"{MAX_PROMPTS} of one of these",
         "prompt",
     )
 

@@ -44,7 +44,7 @@ class Reply(Protocol):
     def whole(self) -> Json | list[Json]: ...
 
 
-class Head:
+class ReplyMetadata:
     """What all objects of one reply share."""
 
     def __init__(self, request_id: str, model: str, fingerprint: str, seed: int, is_simulated: bool = False) -> None:
@@ -96,10 +96,10 @@ class OpenAIReply:
     chunk_kind: str
 
     def __init__(
-        self, head: Head, num_prompts: int, params: SamplingParams, tokens: TokenTexts, include_usage: bool
+        self, metadata: ReplyMetadata, num_prompts: int, params: SamplingParams, tokens: TokenTexts, include_usage: bool
     ) -> None:
         self.choices = empty_choices(num_prompts, params)
-        self._head = head
+        self._metadata = metadata
         self._n = params.n
         self._tokens = tokens
         self._include_usage = include_usage
@@ -118,16 +118,16 @@ class OpenAIReply:
     def closing(self) -> list[Json]:
         if not self._include_usage:
             return []
-        return [self._head.fields(self.chunk_kind) | {"choices": [], "usage": self._usage()}]
+        return [self._metadata.fields(self.chunk_kind) | {"choices": [], "usage": self._usage()}]
 
     def whole(self) -> Json:
         choices = [self._whole_choice(choice) | _ending(choice) for choice in self.choices]
-        return self._head.fields(self.kind) | {"choices": choices, "usage": self._usage()}
+        return self._metadata.fields(self.kind) | {"choices": choices, "usage": self._usage()}
 
     def _chunk(self, choice: Completion, fields: Json) -> Json:
-        shown = {"index": choice.index, **fields}
+        fields = {"index": choice.index, **fields}
         usage = {"usage": None} if self._include_usage else {}
-        return self._head.fields(self.chunk_kind) | {"choices": [shown], **usage}
+        return self._metadata.fields(self.chunk_kind) | {"choices": [fields], **usage}
 
     def _usage(self) -> Json:
         return usage(self.choices, self._n)
@@ -182,10 +182,10 @@ class CompletionReply(OpenAIReply):
     kind = chunk_kind = "text_completion"
 
     def __init__(
-        self, head: Head, num_prompts: int, params: SamplingParams, tokens: TokenTexts, include_usage: bool
+        self, metadata: ReplyMetadata, num_prompts: int, params: SamplingParams, tokens: TokenTexts, include_usage: bool
     ) -> None:
-        super().__init__(head, num_prompts, params, tokens, include_usage)
-        self._offsets = [0] * len(self.choices)  # characters of logprob tokens already shown, per choice
+        super().__init__(metadata, num_prompts, params, tokens, include_usage)
+        self._offsets = [0] * len(self.choices)  # characters of logprob tokens already sent, per choice
 
     def _delta(self, choice: Completion, output: RequestOutput) -> Json:
         logprobs = self._logprobs(output.logprobs, self._offsets[choice.index])
@@ -218,9 +218,11 @@ class CompletionReply(OpenAIReply):
 class GenerateReply:
     """SGLang's /generate. Chunks repeat the text so far, as SGLang's do."""
 
-    def __init__(self, head: Head, num_prompts: int, params: SamplingParams, tokens: TokenTexts, is_list: bool) -> None:
+    def __init__(
+        self, metadata: ReplyMetadata, num_prompts: int, params: SamplingParams, tokens: TokenTexts, is_list: bool
+    ) -> None:
         self.choices = empty_choices(num_prompts, params)
-        self._head = head
+        self._metadata = metadata
         self._tokens = tokens
         self._is_list = is_list
         self._started = time.monotonic()
@@ -247,7 +249,7 @@ class GenerateReply:
         counts = choice.usage
         assert counts is not None
         meta = {
-            "id": f"{self._head.request_id}-{choice.index}" if self._is_list else self._head.request_id,
+            "id": f"{self._metadata.request_id}-{choice.index}" if self._is_list else self._metadata.request_id,
             "finish_reason": _sglang_finish(choice),
             "prompt_tokens": counts.num_prompt_tokens,
             "completion_tokens": counts.num_completion_tokens,
@@ -258,7 +260,7 @@ class GenerateReply:
             "spec_accept_length": accept_length(counts.num_accepted, counts.num_verify_steps),
             "spec_accept_histogram": list(counts.accept_histogram),
             "spec_lossy": counts.is_lossy,
-            **self._head.warnings,
+            **self._metadata.warnings,
             "e2e_latency": time.monotonic() - self._started,
             "seed": choice.seed,
         }

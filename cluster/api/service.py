@@ -14,11 +14,11 @@ from typing import Any
 
 from fastapi import Response
 
-from cluster.api.errors import ApiError, shown
+from cluster.api.errors import ApiError, short_repr
 from cluster.api.protocol import Body, ChatRequest, CompletionRequest, GenerateRequest
-from cluster.api.replies import ChatReply, CompletionReply, GenerateReply, Head, Reply
-from cluster.api.speculation import Offer
-from cluster.api.streams import EventStream, WholeReply
+from cluster.api.replies import ChatReply, CompletionReply, GenerateReply, Reply, ReplyMetadata
+from cluster.api.speculation import SpeculationCapabilities
+from cluster.api.streams import EventStream, JsonReply
 from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
 from cluster.engine.connections import RouterInfo
@@ -30,7 +30,7 @@ from specray.metrics import Snapshot
 from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
 from specray.step import DraftLimit
 
-READY_S = 5.0  # without a token: idle engines make one every few seconds
+MAX_TOKEN_AGE_S = 5.0  # without a token: idle engines make one every few seconds
 IGNORED_FIELDS_HEADER = "x-specray-ignored-fields"
 
 Json = dict[str, Any]
@@ -58,37 +58,37 @@ class Service:
         tokenization = await self._admit()
         params = _seeded(body.sampling(self.config.server.default_max_tokens))
         prompt = await asyncio.to_thread(tokenization.chat, body.messages)
-        head = self._head("chatcmpl", params)
-        reply = ChatReply(head, 1, params, tokenization.token, body.include_usage)
-        return await self._respond(body, tenant, [prompt], params, head, reply)
+        metadata = self._metadata("chatcmpl", params)
+        reply = ChatReply(metadata, 1, params, tokenization.token, body.include_usage)
+        return await self._respond(body, tenant, [prompt], params, metadata, reply)
 
     async def completion(self, body: CompletionRequest, tenant: str) -> Response:
         self._check_model(body.model)
         tokenization = await self._admit()
         params = _seeded(body.sampling())
         prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
-        head = self._head("cmpl", params)
-        reply = CompletionReply(head, len(prompts), params, tokenization.token, body.include_usage)
-        return await self._respond(body, tenant, prompts, params, head, reply)
+        metadata = self._metadata("cmpl", params)
+        reply = CompletionReply(metadata, len(prompts), params, tokenization.token, body.include_usage)
+        return await self._respond(body, tenant, prompts, params, metadata, reply)
 
     async def generate(self, body: GenerateRequest, tenant: str) -> Response:
         tokenization = await self._admit()
         params = _seeded(body.sampling())
         prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
-        head = self._head("gen", params)
+        metadata = self._metadata("gen", params)
         is_list = body.prompt.is_batch or params.n > 1
-        reply = GenerateReply(head, len(prompts), params, tokenization.token, is_list)
-        return await self._respond(body, tenant, prompts, params, head, reply)
+        reply = GenerateReply(metadata, len(prompts), params, tokenization.token, is_list)
+        return await self._respond(body, tenant, prompts, params, metadata, reply)
 
     async def check_health(self) -> None:
         """Raises ApiError (503) unless a request would be served now."""
-        self._check_stays()
+        self._check_not_draining()
         await self._ready()
 
     def check_ready(self) -> None:
         """Raises ApiError (503) unless some engine has made a token a moment ago, and goes on to."""
-        self._check_stays()
-        if (seconds := self._router_pool.since_token_s) > READY_S:
+        self._check_not_draining()
+        if (seconds := self._router_pool.since_token_s) > MAX_TOKEN_AGE_S:
             since = "none was made yet" if seconds == inf else f"the last one was made {seconds:.0f} s ago"
             raise ApiError(503, f"no engine makes tokens now: {since}")
 
@@ -125,7 +125,7 @@ class Service:
 
     def capabilities(self) -> Json:
         """What this server's speculation can do for a request, and what it does to its output."""
-        return {"model": self.config.model_name, **self._offer().capabilities()}
+        return {"model": self.config.model_name, **self._speculation().capabilities()}
 
     async def server_info(self) -> Json:
         """SGLang's /server_info: every option in force, and the engine's state."""
@@ -148,20 +148,20 @@ class Service:
         tenant: str,
         prompts: list[list[int]],
         params: SamplingParams,
-        head: Head,
+        metadata: ReplyMetadata,
         reply: Reply,
     ) -> Response:
-        draft_limit = self._offer().limit(body.speculative)
-        requests = _engine_requests(head.request_id, prompts, params, tenant, body.cache_salt or "", draft_limit)
+        draft_limit = self._speculation().draft_limit(body.speculative)
+        requests = _engine_requests(metadata.request_id, prompts, params, tenant, body.cache_salt or "", draft_limit)
         limit = self.config.server.request_timeout_s
-        session = within(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
+        session = tenant_scoped(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
         request_stream = await self._router_pool.submit(requests, min(body.timeout or limit, limit), session)
         headers = _headers(body)
-        return (EventStream if body.stream else WholeReply)(request_stream, reply, headers)
+        return (EventStream if body.stream else JsonReply)(request_stream, reply, headers)
 
     async def _admit(self) -> Tokenization:
         """Before any work for a request. Raises a SpecRayError or ApiError if it would be turned away now."""
-        self._router_pool.check_room()
+        self._router_pool.check_queues()
         return await self._ready()
 
     async def _ready(self) -> Tokenization:
@@ -171,7 +171,7 @@ class Service:
                 self._tokenization = await asyncio.to_thread(self._load)
         return self._tokenization
 
-    def _check_stays(self) -> None:
+    def _check_not_draining(self) -> None:
         if self._router_pool.is_draining:
             raise ApiError(503, DRAINING)
 
@@ -180,23 +180,23 @@ class Service:
             raise ApiError(503, NOT_READY)
         return self._router_pool.info
 
-    def _offer(self) -> Offer:
+    def _speculation(self) -> SpeculationCapabilities:
         info = self._info()
         arithmetic = " and ".join(filter(None, (self.config.quantization, info.dtype)))
-        return Offer(self.drafts.speculative, info.max_draft_tokens, arithmetic)
+        return SpeculationCapabilities(self.drafts.speculative, info.max_draft_tokens, arithmetic)
 
-    def _head(self, prefix: str, params: SamplingParams) -> Head:
+    def _metadata(self, prefix: str, params: SamplingParams) -> ReplyMetadata:
         assert params.seed is not None
         request_id, is_simulated = f"{prefix}-{uuid.uuid4().hex}", self.config.speculative.is_simulated
-        return Head(request_id, self.config.model_name, self._fingerprint, params.seed, is_simulated)
+        return ReplyMetadata(request_id, self.config.model_name, self._fingerprint, params.seed, is_simulated)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.config.model_name:
-            message = f"model={shown(name)} is not served here; use {self.config.model_name!r}"
+            message = f"model={short_repr(name)} is not served here; use {self.config.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
 
-def within(tenant: str, text: str) -> str:
+def tenant_scoped(tenant: str, text: str) -> str:
     """A client's text as one of its tenant's: no two tenants' are the same, for a tenant's name has no line break."""
     return f"{tenant}\n{text}"
 
@@ -219,7 +219,7 @@ def _engine_requests(
     pairs = [(prompt, variant) for prompt in prompts for variant in variants]
     return [
         EngineRequest(
-            f"{request_id}-{index}", prompt, variant, within(tenant, cache_salt), tenant, draft_limit=draft_limit
+            f"{request_id}-{index}", prompt, variant, tenant_scoped(tenant, cache_salt), tenant, draft_limit=draft_limit
         )
         for index, (prompt, variant) in enumerate(pairs)
     ]

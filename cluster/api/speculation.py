@@ -5,7 +5,7 @@ None of it changes a text: drafts cost or save time only. Not here: drafters for
 
 from typing import Any
 
-from cluster.api.errors import shown
+from cluster.api.errors import short_repr
 from cluster.api.protocol import UNSUPPORTED, Speculation
 from specray.config import SpeculativeConfig
 from specray.errors import InvalidRequestError
@@ -14,7 +14,7 @@ from specray.step import UNLIMITED, DraftLimit
 
 Json = dict[str, Any]
 
-PLAIN = DraftLimit(0, 0)
+NO_DRAFTING = DraftLimit(0, 0)
 EXACT_ARITHMETIC = "float32"
 ROUNDING = (
     "this rounds differently in batches of different shapes, so two tokens that are nearly as likely can trade places; "
@@ -22,7 +22,7 @@ ROUNDING = (
 )
 
 
-class Offer:
+class SpeculationCapabilities:
     """What requests may ask for: the drafter in force, and trees no larger than it makes."""
 
     def __init__(self, speculative: SpeculativeConfig, max_draft_tokens: int, arithmetic: str) -> None:
@@ -32,7 +32,7 @@ class Offer:
         self.num_draft_tokens = max_draft_tokens + 1
         self.num_steps = speculative.num_steps or max_draft_tokens  # what is automatic makes no deeper trees than that
 
-    def limit(self, wanted: Speculation | None) -> DraftLimit:
+    def draft_limit(self, wanted: Speculation | None) -> DraftLimit:
         """The wish as a limit; InvalidRequestError for one that cannot be granted."""
         if wanted is None:
             return UNLIMITED
@@ -40,7 +40,7 @@ class Offer:
         if wanted.enabled is False:
             if others := sorted(named.keys() - {"enabled"}):
                 raise _refusal(others[0], named[others[0]], "has no effect with enabled=false; leave one of them out")
-            return PLAIN
+            return NO_DRAFTING
         if named and self.algorithm is None:
             name, value = next(iter(named.items()))
             raise _refusal(name, value, "cannot be had, for this server decodes plainly; leave it out")
@@ -89,4 +89,4 @@ def _verified_output(speculative: SpeculativeConfig) -> Json:
 
 
 def _refusal(name: str, value: object, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"speculative.{name}={shown(value)} {reason}", f"speculative.{name}")
+    return InvalidRequestError(f"speculative.{name}={short_repr(value)} {reason}", f"speculative.{name}")

@@ -28,25 +28,25 @@ class EventStream(StreamingResponse):
 
     def __init__(self, request_stream: RequestStream, reply: Reply, headers: Mapping[str, str]) -> None:
         super().__init__(events(request_stream, reply), headers=headers, media_type="text/event-stream")
-        self._job = request_stream
+        self._request_stream = request_stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._job.close()
+            self._request_stream.close()
 
 
-class WholeReply(Response):
+class JsonReply(Response):
     """A reply as one JSON body. The job ends with it, or as soon as the client has gone: no server need tell us."""
 
     def __init__(self, request_stream: RequestStream, reply: Reply, headers: Mapping[str, str]) -> None:
         super().__init__(headers=dict(headers), media_type="application/json")
-        self._job = request_stream
+        self._request_stream = request_stream
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        collecting, leaving = asyncio.create_task(self._collect()), asyncio.create_task(_departure(receive))
+        collecting, leaving = asyncio.create_task(self._collect()), asyncio.create_task(_wait_for_disconnect(receive))
         try:
             await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
             if collecting.done():
@@ -57,10 +57,10 @@ class WholeReply(Response):
         finally:
             collecting.cancel()
             leaving.cancel()
-            self._job.close()
+            self._request_stream.close()
 
     async def _collect(self) -> None:
-        async for index, output in self._job.outputs():
+        async for index, output in self._request_stream.outputs():
             extend(self._reply.choices[index], output)
 
 
@@ -82,7 +82,7 @@ async def events(request_stream: RequestStream, reply: Reply) -> AsyncIterator[b
         yield _encode([ApiError(500, INTERNAL_MESSAGE).body])
 
 
-async def _departure(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Return once the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
         pass

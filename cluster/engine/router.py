@@ -23,7 +23,7 @@ from cluster.engine.backoff import Backoff
 from cluster.engine.connections import Connections, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 from cluster.engine.executor import RayExecutor
 from cluster.engine.metrics import RayExporter, log_line, number
-from cluster.routing.autoscaling import report
+from cluster.routing.autoscaling import autoscaling_stats
 from cluster.routing.drafting import DrafterReconciler, drafter_report
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.engine import Engine
@@ -144,7 +144,7 @@ class Router:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve hands to the autoscaling policy."""
-        return report(self._engine.stats())
+        return autoscaling_stats(self._engine.stats())
 
     async def check_health(self) -> None:
         """Serve asks every second and replaces the replica when this raises."""

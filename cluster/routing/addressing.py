@@ -17,7 +17,9 @@ class AddressedRouter(RequestRouter):
 
     def update_replicas(self, running: list[RunningReplica]) -> None:
         super().update_replicas(running)
-        replicas.note([(replica.replica_id.deployment_id.name, replica.replica_id.unique_id) for replica in running])
+        replicas.set_running(
+            [(replica.replica_id.deployment_id.name, replica.replica_id.unique_id) for replica in running]
+        )
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -164,7 +164,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-def report(snapshot: Snapshot) -> dict[str, float]:
+def autoscaling_stats(snapshot: Snapshot) -> dict[str, float]:
     """A replica's numbers under the names of `Sample`: what its `record_autoscaling_stats` returns to Serve."""
     return {
         "num_waiting": _total(snapshot, "specray_num_requests_waiting"),

@@ -2,7 +2,7 @@
 
 A client lives as long as one life of its router. Silence is death: a frozen router, or one behind a cut link, says
 nothing, and its pulse is missed within seconds; whatever it says later nobody hears. Not here: what becomes of requests
-whose router is lost (`router_pool`), HTTP (`api`), Ray (`RouterPort` is a Serve handle, or a plain object in tests).
+whose router is lost (`router_pool`), HTTP (`api`), Ray (`RouterHandle` is a Serve handle, or a plain object in tests).
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from specray.metrics import Snapshot
 from specray.outputs import RequestOutput
 
 NOT_READY = "the engine is starting or restarting; try again in a few seconds"
-SILENCE_S = 3.0  # without a sign of life, a router is lost
-CONNECT_S = 5.0
-LOAD_S = 600.0  # a drafter may have to be downloaded first
+HEARTBEAT_TIMEOUT_S = 3.0  # without a sign of life, a router is lost
+CONNECT_TIMEOUT_S = 5.0
+DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first
 
 logger = logging.getLogger("ray.serve")
 
 
-class RouterPort(Protocol):
+class RouterHandle(Protocol):
     """What an ingress asks of one Router."""
 
     def outputs(self, connection_id: str) -> AsyncIterator[Item]: ...
@@ -73,25 +73,30 @@ class RouterClient:
     """
 
     def __init__(
-        self, replica_id: str, port: RouterPort, lease_s: float, opened: Callable[[], None], closed: Callable[[], None]
+        self,
+        replica_id: str,
+        handle: RouterHandle,
+        lease_s: float,
+        opened: Callable[[], None],
+        closed: Callable[[], None],
     ) -> None:
         self.replica_id = replica_id
         self.info: RouterInfo | None = None  # once connected
         self._heartbeat: RouterHeartbeat | None = None
         self._heartbeat_at = 0.0
-        self._port = port
+        self._handle = handle
         self._lease_s = lease_s
         self._opened = opened
         self._closed = closed
         self._connection_id = uuid.uuid4().hex
         self._listeners: dict[str, Listener] = {}
         self._num_refused = 0  # by us, of which the router has not heard
-        self._is_leaving = False
-        self._heard_at = 0.0
+        self._closes_when_idle = False
+        self._received_at = 0.0
         self._tasks = Tasks()
 
     def start(self) -> None:
-        self._tasks.spawn(self._live())
+        self._tasks.spawn(self._run())
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -99,11 +104,11 @@ class RouterClient:
     @property
     def state(self) -> ReplicaState:
         """What is known of the router, for routing."""
-        is_alive, is_leaving = self.info is not None, self._is_leaving
+        is_alive, is_draining = self.info is not None, self._closes_when_idle
         if self._heartbeat is None:
-            return ReplicaState(self.replica_id, self.num_unfinished, is_alive=is_alive, is_draining=is_leaving)
+            return ReplicaState(self.replica_id, self.num_unfinished, is_alive=is_alive, is_draining=is_draining)
         kv_usage, acceptance_length = self._heartbeat.kv_usage, self._heartbeat.acceptance_length
-        return ReplicaState(self.replica_id, self.num_unfinished, kv_usage, acceptance_length, is_alive, is_leaving)
+        return ReplicaState(self.replica_id, self.num_unfinished, kv_usage, acceptance_length, is_alive, is_draining)
 
     @property
     def since_token_s(self) -> float:
@@ -122,9 +127,9 @@ class RouterClient:
         self._num_refused += 1
         raise RequestRefusedError(refusal)
 
-    def leave(self) -> None:
+    def close_when_idle(self) -> None:
         """Send it no new requests, and hang up once those under way are through: Serve is about to stop it."""
-        self._is_leaving = True
+        self._closes_when_idle = True
 
     async def submit(self, requests: list[EngineRequest], listener: Listener) -> None:
         """Start requests, all or none; `listener` hears of them from now on. RequestRefusedError or RouterLostError.
@@ -156,8 +161,8 @@ class RouterClient:
             self._tasks.spawn(self._abort(list(abort), after))
 
     async def stats(self) -> Snapshot:
-        async with asyncio.timeout(SILENCE_S):
-            return await self._port.stats()
+        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+            return await self._handle.stats()
 
     @property
     def is_draining(self) -> bool:
@@ -171,8 +176,8 @@ class RouterClient:
 
     async def drain(self) -> None:
         """Have every ingress know, by way of the router, that the application is about to be stopped."""
-        async with asyncio.timeout(SILENCE_S):
-            await self._port.drain()
+        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+            await self._handle.drain()
 
     @property
     def desired(self) -> DesiredDrafter | None:
@@ -181,14 +186,14 @@ class RouterClient:
 
     async def drafter(self) -> dict[str, Any]:
         """What drafts there, see `drafting.drafter_report`."""
-        async with asyncio.timeout(SILENCE_S):
-            return await self._port.drafter()
+        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+            return await self._handle.drafter()
 
     async def apply(self, desired: DesiredDrafter) -> None:
         """Have the router's drafter replaced; returns when it is. RequestRefusedError or RouterLostError."""
         try:
-            async with asyncio.timeout(LOAD_S):
-                refusal = await self._port.apply(desired)
+            async with asyncio.timeout(DRAFTER_LOAD_TIMEOUT_S):
+                refusal = await self._handle.apply(desired)
         except Exception as error:
             raise RouterLostError(f"replacing the drafter failed: {first_line(error)}") from error
         if refusal is not None:
@@ -196,8 +201,8 @@ class RouterClient:
 
     async def _submit(self, requests: list[EngineRequest]) -> None:
         try:
-            async with asyncio.timeout(SILENCE_S):
-                refusal = await self._port.submit(self._connection_id, requests)
+            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+                refusal = await self._handle.submit(self._connection_id, requests)
         except Exception as error:
             raise RouterLostError(f"submit failed: {first_line(error)}") from error
         if refusal is not None:
@@ -207,12 +212,12 @@ class RouterClient:
         if after is not None:
             await asyncio.wait([after])
         with contextlib.suppress(Exception):  # a dead router has nothing left to abort
-            async with asyncio.timeout(SILENCE_S):
-                await self._port.abort(request_ids)
+            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+                await self._handle.abort(request_ids)
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         """From the first sign of life to the last."""
-        parts = [self._tasks.spawn(part) for part in (self._pump(), self._renew(), self._watch())]
+        parts = [self._tasks.spawn(part) for part in (self._receive(), self._renew_lease(), self._watch_silence())]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             error = next(part.exception() for part in parts if part.done())
@@ -229,15 +234,15 @@ class RouterClient:
                 listener(RouterLostError("the engine stopped while it worked on this request"))
             self._closed()
 
-    async def _pump(self) -> None:
-        async for item in self._port.outputs(self._connection_id):
-            self._heard_at = asyncio.get_running_loop().time()
+    async def _receive(self) -> None:
+        async for item in self._handle.outputs(self._connection_id):
+            self._received_at = asyncio.get_running_loop().time()
             if isinstance(item, RouterInfo):
                 self.info = item
                 self._opened()
                 logger.info("connected to the router %s: %s", self.replica_id, item)
             elif isinstance(item, RouterHeartbeat):
-                self._heartbeat, self._heartbeat_at = item, self._heard_at
+                self._heartbeat, self._heartbeat_at = item, self._received_at
             else:
                 self._dispatch(item)
         raise EngineDeadError("its stream ended")
@@ -249,26 +254,26 @@ class RouterClient:
                 if output.finish_reason is not None:
                     del self._listeners[output.request_id]
 
-    async def _watch(self) -> None:
+    async def _watch_silence(self) -> None:
         """Ends when the router has left, with an error when it was silent for too long."""
         clock = asyncio.get_running_loop().time
         started = clock()
         while True:
-            await asyncio.sleep(SILENCE_S / 6)
-            if self._is_leaving and not self._listeners:
+            await asyncio.sleep(HEARTBEAT_TIMEOUT_S / 6)
+            if self._closes_when_idle and not self._listeners:
                 return
-            silence = clock() - (self._heard_at or started)
-            if silence > (SILENCE_S if self._heard_at else CONNECT_S):
+            silence = clock() - (self._received_at or started)
+            if silence > (HEARTBEAT_TIMEOUT_S if self._received_at else CONNECT_TIMEOUT_S):
                 raise EngineDeadError(f"not a word for {silence:.1f} s")
 
-    async def _renew(self) -> None:
+    async def _renew_lease(self) -> None:
         """Tell the router that we live, so that it does not drop our requests; calls to one that leaves get nowhere."""
         while True:
             await asyncio.sleep(self._lease_s / 4)
-            if self.info is not None and not self._is_leaving:
+            if self.info is not None and not self._closes_when_idle:
                 num_refused, self._num_refused = self._num_refused, 0
                 async with asyncio.timeout(self._lease_s):
-                    if not await self._port.renew(self._connection_id, num_refused):
+                    if not await self._handle.renew(self._connection_id, num_refused):
                         raise EngineDeadError("it does not know this connection any more")
 
 

@@ -50,11 +50,11 @@ class DrafterReconciler:
         self.max_draft_tokens = max_draft_tokens
         self._supervisor = supervisor
         self._planner = planner
-        self._following = threading.Lock()
+        self._applying = threading.Lock()
 
     def apply(self, desired: DesiredDrafter) -> Refusal | None:
         """Have the drafter that was wished for, unless there was a later wish; why not, where it cannot be had."""
-        with self._following:
+        with self._applying:
             if desired.set_at <= self.desired.set_at:
                 return None
             if desired.speculative != self.desired.speculative:
@@ -78,7 +78,7 @@ class DrafterRollout:
         self._desired = DesiredDrafter(0, configured)
         self._clients = clients
         self._tasks = tasks
-        self._told: dict[RouterClient, DesiredDrafter] = {}
+        self._sent: dict[RouterClient, DesiredDrafter] = {}
         self._replacing = asyncio.Lock()
 
     @property
@@ -102,16 +102,16 @@ class DrafterRollout:
         pairs = zip(clients, reports, strict=True)
         return {client.replica_id: report for client, report in pairs if not isinstance(report, BaseException)}
 
-    def spread(self) -> None:
+    def propagate(self) -> None:
         """Tell those that are behind; each is told of a wish once."""
         if self._replacing.locked():
             return
         desired = self._latest()
-        self._told = {client: told for client, told in self._told.items() if client.replica_id in self._clients}
+        self._sent = {client: sent for client, sent in self._sent.items() if client.replica_id in self._clients}
         for client in self._connected():
             is_behind = client.desired is not None and client.desired.set_at < desired.set_at
-            if is_behind and self._told.get(client) != desired:
-                self._told[client] = desired
+            if is_behind and self._sent.get(client) != desired:
+                self._sent[client] = desired
                 self._tasks.spawn(client.apply(desired))
 
     async def _replace(self, speculative: SpeculativeConfig) -> None:
@@ -132,8 +132,8 @@ class DrafterRollout:
             self._desired = desired
 
     def _latest(self) -> DesiredDrafter:
-        wishes = [client.desired for client in self._clients.values() if client.desired is not None]
-        self._desired = max([self._desired, *wishes], key=lambda desired: desired.set_at)
+        known = [client.desired for client in self._clients.values() if client.desired is not None]
+        self._desired = max([self._desired, *known], key=lambda desired: desired.set_at)
         return self._desired
 
     def _connected(self) -> list[RouterClient]:

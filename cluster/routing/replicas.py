@@ -16,17 +16,17 @@ from specray.metrics import Snapshot
 
 ADDRESSEE = "to"  # the keyword argument of every call that names the replica
 
-_seen: dict[str, frozenset[str]] = {}  # deployment -> replicas, as this process's request routers last knew them
+_running: dict[str, frozenset[str]] = {}  # deployment -> replicas, as this process's request routers last knew them
 
 
-def note(replicas: Sequence[tuple[str, str]]) -> None:
+def set_running(replicas: Sequence[tuple[str, str]]) -> None:
     """All replicas of one deployment, as (deployment, replica)."""
     if replicas:  # of none it is not known whose they were; calls to them will fail
-        _seen[replicas[0][0]] = frozenset(replica_id for _, replica_id in replicas)
+        _running[replicas[0][0]] = frozenset(replica_id for _, replica_id in replicas)
 
 
-class HandleDirectory:
-    """`router_pool.Directory` over a Serve handle to the Router deployment."""
+class ServeReplicaDirectory:
+    """`router_pool.ReplicaDirectory` over a Serve handle to the Router deployment."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
@@ -35,14 +35,14 @@ class HandleDirectory:
     def replica_ids(self) -> Collection[str]:
         if self._first_call is None:  # a handle looks for replicas once it is called
             self._first_call = self._handle.stats.remote()
-        return _seen.get(self._handle.deployment_name, frozenset())
+        return _running.get(self._handle.deployment_name, frozenset())
 
-    def port(self, replica_id: str) -> "HandlePort":
-        return HandlePort(self._handle, replica_id)
+    def handle(self, replica_id: str) -> "ServeRouterHandle":
+        return ServeRouterHandle(self._handle, replica_id)
 
 
-class HandlePort:
-    """`client.RouterPort` over a Serve handle: one replica of it.
+class ServeRouterHandle:
+    """`client.RouterHandle` over a Serve handle: one replica of it.
 
     Calls are made outside of the HTTP request at hand. Serve would cancel them when its client leaves, and it gives all
     calls of a request one id, by which its router finds the call to go on: of two at a time, one looks for ever.

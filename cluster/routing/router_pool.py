@@ -15,7 +15,7 @@ from typing import Protocol
 
 from cluster.config import AppConfig
 from cluster.engine.connections import RouterInfo
-from cluster.routing.client import NOT_READY, Listener, RequestRefusedError, RouterClient, RouterLostError, RouterPort
+from cluster.routing.client import NOT_READY, Listener, RequestRefusedError, RouterClient, RouterHandle, RouterLostError
 from cluster.routing.drafting import DrafterRollout
 from cluster.routing.policy import PrefixIndex, choose_route
 from cluster.tasks import Tasks
@@ -25,8 +25,8 @@ from specray.metrics import Snapshot
 from specray.outputs import FinishReason, RequestOutput, RequestUsage, add_histograms
 
 LOST = "the engine stopped while it worked on this request, and no other one could take it over in time; send it again"
-LOOK_S = 0.2  # between looks for routers that came or went
-RETRY_S = 1.0
+DIRECTORY_POLL_S = 0.2  # between looks for routers that came or went
+RETRY_INTERVAL_S = 1.0
 DRAINING = "the server is shutting down: it finishes what it has begun, and takes nothing new"
 MAX_FAILOVERS = 8  # a request that took so many engines down goes to no other
 
@@ -43,18 +43,18 @@ class DeadlineError(SpecRayError):
     status = 504
 
 
-class Directory(Protocol):
+class ReplicaDirectory(Protocol):
     """Which routers there are, and how to reach one."""
 
     def replica_ids(self) -> Collection[str]: ...
 
-    def port(self, replica_id: str) -> RouterPort: ...
+    def handle(self, replica_id: str) -> RouterHandle: ...
 
 
 class RouterPool:
     """One ingress replica's routers; construct it inside the event loop, then `start` it."""
 
-    def __init__(self, directory: Directory, config: AppConfig) -> None:
+    def __init__(self, directory: ReplicaDirectory, config: AppConfig) -> None:
         self._directory = directory
         self._config = config
         self._clients: dict[str, RouterClient] = {}
@@ -68,7 +68,7 @@ class RouterPool:
         self.num_failovers = 0
 
     def start(self) -> None:
-        self._tasks.spawn(self._look())
+        self._tasks.spawn(self._follow_directory())
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -122,7 +122,7 @@ class RouterPool:
             raise EngineDeadError(NOT_READY)
         return found
 
-    def check_room(self) -> None:
+    def check_queues(self) -> None:
         """RequestRefusedError if every router has said that its queue is full.
 
         Nobody is asked: a flood of requests leaves the processors to those under way.
@@ -170,7 +170,7 @@ class RouterPool:
                 return client
         raise refusal
 
-    async def any_change(self, until: float) -> None:
+    async def wait_for_change(self, until: float) -> None:
         """Wait for a router to come or go, but not beyond `until` on the loop's clock."""
         self._changed.clear()
         try:
@@ -179,25 +179,25 @@ class RouterPool:
         except TimeoutError:
             return
 
-    async def _look(self) -> None:
+    async def _follow_directory(self) -> None:
         """Keep one client for each router there is."""
         while True:
             there = set(self._directory.replica_ids())
             for replica_id in there - self._clients.keys():
                 self._connect(replica_id)
             for replica_id in self._clients.keys() - there:
-                self._clients[replica_id].leave()
+                self._clients[replica_id].close_when_idle()
             self._prefixes.keep_only(self._clients.keys())
-            self.drafts.spread()
-            await asyncio.sleep(LOOK_S)
+            self.drafts.propagate()
+            await asyncio.sleep(DIRECTORY_POLL_S)
 
     def _connect(self, replica_id: str) -> None:
         def closed() -> None:
             del self._clients[replica_id]  # if it is still there, the next look connects again
             self._changed.set()
 
-        port = self._directory.port(replica_id)
-        client = RouterClient(replica_id, port, self._config.server.lease_s, self._changed.set, closed)
+        handle = self._directory.handle(replica_id)
+        client = RouterClient(replica_id, handle, self._config.server.lease_s, self._changed.set, closed)
         self._clients[replica_id] = client
         client.start()
 
@@ -210,7 +210,7 @@ class RequestStream:
     ) -> None:
         self._router_pool = router_pool
         self._session = session
-        self._parts = [_Part(request) for request in requests]
+        self._parts = [_RequestProgress(request) for request in requests]
         self._unfinished: dict[str, int] = {}  # request id of the present attempt -> index
         self._client: RouterClient | None = None
         self._num_failovers = 0
@@ -283,12 +283,12 @@ class RequestStream:
             except SpecRayError as error:
                 if clock() >= give_up:
                     raise EngineDeadError(f"{LOST} ({error})") from None
-                await self._router_pool.any_change(min(give_up, clock() + RETRY_S))
+                await self._router_pool.wait_for_change(min(give_up, clock() + RETRY_INTERVAL_S))
         self._router_pool.num_failovers += len(indexes)
         logger.warning("%d requests go on at the router %s", len(indexes), self._client.replica_id)
 
 
-class _Part:
+class _RequestProgress:
     """One request of a job: what was asked, and what it has been given so far."""
 
     def __init__(self, request: EngineRequest) -> None:
@@ -309,11 +309,11 @@ class _Part:
     def enter(self, news: RequestOutput) -> RequestOutput:
         """Take note of news; the same, with the usage of all attempts."""
         self._emitted += news.token_ids
-        self._usage = _together(self._usage_before, news.usage)
+        self._usage = _merge_usage(self._usage_before, news.usage)
         return news._replace(usage=self._usage)
 
 
-def _together(before: RequestUsage | None, now: RequestUsage) -> RequestUsage:
+def _merge_usage(before: RequestUsage | None, now: RequestUsage) -> RequestUsage:
     """Usage of a request that went on at another engine, which counts the tokens it was given as its own."""
     if before is None:
         return now

@@ -149,7 +149,7 @@ class Replica:
         await asyncio.to_thread(self.router._engine.close)
 
 
-class ReplicaPort:
+class ReplicaHandle:
     """What a Serve handle is: calls to a router that may be dead or frozen."""
 
     def __init__(self, replica: Replica) -> None:
@@ -210,8 +210,8 @@ class Server:
     def replica_ids(self) -> list[str]:
         return [replica.replica_id for replica in self.replicas if not replica.is_dead and not replica.is_stopping]
 
-    def port(self, replica_id: str) -> ReplicaPort:
-        return ReplicaPort(next(replica for replica in self.replicas if replica.replica_id == replica_id))
+    def handle(self, replica_id: str) -> ReplicaHandle:
+        return ReplicaHandle(next(replica for replica in self.replicas if replica.replica_id == replica_id))
 
     @property
     def ranks(self) -> ScriptedRanks:

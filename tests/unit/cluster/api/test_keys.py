@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from cluster.api.auth import PROBES, RequireKey
 from cluster.api.keys import KeyRing
-from cluster.api.service import within
+from cluster.api.service import tenant_scoped
 from specray.errors import ConfigError
 from tests.unit.cluster.conftest import Serve, Server
 
@@ -222,7 +222,7 @@ def test_no_cached_prefix_is_shared_between_keys(serve: Serve, key_file: Path) -
 
 def test_no_two_tenants_texts_are_the_same() -> None:
     names, texts = ["", "a", "ab", "b"], ["", "a", "b", "\n", "a\n", "b\na", "ab"]
-    assert len({within(name, text) for name in names for text in texts}) == len(names) * len(texts)
+    assert len({tenant_scoped(name, text) for name in names for text in texts}) == len(names) * len(texts)
 
 
 def test_one_keys_flood_leaves_room_for_another(serve: Serve, key_file: Path) -> None:

@@ -15,7 +15,7 @@ from tests.unit.cluster.conftest import Serve, Server
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.engine.router, "HEARTBEAT_INTERVAL_S", 0.05)
     monkeypatch.setattr(cluster.engine.router, "PROBE_AFTER_S", 0.2)
-    monkeypatch.setattr(cluster.api.service, "READY_S", 1.0)
+    monkeypatch.setattr(cluster.api.service, "MAX_TOKEN_AGE_S", 1.0)
 
 
 async def status(server: Server, path: str = "/readyz") -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.api.protocol import Speculation
-from cluster.api.speculation import PLAIN, Offer
+from cluster.api.speculation import NO_DRAFTING, SpeculationCapabilities
 from specray.config import SpeculativeConfig
 from specray.errors import InvalidRequestError
 from specray.sampling_params import SamplingParams
@@ -22,18 +22,18 @@ PLAINLY = SpeculativeConfig()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "limit"),
+    ("wanted", "draft_limit"),
     [
         ({}, UNLIMITED),
         ({"enabled": True, "algorithm": "EAGLE3"}, UNLIMITED),
-        ({"enabled": False}, PLAIN),
+        ({"enabled": False}, NO_DRAFTING),
         ({"num_steps": 4}, DraftLimit(UNLIMITED.num_tokens, 4)),
         ({"num_draft_tokens": 2}, DraftLimit(1, UNLIMITED.num_steps)),
         ({"num_steps": 1, "num_draft_tokens": 6}, DraftLimit(5, 1)),
     ],
 )
-def test_a_wish_is_a_limit(wanted: dict[str, Any], limit: DraftLimit) -> None:
-    assert Offer(TREES, 5, "float32").limit(Speculation(**wanted)) == limit
+def test_requested_options_become_a_draft_limit(wanted: dict[str, Any], draft_limit: DraftLimit) -> None:
+    assert SpeculationCapabilities(TREES, 5, "float32").draft_limit(Speculation(**wanted)) == draft_limit
 
 
 @pytest.mark.parametrize(
@@ -47,18 +47,18 @@ def test_a_wish_is_a_limit(wanted: dict[str, Any], limit: DraftLimit) -> None:
 )
 def test_what_cannot_be_had_is_refused_by_name(wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match="speculative") as refused:
-        Offer(TREES, 5, "float32").limit(Speculation(**wanted))
+        SpeculationCapabilities(TREES, 5, "float32").draft_limit(Speculation(**wanted))
     assert str(refused.value).startswith(message)
     assert refused.value.param == message.split("=")[0]
 
 
 @pytest.mark.parametrize("wanted", [{"enabled": True}, {"algorithm": "NGRAM"}, {"num_steps": 1}])
 def test_a_plain_server_refuses_all_but_what_it_does(wanted: dict[str, Any]) -> None:
-    offer = Offer(PLAINLY, 0, "float32")
+    capabilities = SpeculationCapabilities(PLAINLY, 0, "float32")
     with pytest.raises(InvalidRequestError, match="decodes plainly"):
-        offer.limit(Speculation(**wanted))
-    assert offer.limit(Speculation(enabled=False)) == PLAIN
-    assert offer.limit(None) == UNLIMITED
+        capabilities.draft_limit(Speculation(**wanted))
+    assert capabilities.draft_limit(Speculation(enabled=False)) == NO_DRAFTING
+    assert capabilities.draft_limit(None) == UNLIMITED
 
 
 @pytest.mark.parametrize(
@@ -126,33 +126,36 @@ def test_capabilities_say_what_becomes_of_the_output(
 ) -> None:
     async def scenario() -> None:
         async with serve(speculative=NGRAM.model_copy(update=options).model_dump()) as server:
-            told = (await server.http.get("/v1/speculation/capabilities")).json()
-            assert (told["algorithm"], told["output"]) == ("NGRAM", {"arithmetic": "float32"} | output)
-            assert told["request_limits"] == {
+            reply = (await server.http.get("/v1/speculation/capabilities")).json()
+            assert (reply["algorithm"], reply["output"]) == ("NGRAM", {"arithmetic": "float32"} | output)
+            assert reply["request_limits"] == {
                 "enabled": [True, False],
                 "algorithm": ["NGRAM"],
                 "num_steps": {"min": 1, "max": 2},
                 "num_draft_tokens": {"min": 2, "max": 3},
             }
-            assert set(told["options"]["exact"]) == set(SamplingParams.__dataclass_fields__)
-            assert "tools" in told["options"]["refused"]
+            assert set(reply["options"]["exact"]) == set(SamplingParams.__dataclass_fields__)
+            assert "tools" in reply["options"]["refused"]
 
     asyncio.run(scenario())
 
 
 def test_one_seed_makes_one_text_only_where_rounding_cannot_interfere() -> None:
     """Seen: a server in bfloat16 promised one text, and two replies with one seed parted at a near-tie."""
-    exact = Offer(NGRAM, 2, "float32").capabilities()["output"]
+    exact = SpeculationCapabilities(NGRAM, 2, "float32").capabilities()["output"]
     assert exact["one_seed_one_text"] is True
     assert "rounding" not in exact
     for arithmetic in ("bfloat16", "int8 and float32"):
-        rounded = Offer(NGRAM, 2, arithmetic).capabilities()["output"]
+        rounded = SpeculationCapabilities(NGRAM, 2, arithmetic).capabilities()["output"]
         assert rounded["one_seed_one_text"] is False
         assert "float32" in rounded["rounding"]
 
 
 def test_capabilities_follow_a_replaced_drafter() -> None:
-    before, after = Offer(NGRAM, 2, "float32").capabilities(), Offer(PLAINLY, 0, "float32").capabilities()
+    before, after = (
+        SpeculationCapabilities(NGRAM, 2, "float32").capabilities(),
+        SpeculationCapabilities(PLAINLY, 0, "float32").capabilities(),
+    )
     assert before["request_limits"]["enabled"] == [True, False]
     assert after["request_limits"] == {"enabled": [False], "algorithm": [], "num_steps": None, "num_draft_tokens": None}
 
@@ -170,8 +173,8 @@ def test_a_server_that_makes_acceptance_up_says_so_in_all_it_sends(serve: Serve)
             assert whole["usage"]["speculative"]["lossy"] is True
             meta = (await server.http.post("/generate", json={"text": "hi"})).json()["meta_info"]
             assert meta["simulated_acceptance"] is True
-            told = (await server.http.get("/v1/speculation/capabilities")).json()
-            assert told["output"]["greedy"] == "meaningless"
+            reply = (await server.http.get("/v1/speculation/capabilities")).json()
+            assert reply["output"]["greedy"] == "meaningless"
             assert 'drafter="SIMULATED NGRAM"' in (await server.http.get("/metrics")).text
 
     asyncio.run(scenario())

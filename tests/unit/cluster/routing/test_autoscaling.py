@@ -18,8 +18,8 @@ from cluster.routing.autoscaling import (
     Sample,
     TokenRatePolicy,
     Trend,
+    autoscaling_stats,
     decide,
-    report,
     serve_autoscaling,
     wanted_replicas,
 )
@@ -258,7 +258,7 @@ def busy_stats() -> EngineStats:
 
 
 def test_a_report_has_a_samples_numbers() -> None:
-    numbers = report(busy_stats().snapshot())
+    numbers = autoscaling_stats(busy_stats().snapshot())
     assert Sample(NOW, **numbers) == Sample(NOW, 4, 20, 700, 3.5, 7)
     assert all(isinstance(number, int | float) for number in numbers.values())  # or Serve turns its reports off
 
@@ -294,7 +294,7 @@ def test_serve_calls_the_policy_with_its_options_and_keeps_its_state() -> None:
     decided = []
     for tick in range(8):
         now = NOW + tick
-        numbers = report(busy_stats().snapshot()) | {"running_requests": 3.0}
+        numbers = autoscaling_stats(busy_stats().snapshot()) | {"running_requests": 3.0}
         series = {name: {REPLICA: [SimpleNamespace(timestamp=now, value=value)]} for name, value in numbers.items()}
         num_replicas, state = policy(context(series, now, 1, state))
         decided.append(num_replicas)
@@ -303,7 +303,7 @@ def test_serve_calls_the_policy_with_its_options_and_keeps_its_state() -> None:
 
 def test_a_time_at_which_a_number_is_missing_is_no_sample() -> None:
     policy = TokenRatePolicy(max_replicas=8, target_running=10, up_delay_s=0)
-    numbers = report(busy_stats().snapshot()) | {"num_running": 70.0}
+    numbers = autoscaling_stats(busy_stats().snapshot()) | {"num_running": 70.0}
     series = {name: {REPLICA: [SimpleNamespace(timestamp=NOW, value=value)]} for name, value in numbers.items()}
     assert policy(context(series, NOW, 1, {}))[0] == 8
     series["busy_s"][REPLICA][0].timestamp = NOW - 1

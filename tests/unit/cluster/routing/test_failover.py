@@ -11,7 +11,7 @@ import cluster.engine.router
 import cluster.routing.client
 from cluster.engine.connections import Refusal
 from specray.engine.request import EngineRequest
-from tests.unit.cluster.conftest import TEXT, ReplicaPort, Serve, Server
+from tests.unit.cluster.conftest import TEXT, ReplicaHandle, Serve, Server
 
 BODY = {"prompt": "ab", "max_tokens": 120, "seed": 5}
 SLOW = {"step_s": 0.01}
@@ -51,7 +51,7 @@ async def serving(server: Server) -> Any:
 
 @pytest.mark.parametrize("way", ["kill", "freeze"])
 def test_a_stream_goes_on_at_another_engine(serve: Serve, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.routing.client, "SILENCE_S", 1.2)
+    monkeypatch.setattr(cluster.routing.client, "HEARTBEAT_TIMEOUT_S", 1.2)
 
     async def scenario() -> None:
         async with serve(**SLOW, num_replicas=2) as server:
@@ -76,18 +76,18 @@ def test_an_engine_lost_while_it_is_asked_is_asked_for_nothing_twice(
 ) -> None:
     """Its end is heard before its refusal; the engine that took the request then keeps it, and no copy runs beside."""
     asked: list[tuple[str, str]] = []
-    submit = ReplicaPort.submit
+    submit = ReplicaHandle.submit
 
-    async def submitted(port: ReplicaPort, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
-        asked.append((port._replica.replica_id, requests[0].request_id))
+    async def submitted(handle: ReplicaHandle, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
+        asked.append((handle._replica.replica_id, requests[0].request_id))
         if len(asked) == 1:
-            port._replica.kill()
+            handle._replica.kill()
             await asyncio.sleep(0.1)
-        return await submit(port, connection_id, requests)
+        return await submit(handle, connection_id, requests)
 
     async def scenario() -> None:
         async with serve(**SLOW, num_replicas=2) as server:
-            monkeypatch.setattr(ReplicaPort, "submit", submitted)
+            monkeypatch.setattr(ReplicaHandle, "submit", submitted)
             assert text_of(await stream(server, BODY)) == repeated(120)
             assert server.router_pool.num_failovers == 0
             (lost, first), (other, second) = asked
