@@ -1,6 +1,6 @@
-"""What `serve run` imports: the application, built from its arguments.
+"""The Serve application that `serve run` imports, built from its arguments.
 
-Not here: what the deployments do. Limits on their queues are here, because Serve's defaults have none.
+Queue limits of the deployments are set here, because Serve's defaults are unbounded.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from specray.spec_decode import check_speculative
 
 ADDRESSED_ROUTER: Any = "cluster.routing.addressing.AddressedRouter"  # Ray types its options as dictionaries
 ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
-MIN_ENGINES = 16  # Serve may be told to run more than planned, and does not ask an ingress again
-INGRESS_SLACK = 256  # requests that are being refused or answered without the engine
+MIN_ENGINES = 16  # for the ingress's limits: Serve may scale beyond the plan, but never changes them
+INGRESS_SLACK = 256  # requests that are refused or answered without an engine
 HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # the ranks own the compute threads
-# Streams from the routers come by gRPC, not as Ray's objects: half the ingress's work. Who has died is not said then,
-# but a router is watched by its pulses anyway.
+# gRPC instead of Ray objects halves the ingress's CPU work per streamed output. gRPC does not report a dead replica;
+# the ingress detects one by its missing heartbeats.
 INGRESS_ENVIRONMENT = HOST_ENVIRONMENT | {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
 
 
@@ -34,7 +34,7 @@ def build(args: AppConfig) -> Application:
 
 
 def _ingress(config: AppConfig) -> serve.Deployment:
-    """More requests than the engines admit may be open, so that the excess gets our 429 and not Serve's own."""
+    """Allows more open requests than the engines admit, so that the excess gets our 429 instead of Serve's."""
     admitted = config.max_running_requests + config.max_queued_requests  # by one engine
     max_open = max(most_engines(config), MIN_ENGINES) * admitted + INGRESS_SLACK
     return serve.deployment(
@@ -62,7 +62,7 @@ def _router(config: AppConfig) -> serve.Deployment:
         **_number_of_engines(config),
         request_router_config=RequestRouterConfig(request_router_class=ADDRESSED_ROUTER),
         max_ongoing_requests=ROUTER_MAX_CALLS,
-        logging_config={"enable_access_log": False},  # the ingress logs requests; calls between us are no news
+        logging_config={"enable_access_log": False},  # the ingress logs requests
         ray_actor_options={
             "num_cpus": config.server.router_cpus,
             "runtime_env": {"env_vars": HOST_ENVIRONMENT},
@@ -72,5 +72,5 @@ def _router(config: AppConfig) -> serve.Deployment:
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=config.server.drain_s,  # the ingresses hang up when they are through with it
+        graceful_shutdown_timeout_s=config.server.drain_s,  # ingresses disconnect once their requests are finished
     )(Router)

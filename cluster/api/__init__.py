@@ -1,1 +1,1 @@
-"""The HTTP surface in OpenAI's and SGLang's shapes. Only `ingress` knows Ray: the routes run under any ASGI server."""
+"""The HTTP API in OpenAI's and SGLang's shapes. Only `ingress` depends on Ray: the routes run under any ASGI server."""

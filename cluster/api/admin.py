@@ -1,6 +1,6 @@
-"""What an operator may do while the server serves: see the engines' drafters, and replace them.
+"""Admin routes: report the engines' drafters, and replace them while serving.
 
-Not here: whose key opens this (`auth`), and how all engines come to have the same drafter (`cluster.routing.drafting`).
+Access control lives in `auth`; `cluster.routing.drafting` brings all engines to the same drafter.
 """
 
 import json
@@ -33,12 +33,12 @@ def add_admin_routes(app: FastAPI, config: AppConfig, drafts: DrafterRollout) ->
         _check_replaceable(config)
         speculative = new_options(config, await request.body())
         await drafts.replace(speculative)
-        logger.info("the engines' drafter was replaced: %s", speculative.model_dump(exclude_defaults=True) or "none")
+        logger.info("replaced the engines' drafter: %s", speculative.model_dump(exclude_defaults=True) or "none")
         return {"replicas": await drafts.report()}
 
 
 def new_options(config: AppConfig, body: bytes) -> SpeculativeConfig:
-    """The whole new group `speculative` for this application; ApiError for what can be seen to be wrong with it."""
+    """The complete new `speculative` group of this application. ApiError if the body or an option is invalid."""
     try:
         group = json.loads(body)
     except ValueError as error:
@@ -48,10 +48,10 @@ def new_options(config: AppConfig, body: bytes) -> SpeculativeConfig:
     try:
         return AppConfig.model_validate(config.model_dump() | {"speculative": group}).speculative
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise _error(error) from None
 
 
-def _refusal(error: ValidationError) -> ApiError:
+def _error(error: ValidationError) -> ApiError:
     cause = error.errors()[0].get("ctx", {}).get("error")
     return ApiError(400, str(cause)) if isinstance(cause, ConfigError) else from_validation(error.errors())
 
@@ -60,6 +60,6 @@ def _check_replaceable(config: AppConfig) -> None:
     if not config.replaces_drafters:
         raise ApiError(
             409,
-            f"draft.placement={config.draft.placement}: the drafter is a part of the target's process and ends with "
-            "it; deploy with draft.placement=colocated, and drafters can be replaced from then on",
+            f"draft.placement={config.draft.placement}: the drafter runs in the target's process and cannot be "
+            "replaced; deploy with draft.placement=colocated to replace drafters while serving",
         )

@@ -1,4 +1,4 @@
-"""The routes: a FastAPI application over a `Service`. Runs under Ray Serve and, in tests, without it."""
+"""HTTP routes: a FastAPI application over a `Service`, which tests run without Ray Serve."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ Json = dict[str, Any]
 
 
 def create_app(service: Service) -> FastAPI:
-    """The whole HTTP surface of one ingress replica."""
+    """The application of one ingress replica, with all routes and middleware."""
     app = FastAPI(title="SpecRay", openapi_url="/openapi.json")
     app.add_middleware(BodyLimit, max_bytes=service.config.server.max_body_bytes)
-    app.add_middleware(RequireKey, **_access(service.config.server))  # before the body is read
+    app.add_middleware(RequireKey, **_access(service.config.server))  # runs before BodyLimit, which reads the body
     app.add_middleware(CatchErrors)
     app.add_exception_handler(errors.ApiError, errors.handle_api_error)
     app.add_exception_handler(SpecRayError, errors.handle_engine_error)

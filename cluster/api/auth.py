@@ -1,7 +1,7 @@
-"""Who may ask: a key for every route but a few, and the tenant that a request belongs to.
+"""Authentication: checks API keys and sets the tenant of each request.
 
-Denied by default: a route added tomorrow needs a key without anybody thinking of it. The decision is made on the path
-that the server has parsed, never on one put together from headers. Not here: the keys (`keys`).
+Access is denied by default, so a new route requires a key. The check uses the path that the server parsed, never one
+assembled from headers. Key files are read in `keys`.
 """
 
 from collections.abc import Collection
@@ -14,16 +14,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.api.errors import ApiError, error_response
 from cluster.api.keys import KeyRing
 
-PROBES = frozenset({"/livez", "/readyz", "/health"})  # what asks here has no keys, and learns nothing but a status
+PROBES = frozenset({"/livez", "/readyz", "/health"})  # no key required; the response holds only a status
 METRICS = "/metrics"
-ADMIN = "/admin/"  # beginning of the routes that need an admin's key, and are shut where none is configured
+ADMIN = "/admin/"  # prefix of admin routes, which are closed unless admin keys are configured
 TENANT = "tenant"  # in the request's state
 
 
 class RequireKey:
-    """Lets requests with the right key through, and those to `open_paths`; the others get 401.
+    """Middleware that passes requests with a valid key and requests to `open_paths`. Others get 401.
 
-    `keys` open every route but an admin's; None: a server without keys, on which only an admin's routes are shut.
+    `keys` open all routes except admin routes, which need one of `admin_keys`. With `keys=None`, only admin routes
+    require a key.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class RequireKey:
             await send({"type": "websocket.close", "code": 1008})
 
     def _tenant(self, scope: Scope) -> str | None:
-        """The owner of a request's key, empty where none is needed; None: it may not pass."""
+        """The owner of the request's key, empty where no key is required; None if the request is rejected."""
         path = _route(scope)
         keys = self._admin_keys if path.startswith(ADMIN) else self._keys
         if path in self._open_paths or (keys is None and not path.startswith(ADMIN)):
@@ -64,25 +65,27 @@ async def _tenant_of(request: Request) -> str:
     return name
 
 
-Tenant = Annotated[str, Depends(_tenant_of)]  # parameter of a route: whose key it was asked with; empty without keys
+Tenant = Annotated[str, Depends(_tenant_of)]  # route parameter: owner of the request's key; empty without keys
 
 
 def _route(scope: Scope) -> str:
-    """The path below the application's prefix, as the router sees it."""
+    """The path below the application's prefix, as FastAPI's router sees it."""
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "")
     return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 
 
 def _bearer(scope: Scope) -> bytes | None:
-    """The key a request was sent with, None without exactly one."""
+    """The request's bearer token; None unless it has exactly one Authorization header."""
     values = Headers(scope=scope).getlist("authorization")
     scheme, _, key = values[0].partition(" ") if len(values) == 1 else ("", "", "")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None
 
 
 def _refusal() -> Response:
-    error = ApiError(401, "no valid API key; send one in the header Authorization: Bearer KEY", code="invalid_api_key")
+    error = ApiError(
+        401, "missing or invalid API key; send the header Authorization: Bearer KEY", code="invalid_api_key"
+    )
     response = error_response(error)
     response.headers["www-authenticate"] = "Bearer"
     return response

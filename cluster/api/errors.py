@@ -1,7 +1,6 @@
-"""Errors as clients see them: OpenAI's JSON shape, the right status, nothing of our insides.
+"""Errors as clients receive them: OpenAI's JSON shape and an HTTP status, without internal details.
 
-What lives here: `ApiError`, how other exceptions become one, and the JSON response. Not here: when
-something is an error.
+Other exceptions are converted to `ApiError` here.
 """
 
 import json
@@ -14,9 +13,9 @@ from starlette.exceptions import HTTPException
 
 from specray.errors import InvalidRequestError, SpecRayError
 
-INTERNAL_MESSAGE = "the server failed on this request; it is logged there, try again"
+INTERNAL_MESSAGE = "internal server error, logged on the server; send the request again"
 RETRY_AFTER_S = {429: 1, 503: 2}
-MAX_SHOWN = 80  # characters of a bad value that a message repeats
+MAX_REPR_LENGTH = 80  # characters of a bad value that an error message repeats
 
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
 _CODES = {
@@ -31,7 +30,7 @@ _CODES = {
 
 
 class ApiError(Exception):
-    """A request's end in an error; `status` decides type, code and Retry-After unless given."""
+    """An error response. `status` determines its type, and code and Retry-After unless they are given."""
 
     def __init__(
         self,
@@ -58,13 +57,13 @@ class ApiError(Exception):
 
 
 def error_response(error: ApiError) -> Response:
-    """The error as a whole response."""
+    """The error as a complete response."""
     content = json.dumps(error.body)  # ASCII: the message may repeat text that is not valid Unicode
     return Response(content, error.status, error.headers, "application/json")
 
 
 def from_engine(error: SpecRayError) -> ApiError:
-    """A named engine error under its status."""
+    """Convert an engine error; its status is kept."""
     param, retry_after_s = getattr(error, "param", None), getattr(error, "retry_after_s", None)
     return ApiError(error.status, str(error), param, retry_after_s=retry_after_s)
 
@@ -94,7 +93,7 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's errors, naming field, value seen and bound."""
+    """Convert the first of pydantic's errors to a message with the field, the value seen and the bound."""
     first = errors[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidRequestError):
@@ -110,9 +109,9 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def short_repr(value: object) -> str:
-    """A value as a message repeats it: its beginning."""
+    """`repr(value)`, truncated for an error message."""
     text = repr(value)
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+    return text if len(text) <= MAX_REPR_LENGTH else text[:MAX_REPR_LENGTH] + "…"
 
 
 def _http_message(request: Request, error: HTTPException) -> str:

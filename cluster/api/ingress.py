@@ -1,6 +1,6 @@
-"""The HTTP front as a Serve deployment. It holds no engine state: any number of replicas may run.
+"""The HTTP ingress as a Serve deployment. It holds no engine state, so any number of replicas can run.
 
-It comes up before the router does and answers 503 until then. Not here: routes and shapes (`openai`).
+It starts before the routers and answers 503 until one is connected. Routes live in `app`.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from specray.models.tokenizer import load_tokenizer
 
 @serve.ingress()
 class OpenAIIngress:
-    """One replica of the HTTP front."""
+    """One ingress replica."""
 
     def __init__(self, config: AppConfig, router: DeploymentHandle[Any]) -> None:
         self._router_pool = RouterPool(ServeReplicaDirectory(router), config)
@@ -33,7 +33,7 @@ class OpenAIIngress:
         return await self._router_pool.drain()
 
     async def __del__(self) -> None:
-        """Serve awaits it when nothing is left to answer: routers would wait for our lease to run out."""
+        """Serve awaits this when the replica stops. Closing spares the routers the wait for our lease to expire."""
         await self._router_pool.close()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

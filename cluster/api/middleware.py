@@ -1,7 +1,4 @@
-"""Pure ASGI guards around the routes: body size, and errors that nothing else caught.
-
-Not here: errors that a route raises on purpose (`errors`).
-"""
+"""ASGI middleware around the routes: a limit on the body size, and a handler for unexpected exceptions."""
 
 import logging
 
@@ -14,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class BodyLimit:
-    """Reads a request's whole body first and answers 413 as soon as it is longer than `max_bytes`."""
+    """Reads the whole body before the route runs, and answers 413 as soon as it exceeds `max_bytes`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -24,19 +21,19 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body = None if self._announces_too_much(scope) else await self._read(receive)
+        body = None if self._declares_too_much(scope) else await self._read(receive)
         if body is None:
-            error = ApiError(413, f"the body is longer than {self.max_bytes} bytes, this server's limit; send less")
+            error = ApiError(413, f"the body exceeds this server's limit of {self.max_bytes} bytes; send a shorter one")
             await error_response(error)(scope, receive, send)
             return
         await self.app(scope, _replay(body, receive), send)
 
-    def _announces_too_much(self, scope: Scope) -> bool:
+    def _declares_too_much(self, scope: Scope) -> bool:
         length = Headers(scope=scope).get("content-length", "")
         return length.isdecimal() and int(length[:20]) > self.max_bytes
 
     async def _read(self, receive: Receive) -> list[Message] | None:
-        """The body's messages; None when they are too long together."""
+        """The body's messages; None if together they exceed the limit."""
         messages: list[Message] = []
         num_bytes = 0
         while True:
@@ -50,7 +47,7 @@ class BodyLimit:
 
 
 class CatchErrors:
-    """Turns an exception that reached the top into a 500 in OpenAI's shape; the details go to the log only."""
+    """Answers an unhandled exception with a 500 in OpenAI's shape. Its details go to the log only."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -73,7 +70,7 @@ class CatchErrors:
 
 
 def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """A receive that gives the stored messages first."""
+    """A `receive` that returns the stored messages first."""
     stored = iter(messages)
 
     async def replayed() -> Message:

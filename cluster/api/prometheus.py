@@ -1,6 +1,6 @@
-"""The engine's counters as Prometheus text, through prometheus-client.
+"""Engine metrics in Prometheus text format, through prometheus-client.
 
-Names, kinds and help come from `specray.metrics.METRICS`. Not here: Ray's own metrics (`cluster.engine.metrics`).
+Names, types and help texts come from `specray.metrics.METRICS`. Export through Ray lives in `cluster.engine.metrics`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ BUCKET_BOUNDS = [*(f"{bound:g}" for bound in SECONDS_BUCKETS), "+Inf"]
 
 
 def prometheus_text(snapshots: Mapping[str, Snapshot]) -> bytes:
-    """Snapshots by the replica they are of, in Prometheus' text format."""
+    """Snapshots, by replica, in Prometheus text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(SnapshotCollector(snapshots))
     text: bytes = generate_latest(registry)
@@ -30,7 +30,7 @@ def prometheus_text(snapshots: Mapping[str, Snapshot]) -> bytes:
 
 
 class SnapshotCollector(Collector):
-    """Shows snapshots to prometheus-client."""
+    """Exposes snapshots to prometheus-client."""
 
     def __init__(self, snapshots: Mapping[str, Snapshot]) -> None:
         self._snapshots = snapshots
@@ -59,10 +59,10 @@ def _add(family: Any, definition: Definition, replica: str, value: Value) -> Non
 
 
 def cumulative(value: HistogramSnapshot) -> list[tuple[str, float]]:
-    """(upper bound, observations up to it), as Prometheus counts."""
+    """(upper bound, number of observations up to it), as in Prometheus."""
     return list(zip(BUCKET_BOUNDS, accumulate(value.buckets), strict=True))
 
 
 def labelled(value: float | dict[str, float]) -> Iterable[tuple[str, float]]:
-    """(label value, number); a metric without a label has the empty one."""
+    """(label value, number); a metric without a label has one pair with an empty label value."""
     return value.items() if isinstance(value, dict) else [("", value)]

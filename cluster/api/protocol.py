@@ -1,7 +1,7 @@
-"""Request bodies, every field with both bounds; the sampling bounds themselves are `specray.sampling_params`'s.
+"""Request bodies. Every field has bounds; those of sampling options come from `specray.sampling_params`.
 
-A field that would change the answer and is not supported is refused, never ignored; any other unknown
-field is accepted and named in `ignored_fields`. Not here: replies (`replies`), routes (`app`).
+An unsupported field that would change the output is rejected. Any other unknown field is accepted and listed in
+`ignored_fields`.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from specray.sampling_params import (
     make_sampling_params,
 )
 
-MAX_PROMPTS = 64  # also choices of a request, over all prompts
+MAX_PROMPTS = 64  # also the most choices of a request, over all prompts
 MAX_TOKEN_ID = 2**31 - 1
 MAX_MESSAGES = 4096
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of /v1/completions
@@ -39,7 +39,7 @@ GENERATE_MAX_TOKENS = 128  # SGLang's default of /generate
 MAX_NAMED_FIELDS = 20
 MAX_FIELD_NAME = 64
 
-# Field -> the values that mean "off". Null always does.
+# Unsupported field -> accepted values, which all mean "off". Null is always accepted.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -93,7 +93,7 @@ def _refuse_unsupported(value: object) -> object:
 
 
 class Body(BaseModel):
-    """Base of all bodies: types as JSON has them, unsupported fields refused, unknown ones kept aside."""
+    """Base of all bodies: strict JSON types, unsupported fields rejected, unknown fields kept in `model_extra`."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
 
@@ -101,7 +101,7 @@ class Body(BaseModel):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Names of fields that have no effect, shortened to what fits a header."""
+        """Names of fields without effect, truncated to fit a header."""
         names = [name for name in self.model_extra or {} if name not in UNSUPPORTED]
         return [name[:MAX_FIELD_NAME] for name in names[:MAX_NAMED_FIELDS]]
 
@@ -111,7 +111,7 @@ def _listed(value: object) -> object:
 
 
 def _integer_keys(value: object) -> object:
-    """JSON's object keys are strings; those that are no number are left for the bounds check to name."""
+    """Convert JSON's string keys to integers. Keys that are not integers are left for the bounds check to report."""
     if not isinstance(value, dict):
         return value
     return {_integer(key): bias for key, bias in value.items()}
@@ -129,7 +129,7 @@ Timeout = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
 
 
 class Sampling(Body):
-    """Options that every dialect spells alike. Null means absent, as in OpenAI's schema."""
+    """Options with the same name in every dialect. Null means absent, as in OpenAI's schema."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -146,7 +146,7 @@ class Sampling(Body):
     skip_special_tokens: bool | None = None
 
     def _params(self, **own: object) -> SamplingParams:
-        """Sampling options from these fields and a dialect's own; what is None takes its default."""
+        """Sampling options from these fields and a dialect's own. None selects the default."""
         fields = {name: getattr(self, name) for name in Sampling.model_fields} | own
         return make_sampling_params(**{name: value for name, value in fields.items() if value is not None})
 
@@ -156,7 +156,7 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """How a request's drafts are limited; null leaves it to the server. What is granted is `speculation`'s to say."""
+    """Limits on one request's drafts; null selects the server's limit. `speculation` validates them."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -167,7 +167,7 @@ class Speculation(Body):
 
 
 class Generating(Sampling):
-    """What chat and text completions have in common."""
+    """Fields that chat and text completions share."""
 
     model: ModelName | None = None
     stream: bool | None = None
@@ -177,7 +177,7 @@ class Generating(Sampling):
     min_tokens: MinTokens | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: CacheSalt | None = None
-    prompt_cache_key: CacheSalt | None = None  # requests with one key go to one engine while its load allows
+    prompt_cache_key: CacheSalt | None = None  # requests with the same key go to the same engine while its load allows
     timeout: Timeout | None = None
     speculative: Speculation | None = None
 
@@ -185,7 +185,7 @@ class Generating(Sampling):
     def _stream_options_need_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
-                "stream_options has no meaning without stream=true; set it or leave it out", "stream_options"
+                "stream_options requires stream=true; set stream=true or leave stream_options out", "stream_options"
             )
         return self
 
@@ -204,14 +204,14 @@ class Generating(Sampling):
 
 
 class TextPart(Body):
-    """One part of a message's content; text is the only kind there is."""
+    """One part of a message's content. Only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 def _joined(value: object) -> object:
-    """Content as one string; a part that is not text is refused by its index."""
+    """Join text parts to one string. Any other part is rejected by its index."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -219,7 +219,7 @@ def _joined(value: object) -> object:
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, dict) else part
             raise InvalidRequestError(
-                f"content part {index} is {short_repr(kind)}; only parts of type 'text' with a string are served",
+                f"content part {index} is {short_repr(kind)}; only parts of type 'text' with a string are supported",
                 "messages",
             )
         texts.append(part["text"])
@@ -227,7 +227,7 @@ def _joined(value: object) -> object:
 
 
 class Message(Body):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
@@ -249,7 +249,8 @@ class ChatRequest(Generating):
     def _top_logprobs_need_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError(
-                f"top_logprobs={self.top_logprobs} needs logprobs=true; set it or leave it out", "top_logprobs"
+                f"top_logprobs={self.top_logprobs} requires logprobs=true; set logprobs=true or leave top_logprobs out",
+                "top_logprobs",
             )
         return self
 
@@ -259,10 +260,10 @@ class ChatRequest(Generating):
 
 
 class PromptSet(NamedTuple):
-    """The prompts of a request: all texts or all token ids."""
+    """The prompts of a request: all strings or all token ids."""
 
     items: list[str] | list[list[int]]
-    is_batch: bool  # sent as a list of prompts, even if of one
+    is_batch: bool  # sent as a list of prompts, possibly with one element
 
 
 def _prompt_set(value: object) -> PromptSet:
@@ -337,7 +338,7 @@ class GenerateRequest(Body):
     return_logprob: bool | None = None
     top_logprobs_num: NumLogprobs | None = None
     cache_salt: CacheSalt | None = None
-    prompt_cache_key: CacheSalt | None = None  # requests with one key go to one engine while its load allows
+    prompt_cache_key: CacheSalt | None = None  # requests with the same key go to the same engine while its load allows
     timeout: Timeout | None = None
     speculative: Speculation | None = None
 
@@ -361,5 +362,7 @@ class GenerateRequest(Body):
 def _check_choices(num_prompts: int, n: int) -> None:
     if num_prompts * n > MAX_PROMPTS:
         raise InvalidRequestError(
-            f"n={n} for {num_prompts} prompts makes {num_prompts * n} choices, more than {MAX_PROMPTS}; lower one", "n"
+            f"n={n} for {num_prompts} prompts makes {num_prompts * n} choices, more than {MAX_PROMPTS}; reduce n or "
+            "the number of prompts",
+            "n",
         )

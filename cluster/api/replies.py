@@ -1,8 +1,7 @@
-"""Replies in each dialect: whole, or as the chunks of a stream. One class per dialect, no branches on its name.
+"""Replies in each API dialect, complete or as the chunks of a stream. One class per dialect.
 
-Both forms are built from the same parts, so a stream's concatenation equals the whole reply. Replies are
-plain dicts: a chunk is written per step and request, and must keep the nulls that clients look for.
-Not here: how outputs arrive and how bytes are sent (`streams`).
+Both forms are built from the same parts, so the concatenated chunks equal the complete reply. Replies are plain dicts,
+because a chunk is written per step and request and must keep the nulls that clients expect. Sending lives in `streams`.
 """
 
 import time
@@ -27,7 +26,7 @@ TokenTexts = Callable[[int], TokenText]
 
 
 class Reply(Protocol):
-    """One request's reply. `choices` are what arrived so far, one per choice in the reply's order."""
+    """One request's reply. `choices` hold what has arrived so far, in the order of the reply."""
 
     @property
     def choices(self) -> Sequence[Completion]: ...
@@ -36,7 +35,7 @@ class Reply(Protocol):
         """Chunks before the first output."""
 
     def chunks(self, choice: Completion, output: RequestOutput) -> list[Json]:
-        """Chunks of one output, which `choice` already includes."""
+        """Chunks of one output, which is already included in `choice`."""
 
     def closing(self) -> list[Json]:
         """Chunks after the last output."""
@@ -45,7 +44,7 @@ class Reply(Protocol):
 
 
 class ReplyMetadata:
-    """What all objects of one reply share."""
+    """Fields that all objects of one reply share."""
 
     def __init__(self, request_id: str, model: str, fingerprint: str, seed: int, is_simulated: bool = False) -> None:
         self.request_id = request_id
@@ -53,7 +52,7 @@ class ReplyMetadata:
         self.model = model
         self.fingerprint = fingerprint
         self.seed = seed
-        self.warnings: Json = {"simulated_acceptance": True} if is_simulated else {}  # in all that is sent
+        self.warnings: Json = {"simulated_acceptance": True} if is_simulated else {}  # part of every object sent
 
     def fields(self, kind: str) -> Json:
         return {
@@ -68,7 +67,7 @@ class ReplyMetadata:
 
 
 def empty_choices(num_prompts: int, params: SamplingParams) -> list[Completion]:
-    """A choice per prompt and n, prompt by prompt, each with its own seed."""
+    """`n` choices per prompt, prompt by prompt, each with its own seed."""
     assert params.seed is not None
     seeds = [choice_seed(params.seed, index) for index in range(params.n)]
     wants_logprobs = params.logprobs is not None
@@ -79,7 +78,7 @@ def empty_choices(num_prompts: int, params: SamplingParams) -> list[Completion]:
 
 
 def extend(choice: Completion, output: RequestOutput) -> None:
-    """Add one output to what a choice has so far."""
+    """Append one output to a choice."""
     choice.token_ids += output.token_ids
     choice.text += output.text
     if choice.logprobs is not None:
@@ -90,7 +89,7 @@ def extend(choice: Completion, output: RequestOutput) -> None:
 
 
 class OpenAIReply:
-    """What chat and text completions share: envelopes, finish and usage chunks."""
+    """Shared by chat and text completions: envelopes, final and usage chunks."""
 
     kind: str
     chunk_kind: str
@@ -211,7 +210,10 @@ class CompletionReply(OpenAIReply):
         }
 
     def _top(self, entry: TokenLogprob) -> Json:
-        pairs = [(entry.token_id, entry.logprob), *reversed(entry.top)]  # of equal texts the likeliest stays
+        pairs = [
+            (entry.token_id, entry.logprob),
+            *reversed(entry.top),
+        ]  # of tokens with equal text, the most likely one is kept
         return {self._tokens(token_id).text: finite(value) for token_id, value in pairs}
 
 
@@ -277,7 +279,7 @@ class GenerateReply:
 
 
 def usage(choices: Sequence[Completion], n: int) -> Json:
-    """OpenAI's usage object over all choices; a prompt counts once, however many choices it has."""
+    """OpenAI's usage object over all choices. A prompt counts once, regardless of `n`."""
     counts = [choice.usage for choice in choices if choice.usage is not None]
     prompts = counts[::n]
     num_prompt = sum(count.num_prompt_tokens for count in prompts)
@@ -308,7 +310,7 @@ def usage(choices: Sequence[Completion], n: int) -> Json:
 
 
 def accept_length(num_accepted: int, num_verify_steps: int) -> float | None:
-    """Tokens per verify step, bonus included; None before the first."""
+    """Tokens per verify step, bonus token included; None before the first step."""
     return 1 + num_accepted / num_verify_steps if num_verify_steps else None
 
 

@@ -1,6 +1,6 @@
-"""From a validated body to a running job and the reply it fills: what the routes call.
+"""Request handling behind the routes: from a validated body to submitted engine requests and the HTTP response.
 
-Not here: HTTP itself (`app`, `streams`), shapes (`protocol`, `replies`).
+Routes live in `app`, request and response shapes in `protocol` and `replies`.
 """
 
 import asyncio
@@ -30,14 +30,17 @@ from specray.metrics import Snapshot
 from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
 from specray.step import DraftLimit
 
-MAX_TOKEN_AGE_S = 5.0  # without a token: idle engines make one every few seconds
+MAX_TOKEN_AGE_S = 5.0  # /readyz; an idle engine generates a probe token every few seconds
 IGNORED_FIELDS_HEADER = "x-specray-ignored-fields"
 
 Json = dict[str, Any]
 
 
 class Service:
-    """One ingress replica's work. `load` makes the tokenizer; it is called once a router is connected."""
+    """The request handlers of one ingress replica.
+
+    `load` builds the tokenizer. It is called once, after a router is connected.
+    """
 
     def __init__(self, config: AppConfig, router_pool: RouterPool, load: Callable[[], Tokenization]) -> None:
         self.config = config
@@ -81,19 +84,19 @@ class Service:
         return await self._respond(body, tenant, prompts, params, metadata, reply)
 
     async def check_health(self) -> None:
-        """Raises ApiError (503) unless a request would be served now."""
+        """Raise ApiError (503) unless a request would be served now."""
         self._check_not_draining()
         await self._ready()
 
     def check_ready(self) -> None:
-        """Raises ApiError (503) unless some engine has made a token a moment ago, and goes on to."""
+        """Raise ApiError (503) if the server is draining or no engine generated a token recently."""
         self._check_not_draining()
         if (seconds := self._router_pool.since_token_s) > MAX_TOKEN_AGE_S:
-            since = "none was made yet" if seconds == inf else f"the last one was made {seconds:.0f} s ago"
-            raise ApiError(503, f"no engine makes tokens now: {since}")
+            last = "none has been generated yet" if seconds == inf else f"the last one was {seconds:.0f} s ago"
+            raise ApiError(503, f"no engine is generating tokens: {last}; try again later")
 
     async def stats(self) -> dict[str, Snapshot]:
-        """Every engine's counters, by the replica of its router."""
+        """Metrics of every connected engine, by its router's replica ID."""
         return await self._router_pool.stats()
 
     def models(self) -> Json:
@@ -124,11 +127,11 @@ class Service:
         }
 
     def capabilities(self) -> Json:
-        """What this server's speculation can do for a request, and what it does to its output."""
+        """The speculation options a request may set, and how speculation affects its output."""
         return {"model": self.config.model_name, **self._speculation().capabilities()}
 
     async def server_info(self) -> Json:
-        """SGLang's /server_info: every option in force, and the engine's state."""
+        """SGLang's /server_info: all options in effect, and the state of the engines."""
         info = self._info()
         speculative = self.drafts.speculative.model_dump()
         return {
@@ -160,7 +163,7 @@ class Service:
         return (EventStream if body.stream else JsonReply)(request_stream, reply, headers)
 
     async def _admit(self) -> Tokenization:
-        """Before any work for a request. Raises a SpecRayError or ApiError if it would be turned away now."""
+        """Check, before any other work, that a request would be accepted now. Raise SpecRayError or ApiError if not."""
         self._router_pool.check_queues()
         return await self._ready()
 
@@ -197,7 +200,7 @@ class Service:
 
 
 def tenant_scoped(tenant: str, text: str) -> str:
-    """A client's text as one of its tenant's: no two tenants' are the same, for a tenant's name has no line break."""
+    """`text` in the tenant's namespace. A tenant's name has no newline, so texts of two tenants never collide."""
     return f"{tenant}\n{text}"
 
 
@@ -226,6 +229,6 @@ def _engine_requests(
 
 
 def _headers(body: Body) -> Mapping[str, str]:
-    """Names are quoted into ASCII: they are the client's text."""
+    """The header that names ignored fields, escaped to ASCII because the names come from the client."""
     names = [ascii(name)[1:-1] for name in body.ignored_fields]
     return {IGNORED_FIELDS_HEADER: ", ".join(names)} if names else {}

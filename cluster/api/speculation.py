@@ -1,6 +1,6 @@
-"""What a client may say of speculation, and what the server says of it: limits of a request's drafts, capabilities.
+"""Speculation options of one request: checking them, and reporting which ones the server accepts.
 
-None of it changes a text: drafts cost or save time only. Not here: drafters for everyone (`admin`).
+Draft limits change speed, never output. Replacing the drafter for all requests lives in `admin`.
 """
 
 from typing import Any
@@ -17,43 +17,43 @@ Json = dict[str, Any]
 NO_DRAFTING = DraftLimit(0, 0)
 EXACT_ARITHMETIC = "float32"
 ROUNDING = (
-    "this rounds differently in batches of different shapes, so two tokens that are nearly as likely can trade places; "
-    "with dtype: float32 and quantization: null they do not"
+    "rounding depends on the shape of the batch, so two tokens of nearly equal probability can swap places; "
+    "set dtype: float32 and quantization: null to avoid it"
 )
 
 
 class SpeculationCapabilities:
-    """What requests may ask for: the drafter in force, and trees no larger than it makes."""
+    """The speculation options that requests may set: the current drafter, and trees up to its size."""
 
     def __init__(self, speculative: SpeculativeConfig, max_draft_tokens: int, arithmetic: str) -> None:
         self._speculative = speculative
-        self._arithmetic = arithmetic  # a type, and what weights are quantised to
+        self._arithmetic = arithmetic  # dtype and the quantization of the weights
         self.algorithm = speculative.algorithm
         self.num_draft_tokens = max_draft_tokens + 1
-        self.num_steps = speculative.num_steps or max_draft_tokens  # what is automatic makes no deeper trees than that
+        self.num_steps = speculative.num_steps or max_draft_tokens  # an upper bound where the depth is automatic
 
-    def draft_limit(self, wanted: Speculation | None) -> DraftLimit:
-        """The wish as a limit; InvalidRequestError for one that cannot be granted."""
-        if wanted is None:
+    def draft_limit(self, options: Speculation | None) -> DraftLimit:
+        """The limit that a request's options set. InvalidRequestError if the server cannot satisfy them."""
+        if options is None:
             return UNLIMITED
-        named = wanted.model_dump(exclude_none=True)
-        if wanted.enabled is False:
-            if others := sorted(named.keys() - {"enabled"}):
-                raise _refusal(others[0], named[others[0]], "has no effect with enabled=false; leave one of them out")
+        given = options.model_dump(exclude_none=True)
+        if options.enabled is False:
+            if others := sorted(given.keys() - {"enabled"}):
+                raise _error(others[0], given[others[0]], "has no effect with enabled=false; leave one of them out")
             return NO_DRAFTING
-        if named and self.algorithm is None:
-            name, value = next(iter(named.items()))
-            raise _refusal(name, value, "cannot be had, for this server decodes plainly; leave it out")
-        if wanted.algorithm not in (None, self.algorithm):
-            raise _refusal("algorithm", wanted.algorithm, f"is not served here; use {self.algorithm!r} or leave it out")
+        if given and self.algorithm is None:
+            name, value = next(iter(given.items()))
+            raise _error(name, value, "is not available, because this server does not speculate; leave it out")
+        if options.algorithm not in (None, self.algorithm):
+            raise _error("algorithm", options.algorithm, f"is not served here; use {self.algorithm!r} or leave it out")
         for name in ("num_steps", "num_draft_tokens"):
-            if named.get(name, 0) > (most := getattr(self, name)):
-                raise _refusal(name, named[name], f"is more than this server drafts; at most {most}")
-        num_tokens = UNLIMITED.num_tokens if wanted.num_draft_tokens is None else wanted.num_draft_tokens - 1
-        return DraftLimit(num_tokens, wanted.num_steps or UNLIMITED.num_steps)
+            if given.get(name, 0) > (maximum := getattr(self, name)):
+                raise _error(name, given[name], f"is more than this server drafts; use at most {maximum}")
+        num_tokens = UNLIMITED.num_tokens if options.num_draft_tokens is None else options.num_draft_tokens - 1
+        return DraftLimit(num_tokens, options.num_steps or UNLIMITED.num_steps)
 
     def capabilities(self) -> Json:
-        """What is exact, lossy or refused here, and the limits of a request's `speculative`."""
+        """The limits of a request's `speculative`, the exactness of the output, and unsupported options."""
         drafts = self.algorithm is not None
         return {
             "algorithm": self.algorithm,
@@ -68,12 +68,12 @@ class SpeculationCapabilities:
         }
 
 
-# Each takes part in the one law by which a token is chosen, with drafts and without (specray/ops/sampling.py).
-EXACT_OPTIONS = sorted(name for name in SamplingParams.__dataclass_fields__)
+# Sampling applies each option identically with and without drafts (specray/ops/sampling.py).
+EXACT_OPTIONS = sorted(SamplingParams.__dataclass_fields__)
 
 
 def _output(speculative: SpeculativeConfig, arithmetic: str) -> Json:
-    """Of requests at temperature 0 and above: the plain text, a text by the plain law, or neither."""
+    """Exactness of greedy and sampled output: the text of plain decoding, its distribution, or neither."""
     output = {"arithmetic": arithmetic} | _verified_output(speculative)
     return output if arithmetic == EXACT_ARITHMETIC else output | {"one_seed_one_text": False, "rounding": ROUNDING}
 
@@ -88,5 +88,5 @@ def _verified_output(speculative: SpeculativeConfig) -> Json:
     return {"greedy": "exact", "sampled": "exact", "one_seed_one_text": True}
 
 
-def _refusal(name: str, value: object, reason: str) -> InvalidRequestError:
+def _error(name: str, value: object, reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"speculative.{name}={short_repr(value)} {reason}", f"speculative.{name}")

@@ -1,6 +1,6 @@
-"""From a job's outputs to HTTP: one JSON body, or server-sent events as the steps come in.
+"""HTTP responses over a `RequestStream`: one JSON body, or server-sent events as steps complete.
 
-What lives here: order, endings and failures of a reply. Not here: what a chunk looks like (`replies`).
+The contents of chunks live in `replies`.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class EventStream(StreamingResponse):
-    """A reply as server-sent events. The job ends with the response, however that ends."""
+    """A reply as server-sent events. The request stream is closed when the response ends for any reason."""
 
     def __init__(self, request_stream: RequestStream, reply: Reply, headers: Mapping[str, str]) -> None:
         super().__init__(events(request_stream, reply), headers=headers, media_type="text/event-stream")
@@ -38,7 +38,11 @@ class EventStream(StreamingResponse):
 
 
 class JsonReply(Response):
-    """A reply as one JSON body. The job ends with it, or as soon as the client has gone: no server need tell us."""
+    """A reply as one JSON body.
+
+    The request stream is closed when the response ends or the client disconnects. ASGI servers do not cancel a
+    response whose client has disconnected, so this class watches for the disconnect itself.
+    """
 
     def __init__(self, request_stream: RequestStream, reply: Reply, headers: Mapping[str, str]) -> None:
         super().__init__(headers=dict(headers), media_type="application/json")
@@ -65,7 +69,10 @@ class JsonReply(Response):
 
 
 async def events(request_stream: RequestStream, reply: Reply) -> AsyncIterator[bytes]:
-    """All events of a stream; after a failure an error event and no [DONE], so that no client takes it for whole."""
+    """All events of a stream.
+
+    A failed stream ends with an error event and without [DONE], so that clients do not take it for complete.
+    """
     try:
         if opening := reply.opening():
             yield _encode(opening)
@@ -83,7 +90,7 @@ async def events(request_stream: RequestStream, reply: Reply) -> AsyncIterator[b
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Return once the client has hung up."""
+    """Return once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

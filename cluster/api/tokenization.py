@@ -1,7 +1,7 @@
-"""Prompts to token ids, and single tokens back to text and bytes, for the ingress.
+"""Tokenization in the ingress: prompts to token ids, and single tokens to text and bytes.
 
-Everything here is plain CPU work and may run in any thread. Not here: the tokenizer's own loading and
-the chat template's rules (`specray.models.tokenizer`), incremental text (`specray.engine.detokenizer`).
+All functions are safe to call from any thread. Loading a tokenizer and rendering a chat template live in
+`specray.models.tokenizer`, incremental detokenization in `specray.engine.detokenizer`.
 """
 
 import re
@@ -16,14 +16,14 @@ from specray.models.tokenizer import render_chat
 
 
 class TokenText(NamedTuple):
-    """One token as logprobs show it; bytes that are no whole character are U+FFFD in `text`."""
+    """One token as shown in logprobs. Bytes that do not form a whole character are U+FFFD in `text`."""
 
     text: str
     data: bytes
 
 
 class Tokenization:
-    """One model's tokenizer, as the HTTP surface uses it."""
+    """The tokenizer operations that the HTTP API needs."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ class Tokenization:
 
 
 def _check_unicode(name: str, *texts: str) -> None:
-    """JSON can spell half a surrogate pair; no tokenizer can read it."""
+    """Reject unpaired surrogates, which JSON can express and tokenizers cannot encode."""
     for text in texts:
         try:
             text.encode()
@@ -63,7 +63,7 @@ def _check_unicode(name: str, *texts: str) -> None:
 
 
 def _piece_bytes(piece: str, is_byte_level: bool) -> bytes:
-    """What a vocabulary entry stands for, in byte-level (GPT-2) or SentencePiece spelling."""
+    """The bytes of a vocabulary entry in byte-level (GPT-2) or SentencePiece notation."""
     if is_byte_level and all(char in _BYTE_OF_CHAR for char in piece):
         return bytes(_BYTE_OF_CHAR[char] for char in piece)
     if match := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
@@ -72,7 +72,7 @@ def _piece_bytes(piece: str, is_byte_level: bool) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Printable Latin-1 characters stand for themselves; the other bytes follow from U+0100 on, in order."""
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}

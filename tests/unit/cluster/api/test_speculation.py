@@ -39,8 +39,8 @@ def test_requested_options_become_a_draft_limit(wanted: dict[str, Any], draft_li
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"num_steps": 5}, "speculative.num_steps=5 is more than this server drafts; at most 4"),
-        ({"num_draft_tokens": 7}, "speculative.num_draft_tokens=7 is more than this server drafts; at most 6"),
+        ({"num_steps": 5}, "speculative.num_steps=5 is more than this server drafts; use at most 4"),
+        ({"num_draft_tokens": 7}, "speculative.num_draft_tokens=7 is more than this server drafts; use at most 6"),
         ({"algorithm": "NGRAM"}, "speculative.algorithm='NGRAM' is not served here; use 'EAGLE3' or leave it out"),
         ({"enabled": False, "num_steps": 2}, "speculative.num_steps=2 has no effect with enabled=false"),
     ],
@@ -55,7 +55,7 @@ def test_what_cannot_be_had_is_refused_by_name(wanted: dict[str, Any], message: 
 @pytest.mark.parametrize("wanted", [{"enabled": True}, {"algorithm": "NGRAM"}, {"num_steps": 1}])
 def test_a_plain_server_refuses_all_but_what_it_does(wanted: dict[str, Any]) -> None:
     capabilities = SpeculationCapabilities(PLAINLY, 0, "float32")
-    with pytest.raises(InvalidRequestError, match="decodes plainly"):
+    with pytest.raises(InvalidRequestError, match="does not speculate"):
         capabilities.draft_limit(Speculation(**wanted))
     assert capabilities.draft_limit(Speculation(enabled=False)) == NO_DRAFTING
     assert capabilities.draft_limit(None) == UNLIMITED
