@@ -22,19 +22,19 @@ Json = dict[str, Any]
 logger = logging.getLogger("ray.serve")
 
 
-def add_admin_routes(app: FastAPI, config: AppConfig, drafts: DrafterRollout) -> None:
+def add_admin_routes(app: FastAPI, config: AppConfig, rollout: DrafterRollout) -> None:
     @app.get(f"{ADMIN}drafter")
     async def drafter() -> Json:
         _check_replaceable(config)
-        return {"replicas": await drafts.report()}
+        return {"replicas": await rollout.report()}
 
     @app.post(f"{ADMIN}drafter")
     async def replace_drafter(request: Request) -> Json:
         _check_replaceable(config)
         speculative = new_options(config, await request.body())
-        await drafts.replace(speculative)
+        await rollout.replace(speculative)
         logger.info("replaced the engines' drafter: %s", speculative.model_dump(exclude_defaults=True) or "none")
-        return {"replicas": await drafts.report()}
+        return {"replicas": await rollout.report()}
 
 
 def new_options(config: AppConfig, body: bytes) -> SpeculativeConfig:

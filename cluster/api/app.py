@@ -35,7 +35,7 @@ def create_app(service: Service) -> FastAPI:
     _add_sglang_routes(app, service)
     _add_operator_routes(app, service)
     if service.config.server.admin_key_file is not None:
-        add_admin_routes(app, service.config, service.drafts)
+        add_admin_routes(app, service.config, service.drafter_rollout)
     return app
 
 

@@ -53,8 +53,8 @@ class Service:
         self._fingerprint = f"fp_{digest[:12]}"
 
     @property
-    def drafts(self) -> DrafterRollout:
-        return self._router_pool.drafts
+    def drafter_rollout(self) -> DrafterRollout:
+        return self._router_pool.drafter_rollout
 
     async def chat(self, body: ChatRequest, tenant: str) -> Response:
         self._check_model(body.model)
@@ -133,7 +133,7 @@ class Service:
     async def server_info(self) -> Json:
         """SGLang's /server_info: all options in effect, and the state of the engines."""
         info = self._info()
-        speculative = self.drafts.speculative.model_dump()
+        speculative = self.drafter_rollout.speculative.model_dump()
         return {
             **self.config.model_dump(exclude={"speculative"}),
             **{f"speculative_{name}": value for name, value in speculative.items()},
@@ -186,7 +186,7 @@ class Service:
     def _speculation(self) -> SpeculationCapabilities:
         info = self._info()
         arithmetic = " and ".join(filter(None, (self.config.quantization, info.dtype)))
-        return SpeculationCapabilities(self.drafts.speculative, info.max_draft_tokens, arithmetic)
+        return SpeculationCapabilities(self.drafter_rollout.speculative, info.max_draft_tokens, arithmetic)
 
     def _metadata(self, prefix: str, params: SamplingParams) -> ReplyMetadata:
         assert params.seed is not None

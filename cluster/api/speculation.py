@@ -54,14 +54,14 @@ class SpeculationCapabilities:
 
     def capabilities(self) -> Json:
         """The limits of a request's `speculative`, the exactness of the output, and unsupported options."""
-        drafts = self.algorithm is not None
+        speculates = self.algorithm is not None
         return {
             "algorithm": self.algorithm,
             "request_limits": {
-                "enabled": [True, False] if drafts else [False],
-                "algorithm": [self.algorithm] if drafts else [],
-                "num_steps": {"min": 1, "max": self.num_steps} if drafts else None,
-                "num_draft_tokens": {"min": 2, "max": self.num_draft_tokens} if drafts else None,
+                "enabled": [True, False] if speculates else [False],
+                "algorithm": [self.algorithm] if speculates else [],
+                "num_steps": {"min": 1, "max": self.num_steps} if speculates else None,
+                "num_draft_tokens": {"min": 2, "max": self.num_draft_tokens} if speculates else None,
             },
             "output": _output(self._speculative, self._arithmetic),
             "options": {"exact": EXACT_OPTIONS, "refused": sorted(UNSUPPORTED)},

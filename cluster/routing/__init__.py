@@ -1,1 +1,1 @@
-"""What an ingress knows of the engines: which one serves a request, how many run, and how a lost one is replaced."""
+"""Routing in the ingress: choosing an engine for each request, failover, drafter rollout and autoscaling."""

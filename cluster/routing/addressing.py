@@ -1,10 +1,10 @@
-"""Calls to one replica of the Router deployment: Ray Serve's request router, put to use.
+"""A Ray Serve request router that sends each call to one given replica of the Router deployment.
 
-An ingress chooses its router itself (`routing`), holds a stream with it and fences it; so a call has to reach the one
-replica it is meant for. Serve gives every deployment handle a request router in the handle's own process, which knows
-the replicas that run and picks among them: this one picks the addressee, and tells the process whom it has seen.
+An ingress chooses a router itself (`policy`) and keeps a stream open to it, so each call must reach that replica. Serve
+runs a request router in the process of every deployment handle. This one selects the addressed replica and publishes
+the running replicas to the process.
 
-Serve pickles this module by value: a class of another module is the same everywhere, a variable in here would not be.
+Serve pickles this module by value, which would copy its variables. The list of replicas therefore lives in `replicas`.
 """
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -13,7 +13,7 @@ from cluster.routing import replicas
 
 
 class AddressedRouter(RequestRouter):
-    """Sends a call to the replica that its argument `to` names."""
+    """Sends a call to the replica given by its keyword argument `to`."""
 
     def update_replicas(self, running: list[RunningReplica]) -> None:
         super().update_replicas(running)
@@ -24,10 +24,10 @@ class AddressedRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The addressee. If it is gone any other will do, which refuses the call: else Serve would look for ever."""
-        wanted = None
+        """The addressed replica. If it is gone, any other, which refuses the call; Serve would retry forever."""
+        addressee = None
         if pending_request is not None:
-            wanted = pending_request.kwargs.get(replicas.ADDRESSEE)
-            pending_request.routing_context.should_backoff = True  # or it would be looked for without a pause
-        found = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
+            addressee = pending_request.kwargs.get(replicas.ADDRESSEE)
+            pending_request.routing_context.should_backoff = True  # pause between retries
+        found = [replica for replica in candidate_replicas if replica.replica_id.unique_id == addressee]
         return [found or candidate_replicas]

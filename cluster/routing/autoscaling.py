@@ -1,7 +1,6 @@
-"""How many Router replicas an application wants, from their queues and their measured speed.
+"""Autoscaling: the number of Router replicas, from their queues and measured token rates.
 
-What lives here: the rule as pure functions of what the replicas reported, its options, and a short adapter to Ray
-Serve's custom policies below. Not here: who counts (`specray.metrics`), which replica serves a request (`routing`).
+`decide` is a pure function of the replicas' reports; `TokenRatePolicy` adapts it to Ray Serve's custom policies.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from specray.config import Options
 from specray.errors import ConfigError
 from specray.metrics import Snapshot
 
-ROUNDING = 1e-9  # a load of 2.0 may come out as a little more
+ROUNDING = 1e-9  # a load of 2.0 may be computed as slightly more
 
 
 class AutoscalingOptions(Options):
@@ -41,8 +40,8 @@ class AutoscalingOptions(Options):
     def _bounds_are_in_order(self) -> Self:
         if self.min_replicas > self.max_replicas:
             raise ConfigError(
-                f"min_replicas={self.min_replicas} is more than max_replicas={self.max_replicas}, and no number of "
-                "replicas is both; raise max_replicas or lower min_replicas"
+                f"min_replicas={self.min_replicas} is more than max_replicas={self.max_replicas}; raise max_replicas "
+                "or lower min_replicas"
             )
         return self
 
@@ -51,46 +50,46 @@ class AutoscalingOptions(Options):
         if self.down_delay_s < max(self.up_delay_s, self.window_s):
             raise ConfigError(
                 f"down_delay_s={self.down_delay_s:g} is less than up_delay_s={self.up_delay_s:g} or window_s="
-                f"{self.window_s:g}: a replica would be stopped before its absence could be seen and started again; "
+                f"{self.window_s:g}, so a replica could be stopped before the reports show that it is needed; "
                 f"set down_delay_s >= {max(self.up_delay_s, self.window_s):g}"
             )
         return self
 
 
 class Sample(NamedTuple):
-    """What one replica said of itself at one time. The last three are counted since it started."""
+    """One replica's report at one time. The last three fields are totals since it started."""
 
     at: float  # seconds
     num_waiting: float  # requests in its queue
-    num_running: float  # requests it computes
+    num_running: float  # requests it is running
     num_tokens: float  # tokens it generated
     busy_s: float  # seconds it spent in steps
     num_finished: float  # requests it finished
 
 
-History = Mapping[str, Sequence[Sample]]  # of each replica that runs, in any order; none of one that said nothing
+History = Mapping[str, Sequence[Sample]]  # samples of each running replica, in any order; empty for one without reports
 
 
 class Trend(NamedTuple):
-    """A change that was wanted without a break."""
+    """A change that has been wanted without interruption."""
 
     since: float  # seconds
-    num_replicas: int  # the mildest number wanted in that time
+    num_replicas: int  # the smallest change wanted in that time
 
 
 class Decision(NamedTuple):
     num_replicas: int
-    trend: Trend | None  # to be given to the next call
+    trend: Trend | None  # pass to the next call
 
 
 def decide(
     history: History, num_replicas: int, now: float, trend: Trend | None, options: AutoscalingOptions
 ) -> Decision:
-    """How many replicas there should be, where `num_replicas` is what was last asked for.
+    """The number of replicas to run, given that `num_replicas` was the last decision.
 
-    A change is made once it was wanted without a break for `up_delay_s` or `down_delay_s`, and goes no further than
-    what was wanted all that time. So the number falls at most once in `down_delay_s`, and only to what was enough
-    throughout.
+    A change is made once it has been wanted without interruption for `up_delay_s` or `down_delay_s`, by the smallest
+    amount wanted in that time. The number therefore falls at most once per `down_delay_s`, and only to a number that
+    was sufficient throughout.
     """
     current = min(max(num_replicas, options.min_replicas), options.max_replicas)
     wanted = wanted_replicas(history, current, now, options)
@@ -99,26 +98,26 @@ def decide(
     is_up = wanted > current
     if trend is None or (trend.num_replicas > current) is not is_up:
         trend = Trend(now, wanted)
-    mildest = min(trend.num_replicas, wanted) if is_up else max(trend.num_replicas, wanted)
+    smallest = min(trend.num_replicas, wanted) if is_up else max(trend.num_replicas, wanted)
     if now - trend.since < (options.up_delay_s if is_up else options.down_delay_s):
-        return Decision(current, Trend(trend.since, mildest))
-    return Decision(mildest, None)
+        return Decision(current, Trend(trend.since, smallest))
+    return Decision(smallest, None)
 
 
 def wanted_replicas(history: History, current: int, now: float, options: AutoscalingOptions) -> int:
-    """The number of replicas that the last `window_s` seconds ask for, no delays applied.
+    """The number of replicas that the reports of the last `window_s` seconds call for, without delays.
 
-    Load, in replicas: running / target_running [requests / requests]
-                     + the lesser of waiting / target_running                                [to start them all now]
-                           and waiting * tokens per request / (tokens per second * target_wait_s)  [to start them soon]
-    with running and waiting as means over the window, summed over replicas; tokens per request over the replicas' whole
-    lives, as a window may see no request end; tokens per second while busy, a mean over the window. Where no speed is
-    known, the queue counts by its length.
+    Load in replicas = running / target_running
+                     + min(waiting / target_running,                                            # start all now
+                           waiting * tokens_per_request / (tokens_per_second * target_wait_s))  # within target_wait_s
 
-    More are wanted if the load needs them. Fewer are wanted if they would do with `down_margin` of the load to spare,
-    where a replica that runs and says nothing of use (too young, silent, or numbers that are none) may be as busy as
-    the target: what is not known stops no replica and starts none. One that is still starting has no load. Always
-    within min_replicas and max_replicas.
+    `running` and `waiting` are means over the window, summed over replicas. `tokens_per_request` is a mean since the
+    replicas started, because no request may end within a window. `tokens_per_second` is a mean over the busy time of
+    the window. Without a measured speed, only the length of the queue counts.
+
+    More replicas are wanted if the load requires them. Fewer are wanted if they can carry the load plus `down_margin`,
+    assuming that each running replica without usable reports is loaded to its target. Missing reports thus neither
+    start nor stop replicas. A starting replica counts as idle. The result is within min_replicas and max_replicas.
     """
     recent = _recent(history, now, options.window_s)
     load = _load(recent, options)
@@ -130,7 +129,7 @@ def wanted_replicas(history: History, current: int, now: float, options: Autosca
 
 
 def _recent(history: History, now: float, window_s: float) -> list[list[Sample]]:
-    """Each known replica's usable samples, oldest first. Clocks of two nodes differ, so some may be from the future."""
+    """Usable samples by replica, oldest first. Clocks of nodes differ, so a sample's time may be in the future."""
     usable = (
         sorted(s for s in samples if all(isfinite(v) and v >= 0 for v in s) and abs(now - s.at) <= window_s)
         for samples in history.values()
@@ -139,7 +138,7 @@ def _recent(history: History, now: float, window_s: float) -> list[list[Sample]]
 
 
 def _load(recent: Sequence[Sequence[Sample]], options: AutoscalingOptions) -> float:
-    """Replicas' worth of work, see `wanted_replicas`."""
+    """Load in replicas, see `wanted_replicas`."""
     running = sum(_mean(s.num_running for s in samples) for samples in recent)
     waiting = sum(_mean(s.num_waiting for s in samples) for samples in recent)
     queue = waiting / options.target_running
@@ -149,7 +148,7 @@ def _load(recent: Sequence[Sequence[Sample]], options: AutoscalingOptions) -> fl
 
 
 def _seconds_per_request(recent: Sequence[Sequence[Sample]]) -> float | None:
-    """Tokens of a request / tokens per second: how long a busy replica is at one request's worth of tokens."""
+    """Tokens per request / tokens per second of a busy replica; None if not measured."""
     num_tokens = sum(samples[-1].num_tokens for samples in recent)
     num_finished = sum(samples[-1].num_finished for samples in recent)
     tokens_now = sum(max(0.0, samples[-1].num_tokens - samples[0].num_tokens) for samples in recent)
@@ -165,7 +164,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def autoscaling_stats(snapshot: Snapshot) -> dict[str, float]:
-    """A replica's numbers under the names of `Sample`: what its `record_autoscaling_stats` returns to Serve."""
+    """The fields of a `Sample` except its time, as a replica's `record_autoscaling_stats` returns them to Serve."""
     return {
         "num_waiting": _total(snapshot, "specray_num_requests_waiting"),
         "num_running": _total(snapshot, "specray_num_requests_running"),
@@ -184,7 +183,7 @@ def _total(snapshot: Snapshot, name: str) -> float:
 
 
 class TokenRatePolicy:
-    """`decide` as Serve calls it: in its controller, several times a second, with the options as keywords."""
+    """`decide` as a Serve policy. Serve's controller calls it several times a second."""
 
     def __init__(self, **options: Any) -> None:
         self._options = AutoscalingOptions(**options)
@@ -198,7 +197,7 @@ class TokenRatePolicy:
 
 
 def serve_autoscaling(options: AutoscalingOptions) -> AutoscalingConfig:
-    """What a deployment takes as `autoscaling_config`. Serve's own delays are off: ours have to see every wish."""
+    """The `autoscaling_config` of a deployment. Serve's delays are off, because `decide` applies its own."""
     return AutoscalingConfig(
         min_replicas=options.min_replicas,
         max_replicas=options.max_replicas,
@@ -212,7 +211,7 @@ def serve_autoscaling(options: AutoscalingOptions) -> AutoscalingConfig:
 
 
 def _history(replicas: Iterable[str], raw_metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> History:
-    """Serve's series, one for each number, as samples; a time at which one number is missing is left out."""
+    """Convert Serve's time series, one per metric, to samples. Times without all metrics are skipped."""
     numbers: dict[str, dict[float, dict[str, float]]] = {replica: {} for replica in replicas}
     for name, by_replica in raw_metrics.items():
         for replica, series in by_replica.items():
@@ -221,7 +220,9 @@ def _history(replicas: Iterable[str], raw_metrics: Mapping[str, Mapping[Any, Seq
     names = Sample._fields[1:]
     return {
         replica: [
-            Sample(at, *(said[name] for name in names)) for at, said in by_time.items() if said.keys() >= set(names)
+            Sample(at, *(values[name] for name in names))
+            for at, values in by_time.items()
+            if values.keys() >= set(names)
         ]
         for replica, by_time in numbers.items()
     }

@@ -1,8 +1,7 @@
-"""The ingress's side of one router: a long-lived stream in, submits and aborts out, and whether it is still there.
+"""The ingress's connection to one router: an output stream, calls to submit and abort, and failure detection.
 
-A client lives as long as one life of its router. Silence is death: a frozen router, or one behind a cut link, says
-nothing, and its pulse is missed within seconds; whatever it says later nobody hears. Not here: what becomes of requests
-whose router is lost (`router_pool`), HTTP (`api`), Ray (`RouterHandle` is a Serve handle, or a plain object in tests).
+A client lasts as long as its connection. A router that is silent for `HEARTBEAT_TIMEOUT_S`, because it is frozen or
+unreachable, counts as lost, and its later outputs are ignored. Failover of its requests lives in `router_pool`.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ from specray.metrics import Snapshot
 from specray.outputs import RequestOutput
 
 NOT_READY = "the engine is starting or restarting; try again in a few seconds"
-HEARTBEAT_TIMEOUT_S = 3.0  # without a sign of life, a router is lost
+HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for so long is lost
 CONNECT_TIMEOUT_S = 5.0
 DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first
 
@@ -30,7 +29,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class RouterHandle(Protocol):
-    """What an ingress asks of one Router."""
+    """The calls to one Router: a Serve handle, or a plain object in tests."""
 
     def outputs(self, connection_id: str) -> AsyncIterator[Item]: ...
 
@@ -50,7 +49,7 @@ class RouterHandle(Protocol):
 
 
 class RequestRefusedError(SpecRayError):
-    """The router refused a request; `status`, `param` and `retry_after_s` are its."""
+    """The router refused a request, with the given `status`, `param` and `retry_after_s`."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -60,16 +59,17 @@ class RequestRefusedError(SpecRayError):
 
 
 class RouterLostError(EngineDeadError):
-    """The router is gone, and what it worked on with it."""
+    """The connection to the router is lost, and with it the state of its requests."""
 
 
 Listener = Callable[[RequestOutput | RouterLostError], None]
 
 
 class RouterClient:
-    """One connection with the router `replica_id`; construct it inside the event loop, then `start` it.
+    """One connection to the router `replica_id`. Construct it inside the event loop, then `start` it.
 
-    `opened` is called once the router has answered, `closed` when the connection has ended and all listeners know.
+    `opened` is called when the router's first item arrives, `closed` when the connection has ended and all listeners
+    have been notified.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RouterClient:
         self._closed = closed
         self._connection_id = uuid.uuid4().hex
         self._listeners: dict[str, Listener] = {}
-        self._num_refused = 0  # by us, of which the router has not heard
+        self._num_refused = 0  # requests refused here since the last renewal
         self._closes_when_idle = False
         self._received_at = 0.0
         self._tasks = Tasks()
@@ -103,7 +103,7 @@ class RouterClient:
 
     @property
     def state(self) -> ReplicaState:
-        """What is known of the router, for routing."""
+        """The router's state, for `choose_route`."""
         is_alive, is_draining = self.info is not None, self._closes_when_idle
         if self._heartbeat is None:
             return ReplicaState(self.replica_id, self.num_unfinished, is_alive=is_alive, is_draining=is_draining)
@@ -112,29 +112,29 @@ class RouterClient:
 
     @property
     def since_token_s(self) -> float:
-        """Seconds since the router's engine was last known to make a token."""
+        """Seconds since the router's engine last generated a token; infinite if unknown."""
         if self.info is None or self._heartbeat is None:
             return inf
         return self._heartbeat.since_token_s + asyncio.get_running_loop().time() - self._heartbeat_at
 
     @property
     def refusal(self) -> Refusal | None:
-        """What the router would say to a request more, if its queue is full."""
+        """How the router would refuse another request; None if its queue has space."""
         return self._heartbeat.refusal if self._heartbeat is not None else None
 
     def refuse(self, refusal: Refusal) -> NoReturn:
-        """Do as the router would, without asking it."""
+        """Refuse a request on behalf of the router, and count it for the router's metrics."""
         self._num_refused += 1
         raise RequestRefusedError(refusal)
 
     def close_when_idle(self) -> None:
-        """Send it no new requests, and hang up once those under way are through: Serve is about to stop it."""
+        """Send no new requests, and disconnect once all requests have finished. Serve is about to stop the router."""
         self._closes_when_idle = True
 
     async def submit(self, requests: list[EngineRequest], listener: Listener) -> None:
-        """Start requests, all or none; `listener` hears of them from now on. RequestRefusedError or RouterLostError.
+        """Start requests, all or none, whose outputs go to `listener`. RequestRefusedError or RouterLostError.
 
-        A caller that is cancelled leaves nothing behind.
+        If the caller is cancelled, the requests are aborted.
         """
         request_ids = [request.request_id for request in requests]
         self._listeners.update(dict.fromkeys(request_ids, listener))
@@ -145,7 +145,7 @@ class RouterClient:
             self.forget(request_ids, abort=request_ids, after=call)
             raise
         except RouterLostError:
-            self.forget(request_ids, abort=request_ids)  # it may have heard us all the same
+            self.forget(request_ids, abort=request_ids)  # it may have received the request
             raise
         except SpecRayError:
             self.forget(request_ids)
@@ -154,7 +154,7 @@ class RouterClient:
     def forget(
         self, request_ids: Iterable[str], abort: Collection[str] = (), after: asyncio.Task[None] | None = None
     ) -> None:
-        """Listen for requests no more, and abort some of them once `after` is through."""
+        """Remove listeners of requests, and abort the requests in `abort` once `after` is done."""
         for request_id in request_ids:
             self._listeners.pop(request_id, None)
         if abort:
@@ -166,31 +166,31 @@ class RouterClient:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the router knows that the application is about to be stopped."""
+        """Whether the router has been notified that the application is about to stop."""
         return self._heartbeat is not None and self._heartbeat.is_draining
 
     @property
     def num_unfinished(self) -> int:
-        """Requests under way there: ours as we know them, those of other ingresses by its last pulse."""
+        """Unfinished requests at the router: our own, and those of other ingresses as of its last heartbeat."""
         return len(self._listeners) + (0 if self._heartbeat is None else self._heartbeat.num_others)
 
     async def drain(self) -> None:
-        """Have every ingress know, by way of the router, that the application is about to be stopped."""
+        """Notify the router, and through its heartbeats every ingress, that the application is about to stop."""
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
             await self._handle.drain()
 
     @property
     def desired(self) -> DesiredDrafter | None:
-        """Which drafter the router has been told to have; None if it was not heard of, or cannot be told."""
+        """The drafter last applied at the router; None if unknown, or if drafters cannot be replaced there."""
         return self._heartbeat.desired if self._heartbeat is not None and self.info is not None else None
 
     async def drafter(self) -> dict[str, Any]:
-        """What drafts there, see `drafting.drafter_report`."""
+        """A report of the router's drafter, see `drafting.drafter_report`."""
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
             return await self._handle.drafter()
 
     async def apply(self, desired: DesiredDrafter) -> None:
-        """Have the router's drafter replaced; returns when it is. RequestRefusedError or RouterLostError."""
+        """Replace the router's drafter and wait until it is ready. RequestRefusedError or RouterLostError."""
         try:
             async with asyncio.timeout(DRAFTER_LOAD_TIMEOUT_S):
                 refusal = await self._handle.apply(desired)
@@ -211,18 +211,18 @@ class RouterClient:
     async def _abort(self, request_ids: list[str], after: asyncio.Task[None] | None) -> None:
         if after is not None:
             await asyncio.wait([after])
-        with contextlib.suppress(Exception):  # a dead router has nothing left to abort
+        with contextlib.suppress(Exception):  # a lost router has nothing left to abort
             async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
                 await self._handle.abort(request_ids)
 
     async def _run(self) -> None:
-        """From the first sign of life to the last."""
+        """The connection's whole life: returns after it has ended and all listeners have been notified."""
         parts = [self._tasks.spawn(part) for part in (self._receive(), self._renew_lease(), self._watch_silence())]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             error = next(part.exception() for part in parts if part.done())
             if error is None:
-                logger.info("the router %s has left", self.replica_id)
+                logger.info("disconnected from the router %s", self.replica_id)
             elif self.info is not None:
                 logger.warning("lost the router %s: %s", self.replica_id, first_line(error))
         finally:
@@ -244,10 +244,10 @@ class RouterClient:
             elif isinstance(item, RouterHeartbeat):
                 self._heartbeat, self._heartbeat_at = item, self._received_at
             else:
-                self._dispatch(item)
-        raise EngineDeadError("its stream ended")
+                self._deliver(item)
+        raise EngineDeadError("the output stream ended")
 
-    def _dispatch(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             if listener := self._listeners.get(output.request_id):
                 listener(output)
@@ -255,7 +255,7 @@ class RouterClient:
                     del self._listeners[output.request_id]
 
     async def _watch_silence(self) -> None:
-        """Ends when the router has left, with an error when it was silent for too long."""
+        """Return when the connection may close; raise EngineDeadError when the router has been silent for too long."""
         clock = asyncio.get_running_loop().time
         started = clock()
         while True:
@@ -264,17 +264,17 @@ class RouterClient:
                 return
             silence = clock() - (self._received_at or started)
             if silence > (HEARTBEAT_TIMEOUT_S if self._received_at else CONNECT_TIMEOUT_S):
-                raise EngineDeadError(f"not a word for {silence:.1f} s")
+                raise EngineDeadError(f"nothing received for {silence:.1f} s")
 
     async def _renew_lease(self) -> None:
-        """Tell the router that we live, so that it does not drop our requests; calls to one that leaves get nowhere."""
+        """Renew our lease, so that the router keeps our requests. A router that Serve is stopping cannot be called."""
         while True:
             await asyncio.sleep(self._lease_s / 4)
             if self.info is not None and not self._closes_when_idle:
                 num_refused, self._num_refused = self._num_refused, 0
                 async with asyncio.timeout(self._lease_s):
                     if not await self._handle.renew(self._connection_id, num_refused):
-                        raise EngineDeadError("it does not know this connection any more")
+                        raise EngineDeadError("the router has dropped this connection")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,9 +1,9 @@
-"""Which drafter the engines are to have, and how all of them come to have it.
+"""Replacing the drafter of all engines while serving.
 
-An operator's wish has a time, and the latest one counts. A router says in its pulses which wish it follows; an ingress
-that sees one behind tells it of the latest. So all agree before long, engines that start later and ingresses that were
-not asked included; when the last router and ingress have ended, the configuration counts again. Not here: loading a
-drafter (`draft`), HTTP (`openai.admin`).
+Each desired drafter has a timestamp, and the latest one wins. Routers report the one they have applied in their
+heartbeats, and an ingress sends the latest to routers that are behind. Engines that start later and ingresses that did
+not receive the operator's request therefore converge. After the last router and ingress have ended, the configuration
+applies again. Loading a drafter lives in `cluster.engine.draft`.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from specray.errors import ConfigError, EngineDeadError, SpecRayError
 from specray.metrics import Snapshot
 from specray.worker.remote_drafter.handshake import DrafterHandshake
 
-NOT_LOADED = 409  # HTTP status: the request is right, and cannot be granted now
+NOT_LOADED = 409  # HTTP status: a valid request that failed now
 
 
 class Supervisor(Protocol):
-    """What has a drafter and can have another one: `draft.DrafterSupervisor`."""
+    """Runs and replaces a drafter, see `cluster.engine.draft.DrafterSupervisor`."""
 
     @property
     def state(self) -> DrafterState: ...
@@ -34,13 +34,13 @@ class Supervisor(Protocol):
 
 
 class Planner(Protocol):
-    """What plans steps with a drafter in mind: `specray.engine.async_engine.AsyncEngine`."""
+    """Plans steps for a drafter, see `specray.engine.async_engine.AsyncEngine`."""
 
     def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None: ...
 
 
 class DrafterReconciler:
-    """One engine's side: follows wishes, one after the other. `apply` waits for a drafter to load; any thread may."""
+    """The engine's side: applies desired drafters one at a time. `apply` is thread-safe; it blocks during a load."""
 
     def __init__(
         self, configured: SpeculativeConfig, max_draft_tokens: int, supervisor: Supervisor, planner: Planner
@@ -53,7 +53,7 @@ class DrafterReconciler:
         self._applying = threading.Lock()
 
     def apply(self, desired: DesiredDrafter) -> Refusal | None:
-        """Have the drafter that was wished for, unless there was a later wish; why not, where it cannot be had."""
+        """Apply a desired drafter unless a later one has been applied. Returns a refusal if it cannot be loaded."""
         with self._applying:
             if desired.set_at <= self.desired.set_at:
                 return None
@@ -72,7 +72,7 @@ class DrafterReconciler:
 
 
 class DrafterRollout:
-    """One ingress's side: all connected routers, by replica."""
+    """The ingress's side: brings all connected routers to the desired drafter."""
 
     def __init__(self, configured: SpeculativeConfig, clients: Mapping[str, RouterClient], tasks: Tasks) -> None:
         self._desired = DesiredDrafter(0, configured)
@@ -83,18 +83,18 @@ class DrafterRollout:
 
     @property
     def speculative(self) -> SpeculativeConfig:
-        """What the engines draft with, or are about to."""
+        """Options of the desired drafter."""
         return self._latest().speculative
 
     async def replace(self, speculative: SpeculativeConfig) -> None:
-        """Have every engine draft like that, or none. SpecRayError with the first refusal; then all go on as before.
+        """Replace the drafter of every engine, or of none. SpecRayError with the first refusal.
 
-        It goes on though the caller is cancelled.
+        Cancelling the caller does not stop it.
         """
         await asyncio.shield(self._tasks.spawn(self._replace(speculative)))
 
     async def report(self) -> dict[str, Any]:
-        """What drafts for each connected router now, as plain data."""
+        """A report of each connected router's drafter, by replica ID."""
         clients = self._connected()
         if not clients:
             raise EngineDeadError(NOT_READY)
@@ -103,7 +103,7 @@ class DrafterRollout:
         return {client.replica_id: report for client, report in pairs if not isinstance(report, BaseException)}
 
     def propagate(self) -> None:
-        """Tell those that are behind; each is told of a wish once."""
+        """Send the desired drafter to routers that are behind, once to each."""
         if self._replacing.locked():
             return
         desired = self._latest()
@@ -120,14 +120,13 @@ class DrafterRollout:
                 raise EngineDeadError(NOT_READY)
             before = self._latest()
             desired = DesiredDrafter(max(time.time_ns(), before.set_at + 1), speculative)
-            # One alone first: what it refuses, the others need not load.
+            # One engine first: if it refuses the drafter, the others need not load it.
             for group in (clients[:1], clients[1:]):
                 answers = await asyncio.gather(*(client.apply(desired) for client in group), return_exceptions=True)
                 refusals = [answer for answer in answers if isinstance(answer, RequestRefusedError)]
                 if refusals or (group and all(isinstance(answer, RouterLostError) for answer in answers)):
-                    self._desired = DesiredDrafter(
-                        desired.set_at + 1, before.speculative
-                    )  # spread to those that have changed
+                    # Propagated to the engines that have already changed.
+                    self._desired = DesiredDrafter(desired.set_at + 1, before.speculative)
                     raise refusals[0] if refusals else EngineDeadError(NOT_READY)
             self._desired = desired
 
@@ -137,13 +136,13 @@ class DrafterRollout:
         return self._desired
 
     def _connected(self) -> list[RouterClient]:
-        """In an order that every ingress sees alike."""
+        """In the same order at every ingress."""
         clients = [client for client in self._clients.values() if client.info is not None]
         return sorted(clients, key=lambda client: client.replica_id)
 
 
 def drafter_report(state: DrafterState, accept_length: float | None, snapshot: Snapshot) -> dict[str, Any]:
-    """What an operator is told of one engine's drafter."""
+    """The report of one engine's drafter for `GET /admin/drafter`."""
     return {
         "state": state.state,
         "speculative": state.speculative.model_dump(),

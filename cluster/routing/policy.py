@@ -1,8 +1,7 @@
-"""Which Router replica serves a request: the longest cached prefix within a bounded imbalance of load.
+"""Routing policy: the replica with the longest cached prefix, within a bounded imbalance of load.
 
-What lives here: the decision as a pure function of the replicas' states, and what an ingress remembers of the texts it
-sent where. Not here: where the states come from and how a request travels (Ray), what a replica has really cached
-(`specray.engine.radix_cache`).
+`choose_route` is a pure function of the replicas' states. `PrefixIndex` estimates what each replica has cached; the
+actual cache lives in `specray.engine.radix_cache`.
 """
 
 import hashlib
@@ -19,11 +18,11 @@ from pydantic import Field
 
 from specray.config import Options
 
-KV_FULL = 0.95  # share of KV blocks in use from which a request more is likely to push another one out
+KV_FULL = 0.95  # share of KV blocks in use above which another request is likely to preempt one
 
 
 class RoutingOptions(Options):
-    """How far requests may crowd together for the sake of a cached prefix or a session."""
+    """How much imbalance of load a cached prefix or a session may cause."""
 
     max_load_ratio: float = Field(
         1.5, ge=1.0, le=100.0, description="A replica is passed over beyond this many times the least load, and ..."
@@ -39,23 +38,23 @@ class RoutingOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What an ingress knows of one life of a replica: a restarted one has another id."""
+    """What an ingress knows about a replica. A restarted replica has a new ID."""
 
     replica_id: str
-    num_requests: int  # under way there, those that wait among them
+    num_requests: int  # running or waiting there
     kv_usage: float = 0.0  # share of KV blocks held by running requests, 0 to 1
-    acceptance_length: float | None = None  # tokens a verify step emits, bonus included; None before it was measured
+    acceptance_length: float | None = None  # tokens per verify step, bonus token included; None until measured
     is_alive: bool = True
     is_draining: bool = False
 
     @property
     def is_open(self) -> bool:
-        """Whether it may be sent requests."""
+        """Whether new requests may be sent to it."""
         return self.is_alive and not self.is_draining
 
 
 class Route(NamedTuple):
-    """Replicas in the order to try them, none if there is none, and what chose the first."""
+    """Replica IDs in the order to try them, possibly none, and why the first one was chosen."""
 
     replica_ids: list[str]
     reason: Literal["prefix", "session", "load", "none"]
@@ -68,16 +67,16 @@ def choose_route(
     options: RoutingOptions,
     session: str = "",
 ) -> Route:
-    """The replicas that may serve a request: the best one, then the rest by load; no dead or draining one.
+    """The open replicas for a request: the best one first, then the others by load.
 
-    `cached` has the prompt's tokens that a replica is believed to have cached; `session` is any text that requests with
-    a common past share (the caller puts its tenant in).
+    `cached` is the number of the prompt's tokens that each replica is believed to have cached. `session` is any text
+    that related requests share; the caller includes its tenant.
 
-    Only replicas whose load is at most `max_load_ratio` times the least, plus `load_slack`, compete. The longest cached
-    prefix wins. A session decides between equal ones (a prefix that all requests share is soon cached everywhere):
-    by rendezvous hashing, so that it moves only if its replica leaves or is crowded, and to the same place from every
-    ingress. Without a session, the lesser load of two drawn at random wins: states are never new, and to take the
-    least loaded would send all ingresses to the same replica. O(R log R) for R replicas.
+    Candidates for the first place have a load of at most `max_load_ratio` times the least, plus `load_slack`. The
+    longest cached prefix wins. Ties are common, because a prefix that all requests share is soon cached everywhere. A
+    session breaks ties by rendezvous hashing: it moves only if its replica leaves or is overloaded, and every ingress
+    moves it to the same replica. Without a session, the less loaded of two random candidates wins. Always taking the
+    least loaded one would make all ingresses, whose states lag behind, choose the same replica. O(R log R).
     """
     live = [r for r in replicas if r.is_open]
     if not live:
@@ -92,9 +91,9 @@ def choose_route(
 
 
 def _loads(live: Sequence[ReplicaState]) -> dict[str, float]:
-    """Requests at each replica, as one of mean acceptance length would feel them.
+    """Requests at each replica, scaled by the mean acceptance length over the replica's own.
 
-    A replica that accepts twice as much is through with its requests in about half the time.
+    A replica that accepts twice as many tokens finishes its requests in about half the time.
     """
     lengths = [r.acceptance_length for r in live if _is_measured(r.acceptance_length)]
     mean = sum(lengths) / len(lengths) if lengths else 1.0
@@ -109,20 +108,22 @@ def _is_measured(acceptance_length: float | None) -> TypeGuard[float]:
 
 
 def _within_bound(live: Sequence[ReplicaState], loads: Mapping[str, float], options: RoutingOptions) -> list[str]:
-    """Those with KV left, or all if none has, that are not too far above the least loaded of them."""
+    """Replicas with free KV blocks (all if none has any) whose load is within the bound of the least loaded."""
     roomy = [r.replica_id for r in live if r.kv_usage < KV_FULL] or list(loads)
     bound = min(loads[name] for name in roomy) * options.max_load_ratio + options.load_slack
     return [name for name in roomy if loads[name] <= bound]
 
 
 def _rendezvous(session: str, replica_ids: Sequence[str]) -> str:
-    """The replica with the highest hash of itself and the session: the others' coming and going changes nothing.
+    """The replica with the highest hash of its ID and the session, which does not depend on the other replicas.
 
-    Not Python's `hash`, which differs between processes: every ingress has to find the same replica.
+    Python's `hash` differs between processes, but every ingress must choose the same replica.
     """
 
     def score(replica_id: str) -> bytes:
-        text = f"{replica_id}\n{session}".encode(errors="surrogatepass")  # a client's text may be half a character
+        text = f"{replica_id}\n{session}".encode(
+            errors="surrogatepass"
+        )  # a client's text may contain unpaired surrogates
         return hashlib.blake2b(text, digest_size=8).digest()
 
     return max(replica_ids, key=lambda replica_id: (score(replica_id), replica_id))
@@ -133,15 +134,15 @@ def _lighter_of_two(replica_ids: Sequence[str], loads: Mapping[str, float], rand
 
 
 class PrefixIndex:
-    """What one ingress believes each replica has cached: the texts it sent there lately, in blocks.
+    """An ingress's estimate of what each replica has cached: blocks of the texts it recently sent there.
 
-    A block is known by a hash of its tokens, the blocks before it and the namespace. Two texts with the same hash, or
-    one the replica has dropped since, cost a prefill and nothing else: the replica's own cache compares token ids. A
-    hash starts from the namespace's, which is salted per process, so nobody can make collisions ahead of time.
+    A block is identified by a hash of its tokens, the preceding blocks and the namespace. A hash collision, or a block
+    that the replica has evicted, only costs a prefill, because the replica's cache compares token ids. Hashes start
+    from the namespace's, which is salted per process, so collisions cannot be prepared in advance.
 
-    Each replica's blocks are a least recently used set of their own, as in the replica. A path is entered end first,
-    so a block is always newer than what lies below it: blocks drop out from the ends of paths, and what is known of
-    a text is one run from its start.
+    Each replica has its own LRU set of blocks, as the replica itself does. The blocks of a text are inserted last block
+    first, so a block is always newer than its successors. Eviction therefore removes blocks from the ends of texts, and
+    the known blocks of a text are always a prefix of it.
     """
 
     def __init__(self, block_size: int, max_blocks: int) -> None:
@@ -150,7 +151,7 @@ class PrefixIndex:
         self._blocks: dict[str, OrderedDict[int, None]] = {}  # replica id -> blocks, least recently used first
 
     def record(self, replica_id: str, namespace: str, token_ids: Sequence[int]) -> None:
-        """Note that a replica has computed `token_ids`. O(tokens)."""
+        """Record that a replica has computed `token_ids`. O(tokens)."""
         blocks = self._blocks.setdefault(replica_id, OrderedDict())
         for block in reversed(self._hashes(namespace, token_ids)[: self._max_blocks]):
             blocks[block] = None
@@ -159,7 +160,7 @@ class PrefixIndex:
             blocks.popitem(last=False)
 
     def cached(self, namespace: str, token_ids: Sequence[int]) -> dict[str, int]:
-        """Tokens at the start of `token_ids` that each replica is believed to have. O(tokens + replicas log tokens)."""
+        """Length of the prefix of `token_ids` that each replica has cached. O(tokens + replicas log tokens)."""
         hashes = self._hashes(namespace, token_ids)
         return {
             replica_id: self._block_size * bisect_left(hashes, True, key=lambda block: block not in blocks)
@@ -167,11 +168,11 @@ class PrefixIndex:
         }
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
-        """Forget replicas that are gone."""
+        """Remove replicas that are gone."""
         self._blocks = {name: blocks for name, blocks in self._blocks.items() if name in replica_ids}
 
     def _hashes(self, namespace: str, token_ids: Sequence[int]) -> list[int]:
-        """One hash for each full block: of all tokens up to its end."""
+        """For each full block, a hash of all tokens up to its end."""
         size = self._block_size
         starts = range(0, len(token_ids) - size + 1, size)
         blocks = (tuple(token_ids[start : start + size]) for start in starts)

@@ -1,7 +1,4 @@
-"""The replicas of the Router deployment, as one process sees them, and calls to one of them.
-
-Not here: how a call finds its addressee (`addressing`), and what is said (`client`).
-"""
+"""The running replicas of the Router deployment, and calls to one of them through Ray Serve."""
 
 import asyncio
 import contextvars
@@ -14,14 +11,14 @@ from cluster.engine.connections import DesiredDrafter, Item, Refusal
 from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
 
-ADDRESSEE = "to"  # the keyword argument of every call that names the replica
+ADDRESSEE = "to"  # keyword argument of every call with the replica's ID, read by `addressing`
 
-_running: dict[str, frozenset[str]] = {}  # deployment -> replicas, as this process's request routers last knew them
+_running: dict[str, frozenset[str]] = {}  # deployment -> replica IDs, set by this process's request routers
 
 
 def set_running(replicas: Sequence[tuple[str, str]]) -> None:
-    """All replicas of one deployment, as (deployment, replica)."""
-    if replicas:  # of none it is not known whose they were; calls to them will fail
+    """Set the running replicas of one deployment, given as (deployment, replica ID)."""
+    if replicas:  # an empty list does not name its deployment; calls to the old replicas fail
         _running[replicas[0][0]] = frozenset(replica_id for _, replica_id in replicas)
 
 
@@ -33,7 +30,7 @@ class ServeReplicaDirectory:
         self._first_call: object = None
 
     def replica_ids(self) -> Collection[str]:
-        if self._first_call is None:  # a handle looks for replicas once it is called
+        if self._first_call is None:  # a handle discovers replicas after its first call
             self._first_call = self._handle.stats.remote()
         return _running.get(self._handle.deployment_name, frozenset())
 
@@ -42,10 +39,11 @@ class ServeReplicaDirectory:
 
 
 class ServeRouterHandle:
-    """`client.RouterHandle` over a Serve handle: one replica of it.
+    """`client.RouterHandle` over a Serve handle, for one replica.
 
-    Calls are made outside of the HTTP request at hand. Serve would cancel them when its client leaves, and it gives all
-    calls of a request one id, by which its router finds the call to go on: of two at a time, one looks for ever.
+    Calls run in an empty context, outside the current HTTP request. Within it, Serve would cancel them when the client
+    disconnects. It would also give concurrent calls the same request ID, and its request router would then leave one of
+    them waiting forever.
     """
 
     def __init__(self, handle: DeploymentHandle[Any], replica_id: str) -> None:
@@ -89,7 +87,7 @@ class ServeRouterHandle:
         await self._answer(self._handle.drain)
 
     async def _answer(self, method: DeploymentHandle[Any], *arguments: object) -> Any:
-        """Call and await; a call that is given up is taken back, or it would look for a dead addressee for ever."""
+        """Call and await. A cancelled call is cancelled in Serve, too, which would retry a dead replica forever."""
         response = self._call(method, *arguments)
         assert isinstance(response, DeploymentResponse)
         try:

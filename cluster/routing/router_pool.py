@@ -1,8 +1,8 @@
-"""All routers an ingress knows: where a request goes, and where it goes on when its router is lost.
+"""All routers known to an ingress: submitting requests, and failover to another router.
 
-A job keeps its requests' prompts and every token they have been given. Since a text is a function of prompt, options
-and seed, another engine can go on behind the last of these tokens, and the client's stream has no seam: no token twice,
-none missing. Not here: one router's connection (`client`), which router (`routing`), HTTP (`openai`).
+A `RequestStream` keeps the prompts of its requests and all tokens emitted so far. The output is a function of prompt,
+sampling options and seed, so another engine continues after the last emitted token, and the client's stream neither
+repeats nor loses a token. One router's connection lives in `client`, the choice of a router in `policy`.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from specray.errors import EngineDeadError, QueueFullError, SpecRayError
 from specray.metrics import Snapshot
 from specray.outputs import FinishReason, RequestOutput, RequestUsage, add_histograms
 
-LOST = "the engine stopped while it worked on this request, and no other one could take it over in time; send it again"
-DIRECTORY_POLL_S = 0.2  # between looks for routers that came or went
+LOST = "the engine stopped while it processed this request, and no other engine took over in time; send it again"
+DIRECTORY_POLL_S = 0.2  # between updates of the list of routers
 RETRY_INTERVAL_S = 1.0
-DRAINING = "the server is shutting down: it finishes what it has begun, and takes nothing new"
-MAX_FAILOVERS = 8  # a request that took so many engines down goes to no other
+DRAINING = "the server is shutting down and accepts no new requests"
+MAX_FAILOVERS = 8  # per request; one that may itself crash engines must not crash them all
 
 logger = logging.getLogger("ray.serve")
 
@@ -38,13 +38,13 @@ class RequestFailedError(SpecRayError):
 
 
 class DeadlineError(SpecRayError):
-    """A request took longer than it may."""
+    """A request exceeded its timeout."""
 
     status = 504
 
 
 class ReplicaDirectory(Protocol):
-    """Which routers there are, and how to reach one."""
+    """The running routers, and handles to call them."""
 
     def replica_ids(self) -> Collection[str]: ...
 
@@ -52,7 +52,7 @@ class ReplicaDirectory(Protocol):
 
 
 class RouterPool:
-    """One ingress replica's routers; construct it inside the event loop, then `start` it."""
+    """One ingress replica's routers. Construct it inside the event loop, then `start` it."""
 
     def __init__(self, directory: ReplicaDirectory, config: AppConfig) -> None:
         self._directory = directory
@@ -62,7 +62,7 @@ class RouterPool:
         self._random = random.Random()
         self._changed = asyncio.Event()
         self._tasks = Tasks()
-        self.drafts = DrafterRollout(config.speculative, self._clients, self._tasks)
+        self.drafter_rollout = DrafterRollout(config.speculative, self._clients, self._tasks)
         self._is_draining = False
         self.failover_s = config.server.failover_s
         self.num_failovers = 0
@@ -76,44 +76,45 @@ class RouterPool:
 
     @property
     def info(self) -> RouterInfo | None:
-        """Of any connected router: they serve the same model. None while there is none."""
+        """Information from any connected router, as all serve the same model. None if none is connected."""
         return next((client.info for client in self._clients.values() if client.info is not None), None)
 
     @property
     def since_token_s(self) -> float:
-        """Seconds since any engine was last known to make a token."""
+        """Seconds since any engine last generated a token; infinite if unknown."""
         return min((client.since_token_s for client in self._clients.values()), default=inf)
 
     @property
     def token_ages(self) -> dict[str, float]:
-        """Seconds since each router's engine was last known to make a token, of those that have said so."""
+        """Seconds since each router's engine last generated a token, where known."""
         ages = {replica_id: client.since_token_s for replica_id, client in self._clients.items()}
         return {replica_id: age for replica_id, age in ages.items() if age < inf}
 
     @property
     def rank_nodes(self) -> dict[str, tuple[str, ...]]:
-        """Of each connected router's engine, address of the node that each rank runs on."""
+        """Node addresses of each connected engine's ranks, by replica ID."""
         return {client.replica_id: client.info.rank_nodes for client in self._clients.values() if client.info}
 
     @property
     def is_draining(self) -> bool:
-        """Whether the application is about to be stopped. That is for good: whoever heard it once need not again."""
+        """Whether the application is about to stop. Once true, it stays true."""
         self._is_draining = self._is_draining or any(client.is_draining for client in self._clients.values())
         return self._is_draining
 
     async def drain(self) -> int:
-        """Take no new requests, at any ingress replica; how many are still under way. To be asked again and again.
+        """Stop accepting requests at every ingress replica. Returns the number of unfinished requests.
 
-        Routers spread the news, as every ingress listens to them; those started since are told in the next call.
+        Routers notify the other ingresses through their heartbeats. Call this repeatedly, as each call also notifies
+        the routers that have connected since.
         """
         self._is_draining = True
         clients = [client for client in self._clients.values() if client.info is not None]
-        uninformed = [client.drain() for client in clients if not client.is_draining]
-        await asyncio.gather(*uninformed, return_exceptions=True)
+        calls = [client.drain() for client in clients if not client.is_draining]
+        await asyncio.gather(*calls, return_exceptions=True)
         return sum(client.num_unfinished for client in clients)
 
     async def stats(self) -> dict[str, Snapshot]:
-        """Every connected router's counters, by replica. EngineDeadError if there is none."""
+        """Metrics of every connected router, by replica ID. EngineDeadError if no router answers."""
         clients = [client for client in self._clients.values() if client.info is not None]
         snapshots = await asyncio.gather(*(client.stats() for client in clients), return_exceptions=True)
         pairs = zip(clients, snapshots, strict=True)
@@ -123,9 +124,9 @@ class RouterPool:
         return found
 
     def check_queues(self) -> None:
-        """RequestRefusedError if every router has said that its queue is full.
+        """Raise RequestRefusedError if the last heartbeat of every router reported a full queue.
 
-        Nobody is asked: a flood of requests leaves the processors to those under way.
+        Needs no call to a router, so that a flood of requests does not slow down the accepted ones.
         """
         clients = [client for client in self._clients.values() if client.state.is_open]
         refusals = [client.refusal for client in clients if client.refusal is not None]
@@ -133,19 +134,20 @@ class RouterPool:
             clients[0].refuse(min(refusals, key=lambda refusal: refusal.retry_after_s or 0))
 
     async def submit(self, requests: list[EngineRequest], timeout_s: float, session: str = "") -> "RequestStream":
-        """Start requests on one router, all or none. A SpecRayError if no router takes them."""
+        """Start requests on one router, all or none. SpecRayError if no router accepts them."""
         if self.is_draining:
             raise EngineDeadError(DRAINING)
         request_stream = RequestStream(self, requests, timeout_s, session)
         await request_stream.start()
         return request_stream
 
-    async def place(
+    async def dispatch(
         self, requests: list[EngineRequest], new_listener: Callable[[], Listener], session: str
     ) -> RouterClient:
-        """The router that has taken the requests: the best one that would. A SpecRayError if none did.
+        """Submit requests to the best router that accepts them. SpecRayError if none does.
 
-        Each router that is tried has a listener of its own: one that is lost meanwhile tells it so, and refuses too.
+        Each router that is tried gets a new listener. One that is lost while it is tried notifies its listener in
+        addition to refusing the requests, and that notification must not reach the next router's listener.
         """
         prompt = requests[0].prompt_token_ids
         namespace = requests[0].cache_salt
@@ -164,14 +166,14 @@ class RouterPool:
             except RequestRefusedError as error:
                 refusal = error
                 if error.status not in (QueueFullError.status, EngineDeadError.status):
-                    break  # it would be refused everywhere
+                    break  # every router would refuse it
             else:
                 self._prefixes.record(replica_id, namespace, prompt)
                 return client
         raise refusal
 
     async def wait_for_change(self, until: float) -> None:
-        """Wait for a router to come or go, but not beyond `until` on the loop's clock."""
+        """Wait until a router connects or disconnects, at most until `until` on the loop's clock."""
         self._changed.clear()
         try:
             async with asyncio.timeout_at(until):
@@ -180,20 +182,20 @@ class RouterPool:
             return
 
     async def _follow_directory(self) -> None:
-        """Keep one client for each router there is."""
+        """Keep one client per running router."""
         while True:
-            there = set(self._directory.replica_ids())
-            for replica_id in there - self._clients.keys():
+            running = set(self._directory.replica_ids())
+            for replica_id in running - self._clients.keys():
                 self._connect(replica_id)
-            for replica_id in self._clients.keys() - there:
+            for replica_id in self._clients.keys() - running:
                 self._clients[replica_id].close_when_idle()
             self._prefixes.keep_only(self._clients.keys())
-            self.drafts.propagate()
+            self.drafter_rollout.propagate()
             await asyncio.sleep(DIRECTORY_POLL_S)
 
     def _connect(self, replica_id: str) -> None:
         def closed() -> None:
-            del self._clients[replica_id]  # if it is still there, the next look connects again
+            del self._clients[replica_id]  # reconnected by `_follow_directory` if the router still runs
             self._changed.set()
 
         handle = self._directory.handle(replica_id)
@@ -203,44 +205,46 @@ class RouterPool:
 
 
 class RequestStream:
-    """Requests submitted together; iterate `outputs`, and `close` however that ends."""
+    """Requests submitted together. Iterate `outputs`, and always `close` it afterwards."""
 
     def __init__(
         self, router_pool: RouterPool, requests: Sequence[EngineRequest], timeout_s: float, session: str
     ) -> None:
         self._router_pool = router_pool
         self._session = session
-        self._parts = [_RequestProgress(request) for request in requests]
-        self._unfinished: dict[str, int] = {}  # request id of the present attempt -> index
+        self._progress = [_RequestProgress(request) for request in requests]
+        self._unfinished: dict[str, int] = {}  # request id of the current attempt -> index
         self._client: RouterClient | None = None
         self._num_failovers = 0
         self._timeout_s = timeout_s
         self._deadline = asyncio.get_running_loop().time() + timeout_s
-        self._news: asyncio.Queue[RequestOutput | RouterLostError] = asyncio.Queue()
+        self._events: asyncio.Queue[RequestOutput | RouterLostError] = asyncio.Queue()
 
     async def start(self) -> None:
-        await self._place(range(len(self._parts)))
+        await self._dispatch(range(len(self._progress)))
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """(index of the request, its news) until each has finished. Raises a SpecRayError when one cannot."""
+        """(index of the request, output) until all have finished. Raises SpecRayError if one fails."""
         while self._unfinished:
-            news = await self._next()
-            if isinstance(news, RouterLostError):
+            event = await self._next()
+            if isinstance(event, RouterLostError):
                 await self._fail_over()
                 continue
-            index = self._unfinished.get(news.request_id)
-            if index is None:  # of an attempt that was given up
+            index = self._unfinished.get(event.request_id)
+            if index is None:  # of an earlier attempt
                 continue
-            if news.finish_reason is not None:
-                del self._unfinished[news.request_id]
-            if news.finish_reason is FinishReason.ABORT:  # by the engine itself: we hear nothing of what we aborted
-                raise self._too_late()
-            if news.finish_reason is FinishReason.ERROR:
-                raise RequestFailedError(f"the engine gave this request up: {news.error}")
-            yield index, self._parts[index].enter(news)
+            if event.finish_reason is not None:
+                del self._unfinished[event.request_id]
+            if (
+                event.finish_reason is FinishReason.ABORT
+            ):  # by the engine, on its deadline; our own aborts have no output
+                raise self._deadline_error()
+            if event.finish_reason is FinishReason.ERROR:
+                raise RequestFailedError(f"the engine failed on this request: {event.error}")
+            yield index, self._progress[index].add(event)
 
     def close(self) -> None:
-        """Abort what has not finished. May be called twice."""
+        """Abort unfinished requests. Idempotent."""
         if self._client is not None:
             self._client.forget(list(self._unfinished), abort=list(self._unfinished))
         self._unfinished = {}
@@ -248,57 +252,57 @@ class RequestStream:
     async def _next(self) -> RequestOutput | RouterLostError:
         try:
             async with asyncio.timeout_at(self._deadline):
-                return await self._news.get()
+                return await self._events.get()
         except TimeoutError:
-            raise self._too_late() from None
+            raise self._deadline_error() from None
 
-    def _too_late(self) -> DeadlineError:
+    def _deadline_error(self) -> DeadlineError:
         return DeadlineError(
-            f"the request took longer than {self._timeout_s:g} s; ask for fewer tokens or a longer timeout"
+            f"the request exceeded its timeout of {self._timeout_s:g} s; request fewer tokens or a longer timeout"
         )
 
-    async def _place(self, indexes: Sequence[int]) -> None:
+    async def _dispatch(self, indexes: Sequence[int]) -> None:
         left_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
-        attempts = {index: self._parts[index].attempt(self._num_failovers, left_s) for index in indexes}
+        attempts = {index: self._progress[index].attempt(self._num_failovers, left_s) for index in indexes}
         self._unfinished = {request.request_id: index for index, request in attempts.items()}
-        self._client = await self._router_pool.place(list(attempts.values()), self._new_listener, self._session)
+        self._client = await self._router_pool.dispatch(list(attempts.values()), self._new_listener, self._session)
 
     def _new_listener(self) -> Listener:
-        """What an earlier one still hears goes nowhere."""
-        self._news = asyncio.Queue()
-        return self._news.put_nowait
+        """A listener for the next attempt; events of earlier attempts are dropped with their queue."""
+        self._events = asyncio.Queue()
+        return self._events.put_nowait
 
     async def _fail_over(self) -> None:
-        """Go on elsewhere, as soon as there is an engine that takes what is not finished."""
+        """Continue the unfinished requests on the first engine that accepts them."""
         indexes = list(self._unfinished.values())
         clock = asyncio.get_running_loop().time
         give_up = min(self._deadline, clock() + self._router_pool.failover_s)
         self._client = None
         self._num_failovers += 1
         if self._num_failovers > MAX_FAILOVERS:
-            raise EngineDeadError(f"{LOST} (it lost {MAX_FAILOVERS} engines)")
+            raise EngineDeadError(f"{LOST} ({MAX_FAILOVERS} engines stopped)")
         while self._client is None:
             try:
-                await self._place(indexes)
+                await self._dispatch(indexes)
             except SpecRayError as error:
                 if clock() >= give_up:
                     raise EngineDeadError(f"{LOST} ({error})") from None
                 await self._router_pool.wait_for_change(min(give_up, clock() + RETRY_INTERVAL_S))
         self._router_pool.num_failovers += len(indexes)
-        logger.warning("%d requests go on at the router %s", len(indexes), self._client.replica_id)
+        logger.warning("%d requests continue on the router %s", len(indexes), self._client.replica_id)
 
 
 class _RequestProgress:
-    """One request of a job: what was asked, and what it has been given so far."""
+    """One request of a `RequestStream`, and its output so far."""
 
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
         self._emitted: list[int] = []
         self._usage: RequestUsage | None = None
-        self._usage_before: RequestUsage | None = None  # when the last engine was lost
+        self._usage_before: RequestUsage | None = None  # of earlier attempts
 
     def attempt(self, number: int, timeout_s: float) -> EngineRequest:
-        """The request as the next engine gets it, with the time that is left; every attempt has an id of its own."""
+        """The request for the next engine, with the remaining time and a request id of its own."""
         if number == 0:
             return replace(self._request, timeout_s=timeout_s)
         self._usage_before = self._usage
@@ -306,15 +310,15 @@ class _RequestProgress:
         emitted = tuple(self._emitted)
         return replace(self._request, request_id=request_id, emitted_token_ids=emitted, timeout_s=timeout_s)
 
-    def enter(self, news: RequestOutput) -> RequestOutput:
-        """Take note of news; the same, with the usage of all attempts."""
-        self._emitted += news.token_ids
-        self._usage = _merge_usage(self._usage_before, news.usage)
-        return news._replace(usage=self._usage)
+    def add(self, output: RequestOutput) -> RequestOutput:
+        """Record an output, and return it with the usage of all attempts."""
+        self._emitted += output.token_ids
+        self._usage = _merge_usage(self._usage_before, output.usage)
+        return output._replace(usage=self._usage)
 
 
 def _merge_usage(before: RequestUsage | None, now: RequestUsage) -> RequestUsage:
-    """Usage of a request that went on at another engine, which counts the tokens it was given as its own."""
+    """Usage over all attempts. The last engine counts the tokens of earlier ones as its own completion tokens."""
     if before is None:
         return now
     return now._replace(

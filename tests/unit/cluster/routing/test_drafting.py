@@ -82,7 +82,7 @@ def test_what_one_engine_refuses_none_has(serve: Serve, admin: dict[str, Any], e
             assert reply.status_code == (400 if isinstance(error, ConfigError) else 409)
             assert reply.json()["error"]["message"] == str(error)
             await server.until(lambda: loaded(server) == [[NGRAM, SMALL]] * 2 + [[]])
-            assert server.router_pool.drafts.speculative == SMALL
+            assert server.router_pool.drafter_rollout.speculative == SMALL
 
     asyncio.run(scenario())
 
@@ -114,11 +114,11 @@ def test_ingresses_that_were_not_asked_learn_of_it(serve: Serve, admin: dict[str
             other = RouterPool(server, server.router_pool._config)
             other.start()
             await replace(server, NGRAM)
-            await server.until(lambda: other.drafts.speculative == NGRAM)
+            await server.until(lambda: other.drafter_rollout.speculative == NGRAM)
             await server.router_pool.close()
             await server.add_replica()
             await server.until(lambda: loaded(server) == [[NGRAM], [NGRAM]])
-            await other.drafts.replace(OFF)
+            await other.drafter_rollout.replace(OFF)
             assert loaded(server) == [[NGRAM, OFF], [NGRAM, OFF]]
             await other.close()
 
