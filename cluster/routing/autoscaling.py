@@ -71,10 +71,10 @@ History = Mapping[str, Sequence[Sample]]  # samples of each running replica, in 
 
 
 class Trend(NamedTuple):
-    """A change that has been wanted without interruption."""
+    """A change of the number that has been due without interruption."""
 
     since: float  # seconds
-    num_replicas: int  # the smallest change wanted in that time
+    num_replicas: int  # after the smallest change due in that time
 
 
 class Decision(NamedTuple):
@@ -87,24 +87,24 @@ def decide(
 ) -> Decision:
     """The number of replicas to run, given that `num_replicas` was the last decision.
 
-    A change is made once it has been wanted without interruption for `up_delay_s` or `down_delay_s`, by the smallest
-    amount wanted in that time. The number therefore falls at most once per `down_delay_s`, and only to a number that
+    A change is made once it has been due without interruption for `up_delay_s` or `down_delay_s`, by the smallest
+    amount due in that time. The number therefore falls at most once per `down_delay_s`, and only to a number that
     was sufficient throughout.
     """
     current = min(max(num_replicas, options.min_replicas), options.max_replicas)
-    wanted = wanted_replicas(history, current, now, options)
-    if wanted == current:
+    desired = desired_replicas(history, current, now, options)
+    if desired == current:
         return Decision(current, None)
-    is_up = wanted > current
+    is_up = desired > current
     if trend is None or (trend.num_replicas > current) is not is_up:
-        trend = Trend(now, wanted)
-    smallest = min(trend.num_replicas, wanted) if is_up else max(trend.num_replicas, wanted)
+        trend = Trend(now, desired)
+    smallest = min(trend.num_replicas, desired) if is_up else max(trend.num_replicas, desired)
     if now - trend.since < (options.up_delay_s if is_up else options.down_delay_s):
         return Decision(current, Trend(trend.since, smallest))
     return Decision(smallest, None)
 
 
-def wanted_replicas(history: History, current: int, now: float, options: AutoscalingOptions) -> int:
+def desired_replicas(history: History, current: int, now: float, options: AutoscalingOptions) -> int:
     """The number of replicas that the reports of the last `window_s` seconds call for, without delays.
 
     Load in replicas = running / target_running
@@ -115,17 +115,17 @@ def wanted_replicas(history: History, current: int, now: float, options: Autosca
     replicas started, because no request may end within a window. `tokens_per_second` is a mean over the busy time of
     the window. Without a measured speed, only the length of the queue counts.
 
-    More replicas are wanted if the load requires them. Fewer are wanted if they can carry the load plus `down_margin`,
-    assuming that each running replica without usable reports is loaded to its target. Missing reports thus neither
-    start nor stop replicas. A starting replica counts as idle. The result is within min_replicas and max_replicas.
+    The number rises if the load requires it. It falls if fewer replicas can carry the load plus `down_margin`, assuming
+    that each running replica without usable reports is loaded to its target. Missing reports thus neither start nor
+    stop replicas. A starting replica counts as idle. The result is within min_replicas and max_replicas.
     """
     recent = _recent(history, now, options.window_s)
     load = _load(recent, options)
     num_unknown = len(history) - len(recent)
     at_least = ceil(load - ROUNDING)
     at_most = ceil((load + num_unknown) * (1 + options.down_margin) - ROUNDING)
-    wanted = min(max(current, at_least), at_most) if recent else current
-    return min(max(wanted, options.min_replicas), options.max_replicas)
+    desired = min(max(current, at_least), at_most) if recent else current
+    return min(max(desired, options.min_replicas), options.max_replicas)
 
 
 def _recent(history: History, now: float, window_s: float) -> list[list[Sample]]:
@@ -138,7 +138,7 @@ def _recent(history: History, now: float, window_s: float) -> list[list[Sample]]
 
 
 def _load(recent: Sequence[Sequence[Sample]], options: AutoscalingOptions) -> float:
-    """Load in replicas, see `wanted_replicas`."""
+    """Load in replicas, see `desired_replicas`."""
     running = sum(_mean(s.num_running for s in samples) for samples in recent)
     waiting = sum(_mean(s.num_waiting for s in samples) for samples in recent)
     queue = waiting / options.target_running

@@ -1,4 +1,4 @@
-"""The whole server in one event loop without Ray: real engine, router and HTTP surface over scripted ranks."""
+"""A server in one event loop without Ray: real engine, router and HTTP application over scripted ranks."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ from specray.outputs import TokenLogprob
 from specray.step import NewRequest, RequestResult, StepPlan, StepResult, StepTimes
 from specray.worker.remote_drafter.handshake import DrafterHandshake
 
-TEXT = "The quick brown fox, é 🎉 and so on. "  # what the scripted ranks write, over and over
+TEXT = "The quick brown fox, é 🎉 and so on. "  # the output of scripted ranks, repeated
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
 END = "<|end|>"
 
@@ -50,12 +50,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class ScriptedSupervisor:
-    """Has a drafter of any options but those in `refused`, at once."""
+    """Loads any drafter at once, except those in `refused`."""
 
     def __init__(self) -> None:
         self.state = DrafterState("off", SpeculativeConfig(), None, 0)
         self.refused: dict[SpeculativeConfig, SpecRayError] = {}
-        self.loaded: list[SpeculativeConfig] = []  # one after the other
+        self.loaded: list[SpeculativeConfig] = []  # in order
 
     def replace(self, speculative: SpeculativeConfig) -> DrafterHandshake:
         if error := self.refused.get(speculative):
@@ -66,7 +66,7 @@ class ScriptedSupervisor:
 
 
 class ScriptedRanks:
-    """An executor whose rows repeat TEXT, up to two accepted drafts a step. `broken` ends it as a dead rank would."""
+    """An executor whose rows repeat TEXT, with up to two accepted drafts per step. `broken` simulates a dead rank."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, step_s: float = 0.0) -> None:
         self.script = tokenizer.encode(TEXT)
@@ -121,15 +121,15 @@ def logprob_of(token: int, wanted: int) -> TokenLogprob:
 
 
 class Replica:
-    """One life of a router over scripted ranks, and what can befall it."""
+    """One router over scripted ranks, and the faults that tests inject."""
 
     def __init__(self, replica_id: str, ranks: ScriptedRanks, router: Router, left: list[int]) -> None:
         self.replica_id = replica_id
         self.ranks = ranks
         self.router = router
-        self.left = left  # the exit status, once the router has left its process
+        self.left = left  # exit statuses of the router's process, empty while it runs
         self.is_dead = False
-        self.is_stopping = False  # Serve names it no more, and waits for its calls to end
+        self.is_stopping = False  # Serve no longer lists it and waits for its calls to end
         self.runs = asyncio.Event()
         self.runs.set()
 
@@ -150,7 +150,7 @@ class Replica:
 
 
 class ReplicaHandle:
-    """What a Serve handle is: calls to a router that may be dead or frozen."""
+    """A `RouterHandle` to a router that may be dead or frozen."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -168,7 +168,7 @@ class ReplicaHandle:
         await (await self._reach()).abort(request_ids)
 
     async def renew(self, connection_id: str, num_refused: int) -> bool:
-        if self._replica.is_stopping:  # Serve looks for ever for a replica that it names no more
+        if self._replica.is_stopping:  # Serve retries calls to an unlisted replica forever
             await asyncio.Event().wait()
         return await (await self._reach()).renew(connection_id, num_refused)
 
@@ -192,7 +192,7 @@ class ReplicaHandle:
 
 
 class Server:
-    """A running server and the handles a test needs; `replicas[0]` is the one most tests are about."""
+    """A running server. Most tests use `replicas[0]` only."""
 
     def __init__(self, start: Callable[[str], Awaitable[Replica]]) -> None:
         self._start = start
@@ -237,7 +237,7 @@ class Server:
 
 @asynccontextmanager
 async def listening(server: Server) -> AsyncIterator[str]:
-    """The server's URL on a real socket, for clients that hang up where no client library would."""
+    """Serve the application on a real socket, for clients that disconnect at any byte. Yields its URL."""
     front = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="critical"))
     serving = asyncio.create_task(front.serve())
     await server.until(lambda: front.started)

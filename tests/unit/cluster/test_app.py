@@ -1,4 +1,4 @@
-"""The application's shape: bundles, limits, names and refusals, all without a cluster."""
+"""The application's deployments and configuration, without a cluster: bundles, limits, names, invalid options."""
 
 from typing import Any
 
@@ -19,18 +19,18 @@ def test_the_router_shares_bundle_0_with_rank_0() -> None:
     assert bundles(config, with_gpus=True)[2] == {"CPU": 0.5, "GPU": 1.0}
 
 
-def test_bundle_0_alone_has_room_for_a_drafter() -> None:
+def test_only_bundle_0_reserves_a_drafter() -> None:
     config = AppConfig(tp_size=2, speculative={"algorithm": "NGRAM"}, draft={"cpus": 0.5, "gpu_share": 0.25})
     plain = config.model_copy(update={"speculative": SpeculativeConfig()})
-    with_room, without = bundles(config, with_gpus=True), bundles(plain, with_gpus=True)
-    assert with_room[0]["CPU"] == without[0]["CPU"] + 0.5
-    assert with_room[1] == without[1]
+    drafting, without = bundles(config, with_gpus=True), bundles(plain, with_gpus=True)
+    assert drafting[0]["CPU"] == without[0]["CPU"] + 0.5
+    assert drafting[1] == without[1]
     assert [rank_resources(config, True, rank)["GPU"] for rank in range(2)] == [0.75, 1.0]
     assert draft_resources(config, with_gpus=True) == {"CPU": 0.5, "GPU": 0.25}
 
 
 @pytest.mark.parametrize("algorithm", [None, "NGRAM"])
-def test_where_drafters_can_be_replaced_two_share_the_room_of_one(algorithm: str | None) -> None:
+def test_two_replaceable_drafters_share_the_resources_of_one(algorithm: str | None) -> None:
     config = AppConfig(
         speculative={"algorithm": algorithm}, draft={"cpus": 0.5, "gpu_share": 0.25}, server={"admin_key_file": "keys"}
     )
@@ -41,7 +41,7 @@ def test_where_drafters_can_be_replaced_two_share_the_room_of_one(algorithm: str
     assert rank["CPU"] + 2 * one["CPU"] + config.server.router_cpus == pytest.approx(bundle["CPU"])
 
 
-def test_an_inline_drafter_has_no_process_and_no_room() -> None:
+def test_an_inline_drafter_reserves_nothing() -> None:
     options = {"speculative": {"algorithm": "NGRAM"}, "server": {"admin_key_file": "keys"}}
     inline = AppConfig.model_validate(options | {"draft": {"placement": "inline"}})
     assert not inline.has_draft_actor
@@ -54,7 +54,7 @@ def test_the_defaults_fit_one_core() -> None:
     assert cpus + config.server.num_ingress_replicas * config.server.ingress_cpus <= 1.0
 
 
-def test_ranks_start_with_their_share_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_divide_the_compute_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     assert rank_environment(AppConfig(tp_size=2))["OMP_NUM_THREADS"] == "3"
     assert rank_environment(AppConfig(tp_size=16))["OMP_NUM_THREADS"] == "1"
@@ -65,12 +65,12 @@ def test_ranks_start_with_their_share_of_threads(monkeypatch: pytest.MonkeyPatch
     "args",
     [{"modle": "x"}, {"server": {"prot": 1}}, {"server": {"request_timeout_s": 0}}, {"server": {"lease_s": 0.5}}],
 )
-def test_impossible_arguments_are_refused(args: dict[str, object]) -> None:
+def test_invalid_arguments_are_rejected(args: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         AppConfig.model_validate(args)
 
 
-def test_an_unknown_drafter_is_refused_before_anything_starts() -> None:
+def test_an_unknown_drafter_is_rejected_at_build() -> None:
     with pytest.raises(ConfigError, match="NGRAM"):
         build(AppConfig(speculative={"algorithm": "MAGIC"}))
 
@@ -82,7 +82,7 @@ def test_an_unknown_drafter_is_refused_before_anything_starts() -> None:
         {"autoscaling": {"enabled": True, "max_replicas": 100, "target_running": 2}},
     ],
 )
-def test_more_requests_may_be_open_than_the_engines_take(several: dict[str, Any]) -> None:
+def test_the_ingress_allows_more_open_requests_than_the_engines_admit(several: dict[str, Any]) -> None:
     config = AppConfig.model_validate({"max_running_requests": 3, "max_queued_requests": 5, **several})
     deployment = build(config)._bound_deployment
     assert deployment.max_ongoing_requests > 100 * (3 + 5)
@@ -98,11 +98,11 @@ def test_more_requests_may_be_open_than_the_engines_take(several: dict[str, Any]
         ({"model": "/srv/mine", "server": {"served_model_name": "yours"}}, "yours"),
     ],
 )
-def test_the_served_name_shows_no_path(options: dict[str, object], name: str) -> None:
+def test_the_served_name_contains_no_path(options: dict[str, object], name: str) -> None:
     assert AppConfig.model_validate(options).model_name == name
 
 
-def test_the_engine_gets_its_own_options_only() -> None:
+def test_the_engine_receives_engine_options_only() -> None:
     engine = AppConfig(page_size=8, speculative={"algorithm": "NGRAM"}).engine
     assert type(engine) is EngineConfig
     assert (engine.page_size, engine.speculative.algorithm) == (8, "NGRAM")

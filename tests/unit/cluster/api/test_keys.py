@@ -1,4 +1,4 @@
-"""Keys: every route but a few is shut without one, and what one key's owner does nobody else can see."""
+"""API keys: which routes require one, and the isolation of tenants."""
 
 import asyncio
 import hmac
@@ -35,13 +35,13 @@ def bearing(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def test_a_key_has_an_owner_and_an_owner_may_have_two(key_file: Path) -> None:
+def test_an_owner_may_have_several_keys(key_file: Path) -> None:
     keys = KeyRing.read(str(key_file), "server.api_key_file")
     owners = [keys.owner(key.encode()) for key in (ALICE, BOB, NEXT, "d" * 32, "", ALICE[:-1], ALICE + "a")]
     assert owners == ["alice", "bob", "alice", None, None, None, None]
 
 
-def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_compares_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, compared = KeyRing([(f"n{i}", f"{i}" * 20) for i in range(5)]), []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(len(a)) or compare(a, b))
@@ -51,7 +51,7 @@ def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "has no key"),
         ("# alice " + ALICE, "has no key"),
@@ -63,13 +63,13 @@ def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -
         (f"alice {ALICE}é", "other than ASCII"),
     ],
 )
-def test_a_file_that_is_no_list_of_keys_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_an_invalid_key_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         KeyRing.read(str(write(tmp_path, text)), "server.api_key_file")
     assert ALICE not in str(caught.value)
 
 
-def test_a_file_that_all_can_read_or_none_is_refused(tmp_path: Path, key_file: Path) -> None:
+def test_a_world_readable_or_missing_key_file_is_rejected(tmp_path: Path, key_file: Path) -> None:
     key_file.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod o-rwx"):
         KeyRing.read(str(key_file), "server.api_key_file")
@@ -77,7 +77,7 @@ def test_a_file_that_all_can_read_or_none_is_refused(tmp_path: Path, key_file: P
         KeyRing.read(str(tmp_path / "none"), "server.api_key_file")
 
 
-def test_every_route_but_the_probes_needs_a_key(serve: Serve, key_file: Path) -> None:
+def test_every_route_except_probes_requires_a_key(serve: Serve, key_file: Path) -> None:
     async def scenario() -> None:
         async with serve(server={"api_key_file": str(key_file)}) as server:
             for method, path in routes(server.app):
@@ -130,7 +130,7 @@ TRICKS = [
 
 @pytest.mark.parametrize("host", ["test", "test/livez?", "x/livez#", "test, livez"])
 @pytest.mark.parametrize("path", TRICKS)
-def test_no_spelling_of_a_path_or_host_gets_past(path: str, host: str) -> None:
+def test_no_spelling_of_a_path_or_host_bypasses_authentication(path: str, host: str) -> None:
     passed: list[str] = []
 
     async def inner(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
@@ -155,7 +155,7 @@ def statuses(app: Any, path: str, host: str, **scope: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(("path", "is_open"), [("/app/livez", True), ("/app/v1/models", False), ("/appx/livez", False)])
-def test_below_a_prefix_the_same_routes_are_open(path: str, is_open: bool) -> None:
+def test_the_same_routes_are_open_below_a_root_path(path: str, is_open: bool) -> None:
     passed: list[str] = []
 
     async def inner(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
@@ -166,7 +166,7 @@ def test_below_a_prefix_the_same_routes_are_open(path: str, is_open: bool) -> No
 
 
 @pytest.mark.parametrize("keys", [None, KeyRing([("alice", ALICE)])])
-def test_an_admins_routes_open_to_an_admins_key_alone(keys: KeyRing | None) -> None:
+def test_admin_routes_require_an_admin_key(keys: KeyRing | None) -> None:
     passed: list[str] = []
 
     async def inner(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
@@ -179,13 +179,13 @@ def test_an_admins_routes_open_to_an_admins_key_alone(keys: KeyRing | None) -> N
     assert passed == ["root"]
 
 
-def test_two_authorization_headers_are_none() -> None:
+def test_two_authorization_headers_are_rejected() -> None:
     app = RequireKey(FastAPI(), KeyRing([("alice", ALICE)]))
     headers = [(b"authorization", f"Bearer {key}".encode()) for key in ("d" * 32, ALICE)]
     assert statuses(app, "/v1/models", "test", headers=headers) == [401]
 
 
-def test_metrics_may_be_opened(serve: Serve, key_file: Path) -> None:
+def test_open_metrics_require_no_key(serve: Serve, key_file: Path) -> None:
     async def scenario() -> None:
         async with serve(server={"api_key_file": str(key_file), "open_metrics": True}) as server:
             assert (await server.http.get("/metrics")).status_code == 200
@@ -194,7 +194,7 @@ def test_metrics_may_be_opened(serve: Serve, key_file: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_body_is_not_read_before_the_key_is_known(serve: Serve, key_file: Path) -> None:
+def test_the_key_is_checked_before_the_body_is_read(serve: Serve, key_file: Path) -> None:
     async def scenario() -> None:
         async with serve(server={"api_key_file": str(key_file), "max_body_bytes": 1024}) as server:
             assert (await server.http.post("/v1/completions", content=b"x" * 4096)).status_code == 401
@@ -202,7 +202,7 @@ def test_a_body_is_not_read_before_the_key_is_known(serve: Serve, key_file: Path
     asyncio.run(scenario())
 
 
-def test_no_cached_prefix_is_shared_between_keys(serve: Serve, key_file: Path) -> None:
+def test_cached_prefixes_are_not_shared_between_tenants(serve: Serve, key_file: Path) -> None:
     async def cached(server: Server, key: str, **options: Any) -> int:
         body = {"prompt": PROMPT, "max_tokens": 2, **options}
         reply = await server.http.post("/v1/completions", json=body, headers=bearing(key))
@@ -220,12 +220,12 @@ def test_no_cached_prefix_is_shared_between_keys(serve: Serve, key_file: Path) -
     asyncio.run(scenario())
 
 
-def test_no_two_tenants_texts_are_the_same() -> None:
+def test_tenant_scoped_texts_never_collide() -> None:
     names, texts = ["", "a", "ab", "b"], ["", "a", "b", "\n", "a\n", "b\na", "ab"]
     assert len({tenant_scoped(name, text) for name in names for text in texts}) == len(names) * len(texts)
 
 
-def test_one_keys_flood_leaves_room_for_another(serve: Serve, key_file: Path) -> None:
+def test_one_tenants_burst_does_not_block_another_tenant(serve: Serve, key_file: Path) -> None:
     body = {"prompt": "hi", "max_tokens": 60, "ignore_eos": True}
 
     async def scenario() -> None:

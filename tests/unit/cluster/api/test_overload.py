@@ -1,4 +1,4 @@
-"""A server with more to do than it can, and clients that leave at any byte, over real sockets and scripted ranks."""
+"""Overload and client disconnects, over real sockets and scripted ranks."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from tests.unit.cluster.conftest import Serve, Server, listening
 
 BODY = {"prompt": "hi", "max_tokens": 30, "ignore_eos": True}
 FREE_S = 2.0
-LEASE_S = 2.0  # an ingress tells a router four times as often what it refused
+LEASE_S = 2.0  # an ingress reports refused requests to a router every LEASE_S / 4
 
 
 def num_descriptors() -> int:
@@ -26,7 +26,7 @@ def num_descriptors() -> int:
 
 
 async def assert_all_free(server: Server) -> None:
-    """Blocks, slots and places are as they are when nobody asks for anything."""
+    """All KV blocks and request slots are free, and no request is registered anywhere."""
     scheduler = server.router._engine._engine.scheduler
     pool, num_slots = scheduler.pool, server.router._config.max_running_requests
     await server.until(lambda: len(scheduler._free_slots) == num_slots and not scheduler.waiting, FREE_S)
@@ -36,8 +36,8 @@ async def assert_all_free(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_hang_up_at_any_byte_leave_nothing_behind(serve: Serve, stream: bool) -> None:
-    """Long requests are cut before their end, short ones around it; none of the long ones would end in FREE_S."""
+def test_clients_that_disconnect_at_any_byte_leak_nothing(serve: Serve, stream: bool) -> None:
+    """Long requests are cut before they end, short ones around their end. A long one takes more than FREE_S."""
 
     async def scenario() -> None:
         rng = random.Random(stream)
@@ -66,8 +66,8 @@ def test_clients_that_hang_up_at_any_byte_leave_nothing_behind(serve: Serve, str
     asyncio.run(scenario())
 
 
-def test_far_beyond_what_it_can_a_server_refuses_the_rest_and_wastes_no_step_on_it(serve: Serve) -> None:
-    """Two at a time, 10 steps of 10 ms each, make 20 requests a second at best; 200 are asked for."""
+def test_an_overloaded_server_refuses_the_excess_without_spending_steps_on_it(serve: Serve) -> None:
+    """Capacity: 2 concurrent requests of 10 steps of 10 ms, 20 requests/s. Load: 200 requests/s."""
 
     async def scenario() -> None:
         options = {"max_running_requests": 2, "max_queued_requests": 4, "server": {"lease_s": LEASE_S}}
@@ -88,19 +88,17 @@ def test_far_beyond_what_it_can_a_server_refuses_the_rest_and_wastes_no_step_on_
     asyncio.run(scenario())
 
 
-def test_an_ingress_refuses_by_itself_while_the_queue_is_full(serve: Serve) -> None:
-    """A flood costs neither calls nor templates; the engine counts the requests all the same, and has room again."""
+def test_an_ingress_refuses_without_a_call_while_the_queue_is_full(serve: Serve) -> None:
+    """The engine still counts the refused requests, and accepts new ones once its queue has space."""
 
     async def scenario() -> None:
         options = {"max_running_requests": 1, "max_queued_requests": 1, "server": {"lease_s": LEASE_S}}
         async with serve(step_s=0.02, **options) as server:
             client = next(iter(server.router_pool._clients.values()))
-            await server.until(
-                lambda: server.router_pool.since_token_s < 1.0
-            )  # the router's own first request is through
+            await server.until(lambda: server.router_pool.since_token_s < 1.0)  # the router's first probe is done
             under_way = [asyncio.create_task(server.http.post("/v1/completions", json=BODY)) for _ in range(2)]
-            await server.until(lambda: client.refusal is not None, 0.4)  # sooner than the next pulse comes by itself
-            server.replicas[0].freeze()  # nobody there to be asked
+            await server.until(lambda: client.refusal is not None, 0.4)  # before the next regular heartbeat
+            server.replicas[0].freeze()  # the router cannot be called
             refused = await server.http.post("/v1/completions", json=BODY)
             assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) >= 1
@@ -118,7 +116,7 @@ def num_refused(server: Server) -> object:
     return server.router._engine.stats()["specray_requests_refused_total"]
 
 
-def test_a_late_request_in_the_queue_never_runs(serve: Serve) -> None:
+def test_a_request_that_expires_in_the_queue_never_runs(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.02, max_running_requests=1) as server:
             first = asyncio.create_task(server.http.post("/v1/completions", json=BODY | {"max_tokens": 300}))
@@ -128,7 +126,7 @@ def test_a_late_request_in_the_queue_never_runs(serve: Serve) -> None:
             assert late.status_code == 504
             assert asyncio.get_running_loop().time() - start < 1.0
             assert (await first).status_code == 200
-            assert len(server.ranks._rows) == 1  # one slot, and nobody else was ever in it
+            assert len(server.ranks._rows) == 1  # the only request that ever ran
             assert server.ranks.num_steps <= 102
             stats = server.router._engine.stats()["specray_request_queue_time_seconds"]
             assert sum(stats.buckets) == 1  # type: ignore[union-attr]
@@ -136,11 +134,11 @@ def test_a_late_request_in_the_queue_never_runs(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_the_engine_keeps_the_deadline_when_nobody_tells_it(serve: Serve) -> None:
+def test_the_engine_enforces_the_deadline_when_the_abort_is_lost(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.02) as server:
             client = next(iter(server.router_pool._clients.values()))
-            client.forget = lambda *_, **__: None  # type: ignore[method-assign]  # the abort is lost
+            client.forget = lambda *_, **__: None  # type: ignore[method-assign]  # no abort is sent
             body = BODY | {"max_tokens": 400, "timeout": 0.2}
             assert (await server.http.post("/v1/completions", json=body)).status_code == 504
             scheduler = server.router._engine._engine.scheduler
@@ -150,19 +148,19 @@ def test_the_engine_keeps_the_deadline_when_nobody_tells_it(serve: Serve) -> Non
     asyncio.run(scenario())
 
 
-def test_a_refused_client_stays_away_as_long_as_the_queue_takes() -> None:
+def test_retry_after_estimates_the_time_to_drain_the_queue() -> None:
     now = 0.0
     stats, backoff = EngineStats(), Backoff(20, lambda: now)
     assert backoff.retry_after_s(stats.snapshot()) == 1
     stats.set("specray_num_requests_waiting", 30)
     backoff.note(stats.snapshot())
     now = 4.2
-    assert backoff.retry_after_s(stats.snapshot()) == 5, "nothing ended for so long"
+    assert backoff.retry_after_s(stats.snapshot()) == 5, "no request has finished for so long"
     stats.add_labelled("specray_request_finished_total", FinishReason.STOP, 8)
     stats.add_labelled("specray_request_finished_total", FinishReason.LENGTH, 4)
     now = 6.0
     backoff.note(stats.snapshot())
-    assert backoff.retry_after_s(stats.snapshot()) == 15, "30 wait, 2 end a second"
+    assert backoff.retry_after_s(stats.snapshot()) == 15, "30 waiting, 2 finished per second"
     stats.set("specray_num_requests_waiting", 1)
     assert backoff.retry_after_s(stats.snapshot()) == 1
     stats.set("specray_num_requests_waiting", 5000)

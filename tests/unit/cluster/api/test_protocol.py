@@ -1,4 +1,4 @@
-"""Bodies: both bounds of every field, unsupported fields refused, unknown ones named."""
+"""Request bodies: bounds of every field, unsupported and unknown fields."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ CASES += [(name, value, False) for name, _, bad in BOUNDS for value in bad]
 
 @pytest.mark.parametrize("body", [{"messages": [USER]}, {"prompt": "hi"}], ids=["chat", "completion"])
 @pytest.mark.parametrize(("name", "value", "is_good"), CASES)
-def test_each_field_has_both_bounds(body: dict[str, Any], name: str, value: Any, is_good: bool) -> None:
+def test_each_field_is_bounded(body: dict[str, Any], name: str, value: Any, is_good: bool) -> None:
     model = ChatRequest if "messages" in body else CompletionRequest
     if is_good:
         model.model_validate(body | {name: value})
@@ -80,14 +80,14 @@ def test_each_field_has_both_bounds(body: dict[str, Any], name: str, value: Any,
         ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )
-def test_bad_chats_name_the_field(body: dict[str, Any], param: str) -> None:
+def test_an_invalid_chat_body_names_the_field(body: dict[str, Any], param: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ChatRequest.model_validate(body)
     assert from_validation(refused.value.errors()).param == param
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_fields_that_would_change_the_answer_are_refused(name: str) -> None:
+def test_unsupported_fields_are_rejected(name: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ChatRequest.model_validate({"messages": [USER], name: {"type": "something"}})
     assert from_validation(refused.value.errors()).param == name
@@ -95,12 +95,12 @@ def test_fields_that_would_change_the_answer_are_refused(name: str) -> None:
         assert ChatRequest.model_validate({"messages": [USER], name: neutral}).ignored_fields == []
 
 
-def test_unknown_fields_are_accepted_and_named() -> None:
+def test_unknown_fields_are_accepted_and_listed() -> None:
     body = ChatRequest.model_validate({"messages": [USER], "user": "me", "frobnicate": 1, "x" * 500: 2})
     assert body.ignored_fields == ["user", "frobnicate", "x" * 64]
 
 
-def test_text_parts_are_joined_and_developers_are_system() -> None:
+def test_text_parts_are_joined_and_developer_becomes_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = ChatRequest.model_validate({"messages": [{"role": "developer", "content": parts}]})
     assert body.messages[0].for_template == {"role": "system", "content": "ab"}
@@ -116,20 +116,20 @@ def test_text_parts_are_joined_and_developers_are_system() -> None:
         (["a"] * MAX_PROMPTS, ["a"] * MAX_PROMPTS, True),
     ],
 )
-def test_prompts_in_four_spellings(prompt: Any, items: Any, is_batch: bool) -> None:
+def test_prompts_are_strings_or_token_ids_single_or_batched(prompt: Any, items: Any, is_batch: bool) -> None:
     assert CompletionRequest.model_validate({"prompt": prompt}).prompt == (items, is_batch)
 
 
 @pytest.mark.parametrize(
     "prompt", [None, 5, [], [[]], [1, "a"], [-1], [2**31], [True], ["a"] * (MAX_PROMPTS + 1), [["a"]]]
 )
-def test_bad_prompts_are_refused(prompt: Any) -> None:
+def test_invalid_prompts_are_rejected(prompt: Any) -> None:
     with pytest.raises(ValidationError) as refused:
         CompletionRequest.model_validate({"prompt": prompt})
     assert from_validation(refused.value.errors()).param == "prompt"
 
 
-def test_choices_are_bounded_over_all_prompts() -> None:
+def test_the_number_of_choices_is_bounded_over_all_prompts() -> None:
     CompletionRequest.model_validate({"prompt": ["a"] * 8, "n": 8})
     with pytest.raises(ValidationError):
         CompletionRequest.model_validate({"prompt": ["a"] * 9, "n": 8})
@@ -138,12 +138,12 @@ def test_choices_are_bounded_over_all_prompts() -> None:
 @pytest.mark.parametrize(
     "body", [{}, {"text": "a", "input_ids": [1]}, {"text": "a", "sampling_params": {"regex": "a"}}]
 )
-def test_bad_generate_bodies(body: dict[str, Any]) -> None:
+def test_invalid_generate_bodies_are_rejected(body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         GenerateRequest.model_validate(body)
 
 
-def test_sampling_options_reach_the_engine() -> None:
+def test_sampling_options_are_converted() -> None:
     body = {"temperature": 0.5, "top_k": 3, "logit_bias": {"7": 1}, "stop": "x", "seed": 3, "n": 2, "min_tokens": 1}
     params = ChatRequest.model_validate({"messages": [USER], "logprobs": True, **body}).sampling(99)
     assert (params.temperature, params.top_k, params.logit_bias) == (0.5, 3, {7: 1.0})

@@ -1,4 +1,4 @@
-"""/readyz says whether a token could be made a moment ago, /livez only that somebody answers."""
+"""/readyz: whether an engine generated a token recently. /livez: whether the ingress answers."""
 
 import asyncio
 from typing import Any
@@ -48,14 +48,14 @@ def no_numbers(server: Server) -> None:
 
 
 @pytest.mark.parametrize("fault", [break_ranks, hang, freeze, no_numbers])
-def test_an_engine_that_makes_no_tokens_is_not_ready(serve: Serve, fault: Any) -> None:
+def test_an_engine_that_generates_no_tokens_is_not_ready(serve: Serve, fault: Any) -> None:
     async def scenario() -> None:
         async with serve(connect=False) as server:
             assert await status(server) == 503
             server.router_pool.start()
             await until_status(server, 200)
             await asyncio.sleep(1.5)
-            assert await status(server) == 200  # idle for long
+            assert await status(server) == 200  # idle
             fault(server)
             await until_status(server, 503)
             assert await status(server, "/livez") == 200
@@ -64,8 +64,8 @@ def test_an_engine_that_makes_no_tokens_is_not_ready(serve: Serve, fault: Any) -
     asyncio.run(scenario())
 
 
-def test_an_engine_whose_blocks_are_all_in_use_is_ready_while_it_makes_tokens(serve: Serve) -> None:
-    """No probe finds room: those that have the blocks show that tokens are made."""
+def test_an_engine_without_free_blocks_is_ready_while_it_generates(serve: Serve) -> None:
+    """No probe can be scheduled; the running requests show that the engine works."""
 
     async def scenario() -> None:
         options = {"max_running_requests": 2, "max_queued_requests": 1, "disable_radix_cache": True}
@@ -83,7 +83,7 @@ def test_an_engine_whose_blocks_are_all_in_use_is_ready_while_it_makes_tokens(se
     asyncio.run(scenario())
 
 
-def test_a_probe_is_in_no_metric(serve: Serve) -> None:
+def test_probes_are_not_counted_in_metrics(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:
             await until_status(server, 200)

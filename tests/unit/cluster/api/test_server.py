@@ -1,4 +1,4 @@
-"""The HTTP surface over a real engine and scripted ranks: order of events, endings, errors, counts."""
+"""The HTTP API over a real engine and scripted ranks: event order, errors, cancellation, metrics."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def assert_error(response: httpx.Response, status: int, **fields: Any) -> None:
     assert "/" not in error["message"].replace("Content-Type: application/json", "") or status in (404, 405)
 
 
-def test_chat_stream_has_the_order_clients_rely_on(serve: Serve) -> None:
+def test_chat_stream_events_are_in_openais_order(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:
             body = CHAT | {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
@@ -65,7 +65,7 @@ def test_chat_stream_has_the_order_clients_rely_on(serve: Serve) -> None:
         ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 23}),
     ],
 )
-def test_stream_equals_whole(serve: Serve, path: str, body: dict[str, Any]) -> None:
+def test_concatenated_chunks_equal_the_complete_reply(serve: Serve, path: str, body: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with serve(disable_radix_cache=True) as server:
             whole = (await server.http.post(path, json=body)).json()
@@ -93,7 +93,7 @@ def joined_logprobs(parts: list[Any]) -> Any:
     return joined
 
 
-def test_usage_counts_a_prompt_once_and_shows_speculation(serve: Serve) -> None:
+def test_usage_counts_a_prompt_once_and_reports_speculation(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:
             reply = (await server.http.post("/v1/completions", json={"prompt": "abcd", "n": 2, "max_tokens": 9})).json()
@@ -103,7 +103,7 @@ def test_usage_counts_a_prompt_once_and_shows_speculation(serve: Serve) -> None:
                 "accepted_prediction_tokens": 8,
                 "rejected_prediction_tokens": 0,
             }
-            assert usage["speculative"] == {  # of the two steps of each choice after its first tokens
+            assert usage["speculative"] == {  # two steps per choice after its first token
                 "verify_steps": 4,
                 "draft_tokens": 8,
                 "accepted_tokens": 8,
@@ -130,7 +130,7 @@ def test_seeds_are_returned_and_the_fingerprint_is_stable(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_logprobs_have_text_and_bytes_and_no_infinity(serve: Serve) -> None:
+def test_logprobs_are_finite_and_have_text_and_bytes(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:
             body = CHAT | {"logprobs": True, "top_logprobs": 2, "max_tokens": 24}
@@ -144,7 +144,7 @@ def test_logprobs_have_text_and_bytes_and_no_infinity(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_generate_in_sglangs_shape(serve: Serve) -> None:
+def test_generate_replies_have_sglangs_shape(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:
             body = {"text": "a", "sampling_params": {"max_new_tokens": 9, "stop": ["brown"]}, "return_logprob": True}
@@ -193,7 +193,7 @@ def test_errors_have_openais_shape(
     "body",
     [b'{"prompt":', b"[" * 3000, b'{"prompt":"\\ud800"}', b'{"prompt":"a","seed":' + b"9" * 5000 + b"}", b"\xff\xfe"],
 )
-def test_bodies_that_are_no_json_are_400(serve: Serve, body: bytes) -> None:
+def test_malformed_bodies_are_400(serve: Serve, body: bytes) -> None:
     async def scenario() -> None:
         async with serve() as server:
             headers = {"content-type": "application/json"}
@@ -202,7 +202,7 @@ def test_bodies_that_are_no_json_are_400(serve: Serve, body: bytes) -> None:
     asyncio.run(scenario())
 
 
-def test_a_chunked_body_is_cut_at_the_limit(serve: Serve) -> None:
+def test_a_chunked_body_is_read_up_to_the_limit(serve: Serve) -> None:
     sent = []
 
     async def endless() -> AsyncIterator[bytes]:
@@ -218,7 +218,7 @@ def test_a_chunked_body_is_cut_at_the_limit(serve: Serve) -> None:
     assert len(sent) <= 6
 
 
-def test_unknown_fields_are_named_in_a_header(serve: Serve) -> None:
+def test_unknown_fields_are_listed_in_a_header(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:
             reply = await server.http.post("/v1/completions", json={"prompt": "a", "user": "x", "né\r\nw": 1})
@@ -227,7 +227,7 @@ def test_unknown_fields_are_named_in_a_header(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_503_until_the_router_is_there(serve: Serve) -> None:
+def test_503_until_a_router_is_connected(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(connect=False) as server:
             for reply in (
@@ -246,7 +246,7 @@ def test_503_until_the_router_is_there(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_a_full_queue_is_429_and_takes_nothing(serve: Serve) -> None:
+def test_a_full_queue_is_429_and_admits_no_choice(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.02, max_running_requests=1, max_queued_requests=1) as server:
             first = asyncio.create_task(server.http.post("/v1/completions", json=LONG | {"max_tokens": 60}))
@@ -261,7 +261,7 @@ def test_a_full_queue_is_429_and_takes_nothing(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_deadline_is_504_and_stops_the_work(serve: Serve, stream: bool) -> None:
+def test_a_timeout_is_504_and_aborts_the_request(serve: Serve, stream: bool) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.02, server={"request_timeout_s": 0.2}) as server:
             reply = await server.http.post("/v1/completions", json=LONG | {"stream": stream, "timeout": 500.0})
@@ -275,7 +275,7 @@ def test_the_deadline_is_504_and_stops_the_work(serve: Serve, stream: bool) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_leaving_client_stops_the_work_within_two_steps(serve: Serve, stream: bool) -> None:
+def test_a_disconnect_aborts_the_request_within_two_steps(serve: Serve, stream: bool) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.05) as server:
             request = asyncio.create_task(server.http.post("/v1/completions", json=LONG | {"stream": stream}))
@@ -296,7 +296,7 @@ async def assert_idle(server: Any) -> None:
     assert server.router._connections.num_requests == 0
 
 
-def test_a_dead_engine_ends_every_request_explicitly(serve: Serve) -> None:
+def test_a_dead_engine_ends_every_request_with_an_error(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.02, server={"failover_s": 0.3}) as server:
             posts = [server.http.post("/v1/completions", json=LONG | {"stream": s}) for s in (False, True)]
@@ -316,7 +316,7 @@ def test_a_dead_engine_ends_every_request_explicitly(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_a_silent_ingress_loses_its_requests(serve: Serve) -> None:
+def test_requests_of_an_ingress_without_a_lease_are_aborted(serve: Serve) -> None:
     async def scenario() -> None:
         options = {"lease_s": 1.0, "metrics_interval_s": 0.1}
         async with serve(step_s=0.05, server=options) as server:
@@ -329,7 +329,7 @@ def test_a_silent_ingress_loses_its_requests(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_metrics_parse_and_agree_with_usage(serve: Serve) -> None:
+def test_metrics_are_valid_and_agree_with_usage(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:
             body = {"prompt": "abc", "max_tokens": 30}
@@ -347,7 +347,7 @@ def test_metrics_parse_and_agree_with_usage(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_server_info_shows_options_and_state(serve: Serve) -> None:
+def test_server_info_reports_options_and_state(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(page_size=8) as server:
             info = (await server.http.get("/server_info")).json()

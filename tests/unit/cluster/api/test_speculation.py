@@ -1,4 +1,4 @@
-"""What a client may ask of a request's drafts, what it gets for it, and what the server says it can do."""
+"""Speculation options of one request, and the reported capabilities."""
 
 import asyncio
 import json
@@ -18,11 +18,11 @@ NGRAM = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=3)
 TREES = SpeculativeConfig(
     algorithm="EAGLE3", draft_model_path="somewhere", num_steps=4, eagle_topk=3, num_draft_tokens=6
 )
-PLAINLY = SpeculativeConfig()
+NO_SPECULATION = SpeculativeConfig()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "draft_limit"),
+    ("options", "draft_limit"),
     [
         ({}, UNLIMITED),
         ({"enabled": True, "algorithm": "EAGLE3"}, UNLIMITED),
@@ -32,12 +32,12 @@ PLAINLY = SpeculativeConfig()
         ({"num_steps": 1, "num_draft_tokens": 6}, DraftLimit(5, 1)),
     ],
 )
-def test_requested_options_become_a_draft_limit(wanted: dict[str, Any], draft_limit: DraftLimit) -> None:
-    assert SpeculationCapabilities(TREES, 5, "float32").draft_limit(Speculation(**wanted)) == draft_limit
+def test_requested_options_become_a_draft_limit(options: dict[str, Any], draft_limit: DraftLimit) -> None:
+    assert SpeculationCapabilities(TREES, 5, "float32").draft_limit(Speculation(**options)) == draft_limit
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("options", "message"),
     [
         ({"num_steps": 5}, "speculative.num_steps=5 is more than this server drafts; use at most 4"),
         ({"num_draft_tokens": 7}, "speculative.num_draft_tokens=7 is more than this server drafts; use at most 6"),
@@ -45,18 +45,18 @@ def test_requested_options_become_a_draft_limit(wanted: dict[str, Any], draft_li
         ({"enabled": False, "num_steps": 2}, "speculative.num_steps=2 has no effect with enabled=false"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(wanted: dict[str, Any], message: str) -> None:
+def test_unsatisfiable_options_are_rejected_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match="speculative") as refused:
-        SpeculationCapabilities(TREES, 5, "float32").draft_limit(Speculation(**wanted))
+        SpeculationCapabilities(TREES, 5, "float32").draft_limit(Speculation(**options))
     assert str(refused.value).startswith(message)
     assert refused.value.param == message.split("=")[0]
 
 
-@pytest.mark.parametrize("wanted", [{"enabled": True}, {"algorithm": "NGRAM"}, {"num_steps": 1}])
-def test_a_plain_server_refuses_all_but_what_it_does(wanted: dict[str, Any]) -> None:
-    capabilities = SpeculationCapabilities(PLAINLY, 0, "float32")
+@pytest.mark.parametrize("options", [{"enabled": True}, {"algorithm": "NGRAM"}, {"num_steps": 1}])
+def test_a_server_without_speculation_rejects_options_that_enable_it(options: dict[str, Any]) -> None:
+    capabilities = SpeculationCapabilities(NO_SPECULATION, 0, "float32")
     with pytest.raises(InvalidRequestError, match="does not speculate"):
-        capabilities.draft_limit(Speculation(**wanted))
+        capabilities.draft_limit(Speculation(**options))
     assert capabilities.draft_limit(Speculation(enabled=False)) == NO_DRAFTING
     assert capabilities.draft_limit(None) == UNLIMITED
 
@@ -69,22 +69,24 @@ def test_a_plain_server_refuses_all_but_what_it_does(wanted: dict[str, Any]) -> 
         ("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 30, "sampling_seed": 5}}),
     ],
 )
-def test_a_request_is_drafted_for_as_it_asks_and_says_the_same(serve: Serve, path: str, body: dict[str, Any]) -> None:
+def test_a_draft_limit_changes_the_number_of_drafts_and_not_the_output(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
     async def scenario() -> None:
         async with serve(speculative=NGRAM.model_dump()) as server:
             replies = []
-            for wanted in (None, {"num_draft_tokens": 2}, {"enabled": False}):
-                reply = await server.http.post(path, json=body | {"speculative": wanted})
+            for options in (None, {"num_draft_tokens": 2}, {"enabled": False}):
+                reply = await server.http.post(path, json=body | {"speculative": options})
                 assert reply.status_code == 200, reply.text
                 replies.append(reply.json())
             texts = [reply["text"] if "text" in reply else reply["choices"][0] for reply in replies]
             assert texts[0] == texts[1] == texts[2]
-            assert [drafts_a_step(reply) for reply in replies] == [2.0, 1.0, 0.0]
+            assert [drafts_per_step(reply) for reply in replies] == [2.0, 1.0, 0.0]
 
     asyncio.run(scenario())
 
 
-def drafts_a_step(reply: Any) -> float:
+def drafts_per_step(reply: Any) -> float:
     if "meta_info" in reply:
         counts = reply["meta_info"]["spec_draft_token_num"], reply["meta_info"]["spec_verify_ct"]
     else:
@@ -93,7 +95,7 @@ def drafts_a_step(reply: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "param"),
+    ("options", "param"),
     [
         ({"num_draft_tokens": 4}, "speculative.num_draft_tokens"),
         ({"num_steps": 0}, "speculative.num_steps"),
@@ -103,10 +105,10 @@ def drafts_a_step(reply: Any) -> float:
         (True, "speculative"),
     ],
 )
-def test_a_wrong_wish_is_a_400_that_names_it(serve: Serve, wanted: object, param: str) -> None:
+def test_an_invalid_speculation_option_is_a_400_that_names_it(serve: Serve, options: object, param: str) -> None:
     async def scenario() -> None:
         async with serve(speculative=NGRAM.model_dump()) as server:
-            reply = await server.http.post("/v1/completions", json={"prompt": "hi", "speculative": wanted})
+            reply = await server.http.post("/v1/completions", json={"prompt": "hi", "speculative": options})
             assert reply.status_code == 400, reply.text
             assert reply.json()["error"]["param"] == param
 
@@ -121,7 +123,7 @@ def test_a_wrong_wish_is_a_400_that_names_it(serve: Serve, wanted: object, param
         ({"accept_threshold_acc": 0.9}, {"greedy": "exact", "sampled": "lossy", "one_seed_one_text": False}),
     ],
 )
-def test_capabilities_say_what_becomes_of_the_output(
+def test_capabilities_report_the_exactness_of_the_output(
     serve: Serve, options: dict[str, Any], output: dict[str, Any]
 ) -> None:
     async def scenario() -> None:
@@ -140,8 +142,8 @@ def test_capabilities_say_what_becomes_of_the_output(
     asyncio.run(scenario())
 
 
-def test_one_seed_makes_one_text_only_where_rounding_cannot_interfere() -> None:
-    """Seen: a server in bfloat16 promised one text, and two replies with one seed parted at a near-tie."""
+def test_one_seed_one_text_is_reported_only_for_exact_arithmetic() -> None:
+    """Regression: a bfloat16 server reported it, and two replies with one seed differed after a near-tie."""
     exact = SpeculationCapabilities(NGRAM, 2, "float32").capabilities()["output"]
     assert exact["one_seed_one_text"] is True
     assert "rounding" not in exact
@@ -154,13 +156,13 @@ def test_one_seed_makes_one_text_only_where_rounding_cannot_interfere() -> None:
 def test_capabilities_follow_a_replaced_drafter() -> None:
     before, after = (
         SpeculationCapabilities(NGRAM, 2, "float32").capabilities(),
-        SpeculationCapabilities(PLAINLY, 0, "float32").capabilities(),
+        SpeculationCapabilities(NO_SPECULATION, 0, "float32").capabilities(),
     )
     assert before["request_limits"]["enabled"] == [True, False]
     assert after["request_limits"] == {"enabled": [False], "algorithm": [], "num_steps": None, "num_draft_tokens": None}
 
 
-def test_a_server_that_makes_acceptance_up_says_so_in_all_it_sends(serve: Serve) -> None:
+def test_simulated_acceptance_is_marked_in_every_reply_and_metric(serve: Serve) -> None:
     options = {"simulate_accept_length": 2.0, "simulate_output_is_meaningless": True}
     body = {"prompt": "hi", "max_tokens": 9, "stream": True}
 

@@ -1,4 +1,4 @@
-"""Replacing drafters while serving: who may, what is refused, and that all engines come to agree."""
+"""Replacing drafters while serving: access, rejected options, and convergence of all engines."""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,7 @@ OFF = SpeculativeConfig()
 
 @pytest.fixture
 def admin(tmp_path: Path) -> dict[str, Any]:
-    """Options of a server that has an operator."""
+    """Options of a server with an admin key."""
     keys = tmp_path / "admin-keys"
     keys.write_text(f"operator {KEY}\n")
     keys.chmod(0o600)
@@ -37,7 +37,7 @@ def loaded(server: Server) -> list[list[SpeculativeConfig]]:
     return [replica.ranks.drafter.loaded for replica in server.replicas]
 
 
-def test_all_engines_get_the_new_drafter(serve: Serve, admin: dict[str, Any]) -> None:
+def test_all_engines_load_the_new_drafter(serve: Serve, admin: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with serve(**admin, num_replicas=3, speculative=SMALL) as server:
             reply = await replace(server, NGRAM)
@@ -74,7 +74,9 @@ def test_the_engine_plans_for_the_new_drafter(serve: Serve, admin: dict[str, Any
 
 
 @pytest.mark.parametrize("error", [ConfigError("the head is another model's"), EngineDeadError("out of memory")])
-def test_what_one_engine_refuses_none_has(serve: Serve, admin: dict[str, Any], error: Any) -> None:
+def test_a_drafter_that_one_engine_refuses_is_rolled_back_everywhere(
+    serve: Serve, admin: dict[str, Any], error: Any
+) -> None:
     async def scenario() -> None:
         async with serve(**admin, num_replicas=3, speculative=SMALL) as server:
             server.replicas[2].ranks.drafter.refused[NGRAM] = error
@@ -87,7 +89,7 @@ def test_what_one_engine_refuses_none_has(serve: Serve, admin: dict[str, Any], e
     asyncio.run(scenario())
 
 
-def test_what_the_first_engine_refuses_the_others_do_not_load(serve: Serve, admin: dict[str, Any]) -> None:
+def test_a_drafter_that_the_first_engine_refuses_is_not_loaded_elsewhere(serve: Serve, admin: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with serve(**admin, num_replicas=3, speculative=SMALL) as server:
             server.replicas[0].ranks.drafter.refused[NGRAM] = ConfigError("no")
@@ -98,7 +100,7 @@ def test_what_the_first_engine_refuses_the_others_do_not_load(serve: Serve, admi
     asyncio.run(scenario())
 
 
-def test_an_engine_that_starts_later_is_told(serve: Serve, admin: dict[str, Any]) -> None:
+def test_an_engine_that_starts_later_loads_the_new_drafter(serve: Serve, admin: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with serve(**admin, speculative=SMALL) as server:
             await replace(server, NGRAM)
@@ -108,7 +110,7 @@ def test_an_engine_that_starts_later_is_told(serve: Serve, admin: dict[str, Any]
     asyncio.run(scenario())
 
 
-def test_ingresses_that_were_not_asked_learn_of_it(serve: Serve, admin: dict[str, Any]) -> None:
+def test_other_ingresses_learn_the_new_drafter(serve: Serve, admin: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with serve(**admin, speculative=SMALL) as server:
             other = RouterPool(server, server.router_pool._config)
@@ -125,7 +127,7 @@ def test_ingresses_that_were_not_asked_learn_of_it(serve: Serve, admin: dict[str
     asyncio.run(scenario())
 
 
-def test_a_lost_engine_does_not_keep_the_others_from_it(serve: Serve, admin: dict[str, Any]) -> None:
+def test_a_lost_engine_does_not_block_the_others(serve: Serve, admin: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with serve(**admin, num_replicas=3, speculative=SMALL) as server:
             server.replicas[1].is_dead = True
@@ -148,7 +150,7 @@ def test_a_lost_engine_does_not_keep_the_others_from_it(serve: Serve, admin: dic
         ('{"algorithm": "NGRAM", "num_draft_tokens": 100}', "max_total_tokens"),
     ],
 )
-def test_options_that_cannot_be_are_refused_before_anything_loads(
+def test_invalid_options_are_rejected_before_anything_is_loaded(
     serve: Serve, admin: dict[str, Any], body: str, part: str
 ) -> None:
     async def scenario() -> None:
@@ -161,7 +163,7 @@ def test_options_that_cannot_be_are_refused_before_anything_loads(
     asyncio.run(scenario())
 
 
-def test_a_drafter_in_the_targets_process_cannot_be_replaced(serve: Serve, admin: dict[str, Any]) -> None:
+def test_an_inline_drafter_cannot_be_replaced(serve: Serve, admin: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with serve(**admin, draft={"placement": "inline"}) as server:
             for reply in (await replace(server, NGRAM), await server.http.get("/admin/drafter", headers=AUTHORIZED)):
@@ -172,7 +174,7 @@ def test_a_drafter_in_the_targets_process_cannot_be_replaced(serve: Serve, admin
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer another-key-of-nobody"}])
-def test_only_an_operator_may(serve: Serve, admin: dict[str, Any], headers: dict[str, str]) -> None:
+def test_replacing_requires_an_admin_key(serve: Serve, admin: dict[str, Any], headers: dict[str, str]) -> None:
     async def scenario() -> None:
         async with serve(**admin) as server:
             replies = [
@@ -185,7 +187,7 @@ def test_only_an_operator_may(serve: Serve, admin: dict[str, Any], headers: dict
     asyncio.run(scenario())
 
 
-def test_without_an_operator_nobody_may(serve: Serve) -> None:
+def test_admin_routes_are_closed_without_admin_keys(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:
             reply = await replace(server, NGRAM)

@@ -1,4 +1,4 @@
-"""Streams that outlive their engine: no token twice, none missing, and an explicit end where that cannot be."""
+"""Failover: streams continue on another engine without repeated or missing tokens, or end with an error."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def serving(server: Server) -> Any:
 
 
 @pytest.mark.parametrize("way", ["kill", "freeze"])
-def test_a_stream_goes_on_at_another_engine(serve: Serve, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_continues_on_another_engine(serve: Serve, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.routing.client, "HEARTBEAT_TIMEOUT_S", 1.2)
 
     async def scenario() -> None:
@@ -59,22 +59,22 @@ def test_a_stream_goes_on_at_another_engine(serve: Serve, way: str, monkeypatch:
             lost = await serving(server)
             getattr(lost, way)()
             events = await request
-            lost.thaw()  # whatever it still says is of a life that is over
+            lost.thaw()  # its later outputs must be ignored
             await asyncio.sleep(0.1)
             assert text_of(events) == repeated(120)
             usage = events[-1]["usage"]
             assert (usage["completion_tokens"], usage["prompt_tokens"]) == (120, 2)
             assert server.router_pool.num_failovers == 1
             other = next(replica for replica in server.replicas if replica is not lost)
-            assert 0 < other.ranks.num_steps < 60  # it did not begin anew
+            assert 0 < other.ranks.num_steps < 60  # it did not start over
 
     asyncio.run(scenario())
 
 
-def test_an_engine_lost_while_it_is_asked_is_asked_for_nothing_twice(
+def test_an_engine_lost_during_submit_does_not_duplicate_the_request(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its end is heard before its refusal; the engine that took the request then keeps it, and no copy runs beside."""
+    """The listener is notified of the loss before submit fails; the request must run on one other engine only."""
     asked: list[tuple[str, str]] = []
     submit = ReplicaHandle.submit
 
@@ -97,7 +97,7 @@ def test_an_engine_lost_while_it_is_asked_is_asked_for_nothing_twice(
     asyncio.run(scenario())
 
 
-def test_the_only_engine_comes_back_and_the_stream_goes_on(serve: Serve) -> None:
+def test_streams_continue_when_the_only_engine_restarts(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(**SLOW) as server:
             requests = [asyncio.create_task(stream(server, BODY | {"n": 2})) for _ in range(3)]
@@ -111,7 +111,7 @@ def test_the_only_engine_comes_back_and_the_stream_goes_on(serve: Serve) -> None
     asyncio.run(scenario())
 
 
-def test_without_another_engine_in_time_the_end_is_an_error(serve: Serve) -> None:
+def test_without_another_engine_in_time_requests_end_with_an_error(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(**SLOW, server={"failover_s": 0.3}) as server:
             streamed = asyncio.create_task(stream(server, BODY))
@@ -123,7 +123,7 @@ def test_without_another_engine_in_time_the_end_is_an_error(serve: Serve) -> Non
     asyncio.run(scenario())
 
 
-def test_the_deadline_holds_across_engines(serve: Serve) -> None:
+def test_the_timeout_spans_all_attempts(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(**SLOW) as server:
             start = asyncio.get_running_loop().time()
@@ -135,7 +135,7 @@ def test_the_deadline_holds_across_engines(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_a_request_that_takes_every_engine_down_stops_somewhere(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_crashes_every_engine_is_given_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.routing.router_pool, "MAX_FAILOVERS", 3)
 
     async def scenario() -> None:
@@ -151,8 +151,8 @@ def test_a_request_that_takes_every_engine_down_stops_somewhere(serve: Serve, mo
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_cut_shows_in_the_text(serve: Serve, seed: int) -> None:
-    """Engines die at any token: inside a character, inside what may become a stop string, before the first token."""
+def test_failover_at_any_token_leaves_the_text_unchanged(serve: Serve, seed: int) -> None:
+    """Engines die anywhere: inside a character, inside a possible stop string, before the first token."""
     rng = random.Random(seed)
     bodies = [
         BODY | {"max_tokens": 90, "logprobs": 1},
@@ -190,7 +190,7 @@ def test_no_cut_shows_in_the_text(serve: Serve, seed: int) -> None:
     assert asyncio.run(scenario(4)) == asyncio.run(scenario(0))
 
 
-def test_a_stopping_engine_finishes_what_it_has_and_gets_nothing_new(serve: Serve) -> None:
+def test_a_stopping_engine_finishes_its_requests_and_gets_no_new_ones(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.03, num_replicas=2) as server:
             request = asyncio.create_task(stream(server, BODY | {"max_tokens": 300}))
@@ -202,13 +202,13 @@ def test_a_stopping_engine_finishes_what_it_has_and_gets_nothing_new(serve: Serv
             assert stopping.router._connections.num_requests == 1
             assert text_of(await request) == repeated(300)
             assert server.router_pool.num_failovers == 0
-            await server.until(lambda: not stopping.router._connections._by_id)  # hung up: Serve may stop it
+            await server.until(lambda: not stopping.router._connections._by_id)  # disconnected, so Serve may stop it
 
     asyncio.run(scenario())
 
 
-def test_no_lease_runs_out_while_an_engine_stops(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but its streams reaches it then, no renewal and no question for its health."""
+def test_leases_do_not_expire_while_an_engine_stops(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve then delivers neither lease renewals nor health checks to it; only open streams remain."""
     monkeypatch.setattr(cluster.engine.router, "UNASKED_S", 0.3)
 
     async def scenario() -> None:
@@ -228,7 +228,7 @@ def test_no_lease_runs_out_while_an_engine_stops(serve: Serve, monkeypatch: pyte
     asyncio.run(scenario())
 
 
-def test_new_requests_go_to_the_engine_that_knows_their_past(serve: Serve) -> None:
+def test_requests_are_routed_to_the_engine_with_their_prefix(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(num_replicas=3, routing={"prefix_block_size": 8}) as server:
             prompts = [f"{number:2} {'x' * 40}" for number in range(12)]
@@ -237,13 +237,15 @@ def test_new_requests_go_to_the_engine_that_knows_their_past(serve: Serve) -> No
                     await server.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4})
             hits = [r.router._engine.stats()["specray_prefix_cache_hits_total"] for r in server.replicas]
             asked = [r.router._engine.stats()["specray_prefix_cache_queries_total"] for r in server.replicas]
-            assert sum(hits) > 0.3 * sum(asked)  # at best 32 of 43 tokens every second time; at random a third of it
+            assert sum(hits) > 0.3 * sum(
+                asked
+            )  # at best 32 of 43 tokens on every second request; a third of that if routed at random
             assert sum(count > 0 for count in asked) > 1
 
     asyncio.run(scenario())
 
 
-def test_an_engine_is_known_to_be_free_before_it_says_so(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_an_engine_is_known_between_heartbeats(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.engine.router, "HEARTBEAT_INTERVAL_S", 60.0)
 
     async def scenario() -> None:
