@@ -166,20 +166,25 @@ class Speculation(Body):
     num_draft_tokens: Annotated[int, Field(ge=2)] | None = None  # root included
 
 
-class Generating(Sampling):
+class RequestOptions(Body):
+    """Fields of all generating endpoints, apart from sampling options."""
+
+    stream: bool | None = None
+    cache_salt: CacheSalt | None = None
+    prompt_cache_key: CacheSalt | None = None  # requests with the same key go to the same engine while its load allows
+    timeout: Timeout | None = None
+    speculative: Speculation | None = None
+
+
+class OpenAIRequest(Sampling, RequestOptions):
     """Fields that chat and text completions share."""
 
     model: ModelName | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
     max_tokens: MaxTokens | None = None
     min_tokens: MinTokens | None = None
     include_stop_str_in_output: bool | None = None
-    cache_salt: CacheSalt | None = None
-    prompt_cache_key: CacheSalt | None = None  # requests with the same key go to the same engine while its load allows
-    timeout: Timeout | None = None
-    speculative: Speculation | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -237,7 +242,7 @@ class Message(Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
-class ChatRequest(Generating):
+class ChatRequest(OpenAIRequest):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -295,7 +300,7 @@ _PROMPT_SCHEMA = {
 PromptField = Annotated[PromptSet, PlainValidator(_prompt_set), WithJsonSchema(_PROMPT_SCHEMA)]
 
 
-class CompletionRequest(Generating):
+class CompletionRequest(OpenAIRequest):
     """Body of /v1/completions."""
 
     prompt: PromptField
@@ -328,19 +333,14 @@ class GenerateSampling(Sampling):
         )
 
 
-class GenerateRequest(Body):
+class GenerateRequest(RequestOptions):
     """Body of SGLang's /generate: exactly one of `text` and `input_ids`."""
 
     text: PromptField | None = None
     input_ids: PromptField | None = None
     sampling_params: GenerateSampling = GenerateSampling()
-    stream: bool | None = None
     return_logprob: bool | None = None
     top_logprobs_num: NumLogprobs | None = None
-    cache_salt: CacheSalt | None = None
-    prompt_cache_key: CacheSalt | None = None  # requests with the same key go to the same engine while its load allows
-    timeout: Timeout | None = None
-    speculative: Speculation | None = None
 
     @model_validator(mode="after")
     def _one_prompt_field(self) -> Self:

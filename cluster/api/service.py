@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import Response
 
 from cluster.api.errors import ApiError, short_repr
-from cluster.api.protocol import Body, ChatRequest, CompletionRequest, GenerateRequest
+from cluster.api.protocol import Body, ChatRequest, CompletionRequest, GenerateRequest, RequestOptions
 from cluster.api.replies import ChatReply, CompletionReply, GenerateReply, Reply, ReplyMetadata
 from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
@@ -147,7 +147,7 @@ class Service:
 
     async def _respond(
         self,
-        body: ChatRequest | CompletionRequest | GenerateRequest,
+        body: RequestOptions,
         tenant: str,
         prompts: list[list[int]],
         params: SamplingParams,

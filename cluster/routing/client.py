@@ -68,7 +68,7 @@ Listener = Callable[[RequestOutput | RouterLostError], None]
 class RouterClient:
     """One connection to the router `replica_id`. Construct it inside the event loop, then `start` it.
 
-    `opened` is called when the router's first item arrives, `closed` when the connection has ended and all listeners
+    `on_open` is called when the router's first item arrives, `on_close` when the connection has ended and all listeners
     have been notified.
     """
 
@@ -77,8 +77,8 @@ class RouterClient:
         replica_id: str,
         handle: RouterHandle,
         lease_s: float,
-        opened: Callable[[], None],
-        closed: Callable[[], None],
+        on_open: Callable[[], None],
+        on_close: Callable[[], None],
     ) -> None:
         self.replica_id = replica_id
         self.info: RouterInfo | None = None  # once connected
@@ -86,8 +86,8 @@ class RouterClient:
         self._heartbeat_at = 0.0
         self._handle = handle
         self._lease_s = lease_s
-        self._opened = opened
-        self._closed = closed
+        self._on_open = on_open
+        self._on_close = on_close
         self._connection_id = uuid.uuid4().hex
         self._listeners: dict[str, Listener] = {}
         self._num_refused = 0  # requests refused here since the last renewal
@@ -232,14 +232,14 @@ class RouterClient:
             listeners, self._listeners = self._listeners, {}
             for listener in set(listeners.values()):
                 listener(RouterLostError("the engine stopped while it worked on this request"))
-            self._closed()
+            self._on_close()
 
     async def _receive(self) -> None:
         async for item in self._handle.outputs(self._connection_id):
             self._received_at = asyncio.get_running_loop().time()
             if isinstance(item, RouterInfo):
                 self.info = item
-                self._opened()
+                self._on_open()
                 logger.info("connected to the router %s: %s", self.replica_id, item)
             elif isinstance(item, RouterHeartbeat):
                 self._heartbeat, self._heartbeat_at = item, self._received_at

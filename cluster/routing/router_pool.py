@@ -194,12 +194,12 @@ class RouterPool:
             await asyncio.sleep(DIRECTORY_POLL_S)
 
     def _connect(self, replica_id: str) -> None:
-        def closed() -> None:
+        def on_close() -> None:
             del self._clients[replica_id]  # reconnected by `_follow_directory` if the router still runs
             self._changed.set()
 
         handle = self._directory.handle(replica_id)
-        client = RouterClient(replica_id, handle, self._config.server.lease_s, self._changed.set, closed)
+        client = RouterClient(replica_id, handle, self._config.server.lease_s, self._changed.set, on_close)
         self._clients[replica_id] = client
         client.start()
 
@@ -276,7 +276,7 @@ class RequestStream:
         """Continue the unfinished requests on the first engine that accepts them."""
         indexes = list(self._unfinished.values())
         clock = asyncio.get_running_loop().time
-        give_up = min(self._deadline, clock() + self._router_pool.failover_s)
+        give_up_at = min(self._deadline, clock() + self._router_pool.failover_s)
         self._client = None
         self._num_failovers += 1
         if self._num_failovers > MAX_FAILOVERS:
@@ -285,9 +285,9 @@ class RequestStream:
             try:
                 await self._dispatch(indexes)
             except SpecRayError as error:
-                if clock() >= give_up:
+                if clock() >= give_up_at:
                     raise EngineDeadError(f"{LOST} ({error})") from None
-                await self._router_pool.wait_for_change(min(give_up, clock() + RETRY_INTERVAL_S))
+                await self._router_pool.wait_for_change(min(give_up_at, clock() + RETRY_INTERVAL_S))
         self._router_pool.num_failovers += len(indexes)
         logger.warning("%d requests continue on the router %s", len(indexes), self._client.replica_id)
 

@@ -1,4 +1,4 @@
-"""A second network on this machine, joined to ours by a wire that can be cut; Linux, and root only."""
+"""A second network on this machine whose link to the first can be cut. Linux only, requires root."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ END_S = 20.0
 
 
 class Network:
-    """A network namespace and a pair of virtual interfaces; addresses are from a range reserved for testing."""
+    """A network namespace and a pair of virtual interfaces, with addresses reserved for testing."""
 
     near_address = "198.18.0.1"
     far_address = "198.18.0.2"
@@ -46,15 +46,15 @@ class Network:
         _ip("netns", "delete", self._name)
 
     def run(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
-        """Start a command on the far side."""
+        """Start a command in the second network."""
         return subprocess.Popen(["ip", "netns", "exec", self._name, *command], **options)
 
     def cut(self) -> None:
-        """Nothing passes from now on, and nobody is told."""
+        """Drop all traffic from now on, without closing connections."""
         _ip("link", "set", self._near, "down")
 
     def end_processes(self) -> None:
-        """Kill all that runs on the far side."""
+        """Kill all processes in the second network."""
         deadline = time.monotonic() + END_S
         while pids := _ip("netns", "pids", self._name).split():
             assert time.monotonic() < deadline, f"{pids} do not end"

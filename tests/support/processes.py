@@ -1,4 +1,4 @@
-"""Processes: our own cluster's by their title (other clusters on the machine are not ours to touch), and their end."""
+"""Finding processes of this test run's cluster, and waiting for their end."""
 
 import os
 import time
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def own_processes(title: str) -> list[int]:
-    """Processes below this one whose title, or program's name, begins so; there must be some."""
+    """Descendants of this process whose title or program name starts with `title`. Fails if there are none."""
     found = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
     found = [pid for pid in found if _name(pid).startswith(title) and is_below(pid)]
-    assert found, f"no process {title} of ours"
+    assert found, f"this process has no descendant {title}"
     return found
 
 
@@ -19,7 +19,7 @@ def _name(pid: int) -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Gone, or dead with an adopter that has not noticed yet."""
+    """Whether a process is gone, or a zombie."""
     status = read(Path(f"/proc/{pid}/status"))
     return "\nState:\tZ" in status or "State:" not in status
 

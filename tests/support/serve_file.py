@@ -1,4 +1,4 @@
-"""A small file of `serve run` that is right in every line."""
+"""A small, valid configuration file for `serve run`."""
 
 SERVE_CONFIG = """
 http_options: {host: 127.0.0.1, port: 8000}

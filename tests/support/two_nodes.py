@@ -1,6 +1,6 @@
-"""A Ray cluster of two nodes with one application, in processes of its own: `python -m tests.support.two_nodes SPEC`.
+"""A Ray cluster of two nodes with one application: `python -m tests.support.two_nodes SPEC`.
 
-Apart from pytest's process, which may be connected to another cluster. `TwoNodes` is its handle there.
+It runs outside pytest's process, which may be connected to another cluster. Tests control it through `TwoNodes`.
 """
 
 import json
@@ -19,7 +19,7 @@ TOKEN = secrets.token_hex(32)
 
 
 class TwoNodes:
-    """The cluster and its application, seen from a test. Started once the first of `await_*` returns."""
+    """Controls the cluster from a test."""
 
     def __init__(self, config: dict[str, Any], port: int, **spec: Any) -> None:
         command = [
@@ -37,40 +37,41 @@ class TwoNodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell("leave")
+        self._send("leave")
         self._driver.wait(60)
 
     def await_address(self) -> str:
-        """Where the second node has to join."""
+        """The address for the second node to join."""
         return self._await("address ")
 
     def await_ready(self) -> None:
         self._await("ready")
 
     def kill_second_node(self) -> None:
-        self._tell("kill")
+        self._send("kill")
         self._await("killed")
 
-    def _tell(self, command: str) -> None:
+    def _send(self, command: str) -> None:
         assert self._driver.stdin is not None
         print(command, file=self._driver.stdin, flush=True)
 
-    def _await(self, news: str) -> str:
+    def _await(self, prefix: str) -> str:
+        """The rest of the driver's next output line that starts with `prefix`."""
         assert self._driver.stdout is not None
         for line in self._driver.stdout:
-            if line.startswith(news):
-                return line.removeprefix(news).strip()
-        raise RuntimeError(f"the cluster's driver ended before it said {news!r}")
+            if line.startswith(prefix):
+                return line.removeprefix(prefix).strip()
+        raise RuntimeError(f"the cluster's driver ended before it printed {prefix!r}")
 
 
 def environment() -> dict[str, str]:
-    """Of every process of the cluster: workers import this checkout, and nobody without the token may join."""
+    """Environment of the cluster's processes: workers import this checkout, and joining requires the token."""
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     return os.environ | auth | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Start the nodes and the application; `second: null` is a node that joins by itself."""
+    """Start the nodes and the application. With `second: null`, the test starts the second node itself."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -103,7 +104,7 @@ def await_nodes(count: int) -> None:
 
 
 def deploy(config: dict[str, Any], port: int) -> None:
-    """Returns when every engine runs."""
+    """Deploy the application, and return once every engine runs."""
     from ray import serve
 
     from cluster.app import build

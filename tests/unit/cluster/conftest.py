@@ -123,11 +123,11 @@ def logprob_of(token: int, wanted: int) -> TokenLogprob:
 class Replica:
     """One router over scripted ranks, and the faults that tests inject."""
 
-    def __init__(self, replica_id: str, ranks: ScriptedRanks, router: Router, left: list[int]) -> None:
+    def __init__(self, replica_id: str, ranks: ScriptedRanks, router: Router, exit_statuses: list[int]) -> None:
         self.replica_id = replica_id
         self.ranks = ranks
         self.router = router
-        self.left = left  # exit statuses of the router's process, empty while it runs
+        self.exit_statuses = exit_statuses  # of the router's process; empty while it runs
         self.is_dead = False
         self.is_stopping = False  # Serve no longer lists it and waits for its calls to end
         self.runs = asyncio.Event()
@@ -222,8 +222,8 @@ class Server:
         return self.replicas[0].router
 
     @property
-    def left(self) -> list[int]:
-        return self.replicas[0].left
+    def exit_statuses(self) -> list[int]:
+        return self.replicas[0].exit_statuses
 
     @property
     def num_connected(self) -> int:
@@ -275,9 +275,9 @@ def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -
                 lambda _: (ranks, Engine(config.engine, ranks, tokenizer.backend_tokenizer)),
             )
             router = object.__new__(Router)
-            left: list[int] = []
-            await Router.__init__(router, config, leave=left.append)  # type: ignore[misc]
-            return Replica(replica_id, ranks, router, left)
+            exit_statuses: list[int] = []
+            await Router.__init__(router, config, leave=exit_statuses.append)  # type: ignore[misc]
+            return Replica(replica_id, ranks, router, exit_statuses)
 
         server = Server(start)
         for _ in range(num_replicas):

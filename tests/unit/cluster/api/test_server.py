@@ -311,7 +311,7 @@ def test_a_dead_engine_ends_every_request_with_an_error(serve: Serve) -> None:
             assert_error(await server.http.get("/health"), 503)
             with pytest.raises(EngineDeadError, match="rank 1 died"):
                 await server.router.check_health()
-            await server.until(lambda: server.left == [1])
+            await server.until(lambda: server.exit_statuses == [1])
 
     asyncio.run(scenario())
 
