@@ -3,6 +3,7 @@
 Queue limits of the deployments are set here, because Serve's defaults are unbounded.
 """
 
+import logging
 from typing import Any
 
 from ray import serve
@@ -16,6 +17,9 @@ from cluster.engine.placement import bundles, strategy, uses_gpus
 from cluster.engine.router import Router
 from cluster.routing.autoscaling import serve_autoscaling
 from specray.spec_decode import check_speculative
+from specray.unsupported_options import options_without_effect
+
+logger = logging.getLogger("ray.serve")
 
 ADDRESSED_ROUTER: Any = "cluster.routing.addressing.AddressedRouter"  # Ray types its options as dictionaries
 ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
@@ -30,6 +34,8 @@ INGRESS_ENVIRONMENT = HOST_ENVIRONMENT | {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
 def build(args: AppConfig) -> Application:
     """The application for a configuration, which Serve has validated against the annotation."""
     check_speculative(args.speculative)
+    if ignored := list(options_without_effect(args)):
+        logger.warning("accepted without effect: %s", "; ".join(ignored))
     return _ingress(args).bind(args, _router(args).bind(args))
 
 
@@ -42,6 +48,7 @@ def _ingress(config: AppConfig) -> serve.Deployment:
         num_replicas=config.server.num_ingress_replicas,
         max_ongoing_requests=max_open,
         max_queued_requests=max_open,
+        logging_config={"log_level": config.server.log_level.upper()},
         ray_actor_options={
             "num_cpus": config.server.ingress_cpus,
             "runtime_env": {"env_vars": INGRESS_ENVIRONMENT},
@@ -62,7 +69,10 @@ def _router(config: AppConfig) -> serve.Deployment:
         **_number_of_engines(config),
         request_router_config=RequestRouterConfig(request_router_class=ADDRESSED_ROUTER),
         max_ongoing_requests=ROUTER_MAX_CALLS,
-        logging_config={"enable_access_log": False},  # the ingress logs requests
+        logging_config={
+            "log_level": config.server.log_level.upper(),
+            "enable_access_log": False,  # the ingress logs requests
+        },
         ray_actor_options={
             "num_cpus": config.server.router_cpus,
             "runtime_env": {"env_vars": HOST_ENVIRONMENT},

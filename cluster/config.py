@@ -39,6 +39,9 @@ class ServerConfig(Options):
     default_max_tokens: int | None = Field(
         None, ge=1, le=10_000_000, description="max_tokens of chat requests without one; null: to the context's end."
     )
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
+        "info", description="Least severe log lines that all processes of the application write."
+    )
     log_interval_s: float = Field(10.0, ge=0.1, le=3600.0, description="Seconds between log lines under traffic.")
     metrics_interval_s: float = Field(1.0, ge=0.1, le=60.0, description="Seconds between exports to Ray's metrics.")
     lease_s: float = Field(

@@ -38,7 +38,9 @@ class SpeculativeConfig(Options):
         None, description="Children drafted below a node, and nodes expanded per level; 1 drafts a chain."
     )
     num_draft_tokens: Annotated[int, Field(ge=2, le=MAX_TREE_NODES)] | None = Field(
-        None, description="Nodes of a draft tree, the root (last known token) included; null takes the method's own."
+        None,
+        description="Nodes of a draft tree, including the root (the last known token); null takes the method's: "
+        "NGRAM's is ngram_max_match_window_size.",
     )
 
     max_step_draft_tokens: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
@@ -64,7 +66,8 @@ class SpeculativeConfig(Options):
     token_map: str | None = Field(
         None,
         min_length=1,
-        description="FR-Spec: file of frequent token ids (.pt or .json); drafts are chosen among these.",
+        description="FR-Spec: file of frequent token ids (.pt or .json), local or owner/name/file on the hub; only "
+        "these are drafted.",
     )
 
     ngram_min_match_window_size: int = Field(
@@ -285,14 +288,16 @@ class EngineConfig(Options):
     enable_multi_layer_eagle: Annotated[bool, unsupported_options.ENABLE_MULTI_LAYER_EAGLE.check] = (
         unsupported_options.ENABLE_MULTI_LAYER_EAGLE.field
     )
-    enable_torch_compile: Annotated[bool, unsupported_options.ENABLE_TORCH_COMPILE.check] = (
-        unsupported_options.ENABLE_TORCH_COMPILE.field
+    enable_dp_attention: Annotated[bool, unsupported_options.ENABLE_DP_ATTENTION.check] = (
+        unsupported_options.ENABLE_DP_ATTENTION.field
     )
-    torch_compile_max_bs: Annotated[int | None, unsupported_options.TORCH_COMPILE_MAX_BS.check] = (
-        unsupported_options.TORCH_COMPILE_MAX_BS.field
+    trust_remote_code: bool = Field(False, description=unsupported_options.without_effect("trust_remote_code"))
+    enable_torch_compile: bool = Field(False, description=unsupported_options.without_effect("enable_torch_compile"))
+    torch_compile_max_bs: int | None = Field(
+        None, ge=1, description=unsupported_options.without_effect("torch_compile_max_bs")
     )
-    cuda_graph_max_bs: Annotated[int | None, unsupported_options.CUDA_GRAPH_MAX_BS.check] = (
-        unsupported_options.CUDA_GRAPH_MAX_BS.field
+    cuda_graph_max_bs: int | None = Field(
+        None, ge=1, description=unsupported_options.without_effect("cuda_graph_max_bs")
     )
 
     speculative: SpeculativeConfig = SpeculativeConfig()

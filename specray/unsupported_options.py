@@ -1,9 +1,10 @@
-"""Options of SGLang's reference that have no place here: known by name, and refused with the reason.
+"""SGLang options that this engine does not implement.
 
-So a command line that was written for SGLang either means the same here or is told what to do instead; nothing of it is
-ignored in silence. Not here: options that work (`config`).
+Each is known by name, so that a command line written for SGLang either means the same here or fails with the reason
+and an alternative. Options that cannot change the output are accepted; `options_without_effect` lists them for the log.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
@@ -12,7 +13,10 @@ from specray.errors import ConfigError
 
 
 class UnsupportedOption:
-    """One such option. Null and `harmless` values ask for what is done anyway: they are read as the first of them."""
+    """An option that accepts only null and its `harmless` values, which describe what the engine does anyway.
+
+    All accepted values are stored as the first harmless one.
+    """
 
     def __init__(self, reason: str, *harmless: object) -> None:
         self._reason = reason
@@ -24,41 +28,66 @@ class UnsupportedOption:
 
     @property
     def field(self) -> Any:
-        """A field with its only value, described."""
-        return Field(self._harmless[0], description=f"SGLang's; anything else is refused: {self._reason}.")
+        """A field whose default is its only value."""
+        return Field(self._harmless[0], description=f"From SGLang; other values are refused: {self._reason}.")
+
+    def error(self, name: str, value: object) -> ConfigError:
+        """The error for another value of the option."""
+        return ConfigError(f"{name}={value!r} is not supported: {self._reason}")
 
     def _check(self, value: object, info: ValidationInfo) -> object:
         if value is not None and value not in self._harmless:
-            raise ConfigError(f"{info.field_name}={value!r} cannot be had: {self._reason}")
+            raise self.error(str(info.field_name), value)
         return self._harmless[0]
 
 
 def _check_kernels(value: object, info: ValidationInfo) -> object:
     if value not in (None, "auto", "torch"):
         raise ConfigError(
-            f"{info.field_name}={value!r} cannot be had: attention runs on torch's own kernels, on CPUs and GPUs; "
-            "set it to 'torch', or remove it"
+            f"{info.field_name}={value!r} is not supported: attention uses PyTorch's kernels on CPUs and GPUs; set it "
+            "to 'torch' or remove it"
         )
     return value
 
 
-ATTENTION_KERNELS = BeforeValidator(_check_kernels)  # options of ours as well, with fewer values than SGLang's
-ATTENTION_MODE = UnsupportedOption("trees are verified on the one path that prompts take, too; remove it", "prefill")
-MOE_RUNNER_BACKEND = UnsupportedOption("experts run on torch's own operations, in target and draft; remove it", "auto")
+ATTENTION_KERNELS = BeforeValidator(_check_kernels)  # for options that we have too, with fewer values than SGLang
+ATTENTION_MODE = UnsupportedOption("trees are verified on the same path as prompts; remove it", "prefill")
+MOE_RUNNER_BACKEND = UnsupportedOption(
+    "experts run on PyTorch operations, in the target and in the draft; remove it", "auto"
+)
 MOE_A2A_BACKEND = UnsupportedOption(
-    "nothing is sent from all to all, for tp_size divides every expert; remove it", "none"
+    "tp_size divides every expert, so ranks exchange no tokens all-to-all; remove it", "none"
 )
 ENABLE_SPEC_V2 = UnsupportedOption(
-    "drafting overlaps with the router's work, for trees as well, where draft.placement is colocated; set that", False
+    "drafting overlaps with the router's work, for chains and trees, where draft.placement is colocated; set that",
+    False,
 )
 NGRAM_FORCE_GREEDY_VERIFY = UnsupportedOption(
     "sampled requests would get greedy text; send temperature 0 where that is wanted", False
 )
 ENABLE_MULTI_LAYER_EAGLE = UnsupportedOption(
-    "as many MTP layers draft as the checkpoint has; speculative.num_steps=1 uses the first alone", True
+    "all MTP layers of the checkpoint draft; set speculative.num_steps=1 to use only the first", True
 )
-ENABLE_TORCH_COMPILE = UnsupportedOption(
-    "steps are not compiled, for their shapes change with every tree; quantization=int8 makes a CPU faster", False
+ENABLE_DP_ATTENTION = UnsupportedOption(
+    "attention is tensor-parallel within an engine; set server.num_replicas for data parallelism", False
 )
-TORCH_COMPILE_MAX_BS = UnsupportedOption("steps are not compiled; remove it")
-CUDA_GRAPH_MAX_BS = UnsupportedOption("no CUDA graphs are captured; remove it")
+
+# Options that are accepted because they cannot change the output, and the reason why they have no effect.
+_WITHOUT_EFFECT = {
+    "trust_remote_code": "code from a checkpoint is never run",
+    "enable_torch_compile": "steps are not compiled",
+    "torch_compile_max_bs": "steps are not compiled",
+    "cuda_graph_max_bs": "no CUDA graphs are captured",
+}
+
+
+def without_effect(name: str) -> str:
+    """The description of such an option."""
+    return f"From SGLang; accepted without effect: {_WITHOUT_EFFECT[name]}."
+
+
+def options_without_effect(config: object) -> Iterator[str]:
+    """`name=value: reason` for every option that is set and does nothing."""
+    for name, reason in _WITHOUT_EFFECT.items():
+        if value := getattr(config, name):
+            yield f"{name}={value}: {reason}"

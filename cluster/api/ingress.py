@@ -13,6 +13,7 @@ from cluster.api.app import create_app
 from cluster.api.service import Service
 from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
+from cluster.log_level import set_log_level
 from cluster.routing.replicas import ServeReplicaDirectory
 from cluster.routing.router_pool import RouterPool
 from specray.models.files import resolve_model
@@ -24,6 +25,7 @@ class OpenAIIngress:
     """One ingress replica."""
 
     def __init__(self, config: AppConfig, router: DeploymentHandle[Any]) -> None:
+        set_log_level(config.server.log_level)
         self._router_pool = RouterPool(ServeReplicaDirectory(router), config)
         self._service = Service(config, self._router_pool, lambda: _load_tokenization(config))
         self._router_pool.start()

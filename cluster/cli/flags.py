@@ -21,7 +21,9 @@ ALIASES = {
     "model": ("--model-path",),
     "tp_size": ("--tp", "--tensor-parallel-size"),
     "context_length": ("--max-model-len",),
+    "mem_fraction_static": ("--mem-fraction",),
     "server.served_model_name": ("--served-model-name",),
+    "server.log_level": ("--log-level",),
 }
 
 

@@ -29,6 +29,7 @@ from cluster.app import build
 from cluster.cli.check import check_document, load, summary
 from cluster.cli.serve import PID_FILE
 from cluster.config import AppConfig
+from cluster.log_level import most_verbose, set_log_level
 from specray.errors import ConfigError, SpecRayError
 
 POLL_S = 0.3
@@ -136,8 +137,14 @@ def answers_without_token(address: str) -> bool:
 def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -> Iterator[str]:
     """Start them one after the other; a line for each once it answers. Raises StartError."""
     http = deploy.http_options
+    level = most_verbose(app.server.log_level for app in apps.values())
+    set_log_level(level)
     try:
-        serve.start(proxy_location=deploy.proxy_location, http_options=http.model_dump())
+        serve.start(
+            proxy_location=deploy.proxy_location,
+            http_options=http.model_dump(),
+            logging_config={"log_level": level.upper()},
+        )
     except RayError as error:
         reason = error_line(str(error)).splitlines()[0]
         raise StartError(

@@ -20,6 +20,7 @@ import yaml
 
 from cluster.cli.check import IMPORT_PATH, Json, check_document, find_files, load, suggestion
 from cluster.cli.flags import add_flags, flags, given, overridden
+from cluster.cli.sglang_environment import check_sglang_environment
 from cluster.config import AppConfig
 from specray.cli.local_server import refuse_port_in_use
 from specray.errors import ConfigError, SpecRayError
@@ -57,8 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse_unknown(unknown)
         document = configuration(options)
         apps = check_document(document, str(options.file or "command line"))
+        warnings = [*check_sglang_environment(os.environ, list(apps.values()))]
         if options.print_config:
             print(yaml.safe_dump(document, sort_keys=False), end="")
+            _print_warnings(warnings)
             return 0
         _refuse_what_only_serve_run_does(document, options.file)
         if options.address is None:  # elsewhere, other machines have the port and the files
@@ -69,8 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if warning := exposure(document["http_options"]["host"], apps):
-        print(f"warning: {warning}", file=sys.stderr)
+        warnings.append(warning)
+    _print_warnings(warnings)
     return _become_launcher(document, options)
+
+
+def _print_warnings(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:

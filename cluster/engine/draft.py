@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.engine.garbage import all_that_stays
 from cluster.liveness.actors import exit_reason, start_error
 from cluster.liveness.heartbeat import Heartbeat, Process
+from cluster.log_level import set_log_level_from_environment
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError, EngineDeadError
 from specray.worker.remote_drafter.handshake import NOBODY, DraftEndpoint, DrafterHandshake, dismiss
@@ -43,6 +44,7 @@ class DraftActor:
 
     def __init__(self, config: EngineConfig, heartbeat: str) -> None:
         """From now on the file `heartbeat` beats."""
+        set_log_level_from_environment()
         Heartbeat(Path(heartbeat)).keep_beating()
         self._config = config
         # Seconds, which the first drafter of an engine spends while its target loads; what is wrong, `start` says.

@@ -23,6 +23,7 @@ from cluster.engine.backoff import Backoff
 from cluster.engine.connections import Connections, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 from cluster.engine.executor import RayExecutor
 from cluster.engine.metrics import RayExporter, log_line, number
+from cluster.log_level import set_log_level
 from cluster.routing.autoscaling import autoscaling_stats
 from cluster.routing.drafting import DrafterReconciler, drafter_report
 from specray.engine.async_engine import AsyncEngine
@@ -53,6 +54,7 @@ class Router:
         self, config: AppConfig, leave: Callable[[int], object] = os._exit
     ) -> None:
         # A replica counts as started once this returns; a thread keeps its event loop free meanwhile.
+        set_log_level(config.server.log_level)
         self._config = config
         self._leave = leave
         self._death: str | None = None

@@ -12,6 +12,7 @@ from cluster.engine.rendezvous import open_store, use_interface
 from cluster.liveness.actors import Place
 from cluster.liveness.heartbeat import Heartbeat
 from cluster.liveness.watchdog import watch_router
+from cluster.log_level import set_log_level_from_environment
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
@@ -27,6 +28,7 @@ class TargetActor:
     """A Ray actor. `start` once, then `loop`: its end is the end of the rank."""
 
     def __init__(self, config: EngineConfig, rank: int, endpoint: DraftEndpoint | None) -> None:
+        set_log_level_from_environment()
         self._config = config
         self._rank = rank
         self._endpoint = endpoint  # where drafters in processes of their own knock; None: it drafts itself

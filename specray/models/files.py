@@ -58,13 +58,16 @@ def resolve_draft(speculative: SpeculativeConfig, *, progress: bool) -> Path:
 
 
 def resolve_token_map(name: str) -> Path:
-    """The file of `speculative.token_map`: one that comes with this package, or a local one."""
+    """The file of `speculative.token_map`: one of this package, a local one, or owner/name/file on the hub."""
     for path in (_HEADS / name, Path(name).expanduser()):
         if path.is_file():
             return path
+    if name.count("/") == 2 and not name.startswith(("/", "./", "../", "~")):
+        return _hub_token_map(name)
     embedded = ", ".join(path.name for path in sorted(_HEADS.glob("*.json")))
     raise ConfigError(
-        f"speculative.token_map={name!r} is no file; give a path, or the name of an embedded map ({embedded or 'none'})"
+        f"speculative.token_map={name!r} is no file; give a path, a file on the hub "
+        f"(owner/name/file), or the name of an embedded map ({embedded or 'none'})"
     )
 
 
@@ -108,6 +111,21 @@ def _from_gguf(path: Path, load_format: str, progress: bool) -> Path:
             f"load_format={load_format} does not fit {path.name}, which is a GGUF file; use load_format=auto or gguf"
         )
     return convert_gguf(path, progress=progress)
+
+
+def _hub_token_map(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    repository, _, filename = name.rpartition("/")
+    try:
+        return Path(hf_hub_download(repository, filename))
+    except (HfHubHTTPError, HFValidationError, EntryNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"speculative.token_map={name!r} is neither a local file nor could it be fetched from the Hugging Face "
+            f"hub: {reason}; check the name, the network and HF_TOKEN"
+        ) from error
 
 
 def _looks_local(model: str) -> bool:

@@ -11,7 +11,7 @@ from specray.errors import ConfigError
 NGRAM_OPTIONS = frozenset(name for name in SpeculativeConfig.model_fields if name.startswith("ngram_")) - {
     "ngram_override_min_match"
 }
-_NUM_DRAFT_TOKENS = 12  # SGLang's, root included
+_NUM_DRAFT_TOKENS = 12  # with ngram_max_trie_depth; SGLang's default, root included
 _READ_BY = {
     "ngram_min_bfs_breadth": {"BFS"},
     "ngram_max_bfs_breadth": {"BFS", "PROB"},
@@ -59,14 +59,16 @@ def check_ngram(config: SpeculativeConfig) -> None:
 def ngram_rules(config: SpeculativeConfig) -> NgramRules:
     """What the options say. ConfigError if they contradict each other."""
     depth, max_window = config.ngram_branch_length, config.ngram_max_match_window_size
+    num_draft_tokens = max(2, max_window)  # as SGLang documents it
     if config.ngram_max_trie_depth is not None:
         _refuse_older_names(config)
         depth, max_window = config.ngram_max_trie_depth, config.ngram_max_trie_depth - 1
+        num_draft_tokens = min(depth, _NUM_DRAFT_TOKENS)
     _check_sizes(config)
     _check_is_read(config)
     return NgramRules(
         match_type=config.ngram_match_type,
-        max_drafts=(config.num_draft_tokens or min(depth, _NUM_DRAFT_TOKENS)) - 1,
+        max_drafts=(config.num_draft_tokens or num_draft_tokens) - 1,
         min_window=config.ngram_min_match_window_size,
         max_window=max_window,
         min_breadth=config.ngram_min_bfs_breadth,

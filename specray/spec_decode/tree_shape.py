@@ -5,7 +5,7 @@ Names and rules are SGLang's: `num_steps` levels, `eagle_topk` children below a 
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
@@ -35,7 +35,8 @@ class TreeShape:
     def of(cls, config: SpeculativeConfig, architecture: str) -> "TreeShape":
         """The configured shape, or the automatic one for a target of `architecture` if nothing is set.
 
-        ConfigError if only some of the three are set, or if the candidates cannot fill the tree.
+        A num_draft_tokens that the other two cannot reach is lowered, with a warning. ConfigError if only some of the
+        three are set.
         """
         wanted = {
             "num_steps": config.num_steps,
@@ -57,12 +58,18 @@ class TreeShape:
             )
             nodes = steps + 1
         shape = cls(steps, topk, nodes, returns_draft_probs=topk == 1 and config.verification == "rejection")
-        if nodes - 1 > shape.pool_size:
-            raise ConfigError(
-                f"num_draft_tokens={nodes} wants {nodes - 1} drafts, but num_steps={steps} and eagle_topk={topk} make "
-                f"{shape.pool_size} candidates; lower num_draft_tokens to {shape.pool_size + 1} or raise the others"
-            )
-        return shape
+        most = shape.pool_size + 1
+        if nodes <= most:
+            return shape
+        logger.warning(
+            "num_steps=%d and eagle_topk=%d make %d candidates: num_draft_tokens=%d becomes %d",
+            steps,
+            topk,
+            shape.pool_size,
+            nodes,
+            most,
+        )
+        return replace(shape, num_draft_tokens=most)
 
 
 def check_tree(config: SpeculativeConfig) -> None:

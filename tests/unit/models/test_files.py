@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from specray.config import EMBEDDED_MODEL
 from specray.errors import ConfigError
 from specray.models import files
-from specray.models.files import resolve_model
+from specray.models.files import resolve_model, resolve_token_map
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +127,36 @@ def test_hub_errors_become_config_errors(error: Exception, monkeypatch: pytest.M
 def test_gguf_from_the_hub_asks_for_a_path() -> None:
     with pytest.raises(ConfigError, match="give its path"):
         resolve("owner/name", "gguf")
+
+
+def test_a_token_map_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "freq_32768.pt"
+    file.touch()
+    asked = []
+
+    def download(repository: str, filename: str) -> str:
+        asked.append((repository, filename))
+        return str(file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert resolve_token_map("thunlp/LLaMA3-Instruct-8B-FR-Spec/freq_32768.pt") == file
+    assert asked == [("thunlp/LLaMA3-Instruct-8B-FR-Spec", "freq_32768.pt")]
+
+
+@pytest.mark.parametrize("name", ["./owner/map.json", "/owner/name/map.json", "map.json", "owner/map.json"])
+def test_a_missing_local_token_map_is_not_searched_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: str) -> str:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(ConfigError, match=rf"token_map='{name}' is no file; give a path, a file on the hub"):
+        resolve_token_map(name)
+
+
+def test_a_token_map_that_the_hub_does_not_have_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: str) -> str:
+        raise OSError("offline")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(ConfigError, match="nor could it be fetched from the Hugging Face hub: offline; check the name"):
+        resolve_token_map("owner/name/map.json")

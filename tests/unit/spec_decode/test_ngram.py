@@ -86,6 +86,22 @@ def test_nothing_known_gives_a_bare_root() -> None:
     assert propose(make(), [1, 2, 3, 4]) == RowTree([4], [NONE])
 
 
+@pytest.mark.parametrize(
+    ("options", "num_draft_tokens"),
+    [
+        ({}, 12),
+        ({"ngram_max_match_window_size": 4}, 4),
+        ({"ngram_max_match_window_size": 16}, 16),
+        ({"ngram_max_match_window_size": 1}, 2),  # the root alone would draft nothing
+        ({"ngram_max_trie_depth": 8}, 8),
+        ({"ngram_max_trie_depth": 18}, 12),
+        ({"ngram_max_match_window_size": 4, "num_draft_tokens": 9}, 9),
+    ],
+)
+def test_num_draft_tokens_defaults_to_the_longest_match(options: dict[str, Any], num_draft_tokens: int) -> None:
+    assert make(**options).max_draft_tokens == num_draft_tokens - 1
+
+
 def test_trees_come_in_the_order_of_the_rows() -> None:
     rows = [draft_row(slot, [slot, 1, 2, slot, 1]) for slot in (9, 4, 7)]
     trees = make().propose(ProposeContext(rows)).rows()
@@ -112,7 +128,7 @@ def test_outputs_of_ended_requests_draft_for_others(match_type: str) -> None:
 
 def test_of_prompts_only_the_end_is_learnt() -> None:
     """What an answer to the same words begins with; the rest of a prompt is searched by its own request only."""
-    options: dict[str, Any] = {"ngram_max_match_window_size": 2}
+    options: dict[str, Any] = {"ngram_max_match_window_size": 2, "num_draft_tokens": 12}
     assert propose(taught(num_prompt=5, **options), [1, 13]).tokens == [13, 14, 15]
     assert propose(taught(num_prompt=5, **options), [1, 12]).tokens == [12]
 
