@@ -1,4 +1,4 @@
-"""Background tasks of one owner in an event loop: kept from the garbage collector, ended together."""
+"""Background tasks of one owner in an event loop."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Tasks:
-    """Tasks that outlive the calls that start them."""
+    """Tasks that outlive the calls that start them, and are kept from garbage collection."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -18,7 +18,7 @@ class Tasks:
         return task
 
     async def close(self) -> None:
-        """Cancel what is left, and wait for it."""
+        """Cancel unfinished tasks, and wait for their end."""
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -27,4 +27,4 @@ class Tasks:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever awaits it has it, too; asyncio need not report it again
+            task.exception()  # retrieved, so that asyncio does not log it; awaiting the task still raises it

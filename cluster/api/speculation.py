@@ -1,6 +1,6 @@
 """Speculation options of one request: checking them, and reporting which ones the server accepts.
 
-Draft limits change speed, never output. Replacing the drafter for all requests lives in `admin`.
+With exact verification, draft limits change only the speed. Replacing the drafter for all requests lives in `admin`.
 """
 
 from typing import Any

@@ -235,9 +235,7 @@ class RequestStream:
                 continue
             if event.finish_reason is not None:
                 del self._unfinished[event.request_id]
-            if (
-                event.finish_reason is FinishReason.ABORT
-            ):  # by the engine, on its deadline; our own aborts have no output
+            if event.finish_reason is FinishReason.ABORT:  # by the engine: requests aborted here have no further output
                 raise self._deadline_error()
             if event.finish_reason is FinishReason.ERROR:
                 raise RequestFailedError(f"the engine failed on this request: {event.error}")
@@ -262,8 +260,8 @@ class RequestStream:
         )
 
     async def _dispatch(self, indexes: Sequence[int]) -> None:
-        left_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
-        attempts = {index: self._progress[index].attempt(self._num_failovers, left_s) for index in indexes}
+        remaining_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
+        attempts = {index: self._progress[index].attempt(self._num_failovers, remaining_s) for index in indexes}
         self._unfinished = {request.request_id: index for index, request in attempts.items()}
         self._client = await self._router_pool.dispatch(list(attempts.values()), self._new_listener, self._session)
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -12,9 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specray.errors import EngineDeadError
 from specray.metrics import METRICS
+from tests.unit.cluster.conftest import TEXT, Serve, Server
 
-Serve = Callable[..., AbstractAsyncContextManager[Any]]
-TEXT = "The quick brown fox, é 🎉 and so on. "
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "seed": 11}
 LONG = {"prompt": "hi", "max_tokens": 400, "ignore_eos": True}
 
@@ -289,7 +287,7 @@ def test_a_disconnect_aborts_the_request_within_two_steps(serve: Serve, stream: 
     asyncio.run(scenario())
 
 
-async def assert_idle(server: Any) -> None:
+async def assert_idle(server: Server) -> None:
     scheduler = server.router._engine._engine.scheduler
     await server.until(lambda: not scheduler.running and not scheduler.waiting)
     await server.until(lambda: scheduler.pool.num_free + scheduler.cache.num_cached == scheduler.pool.num_usable)
