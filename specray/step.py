@@ -1,7 +1,7 @@
-"""All that crosses between the host and the worker in a step: plain, immutable, torch-free data.
+"""What crosses between the scheduler and the worker in a step: plain, immutable data without tensors.
 
-NamedTuples, because msgpack writes a tuple as it is: `pack` and `unpack_*` are the whole wire
-format. A plan carries deltas only; the worker owns rows by slot. Not here: any behaviour.
+The types are NamedTuples because msgpack writes a tuple as it is: `pack` and `unpack_*` are the whole wire format.
+A plan carries deltas only. The worker owns the request table, by slot.
 """
 
 from collections.abc import Sequence
@@ -14,28 +14,32 @@ from specray.outputs import TokenLogprob
 
 
 class DraftFault(StrEnum):
-    """What can be wrong with a drafter. Each costs a step its trees; all but the first and the last end the drafter."""
+    """Why a step had no drafts. A remote drafter is dropped for every fault except LATE and NO_HANDSHAKE."""
 
     LATE = "late"
-    FROZEN = "frozen"  # no answer for seconds
-    GONE = "gone"
-    NONSENSE = "nonsense"  # an answer that is none
-    NOT_A_NUMBER = "nan"  # by its own account
-    NO_HANDSHAKE = "no_hello"  # it knocked and said nothing
+    FROZEN = "frozen"  # no reply for seconds
+    GONE = "gone"  # the connection was closed
+    NONSENSE = "nonsense"  # the reply is malformed
+    NOT_A_NUMBER = "nan"  # the drafter's own logits are not finite
+    NO_HANDSHAKE = "no_handshake"  # a process connected but sent no valid handshake
 
 
 class DraftLimit(NamedTuple):
-    """Most of a tree that is verified."""
+    """The largest draft tree that may be verified for a request."""
 
-    num_tokens: int  # nodes beside the root
+    num_tokens: int  # nodes, the root not counted
     num_steps: int  # levels below the root
 
+    @property
+    def allows_drafts(self) -> bool:
+        return self.num_tokens > 0 and self.num_steps > 0
 
-UNLIMITED = DraftLimit(2**31 - 1, 2**31 - 1)  # but by what the drafter makes and the step has room for
+
+UNLIMITED = DraftLimit(2**31 - 1, 2**31 - 1)  # the drafter's tree and the free KV slots still bound it
 
 
 class SamplingOptions(NamedTuple):
-    """The part of a request's sampling options that the worker needs; `seed` is always set."""
+    """The sampling options of a request that the worker needs. `seed` is always set."""
 
     seed: int
     temperature: float
@@ -47,34 +51,33 @@ class SamplingOptions(NamedTuple):
     repetition_penalty: float
     logit_bias: list[tuple[int, float]]
     min_tokens: int
-    eos_token_ids: list[int]  # held back until min_tokens tokens were generated
+    eos_token_ids: list[int]  # masked until min_tokens tokens were generated
     logprobs: int | None
 
 
 class NewRequest(NamedTuple):
-    """A request enters slot `slot`; on resumption `token_ids` holds what it had generated, too."""
+    """A request enters slot `slot`. After preemption `token_ids` includes the tokens generated before it."""
 
     slot: int
     token_ids: list[int]
     num_prompt_tokens: int
-    num_computed_tokens: int  # found in the prefix cache; their KV is in `block_ids`
+    num_computed_tokens: int  # prefix cache hit: the KV of these tokens is in `block_ids`
     block_ids: list[int]
     sampling: SamplingOptions
     cache_salt: str
-    max_draft_steps: int = UNLIMITED.num_steps  # levels of its trees to verify
 
 
 class ScheduledRow(NamedTuple):
-    """One row's work in a step: compute up to `num_tokens` known tokens; if none is left, verify a tree."""
+    """One request's work in a step: compute up to `num_tokens` known tokens; if none is left, verify its draft tree."""
 
     slot: int
     num_tokens: int
-    max_draft_tokens: int  # most tree nodes beside the root that the KV reserve and the limits allow
-    new_block_ids: list[int]  # appended to the row's blocks before the step
+    draft_limit: DraftLimit  # of this step's tree: the request's own limit and the KV slots that are reserved
+    new_block_ids: list[int]  # appended to the request's blocks before the step
 
 
 class StepPlan(NamedTuple):
-    """One step. Order of application: free slots, enter new rows, extend blocks, run rows."""
+    """One step. It is applied in this order: free slots, enter new requests, extend blocks, run the rows."""
 
     step_id: int
     freed_slots: list[int]
@@ -83,19 +86,19 @@ class StepPlan(NamedTuple):
 
 
 class RequestResult(NamedTuple):
-    """What one row emitted: nothing for a prompt's non-final chunk, else accepted drafts and the bonus token."""
+    """Tokens that one request emitted: accepted drafts and the bonus token; none after a non-final prompt chunk."""
 
     slot: int
     token_ids: list[int]
-    num_draft_tokens: int  # nodes verified, root not counted
+    num_draft_tokens: int  # nodes verified, the root not counted
     logprobs: list[TokenLogprob] | None  # one for each of token_ids
-    error: str | None  # set if the row is broken (NaN logits); it must be ended
+    error: str | None  # set if the logits are not finite; the scheduler must end the request
 
 
 class StepTimes(NamedTuple):
-    """Seconds of the worker's parts of a step."""
+    """Seconds spent in the worker's phases of a step."""
 
-    prepare: float  # state, trees and input tensors
+    prepare: float  # request table, draft trees and input tensors
     forward: float  # the target's forward
     verify: float  # sampling, walk and KV commit
     draft: float  # of the drafts verified in this step
@@ -111,7 +114,7 @@ class StepResult(NamedTuple):
 
 
 def pack(message: StepPlan | StepResult) -> bytes:
-    """Bytes of a plan or result."""
+    """Serialize a plan or a result."""
     data: bytes = msgpack.packb(message)
     return data
 
@@ -119,7 +122,7 @@ def pack(message: StepPlan | StepResult) -> bytes:
 def unpack_plan(data: bytes) -> StepPlan:
     """Inverse of `pack` for a plan."""
     step_id, freed, new_requests, rows = msgpack.unpackb(data)
-    return StepPlan(step_id, freed, [_new_request(*row) for row in new_requests], [ScheduledRow(*row) for row in rows])
+    return StepPlan(step_id, freed, [new_request(*row) for row in new_requests], [_scheduled_row(*row) for row in rows])
 
 
 def unpack_result(data: bytes) -> StepResult:
@@ -128,9 +131,15 @@ def unpack_result(data: bytes) -> StepResult:
     return StepResult(step_id, [_row_result(*row) for row in rows], StepTimes(*times), faults)
 
 
-def _new_request(*fields: Any) -> NewRequest:
-    row = NewRequest(*fields)
-    return row._replace(sampling=SamplingOptions(*row.sampling))
+def new_request(*fields: Any) -> NewRequest:
+    """A NewRequest from unpacked fields."""
+    request = NewRequest(*fields)
+    return request._replace(sampling=SamplingOptions(*request.sampling))
+
+
+def _scheduled_row(*fields: Any) -> ScheduledRow:
+    row = ScheduledRow(*fields)
+    return row._replace(draft_limit=DraftLimit(*row.draft_limit))
 
 
 def _row_result(*fields: Any) -> RequestResult:

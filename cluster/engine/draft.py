@@ -61,7 +61,7 @@ class DraftActor:
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
         with all_that_stays(), enough_memory(self._config, "loading the drafter", ConfigError):
-            self._worker = DraftServer(far_drafter(self._config, target, num_slots))
+            self._worker = DraftServer(far_drafter(self._config, target, num_slots), target.device)
         return self._worker.handshake
 
     def loop(self, address: str, epoch: int) -> None:

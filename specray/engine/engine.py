@@ -38,7 +38,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._requests: dict[str, Request] = {}
         self._texts: dict[str, TextStream] = {}
-        self._pending_outputs: list[RequestOutput] = []  # news not handed out yet; kept while a step may still fail
+        self._pending_outputs: list[RequestOutput] = []  # not returned yet; they outlive a step that fails
 
     @property
     def has_work(self) -> bool:
@@ -92,7 +92,7 @@ class Engine:
                 self._pending_outputs.append(self._end(request, FinishReason.ABORT))
 
     def step(self) -> list[RequestOutput]:
-        """One step of every running request; the news of those that have any."""
+        """Run one step of every running request, and return the outputs of those that have any."""
         start = time.perf_counter()
         self._end_overdue()
         plan = self.scheduler.schedule()
@@ -100,8 +100,8 @@ class Engine:
             self._note_queue_times(plan)
             self.executor.submit(plan)
             result = self.executor.collect()
-            for emitted in self.scheduler.commit(plan, result):
-                self._pending_outputs.append(self._output(emitted))
+            for emitted in self.scheduler.emitted(plan, result):
+                self._pending_outputs.append(self._commit(emitted))
             self._count_step(result, time.perf_counter() - start)
         return self._take_outputs()
 
@@ -137,8 +137,8 @@ class Engine:
             self._pending_outputs.append(self._end(request, FinishReason.ABORT, error="its time was up"))
 
     def _take_outputs(self) -> list[RequestOutput]:
-        news, self._pending_outputs = self._pending_outputs, []
-        return news
+        outputs, self._pending_outputs = self._pending_outputs, []
+        return outputs
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
@@ -147,25 +147,27 @@ class Engine:
                     f"{name} has token id {token_id}, but the vocabulary ends at {self.capacity.vocab_size - 1}", name
                 )
 
-    def _output(self, emitted: Emitted) -> RequestOutput:
-        """Make one row's tokens into news, cut where the request ends."""
-        request = emitted.request
-        if emitted.error is not None:
-            return self._end(request, FinishReason.ERROR, error=emitted.error)
-        if not emitted.token_ids:
-            return _news(request)
+    def _commit(self, emitted: Emitted) -> RequestOutput:
+        """Cut a request's new tokens at its stop conditions, commit what is left, and make an output of it."""
+        request, result = emitted.request, emitted.result
+        if result.error is not None:
+            return self._end(request, FinishReason.ERROR, error=result.error)
+        if not result.token_ids:
+            self.scheduler.commit(emitted, 0)
+            return _empty_output(request)
         self._count_tokens(emitted)
-        cut = self._texts[request.request_id].feed(emitted.token_ids)
-        num_dropped = len(emitted.token_ids) - cut.num_kept
-        if num_dropped:
-            del request.token_ids[-num_dropped:]
+        cut = self._texts[request.request_id].feed(result.token_ids)
+        self.scheduler.commit(emitted, cut.num_kept)
         self._stats_of(request).add("specray_generation_tokens_total", cut.num_kept)
-        logprobs = emitted.logprobs and emitted.logprobs[: cut.num_kept]
-        news = _news(request)._replace(token_ids=emitted.token_ids[: cut.num_kept], text=cut.text, logprobs=logprobs)
+        output = _empty_output(request)._replace(
+            token_ids=result.token_ids[: cut.num_kept],
+            text=cut.text,
+            logprobs=result.logprobs and result.logprobs[: cut.num_kept],
+        )
         if cut.finish_reason is None:
-            return news
+            return output
         self._end(request, cut.finish_reason)
-        return news._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason)
+        return output._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
         self.scheduler.finish(request)
@@ -178,7 +180,7 @@ class Engine:
         if request.first_token is not None and request.num_output_tokens > 1:
             gap = (now - request.first_token) / (request.num_output_tokens - 1)
             stats.observe("specray_time_per_output_token_seconds", gap)
-        return _news(request)._replace(finish_reason=reason, error=error)
+        return _empty_output(request)._replace(finish_reason=reason, error=error)
 
     def _count_tokens(self, emitted: Emitted) -> None:
         request, stats = emitted.request, self._stats_of(emitted.request)
@@ -187,7 +189,7 @@ class Engine:
             if not request.spec.emitted_token_ids:
                 stats.observe("specray_time_to_first_token_seconds", request.first_token - request.arrival)
         else:
-            stats.accepted(emitted.num_draft_tokens, len(emitted.token_ids) - 1)
+            stats.accepted(emitted.result.num_draft_tokens, len(emitted.result.token_ids) - 1)
 
     def _stats_of(self, request: Request) -> EngineStats:
         return self._probe_stats if request.spec.is_probe else self.stats
@@ -211,5 +213,6 @@ class Engine:
         self._alarm.judge()
 
 
-def _news(request: Request) -> RequestOutput:
+def _empty_output(request: Request) -> RequestOutput:
+    """An output without tokens or text, to be filled."""
     return RequestOutput(request.request_id, [], "", None, None, None, None, request.usage())

@@ -9,9 +9,9 @@ from enum import Enum
 from math import inf
 
 from specray.engine.radix_cache import CacheNode
-from specray.outputs import FinishReason, RequestUsage, TokenLogprob
+from specray.outputs import FinishReason, RequestUsage
 from specray.sampling_params import SamplingParams
-from specray.step import UNLIMITED, DraftLimit
+from specray.step import UNLIMITED, DraftLimit, RequestResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """What one step gave one request, before text is made of it."""
+    """What one step computed and emitted for one request, before stop conditions cut it."""
 
     request: Request
-    token_ids: list[int]
-    num_draft_tokens: int = 0
-    logprobs: list[TokenLogprob] | None = None
-    error: str | None = None
+    num_tokens: int  # known tokens the plan asked for
+    result: RequestResult

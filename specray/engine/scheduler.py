@@ -14,7 +14,7 @@ from specray.engine.fair_queue import FairQueue
 from specray.engine.radix_cache import RadixCache
 from specray.engine.request import Emitted, EngineRequest, Request, Status
 from specray.errors import QueueFullError
-from specray.step import NewRequest, RequestResult, SamplingOptions, ScheduledRow, StepPlan, StepResult
+from specray.step import NewRequest, SamplingOptions, ScheduledRow, StepPlan, StepResult
 
 
 class Scheduler:
@@ -96,15 +96,26 @@ class Scheduler:
         self._num_steps += 1
         return StepPlan(self._num_steps, freed, new_requests, rows)
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
-        """Enter a step's results. Requests that ended since the plan was made get nothing."""
+    def emitted(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
+        """What each request emitted in a step. Requests that ended after the plan was made are left out."""
         by_slot = {request.slot: request for request in self.running}
         emitted = []
-        for row, news in zip(plan.rows, result.rows, strict=True):
-            assert row.slot == news.slot, (row, news)
+        for row, row_result in zip(plan.rows, result.rows, strict=True):
+            assert row.slot == row_result.slot, (row, row_result)
             if request := by_slot.get(row.slot):
-                emitted.append(self._commit_row(request, row, news))
+                emitted.append(Emitted(request, row.num_tokens, row_result))
         return emitted
+
+    def commit(self, emitted: Emitted, num_kept: int) -> None:
+        """Append the first `num_kept` of a request's emitted tokens, up to where a stop condition cuts the output."""
+        request, token_ids = emitted.request, emitted.result.token_ids
+        request.num_computed_tokens += emitted.num_tokens
+        if token_ids:
+            request.count_verify(emitted.result.num_draft_tokens, len(token_ids) - 1)
+            request.num_computed_tokens += num_kept - 1
+        request.token_ids += token_ids[:num_kept]
+        self.waiting.charge(request, len(token_ids))
+        self._share_full_blocks(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is; its cached blocks stay, the rest is free at once."""
@@ -142,12 +153,12 @@ class Scheduler:
         return [min(self.max_draft_tokens, share + (place < num_more)) for place in range(len(requests))]
 
     def _row_step(self, request: Request, num_tokens: int, new_block_ids: list[int], max_drafts: int) -> ScheduledRow:
-        num_known, num_drafts = len(request.token_ids), 0
-        if num_tokens == request.num_pending_tokens:
-            num_drafts = max(0, min(max_drafts, request.max_useful_drafts, request.spec.draft_limit.num_tokens))
+        num_known, num_drafts, limit = len(request.token_ids), 0, request.spec.draft_limit
+        if num_tokens == request.num_pending_tokens and limit.allows_drafts:
+            num_drafts = max(0, min(max_drafts, request.max_useful_drafts, limit.num_tokens))
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
-        return ScheduledRow(request.slot, num_tokens, num_drafts, new_block_ids)
+        return ScheduledRow(request.slot, num_tokens, limit._replace(num_tokens=num_drafts), new_block_ids)
 
     def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks to hold `num_tokens`, appended to the request; None if there are not enough."""
@@ -185,21 +196,7 @@ class Scheduler:
             list(request.block_ids),
             _row_sampling(request, self.eos_token_ids),
             request.spec.cache_salt,
-            request.spec.draft_limit.num_steps,
         )
-
-    def _commit_row(self, request: Request, row: ScheduledRow, news: RequestResult) -> Emitted:
-        if news.error is not None:
-            return Emitted(request, [], error=news.error)
-        request.num_computed_tokens += row.num_tokens
-        if news.token_ids:
-            num_accepted = len(news.token_ids) - 1
-            request.num_computed_tokens += num_accepted
-            request.count_verify(news.num_draft_tokens, num_accepted)
-        request.token_ids += news.token_ids
-        self.waiting.charge(request, len(news.token_ids))
-        self._share_full_blocks(request)
-        return Emitted(request, news.token_ids, news.num_draft_tokens, news.logprobs)
 
     def _share_full_blocks(self, request: Request) -> None:
         """Enter every block that committed tokens have filled into the cache, as soon as it is full."""

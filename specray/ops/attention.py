@@ -1,7 +1,7 @@
-"""What attention is asked for, whatever computes it: ragged rows over a paged KV pool, tree masks included.
+"""The interface of attention: ragged requests over a paged KV pool, tree masks included.
 
-A backend is planned once per step and then called by every layer. It owns the layout of a layer's KV
-and how masks are made; callers know neither. Not here: any kernel (`attention_torch`).
+A backend is planned once per step and then called by every layer. It owns the layout of a layer's KV and the making of
+masks. Kernels live in modules of their own (`attention_torch`).
 """
 
 import math
@@ -16,16 +16,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
-    """A flattened batch as attention sees it. Row r has `query_lens[r]` consecutive queries of the T in all.
+    """A flattened batch of R requests. Request r has `query_lens[r]` consecutive queries of the T in all.
 
-    Query j of a row sees the row's KV before its queries, and of its queries those up to j; but where `trees[r]` is
-    [n, m], the last n queries are nodes of a tree: of the last m keys, query i sees key j iff `trees[r][i, j]`.
+    Query j of a request sees the request's KV before its queries, and of its queries those up to j. But where
+    `tree_sizes[r]` is (n, m), the last n queries are nodes of a tree: of the last m keys, node i sees key j iff
+    `tree_mask[r, i, j]`.
     """
 
     query_lens: list[int]
-    kv_slots: list[np.ndarray]  # per row int64 [KV length]: pool slots, the row's queries last
-    slot_mapping: Tensor  # int64 [T]: where each query's KV is written
-    trees: list[np.ndarray | None]  # per row bool [n, m], each node sees itself and its ancestors
+    kv_lens: list[int]  # the queries' own KV included
+    kv_slots: Tensor  # int64 [R, at least max(kv_lens)]: KV slots by position; undefined past kv_lens[r]
+    slot_mapping: Tensor  # int64 [T]: the KV slot each query's KV is written to
+    tree_sizes: list[tuple[int, int]]  # (0, 0): no tree
+    tree_mask: Tensor | None = None  # bool [R, n, m]: each node sees itself and its ancestors
 
 
 # attend(layer, q [T, heads, dim], kv [T, 2, kv_heads, dim]) -> [T, heads * dim]; writes kv, then reads the pool
@@ -35,7 +38,7 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 class AttentionBackend(Protocol):
     """Kernels over a KV pool [layers, slots, 2, kv_heads, dim] in which slot 0 … page-1 stay zero."""
 
-    def plan(self, rows: AttentionBatch) -> Attend:
+    def plan(self, batch: AttentionBatch) -> Attend:
         """Prepare what all layers of one step share."""
 
 

@@ -42,11 +42,10 @@ class TorchAttention:
         self._num_kv_heads, self._head_dim = pool.shape[-2:]
         self._fold = num_heads // self._num_kv_heads
 
-    def plan(self, rows: AttentionBatch) -> Attend:
-        key_lens = [len(slots) for slots in rows.kv_slots]
+    def plan(self, batch: AttentionBatch) -> Attend:
         most_keys = _BATCH_BYTES // (self._layers[0][0].nbytes)
-        groups = [self._group(rows, members) for members in _grouped(rows.query_lens, key_lens, most_keys)]
-        slot_mapping = rows.slot_mapping
+        groups = [self._group(batch, members) for members in _grouped(batch.query_lens, batch.kv_lens, most_keys)]
+        slot_mapping = batch.slot_mapping
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             self._layers[layer].index_copy_(0, slot_mapping, kv)
@@ -77,8 +76,11 @@ class TorchAttention:
         k, v = kv.view(size, -1, *kv.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
         return k, v
 
-    def _views(self, slots: np.ndarray) -> list[tuple[Tensor, Tensor]]:
-        """Every layer's (k, v) of one row without a copy, if its slots are consecutive; else nothing."""
+    def _views(self, kv_slots: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Every layer's (k, v) of one request without a copy, if its KV slots are consecutive; on a CPU only."""
+        if kv_slots.device.type != "cpu":
+            return []
+        slots = kv_slots.numpy()
         first, last = int(slots[0]), int(slots[-1])
         if last - first + 1 != len(slots) or not np.all(np.diff(slots) == 1):
             return []
@@ -93,38 +95,46 @@ class TorchAttention:
         else:
             out[group.queries[group.written]] = padded[group.written]
 
-    def _group(self, rows: AttentionBatch, members: list[int]) -> _Group:
-        device = self._pool.device
-        starts = np.concatenate(([0], np.cumsum(rows.query_lens)))
-        lens = [rows.query_lens[r] for r in members]
-        num_queries, num_keys = max(lens), max(len(rows.kv_slots[r]) for r in members)
-        keys = np.zeros((len(members), num_keys), dtype=np.int64)  # slot 0 is zero: padding stays finite
-        queries = np.zeros((len(members), num_queries), dtype=np.int64)
-        visible = np.zeros((len(members), num_queries, num_keys), dtype=bool)
-        for i, r in enumerate(members):
-            slots, length = rows.kv_slots[r], lens[i]
-            keys[i, : len(slots)] = slots
-            queries[i, :length] = np.arange(starts[r], starts[r] + length)
-            visible[i, :length, : len(slots)] = _visible(length, len(slots), rows.trees[r])
-            visible[i, length:, 0] = True  # a padded query must see something
-        whole = min(lens) == num_queries and sum(lens) == starts[-1]
-        views = self._views(keys[0]) if len(members) == 1 else []
-        written = np.flatnonzero(np.arange(num_queries) < np.array(lens)[:, None])
+    def _group(self, batch: AttentionBatch, members: list[int]) -> _Group:
+        starts = np.cumsum([0, *batch.query_lens])
+        lens, kv_lens = [batch.query_lens[r] for r in members], [batch.kv_lens[r] for r in members]
+        num_queries, num_keys = max(lens), max(kv_lens)
+        sizes = [(r, starts[r], batch.query_lens[r], batch.kv_lens[r], *batch.tree_sizes[r]) for r in members]
+        columns = torch.tensor(sizes, dtype=torch.int64).to(self._pool.device).T[:, :, None]
+        rows, first, query_len, kv_len, num_nodes, num_tree_keys = columns
+        kv_slots = batch.kv_slots[:, :num_keys]
+        if len(members) < len(batch.query_lens):
+            kv_slots = kv_slots.index_select(0, rows[:, 0])
+        views = self._views(kv_slots[0]) if len(members) == 1 else []
+        key, query = (torch.arange(size, device=self._pool.device) for size in (num_keys, num_queries))
+        if min(kv_lens) < num_keys:
+            kv_slots = torch.where(key < kv_len, kv_slots, 0)  # KV slot 0 is zero: padding stays finite
+        visible = None
+        if num_queries > 1 or min(kv_lens) < num_keys:
+            visible = key <= (kv_len - query_len + query)[:, :, None]
+        if batch.tree_mask is not None and any(batch.tree_sizes[r][0] for r in members):
+            node, tree_key = query - (query_len - num_nodes), key - (kv_len - num_tree_keys)
+            is_inside = (node >= 0)[:, :, None] & (tree_key >= 0)[:, None, :] & (num_nodes > 0)[:, :, None]
+            _, n, m = batch.tree_mask.shape
+            node, tree_key = node.clamp(0, n - 1)[:, :, None], tree_key.clamp(0, m - 1)[:, None, :]
+            sees = batch.tree_mask[rows[:, :, None], node, tree_key] & (key < kv_len)[:, None, :]
+            visible = sees | ~is_inside if visible is None else torch.where(is_inside, sees, visible)
+        is_whole = len(members) == len(batch.query_lens) and min(lens) == num_queries
+        written = torch.from_numpy(np.flatnonzero(np.arange(num_queries) < np.array(lens)[:, None]))
         return _Group(
             size=len(members),
             num_queries=num_queries,
-            queries=None if whole else torch.from_numpy(queries.ravel()).to(device),
-            written=None if min(lens) == num_queries else torch.from_numpy(written).to(device),
-            keys=None if views else torch.from_numpy(keys.ravel()).to(device),
+            queries=None if is_whole else (first + torch.minimum(query, query_len - 1)).flatten(),
+            written=None if min(lens) == num_queries else written.to(self._pool.device),
+            keys=None if views else kv_slots.flatten(),
             views=views,
-            mask=None if visible.all() else self._additive(visible),
+            mask=None if visible is None else self._additive(visible),
         )
 
-    def _additive(self, visible: np.ndarray) -> Tensor:
+    def _additive(self, visible: Tensor) -> Tensor:
         """0 where visible, else -inf, [B, 1, fold * Q, K]; in the pool's type, or each layer would convert it."""
-        mask = np.where(visible, np.float32(0), np.float32(-np.inf))
-        tensor = torch.from_numpy(mask).to(self._pool.device, self._pool.dtype)
-        return tensor.repeat(1, self._fold, 1)[:, None]
+        mask = torch.zeros(visible.shape, dtype=self._pool.dtype, device=self._pool.device)
+        return mask.masked_fill_(~visible, -torch.inf).repeat(1, self._fold, 1)[:, None]
 
 
 def _grouped(query_lens: list[int], key_lens: list[int], most_keys: int) -> list[list[int]]:
@@ -139,12 +149,3 @@ def _grouped(query_lens: list[int], key_lens: list[int], most_keys: int) -> list
         groups.append(short[:size])
         short = short[size:]
     return groups
-
-
-def _visible(num_queries: int, num_keys: int, tree: np.ndarray | None) -> np.ndarray:
-    """Bool [Q, K] of one row: causal, with the tree's own rule in its corner."""
-    visible = np.tri(num_queries, num_keys, num_keys - num_queries, dtype=bool)
-    if tree is not None:
-        nodes, span = tree.shape
-        visible[-nodes:, -span:] = tree
-    return visible

@@ -1,10 +1,12 @@
-"""Two drafters for one request: n-grams draft where its last tokens were seen before, a model everywhere else.
+"""Two drafters for one request: n-grams where its last tokens were seen before, a draft model everywhere else.
 
-Where text is copied, a long match is right more often, and further ahead, than a draft model. Not here: either drafter.
+Where text is copied, a long match is right more often, and further ahead, than a draft model.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+
+import torch
 
 from specray.config import SpeculativeConfig
 from specray.spec_decode.draft_tree import DraftTree
@@ -14,7 +16,7 @@ from specray.spec_decode.ngram_rules import ngram_rules
 
 
 def with_override(drafter: Drafter, config: SpeculativeConfig) -> Drafter:
-    """`drafter`, in whose place n-grams draft if the configuration says so."""
+    """`drafter`, overridden by n-grams if the configuration says so."""
     if config.ngram_override_min_match is None:
         return drafter
     rules = replace(ngram_rules(config), max_drafts=drafter.max_draft_tokens)
@@ -22,7 +24,7 @@ def with_override(drafter: Drafter, config: SpeculativeConfig) -> Drafter:
 
 
 class CombinedDrafter:
-    """Drafter that takes the n-grams' tree of each row with a match of at least `min_match` tokens."""
+    """Drafter that takes the n-gram tree of each request with a match of at least `min_match` tokens."""
 
     def __init__(self, drafter: Drafter, ngrams: NgramDrafter, min_match: int) -> None:
         self.max_draft_tokens = drafter.max_draft_tokens
@@ -33,10 +35,14 @@ class CombinedDrafter:
         self._min_match = min_match
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        trees = self._drafter.propose(context).rows()  # of all rows: its state has to follow those it loses, too
-        found = self._ngrams.draft(context.rows)
-        pairs = zip(trees, found, strict=True)
-        return DraftTree.of([ngram.tree if ngram.match_length >= self._min_match else tree for tree, ngram in pairs])
+        tree = self._drafter.propose(context)  # for all requests: its state has to follow those it loses as well
+        found = self._ngrams.draft(context)
+        places = [place for place, ngram in enumerate(found) if ngram.match_length >= self._min_match]
+        if not places:
+            return tree
+        device = context.table.device
+        ngrams = DraftTree.from_lists([found[place].tree for place in places], device)
+        return ngrams.scattered(torch.tensor(places, device=device), tree)
 
     def release(self, slots: Sequence[int]) -> None:
         self._drafter.release(slots)

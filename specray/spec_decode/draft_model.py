@@ -1,14 +1,14 @@
 """STANDALONE: a smaller language model with the target's vocabulary drafts a chain or a tree.
 
-It needs nothing of the target but token ids. Its KV of a token lies in the slot of the target's, so blocks are shared,
-cached and freed together; of every slot the drafter remembers which tokens its KV was made from. What a row's slots do
-not hold yet is read before the row gets a tree: what the step added, but also a cached prefix from before this drafter
-was born, and steps it was not told of. Those are read in parts, so that a long prefix does not hold a step up. A row
-that reaches the end of the draft model's context goes on without drafts. Not here: how a tree grows (`tree_growth`),
-what the model computes (`specray.models`).
+It needs nothing of the target but token ids. Its KV of a token lies in the KV slot of the target's, so blocks are
+shared, cached and freed together. For every KV slot the drafter remembers a hash of the tokens its KV was made from.
+What a request's KV slots do not hold yet is read before the request gets a tree: what the step added, but also a cached
+prefix from before this drafter was started, and steps it missed. Long prefixes are read in parts, so that they do not
+delay a step. A request that reaches the end of the draft model's context continues without drafts.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +27,10 @@ from specray.models.registry import context_length, load_config, load_model
 from specray.models.tokenizer import load_tokenizer
 from specray.ops.attention import Attend, AttentionBatch, make_pool
 from specray.ops.backends import make_backend
-from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.spec_decode.drafter import DraftRow, ProposeContext, TargetView
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
+from specray.spec_decode.request_table import RaggedIndex
 from specray.spec_decode.tree_growth import TreeGrower, TreePrefix, draft_dtype, draft_quantization, scratch_slots
 from specray.spec_decode.tree_shape import TreeShape
 
@@ -52,10 +53,10 @@ class StandaloneDrafter:
         self.max_draft_tokens = shape.num_draft_tokens - 1
         self._model = model
         self._device = target.device
-        self._last_end = model.context_length - shape.num_steps  # behind it a tree does not fit the context as a whole
+        self._last_end = model.context_length - shape.num_steps  # past it the context has no room for a whole tree
         scratch = scratch_slots(target, 1 + shape.topk * (shape.num_steps - 1))
-        self._root_slots = scratch[:, :1]  # the pool may have no slot for a root yet
-        pool = model.make_pool(target.num_slots + scratch.size)
+        self._root_slots = scratch[:, 0]  # the target may not have reserved a KV slot for the root yet
+        pool = model.make_pool(target.num_slots + scratch.numel())
         self._attention = make_backend(target.attention_backend, pool, model.num_heads)
         self._grower = TreeGrower(
             model, shape, self._attention, scratch[:, 1:], model.context_length - 1, target.device
@@ -66,80 +67,92 @@ class StandaloneDrafter:
     @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:
         parts = self._parts(context)
-        ready = [part.row for part in parts if part.has_root]
-        output = self._read(parts)
-        trees: dict[int, RowTree] = {}
-        if ready:
-            prefixes = [self._prefix(row, root) for row, root in zip(ready, self._root_slots, strict=False)]
-            grown = self._grower.grow(prefixes, output).rows()
-            trees = {row.slot: tree for row, tree in zip(ready, grown, strict=True)}
-        bare = (RowTree([row.token_ids[row.end]], [NONE]) for row in context.rows)
-        return DraftTree.of([trees.get(row.slot, root) for row, root in zip(context.rows, bare, strict=True)])
+        bare = DraftTree.roots(context.roots()) if context.requests else DraftTree.from_lists([], self._device)
+        if not parts:
+            return bare
+        output, prefix = self._read(context, parts)
+        if not prefix.requests:
+            return bare
+        tree = self._grower.grow(replace(context, requests=prefix.requests), prefix, output)
+        ready = {request.slot for request in prefix.requests}
+        places = [place for place, request in enumerate(context.requests) if request.slot in ready]
+        return tree.scattered(torch.tensor(places, device=self._device), bare)
 
     def release(self, slots: Sequence[int]) -> None:
         self._hashes.forget(slots)
 
     def _parts(self, context: ProposeContext) -> list["Part"]:
-        """What is read now. Rows that wait for nothing else get a tree, if they want one."""
-        rows = [row for row in context.rows + context.unfinished if self._fits(row)]
-        wants_tree = {row.slot for row in context.rows}
-        starts = [self._num_read(row) for row in rows]
-        num_added = sum(row.end - row.start for row in rows)
-        sizes = [row.end - start for row, start in zip(rows, starts, strict=True)]
+        """What is read in this step. A request gets a tree if it wants one and nothing is left to read."""
+        rows = [request for request in context.requests + context.unfinished if self._fits(context, request)]
+        wants_tree = {request.slot for request in context.requests}
+        starts = [self._num_read(context, request) for request in rows]
+        num_added = sum(request.end - request.start for request in rows)
+        sizes = [request.end - start for request, start in zip(rows, starts, strict=True)]
         counts = share_out(sizes, num_added + CATCH_UP_TOKENS)
         parts = [
-            Part(row, start, start + count, has_root=start + count == row.end and row.slot in wants_tree)
-            for row, start, count in zip(rows, starts, counts, strict=True)
+            Part(request, start, start + count, has_root=start + count == request.end and request.slot in wants_tree)
+            for request, start, count in zip(rows, starts, counts, strict=True)
         ]
         return [part for part in parts if part.has_root or part.stop > part.start]
 
-    def _fits(self, row: DraftRow) -> bool:
-        """Whether there is, or will be once its prompt is read, room for a tree."""
-        return max(row.end, row.num_prompt_tokens - 1) <= self._last_end
+    def _fits(self, context: ProposeContext, request: DraftRequest) -> bool:
+        """Whether there is room for a tree, or will be once the prompt is read."""
+        num_prompt_tokens = context.table.states[request.slot].num_prompt_tokens
+        return max(request.end, num_prompt_tokens - 1) <= self._last_end
 
-    def _num_read(self, row: DraftRow) -> int:
-        """How many of the row's tokens, from the first one on, lie in its KV slots."""
-        unread = self._made_from[row.kv_slots[: row.end]] != self._hashes.of(row)
-        return int(unread.argmax()) if unread.any() else row.end
+    def _num_read(self, context: ProposeContext, request: DraftRequest) -> int:
+        """How many of the request's tokens, from the first one on, are in its KV slots."""
+        kv_slots = context.table.host_kv_slots[request.slot, : request.end]
+        unread = self._made_from[kv_slots] != self._hashes.of(context, request)
+        return int(unread.argmax()) if unread.any() else request.end
 
-    def _read(self, parts: list["Part"]) -> Tensor:
-        """The model's output [roots, hidden] at the parts' roots, in their order."""
-        if not parts:
-            return torch.empty(0)
-        roots = iter(self._root_slots)
-        ends = [next(roots) if part.has_root else self._root_slots[0, :0] for part in parts]
-        tokens = [token for part in parts for token in part.row.token_ids[part.start : part.stop + part.has_root]]
-        positions = np.concatenate([np.arange(part.start, part.stop + part.has_root) for part in parts])
-        slots = [np.concatenate((part.row.kv_slots[: part.stop], end)) for part, end in zip(parts, ends, strict=True)]
-        written = np.concatenate([row_slots[part.start :] for part, row_slots in zip(parts, slots, strict=True)])
+    def _read(self, context: ProposeContext, parts: list["Part"]) -> tuple[Tensor, TreePrefix]:
+        """(the model's output at the roots, what trees grow on) after reading the parts, with the roots behind them."""
+        table, requests = context.table, [part.request for part in parts]
+        with_root = [place for place, part in enumerate(parts) if part.has_root]
+        [slots] = context.columns(requests, "slot")
+        columns = np.array([(part.start, part.stop, part.has_root) for part in parts], dtype=np.int64).T
+        places = columns[2].cumsum() - 1
+        starts, stops, has_root, places = torch.from_numpy(np.vstack((columns, places))).to(self._device)
+        kv_lens = [part.stop + part.has_root for part in parts]
         lengths = [part.stop + part.has_root - part.start for part in parts]
-        ragged = AttentionBatch(lengths, slots, self._tensor(written), [None] * len(parts))
-        attend = self._attention.plan(ragged)
-        output = self._model.read(torch.tensor(tokens, device=self._device), self._tensor(positions), attend)
+        index = RaggedIndex.of(stops + has_root - starts, sum(lengths))
+        rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
+        # A root is written to a scratch slot, behind the part. A part without a root writes nothing there.
+        kv_slots = table.kv_slots_of(slots, max(part.stop for part in parts) + 1)
+        root_slots = self._root_slots.index_select(0, places.clamp(min=0))
+        at_stop = kv_slots.gather(1, stops[:, None])
+        kv_slots.scatter_(1, stops[:, None], torch.where(has_root.bool(), root_slots, at_stop[:, 0])[:, None])
+        written = kv_slots[index.rows, positions]
+        batch = AttentionBatch(lengths, kv_lens, kv_slots, written, tree_sizes=[(0, 0)] * len(parts))
+        output = self._model.read(table.tokens_at(rows, positions), positions, self._attention.plan(batch))
         for part in parts:
             read = slice(part.start, part.stop)
-            self._made_from[part.row.kv_slots[read]] = self._hashes.of(part.row)[read]
-        last = np.cumsum(lengths)[[part.has_root for part in parts]] - 1
-        return output.index_select(0, self._tensor(last))
-
-    def _prefix(self, row: DraftRow, root_slot: np.ndarray) -> TreePrefix:
-        return TreePrefix(row, np.concatenate((row.kv_slots[: row.end], root_slot)), row.end + 1)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+            kv = table.host_kv_slots[part.request.slot, read]
+            self._made_from[kv] = self._hashes.of(context, part.request)[read]
+        roots = torch.tensor(with_root, dtype=torch.int64, device=self._device)
+        last = (stops + has_root - starts).cumsum(0) - 1
+        visible = (kv_slots.index_select(0, roots), [kv_lens[place] for place in with_root])
+        prefix = TreePrefix(
+            [requests[place] for place in with_root],
+            slots.index_select(0, roots),
+            stops.index_select(0, roots) + 1,
+            [visible],
+        )
+        return output.index_select(0, last.index_select(0, roots)), prefix
 
 
 class Part(NamedTuple):
-    """Positions `start` … `stop - 1` of a row, to be read now; with its root, the token at `end`, if it `has_root`."""
+    """Positions `start` … `stop - 1` of a request, to be read now; if it `has_root`, with the token at `end`."""
 
-    row: DraftRow
+    request: DraftRequest
     start: int
     stop: int
     has_root: bool
 
 
 def share_out(sizes: Sequence[int], budget: int) -> list[int]:
-    """How much of each is done within `budget`: the smallest first, so that a long one holds up no other."""
+    """How much of each is done within `budget`: the smallest first, so that a long one does not delay the others."""
     counts = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=sizes.__getitem__):
         counts[index] = min(sizes[index], budget)
@@ -148,20 +161,20 @@ def share_out(sizes: Sequence[int], budget: int) -> list[int]:
 
 
 class PrefixHashes:
-    """A number for every prefix of a row's tokens: the same for the same tokens, and hardly ever for others."""
+    """A hash of every prefix of a request's tokens."""
 
     def __init__(self, max_tokens: int) -> None:
         self._weights = np.random.default_rng(0).integers(2**64, size=max_tokens, dtype=np.uint64)
         self._known: dict[int, np.ndarray] = {}  # by slot
 
-    def of(self, row: DraftRow) -> np.ndarray:
+    def of(self, context: ProposeContext, request: DraftRequest) -> np.ndarray:
         """uint64 [end]: entry i is of the tokens up to i."""
-        known = self._known.get(row.slot, np.zeros(0, dtype=np.uint64))
-        new = np.array(row.token_ids[len(known) : row.end], dtype=np.uint64)
+        known = self._known.get(request.slot, np.zeros(0, dtype=np.uint64))
+        new = np.array(context.token_ids(request)[len(known) : request.end], dtype=np.uint64)
         if len(new):
-            sums = np.cumsum((new + 1) * self._weights[len(known) : row.end])
-            known = self._known[row.slot] = np.concatenate((known, sums + known[-1:] if len(known) else sums))
-        return known[: row.end]
+            sums = np.cumsum((new + 1) * self._weights[len(known) : request.end])
+            known = self._known[request.slot] = np.concatenate((known, sums + known[-1:] if len(known) else sums))
+        return known[: request.end]
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:

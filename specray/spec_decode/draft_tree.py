@@ -1,7 +1,7 @@
-"""The tree is a type: candidate continuations of a batch of requests, and what follows from their shape.
+"""Draft trees of a batch of requests, as tensors, and what follows from their shape.
 
-Plain decoding is a tree of one node, a chain a tree with one branch. Not here: how trees are made
-(drafters) or judged (`verifier`).
+Plain decoding is a tree of one node, a chain a tree with one branch. Trees stay tensors from the drafter to the
+verifier; lists are for drafters that work on the host (n-grams).
 """
 
 from collections.abc import Sequence
@@ -9,70 +9,121 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ROOT = 0
-NONE = -1  # token and parent of what is not a node
+NONE = -1  # token and parent where there is no node
 
 
-class RowTree(NamedTuple):
-    """One request's tree as lists, root included; parents[0] == -1 and parents[i] < i."""
+class TreeLists(NamedTuple):
+    """One request's tree on the host, the root included; parents[0] == -1 and parents[i] < i."""
 
     tokens: list[int]
     parents: list[int]
-
-    def or_root(self, vocab_size: int) -> "RowTree":
-        """This tree, or its root alone if a drafter made nonsense: foreign tokens, parents that do not come first."""
-        tokens_known = all(0 <= token < vocab_size for token in self.tokens)
-        parents_first = all(0 <= parent < node for node, parent in enumerate(self.parents[1:], start=1))
-        return self if tokens_known and parents_first else RowTree(self.tokens[:1], [NONE])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
     """Candidate continuations of B requests; node 0 of each is its last known token."""
 
-    tokens: Tensor  # int64 [B, N], -1 past a row's nodes
-    parents: Tensor  # int64 [B, N], parents[:, 0] == -1, parents[:, i] < i, -1 past a row's nodes
-    num_nodes: list[int]  # B counts, the root included
-    # [B, N, up to V]: law each node's children were drawn from, zeros where they are no draws; None: so everywhere
+    tokens: Tensor  # int64 [B, N], -1 past a tree's nodes
+    parents: Tensor  # int64 [B, N], parents[:, 0] == -1, parents[:, i] < i, -1 past a tree's nodes
+    num_nodes: Tensor  # int64 [B], the root included; 0: there is no tree because the drafter's logits are not finite
+    max_depth: int  # deeper nodes are never accepted; known without reading the tensors
+    # float32 [B, N, up to V]: the distribution that each node's children were drawn from, zeros where they were not
+    # drawn; None: nowhere
     draft_probs: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[RowTree], draft_probs: Tensor | None = None) -> "DraftTree":
-        """Pad rows to the widest one."""
-        width = max((len(row.tokens) for row in rows), default=1)
-        tokens = [row.tokens + [NONE] * (width - len(row.tokens)) for row in rows]
-        parents = [row.parents + [NONE] * (width - len(row.parents)) for row in rows]
-        shape = (len(rows), width)
-        return cls(
-            torch.tensor(tokens, dtype=torch.int64).view(shape),
-            torch.tensor(parents, dtype=torch.int64).view(shape),
-            [len(row.tokens) for row in rows],
-            draft_probs,
-        )
+    def from_lists(cls, trees: Sequence[TreeLists], device: torch.device | str = "cpu") -> "DraftTree":
+        """Pad the trees to the largest one."""
+        width = max((len(tree.tokens) for tree in trees), default=1)
+        tokens = [tree.tokens + [NONE] * (width - len(tree.tokens)) for tree in trees]
+        parents = [tree.parents + [NONE] * (width - len(tree.parents)) for tree in trees]
+        packed = torch.tensor([tokens, parents], dtype=torch.int64).view(2, len(trees), width).to(device)
+        num_nodes = torch.tensor([len(tree.tokens) for tree in trees], dtype=torch.int64, device=device)
+        return cls(packed[0], packed[1], num_nodes, width - 1)
 
-    def rows(self) -> list[RowTree]:
-        """The rows as lists: a copy to the host."""
-        tokens, parents = self.tokens.tolist(), self.parents.tolist()
-        return [RowTree(t[:n], p[:n]) for t, p, n in zip(tokens, parents, self.num_nodes, strict=True)]
+    @classmethod
+    def roots(cls, tokens: Tensor) -> "DraftTree":
+        """Trees of one node, from int64 [B]: nothing is drafted."""
+        return cls(tokens[:, None], torch.full_like(tokens[:, None], NONE), torch.ones_like(tokens), 0)
+
+    def to_lists(self) -> list[TreeLists]:
+        """The trees on the host."""
+        rows = zip(self.tokens.tolist(), self.parents.tolist(), self.num_nodes.tolist(), strict=True)
+        return [TreeLists(tokens[:count], parents[:count]) for tokens, parents, count in rows]
 
     def ancestors(self) -> Tensor:
-        """bool [B, N, N]: entry [b, i, j] says that j is i or an ancestor of i. Past a row's nodes: only itself."""
+        """bool [B, N, N]: entry [b, i, j] says that j is i or an ancestor of i. Past a tree's nodes: only itself."""
         num_rows, size = self.tokens.shape
-        if size == 1:  # plain decoding: every step comes by
+        if size == 1:
             return torch.ones(num_rows, 1, 1, dtype=torch.bool, device=self.tokens.device)
         eye = torch.eye(size, dtype=torch.float32, device=self.tokens.device)
-        reach = eye + torch.nn.functional.one_hot(self.parents + 1, size + 1)[..., 1:].float()
+        reach = eye + F.one_hot(self.parents + 1, size + 1)[..., 1:].float()
         for _ in range((size - 1).bit_length()):  # paths of length 1, 2, 4, …: squaring doubles them
             reach = (reach @ reach).clamp_(max=1.0)
         return reach > 0
 
-    def depths(self) -> Tensor:
-        """int64 [B, N]: edges between a node and its root."""
-        return depths_of(self.ancestors())
+    def is_valid(self, vocab_size: int) -> Tensor:
+        """bool [B]: all tokens are in the vocabulary and every parent comes before its child."""
+        nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        is_token = (self.tokens >= 0) & (self.tokens < vocab_size)
+        is_parent = (self.parents >= 0) & (self.parents < nodes)
+        is_parent[:, ROOT] = True
+        return ((is_token & is_parent) | (nodes >= self.num_nodes[:, None])).all(-1)
 
+    def to(self, device: torch.device) -> "DraftTree":
+        tokens, parents, num_nodes = (part.to(device) for part in (self.tokens, self.parents, self.num_nodes))
+        probs = None if self.draft_probs is None else self.draft_probs.to(device)
+        return DraftTree(tokens, parents, num_nodes, self.max_depth, probs)
 
-def depths_of(ancestors: Tensor) -> Tensor:
-    """Depths [B, N] of a tree from its ancestors [B, N, N], for who has these already."""
-    return ancestors.sum(-1) - 1
+    def select(self, rows: Tensor) -> "DraftTree":
+        """The trees of `rows` int64 [n]."""
+        if len(rows) == len(self.num_nodes):
+            return self
+        probs = None if self.draft_probs is None else self.draft_probs.index_select(0, rows)
+        tokens, parents, num_nodes = (
+            part.index_select(0, rows) for part in (self.tokens, self.parents, self.num_nodes)
+        )
+        return DraftTree(tokens, parents, num_nodes, self.max_depth, probs)
+
+    def scattered(self, places: Tensor, others: "DraftTree") -> "DraftTree":
+        """`others` with tree `places[i]` (int64 [B]) replaced by this tree's row i."""
+        if len(places) == len(others.num_nodes):
+            return self
+        width = max(self.tokens.shape[1], others.tokens.shape[1])
+
+        def merge(ours: Tensor, theirs: Tensor) -> Tensor:
+            padded, rows = (F.pad(part, (0, width - part.shape[1]), value=NONE) for part in (theirs, ours))
+            return padded.index_copy(0, places, rows)
+
+        probs = None if others.draft_probs is None else others.draft_probs.index_fill(0, places, 0.0)
+        if self.draft_probs is not None:
+            probs = self.draft_probs.new_zeros(len(others.num_nodes), *self.draft_probs.shape[1:])
+            probs.index_copy_(0, places, self.draft_probs)
+        return DraftTree(
+            merge(self.tokens, others.tokens),
+            merge(self.parents, others.parents),
+            others.num_nodes.index_copy(0, places, self.num_nodes),
+            max(self.max_depth, others.max_depth),
+            probs,
+        )
+
+    def limited_to_depth(self, num_steps: Tensor) -> "DraftTree":
+        """The trees without nodes deeper than `num_steps` int64 [B]. The order of the other nodes stays."""
+        depths = self.ancestors().sum(-1) - 1
+        nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        keep = (depths <= num_steps[:, None]) & (nodes < self.num_nodes[:, None])
+        order = (~keep).to(torch.int8).argsort(dim=-1, stable=True)
+        places = keep.cumsum(-1) - 1  # of the nodes that are kept
+        num_nodes = keep.sum(-1)
+        parents = self.parents.gather(1, order)
+        parents = torch.where(parents < 0, parents, places.gather(1, parents.clamp(min=0)))
+        is_past = nodes >= num_nodes[:, None]
+        tokens = self.tokens.gather(1, order).masked_fill(is_past, NONE)
+        probs = self.draft_probs
+        if probs is not None:
+            probs = probs.gather(1, order[:, :, None].expand(-1, -1, probs.shape[-1]))
+        return DraftTree(tokens, parents.masked_fill(is_past, NONE), num_nodes, self.max_depth, probs)

@@ -1,16 +1,14 @@
-"""EAGLE-1, -2 and -3: a small head on the target's features drafts a dynamic tree.
+"""EAGLE-1, EAGLE-2 and EAGLE-3: a small head over the target's hidden states drafts a dynamic tree.
 
-After every step the head first reads what the target computed for good (draft extend: feature of token i with token
-i + 1), overwriting whatever it guessed there, and then a tree grows on its outputs. Its KV of position i lies in the
-slot of the target's, so blocks are shared, cached and freed together; all the drafter remembers is which slots it has
-written, and it reads no others: so it may start beside a target that has been running for long, and may miss a step.
-Not here: the head (`specray.models.eagle`), how a tree grows (`tree_growth`), the choice of its nodes (`eagle_tree`).
+After every step the head first reads what the target computed for good (draft extend: the hidden states of token i with
+token i + 1), overwriting what it guessed there. Then a tree grows on its outputs. Its KV of position i lies in the KV
+slot of the target's, so blocks are shared, cached and freed together. The drafter remembers only which KV slots it has
+written and attends to no others, so it may join requests that are running, and may miss a step.
 """
 
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,10 +17,12 @@ from specray.models.eagle import EagleHead, load_eagle_head
 from specray.ops.attention import AttentionBatch, make_pool
 from specray.ops.backends import make_backend
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRow, ProposeContext, TargetView
+from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
+from specray.spec_decode.request_table import RaggedIndex
 from specray.spec_decode.tree_growth import TreeGrower, TreePrefix, scratch_slots, target_matrices
 from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.written_slots import WrittenSlots
 
 
 def make_eagle3(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter":
@@ -43,55 +43,51 @@ class EagleDrafter:
         self.max_draft_tokens = shape.num_draft_tokens - 1
         self.aux_hidden_state_layers = head.aux_hidden_state_layers
         self._head = head
-        self._device = target.device
         scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
-        pool = make_pool(
-            1, target.num_slots + scratch.size, head.num_kv_heads, head.head_dim, head.dtype, target.device
-        )
+        num_slots = target.num_slots + scratch.numel()
+        pool = make_pool(1, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
         self._attention = make_backend(target.attention_backend, pool, head.num_heads)
         self._grower = TreeGrower(head, shape, self._attention, scratch, target.context_length - 1, target.device)
-        self._is_written = np.zeros(target.num_slots, dtype=bool)
+        self._written = WrittenSlots(target.num_slots)
 
     @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:
-        rows = context.rows + context.unfinished
-        if not rows:
-            return DraftTree.of([])
+        requests = context.requests + context.unfinished
+        if not requests:
+            return DraftTree.from_lists([], context.table.device)
         assert context.aux_hidden_states is not None
-        for row in rows:  # what lies behind `end` is of another request or of rejected nodes
-            self._is_written[row.kv_slots[row.start :]] = False
-            self._is_written[row.kv_slots[row.start : row.end]] = True
-        visible = [self._visible(row) for row in rows]
-        last = self._extend(rows, visible, context.aux_hidden_states)[: len(context.rows)]
-        if not context.rows:
-            return DraftTree.of([])
-        # The pair of token i + 1 and feature i has position i: a child of the root, at `end` + 1, counts as `end`.
-        prefixes = [TreePrefix(row, slots, row.end) for row, slots in zip(context.rows, visible, strict=False)]
-        return self._grower.grow(prefixes, last)
+        self._written.update(context.table, requests, [request.start for request in requests])
+        [slots] = context.columns(requests, "slot")
+        visible = self._written.visible(context.table, slots, requests)
+        output = self._extend(context, requests, visible)
+        count = len(context.requests)
+        if not count:
+            return DraftTree.from_lists([], context.table.device)
+        # The pair of token i + 1 and hidden state i has position i: a child of the root, at `end` + 1, counts as `end`.
+        [ends] = context.columns(context.requests, "end")
+        kv_slots, kv_lens = visible
+        prefix = TreePrefix(context.requests, slots[:count], ends, [(kv_slots[:count], kv_lens[:count])])
+        return self._grower.grow(context, prefix, output[:count])
 
     def release(self, slots: Sequence[int]) -> None:
-        """Nothing to forget: whatever there is lies in KV blocks, which have owners."""
+        """Nothing to forget: the state lies in KV blocks, which have owners."""
 
-    def _extend(self, rows: list[DraftRow], visible: list[np.ndarray], aux_hidden_states: Tensor) -> Tensor:
-        """Read what the step computed; the head's output [rows, hidden] at each row's last position."""
-        lengths = [row.end - row.start for row in rows]
-        tokens = [token for row in rows for token in row.token_ids[row.start + 1 : row.end + 1]]
-        positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
-        written = np.concatenate([row.kv_slots[row.start : row.end] for row in rows])
-        ragged = AttentionBatch(lengths, visible, self._tensor(written), [None] * len(rows))
-        states = self._head.fuse(aux_hidden_states)
-        attend = self._attention.plan(ragged)
-        output = self._head(torch.tensor(tokens, device=self._device), states, self._tensor(positions), attend)
-        return output.index_select(0, self._tensor(np.cumsum(lengths) - 1))
-
-    def _visible(self, row: DraftRow) -> np.ndarray:
-        """KV slots of the row's positions up to `end`, without those this drafter never wrote."""
-        slots = row.kv_slots[: row.end]
-        visible: np.ndarray = slots[self._is_written[slots]]
-        return visible
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _extend(
+        self, context: ProposeContext, requests: list[DraftRequest], visible: tuple[Tensor, list[int]]
+    ) -> Tensor:
+        """Read what the step computed; the head's output [requests, H] at each request's last position."""
+        table, (kv_slots, kv_lens) = context.table, visible
+        slots, starts, ends = context.columns(requests, "slot", "start", "end")
+        lengths = [request.end - request.start for request in requests]
+        index = RaggedIndex.of(ends - starts, sum(lengths))
+        rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
+        batch = AttentionBatch(
+            lengths, kv_lens, kv_slots, table.kv_slots_at(rows, positions), tree_sizes=[(0, 0)] * len(requests)
+        )
+        assert context.aux_hidden_states is not None
+        states = self._head.fuse(context.aux_hidden_states)
+        output = self._head(table.tokens_at(rows, positions + 1), states, positions, self._attention.plan(batch))
+        return output.index_select(0, (ends - starts).cumsum(0) - 1)
 
 
 def _make(config: SpeculativeConfig, target: TargetView, version: Literal[2, 3]) -> EagleDrafter:

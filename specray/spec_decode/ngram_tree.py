@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from itertools import count, islice
 from typing import NamedTuple
 
-from specray.spec_decode.draft_tree import NONE, ROOT, RowTree
+from specray.spec_decode.draft_tree import NONE, ROOT, TreeLists
 from specray.spec_decode.ngram_index import Match
 from specray.spec_decode.ngram_rules import NgramRules
 
@@ -30,7 +30,7 @@ class Level(NamedTuple):
 class NgramDraft(NamedTuple):
     """A tree, and the length of the longest match behind it (0: nothing was found)."""
 
-    tree: RowTree
+    tree: TreeLists
     match_length: int
 
 
@@ -43,7 +43,7 @@ class _TreeBuilder:
     """A tree that grows up to `most` nodes below its root; equal siblings are one."""
 
     def __init__(self, root: int, most: int) -> None:
-        self.tree = RowTree([root], [NONE])
+        self.tree = TreeLists([root], [NONE])
         self._most = most
         self._nodes: dict[tuple[int, int], int] = {}
 
@@ -134,7 +134,7 @@ def _suffix_chain(levels: Iterable[Level], root: int, rules: NgramRules) -> Ngra
                 longest = max(longest, window)
                 if (score, is_own) > best:
                     best, chain = (score, is_own), candidate
-    return NgramDraft(RowTree([root, *chain], [NONE, *range(len(chain))]), longest)
+    return NgramDraft(TreeLists([root, *chain], [NONE, *range(len(chain))]), longest)
 
 
 def _chains(

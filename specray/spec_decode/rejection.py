@@ -1,56 +1,44 @@
 """Rejection sampling: a draft x that was drawn from q is accepted with probability min(1, p(x) / q(x)).
 
-Siblings are tried in order against what is left of the target's law p: after a rejection p becomes max(p - q, 0),
-normalised; when all are rejected, and below the last accepted node, the token is drawn from that. So it has the law p
-(Leviathan et al., arXiv:2211.17192; several drafts: Miao et al., arXiv:2305.09781), if q is the very law of x. Drafts
-that are no draws from a known law (a tree's best tokens, n-grams, what comes from another process) need only be made
-without these coins: a q that is all on x is as right for them, and accepts x with probability p(x).
+Siblings are tried in order against what is left of the target's distribution p: after a rejection p becomes
+max(p - q, 0), normalised. If all are rejected, and below the last accepted node, the token is drawn from what is left.
+The result has the distribution p if q is the distribution that x was drawn from (Leviathan et al., arXiv:2211.17192;
+several drafts: Miao et al., arXiv:2305.09781). Drafts that were not drawn from a known distribution (the top tokens of
+a tree, n-grams, drafts from another process) only have to be independent of the uniforms used here. For them q is
+one-hot: x is accepted with probability p(x).
 
-Coins and the last draw are counter noise under keys of their own, by seed and position, never that of the drafters. But
-what is accepted depends on what was drafted: one seed has one text for one drafter and schedule of drafts only.
+The uniforms and the last draw use counter noise under salted seeds, never the drafter's noise. What is accepted depends
+on what was drafted, so one seed gives one text only for one drafter and one schedule of drafts.
 """
-
-from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.ops.noise import gumbel, salted, uniform
-from specray.ops.sampling import SamplerRow, target_probs
+from specray.ops.noise import gumbel, noise_keys, salted, uniform
+from specray.ops.sampling import target_probs
+from specray.spec_decode.node_sampler import NodeBatch
 
 
-def by_rejection(
-    logits: Tensor,
-    rows: Sequence[SamplerRow],
-    positions: Sequence[int],
-    children: Sequence[Mapping[int, int]],
-    draft_probs: Tensor | None,
-    depth: int,  # noqa: ARG001
-) -> Tensor:
-    """A Choose."""
-    seeds = [row.options.seed for row in rows]
-    width = max(map(len, children))
-    drafts = [[*tokens, *[-1] * (width - len(tokens))] for tokens in children]
-    uniforms = [
-        [uniform(seed, at, column) for column in range(width)] for seed, at in zip(seeds, positions, strict=True)
-    ]
-    device = logits.device
+def sample_by_rejection(nodes: NodeBatch) -> Tensor:
+    """A NodeSampler."""
+    width = int((nodes.siblings >= 0).sum(-1).max())
+    seeds, columns = nodes.sampling.seeds, torch.arange(width, device=nodes.logits.device)
     return choose(
-        target_probs(logits, rows),
-        torch.tensor(drafts, dtype=torch.int64, device=device).view(len(rows), width),
-        draft_probs,
-        torch.tensor(uniforms, dtype=torch.float64, device=device).view(len(rows), width),
-        gumbel([salted(seed) for seed in seeds], positions, logits.shape[-1], device),
+        target_probs(nodes.logits, nodes.sampling),
+        nodes.siblings[:, :width],
+        nodes.draft_probs,
+        uniform(seeds[:, None], nodes.positions[:, None], columns),
+        gumbel(noise_keys(salted(seeds), nodes.positions), nodes.logits.shape[-1]),
     )
 
 
 def choose(probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, uniforms: Tensor, noise: Tensor) -> Tensor:
-    """Token of each row, int64 [rows]: the accepted draft, or a draw from what the rejected ones leave.
+    """Token of each row, int64 [n]: the accepted draft, or a draw from what the rejected ones leave.
 
-    `probs` [rows, V] is the target's, `drafts` int64 [rows, C] are siblings in order, -1 past a row's own,
-    `draft_probs` [rows, up to V] their distributions or zeros, `uniforms` [rows, C] are in (0, 1),
-    `noise` [rows, V] is standard Gumbel.
+    `probs` [n, V] is the target's distribution, `drafts` int64 [n, C] are siblings in order, -1 past the last,
+    `draft_probs` [n, up to V] are their distributions or zeros, `uniforms` [n, C] are in (0, 1), `noise` [n, V] is
+    standard Gumbel.
     """
     left, accepted = probs, drafts.new_full((len(drafts), 1), -1)
     for column in range(drafts.shape[1]):
@@ -64,16 +52,16 @@ def choose(probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, uniforms: 
 
 
 def _probs_of(token: Tensor, draft_probs: Tensor | None, vocab_size: int) -> Tensor:
-    """[rows, V]: `draft_probs`, all on `token` [rows, 1] where these are zeros."""
-    certain = torch.zeros(len(token), vocab_size, device=token.device).scatter_(1, token, 1.0)
+    """[n, V]: `draft_probs`, or one-hot at `token` [n, 1] where these are zeros."""
+    one_hot = torch.zeros(len(token), vocab_size, device=token.device).scatter_(1, token, 1.0)
     if draft_probs is None:
-        return certain
+        return one_hot
     known = F.pad(draft_probs, (0, vocab_size - draft_probs.shape[1]))
-    return torch.where(known.sum(-1, keepdim=True) > 0, known, certain)
+    return torch.where(known.sum(-1, keepdim=True) > 0, known, one_hot)
 
 
 def _without(probs: Tensor, drawn_from: Tensor) -> Tensor:
-    """max(law - drawn_from, 0), normalised; where rounding leaves nothing, the two are equal and `probs` serves."""
+    """max(probs - drawn_from, 0), normalised; where rounding leaves nothing the two are equal and `probs` serves."""
     rest = (probs - drawn_from).clamp_(min=0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total, probs)

@@ -1,10 +1,10 @@
-"""Simulated acceptance: drafts are accepted by lot, at rates that were asked for, whatever they are.
+"""Simulated acceptance: drafts are accepted at random, at the rates that were asked for, whatever they are.
 
 For measuring what a step of a given accept length costs, with random weights or before a drafter is trained. The text
-is nobody's: every reply, log line and metric of such an engine says so.
+is meaningless: every reply, log line and metric of such an engine says so.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
 
@@ -12,40 +12,30 @@ import torch
 from torch import Tensor
 
 from specray.ops.noise import salted, uniform
-from specray.ops.sampling import SamplerRow, sample
+from specray.ops.sampling import sample
+from specray.spec_decode.node_sampler import NodeBatch
 
 
 def rates_of(accept_length: float) -> list[float]:
-    """Acceptance by depth that makes steps of so many tokens on average, bonus included, and none a token off that."""
+    """Acceptance by depth that makes steps of this mean length, bonus included, each within a token of it."""
     whole = floor(accept_length - 1)
     return [1.0] * whole + [accept_length - 1 - whole]
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
-    """A Choose: below a node at depth d, the best child is taken with probability `rates[d]`; past their end, none."""
+class SimulatedAcceptance:
+    """NodeSampler that takes the best child of a node at depth d with probability `rates[d]`, 0 past their end."""
 
     rates: Sequence[float]
 
-    def __call__(
-        self,
-        logits: Tensor,
-        rows: Sequence[SamplerRow],
-        positions: Sequence[int],
-        children: Sequence[Mapping[int, int]],
-        draft_probs: Tensor | None,  # noqa: ARG002
-        depth: int,
-    ) -> Tensor:
-        rate = self.rates[depth] if depth < len(self.rates) else 0.0
-        tokens: list[int] = sample(logits, rows, positions).tolist()  # costs what it always costs
-        for i, row in enumerate(rows):
-            if children[i] and uniform(salted(row.options.seed), positions[i], depth) < rate:
-                tokens[i] = next(iter(children[i]))
-            else:
-                tokens[i] = next(token for token in _others(tokens[i], logits.shape[-1]) if token not in children[i])
-        return torch.tensor(tokens, device=logits.device)
-
-
-def _others(token: int, vocab_size: int) -> Sequence[int]:
-    """The token itself, then those after it."""
-    return [(token + step) % vocab_size for step in range(min(vocab_size, 64))]
+    def __call__(self, nodes: NodeBatch) -> Tensor:
+        rate = self.rates[nodes.depth] if nodes.depth < len(self.rates) else 0.0
+        tokens = sample(nodes.logits, nodes.sampling, nodes.keys)  # costs what it costs without simulation
+        siblings = nodes.siblings
+        depth = torch.full_like(nodes.positions, nodes.depth)
+        is_accepted = uniform(salted(nodes.sampling.seeds), nodes.positions, depth) < rate
+        for _ in range(siblings.shape[1]):  # the first token from the sampled one on that is no child
+            is_child = (siblings == tokens[:, None]).any(-1)
+            tokens = torch.where(is_child, (tokens + 1) % nodes.logits.shape[-1], tokens)
+        best = siblings[:, 0]
+        return torch.where(is_accepted & (best >= 0), best, tokens)

@@ -1,55 +1,51 @@
-"""Lossy acceptance: drafts that are likely enough stand in for the token the target sampled.
+"""Lossy acceptance: drafts that are likely enough replace the token that the target sampled.
 
-At a node whose sampled token is a child, that child is taken, as ever. Else the siblings are walked in order, best
-first. With p a sibling's probability by the target's law (temperature and filters applied), A the sum of p so far and S
-of all siblings, one with p > 0 is taken as soon as u < A / accept_threshold_acc or p >= accept_threshold_single, where
-u is uniform in [S, 1): the place in [0, 1) of a sampled token that is no child. So some child is taken with probability
-min(1, S / accept_threshold_acc), as by SGLang's rule, and always where one has probability accept_threshold_single.
-With both thresholds 1.0 no more is taken than by `coupled`, which is what runs then. Greedy requests stay exact: all of
-their law is on one token. The coin is keyed by seed and position: the same drafts lead to the same text.
+At a node whose sampled token is a child, that child is taken, as by `coupled`. Otherwise the siblings are walked in
+order, best first. With p a sibling's probability under the target (temperature and filters applied), A the sum of p so
+far and S that of all siblings, a sibling with p > 0 is taken as soon as u < A / accept_threshold_acc or
+p >= accept_threshold_single, where u is uniform in [S, 1): the place in [0, 1) of a sampled token that is no child. So
+some child is taken with probability min(1, S / accept_threshold_acc), as by SGLang's rule, and always where one has
+probability accept_threshold_single. With both thresholds 1.0 nothing more than by `coupled` is taken, and `coupled` is
+what runs then. Greedy requests stay exact: their distribution is one-hot. The uniform is keyed by seed and position, so
+the same drafts lead to the same text.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specray.ops.noise import uniform
-from specray.ops.sampling import SamplerRow, sample, target_probs
+from specray.ops.sampling import sample, target_probs
+from specray.spec_decode.node_sampler import NodeBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Thresholds:
-    """A Choose with SGLang's two thresholds, each in (0, 1]."""
+class ThresholdSampler:
+    """A NodeSampler with SGLang's two thresholds, each in (0, 1]."""
 
     single: float
     acc: float
 
-    def __call__(
-        self,
-        logits: Tensor,
-        rows: Sequence[SamplerRow],
-        positions: Sequence[int],
-        children: Sequence[Mapping[int, int]],
-        draft_probs: Tensor | None,  # noqa: ARG002
-        depth: int,  # noqa: ARG002
-    ) -> Tensor:
-        tokens: list[int] = sample(logits, rows, positions).tolist()
-        open_rows = [i for i, token in enumerate(tokens) if children[i] and token not in children[i]]
-        probs_list = target_probs(logits[open_rows], [rows[i] for i in open_rows]) if open_rows else logits[:0]
-        for i, probs in zip(open_rows, probs_list, strict=True):
-            siblings = list(children[i])
-            place = self.first_likely(probs[siblings].tolist(), uniform(rows[i].options.seed, positions[i], 0))
-            tokens[i] = tokens[i] if place is None else siblings[place]
-        return torch.tensor(tokens, device=logits.device)
+    def __call__(self, nodes: NodeBatch) -> Tensor:
+        tokens, siblings = sample(nodes.logits, nodes.sampling, nodes.keys), nodes.siblings
+        probs = target_probs(nodes.logits, nodes.sampling).gather(1, siblings.clamp(min=0)) * (siblings >= 0)
+        uniforms = uniform(nodes.sampling.seeds, nodes.positions, torch.zeros_like(nodes.positions))
+        place = self.first_likely(probs, uniforms)[:, None]
+        is_child = (siblings == tokens[:, None]).any(-1, keepdim=True)
+        other = siblings.gather(1, place.clamp(min=0))
+        return torch.where((place >= 0) & ~is_child, other, tokens[:, None])[:, 0]
 
-    def first_likely(self, probabilities: Sequence[float], uniform: float) -> int | None:
-        """Which of the siblings is taken in place of a token that is none of them; `uniform` is in (0, 1)."""
-        total, so_far = sum(probabilities), 0.0
-        uniform = total + (1 - total) * uniform
-        for place, probability in enumerate(probabilities):
-            so_far += probability
-            if probability > 0 and (uniform < so_far / self.acc or probability >= self.single):
-                return place
-        return None
+    def first_likely(self, probs: Tensor, uniforms: Tensor) -> Tensor:
+        """The sibling that is taken in place of a token that is none of them, int64 [n]; -1 for none.
+
+        `probs` [n, C] are the siblings' probabilities, `uniforms` [n] are in (0, 1).
+        """
+        probs = probs.double()
+        total = probs.sum(-1, keepdim=True)
+        threshold = total + (1 - total) * uniforms[:, None]
+        is_likely = (probs > 0) & ((threshold < probs.cumsum(-1) / self.acc) | (probs >= self.single))
+        place = (
+            is_likely.to(torch.int8).argmax(-1) if probs.shape[-1] else torch.zeros_like(uniforms, dtype=torch.int64)
+        )
+        return torch.where(is_likely.any(-1), place, -1)

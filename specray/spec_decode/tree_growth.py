@@ -1,15 +1,14 @@
-"""A tree grown level by level on a drafter's own outputs: what EAGLE heads and draft models have in common.
+"""Trees that grow level by level on a drafter's own outputs: what EAGLE heads, MTP layers and draft models share.
 
-At T > 0 the noise the target will sample with is added to every node's logits. KV of nodes lies in scratch slots behind
-the target's pool and is forgotten. Not here: what a tree grows on (`eagle`, `draft_model`), which nodes are kept
-(`eagle_tree`).
+For sampled requests the noise that the target will sample with is added to every node's logits, which raises
+acceptance and cannot change the output. The KV of nodes lies in scratch slots behind the KV slots of the target's pool
+and is not kept. `eagle_tree` chooses the nodes.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,14 +16,13 @@ from torch import Tensor
 from specray.config import SpeculativeConfig
 from specray.models.eagle import TargetMatrices
 from specray.ops.attention import Attend, AttentionBackend, AttentionBatch, torch_dtype
-from specray.ops.noise import gumbel
+from specray.ops.noise import gumbel, noise_keys
 from specray.ops.quantization import check_quantization, quantization_of_choice
 from specray.ops.sampling import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftFaultError, DraftRow, TargetView
+from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.tree_shape import TreeShape
-from specray.step import DraftFault
 
 
 class TreeModel(Protocol):
@@ -47,22 +45,25 @@ class TreeModel(Protocol):
 
 
 class TreePrefix(NamedTuple):
-    """What a row's tree grows on."""
+    """What the trees of B requests grow on."""
 
-    row: DraftRow  # its last known token, at `end`, is the root
-    kv_slots: np.ndarray  # int64: what every node sees beside its ancestors
-    position: int  # of the root's children, as the model counts
+    requests: list[DraftRequest]  # their last known tokens, at `end`, are the roots
+    slots: Tensor  # int64 [B], of the request table
+    positions: Tensor  # int64 [B], of the roots' children as the model counts
+    # What every node sees beside its ancestors: (KV slots int64 [B, n], how many of them each request has), one for
+    # each layer of the model, or one for all layers
+    visible: list[tuple[Tensor, list[int]]]
 
 
 class TreeGrower:
-    """Trees of one shape. `scratch` int64 [rows, at least topk * (num_steps - 1)] has KV slots for the nodes."""
+    """Grows trees of one shape. `scratch` int64 [rows, at least topk * (num_steps - 1)] are KV slots for the nodes."""
 
     def __init__(
         self,
         model: TreeModel,
         shape: TreeShape,
         attention: AttentionBackend,
-        scratch: np.ndarray,
+        scratch: Tensor,
         last_position: int,
         device: torch.device,
     ) -> None:
@@ -74,91 +75,124 @@ class TreeGrower:
         self._last_position = last_position
         self._device = device
 
-    def grow(self, prefixes: Sequence[TreePrefix], output: Tensor) -> DraftTree:
-        """Trees below the rows' last known tokens, from the model's output [rows, H] before their children."""
-        topk, num_rows = self._shape.topk, len(prefixes)
-        num_steps = min(self._shape.num_steps, max(prefix.row.max_steps for prefix in prefixes))
-        probs_list: list[Tensor] = []  # of each level's children
-        scores, tokens = self._candidates(output, prefixes, 1, probs_list)
+    def grow(self, context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
+        """Trees below the last known tokens, from the model's output [B, H] that their children are predicted with."""
+        topk, num_rows = self._shape.topk, len(prefix.requests)
+        num_steps = min(self._shape.num_steps, max(request.draft_limit.num_steps for request in prefix.requests))
+        noise = _Noise.of(context, prefix, num_steps)
+        level_probs: list[Tensor] = []  # the distribution that each level's children are drawn from
+        scores, tokens = self._candidates(output, noise, 0, level_probs)
         pool = CandidatePool.of_roots(scores[:, 0], tokens[:, 0])
-        states = self._model.recur(output).repeat_interleave(topk, 0)  # what precedes each of the frontier's tokens
-        sees = np.empty((num_rows, topk, 0), dtype=bool)  # earlier nodes that are ancestors
+        keys = [self._with_scratch(kv_slots, kv_lens) for kv_slots, kv_lens in prefix.visible]
+        states = self._model.recur(output).repeat_interleave(topk, 0)  # of what precedes each token of the frontier
+        rows = torch.arange(num_rows, device=self._device)[:, None]
+        eye = torch.eye(topk, dtype=torch.bool, device=self._device).expand(num_rows, topk, topk)
+        sees = eye[:, :, :0]  # which of the earlier nodes are ancestors
         frontier = torch.arange(topk, device=self._device).expand(num_rows, topk)
         for level in range(1, num_steps):
             tokens = pool.tokens.gather(1, frontier).flatten()
-            sees = np.concatenate((sees, np.broadcast_to(np.eye(topk, dtype=bool), (num_rows, topk, topk))), 2)
-            output = self._forward_level(prefixes, tokens, states, sees, level)
-            probs, children = self._candidates(output, prefixes, level + 1, probs_list)
+            sees = torch.cat((sees, eye), 2)
+            output = self._forward_level(prefix, keys, tokens, states, sees, level)
+            probs, children = self._candidates(output, noise, level, level_probs)
             pool.expand(frontier, pool.scores.gather(1, frontier)[:, :, None] * probs, children)
             if level + 1 < num_steps:
                 frontier = pool.best_of_last()
                 parents = (frontier - (pool.scores.shape[1] - topk**2)) // topk  # places in the level just computed
-                flat = (parents + topk * torch.arange(num_rows, device=self._device)[:, None]).flatten()
-                states = self._model.recur(output).index_select(0, flat)
-                sees = np.take_along_axis(sees, parents.cpu().numpy()[:, :, None], 1)
-        if not bool(pool.scores.isfinite().all()):
-            raise DraftFaultError(DraftFault.NOT_A_NUMBER)
+                states = self._model.recur(output).index_select(0, (parents + topk * rows).flatten())
+                sees = sees.gather(1, parents[:, :, None].expand_as(sees))
         num_drafts = min(self._shape.num_draft_tokens - 1, pool.scores.shape[1])
-        tree = pool.tree([prefix.row.token_ids[prefix.row.end] for prefix in prefixes], num_drafts)
-        return replace(tree, draft_probs=F.pad(torch.stack(probs_list, 1), (0, 0, 0, 1))) if probs_list else tree
+        tree = pool.tree(context.roots(), num_drafts)
+        return replace(tree, draft_probs=F.pad(torch.stack(level_probs, 1), (0, 0, 0, 1))) if level_probs else tree
+
+    def _with_scratch(self, kv_slots: Tensor, kv_lens: list[int]) -> Tensor:
+        """KV slots [B, n]: those that are visible, and all scratch slots of the request behind them."""
+        scratch = self._scratch[: len(kv_lens)]
+        ends = torch.tensor(kv_lens, device=self._device)[:, None]
+        places = ends + torch.arange(scratch.shape[1], device=self._device)
+        return F.pad(kv_slots, (0, scratch.shape[1])).scatter_(1, places, scratch)
 
     def _forward_level(
-        self, prefixes: Sequence[TreePrefix], tokens: Tensor, states: Tensor, sees: np.ndarray, level: int
+        self, prefix: TreePrefix, keys: list[Tensor], tokens: Tensor, states: Tensor, sees: Tensor, level: int
     ) -> Tensor:
-        """The model's output [rows * topk, H] for one level's nodes, a row's side by side."""
-        topk = self._shape.topk
-        scratch = self._scratch[: len(prefixes), : level * topk]
-        # Nodes past the last position have nowhere to go, and never come to be verified.
-        positions = [min(prefix.position + level - 1, self._last_position) for prefix in prefixes for _ in range(topk)]
-        ragged = AttentionBatch(
-            [topk] * len(prefixes),
-            [np.concatenate((prefix.kv_slots, slots)) for prefix, slots in zip(prefixes, scratch, strict=True)],
-            torch.from_numpy(scratch[:, -topk:].ravel()).to(self._device),
-            list(sees),
-        )
-        return self._model(tokens, states, torch.tensor(positions, device=self._device), self._attention.plan(ragged))
+        """The model's output [B * topk, H] for one level's nodes, a request's side by side."""
+        topk, num_rows = self._shape.topk, len(prefix.requests)
+        written = self._scratch[:num_rows, (level - 1) * topk : level * topk].flatten()
+        plans = [
+            self._attention.plan(
+                AttentionBatch(
+                    query_lens=[topk] * num_rows,
+                    kv_lens=[length + level * topk for length in kv_lens],
+                    kv_slots=kv_slots,
+                    slot_mapping=written,
+                    tree_sizes=[(topk, level * topk)] * num_rows,
+                    tree_mask=sees,
+                )
+            )
+            for kv_slots, (_, kv_lens) in zip(keys, prefix.visible, strict=True)
+        ]
+        # A node past the last position has no rotary angle of its own, and is never verified.
+        positions = (prefix.positions + level - 1).clamp(max=self._last_position).repeat_interleave(topk)
+        return self._model(tokens, states, positions, by_layer(plans))
 
     def _candidates(
-        self, output: Tensor, prefixes: Sequence[TreePrefix], depth: int, probs_list: list[Tensor]
+        self, output: Tensor, noise: "_Noise", level: int, level_probs: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """(scores, target ids) of the likeliest tokens at `depth`, best first; their probs join `probs_list` if kept.
+        """(probabilities, target ids) of the likeliest tokens below a level's nodes, [B, nodes, topk], best first.
 
-        `output` [rows * nodes, H] holds as many nodes of each row; the results are [rows, nodes, topk].
+        `output` [B * nodes, H] has as many nodes of each request.
         """
-        logits = self._model.logits(output).view(len(prefixes), -1, self._model.vocab_size)
+        logits = self._model.logits(output).view(len(noise.keys), -1, self._model.vocab_size)
         if self._shape.returns_draft_probs:
-            probs_list.append(self._probs(logits[:, 0], prefixes))
-        noisy = [i for i, prefix in enumerate(prefixes) if prefix.row.temperature >= GREEDY_BELOW]
-        if noisy:
-            logits[noisy] = self._with_noise(logits[noisy], [prefixes[i].row for i in noisy], depth)
-        best = logits.softmax(-1).topk(self._shape.topk)
+            level_probs.append(noise.probs(logits[:, 0], self._model.draft_token_ids))
+        best = noise.added(logits, level, self._model.draft_token_ids).softmax(-1).topk(self._shape.topk)
         return best.values, self._model.target_ids(best.indices)
 
-    def _probs(self, logits: Tensor, prefixes: Sequence[TreePrefix]) -> Tensor:
-        """float32 [rows, up to V]: what the likeliest token is a draw from, once there is noise; zeros if greedy."""
-        temperatures = torch.tensor([prefix.row.temperature for prefix in prefixes], device=self._device)[:, None]
-        probs = (logits / temperatures.clamp(min=GREEDY_BELOW)).softmax(-1) * (temperatures >= GREEDY_BELOW)
-        if (ids := self._model.draft_token_ids) is None:
-            return probs
-        return probs.new_zeros(len(prefixes), int(ids.max()) + 1).index_copy_(1, ids, probs)
 
-    def _with_noise(self, logits: Tensor, rows: Sequence[DraftRow], depth: int) -> Tensor:
-        """Logits [rows, nodes, V] under temperature and the noise with which the target will sample at `depth`."""
-        noise = gumbel(
-            [row.seed for row in rows],
-            [row.end + depth for row in rows],
-            logits.shape[-1],
-            self._device,
-            self._model.draft_token_ids,
+class _Noise(NamedTuple):
+    """The noise that the target will sample with, for the requests that are sampled."""
+
+    is_sampled: list[bool]
+    temperature: Tensor  # float32 [B]
+    keys: Tensor  # int32 [B, levels, 2]
+
+    @classmethod
+    def of(cls, context: ProposeContext, prefix: TreePrefix, num_levels: int) -> "_Noise":
+        table, requests = context.table, prefix.requests
+        [ends] = context.columns(requests, "end")
+        positions = ends[:, None] + 1 + torch.arange(num_levels, device=ends.device)
+        return cls(
+            [table.states[request.slot].sampling.is_sampled for request in requests],
+            table.temperature.index_select(0, prefix.slots),
+            noise_keys(table.seeds.index_select(0, prefix.slots)[:, None], positions),
         )
-        temperatures = torch.tensor([row.temperature for row in rows], device=self._device)
-        return logits / temperatures[:, None, None] + noise[:, None]
+
+    def added(self, logits: Tensor, level: int, ids: Tensor | None) -> Tensor:
+        """Logits [B, nodes, V] under temperature and noise where the request is sampled."""
+        if not any(self.is_sampled):
+            return logits
+        if all(self.is_sampled):
+            noise = gumbel(self.keys[:, level], logits.shape[-1], ids)
+            return logits / self.temperature[:, None, None] + noise[:, None]
+        rows = torch.tensor([row for row, is_so in enumerate(self.is_sampled) if is_so], device=logits.device)
+        noise = gumbel(self.keys[rows, level], logits.shape[-1], ids)
+        return logits.index_copy(0, rows, logits[rows] / self.temperature[rows, None, None] + noise[:, None])
+
+    def probs(self, logits: Tensor, ids: Tensor | None) -> Tensor:
+        """float32 [B, up to V]: what the likeliest token is a draw from, once there is noise; zeros if greedy."""
+        temperature = self.temperature[:, None]
+        probs = (logits / temperature.clamp(min=GREEDY_BELOW)).softmax(-1) * (temperature >= GREEDY_BELOW)
+        return probs if ids is None else probs.new_zeros(len(probs), int(ids.max()) + 1).index_copy_(1, ids, probs)
 
 
-def scratch_slots(target: TargetView, per_row: int) -> np.ndarray:
-    """int64 [max_rows, per_row]: KV slots behind the target's, a stretch for each row of a step."""
-    slots = np.arange(target.max_rows * per_row, dtype=np.int64)
-    return target.num_slots + slots.reshape(target.max_rows, per_row)
+def by_layer(plans: Sequence[Attend]) -> Attend:
+    """One Attend of many: layer i attends by plan i; a single plan serves all layers."""
+    return plans[0] if len(plans) == 1 else lambda layer, q, kv: plans[layer](layer, q, kv)
+
+
+def scratch_slots(target: TargetView, per_row: int) -> Tensor:
+    """int64 [max_rows, per_row]: KV slots behind the target's, some for each request of a step."""
+    slots = torch.arange(target.max_rows * per_row, device=target.device)
+    return target.num_slots + slots.view(target.max_rows, per_row)
 
 
 def draft_dtype(config: SpeculativeConfig, target: TargetView) -> torch.dtype:

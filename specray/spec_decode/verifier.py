@@ -1,86 +1,177 @@
-"""The one verifier: walk each tree from its root, taking at every node the token that is chosen there.
+"""The verifier: walk each draft tree from its root and take, at every node, the token that is sampled there.
 
-While that token is a child of the node the walk descends; the first that is not is the bonus token. By the ordinary
-choice, `coupled`, the target samples it, so the output is the target's own text, whatever was drafted. Each depth is
-one batched choice, and penalties see the path's own tokens because they are emitted first.
+While that token is a child of the node the walk descends. The first token that is not is the bonus token. With coupled
+sampling the target samples its own token, so the output does not depend on the drafts. Most requests are verified at
+once: the token of every node is chosen in one batch, and the path follows from comparisons on the device. Requests
+whose logits depend on the path (penalties), that need logprobs, or whose sampler looks at the drafts are walked depth
+by depth. So are sampled requests on a CPU, where noise for nodes that are not visited costs more than the depths.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specray.ops.sampling import SamplerRow, token_logprob
+from specray.ops.noise import noise_keys
+from specray.ops.sampling import SamplingBatch, SamplingState, sample, token_logprob
 from specray.outputs import TokenLogprob
-from specray.spec_decode.choice import NodeSampler, children_of, coupled
-from specray.spec_decode.draft_tree import ROOT, DraftTree
+from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
+from specray.spec_decode.node_sampler import NodeBatch, NodeSampler, coupled
 
 
 class VerifyOutput(NamedTuple):
-    """One row's outcome."""
+    """Outcome of B trees of at most D levels below the root, on the device."""
 
-    path: list[int]  # accepted nodes, the root first; their KV stays
-    token_ids: list[int]  # accepted drafts, then the bonus token: as many as `path`
-    logprobs: list[TokenLogprob] | None
-    is_broken: bool  # the logits were not numbers; nothing else may be used
-
-
-def verify(
-    logits: Tensor, tree: DraftTree, rows: Sequence[SamplerRow], lengths: Sequence[int], choose: NodeSampler = coupled
-) -> list[VerifyOutput]:
-    """Judge every row's tree.
-
-    `logits` is float32 [sum of num_nodes, V], rows and nodes in order; `lengths[i]` is row i's number of
-    known tokens, root included, and so the position of the first token to sample. Counts emitted tokens
-    in `rows`.
-    """
-    walks = [_Walk(row, lengths[i]) for i, row in enumerate(rows)]
-    children = children_of(tree)
-    first = [sum(tree.num_nodes[:i]) for i in range(len(rows))]
-    active, depth = list(range(len(rows))), 0
-    while active:
-        nodes = [walks[i].path[-1] for i in active]
-        here = logits[torch.tensor([first[i] + node for i, node in zip(active, nodes, strict=True)]).to(logits.device)]
-        below = [children[i].get(node, {}) for i, node in zip(active, nodes, strict=True)]
-        probs_list = None if tree.draft_probs is None else tree.draft_probs[active, nodes]
-        tokens = choose(here, [rows[i] for i in active], [walks[i].position for i in active], below, probs_list, depth)
-        chosen = here.gather(1, tokens[:, None]).isfinite()[:, 0]
-        # To the host once per depth: a handful of tokens, and the walk is data dependent.
-        for i, row_logits, token, is_sound in zip(active, here, tokens.tolist(), chosen.tolist(), strict=True):
-            walks[i].emit(token, row_logits, is_sound)
-        active = [i for i, drafts in zip(active, below, strict=True) if walks[i].descend(drafts)]
-        depth += 1
-    return [walk.output() for walk in walks]
+    num_tokens: Tensor  # int64 [B]: accepted drafts and the bonus token; 0: the logits are not finite
+    tokens: Tensor  # int64 [B, D + 1]: accepted drafts, then the bonus token; undefined past `num_tokens`
+    nodes: Tensor  # int64 [B, D + 1]: accepted nodes, the root first; undefined past `num_tokens`
+    logprobs: dict[int, list[TokenLogprob]]  # of the requests that want them, by row
 
 
-class _Walk:
-    """One row on its way down its tree."""
+class VerifyInput(NamedTuple):
+    """B trees and the target's logits at their nodes."""
 
-    def __init__(self, row: SamplerRow, length: int) -> None:
-        self.position = length
-        self.path = [ROOT]
-        self._row = row
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] | None = None if row.options.logprobs is None else []
-        self._is_broken = False
+    logits: Tensor  # float32 [sum of num_nodes, V], requests and nodes in order
+    tree: DraftTree
+    num_nodes: list[int]  # the host's copy of tree.num_nodes
+    sampling: SamplingBatch  # requests that are walked by depth count their emitted tokens in its states
+    lengths: Tensor  # int64 [B], known tokens, the root included: the positions of the first tokens to sample
 
-    def emit(self, token: int, logits: Tensor, is_sound: bool) -> None:
-        if not is_sound:
-            self._is_broken = True
-            return
-        self._row.emitted(token)
-        self._tokens.append(token)
-        if self._logprobs is not None:
-            self._logprobs.append(token_logprob(logits, token, self._row.options.logprobs or 0))
+    def starts(self) -> np.ndarray:
+        """int64 [B]: place of each root in `logits`."""
+        counts = np.array(self.num_nodes, dtype=np.int64)
+        return counts.cumsum() - counts
 
-    def descend(self, children: Mapping[int, int]) -> bool:
-        """Go to the child with the token just emitted; False if there is none."""
-        if self._is_broken or (child := children.get(self._tokens[-1])) is None:
-            return False
-        self.path.append(child)
-        self.position += 1
-        return True
+    def select(self, rows: list[int]) -> "VerifyInput":
+        """These requests alone."""
+        device, starts = self.logits.device, self.starts()
+        index = torch.tensor(rows, dtype=torch.int64).to(device)
+        places = np.concatenate([np.arange(starts[row], starts[row] + self.num_nodes[row]) for row in rows])
+        return VerifyInput(
+            self.logits.index_select(0, torch.from_numpy(places).to(device)),
+            self.tree.select(index),
+            [self.num_nodes[row] for row in rows],
+            self.sampling.select(rows),
+            self.lengths.index_select(0, index),
+        )
 
-    def output(self) -> VerifyOutput:
-        return VerifyOutput(self.path, self._tokens, self._logprobs, self._is_broken)
+
+def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, allowed: Tensor | None = None) -> VerifyOutput:
+    """Verify all trees. `allowed` bool [sum of num_nodes, V] has the tokens that a grammar permits at each node."""
+    if allowed is not None:
+        inputs = inputs._replace(logits=inputs.logits.masked_fill(~allowed, -torch.inf))
+    is_cpu, states = inputs.logits.device.type == "cpu", inputs.sampling.states
+    walked = [row for row, state in enumerate(states) if sampler is not coupled or _needs_walk(state, is_cpu)]
+    if not walked:
+        return _verify_at_once(inputs)
+    if len(walked) == len(states):
+        return _verify_by_depth(inputs, sampler)
+    others = sorted(set(range(len(states))) - set(walked))
+    at_once = _verify_at_once(inputs.select(others))
+    by_depth = _verify_by_depth(inputs.select(walked), sampler)
+    order = torch.tensor(others + walked).argsort().to(inputs.logits.device)
+    num_tokens, tokens, nodes = (
+        torch.cat(both).index_select(0, order) for both in zip(at_once[:3], by_depth[:3], strict=True)
+    )
+    return VerifyOutput(num_tokens, tokens, nodes, {walked[row]: probs for row, probs in by_depth.logprobs.items()})
+
+
+def _needs_walk(state: SamplingState, is_cpu: bool) -> bool:
+    return state.options.logprobs is not None or state.adjusts_logits or (is_cpu and state.is_sampled)
+
+
+def _verify_at_once(inputs: VerifyInput) -> VerifyOutput:
+    """Choose the target's token at every node, then accept the nodes whose whole path was chosen."""
+    tree, device = inputs.tree, inputs.logits.device
+    num_rows, width = tree.tokens.shape
+    ancestors = tree.ancestors()
+    depths = ancestors.sum(-1) - 1
+    nodes = torch.arange(width, device=device)
+    is_node = nodes < tree.num_nodes[:, None]
+    starts = tree.num_nodes.cumsum(0) - tree.num_nodes
+    places = torch.where(is_node, starts[:, None] + nodes, 0)
+    flat = _choose_everywhere(inputs, depths, is_node)
+    is_finite = inputs.logits.gather(1, flat[:, None])[:, 0].isfinite()
+    chosen, is_finite = flat[places], is_finite[places] & is_node
+    parents = tree.parents.clamp(min=0)
+    is_chosen = (tree.tokens == chosen.gather(1, parents)) & is_node & ~twins(tree)
+    is_chosen[:, ROOT] = True
+    is_accepted = (is_chosen[:, None, :] | ~ancestors).all(-1) & (depths <= tree.max_depth) & is_node
+    is_sound = (is_finite | ~is_accepted).all(-1)
+    # Of each depth one node at most is accepted; the others go to a column that is cut off.
+    columns = torch.where(is_accepted, depths, tree.max_depth + 1)
+    path = torch.zeros(num_rows, tree.max_depth + 2, dtype=torch.int64, device=device)
+    path = path.scatter_(1, columns, nodes.expand(num_rows, width))[:, :-1]
+    return VerifyOutput(is_accepted.sum(-1) * is_sound, chosen.gather(1, path), path, {})
+
+
+def _choose_everywhere(inputs: VerifyInput, depths: Tensor, is_node: Tensor) -> Tensor:
+    """The target's token at every node, int64 [sum of num_nodes]; `depths` and `is_node` are [B, N]."""
+    if not any(state.is_sampled for state in inputs.sampling.states):
+        return inputs.logits.argmax(-1)
+    positions = inputs.lengths[:, None] + depths
+    keys = noise_keys(inputs.sampling.seeds[:, None], positions)
+    places = is_node.flatten().argsort(descending=True, stable=True)[: len(inputs.logits)]
+    rows = np.repeat(np.arange(len(inputs.num_nodes)), inputs.num_nodes).tolist()
+    return sample(inputs.logits, inputs.sampling.select(rows), keys.flatten(0, 1).index_select(0, places))
+
+
+def _verify_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
+    """Choose the token of one node a request and depth. The results of each depth are copied to the host."""
+    tree, states, device = inputs.tree, inputs.sampling.states, inputs.logits.device
+    positions = inputs.lengths[:, None] + torch.arange(tree.max_depth + 1, device=device)
+    keys = noise_keys(inputs.sampling.seeds[:, None], positions)
+    is_twin, starts = twins(tree), inputs.starts()
+    paths: list[list[int]] = [[ROOT] for _ in states]
+    tokens: list[list[int]] = [[] for _ in states]
+    logprobs: dict[int, list[TokenLogprob]] = {
+        row: [] for row, state in enumerate(states) if state.options.logprobs is not None
+    }
+    active = list(range(len(states)))
+    for depth in range(tree.max_depth + 1):
+        at = [paths[row][-1] for row in active]
+        rows, node = torch.tensor([active, at]).to(device)
+        here = inputs.logits.index_select(0, torch.from_numpy(starts[active] + at).to(device))
+        is_child = (tree.parents.index_select(0, rows) == node[:, None]) & ~is_twin.index_select(0, rows)
+        children = is_child.to(torch.int8).argsort(descending=True, stable=True)  # in order, then all other nodes
+        siblings = tree.tokens.index_select(0, rows).masked_fill(~is_child, NONE).gather(1, children)
+        probs = None if tree.draft_probs is None else tree.draft_probs[rows, node]
+        sampling, rows_keys, at_depth = inputs.sampling.select(active), keys[rows, depth], positions[rows, depth]
+        chosen = sampler(NodeBatch(here, sampling, at_depth, rows_keys, siblings, probs, depth))
+        is_finite = here.gather(1, chosen[:, None])[:, 0].isfinite()
+        is_next = siblings == chosen[:, None]
+        next_node = children.gather(1, is_next.to(torch.int8).argmax(-1, keepdim=True))[:, 0]
+        next_node = torch.where(is_next.any(-1), next_node, NONE)
+        still_active = []
+        results = torch.stack((chosen, is_finite.long(), next_node), 1).tolist()
+        for row, row_logits, (token, is_sound, child) in zip(active, here, results, strict=True):
+            if not is_sound:
+                tokens[row] = []
+                continue
+            states[row].append(token)
+            tokens[row].append(token)
+            if row in logprobs:
+                logprobs[row].append(token_logprob(row_logits, token, states[row].options.logprobs or 0))
+            if child != NONE:
+                paths[row].append(child)
+                still_active.append(row)
+        active = still_active
+        if not active:
+            break
+    width = tree.max_depth + 1
+    padded = [[row + [0] * (width - len(row)) for row in part] for part in (tokens, paths)]
+    token_ids, nodes = torch.tensor(padded, dtype=torch.int64).view(2, len(states), -1)[:, :, :width].to(device)
+    num_tokens = torch.tensor([len(row) for row in tokens], dtype=torch.int64).to(device)
+    return VerifyOutput(num_tokens, token_ids, nodes, logprobs)
+
+
+def twins(tree: DraftTree) -> Tensor:
+    """bool [B, N]: nodes that repeat the token of an earlier sibling. The first of equal siblings counts."""
+    num_rows, width = tree.tokens.shape
+    if width <= 2:
+        return torch.zeros(num_rows, width, dtype=torch.bool, device=tree.tokens.device)
+    is_same = (tree.tokens[:, :, None] == tree.tokens[:, None, :]) & (
+        tree.parents[:, :, None] == tree.parents[:, None, :]
+    )
+    return is_same.tril(-1).any(-1)

@@ -1,6 +1,6 @@
-"""A drafter that drafts nothing and writes down what the target computed: token ids and features of every request.
+"""A drafter that drafts nothing and records what the target computed: every request's tokens and hidden states.
 
-So the training data comes out of the very run that generates the answers, through the door every drafter uses.
+The training data comes from the run that generates the answers, through the interface that every drafter uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.spec_decode.drafter import DraftRow, ProposeContext
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import ProposeContext
+from specray.spec_decode.request_table import RequestState
 
 
 class Recording(NamedTuple):
@@ -18,11 +19,14 @@ class Recording(NamedTuple):
 
     seed: int  # the request's, by which the caller knows it
     token_ids: list[int]  # prompt and answer, n tokens
-    aux_hidden_states: Tensor  # [n, feature width]; the last token was sampled, not computed: zeros
+    aux_hidden_states: Tensor  # [n, width]; zeros for the last token, which was sampled and not computed
 
 
 class HiddenStateRecorder:
-    """Drafter; hands every ended request to `take`. Needs the prefix cache off: features of a hit are not computed."""
+    """Drafter that passes every finished request to `take`.
+
+    Needs the prefix cache off: the hidden states of a hit are not computed.
+    """
 
     max_draft_tokens = 0
     reads_next_token = False
@@ -30,24 +34,24 @@ class HiddenStateRecorder:
     def __init__(self, aux_hidden_state_layers: Sequence[int], take: Callable[[Recording], None]) -> None:
         self.aux_hidden_state_layers = tuple(aux_hidden_state_layers)
         self._take = take
-        self._rows: dict[int, DraftRow] = {}
+        self._states: dict[int, RequestState] = {}
         self._aux_hidden_states: dict[int, list[Tensor]] = {}
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        rows = context.rows + context.unfinished
-        if rows:
+        requests = context.requests + context.unfinished
+        if requests:
             assert context.aux_hidden_states is not None
             aux_hidden_states = context.aux_hidden_states.to("cpu", torch.bfloat16)
-            parts = torch.split(aux_hidden_states, [row.end - row.start for row in rows])
-            for row, part in zip(rows, parts, strict=True):
-                self._rows[row.slot] = row
-                self._aux_hidden_states.setdefault(row.slot, []).append(part)
-        return DraftTree.of([RowTree(row.token_ids[-1:], [NONE]) for row in context.rows])
+            parts = torch.split(aux_hidden_states, [request.end - request.start for request in requests])
+            for request, part in zip(requests, parts, strict=True):
+                self._states[request.slot] = context.table.states[request.slot]
+                self._aux_hidden_states.setdefault(request.slot, []).append(part)
+        return DraftTree.roots(context.roots())
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            if row := self._rows.pop(slot, None):
-                aux_hidden_states = torch.cat(self._aux_hidden_states.pop(slot))
-                assert len(aux_hidden_states) == len(row.token_ids) - 1, (len(aux_hidden_states), len(row.token_ids))
-                padded = torch.cat((aux_hidden_states, aux_hidden_states.new_zeros(1, aux_hidden_states.shape[1])))
-                self._take(Recording(row.seed, list(row.token_ids), padded))
+            if state := self._states.pop(slot, None):
+                computed, token_ids = torch.cat(self._aux_hidden_states.pop(slot)), state.token_ids
+                assert len(computed) == len(token_ids) - 1, (len(computed), len(token_ids))
+                padded = torch.cat((computed, computed.new_zeros(1, computed.shape[1])))
+                self._take(Recording(state.sampling.options.seed, list(token_ids), padded))

@@ -1,94 +1,110 @@
-"""One step's input: every row's known tokens and, behind them, its draft tree, in one flat batch.
+"""One step's input: every request's known tokens and, behind them, its draft tree, in one flat batch.
 
-There is no prefill and no decode: a row brings the known tokens that are not computed yet, the last of
-which is the root of a tree, and a row whose known tokens do not all fit the step brings no tree.
+There is no prefill and no decode. A request brings the known tokens that are not computed yet, the last of which is the
+root of its tree. A request whose known tokens do not all fit the step brings a tree of one node that is not sampled.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specray.ops.attention import AttentionBatch
-from specray.spec_decode.draft_tree import DraftTree, depths_of
-from specray.step import ScheduledRow
-from specray.worker.request_state import Row
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.request_table import RaggedIndex, RequestState, RequestTable
+from specray.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRows:
+    """The R requests of a step, in the plan's order."""
+
+    states: list[RequestState]
+    num_known: list[int]  # known tokens computed in this step, the root included
+    sampling: list[int]  # rows whose known tokens are all computed after this step: they sample
+    slots: Tensor  # int64 [R]
+    starts: Tensor  # int64 [R], position of the first token to compute
+    counts: Tensor  # int64 [R], num_known on the device
+
+    @classmethod
+    def of(cls, table: RequestTable, plan: StepPlan) -> "StepRows":
+        """Bring the table up to date with a plan; one copy to the device."""
+        for slot in plan.freed_slots:
+            table.free(slot)
+        for new in plan.new_requests:
+            table.enter(new)
+        for row in plan.rows:
+            table.extend(row.slot, [], row.new_block_ids)
+        states = [table.states[row.slot] for row in plan.rows]
+        starts = [state.num_computed_tokens for state in states]
+        pending = [len(state.token_ids) - start for state, start in zip(states, starts, strict=True)]
+        num_known = [min(row.num_tokens, count) for row, count in zip(plan.rows, pending, strict=True)]
+        sampling = [place for place, count in enumerate(pending) if num_known[place] == count]
+        slots, first, counts = table.flush([row.slot for row in plan.rows], starts, num_known)
+        return cls(states, num_known, sampling, slots, first, counts)
+
+    def roots(self, table: RequestTable) -> Tensor:
+        """The last known token that each row computes, int64 [R]."""
+        return table.tokens_at(self.slots, self.starts + self.counts - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputBatch:
-    """A step's rows, flattened to T tokens."""
+    """A step's rows and trees, flattened to T tokens."""
 
-    rows: list[Row]
-    num_known: list[int]  # known tokens computed in this step, root included
-    sampling: list[int]  # indexes into `rows` of those that sample; `tree` has these rows
-    tree: DraftTree
+    rows: StepRows
+    tree: DraftTree  # of all R rows
+    num_nodes: list[int]  # the host's copy of tree.num_nodes
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     attention: AttentionBatch
-    node_index: Tensor  # int64 [sum of tree.num_nodes]: each node's place in the batch
-    last_places: list[int]  # the place of each row's last known token in the batch
-    last_index: Tensor  # the same, int64 [rows]
+    roots: Tensor  # int64 [R], place of each row's root; its nodes lie behind it in order
+    node_places: Tensor  # int64 [M], places of the nodes of the rows that sample
 
-    def sampling_rows(self) -> list[Row]:
-        return [self.rows[i] for i in self.sampling]
+    def committed_places(self, order: Sequence[int], nodes: Tensor, num_tokens: Tensor, lengths: list[int]) -> Tensor:
+        """Places, int64 [sum of lengths], of what rows `order` computed for good, row by row.
 
-    def kept(self, index: int, path: Sequence[int]) -> list[int]:
-        """Places of what row `index` computed for good: its known tokens and the accepted `path`, root first."""
-        last = self.last_places[index]
-        return [*range(last - self.num_known[index] + 1, last), *(last + node for node in path)]
-
-
-def count_known(steps: Sequence[ScheduledRow], rows: Sequence[Row]) -> list[int]:
-    """Known tokens each row computes: those pending, up to the plan's bound."""
-    return [
-        min(step.num_tokens, len(row.token_ids) - row.num_computed_tokens)
-        for step, row in zip(steps, rows, strict=True)
-    ]
+        That is their known tokens before the root and the accepted path: `num_tokens` int64 [R] nodes of `nodes`
+        int64 [R, D + 1]. `lengths` are their numbers, in the same order.
+        """
+        rows = torch.tensor(order, dtype=torch.int64).to(self.roots.device)
+        before = (self.rows.counts - 1).index_select(0, rows)
+        index = RaggedIndex.of(before + num_tokens.index_select(0, rows), sum(lengths))
+        row, depth = rows.index_select(0, index.rows), index.offsets - before.index_select(0, index.rows)
+        node = torch.where(depth >= 0, nodes[row, depth.clamp(min=0)], depth)
+        return self.roots.index_select(0, row) + node
 
 
-def sampling_rows(rows: Sequence[Row], num_known: Sequence[int]) -> list[int]:
-    """Indexes of the rows whose known tokens are all computed after this step."""
-    return [i for i, row in enumerate(rows) if row.num_computed_tokens + num_known[i] == len(row.token_ids)]
-
-
-def build_batch(
-    rows: list[Row], num_known: list[int], sampling: list[int], tree: DraftTree, device: torch.device
-) -> InputBatch:
-    """Flatten rows and trees; `tree` holds the trees of `rows[i] for i in sampling`."""
-    trees = dict(zip(sampling, tree.rows(), strict=True))
-    ancestors = tree.ancestors()
-    depths = dict(zip(sampling, depths_of(ancestors).tolist(), strict=True))
-    masks = dict(zip(sampling, ancestors.numpy(), strict=True))
-    tokens: list[int] = []
-    positions: list[int] = []
-    kv_slots, new_slots, corners, query_lens = [], [], [], []
-    for i, (row, known) in enumerate(zip(rows, num_known, strict=True)):
-        start, end = row.num_computed_tokens, row.num_computed_tokens + known
-        drafts = trees[i].tokens[1:] if i in trees else []
-        tokens += row.token_ids[start:end] + drafts
-        positions += list(range(start, end)) + [end - 1 + depth for depth in depths.get(i, [])[1 : len(drafts) + 1]]
-        kv_slots.append(row.kv_slots[: end + len(drafts)])
-        new_slots.append(row.kv_slots[start : end + len(drafts)])
-        corners.append(masks[i][: len(drafts) + 1, : len(drafts) + 1] if drafts else None)
-        query_lens.append(known + len(drafts))
-    ends = list(accumulate(query_lens))
-    starts = [end - length for end, length in zip(ends, query_lens, strict=True)]
-    last = [start + known - 1 for start, known in zip(starts, num_known, strict=True)]
-    nodes = [last[i] + node for i, count in zip(sampling, tree.num_nodes, strict=True) for node in range(count)]
-    slot_mapping = torch.from_numpy(np.concatenate(new_slots)).to(device)
-    return InputBatch(
-        rows=rows,
-        num_known=num_known,
-        sampling=sampling,
-        tree=tree,
-        token_ids=torch.tensor(tokens, device=device),
-        positions=torch.tensor(positions, device=device),
-        attention=AttentionBatch(query_lens, kv_slots, slot_mapping, corners),
-        node_index=torch.tensor(nodes, dtype=torch.int64, device=device),
-        last_places=last,
-        last_index=torch.tensor(last, device=device),
+def build_batch(table: RequestTable, rows: StepRows, tree: DraftTree, num_nodes: list[int]) -> InputBatch:
+    """Flatten rows and their trees."""
+    lens = [known + nodes - 1 for known, nodes in zip(rows.num_known, num_nodes, strict=True)]
+    kv_lens = [state.num_computed_tokens + length for state, length in zip(rows.states, lens, strict=True)]
+    query_lens = rows.counts + tree.num_nodes - 1
+    index = RaggedIndex.of(query_lens, sum(lens))
+    slots, starts, counts = (column.index_select(0, index.rows) for column in (rows.slots, rows.starts, rows.counts))
+    places_in_kv, node = starts + index.offsets, index.offsets - counts + 1
+    token_ids = table.tokens_at(slots, torch.where(node > 0, starts, places_in_kv))
+    positions, ancestors, tree_sizes = places_in_kv, None, [(0, 0)] * len(lens)
+    if tree.max_depth:
+        ancestors = tree.ancestors()
+        depth = (ancestors.sum(-1) - 1)[index.rows, node.clamp(min=0)]
+        token_ids = torch.where(node > 0, tree.tokens[index.rows, node.clamp(min=0)], token_ids)
+        positions = torch.where(node > 0, places_in_kv - node + depth, places_in_kv)
+        tree_sizes = [(count, count) if count > 1 else (0, 0) for count in num_nodes]
+    attention = AttentionBatch(
+        lens,
+        kv_lens,
+        table.kv_slots_of(rows.slots, max(kv_lens)),
+        table.kv_slots_at(slots, places_in_kv),
+        tree_sizes,
+        ancestors,
     )
+    roots = query_lens.cumsum(0) - tree.num_nodes
+    sampling = np.array(rows.sampling, dtype=np.int64)
+    num_sampled = int(np.array(num_nodes)[sampling].sum())
+    selected = torch.from_numpy(sampling).to(roots.device)
+    nodes = RaggedIndex.of(tree.num_nodes.index_select(0, selected), num_sampled)
+    node_places = roots.index_select(0, selected).index_select(0, nodes.rows) + nodes.offsets
+    return InputBatch(rows, tree, num_nodes, token_ids, positions, attention, roots, node_places)

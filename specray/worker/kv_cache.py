@@ -1,12 +1,11 @@
-"""The KV pool of one rank: how many blocks fit, where they lie, and how an accepted path becomes a prefix."""
+"""The KV pool of one rank: its size, and the compaction of accepted paths."""
 
 import os
 import resource
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
@@ -15,7 +14,7 @@ from specray.worker.memory import memory_fraction, weight_rungs
 
 
 class KVCache:
-    """Pool [layers, slots, 2, kv_heads, dim]. Block 0 is never written: padding reads its zeros."""
+    """Pool [layers, KV slots, 2, kv_heads, dim]. Block 0 is never written: padding reads its zeros."""
 
     def __init__(
         self,
@@ -29,12 +28,19 @@ class KVCache:
     ) -> None:
         self.pool = make_pool(num_layers, num_blocks * page_size, num_kv_heads, head_dim, dtype, device)
 
-    def commit(self, kv_slots: np.ndarray, root: int, path: Sequence[int]) -> None:
-        """Keep one row's accepted path: node n was written at position root + n and belongs at root + depth."""
-        moved = [(root + node, root + depth) for depth, node in enumerate(path) if node != depth]
-        if moved:
-            source, target = torch.from_numpy(kv_slots[np.array(moved)]).to(self.pool.device).unbind(-1)
-            move_kv(self.pool, source, target)
+    def commit(self, kv_slots: Tensor, nodes: Tensor, num_tokens: Tensor) -> None:
+        """Move the KV of accepted paths behind their prefixes.
+
+        `kv_slots` int64 [B, N] are the KV slots of the trees' nodes as they were written, `nodes` int64 [B, D + 1] the
+        accepted nodes by depth, of which the first `num_tokens` int64 [B] count. Node n at depth d moves to the KV
+        slot of node d.
+        """
+        depths = torch.arange(1, nodes.shape[1], device=nodes.device)
+        is_moved = (depths < num_tokens[:, None]) & (nodes[:, 1:] != depths)
+        # What does not move copies KV slot 0, which is zero, to itself: no shape depends on the outcome.
+        source = torch.where(is_moved, kv_slots.gather(1, nodes[:, 1:]), 0)
+        target = torch.where(is_moved, kv_slots[:, 1 : nodes.shape[1]], 0)
+        move_kv(self.pool, source.flatten(), target.flatten())
 
 
 def count_blocks(config: EngineConfig, bytes_per_token: int, context_length: int, device: torch.device) -> int:

@@ -1,7 +1,4 @@
-"""The target's forward: the model of this rank, its KV pool and its attention kernels.
-
-Not here: which rows run (`worker`), and what becomes of the logits (`specray.spec_decode.verifier`).
-"""
+"""The target's forward on one rank: the model, its KV pool and its attention kernels."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +18,7 @@ from specray.worker.remote_drafter.source import RingLimits
 
 
 class ModelRunner:
-    """One rank of the target. `model` may be one that is already loaded, to serve it twice in a process."""
+    """One rank of the target. `model` may be one that is already loaded, to share its weights."""
 
     def __init__(
         self,
@@ -46,7 +43,7 @@ class ModelRunner:
         self._attention = make_backend(config.attention_backend, self.kv.pool, shape.num_local_heads)
 
     def view(self, config: EngineConfig, folder: Path, eos_token_ids: list[int]) -> TargetView:
-        """What a drafter on this rank may share."""
+        """What a drafter on this rank may know and share."""
         return TargetView(
             self.model,
             self.model.shape,
@@ -64,14 +61,17 @@ class ModelRunner:
         )
 
     def ring_limits(self, config: EngineConfig) -> RingLimits:
-        """What a drafter in a process of its own has to be given room for."""
+        """What bounds the hidden states that a drafter in another process reads."""
         shape = self.model.shape
         step_tokens = config.max_prefill_tokens + config.max_running_requests * MAX_TREE_NODES
         dtype = self.model.embedding.weight.dtype
-        return RingLimits(shape.vocab_size, shape.num_layers, shape.hidden_size, step_tokens, dtype)
+        return RingLimits(shape.num_layers, shape.hidden_size, step_tokens, dtype)
 
     def forward(self, batch: InputBatch, aux_hidden_state_layers: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(final hidden states [T, hidden], float32 logits [nodes, V] of the trees, features [T, hidden] each)."""
+        """(final hidden states [T, hidden], float32 logits [M, V] of the sampled nodes, aux hidden states).
+
+        Each aux hidden state is [T, hidden].
+        """
         attend = self._attention.plan(batch.attention)
         hidden, aux_hidden_states = self.model(batch.token_ids, batch.positions, attend, aux_hidden_state_layers)
-        return hidden, self.model.logits(hidden.index_select(0, batch.node_index)), aux_hidden_states
+        return hidden, self.model.logits(hidden.index_select(0, batch.node_places)), aux_hidden_states

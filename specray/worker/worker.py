@@ -1,43 +1,44 @@
 """One rank of the target: executes plans, and has the drafter prepare the next step's trees.
 
-`execute` is the whole speculative step. Rank 0 decides what is verified and what is emitted and tells
-the other ranks, so ranks cannot diverge; a follower runs the same code on what it is told.
+`execute` is the whole speculative step. Rank 0 decides what is verified and emitted and broadcasts it, so ranks cannot
+diverge; the other ranks run the same code on what they receive.
 """
 
 import os
 import time
-from typing import Any
 
-import msgpack
 import torch
+from torch import Tensor
 
-from specray.config import EngineConfig
+from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_model
 from specray.models.llama import Llama
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.spec_decode import make_drafter
-from specray.spec_decode.choice import make_choice
-from specray.spec_decode.draft_tree import ROOT, DraftTree, RowTree
-from specray.spec_decode.drafter import Drafter, DraftSource, InlineDrafts, ProposeContext
-from specray.spec_decode.verifier import VerifyOutput, verify
+from specray.spec_decode.drafter import Drafter, DraftRequest, DraftSource, ProposeContext
+from specray.spec_decode.inline_drafts import InlineDrafts
+from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.samplers import make_sampler
+from specray.spec_decode.verifier import VerifyInput, verify
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes, pack, unpack_plan
 from specray.worker.devices import choose_device
-from specray.worker.input_batch import InputBatch, build_batch, count_known, sampling_rows
+from specray.worker.input_batch import InputBatch, StepRows, build_batch
 from specray.worker.model_runner import ModelRunner
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.remote_drafter.source import RemoteDrafts
-from specray.worker.request_state import RequestTable, Row
+from specray.worker.step_output import StepOutput, broadcast_output, broadcast_tree
 
+NO_DRAFTS = DraftLimit(0, 0)
 NOT_A_NUMBER = "the model's output for this request is not a number (NaN or infinity); the request cannot go on"
 
 
 class Worker:
     """Rank `rank` of `world_size`. Rank 0 is driven by `execute` and `propose`, the others by `follow`.
 
-    `drafter` replaces the configured one (tests); with `colocate`, drafters are taken that connect from processes of
-    their own; `model` is an already loaded target to share.
+    `drafter` replaces the configured one (tests). With `colocate`, drafters connect from processes of their own.
+    `model` is a target that is already loaded, to share its weights.
     """
 
     def __init__(
@@ -58,17 +59,18 @@ class Worker:
         self._group = RankGroup(rank, world_size, init_method, device)
         self._runner = ModelRunner(config, folder, self._group, device, progress, model)
         vocab_size = self._runner.model.shape.vocab_size
-        self._rows = RequestTable(config.page_size, vocab_size, device)
+        max_tokens = self._runner.context_length + MAX_TREE_NODES + config.page_size
+        self._table = RequestTable(config.max_running_requests, max_tokens, config.page_size, vocab_size, device)
         eos_ids = eos_token_ids(folder, load_tokenizer(folder))
         self._drafts: DraftSource
         if colocate is not None and self._group.leads:
-            self._drafts = RemoteDrafts(colocate, self._runner.ring_limits(config))
+            self._drafts = RemoteDrafts(colocate, self._runner.ring_limits(config), self._table)
         else:
             if drafter is None and self._group.leads:
                 drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
-            self._drafts = InlineDrafts(drafter)
-        self._sampler = make_choice(config.speculative)
-        self._context = ProposeContext([])
+            self._drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
+        self._sampler = make_sampler(config.speculative)
+        self._context = ProposeContext(self._table, [])
         self.capacity = Capacity(
             num_blocks=self._runner.num_blocks,
             max_draft_tokens=self._drafts.max_draft_tokens,
@@ -91,12 +93,12 @@ class Worker:
         return self._execute(plan)
 
     def propose(self) -> None:
-        """Draft for the next step; called when the step's result is on its way to the host."""
+        """Draft for the next step; called after the step's result was sent to the scheduler."""
         self._drafts.submit(self._context)
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """Ranks above 0: run rank 0's plans until the group breaks."""
+        """Run the plans of rank 0 until the group breaks; for ranks above 0."""
         while True:
             self._execute(unpack_plan(self._group.broadcast_bytes(None)))
 
@@ -105,82 +107,95 @@ class Worker:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         start = time.perf_counter()
-        rows = self._rows.apply(plan)
+        rows = StepRows.of(self._table, plan)
         self._drafts.release(plan.freed_slots)
-        self._context = ProposeContext([])  # of the last step; its rows may just have been freed
-        if not rows:
+        self._context = ProposeContext(self._table, [])  # that of the last step may name slots that were just freed
+        if not rows.states:
             return StepResult(plan.step_id, [], StepTimes(time.perf_counter() - start, 0.0, 0.0, 0.0))
         batch = self._build(plan, rows)
         draft_seconds = self._drafts.seconds
         prepared = time.perf_counter()
         hidden, logits, aux_hidden_states = self._runner.forward(batch, self._drafts.aux_hidden_state_layers)
-        is_sound = hidden.index_select(0, batch.last_index).isfinite().all(-1).tolist()  # also waits for the device
         forwarded = time.perf_counter()
-        verify_outputs = dict(zip(batch.sampling, self._verify(batch, logits), strict=True))
-        results = [self._commit(batch, i, verify_outputs.get(i), is_sound[i]) for i in range(len(rows))]
-        self._context = self._draft_context(plan, batch, results, verify_outputs, aux_hidden_states)
+        output = self._verify(batch, hidden, logits)
+        results = self._commit(batch, output)
+        self._context = self._draft_context(plan, batch, output, aux_hidden_states)
         verified = time.perf_counter()
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self._drafts.take_faults())
 
-    def _build(self, plan: StepPlan, rows: list[Row]) -> InputBatch:
-        num_known = count_known(plan.rows, rows)
-        sampling = sampling_rows(rows, num_known)
-        roots = [(rows[i].slot, rows[i].token_ids[-1]) for i in sampling]
-        limits = [DraftLimit(plan.rows[i].max_draft_tokens, rows[i].max_draft_steps) for i in sampling]
-        drafts = self._drafts.collect(roots, limits) if self._group.leads else DraftTree.of([])
-        trees = [RowTree(*row).or_root(self.capacity.vocab_size) for row in self._agree(drafts.rows())]
-        tree = DraftTree.of(trees, drafts.draft_probs)
-        return build_batch(rows, num_known, sampling, tree, self._runner.device)
+    def _build(self, plan: StepPlan, rows: StepRows) -> InputBatch:
+        """Collect the draft trees of the rows that sample, and flatten everything."""
+        roots, tree, num_nodes = rows.roots(self._table), None, None
+        if self._group.leads:
+            sampling = set(rows.sampling)
+            limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
+            tree, num_nodes = self._drafts.collect(rows.slots, roots, limits)
+        if self._group.size > 1:
+            tree, num_nodes = broadcast_tree(self._group, tree, num_nodes, self._table.device)
+        assert tree is not None
+        assert num_nodes is not None
+        return build_batch(self._table, rows, tree, num_nodes)
 
-    def _verify(self, batch: InputBatch, logits: torch.Tensor) -> list[VerifyOutput]:
-        rows = batch.sampling_rows()
-        samplers, lengths = [row.sampler for row in rows], [len(row.token_ids) for row in rows]
-        verify_outputs = verify(logits, batch.tree, samplers, lengths, self._sampler) if self._group.leads else None
-        return [VerifyOutput(*output) for output in self._agree(verify_outputs)]
+    def _verify(self, batch: InputBatch, hidden: Tensor, logits: Tensor) -> StepOutput:
+        """Verify the trees of the rows that sample. The outcome of all rows is copied to the host once."""
+        rows, output = batch.rows, None
+        if self._group.leads:
+            is_sound = hidden.index_select(0, batch.roots).isfinite().all(-1)
+            sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(logits.device)
+            verified = None
+            if rows.sampling:
+                states = [rows.states[row] for row in rows.sampling]
+                slots, lengths = rows.slots[sampling], (rows.starts + rows.counts)[sampling]
+                num_nodes = [batch.num_nodes[row] for row in rows.sampling]
+                options = self._table.sampling(slots, states)
+                inputs = VerifyInput(logits, batch.tree.select(sampling), num_nodes, options, lengths)
+                verified = verify(inputs, self._sampler)
+            output = StepOutput.of(is_sound, sampling, rows.sampling, verified)
+        if self._group.size > 1:
+            output = broadcast_output(self._group, output, self._table.device)
+        assert output is not None
+        return output
 
-    def _commit(self, batch: InputBatch, index: int, output: VerifyOutput | None, is_sound: bool) -> RequestResult:
-        """Make a row's accepted path its own: KV, length and tokens."""
-        row = batch.rows[index]
-        if not is_sound or (output is not None and output.is_broken):
-            return RequestResult(row.slot, [], 0, None, NOT_A_NUMBER)
-        row.num_computed_tokens += batch.num_known[index]
-        if output is None:
-            return RequestResult(row.slot, [], 0, None, None)
-        self._runner.kv.commit(row.kv_slots, row.num_computed_tokens - 1, output.path)
-        row.num_computed_tokens += len(output.path) - 1
-        row.token_ids += output.token_ids
-        num_drafts = batch.tree.num_nodes[batch.sampling.index(index)] - 1
-        return RequestResult(row.slot, output.token_ids, num_drafts, output.logprobs, None)
+    def _commit(self, batch: InputBatch, output: StepOutput) -> list[RequestResult]:
+        """Keep the accepted paths: KV and tokens on the device, lengths and tokens in the host's mirror."""
+        rows, tree = batch.rows, batch.tree
+        if tree.max_depth:
+            nodes = torch.arange(tree.tokens.shape[1], device=self._table.device)
+            places = (rows.starts + rows.counts - 1)[:, None] + nodes
+            kv_slots = self._table.kv_slots_at(rows.slots[:, None].expand_as(places).flatten(), places.flatten())
+            self._runner.kv.commit(kv_slots.view_as(places), output.nodes, output.num_kept)
+        self._table.append(rows.slots, output.tokens, output.num_emitted)
+        return [self._commit_row(batch, output, row) for row in range(len(rows.states))]
+
+    def _commit_row(self, batch: InputBatch, output: StepOutput, row: int) -> RequestResult:
+        state, num_kept = batch.rows.states[row], int(output.host[row, 0])
+        if not num_kept:
+            return RequestResult(state.slot, [], 0, None, NOT_A_NUMBER)
+        tokens = output.emitted(row)
+        state.num_computed_tokens += batch.rows.num_known[row] + num_kept - 1
+        state.token_ids += tokens
+        state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
+        num_drafts = batch.num_nodes[row] - 1
+        return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None)
 
     def _draft_context(
-        self,
-        plan: StepPlan,
-        batch: InputBatch,
-        results: list[RequestResult],
-        verify_outputs: dict[int, VerifyOutput],
-        aux_hidden_states: list[torch.Tensor],
+        self, plan: StepPlan, batch: InputBatch, output: StepOutput, aux_hidden_states: list[Tensor]
     ) -> ProposeContext:
-        """What the drafter is told: every sound row, and the target's features of what it computed for good."""
-        sound = [i for i, result in enumerate(results) if result.error is None]
-        steps = zip(plan.rows, batch.rows, strict=True)
-        room = [min(step.max_draft_tokens, row.max_draft_steps) for step, row in steps]
-        wanting = {i for i in sound if i in verify_outputs and room[i]}
-        told = sorted(sound, key=lambda i: i not in wanting)
-        kept = [batch.kept(i, verify_outputs[i].path if i in verify_outputs else [ROOT]) for i in told]
-        starts = [batch.rows[i].num_computed_tokens - len(places) for i, places in zip(told, kept, strict=True)]
-        rows = [batch.rows[i].draft_row(start, room[i]) for i, start in zip(told, starts, strict=True)]
-        rows, unwanting = rows[: len(wanting)], rows[len(wanting) :]
-        if not aux_hidden_states:
-            return ProposeContext(rows, unwanting)
-        places = [place for row_places in kept for place in row_places]
-        index = torch.tensor(places, dtype=torch.int64, device=aux_hidden_states[0].device)
-        together = torch.cat([feature.index_select(0, index) for feature in aux_hidden_states], -1)
-        return ProposeContext(rows, unwanting, together)
-
-    def _agree(self, value: Any) -> Any:
-        """Rank 0's value on every rank, as plain data."""
-        if self._group.size == 1:
-            return value
-        packed = msgpack.packb(value) if self._group.leads else None
-        return msgpack.unpackb(self._group.broadcast_bytes(packed))
+        """What the drafter gets: every sound row, and the hidden states of what the step computed for good."""
+        rows, num_kept = batch.rows, output.host[:, 0].tolist()
+        wants = [plan.rows[row].draft_limit.allows_drafts and row in set(rows.sampling) for row in range(len(num_kept))]
+        order = sorted((row for row, kept in enumerate(num_kept) if kept), key=lambda row: not wants[row])
+        lengths = [rows.num_known[row] + num_kept[row] - 1 for row in order]
+        requests = []
+        for row, length in zip(order, lengths, strict=True):
+            state, limit = rows.states[row], plan.rows[row].draft_limit
+            end = state.num_computed_tokens
+            useful = DraftLimit(limit.num_tokens, min(limit))  # a tree of n nodes has n levels at most
+            requests.append(DraftRequest(state.slot, end - length, end, useful))
+        count = sum(wants[row] for row in order)
+        together = None
+        if aux_hidden_states:
+            index = batch.committed_places(order, output.nodes, output.num_kept, lengths)
+            together = torch.cat([states.index_select(0, index) for states in aux_hidden_states], -1)
+        return ProposeContext(self._table, requests[:count], requests[count:], together)

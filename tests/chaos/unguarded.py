@@ -27,7 +27,7 @@ class NodeWatchdog(NamedTuple):
 
 NO_FAILOVER = NodeWatchdog("cluster/routing/router_pool.py", "MAX_FAILOVERS = 8 ", "MAX_FAILOVERS = 0 ")
 NO_DRAIN = NodeWatchdog(
-    "cluster/routing/client.py", "if self._is_leaving and not self._listeners:", "if self._is_leaving:"
+    "cluster/routing/client.py", "if self._closes_when_idle and not self._listeners:", "if self._closes_when_idle:"
 )
 NO_NEW_DRAFTER = NodeWatchdog(
     "cluster/engine/draft.py", "                self._restart(reason)", "                pass"
@@ -35,7 +35,7 @@ NO_NEW_DRAFTER = NodeWatchdog(
 GUARDS: dict[str, tuple[NodeWatchdog, ...]] = {
     "router killed": (NO_FAILOVER,),
     "router frozen": (
-        NodeWatchdog("cluster/routing/client.py", "SILENCE_S = 3.0 ", "SILENCE_S = 1e6 "),
+        NodeWatchdog("cluster/routing/client.py", "HEARTBEAT_TIMEOUT_S = 3.0 ", "HEARTBEAT_TIMEOUT_S = 1e6 "),
         NodeWatchdog("cluster/liveness/watchdog.py", "ROUTER_FROZEN_S = 8.0 ", "ROUTER_FROZEN_S = 1e6 "),
     ),
     "rank killed": (NO_FAILOVER,),

@@ -10,10 +10,9 @@ import time
 import numpy as np
 
 from specray.config import SpeculativeConfig
-from specray.spec_decode.drafter import DraftRow
 from specray.spec_decode.ngram import NgramDrafter
 from tests.chaos.ledger import quantile
-from tests.support.drafters import draft_row
+from tests.support.drafters import Tokens, make_context
 
 NUM_NODES, VOCAB_SIZE, NUM_ROWS, NUM_STEPS = 1_000_000, 49_152, 8, 300
 TEXT_TOKENS = 500  # of an ended request
@@ -38,26 +37,25 @@ def fill(drafter: NgramDrafter, random: np.random.Generator) -> float:
     count = NUM_NODES // branch // TEXT_TOKENS + 1
     start = time.perf_counter()
     for _ in range(count):
-        drafter.draft([draft_row(0, words(random, TEXT_TOKENS))])
+        drafter.draft(make_context([Tokens(0, words(random, TEXT_TOKENS))]))
         drafter.release([0])
-    drafter.draft([])
+    drafter.draft(make_context([]))
     return (time.perf_counter() - start) / (count * TEXT_TOKENS)
 
 
 def draft(drafter: NgramDrafter, random: np.random.Generator) -> list[float]:
     """Seconds of each step, by request."""
     known = words(np.random.default_rng(0), TEXT_TOKENS)
-    rows: list[DraftRow] = [
-        draft_row(slot, known[: 20 + slot] if slot % 2 else words(random, 20)) for slot in range(NUM_ROWS)
-    ]
-    drafter.draft(rows)
+    texts = [known[: 20 + slot] if slot % 2 else words(random, 20) for slot in range(NUM_ROWS)]
+    context = make_context([Tokens(slot, text) for slot, text in enumerate(texts)])
+    drafter.draft(context)
     seconds = []
     for _ in range(NUM_STEPS):
-        for row in rows:
-            at = len(row.token_ids)
-            row.token_ids.extend(known[at % 400 : at % 400 + 2] if row.slot % 2 else words(random, 2))
+        for slot, state in context.table.states.items():
+            at = len(state.token_ids)
+            state.token_ids += known[at % 400 : at % 400 + 2] if slot % 2 else words(random, 2)
         start = time.perf_counter()
-        drafter.draft(rows)
+        drafter.draft(context)
         seconds.append((time.perf_counter() - start) / NUM_ROWS)
     return seconds
 

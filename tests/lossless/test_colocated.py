@@ -5,18 +5,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgpack
+import numpy as np
 import pytest
 
 from specray.channel import ChannelClosedError
 from specray.llm import LLM
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
-from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
+from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import DraftFaultError, ProposeContext
 from specray.step import DraftFault, StepPlan, StepResult
-from specray.worker.remote_drafter import source
+from specray.worker.remote_drafter import server, source, wire
+from specray.worker.remote_drafter.wire import Reply
 from tests.support.colocated import Colocated, Recorded, worker_of
 from tests.support.engine import make_llm, visible
 from tests.support.methods import METHODS, Make
@@ -83,7 +86,7 @@ def test_the_trees_are_those_of_the_inline_drafter(method: str, options: str, to
 def test_drafters_are_switched_between_steps_and_no_text_shows_it(
     options: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other layers' features, larger trees, another use of the prefix cache, nobody at all: each amid every request."""
+    """Other layers, larger trees, another use of the prefix cache, no drafter: each while every request runs."""
     with make_llm(toy, **RUNS[options]) as llm:
         expected = [visible(choice) for choice in run(llm)]
     names = ["NGRAM-short", "EAGLE3", None, "EAGLE-map", "NGRAM", None, "EAGLE3-wide"]
@@ -120,71 +123,86 @@ class Broken:
     def __init__(self, fault: "Fault", about_to: Callable[[], object]) -> None:
         self.noticed = threading.Event()
         self._fault = fault
-        self._about_to = about_to  # called before the first wrong answer
+        self._about_to = about_to  # called before the first wrong reply
         self._num_orders = 0
 
     def propose(self, context: ProposeContext) -> DraftTree:
         self._num_orders += 1
-        roots = [row.token_ids[row.end] for row in context.rows]
         assert context.aux_hidden_states is not None
         assert context.aux_hidden_states.shape[1] == 2 * 32
         if self._num_orders > 1:
-            return Unchecked(self._fault(self, roots))  # type: ignore[return-value]
-        self._about_to()
-        return DraftTree.of([RowTree([root, 3, 4], [NONE, 0, 1]) for root in roots])
+            self._fault.draft(self)
+        else:
+            self._about_to()
+        roots = context.roots().tolist()
+        return DraftTree.from_lists([TreeLists([root, 3, 4], [NONE, 0, 1]) for root in roots])
+
+    def pack(self, reply: Reply) -> bytes:
+        """What is sent instead of a valid reply."""
+        changed = self._fault.reply(reply) if self._num_orders > 1 else reply
+        data: bytes = changed if isinstance(changed, bytes) else msgpack.packb(changed)
+        return data
 
     def release(self, slots: Sequence[int]) -> None:
         pass
 
 
-class Unchecked:
-    """Rows as a broken drafter sends them, which no tensor could hold."""
+class Fault(NamedTuple):
+    """What is done wrong: while drafting, or in the reply."""
 
-    def __init__(self, trees: list[RowTree]) -> None:
-        self._trees = trees
-
-    def rows(self) -> list[RowTree]:
-        return self._trees
+    kind: str
+    draft: Callable[[Broken], None] = lambda drafter: None  # noqa: ARG005
+    reply: Callable[[Reply], Reply | bytes] = lambda reply: reply
 
 
-Fault = Callable[[Broken, Sequence[int]], list[Any]]
-
-
-def die(*_: object) -> list[RowTree]:
+def die(drafter: Broken) -> None:  # noqa: ARG001
     raise ChannelClosedError("as if the process had been killed")
 
 
-def fail(*_: object) -> list[RowTree]:
+def fail(drafter: Broken) -> None:  # noqa: ARG001
     raise DraftFaultError(DraftFault.NOT_A_NUMBER)
 
 
-def stall(drafter: Broken, roots: Sequence[int]) -> list[RowTree]:
+def stall(drafter: Broken) -> None:
     assert drafter.noticed.wait(30)
-    return [RowTree([root, 3], [NONE, 0]) for root in roots]
 
 
-def each(tree: Callable[[int], object]) -> Fault:
-    return lambda _, roots: [tree(root) for root in roots]
+def each(tokens: list[int], parents: list[int], num_nodes: int | None = None) -> Callable[[Reply], Reply]:
+    """The same tree for every request of an order."""
+
+    def reply(valid: Reply) -> Reply:
+        rows = len(valid.num_nodes) // 4
+        count = len(tokens) if num_nodes is None else num_nodes
+        arrays = (np.array([values] * rows, dtype=np.int32).tobytes() for values in ([count], tokens, parents))
+        return Reply(valid.number, valid.seconds, *arrays)
+
+    return reply
 
 
-FAULTS: dict[str, tuple[str, Fault]] = {
-    "dead": ("gone", die),
-    "own-fault": ("nan", fail),
-    "late": ("late", stall),
-    "frozen": ("frozen", stall),
-    "foreign-token": ("nonsense", each(lambda root: RowTree([root, 64], [NONE, 0]))),
-    "negative-token": ("nonsense", each(lambda root: RowTree([root, -5], [NONE, 0]))),
-    "no-integer": ("nonsense", each(lambda root: RowTree([root, 2.5], [NONE, 0]))),  # type: ignore[list-item]
-    "parent-after-child": ("nonsense", each(lambda root: RowTree([root, 3, 4], [NONE, 2, 0]))),
-    "own-parent": ("nonsense", each(lambda root: RowTree([root, 3], [NONE, 1]))),
-    "missing-parent": ("nonsense", each(lambda root: RowTree([root, 3], [NONE]))),
-    "tree-too-big": ("nonsense", each(lambda root: RowTree([root, 3, 4, 5, 6], [NONE, 0, 0, 0, 0]))),
-    "no-root": ("nonsense", each(lambda _: RowTree([], []))),
-    "missing-tree": ("nonsense", lambda _, roots: [RowTree([root], [NONE]) for root in roots][1:]),
-    "no-tree-at-all": ("nonsense", each(lambda _: "tree")),
-    "nothing": ("nonsense", each(lambda _: None)),
+FAULTS: dict[str, Fault] = {
+    "dead": Fault("gone", draft=die),
+    "own-fault": Fault("nan", draft=fail),
+    "late": Fault("late", draft=stall),
+    "frozen": Fault("frozen", draft=stall),
+    "foreign-token": Fault("nonsense", reply=each([5, 64], [NONE, 0])),
+    "negative-token": Fault("nonsense", reply=each([5, -5], [NONE, 0])),
+    "parent-after-child": Fault("nonsense", reply=each([5, 3, 4], [NONE, 2, 0])),
+    "own-parent": Fault("nonsense", reply=each([5, 3], [NONE, 1])),
+    "root-with-a-parent": Fault("nonsense", reply=each([5, 3], [0, 0])),
+    "missing-parent": Fault("nonsense", reply=each([5, 3], [NONE])),
+    "tree-too-big": Fault("nonsense", reply=each([5, 3, 4, 5, 6], [NONE, 0, 0, 0, 0])),
+    "more-nodes-than-sent": Fault("nonsense", reply=each([5, 3], [NONE, 0], num_nodes=3)),
+    "no-nodes": Fault("nonsense", reply=each([5, 3], [NONE, 0], num_nodes=0)),
+    "no-root": Fault("nonsense", reply=each([], [])),
+    "half-an-integer": Fault("nonsense", reply=lambda reply: reply._replace(tokens=reply.tokens[:-2])),
+    "missing-tree": Fault("nonsense", reply=lambda reply: reply._replace(num_nodes=reply.num_nodes[:-4])),
+    "no-array": Fault("nonsense", reply=lambda reply: reply._replace(tokens=[5, 3])),  # type: ignore[arg-type]
+    "another-order's": Fault("nonsense", reply=lambda reply: reply._replace(number=reply.number + 1)),
+    "unknown-fault": Fault("nonsense", reply=lambda reply: reply._replace(fault="tired")),  # type: ignore[arg-type]
+    "nothing": Fault("nonsense", reply=lambda _: msgpack.packb(None)),
+    "noise": Fault("nonsense", reply=lambda _: bytes([0xC1, 0xFF])),
 }
-# What the target's patience is set to for the answer that does not come; it is endless for all others.
+# The target's patience for the reply that does not come; it is endless for all others.
 IMPATIENCE = {"late": {"LEAST_WAIT_S": 0.02}, "frozen": {"LEAST_WAIT_S": 0.02, "FROZEN_S": 0.02}}
 
 
@@ -197,38 +215,40 @@ def set_patience(monkeypatch: pytest.MonkeyPatch, changes: dict[str, float] | No
 def test_broken_drafters_cost_their_trees_only(
     name: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, fault = FAULTS[name]
+    fault = FAULTS[name]
     with make_llm(toy, page_size=4) as llm:
         expected = [visible(choice) for choice in run(llm)]
     speculative = METHODS["NGRAM"](toy, tmp_path)
     with make_llm(toy, speculative=speculative, page_size=4) as llm:
         far = Colocated(llm, tmp_path)
         for _ in range(NUM_INJECTIONS):
-            drafter = Broken(fault, lambda: set_patience(monkeypatch, IMPATIENCE.get(kind)))
+            drafter = Broken(fault, lambda: set_patience(monkeypatch, IMPATIENCE.get(fault.kind)))
+            monkeypatch.setattr(server, "pack", drafter.pack)
             far.start(drafter)
             with far.each_fault(lambda: set_patience(monkeypatch), drafter.noticed.set):
                 assert [visible(choice) for choice in run(llm)] == expected
         faults = faults_of(llm)
+        monkeypatch.setattr(server, "pack", wire.pack)
         far.start()  # a sound one takes its place
         again = [visible(choice) for choice in run(llm)]
         faults_after = faults_of(llm)
         num_drafts = llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"]
         far.close()
     assert again == expected
-    assert faults == faults_after == {kind: NUM_INJECTIONS}
+    assert faults == faults_after == {fault.kind: NUM_INJECTIONS}
     assert num_drafts > 10
 
 
 def test_a_drafter_that_was_late_once_is_waited_for_again(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(drafter: Broken, roots: Sequence[int]) -> list[RowTree]:
+    def slow(drafter: Broken) -> None:
         time.sleep(0.05)  # more than the host takes for itself between two steps
-        return stall(drafter, roots)
+        stall(drafter)
 
     with make_llm(toy, speculative=METHODS["NGRAM"](toy, tmp_path), page_size=4) as llm:
         far = Colocated(llm, tmp_path)
-        drafter = Broken(slow, lambda: set_patience(monkeypatch, IMPATIENCE["late"]))
+        drafter = Broken(Fault("late", draft=slow), lambda: set_patience(monkeypatch, IMPATIENCE["late"]))
         far.start(drafter)
         with far.each_fault(lambda: set_patience(monkeypatch), drafter.noticed.set):
             llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True))

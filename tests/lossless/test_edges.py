@@ -9,7 +9,7 @@ import pytest
 from specray.errors import InvalidRequestError
 from specray.outputs import Completion, FinishReason
 from specray.sampling_params import SamplingParams
-from specray.spec_decode.draft_tree import NONE, RowTree
+from specray.spec_decode.draft_tree import NONE, TreeLists
 from tests.support.drafters import DRAWS, MAX_DRAFTS, ScriptedDrafter
 from tests.support.engine import generate, make_llm, visible
 from tests.support.methods import METHODS, SOME_METHODS
@@ -119,5 +119,5 @@ def test_a_bad_prompt_among_good_ones_is_named_and_runs_none(toy: Path) -> None:
 
 def test_drafts_past_the_vocabulary_cost_speed_and_no_token(toy: Path, story: list[int]) -> None:
     """A drafter's nonsense is refused before the target reads it."""
-    absurd = ScriptedDrafter(lambda root, *_: RowTree([root, VOCAB_SIZE, -5, 2**40], [NONE, 0, 1, 2]))
+    absurd = ScriptedDrafter(lambda root, *_: TreeLists([root, VOCAB_SIZE, -5, 2**40], [NONE, 0, 1, 2]))
     assert one(toy, {"drafter": absurd}, PROMPT, max_tokens=10, ignore_eos=True).token_ids == story[:10]

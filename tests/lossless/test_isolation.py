@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from specray.engine.request import EngineRequest
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
-from specray.spec_decode.draft_tree import RowTree
+from specray.spec_decode.draft_tree import TreeLists
 from tests.support.drafters import ScriptedDrafter, draw_random
 from tests.support.engine import generate, make_llm
 from tests.support.methods import METHODS
@@ -55,6 +55,6 @@ def test_a_broken_request_errors_alone(chunk: int, name: str, poisoned: Path, tm
             assert texts == expected
 
 
-def draw_without_poison(root: int, future: list[int], random: Random) -> RowTree:
+def draw_without_poison(root: int, future: list[int], random: Random) -> TreeLists:
     tree = draw_random(root, future, random)
-    return RowTree([token % POISON for token in tree.tokens], tree.parents)
+    return TreeLists([token % POISON for token in tree.tokens], tree.parents)

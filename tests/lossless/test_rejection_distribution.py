@@ -1,7 +1,8 @@
-"""Rejection sampling has the target's law at every position, by chi-square against float64; wrong verifiers are caught.
+"""Rejection sampling gives the target's distribution at every position, by chi-square against float64.
 
-Chains of four drafts and a bonus over 64 tokens, each position's laws its own. The target gives one token much that the
-drafter gives still more: there a small bias of acceptance is largest.
+Chains of four drafts and a bonus over 64 tokens, with other distributions at each position. The target gives one token
+a large probability and the drafter a still larger one: there a small bias of acceptance is largest. Wrong verifiers
+fail the same test.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,20 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from specray.ops.noise import gumbel
-from specray.ops.sampling import SamplerRow
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import rejection
-from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.spec_decode.rejection import by_rejection, choose
-from specray.spec_decode.verifier import verify
+from specray.spec_decode.draft_tree import NONE, TreeLists
+from specray.spec_decode.rejection import choose, sample_by_rejection
 from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
 from tests.support.engine import generate
 from tests.support.methods import METHODS
+from tests.support.sampling import noise_of, state_of, verify_rows
 
 V, K, CHUNK = 64, 4, 50_000
 FEW, MANY, ALL = 100_000, 400_000, 2_000_000
-CPU = torch.device("cpu")
 Sampler = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], Tensor]
 
 
@@ -47,7 +45,7 @@ P, Q = probs_list()
 
 
 class Way(NamedTuple):
-    """A verifier to be judged: the chooser, what it is told, and how drafts are drawn."""
+    """A verifier under test: the chooser, its uniforms, and how drafts are drawn."""
 
     choose: Sampler = choose
     uniforms: Callable[[int, Tensor], Tensor] = lambda position, uniforms: uniforms  # noqa: ARG005
@@ -62,15 +60,15 @@ def emitted(way: Way, num_chains: int) -> np.ndarray:
         alive = min(CHUNK, num_chains - start)
         for position in range(K + 1):
             probs = P[position] if position < K else way.bonus_probs
-            told = torch.from_numpy(Q[position]).float()
-            drafts = torch.multinomial(told, alive, True, generator=generator)[:, None]
+            draft_probs = torch.from_numpy(Q[position]).float()
+            drafts = torch.multinomial(draft_probs, alive, True, generator=generator)[:, None]
             if way.greedy_drafts:
-                drafts = told.argmax().expand(alive, 1)
+                drafts = draft_probs.argmax().expand(alive, 1)
             drafts = drafts[:, : int(position < K)]
             uniforms = way.uniforms(position, torch.rand(drafts.shape, generator=generator, dtype=torch.float64))
             noise = -torch.empty(alive, V).exponential_(generator=generator).log()
             target = torch.from_numpy(probs).float().expand(alive, V)
-            tokens = way.choose(target, drafts, told.expand(alive, V), uniforms, noise)
+            tokens = way.choose(target, drafts, draft_probs.expand(alive, V), uniforms, noise)
             counts[position] += np.bincount(tokens.numpy(), minlength=V)
             alive = int((tokens[:, None] == drafts).sum())
     return counts
@@ -81,10 +79,10 @@ def worst(counts: np.ndarray) -> float:
 
 
 def from_the_target_again(
-    probs: Tensor, drafts: Tensor, told: Tensor | None, uniforms: Tensor, noise: Tensor
+    probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, uniforms: Tensor, noise: Tensor
 ) -> Tensor:
     """After a rejection the token is drawn from p, not from what is left of it."""
-    mine = choose(probs, drafts, told, uniforms, noise)
+    mine = choose(probs, drafts, draft_probs, uniforms, noise)
     rejected = mine != drafts[:, 0] if drafts.shape[1] else torch.zeros(len(probs), dtype=torch.bool)
     return torch.where(rejected, (probs.log() + noise).argmax(-1), mine)
 
@@ -101,7 +99,7 @@ MUTANTS = {
 }
 
 
-def test_every_position_has_the_targets_law() -> None:
+def test_every_position_has_the_targets_distribution() -> None:
     assert worst(emitted(Way(), MANY)) < MAX_Z
 
 
@@ -117,47 +115,48 @@ def test_a_wrong_verifier_is_caught(name: str) -> None:
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["certain", "drawn"])
-def test_siblings_in_turn_leave_the_targets_law(drawn: bool) -> None:
+def test_siblings_in_turn_leave_the_targets_distribution(drawn: bool) -> None:
     """Three siblings: the drafter's best, with q on each of them in turn, or three draws from one q."""
     generator = torch.Generator().manual_seed(2)
-    told = torch.from_numpy(Q[0]).float()
-    best = told.topk(3).indices.expand(FEW, 3)
-    drafts = torch.multinomial(told, 3 * FEW, True, generator=generator).view(FEW, 3) if drawn else best
+    draft_probs = torch.from_numpy(Q[0]).float()
+    best = draft_probs.topk(3).indices.expand(FEW, 3)
+    drafts = torch.multinomial(draft_probs, 3 * FEW, True, generator=generator).view(FEW, 3) if drawn else best
     uniforms = torch.rand(drafts.shape, generator=generator, dtype=torch.float64)
     noise = -torch.empty(FEW, V).exponential_(generator=generator).log()
     target = torch.from_numpy(P[0]).float().expand(FEW, V)
-    tokens = choose(target, drafts, told.expand(FEW, V) if drawn else None, uniforms, noise)
+    tokens = choose(target, drafts, draft_probs.expand(FEW, V) if drawn else None, uniforms, noise)
     assert worst_z(np.bincount(tokens.numpy(), minlength=V), P[0]) < MAX_Z
     assert (tokens[:, None] == drafts).any(1).float().mean() > 0.3
 
 
-# ---- with the keys of real requests: drafts are drawn with a request's noise, coins and last draw apart from it ------
+# ---- with the keys of real requests: drafts are drawn with a request's noise, uniforms and last draw apart from it ---
 
 MARKOV = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
 GUESS = MARKOV + 1.5 * torch.randn(8, 8, generator=torch.Generator().manual_seed(4))
 NUM_SEEDS, FIRST = 4_000, 5
 
 
-def chains(seeds: range, lasts: list[int], lengths: list[int]) -> Iterator[tuple[RowTree, Tensor]]:
-    """A chain of two drafts from the drafter's law with each seed's own noise, and [3, 8] laws of its nodes."""
+def chains(seeds: range, lasts: list[int], lengths: list[int]) -> Iterator[tuple[TreeLists, Tensor]]:
+    """A chain of two drafts, drawn with each seed's own noise, and the distributions [3, 8] of its nodes."""
     for seed, last, length in zip(seeds, lasts, lengths, strict=True):
         tokens = [last]
         for position in (length, length + 1):
-            tokens.append(int((GUESS[tokens[-1]] + gumbel([seed], [position], 8, CPU)[0]).argmax()))
-        yield RowTree(tokens, [NONE, 0, 1]), GUESS[tokens].softmax(-1)
+            tokens.append(int((GUESS[tokens[-1]] + noise_of([seed], [position], 8)[0]).argmax()))
+        yield TreeLists(tokens, [NONE, 0, 1]), GUESS[tokens].softmax(-1)
 
 
-def pairs(is_told: bool) -> np.ndarray:
+def pairs(with_probs: bool) -> np.ndarray:
     """Counts [8, 8] of the first two tokens of texts whose next token depends on the last one."""
     counts, texts = np.zeros((8, 8)), [[FIRST] for _ in range(NUM_SEEDS)]
-    samplers = [SamplerRow.start(OPTIONS._replace(seed=s), [FIRST], 1, 8, CPU) for s in range(NUM_SEEDS)]
+    states = [state_of(OPTIONS._replace(seed=s), [FIRST], 1) for s in range(NUM_SEEDS)]
     while active := [i for i in range(NUM_SEEDS) if len(texts[i]) < 3]:
         lengths = [len(texts[i]) for i in active]
-        rows, told = zip(*chains(active, [texts[i][-1] for i in active], lengths), strict=True)  # type: ignore[arg-type]
+        rows, probs = zip(*chains(active, [texts[i][-1] for i in active], lengths), strict=True)  # type: ignore[arg-type]
         logits = MARKOV[torch.tensor([token for row in rows for token in row.tokens])]
-        tree = DraftTree.of(rows, torch.stack(told) if is_told else None)
-        verify_outputs = verify(logits, tree, [samplers[i] for i in active], lengths, by_rejection)
-        for i, output in zip(active, verify_outputs, strict=True):
+        draft_probs = torch.stack(probs) if with_probs else None
+        active_states = [states[i] for i in active]
+        verified = verify_rows(logits, rows, active_states, lengths, sample_by_rejection, draft_probs)
+        for i, output in zip(active, verified, strict=True):
             texts[i] += output.token_ids
     for text in texts:
         counts[text[1], text[2]] += 1
@@ -169,14 +168,14 @@ def true_pairs() -> np.ndarray:
     return step[FIRST][:, None] * step
 
 
-@pytest.mark.parametrize("is_told", [False, True], ids=["certain", "drawn"])
-def test_two_tokens_of_a_request_have_the_targets_joint_law(is_told: bool) -> None:
-    assert worst_z(pairs(is_told), true_pairs()) < MAX_Z
+@pytest.mark.parametrize("with_probs", [False, True], ids=["certain", "drawn"])
+def test_two_tokens_of_a_request_have_the_targets_joint_distribution(with_probs: bool) -> None:
+    assert worst_z(pairs(with_probs), true_pairs()) < MAX_Z
 
 
 def test_a_last_draw_with_the_drafters_noise_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "salted", lambda seed: seed)
-    assert worst_z(pairs(is_told=False), true_pairs()) > MAX_Z
+    assert worst_z(pairs(with_probs=False), true_pairs()) > MAX_Z
 
 
 # ---- in the engine ---------------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ def test_greedy_requests_get_their_plain_text(name: str, toy: Path, tmp_path: Pa
     assert [choice.token_ids for choice in drafted] == [choice.token_ids for choice in plain]
 
 
-def test_chains_come_with_their_laws_and_these_raise_acceptance(
+def test_chains_come_with_their_probs_and_these_raise_acceptance(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A draft that is known to be a draw is accepted more often than one that is only a guess."""
@@ -201,7 +200,7 @@ def test_chains_come_with_their_laws_and_these_raise_acceptance(
         choices = generate(toy, [[0, 9, 8, 7]] * 20, params, speculative=speculative)
         return sum(choice.usage.num_accepted for choice in choices if choice.usage)
 
-    told = num_accepted()
+    drawn = num_accepted()
     true_probs_of = rejection._probs_of
-    monkeypatch.setattr(rejection, "_probs_of", lambda token, told, size: true_probs_of(token, None, size))  # noqa: ARG005
-    assert told > 1.5 * num_accepted() > 0
+    monkeypatch.setattr(rejection, "_probs_of", lambda token, drawn, size: true_probs_of(token, None, size))  # noqa: ARG005
+    assert drawn > 1.5 * num_accepted() > 0

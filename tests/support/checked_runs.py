@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
+
 from specray.llm import LLM
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
-from specray.spec_decode.draft_tree import RowTree
-from specray.spec_decode.drafter import DraftRow, cut_tree
-from specray.step import DraftLimit
+from specray.spec_decode.draft_tree import DraftTree, TreeLists
+from specray.spec_decode.drafter import ProposeContext
 
 PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
 # Prefixes of all lengths, and the same prefix before different tokens: at the end of a block (pages of 1, 4 and 16)
@@ -34,13 +35,18 @@ class Checked(Protocol):
     num_close_calls: int
 
 
-def is_grown_to(tree: RowTree, expected: RowTree, rows: Sequence[DraftRow], num_steps: int) -> bool:
-    """Whether a tree is the expected one; where no row has use for all its levels, as far as these reach."""
-    deepest = max(row.max_steps for row in rows)
+def is_grown_to(tree: TreeLists, expected: TreeLists, context: ProposeContext, num_steps: int) -> bool:
+    """Whether a tree is the expected one; if no request needs all its levels, only their nodes are compared."""
+    deepest = max(request.draft_limit.num_steps for request in context.requests)
     if deepest >= num_steps:
         return tree == expected
-    best = DraftLimit(deepest, deepest)  # nodes of which none could have been displaced by a deeper one
-    return cut_tree(tree, tree.tokens[0], best) == cut_tree(expected, expected.tokens[0], best)
+    return limited(tree, deepest) == limited(expected, deepest)
+
+
+def limited(tree: TreeLists, num_steps: int) -> TreeLists:
+    """At most `num_steps` levels and as many nodes: none of these could have been displaced by a deeper one."""
+    [cut] = DraftTree.from_lists([tree]).limited_to_depth(torch.tensor([num_steps])).to_lists()
+    return TreeLists(cut.tokens[: num_steps + 1], cut.parents[: num_steps + 1])
 
 
 def run(

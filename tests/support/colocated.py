@@ -25,7 +25,7 @@ def worker_of(llm: LLM) -> Worker:
 
 
 class Colocated:
-    """Takes an engine's drafter out of its process."""
+    """Runs an engine's drafter behind the socket, in a thread."""
 
     def __init__(self, llm: LLM, folder: Path) -> None:
         worker = worker_of(llm)
@@ -33,24 +33,24 @@ class Colocated:
         self._config = llm.config
         self._num_slots = worker._runner.num_blocks * llm.config.page_size
         self._threads: list[threading.Thread] = []
-        self.drafts = RemoteDrafts(self._endpoint, worker._runner.ring_limits(llm.config))
+        self.drafts = RemoteDrafts(self._endpoint, worker._runner.ring_limits(llm.config), worker._table)
         worker._drafts = self.drafts
 
     def start(self, drafter: Drafter | None = None, speculative: SpeculativeConfig | None = None) -> None:
-        """This drafter, or one with these options, or the configured one, knocks; returns once it does."""
+        """Connect this drafter, one with these options, or the configured one; returns once it is connected."""
         config = self._config.model_copy(update={"speculative": speculative or self._config.speculative})
-        worker = DraftServer(drafter or far_drafter(config, far_view(config), self._num_slots))
-        knocked = threading.Event()
+        worker = DraftServer(drafter or far_drafter(config, far_view(config), self._num_slots), torch.device("cpu"))
+        connected = threading.Event()
 
         def serve() -> None:
             with torch.inference_mode():
-                worker.serve(*self._endpoint, knocked=knocked.set)
+                worker.serve(*self._endpoint, on_connect=connected.set)
 
         self._run(serve)
-        assert knocked.wait(30)
+        assert connected.wait(30)
 
     def dismiss(self) -> None:
-        """An operator knocks, who wants nobody to draft; returns once he does."""
+        """Ask the target to continue without a drafter; returns once the request waits at the socket."""
         self._run(lambda: dismiss(self._endpoint, 30.0))
         assert select.select([self.drafts._server], [], [], 30)[0]
 
@@ -94,7 +94,7 @@ class Recorded:
     def __getattr__(self, name: str) -> object:
         return getattr(self._source, name)
 
-    def collect(self, roots, limits):  # type: ignore[no-untyped-def]
-        tree = self._source.collect(roots, limits)
-        self.trees.append(tree.rows())
-        return tree
+    def collect(self, slots, roots, limits):  # type: ignore[no-untyped-def]
+        tree, num_nodes = self._source.collect(slots, roots, limits)
+        self.trees.append(tree.to_lists())
+        return tree, num_nodes

@@ -1,18 +1,22 @@
 """Drafters that are right, wrong or absurd on purpose: no draft may ever change a text.
 
-Each draws a tree from the request's true continuation, which a plain run has told it.
+Each draws a tree from the request's true continuation, known from a plain run.
 """
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import NamedTuple
 
-import numpy as np
+import torch
 
-from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.spec_decode.drafter import DraftRow, ProposeContext
+from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
+from specray.spec_decode.drafter import DraftRequest, ProposeContext
+from specray.spec_decode.request_table import RequestTable
+from specray.step import UNLIMITED, DraftLimit, NewRequest, SamplingOptions
+from tests.support.distributions import OPTIONS
 
 # (last known token, what the target will say next, random) -> a tree below that token
-Draw = Callable[[int, list[int], Random], RowTree]
+Draw = Callable[[int, list[int], Random], TreeLists]
 
 MAX_DRAFTS = 12
 VOCAB_SIZE = 64  # of the toy; ids below it exist in every model
@@ -32,78 +36,102 @@ class ScriptedDrafter:
         self._random = Random(0)
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        trees = [self._draw(row.token_ids[-1], self._future(row), self._random) for row in context.rows]
+        known = [context.token_ids(request) for request in context.requests]
+        trees = [self._draw(tokens[-1], self._future(tokens), self._random) for tokens in known]
         self.num_proposed += sum(len(tree.tokens) - 1 for tree in trees)
-        return DraftTree.of(trees)
+        return DraftTree.from_lists(trees)
 
     def release(self, slots: Sequence[int]) -> None:
         pass
 
-    def _future(self, row: DraftRow) -> list[int]:
-        known = len(row.token_ids)
-        return next((text[known:] for text in self._texts if text[:known] == row.token_ids), [])
+    def _future(self, known: list[int]) -> list[int]:
+        return next((text[len(known) :] for text in self._texts if text[: len(known)] == known), [])
 
 
-def draft_row(slot: int, token_ids: list[int], num_prompt_tokens: int = 0, cache_salt: str = "") -> DraftRow:
-    """What a drafter that keeps to tokens needs to know of a row."""
-    end = len(token_ids) - 1
-    return DraftRow(slot, token_ids, num_prompt_tokens, cache_salt, 0, end, np.arange(end), seed=0, temperature=0.0)
+class Tokens(NamedTuple):
+    """A request as a drafter that reads only tokens sees it."""
+
+    slot: int
+    token_ids: list[int]
+    num_prompt_tokens: int = 0
+    cache_salt: str = ""
+    draft_limit: DraftLimit = UNLIMITED
+    options: SamplingOptions = OPTIONS
 
 
-def chain(root: int, tokens: Sequence[int]) -> RowTree:
-    return RowTree([root, *tokens], [NONE, *range(len(tokens))])
+def make_context(requests: Sequence[Tokens], unfinished: Sequence[Tokens] = ()) -> ProposeContext:
+    """The context of a step that computed all of these requests' tokens but the last."""
+    every = [*requests, *unfinished]
+    slots, length = (
+        max((value for value in values), default=0)
+        for values in ([request.slot for request in every], [len(request.token_ids) for request in every])
+    )
+    table = RequestTable(slots + 1, length + 1, 1, 2**16, torch.device("cpu"))
+    for slot, token_ids, num_prompt_tokens, salt, _, options in every:
+        blocks = list(range(1, len(token_ids) + 1))
+        table.enter(NewRequest(slot, list(token_ids), num_prompt_tokens, 0, blocks, options, salt))
+    table.flush()
+    drafted, read = (
+        [DraftRequest(part.slot, 0, len(part.token_ids) - 1, part.draft_limit) for part in parts]
+        for parts in (requests, unfinished)
+    )
+    return ProposeContext(table, drafted, read)
 
 
-def draw_right(root: int, future: list[int], random: Random) -> RowTree:  # noqa: ARG001
+def chain(root: int, tokens: Sequence[int]) -> TreeLists:
+    return TreeLists([root, *tokens], [NONE, *range(len(tokens))])
+
+
+def draw_right(root: int, future: list[int], random: Random) -> TreeLists:  # noqa: ARG001
     """Always accepted: as deep as the limit allows."""
     return chain(root, future[:MAX_DRAFTS])
 
 
-def draw_half_right(root: int, future: list[int], random: Random) -> RowTree:
+def draw_half_right(root: int, future: list[int], random: Random) -> TreeLists:
     """Right up to a random depth, wrong below it."""
     cut = random.randint(0, 4)
     return chain(root, future[:cut] + _others(future[cut : cut + 3], random))
 
 
-def draw_wrong(root: int, future: list[int], random: Random) -> RowTree:
+def draw_wrong(root: int, future: list[int], random: Random) -> TreeLists:
     """A tree in which every token is wrong."""
     tree = draw_random(root, future, random)
     allowed = [t for t in range(VOCAB_SIZE) if t not in future]
-    return RowTree([root] + [random.choice(allowed or [0]) for _ in tree.tokens[1:]], tree.parents)
+    return TreeLists([root] + [random.choice(allowed or [0]) for _ in tree.tokens[1:]], tree.parents)
 
 
-def draw_random(root: int, future: list[int], random: Random) -> RowTree:  # noqa: ARG001
+def draw_random(root: int, future: list[int], random: Random) -> TreeLists:  # noqa: ARG001
     """Any shape, any tokens."""
     size = random.randint(0, MAX_DRAFTS)
-    return RowTree(
+    return TreeLists(
         [root] + [random.randrange(VOCAB_SIZE) for _ in range(size)],
         [NONE] + [random.randint(0, i) for i in range(size)],
     )
 
 
-def draw_empty(root: int, future: list[int], random: Random) -> RowTree:  # noqa: ARG001
+def draw_empty(root: int, future: list[int], random: Random) -> TreeLists:  # noqa: ARG001
     return chain(root, [])
 
 
-def draw_right_last(root: int, future: list[int], random: Random) -> RowTree:
+def draw_right_last(root: int, future: list[int], random: Random) -> TreeLists:
     """At each of three levels wrong siblings come first and the right one last: paths are never a prefix."""
     tokens, parents, node = [root], [NONE], 0
     for right in future[:3]:
         tokens += [*_others([right] * 3, random), right]
         parents += [node] * 4
         node = len(tokens) - 1
-    return RowTree(tokens, parents)
+    return TreeLists(tokens, parents)
 
 
-def draw_duplicates(root: int, future: list[int], random: Random) -> RowTree:  # noqa: ARG001
+def draw_duplicates(root: int, future: list[int], random: Random) -> TreeLists:  # noqa: ARG001
     """The right token twice under one parent; only the second twin has right children."""
     if len(future) < 3:
         return chain(root, future)
     first, second, third = future[:3]
-    return RowTree([root, first, first, (second + 1) % VOCAB_SIZE, second, third], [NONE, 0, 0, 1, 2, 4])
+    return TreeLists([root, first, first, (second + 1) % VOCAB_SIZE, second, third], [NONE, 0, 0, 1, 2, 4])
 
 
-def draw_stale(root: int, future: list[int], random: Random) -> RowTree:  # noqa: ARG001
+def draw_stale(root: int, future: list[int], random: Random) -> TreeLists:  # noqa: ARG001
     """A tree made for another last token."""
     return chain((root + 1) % VOCAB_SIZE, future[:4])
 

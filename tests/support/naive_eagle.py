@@ -15,11 +15,11 @@ from torch import Tensor
 
 from specray.models.eagle import EagleHead
 from specray.models.llama import Llama
-from specray.ops.noise import gumbel
+from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling import GREEDY_BELOW
 from specray.spec_decode.draft_model import DraftModel
-from specray.spec_decode.draft_tree import NONE, RowTree
-from specray.spec_decode.drafter import DraftRow
+from specray.spec_decode.draft_tree import NONE, TreeLists
+from specray.spec_decode.drafter import DraftRequest, ProposeContext
 from specray.spec_decode.tree_shape import TreeShape
 
 # tokens below the root, the last one's own included -> the topk likeliest (probability, token) after it, best first
@@ -49,10 +49,10 @@ def naive_pool(probs: Distribution, num_steps: int, topk: int) -> list[Candidate
     return pool
 
 
-def naive_tree(pool: list[Candidate], num_drafts: int, root: int) -> RowTree:
+def naive_tree(pool: list[Candidate], num_drafts: int, root: int) -> TreeLists:
     chosen = _best(pool, range(len(pool)), num_drafts)
     tokens = [root] + [pool[index].path[-1] for index in chosen]
-    return RowTree(tokens, [NONE] + [0 if pool[i].parent < 0 else 1 + chosen.index(pool[i].parent) for i in chosen])
+    return TreeLists(tokens, [NONE] + [0 if pool[i].parent < 0 else 1 + chosen.index(pool[i].parent) for i in chosen])
 
 
 def _best(pool: list[Candidate], among: range, count: int) -> list[int]:
@@ -69,14 +69,16 @@ def _best(pool: list[Candidate], among: range, count: int) -> list[int]:
 
 
 class NaiveTree:
-    """One row's tree; `ids` are the target's of the columns of the logits, None: the same."""
+    """One request's tree; `ids` are the target's of the columns of the logits, None: the same."""
 
-    def __init__(self, row: DraftRow, shape: TreeShape, ids: Tensor | None) -> None:
-        assert len(row.token_ids) == row.end + 1
-        self._row, self._shape, self._ids = row, shape, ids
+    def __init__(self, context: ProposeContext, request: DraftRequest, shape: TreeShape, ids: Tensor | None) -> None:
+        self._text, self._end = context.token_ids(request), request.end
+        self._options = context.table.states[request.slot].sampling.options
+        assert len(self._text) == self._end + 1
+        self._shape, self._ids = shape, ids
         self._gaps: list[float] = []  # relative distances of neighbours wherever an order decided something
         self._pool = naive_pool(self._probs, shape.num_steps, shape.topk)
-        self.tree = naive_tree(self._pool, shape.num_draft_tokens - 1, row.token_ids[-1])
+        self.tree = naive_tree(self._pool, shape.num_draft_tokens - 1, self._text[-1])
 
     def is_close_call(self, tolerance: float) -> bool:
         """Whether rounding may order two candidates either way, so that `tree` is one of several right ones."""
@@ -94,10 +96,10 @@ class NaiveTree:
     def _probs(self, path: Path) -> list[tuple[float, int]]:
         logits = self._logits(path)
         ids = torch.arange(len(logits)) if self._ids is None else self._ids
-        if self._row.temperature >= GREEDY_BELOW:
-            position = self._row.end + 1 + len(path)
-            noise = gumbel([self._row.seed], [position], 1 + int(ids.max()), logits.device)[0]
-            logits = logits / self._row.temperature + noise[ids]
+        if self._options.temperature >= GREEDY_BELOW:
+            keys = noise_keys(torch.tensor([self._options.seed]), torch.tensor([self._end + 1 + len(path)]))
+            noise = gumbel(keys, 1 + int(ids.max()))[0]
+            logits = logits / self._options.temperature + noise[ids]
         probs = sorted(((p, int(ids[i])) for i, p in enumerate(logits.softmax(-1).tolist())), reverse=True)
         self._note_gaps([p for p, _ in probs[: self._shape.topk + 1]])
         return probs[: self._shape.topk]
@@ -109,18 +111,27 @@ class NaiveTree:
 class NaiveDraft(NaiveTree):
     """An EAGLE head's; `kv` [prefix, 2, kv_heads, dim] is what the head's cache has to hold of the prefix."""
 
-    def __init__(self, row: DraftRow, target: Llama, head: EagleHead, shape: TreeShape, last_position: int) -> None:
-        self._row, self._head, self._last_position = row, head, last_position
+    def __init__(
+        self,
+        context: ProposeContext,
+        request: DraftRequest,
+        target: Llama,
+        head: EagleHead,
+        shape: TreeShape,
+        last_position: int,
+    ) -> None:
+        self._text, self._end = context.token_ids(request), request.end
+        self._head, self._last_position = head, last_position
         self._last_kv: Tensor | None = None
         self._outputs: dict[Path, Tensor] = {}
-        positions = torch.arange(row.end)
-        tokens = torch.tensor(row.token_ids)
+        positions = torch.arange(self._end)
+        tokens = torch.tensor(self._text)
         _, aux_hidden_states = target(tokens[:-1], positions, attend_to_the_past, head.aux_hidden_state_layers)
         self._states = head.fuse(torch.cat(aux_hidden_states, -1))
         self._output(())
         assert self._last_kv is not None
         self.kv = self._last_kv
-        super().__init__(row, shape, head.draft_token_ids)
+        super().__init__(context, request, shape, head.draft_token_ids)
 
     def _logits(self, path: Path) -> Tensor:
         return self._head.logits(self._output(path)[None])[0]
@@ -128,10 +139,10 @@ class NaiveDraft(NaiveTree):
     def _output(self, path: Path) -> Tensor:
         """The head's output [hidden] at the end of prefix and path, all of it computed again."""
         if path not in self._outputs:
-            states, end = self._states, self._row.end
+            states, end = self._states, self._end
             for length in range(len(path)):
                 states = torch.cat((states, self._head.recur(self._output(path[:length])[None])))
-            tokens = torch.tensor([*self._row.token_ids[1:], *path])
+            tokens = torch.tensor([*self._text[1:], *path])
             positions = torch.tensor([*range(end), *(min(end + i, self._last_position) for i in range(len(path)))])
             self._outputs[path] = self._head(tokens, states, positions, self._remembering)[-1]
         return self._outputs[path]
@@ -144,10 +155,10 @@ class NaiveDraft(NaiveTree):
 class NaiveStandalone(NaiveTree):
     """A draft model's; `kv` [layers, prefix, 2, kv_heads, dim] as above."""
 
-    def __init__(self, row: DraftRow, model: DraftModel, shape: TreeShape) -> None:
-        self._tokens, self._model = row.token_ids, model
+    def __init__(self, context: ProposeContext, request: DraftRequest, model: DraftModel, shape: TreeShape) -> None:
+        self._tokens, self._model = context.token_ids(request), model
         self._kv: list[Tensor] = []
-        super().__init__(row, shape, model.draft_token_ids)
+        super().__init__(context, request, shape, model.draft_token_ids)
         self._logits(())
         self.kv = torch.stack(self._kv)[:, :-1]  # the root's own is not kept
 

@@ -90,8 +90,8 @@ class SimulatedRanks:
 
     def _sample(self, step: ScheduledRow, row: SimulatedRow, start: int) -> RequestResult:
         """Write any number of drafts, accept any number of them, leave what was rejected as rubbish."""
-        assert 0 <= step.max_draft_tokens <= self.capacity.max_draft_tokens
-        num_drafts = self._random.randint(0, step.max_draft_tokens)
+        assert 0 <= step.draft_limit.num_tokens <= self.capacity.max_draft_tokens
+        num_drafts = self._random.randint(0, step.draft_limit.num_tokens)
         num_accepted = self._random.randint(0, num_drafts)
         root = row.num_computed - 1
         tokens: list[int] = []

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from specray.outputs import TokenLogprob
 from specray.step import (
+    DraftLimit,
     NewRequest,
     RequestResult,
     SamplingOptions,
@@ -39,8 +40,8 @@ sampling = st.builds(
     ids,
     st.none() | small,
 )
-new_row = st.builds(NewRequest, small, ids, small, small, ids, sampling, st.text(max_size=5), small)
-row_step = st.builds(ScheduledRow, small, small, small, ids)
+new_row = st.builds(NewRequest, small, ids, small, small, ids, sampling, st.text(max_size=5))
+row_step = st.builds(ScheduledRow, small, small, st.builds(DraftLimit, small, small), ids)
 plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))
 logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))
 row_result = st.builds(
@@ -59,7 +60,7 @@ def test_a_plan_comes_back(plan: StepPlan) -> None:
     back = unpack_plan(pack(plan))
     assert tupled(back) == tupled(plan)
     assert [type(row.sampling) for row in back.new_requests] == [SamplingOptions] * len(plan.new_requests)
-    assert all(isinstance(row, ScheduledRow) for row in back.rows)
+    assert all(isinstance(row, ScheduledRow) and isinstance(row.draft_limit, DraftLimit) for row in back.rows)
 
 
 @given(results)

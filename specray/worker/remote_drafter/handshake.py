@@ -1,8 +1,7 @@
-"""The door between a target rank and drafters in processes of their own: where it is, who may come in, what is said.
+"""The handshake between a target rank and drafters in other processes, over a unix socket.
 
-The first word decides: a drafter says what it is and takes the place of the one before it; `dismiss` says that nobody
-drafts from now on. No torch here, because the router's process knocks, too. Not here: what is said once a drafter is in
-(`draft_wire`), and who listens (`colocated`).
+A drafter connects, describes itself and replaces the drafter before it. `dismiss` connects to remove the drafter. This
+module does not import torch, because the router's process imports it. `wire` has the messages after the handshake.
 """
 
 import contextlib
@@ -20,14 +19,14 @@ _CREDENTIALS = struct.Struct("=3i")  # Linux's struct ucred: process, user, grou
 
 
 class DraftEndpoint(NamedTuple):
-    """A unix socket in a private folder, and the life of the engine that those who knock must belong to."""
+    """A unix socket in a private folder, and the epoch of the engine that connecting processes must belong to."""
 
     address: str
     epoch: int
 
 
 class DrafterHandshake(NamedTuple):
-    """A drafter's first frame: what the engine has to know of it."""
+    """A drafter's first frame: what the engine must know about it."""
 
     max_draft_tokens: int
     aux_hidden_state_layers: list[int]
@@ -38,16 +37,19 @@ NOBODY = DrafterHandshake(0, [], False)
 
 
 def dismiss(endpoint: DraftEndpoint, timeout: float) -> None:
-    """Have the target go on without a drafter; returns before its next step. TimeoutError if it takes none so long."""
+    """Make the target continue without a drafter; returns before its next step.
+
+    Raises TimeoutError if the target starts no step within `timeout` seconds.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, contextlib.suppress(ChannelClosedError):
         connection.connect(endpoint.address)
         channel = Channel(connection, endpoint.epoch)
         channel.send(pack_handshake(NOBODY), timeout)
-        channel.recv(timeout)  # the target hangs up once it has heard
+        channel.recv(timeout)  # the target closes the connection when it has read the handshake
 
 
 def listen(address: str) -> socket.socket:
-    """The target's end; `answer` never waits."""
+    """The target's listening socket. `accept` on it does not block."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.bind(address)
     server.listen(2)
@@ -55,8 +57,8 @@ def listen(address: str) -> socket.socket:
     return server
 
 
-def answer(server: socket.socket) -> socket.socket | None:
-    """Whoever has knocked, if it is a process of this user; None if nobody has."""
+def accept(server: socket.socket) -> socket.socket | None:
+    """The next waiting connection, or None. Connections from processes of other users are closed."""
     try:
         connection, _ = server.accept()
     except BlockingIOError:
@@ -68,7 +70,7 @@ def answer(server: socket.socket) -> socket.socket | None:
 
 
 def peer_user(connection: socket.socket) -> int | None:
-    """The user whose process is at the other end; None where the system does not say."""
+    """The user id of the process at the other end; None where the system does not provide it."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -82,18 +84,18 @@ def pack_handshake(handshake: DrafterHandshake) -> bytes:
 
 
 def unpack_handshake(data: bytes, num_layers: int) -> DrafterHandshake:
-    """ValueError for anything that is not a sound hello to a target of so many layers."""
+    """ValueError for anything but a valid handshake for a target with `num_layers` layers."""
     try:
         handshake = DrafterHandshake(*msgpack.unpackb(data))
-        is_sound = _is_sound(handshake, num_layers)
+        is_valid = _is_valid(handshake, num_layers)
     except (TypeError, ValueError) as error:  # msgpack's own errors are among them
-        raise ValueError(f"not a hello: {error}") from None
-    if not is_sound:
-        raise ValueError(f"a hello that no drafter of this target would say: {handshake}")
+        raise ValueError(f"not a handshake: {error}") from None
+    if not is_valid:
+        raise ValueError(f"not a handshake for this target: {handshake}")
     return handshake
 
 
-def _is_sound(handshake: DrafterHandshake, num_layers: int) -> bool:
+def _is_valid(handshake: DrafterHandshake, num_layers: int) -> bool:
     layers = handshake.aux_hidden_state_layers
     return (
         type(handshake.max_draft_tokens) is int

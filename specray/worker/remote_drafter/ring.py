@@ -1,7 +1,7 @@
-"""Features from a target rank to its drafter's process without a copy through a socket: regions of shared memory.
+"""Shared memory that passes hidden states from a target rank to its drafter's process without a copy through a socket.
 
-The target writes region after region; the drafter reads a region until it has answered, and by then it is free again.
-The memory has no name: its file is handed over the socket, and it is gone when the last process is.
+The target writes regions in turn. The drafter reads a region until it has replied to the order that named it. The
+memory has no name: its file descriptor is passed over the socket, and it is freed with the last process that maps it.
 """
 
 import math
@@ -12,16 +12,16 @@ import tempfile
 import torch
 from torch import Tensor
 
-NUM_REGIONS = 4  # orders on their way at once: one is the rule, more while the drafter is late
+NUM_REGIONS = 4  # orders in flight: usually one, more while the drafter is late
 
 
 class HiddenStateRing:
-    """Regions of [tokens, width] over the file `fd`, which stays open as long as its owner likes."""
+    """Regions of [tokens, width] over the file `fd`. The caller may close `fd` afterwards."""
 
     def __init__(self, fd: int, tokens: int, width: int, dtype: torch.dtype) -> None:
         size = _num_bytes(tokens, width, dtype)
         with torch.inference_mode(False):  # made between two forwards, written outside of them
-            # The tensor keeps the mapping. A drafter that reads no features has none.
+            # The tensor keeps the mapping alive. A drafter that reads no hidden states has none.
             flat = torch.frombuffer(mmap.mmap(fd, size), dtype=dtype) if size else torch.empty(0, dtype=dtype)
             self.regions: list[Tensor] = list(flat.view(NUM_REGIONS, tokens, width))
 
@@ -30,7 +30,7 @@ def open_file(tokens: int, width: int, dtype: torch.dtype) -> int:
     """A new file for a ring; the caller closes it."""
     size = _num_bytes(tokens, width, dtype)
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("specray-features")
+        fd = os.memfd_create("specray-hidden-states")
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())

@@ -1,7 +1,7 @@
-"""A drafter in a process of its own: reads orders, drafts, answers. The target's side is `colocated`.
+"""A drafter in a process of its own: receives orders, drafts, replies. `source` is the target's side.
 
-It shares nothing with the target but the ring of features: it has its own weights, its own KV for the same blocks and
-its own copy of the rows. When the target dismisses it, or dies, its connection ends and so does `serve`.
+It shares nothing with the target but the ring of hidden states. It has its own weights, its own KV for the same blocks
+and its own copy of the request table. When the target dismisses it or dies, the connection closes and `serve` returns.
 """
 
 import contextlib
@@ -10,6 +10,8 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+
+import torch
 
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
@@ -20,6 +22,7 @@ from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.attention import torch_dtype
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView
+from specray.spec_decode.inline_drafts import limited
 from specray.worker.devices import choose_device
 from specray.worker.remote_drafter.handshake import DrafterHandshake, pack_handshake
 from specray.worker.remote_drafter.ring import HiddenStateRing
@@ -27,51 +30,67 @@ from specray.worker.remote_drafter.wire import DeltaDecoder, Order, Reply, pack,
 
 
 class DraftServer:
-    """Has `drafter` draft for a target in another process."""
+    """Runs `drafter`, whose tensors are on `device`, for a target in another process."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, device: torch.device) -> None:
         self._drafter = drafter
-        self._decoder = DeltaDecoder()
+        self._device = device
         self.handshake = DrafterHandshake(
             drafter.max_draft_tokens, list(drafter.aux_hidden_state_layers), drafter.reads_next_token
         )
 
-    def serve(self, address: str, epoch: int, knocked: Callable[[], object] = lambda: None) -> None:
-        """Draft for the target at the unix socket `address` until one of the two is gone.
+    def serve(self, address: str, epoch: int, on_connect: Callable[[], object] = lambda: None) -> None:
+        """Draft for the target at the unix socket `address` until one of the two ends.
 
-        `knocked` is called once the target will find this drafter, which it does before its next step.
+        `on_connect` is called when the handshake is sent; the target reads it before its next step.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, contextlib.suppress(ChannelClosedError):
             connection.connect(address)
             channel = Channel(connection, epoch)
             channel.send(pack_handshake(self.handshake))
-            knocked()
-            ring = _receive_ring(connection, channel)
+            on_connect()
+            ring, decoder = self._receive_handshake(connection, channel)
             while True:
-                channel.send(pack(self._answer(unpack_order(channel.recv()), ring)))
+                channel.send(pack(self._reply(unpack_order(channel.recv()), ring, decoder)))
 
-    def _answer(self, order: Order, ring: HiddenStateRing) -> Reply:
+    def _reply(self, order: Order, ring: HiddenStateRing, decoder: DeltaDecoder) -> Reply:
         start = time.perf_counter()
-        self._decoder.release(order.freed_slots)
         self._drafter.release(order.freed_slots)
+        context = decoder.context(order, ring.regions[order.region])
         try:
-            trees = self._drafter.propose(self._decoder.context(order, ring.regions[order.region])).rows()
+            tree = limited(self._drafter.propose(context), context)
         except DraftFaultError as fault:
-            return Reply(order.number, time.perf_counter() - start, [], fault.kind)
-        return Reply(order.number, time.perf_counter() - start, trees, None)
+            return Reply.failed(order.number, time.perf_counter() - start, fault.kind)
+        reply = Reply.of(order.number, 0.0, tree)  # waits for the device
+        return reply._replace(seconds=time.perf_counter() - start)
+
+    def _receive_handshake(self, connection: socket.socket, channel: Channel) -> tuple[HiddenStateRing, DeltaDecoder]:
+        connection.settimeout(None)
+        try:
+            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        except OSError as error:
+            raise ChannelClosedError(f"cannot receive: {error}") from error
+        if not fds:
+            raise ChannelClosedError("the target did not accept this drafter")
+        try:
+            target = unpack_target_handshake(channel.recv())
+            ring = HiddenStateRing(fds[0], target.region_tokens, target.width, torch_dtype(target.dtype))
+        finally:
+            os.close(fds[0])
+        return ring, DeltaDecoder(target, self._device)
 
 
 def far_drafter(config: EngineConfig, target: TargetView, num_slots: int) -> Drafter:
-    """The configured drafter for a target that `far_view` has seen and that has so many slots in its KV pool."""
+    """The configured drafter for the target of `far_view`, with the target's number of KV slots."""
     drafter = make_drafter(config.speculative, replace(target, num_slots=num_slots))
     assert drafter is not None, "plain decoding has no drafter"
     return drafter
 
 
 def far_view(config: EngineConfig) -> TargetView:
-    """What a drafter may know of a target that runs in another process, from the same configuration and files.
+    """What a drafter may know of a target in another process, from the same configuration and files.
 
-    But for its slots, of which there are none: their number is known once the target has loaded.
+    `num_slots` is 0: it is known once the target has loaded.
     """
     device = choose_device(config, rank=0)
     folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
@@ -91,20 +110,3 @@ def far_view(config: EngineConfig) -> TargetView:
         device=device,
         quantization=config.quantization,
     )
-
-
-def _receive_ring(connection: socket.socket, channel: Channel) -> HiddenStateRing:
-    connection.settimeout(None)
-    try:
-        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
-    except OSError as error:
-        raise ChannelClosedError(f"cannot receive: {error}") from error
-    if not fds:
-        raise ChannelClosedError("the target did not take this drafter")
-    try:
-        target_handshake = unpack_target_handshake(channel.recv())
-        return HiddenStateRing(
-            fds[0], target_handshake.region_tokens, target_handshake.width, torch_dtype(target_handshake.dtype)
-        )
-    finally:
-        os.close(fds[0])

@@ -1,10 +1,8 @@
-"""The target's side of a drafter in a process of its own: orders out, trees in, and no harm from whatever it does.
+"""The target's side of a drafter in another process.
 
-A drafter connects when it is ready; one that connects later takes its place between two steps, which is how drafters
-are restarted and replaced: features of other layers, larger trees, all that is new begins with its hello. Whatever is
-wrong with it, late, gone, frozen or lying, costs the step its trees. Processes are started by
-`cluster.engine.draft`. Not here:
-what the drafter does (`draft_worker`), who may come in (`endpoint`).
+A drafter connects when it is ready. One that connects later replaces it between two steps; that is how drafters are
+restarted and changed. A drafter that is late, gone, frozen or sends invalid data costs the step its draft trees and
+nothing else. `cluster.engine.draft` starts the processes, `server` runs in them.
 """
 
 import contextlib
@@ -17,27 +15,30 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from specray.channel import Channel, ChannelClosedError
-from specray.spec_decode.draft_tree import DraftTree, RowTree
-from specray.spec_decode.drafter import DraftFaultError, ProposeContext, cut_tree
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import DraftFaultError, ProposeContext
+from specray.spec_decode.inline_drafts import PendingTrees
+from specray.spec_decode.request_table import RequestTable
 from specray.step import DraftFault, DraftLimit
 from specray.worker.remote_drafter.handshake import (
     NOBODY,
     DraftEndpoint,
     DrafterHandshake,
-    answer,
+    accept,
     listen,
     unpack_handshake,
 )
 from specray.worker.remote_drafter.ring import NUM_REGIONS, HiddenStateRing, open_file
 from specray.worker.remote_drafter.wire import DeltaEncoder, TargetHandshake, pack, unpack_reply
 
-FROZEN_S = 3.0  # an order unanswered for so long: the drafter is given up
-LATE_FACTOR = 4.0  # a step waits so many times the longest of the last answers' times …
-LEAST_WAIT_S = 0.05  # … but so long at least: a process may have to wait for its core
-FIRST_WAIT_S = 2.0  # for the first answer, which pays for everything that is set up on first use
-SEND_S = 1.0  # a drafter that takes no bytes for so long is gone
+FROZEN_S = 3.0  # the drafter is dropped if an order has no reply for this long
+LATE_FACTOR = 4.0  # a step waits this many times the longest of the recent replies' times,
+LEAST_WAIT_S = 0.05  # but at least this long, because a process may have to wait for its core
+FIRST_WAIT_S = 2.0  # for the first reply, which includes everything that is set up on first use
+SEND_S = 1.0  # a drafter that reads no bytes for this long is gone
 HANDSHAKE_S = 0.5
 _POLL_S = 1e-4
 
@@ -45,21 +46,22 @@ logger = logging.getLogger(__name__)
 
 
 class RingLimits(NamedTuple):
-    """What the target knows of what will go through the ring."""
+    """What bounds the contents of the ring."""
 
-    vocab_size: int
     num_layers: int
     hidden_size: int
-    step_tokens: int  # most tokens that a step computes for good
+    step_tokens: int  # most tokens that a step commits
     dtype: torch.dtype
 
 
 class RemoteDrafts:
-    """DraftSource for whoever knocks. Without a drafter, or with a bad one, every tree is a root."""
+    """DraftSource for the drafter that is connected. Without one, every tree is its root."""
 
-    def __init__(self, endpoint: DraftEndpoint, limits: RingLimits) -> None:
+    def __init__(self, endpoint: DraftEndpoint, limits: RingLimits, table: RequestTable) -> None:
         self._epoch = endpoint.epoch
         self._limits = limits
+        self._table = table
+        self._pending = PendingTrees(table.num_slots, table.vocab_size, table.device)
         self._peer: _Peer | None = None
         self._faults: list[DraftFault] = []
         self._server = listen(endpoint.address)
@@ -81,20 +83,20 @@ class RemoteDrafts:
         return self._peer.seconds if self._peer else 0.0
 
     def submit(self, context: ProposeContext) -> None:
-        if self._peer is not None and (context.rows or context.unfinished):
-            with self._peer_on_probation():
+        if self._peer is not None and (context.requests or context.unfinished):
+            with self._faults_noted():
                 self._peer.submit(context)
 
-    def collect(self, roots: Sequence[tuple[int, int]], limits: Sequence[DraftLimit]) -> DraftTree:
+    def collect(self, slots: Tensor, roots: Tensor, limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         self._admit()
-        trees: dict[int, RowTree] = {}
-        if self._peer is not None and roots:
-            with self._peer_on_probation():
-                trees = self._peer.collect()
-        rows = zip(roots, limits, strict=True)
-        return DraftTree.of([cut_tree(trees.get(slot), root, limit) for (slot, root), limit in rows])
+        if self._peer is not None:
+            with self._faults_noted():
+                self._peer.collect(self._pending)
+        tree, num_nodes, _ = self._pending.take(slots, roots, limits)
+        return tree, num_nodes
 
     def release(self, slots: Sequence[int]) -> None:
+        self._pending.drop(slots)
         if self._peer is not None:
             self._peer.release(slots)
 
@@ -107,14 +109,14 @@ class RemoteDrafts:
         self._drop()
 
     def _admit(self) -> None:
-        """Take in a drafter that has connected; the one before it is dismissed."""
-        connection = answer(self._server)
+        """Accept a drafter that has connected, and dismiss the one before it."""
+        connection = accept(self._server)
         if connection is None:
             return
         channel = Channel(connection, self._epoch)
         try:
             handshake = unpack_handshake(channel.recv(HANDSHAKE_S), self._limits.num_layers)
-            peer = None if handshake == NOBODY else _Peer(connection, channel, handshake, self._limits)
+            peer = None if handshake == NOBODY else _Peer(connection, channel, handshake, self._limits, self._table)
         except (OSError, ValueError):  # a closed channel and a timeout are OSErrors
             channel.close()
             self._faults.append(DraftFault.NO_HANDSHAKE)
@@ -125,7 +127,7 @@ class RemoteDrafts:
             channel.close()
 
     @contextlib.contextmanager
-    def _peer_on_probation(self) -> Iterator[None]:
+    def _faults_noted(self) -> Iterator[None]:
         try:
             yield
         except ChannelClosedError:
@@ -136,32 +138,38 @@ class RemoteDrafts:
     def _note(self, kind: DraftFault) -> None:
         self._faults.append(kind)
         if kind != DraftFault.LATE:
-            logger.warning("the drafter is given up (%s); decoding goes on plainly until another one connects", kind)
+            logger.warning("dropped the drafter (%s); decoding continues without drafts until one connects", kind)
             self._drop()
 
     def _drop(self) -> None:
         if self._peer is not None:
             self._peer.close()
             self._peer = None
+            self._pending = PendingTrees(self._table.num_slots, self._table.vocab_size, self._table.device)
 
 
 class _Sent(NamedTuple):
-    """An order that is not answered yet."""
+    """An order without a reply."""
 
     number: int
     region: int
     slots: list[int]
-    freed: set[int]  # slots whose requests have ended since
+    freed: set[int]  # slots whose requests have ended since then
     time: float
 
 
 class _Peer:
-    """One drafter, from its welcome to its end. Raises DraftFaultError or ChannelClosedError for all it does wrong."""
+    """One connected drafter. Methods raise DraftFaultError or ChannelClosedError if it fails."""
 
     def __init__(
-        self, connection: socket.socket, channel: Channel, handshake: DrafterHandshake, limits: RingLimits
+        self,
+        connection: socket.socket,
+        channel: Channel,
+        handshake: DrafterHandshake,
+        limits: RingLimits,
+        table: RequestTable,
     ) -> None:
-        self._limits = limits
+        self._table = table
         self._channel = channel
         self.handshake = handshake
         self.seconds = 0.0
@@ -172,44 +180,44 @@ class _Peer:
             self._ring = HiddenStateRing(fd, tokens, width, limits.dtype)
         finally:
             os.close(fd)
-        self._channel.send(pack(TargetHandshake(tokens, width, str(limits.dtype).removeprefix("torch."))), SEND_S)
+        sizes = table.num_slots, table.max_tokens, table.page_size, table.vocab_size
+        reply = TargetHandshake(tokens, width, str(limits.dtype).removeprefix("torch."), *sizes)
+        self._channel.send(pack(reply), SEND_S)
         self._encoder = DeltaEncoder()
         self._free = deque(range(NUM_REGIONS))
         self._unanswered: deque[_Sent] = deque()
-        self._recent: deque[float] = deque(maxlen=32)  # seconds of the last answers
+        self._recent: deque[float] = deque(maxlen=32)  # seconds of the last replies
         self._number = 0
         self._is_late = False
 
     def submit(self, context: ProposeContext) -> None:
         self._check_frozen()
-        if not self._free:  # too far behind: it will find out what it was not told (DraftRow.start)
+        if not self._free:  # too far behind: it sees the missing steps in DraftRequest.start
             return
         region = self._free.popleft()
         if context.aux_hidden_states is not None:
             self._ring.regions[region][: len(context.aux_hidden_states)].copy_(context.aux_hidden_states)
         self._number += 1
         order = self._encoder.order(self._number, region, context)
-        slots = [row.slot for row in context.rows]
+        slots = [request.slot for request in context.requests]
         self._unanswered.append(_Sent(self._number, region, slots, set(), time.monotonic()))
         self._channel.send(pack(order), SEND_S)
 
-    def collect(self) -> dict[int, RowTree]:
-        """Trees of the last order by slot, as soon as they come, but no later than patience allows."""
-        trees: dict[int, RowTree] = {}
+    def collect(self, pending: PendingTrees) -> None:
+        """Put the last order's trees into `pending` as soon as they arrive, waiting no longer than `_patience`."""
         while self._unanswered:
-            # Once late it is waited for no more, until it has answered what came before: or every step would wait in
-            # vain. The last order is not old enough to hold against it.
+            # A late drafter is not waited for until it has replied to the earlier orders; otherwise every step would
+            # wait in vain. The last order is too recent to count as late.
             is_behind = self._is_late and len(self._unanswered) > 1
             until = 0.0 if is_behind else self._unanswered[-1].time + self._patience()
             try:
-                reply = self._channel.recv(max(until - time.monotonic(), _POLL_S))
+                data = self._channel.recv(max(until - time.monotonic(), _POLL_S))
             except TimeoutError:
                 self._check_frozen()
                 self._is_late = True
                 raise DraftFaultError(DraftFault.LATE) from None
-            trees = self._enter(reply)
+            self._receive(data, pending)
         self._is_late = False
-        return trees
 
     def release(self, slots: Sequence[int]) -> None:
         self._encoder.release(slots)
@@ -219,21 +227,23 @@ class _Peer:
     def close(self) -> None:
         self._channel.close()
 
-    def _enter(self, data: bytes) -> dict[int, RowTree]:
+    def _receive(self, data: bytes, pending: PendingTrees) -> None:
+        sent = self._unanswered.popleft()
         try:
-            reply = unpack_reply(data, self._limits.vocab_size, self.handshake.max_draft_tokens)
+            reply = unpack_reply(data)
+            if reply.fault is not None:
+                raise DraftFaultError(reply.fault)
+            if reply.number != sent.number:
+                raise ValueError(f"a reply to order {reply.number} instead of {sent.number}")
+            tree = reply.tree(len(sent.slots), self._table.vocab_size, self.handshake.max_draft_tokens)
         except ValueError:
             raise DraftFaultError(DraftFault.NONSENSE) from None
-        sent = self._unanswered.popleft()
-        if reply.fault is not None:
-            raise DraftFaultError(reply.fault)
-        if reply.number != sent.number or len(reply.trees) != len(sent.slots):
-            raise DraftFaultError(DraftFault.NONSENSE)
         self._free.append(sent.region)
         self._recent.append(reply.seconds)
         self.seconds = reply.seconds
-        trees = zip(sent.slots, reply.trees, strict=True)
-        return {slot: tree for slot, tree in trees if slot not in sent.freed}
+        if sent.slots and not self._unanswered:
+            pending.put(torch.tensor(sent.slots, dtype=torch.int64).to(self._table.device), tree.to(self._table.device))
+            pending.drop(list(sent.freed))
 
     def _patience(self) -> float:
         if not self._recent:

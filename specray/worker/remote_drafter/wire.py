@@ -1,67 +1,100 @@
-"""All that crosses between a target rank and a drafter in a process of its own: plain data, msgpack, deltas only.
+"""Messages between a target rank and a drafter in another process: msgpack, deltas only.
 
-A request's tokens and KV slots are sent once and then extended (`DeltaEncoder` on the target's side, `DeltaDecoder` on
-the drafter's), so an order is as long as what the step added. Hidden states go through shared memory (`ring`).
+A request's tokens and KV blocks are sent once and then extended (`DeltaEncoder` at the target, `DeltaDecoder` at the
+drafter), so an order is as long as what the step added. Trees come back as int32 arrays. Hidden states go through
+shared memory (`ring`).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
 import numpy as np
+import torch
 from torch import Tensor
 
-from specray.spec_decode.draft_tree import RowTree
-from specray.spec_decode.drafter import DraftRow, ProposeContext
-from specray.step import DraftFault
+from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
+from specray.spec_decode.drafter import DraftRequest, ProposeContext
+from specray.spec_decode.request_table import RequestTable
+from specray.step import DraftFault, DraftLimit, NewRequest, new_request
 
 
 class TargetHandshake(NamedTuple):
-    """The target's answer to a hello, with the ring's file beside it."""
+    """The target's reply to a drafter's handshake. The ring's file descriptor comes before it."""
 
     region_tokens: int
     width: int
     dtype: str
-
-
-class Entry(NamedTuple):
-    """What stays as it is while a request has its slot."""
-
-    num_prompt_tokens: int
-    cache_salt: str
-    seed: int
-    temperature: float
+    num_slots: int  # the rest: dimensions of the request table
+    max_tokens: int
+    page_size: int
+    vocab_size: int
 
 
 class RequestDelta(NamedTuple):
-    """A `DraftRow`, without what was told before."""
+    """What was added to a request since the last order."""
 
     slot: int
-    entry: Entry | None  # of a request that is told for the first time
-    new_token_ids: list[int]
-    new_kv_slots: bytes  # int64
-    start: int
-    end: int
-    max_steps: int
+    token_ids: list[int]
+    block_ids: list[int]
 
 
 class Order(NamedTuple):
-    """One step's context. `region` of the ring holds the features; it is the target's again once this is answered."""
+    """One step's context. `region` of the ring holds the hidden states; the reply frees it."""
 
     number: int
     region: int
     freed_slots: list[int]
-    rows: list[RequestDelta]  # want a tree
-    unfinished: list[RequestDelta]
+    new_requests: list[NewRequest]
+    deltas: list[RequestDelta]
+    requests: list[DraftRequest]  # get a tree
+    unfinished: list[DraftRequest]
 
 
 class Reply(NamedTuple):
-    """The trees of an order's rows, in their order; none if there was a fault."""
+    """Trees of an order's requests, in their order: int32 arrays as bytes, empty after a fault."""
 
     number: int
     seconds: float
-    trees: list[RowTree]
-    fault: DraftFault | None
+    num_nodes: bytes  # [B]
+    tokens: bytes  # [B, N]
+    parents: bytes  # [B, N]
+    fault: DraftFault | None = None
+
+    @classmethod
+    def of(cls, number: int, seconds: float, tree: DraftTree) -> "Reply":
+        """One copy to the host."""
+        packed = torch.cat((tree.num_nodes[:, None], tree.tokens, tree.parents), 1).to("cpu", torch.int32).numpy()
+        num_nodes, nodes = packed[:, 0], packed[:, 1:]
+        if not num_nodes.all():
+            return cls.failed(number, seconds, DraftFault.NOT_A_NUMBER)
+        tokens, parents = np.split(nodes, 2, axis=1)
+        return cls(number, seconds, num_nodes.tobytes(), tokens.tobytes(), parents.tobytes())
+
+    @classmethod
+    def failed(cls, number: int, seconds: float, fault: DraftFault) -> "Reply":
+        return cls(number, seconds, b"", b"", b"", fault)
+
+    def tree(self, num_requests: int, vocab_size: int, max_draft_tokens: int) -> DraftTree:
+        """The trees, on the CPU. ValueError if they are not valid trees of `num_requests` requests."""
+        if not num_requests and not (self.num_nodes or self.tokens or self.parents):
+            return DraftTree.roots(torch.empty(0, dtype=torch.int64))
+        num_nodes, tokens, parents = (
+            np.frombuffer(data, dtype=np.int32).astype(np.int64).reshape(num_requests, -1)
+            for data in (self.num_nodes, self.tokens, self.parents)
+        )
+        width = tokens.shape[1]
+        if num_nodes.shape[1] != 1 or parents.shape != tokens.shape or not 1 <= width <= max_draft_tokens + 1:
+            raise ValueError(f"arrays of shapes {num_nodes.shape}, {tokens.shape} and {parents.shape} are not trees")
+        nodes = np.arange(width)
+        is_past = nodes >= num_nodes
+        is_parent = np.where(nodes == ROOT, parents == NONE, (parents >= 0) & (parents < nodes))
+        is_node = (tokens >= 0) & (tokens < vocab_size) & is_parent
+        if num_nodes.min() < 1 or num_nodes.max() > width or not (is_node | is_past).all():
+            raise ValueError("tokens outside the vocabulary, or a child before its parent")
+        tokens[is_past] = parents[is_past] = NONE
+        counts = torch.from_numpy(num_nodes[:, 0])
+        return DraftTree(torch.from_numpy(tokens), torch.from_numpy(parents), counts, width - 1)
 
 
 def pack(message: TargetHandshake | Order | Reply) -> bytes:
@@ -74,97 +107,71 @@ def unpack_target_handshake(data: bytes) -> TargetHandshake:
 
 
 def unpack_order(data: bytes) -> Order:
-    number, region, freed, rows, unfinished = msgpack.unpackb(data)
-    return Order(number, region, freed, [_row(*row) for row in rows], [_row(*row) for row in unfinished])
+    number, region, freed, new, deltas, requests, unfinished = msgpack.unpackb(data)
+    entered = [new_request(*fields) for fields in new]
+    drafted, read = ([_draft_request(*fields) for fields in part] for part in (requests, unfinished))
+    return Order(number, region, freed, entered, [RequestDelta(*fields) for fields in deltas], drafted, read)
 
 
-def unpack_reply(data: bytes, vocab_size: int, max_draft_tokens: int) -> Reply:
-    """ValueError for anything that is not a reply of sound trees: a drafter may be broken in every way there is."""
+def unpack_reply(data: bytes) -> Reply:
+    """ValueError for anything that is not a reply. `Reply.tree` checks the trees."""
     try:
-        number, seconds, rows, fault = msgpack.unpackb(data)
-        trees = [RowTree(*row) for row in rows]
-        fault = None if fault is None else DraftFault(fault)
-        sound = isinstance(number, int) and isinstance(seconds, float)
-        sound = sound and all(_is_tree(tree, vocab_size, max_draft_tokens) for tree in trees)
+        reply = Reply(*msgpack.unpackb(data))
+        fault = None if reply.fault is None else DraftFault(reply.fault)
     except (TypeError, ValueError) as error:  # msgpack's own errors are among them
         raise ValueError(f"not a reply: {error}") from None
-    if not sound:
-        raise ValueError("a reply with parts that are no trees of this vocabulary")
-    return Reply(number, seconds, trees, fault)
+    arrays = (reply.num_nodes, reply.tokens, reply.parents)
+    if type(reply.number) is not int or type(reply.seconds) is not float or any(type(a) is not bytes for a in arrays):
+        raise ValueError("not a reply: its fields have other types")
+    return reply._replace(fault=fault)
 
 
 class DeltaEncoder:
-    """Makes wire rows; knows what of each slot was told."""
+    """Makes orders. Remembers how much of each slot's request was sent."""
 
     def __init__(self) -> None:
-        self._told: dict[int, tuple[int, int]] = {}  # slot -> tokens and KV slots told
+        self._sent: dict[int, tuple[int, int]] = {}  # slot -> numbers of tokens and blocks
         self._freed: list[int] = []
 
     def release(self, slots: Sequence[int]) -> None:
-        self._freed += [slot for slot in slots if self._told.pop(slot, None)]
+        self._freed += [slot for slot in slots if self._sent.pop(slot, None)]
 
     def order(self, number: int, region: int, context: ProposeContext) -> Order:
         freed, self._freed = self._freed, []
-        rows, unfinished = ([self._tell(row) for row in part] for part in (context.rows, context.unfinished))
-        return Order(number, region, freed, rows, unfinished)
-
-    def _tell(self, row: DraftRow) -> RequestDelta:
-        num_tokens, num_slots = self._told.get(row.slot, (0, 0))
-        is_new = row.slot not in self._told
-        entry = Entry(row.num_prompt_tokens, row.cache_salt, row.seed, row.temperature) if is_new else None
-        self._told[row.slot] = len(row.token_ids), len(row.kv_slots)
-        new_slots = row.kv_slots[num_slots:].tobytes()
-        return RequestDelta(row.slot, entry, row.token_ids[num_tokens:], new_slots, row.start, row.end, row.max_steps)
+        order = Order(number, region, freed, [], [], context.requests, context.unfinished)
+        for slot, *_ in context.requests + context.unfinished:
+            state = context.table.states[slot]
+            num_tokens, num_blocks = self._sent.get(slot, (0, 0))
+            tokens, blocks = state.token_ids[num_tokens:], state.block_ids[num_blocks:]
+            if slot in self._sent:
+                order.deltas.append(RequestDelta(slot, tokens, blocks))
+            else:
+                options = state.sampling.options
+                new = NewRequest(slot, tokens, state.num_prompt_tokens, 0, blocks, options, state.cache_salt)
+                order.new_requests.append(new)
+            self._sent[slot] = len(state.token_ids), len(state.block_ids)
+        return order
 
 
 class DeltaDecoder:
-    """The drafter's copy of the rows."""
+    """The drafter's copy of the target's request table."""
 
-    def __init__(self) -> None:
-        self._rows: dict[int, DraftRow] = {}
+    def __init__(self, target: TargetHandshake, device: torch.device) -> None:
+        sizes = target.num_slots, target.max_tokens, target.page_size, target.vocab_size
+        self._table = RequestTable(*sizes, device)
 
-    def release(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            del self._rows[slot]
-
-    def context(self, order: Order, aux_hidden_states: Tensor) -> ProposeContext:
-        rows, unfinished = ([self._enter(row) for row in part] for part in (order.rows, order.unfinished))
-        count = sum(row.end - row.start for row in rows + unfinished)
-        return ProposeContext(rows, unfinished, aux_hidden_states[:count])
-
-    def _enter(self, told: RequestDelta) -> DraftRow:
-        new_slots = np.frombuffer(told.new_kv_slots, dtype=np.int64)
-        if told.entry is not None:
-            old = DraftRow(
-                told.slot,
-                [],
-                told.entry.num_prompt_tokens,
-                told.entry.cache_salt,
-                0,
-                0,
-                new_slots[:0],
-                told.entry.seed,
-                told.entry.temperature,
-            )
-        else:
-            old = self._rows[told.slot]
-        old.token_ids.extend(told.new_token_ids)
-        kv_slots = np.concatenate((old.kv_slots, new_slots)) if len(new_slots) else old.kv_slots
-        row = old._replace(start=told.start, end=told.end, kv_slots=kv_slots, max_steps=told.max_steps)
-        self._rows[told.slot] = row
-        return row
+    def context(self, order: Order, region: Tensor) -> ProposeContext:
+        """Apply an order. `region` [region_tokens, width] holds its hidden states."""
+        for slot in order.freed_slots:
+            self._table.free(slot)
+        for new in order.new_requests:
+            self._table.enter(new)
+        for delta in order.deltas:
+            self._table.extend(*delta)
+        self._table.flush()
+        count = sum(request.end - request.start for request in order.requests + order.unfinished)
+        return ProposeContext(self._table, order.requests, order.unfinished, region[:count].to(self._table.device))
 
 
-def _row(*fields: Any) -> RequestDelta:
-    row = RequestDelta(*fields)
-    return row._replace(entry=Entry(*row.entry)) if row.entry is not None else row
-
-
-def _is_tree(tree: RowTree, vocab_size: int, max_draft_tokens: int) -> bool:
-    size = len(tree.tokens)
-    return (
-        1 <= size <= max_draft_tokens + 1
-        and len(tree.parents) == size
-        and all(type(number) is int for number in (*tree.tokens, *tree.parents))
-        and tree.or_root(vocab_size) is tree
-    )
+def _draft_request(slot: int, start: int, end: int, limit: list[int]) -> DraftRequest:
+    return DraftRequest(slot, start, end, DraftLimit(*limit))

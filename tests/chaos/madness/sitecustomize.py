@@ -39,22 +39,23 @@ def _go_slow(*_: object) -> None:
     Worker.execute = slowly  # type: ignore[method-assign]
 
 
-def _each_tree(change: Lie) -> Lie:
-    return lambda answer: answer._replace(trees=[change(tree) for tree in answer.trees])
-
-
 def _noise(_: Any) -> bytes:
     return random.randbytes(64)
 
 
+def _filled(array: bytes, value: int) -> bytes:
+    """An int32 array of the same size."""
+    return value.to_bytes(4, "little", signed=True) * (len(array) // 4)
+
+
 LIES: list[Lie] = [
     _noise,
-    lambda answer: answer._replace(trees=[]),
-    lambda answer: answer._replace(number=answer.number + 1),
-    _each_tree(lambda tree: tree._replace(tokens=[10**9 for _ in tree.tokens])),
-    _each_tree(lambda tree: tree._replace(tokens=[-5 for _ in tree.tokens])),
-    _each_tree(lambda tree: tree._replace(parents=list(range(len(tree.parents))))),
-    _each_tree(lambda tree: tree._replace(tokens=tree.tokens * 100, parents=tree.parents * 100)),
+    lambda reply: reply._replace(num_nodes=b"", tokens=b"", parents=b""),
+    lambda reply: reply._replace(number=reply.number + 1),
+    lambda reply: reply._replace(tokens=_filled(reply.tokens, 10**9)),
+    lambda reply: reply._replace(tokens=_filled(reply.tokens, -5)),
+    lambda reply: reply._replace(parents=_filled(reply.parents, 10**6)),
+    lambda reply: reply._replace(tokens=reply.tokens * 100, parents=reply.parents * 100),
 ]
 
 signal.signal(signal.SIGUSR1, _go_mad)

@@ -86,7 +86,7 @@ class ScriptedRanks:
             self._rows[row.slot] = row
             self._pending[row.slot] = len(row.token_ids) - row.num_computed_tokens
             self._written[row.slot] = len(row.token_ids) - row.num_prompt_tokens
-        rows = [self._run(step.slot, step.num_tokens, step.max_draft_tokens) for step in plan.rows]
+        rows = [self._run(step.slot, step.num_tokens, step.draft_limit.num_tokens) for step in plan.rows]
         self._results.append(StepResult(plan.step_id, rows, StepTimes(0.0, 0.0, 0.0, 0.0)))
 
     def collect(self) -> StepResult:

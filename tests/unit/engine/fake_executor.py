@@ -169,12 +169,12 @@ class FakeExecutor:
     def _check_writes(self, step: ScheduledRow) -> None:
         """Everything the row may write lies in its own blocks; what it shares is full, computed and equal."""
         row, size = self.rows[step.slot], self._config.page_size
-        end = row.num_computed + step.num_tokens + step.max_draft_tokens
+        end = row.num_computed + step.num_tokens + step.draft_limit.num_tokens
         assert end <= len(row.blocks) * size, "a token is written beyond the row's blocks"
-        assert 0 <= step.max_draft_tokens <= self.capacity.max_draft_tokens
-        if step.max_draft_tokens:
+        assert 0 <= step.draft_limit.num_tokens <= self.capacity.max_draft_tokens
+        if step.draft_limit.num_tokens:
             assert row.num_computed + step.num_tokens == len(row.tokens), "only a row that verifies may draft"
-            assert len(row.tokens) + step.max_draft_tokens + 1 <= self.limits[row.seed]
+            assert len(row.tokens) + step.draft_limit.num_tokens + 1 <= self.limits[row.seed]
         others = [other for other in self.rows.values() if other is not row]
         for index, block in enumerate(row.blocks):
             for other in others:
@@ -193,8 +193,8 @@ class FakeExecutor:
         row.num_computed += step.num_tokens
         if row.num_computed < len(row.tokens):
             return RequestResult(step.slot, [], 0, None, None)
-        wished, kept = next(self._accepts) if row.seed in self.ledger.first_tokens else (0, 0)
-        num_drafts = min(wished, step.max_draft_tokens)
+        wanted, kept = next(self._accepts) if row.seed in self.ledger.first_tokens else (0, 0)
+        num_drafts = min(wanted, step.draft_limit.num_tokens)
         num_accepted = min(kept, num_drafts)
         said: list[int] = []
         for _ in range(num_accepted + 1):

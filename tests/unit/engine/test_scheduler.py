@@ -207,7 +207,7 @@ def test_lookahead_blocks_of_a_new_row_are_sent_once() -> None:
     engine.add_request(request(0, [2, 3], max_tokens=18))
     plan = engine.scheduler.schedule()
     assert len(plan.new_requests[0].block_ids) == 2
-    assert len(plan.rows[0].new_block_ids) == plan.rows[0].max_draft_tokens == 4
+    assert len(plan.rows[0].new_block_ids) == plan.rows[0].draft_limit.num_tokens == 4
     executor.submit(plan)
 
 
@@ -218,9 +218,9 @@ def test_an_older_row_does_not_draft_into_the_block_a_younger_one_needs() -> Non
     for each in (old, young, brief):
         scheduler.add(each)
     plan = scheduler.schedule()  # 2 + 2 + 1 blocks: nothing is left for drafts
-    scheduler.commit(
-        plan, StepResult(1, [RequestResult(row.slot, [2], 0, None, None) for row in plan.rows], StepTimes(0, 0, 0, 0))
-    )
+    results = [RequestResult(row.slot, [2], 0, None, None) for row in plan.rows]
+    for emitted in scheduler.emitted(plan, StepResult(1, results, StepTimes(0, 0, 0, 0))):
+        scheduler.commit(emitted, num_kept=1)
     scheduler.finish(brief)
     plan = scheduler.schedule()  # one block: `old` could draft into it, `young` has a ninth token
     assert [row.slot for row in plan.rows] == [old.slot, young.slot]
@@ -239,7 +239,7 @@ def test_drafts_stop_where_the_last_token_would_be_wasted() -> None:
     executor.limits[0] = 5
     engine = Engine(config, executor, TOKENIZER)
     engine.add_request(request(0, [2, 3], max_tokens=3))
-    assert engine.scheduler.schedule().rows[0].max_draft_tokens == 2
+    assert engine.scheduler.schedule().rows[0].draft_limit.num_tokens == 2
 
 
 def test_an_aborted_row_is_gone_from_the_ranks_one_step_later_while_others_run() -> None:

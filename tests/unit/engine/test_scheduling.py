@@ -341,4 +341,4 @@ def test_rows_share_the_bound_on_a_steps_drafts(bound: int | None, shares: list[
         engine.add_request(EngineRequest(f"r{seed}", [2, 3, 4 + seed], SamplingParams(seed=seed, max_tokens=30)))
     engine.step()  # the prompts
     plan = engine.scheduler.schedule()
-    assert [row.max_draft_tokens for row in plan.rows] == shares
+    assert [row.draft_limit.num_tokens for row in plan.rows] == shares

@@ -1,5 +1,6 @@
 """Attention over ragged rows, pages and trees, against a loop over single queries."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,14 +72,42 @@ def make_rows(shapes: list[RowShape], scattered: bool) -> AttentionBatch:
         query_lens.append(queries)
         start += len(kv_slots[-1])
     trees = [ancestors(shape.parents) if len(shape.parents) > 1 else None for shape in shapes]
-    written = [slots[shape.num_past :] for slots, shape in zip(kv_slots, shapes, strict=True)]
-    return AttentionBatch(query_lens, kv_slots, torch.from_numpy(np.concatenate(written)), trees)
+    return make_batch(query_lens, kv_slots, trees)
+
+
+def make_batch(
+    query_lens: list[int], kv_slots: Sequence[np.ndarray], trees: Sequence[np.ndarray | None]
+) -> AttentionBatch:
+    """Rows whose last `query_lens` KV slots are written now; past a row's KV slots and tree there is rubbish."""
+    kv_lens = [len(slots) for slots in kv_slots]
+    padded = np.full((len(kv_slots), max(kv_lens) + 2), NUM_SLOTS - 1)
+    for row, slots in zip(padded, kv_slots, strict=True):
+        row[: len(slots)] = slots
+    written = [slots[-count:] for slots, count in zip(kv_slots, query_lens, strict=True)]
+    sizes = [(0, 0) if tree is None else (len(tree), tree.shape[1]) for tree in trees]
+    mask = np.ones((len(trees), *(max(1, *column) for column in zip((1, 1), *sizes, strict=True))), dtype=bool)
+    for row, tree in zip(mask, trees, strict=True):
+        if tree is not None:
+            row[: len(tree), : tree.shape[1]] = tree
+    return AttentionBatch(
+        query_lens,
+        kv_lens,
+        torch.from_numpy(padded),
+        torch.from_numpy(np.concatenate(written)),
+        sizes,
+        torch.from_numpy(mask) if any(tree is not None for tree in trees) else None,
+    )
+
+
+def slots_of(batch: AttentionBatch) -> list[np.ndarray]:
+    """Each row's own KV slots."""
+    return [slots[:length].numpy() for slots, length in zip(batch.kv_slots, batch.kv_lens, strict=True)]
 
 
 def naive(shapes: list[RowShape], rows: AttentionBatch, layer_pool: Tensor, q: Tensor) -> Tensor:
     """float64 attention of one query and one head after the other."""
     out, at, fold = torch.zeros(q.shape, dtype=torch.float64), 0, q.shape[1] // layer_pool.shape[2]
-    for shape, slots, length in zip(shapes, rows.kv_slots, rows.query_lens, strict=True):
+    for shape, slots, length in zip(shapes, slots_of(rows), rows.query_lens, strict=True):
         for query in range(length):
             keys = [int(slot) for key, slot in enumerate(slots) if sees(shape, query, key)]
             for head in range(q.shape[1]):
@@ -114,7 +143,7 @@ def test_what_lies_in_other_rows_slots_does_not_matter() -> None:
     torch.manual_seed(0)
     clean = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     clean[:, :16] = 0
-    dirty, own = clean.clone(), np.concatenate([np.arange(16), *rows.kv_slots])
+    dirty, own = clean.clone(), np.concatenate([np.arange(16), *slots_of(rows)])
     dirty[:, np.setdiff1d(np.arange(NUM_SLOTS), own)] = torch.nan
     q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
     outs = [make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv) for pool in (clean, dirty)]
@@ -164,7 +193,7 @@ def test_slots_out_of_order_are_read_in_the_rows_order() -> None:
     """The first and the last slot look like one piece; those between are swapped, so causality tells them apart."""
     shape = RowShape(0, 6, [-1])
     slots = np.array([20, 23, 22, 21, 24, 25])
-    rows = AttentionBatch([6], [slots], torch.from_numpy(slots), [None])
+    rows = make_batch([6], [slots], [None])
     torch.manual_seed(0)
     pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     q, kv = torch.randn(6, KV_HEADS * FOLD, DIM), torch.randn(6, 2, KV_HEADS, DIM)
@@ -202,12 +231,11 @@ def test_nodes_of_a_level_see_the_past_and_their_ancestors_of_earlier_levels(
     ends = np.cumsum(lengths)
     kv_slots = [order[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     query_lens = [len(row.tree) for row in rows]
-    written = torch.from_numpy(np.concatenate([s[-n:] for s, n in zip(kv_slots, query_lens, strict=True)]))
+    ragged = make_batch(query_lens, kv_slots, [row.tree for row in rows])
     torch.manual_seed(0)
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     pool[:, :16] = 0
-    q, kv = torch.randn(len(written), KV_HEADS * FOLD, DIM), torch.randn(len(written), 2, KV_HEADS, DIM)
-    ragged = AttentionBatch(query_lens, kv_slots, written, [row.tree for row in rows])
+    q, kv = torch.randn(sum(query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(query_lens), 2, KV_HEADS, DIM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specray.ops.attention_torch._BATCH_BYTES", batch_bytes)
         seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(ragged)(0, q, kv)

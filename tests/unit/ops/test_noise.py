@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from specray.ops.noise import gumbel
 from tests.support.distributions import MAX_Z
+from tests.support.sampling import noise_of
 
-CPU = torch.device("cpu")
 SIZE = 64
 GOLDEN_TOKENS = [0, 1, 63, 199_999]
 GOLDEN = {
@@ -22,7 +21,7 @@ GOLDEN = {
 
 def uniforms(seeds: list[int], positions: list[int], vocab_size: int = SIZE) -> np.ndarray:
     """The noise carried back to what should be uniform on (0, 1)."""
-    noise = gumbel(seeds, positions, vocab_size, CPU).double().numpy()
+    noise = noise_of(seeds, positions, vocab_size).double().numpy()
     return np.exp(-np.exp(-noise))
 
 
@@ -32,36 +31,36 @@ def correlation_z(left: np.ndarray, right: np.ndarray) -> float:
 
 
 def test_equal_keys_give_equal_noise_in_any_batch() -> None:
-    batch = gumbel([7, 8, 7], [3, 3, 4], SIZE, CPU)
+    batch = noise_of([7, 8, 7], [3, 3, 4], SIZE)
     for row, (seed, position) in enumerate([(7, 3), (8, 3), (7, 4)]):
-        assert torch.equal(batch[row], gumbel([seed], [position], SIZE, CPU)[0])
+        assert torch.equal(batch[row], noise_of([seed], [position], SIZE)[0])
 
 
 def test_a_larger_vocabulary_changes_no_token() -> None:
-    assert torch.equal(gumbel([5], [9], SIZE, CPU), gumbel([5], [9], 1000, CPU)[:, :SIZE])
+    assert torch.equal(noise_of([5], [9], SIZE), noise_of([5], [9], 1000)[:, :SIZE])
 
 
 def test_noise_for_some_ids_is_theirs_in_the_noise_for_all() -> None:
     """A drafter with a vocabulary of its own makes no more noise than it needs, and makes the target's."""
     seeds, positions = [5, -9, 2**40], [9, 0, 3]
-    full = gumbel(seeds, positions, 200_000, CPU)
+    full = noise_of(seeds, positions, 200_000)
     for ids in ([0], [63, 1, 199_999, 7], list(range(50_000, 50_300)), [4, 4]):
         chosen = torch.tensor(ids)
-        assert torch.equal(gumbel(seeds, positions, len(ids), CPU, chosen), full[:, chosen])
+        assert torch.equal(noise_of(seeds, positions, len(ids), chosen), full[:, chosen])
         assert torch.equal(chosen, torch.tensor(ids))  # they are the caller's
 
 
 def test_one_seed_has_one_noise_in_every_release() -> None:
     """A stored seed has to give its text again after an update: these values may never change."""
     for (seed, position), expected in GOLDEN.items():
-        noise = gumbel([seed], [position], 200_000, CPU)[0]
+        noise = noise_of([seed], [position], 200_000)[0]
         assert noise[GOLDEN_TOKENS].tolist() == pytest.approx(expected, rel=1e-6)
-        assert not torch.equal(noise, gumbel([seed], [position + 1], 200_000, CPU)[0])
+        assert not torch.equal(noise, noise_of([seed], [position + 1], 200_000)[0])
 
 
 def test_every_seed_within_its_bounds_has_its_own_noise() -> None:
     seeds = [-(2**63), -(2**63) + 1, -(2**32), -1, 0, 1, 2**32, 2**53, 2**63 - 1]
-    noise = gumbel(seeds, [4] * len(seeds), SIZE, CPU)
+    noise = noise_of(seeds, [4] * len(seeds), SIZE)
     assert len({tuple(row) for row in noise.tolist()}) == len(seeds)
 
 
@@ -70,8 +69,8 @@ def test_a_seed_and_its_negative_are_unrelated() -> None:
     assert correlation_z(uniforms(seeds, [3] * 20_000), uniforms([-seed for seed in seeds], [3] * 20_000)) < MAX_Z
 
 
-def test_noise_has_the_moments_of_gumbel() -> None:
-    noise = gumbel(list(range(20_000)), [8] * 20_000, SIZE, CPU).double().numpy().ravel()
+def test_noise_has_the_moments_of_noise_of() -> None:
+    noise = noise_of(list(range(20_000)), [8] * 20_000, SIZE).double().numpy().ravel()
     mean, variance = 0.5772156649, np.pi**2 / 6
     assert abs(noise.mean() - mean) / np.sqrt(variance / noise.size) < MAX_Z
     assert abs(noise.var() - variance) / (variance * np.sqrt(4.4 / noise.size)) < MAX_Z  # kurtosis of Gumbel: 5.4
@@ -79,10 +78,10 @@ def test_noise_has_the_moments_of_gumbel() -> None:
 
 def test_noise_is_finite_for_the_hardest_keys() -> None:
     keys = [-(2**63), -1, 0, 1, 2**53, 2**63 - 1]
-    assert gumbel(keys, [0, 1, 2**31, 2**40, 0, 10_000_000], 200_000, CPU).isfinite().all()
+    assert noise_of(keys, [0, 1, 2**31, 2**40, 0, 10_000_000], 200_000).isfinite().all()
 
 
-def test_noise_is_uniform_under_its_law() -> None:
+def test_noise_is_uniform_under_its_distribution() -> None:
     counts, _ = np.histogram(uniforms(list(range(20_000)), [17] * 20_000), bins=200, range=(0, 1))
     expected = counts.sum() / 200
     chi_square = ((counts - expected) ** 2 / expected).sum()
@@ -114,9 +113,9 @@ def test_a_seed_and_a_position_are_not_interchangeable() -> None:
 
 
 def test_the_winner_among_many_tokens_is_uniform() -> None:
-    """Ties and low bits would show here first: over a flat law each of 1,024 tokens wins equally often."""
+    """Ties and low bits would show here first: over a flat distribution each of 1,024 tokens wins equally often."""
     winners = np.concatenate(
-        [gumbel(list(range(s, s + 4_000)), [1] * 4_000, 1_024, CPU).argmax(-1).numpy() for s in range(0, 40_000, 4_000)]
+        [noise_of(list(range(s, s + 4_000)), [1] * 4_000, 1_024).argmax(-1).numpy() for s in range(0, 40_000, 4_000)]
     )
     counts = np.bincount(winners, minlength=1_024)
     expected = len(winners) / 1_024

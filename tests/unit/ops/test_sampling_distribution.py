@@ -1,4 +1,4 @@
-"""The coupled sampler draws from the processed law, and the test that says so catches samplers that do not."""
+"""The coupled sampler draws from the processed distribution; wrong samplers fail the same test."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specray.ops import sampling
-from specray.ops.noise import gumbel
-from specray.ops.sampling import SamplerRow, sample
+from specray.ops.sampling import SamplingBatch, SamplingState
+from specray.step import SamplingOptions
 from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
+from tests.support.sampling import CPU, noise_of, sample_rows, state_of
 
 VOCAB_SIZE = 64
 LOGITS = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 1.5
@@ -52,13 +53,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 UNFILTERED = ("plain", "cold", "hot")
 
-Sampler = Callable[[Tensor, Sequence[SamplerRow], Sequence[int]], Tensor]
+Sampler = Callable[[Tensor, Sequence[SamplingState], Sequence[int]], Tensor]
 
 
 def worst_of(sampler: Sampler, options: dict[str, Any], num_draws: int, logits: Tensor = LOGITS) -> float:
-    """How far `num_draws` tokens, over many seeds and four positions of each, are from the true law."""
+    """How far `num_draws` tokens, over many seeds and four positions of each, are from the true distribution."""
     row_options, counts, size = OPTIONS._replace(**options), np.zeros(VOCAB_SIZE), 20_000
-    start = SamplerRow.start(row_options, KNOWN, NUM_PROMPT, VOCAB_SIZE, torch.device("cpu"))
+    start = state_of(row_options, KNOWN, NUM_PROMPT, VOCAB_SIZE)
     for first in range(0, num_draws, size):
         rows = [seeded(start, seed) for seed in range(first // 4, (first + size) // 4) for _ in range(4)]
         tokens = sampler(logits.expand(size, -1), rows, [100, 101, 102, 103] * (size // 4))
@@ -66,55 +67,55 @@ def worst_of(sampler: Sampler, options: dict[str, Any], num_draws: int, logits: 
     return worst_z(counts, processed_probs(logits.numpy(), row_options, KNOWN, NUM_PROMPT))
 
 
-def seeded(row: SamplerRow, seed: int) -> SamplerRow:
-    return SamplerRow(row.options._replace(seed=seed), row.num_output_tokens, row.output_counts, row.is_known)
+def seeded(row: SamplingState, seed: int) -> SamplingState:
+    return SamplingState(row.options._replace(seed=seed), row.num_output_tokens, row.output_counts, row.is_known)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_draws_follow_the_processed_law(case: str) -> None:
-    assert worst_of(sample, CASES[case], 100_000 if case in UNFILTERED else 20_000) < MAX_Z
+def test_draws_follow_the_processed_distribution(case: str) -> None:
+    assert worst_of(sample_rows, CASES[case], 100_000 if case in UNFILTERED else 20_000) < MAX_Z
 
 
-def noise_shared_by_positions(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
-    return sample(logits, rows, [0] * len(positions))
+def noise_shared_by_positions(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
+    return sample_rows(logits, rows, [0] * len(positions))
 
 
-def noise_shared_by_seeds(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
-    return sample(logits, [seeded(row, row.options.seed // 4) for row in rows], positions)
+def noise_shared_by_seeds(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
+    return sample_rows(logits, [seeded(row, row.options.seed // 4) for row in rows], positions)
 
 
-def noise_for_half_the_tokens(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
-    noise = noise_of(rows, positions)
+def noise_for_half_the_tokens(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
+    noise = noise_of_rows(rows, positions)
     noise[:, ::2] = 0.5772  # its mean
     return (logits + noise).argmax(-1)
 
 
-def uniform_noise(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
-    return (logits + (-(-noise_of(rows, positions)).exp()).exp()).argmax(-1)
+def uniform_noise(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
+    return (logits + (-(-noise_of_rows(rows, positions)).exp()).exp()).argmax(-1)
 
 
-def noise_with_swapped_sign(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
-    return (logits - noise_of(rows, positions)).argmax(-1)
+def noise_with_swapped_sign(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
+    return (logits - noise_of_rows(rows, positions)).argmax(-1)
 
 
-def temperature_after_noise(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
-    return ((logits + noise_of(rows, positions)) / rows[0].options.temperature).argmax(-1)
+def temperature_after_noise(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
+    return ((logits + noise_of_rows(rows, positions)) / rows[0].options.temperature).argmax(-1)
 
 
-def one_token_in_fifty_lost(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
-    tokens = sample(logits, rows, positions)
+def one_token_in_fifty_lost(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
+    tokens = sample_rows(logits, rows, positions)
     tokens[::50] = 7
     return tokens
 
 
-def five_percent_more_of_one_token(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
+def five_percent_more_of_one_token(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
     bias = torch.zeros(VOCAB_SIZE)
     bias[7] = np.log(1.05)
-    return sample(logits + bias, rows, positions)
+    return sample_rows(logits + bias, rows, positions)
 
 
-def noise_of(rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
-    return gumbel([row.options.seed for row in rows], positions, VOCAB_SIZE, torch.device("cpu"))
+def noise_of_rows(rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
+    return noise_of([row.options.seed for row in rows], positions, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -138,48 +139,46 @@ def test_a_wrong_sampler_is_caught(mutant: Sampler, options: dict[str, Any], num
 def test_a_nucleus_off_by_one_token_is_caught(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lowest_kept = sampling._lowest_kept
 
-    def shifted(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
+    def shifted(scaled: Tensor, batch: SamplingBatch) -> Tensor:
         ranked = scaled.sort(descending=True).values
-        return ranked[int((ranked >= lowest_kept(scaled, top_k, top_p)).sum()) - 1 + shift]
+        num_kept = (ranked >= lowest_kept(scaled, batch)).sum(-1, keepdim=True)
+        return ranked.gather(1, num_kept - 1 + shift)
 
     monkeypatch.setattr(sampling, "_lowest_kept", shifted)
-    assert worst_of(sample, CASES["top-p"], 20_000) > MAX_Z
+    assert worst_of(sample_rows, CASES["top-p"], 20_000) > MAX_Z
 
 
 @pytest.mark.parametrize("case", ["presence", "frequency", "repetition", "bias", "held-back"])
 def test_ignored_options_are_caught(case: str) -> None:
-    def mutant(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
-        return sample(logits, [SamplerRow(OPTIONS._replace(seed=row.options.seed)) for row in rows], positions)
+    def mutant(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
+        return sample_rows(logits, [SamplingState(OPTIONS._replace(seed=row.options.seed)) for row in rows], positions)
 
     assert worst_of(mutant, CASES[case], 20_000) > MAX_Z
 
 
 def test_penalties_that_count_the_prompt_are_caught() -> None:
-    def mutant(logits: Tensor, rows: Sequence[SamplerRow], positions: Sequence[int]) -> Tensor:
-        whole = SamplerRow.start(rows[0].options, KNOWN, 0, VOCAB_SIZE, torch.device("cpu"))
-        return sample(logits, [seeded(whole, row.options.seed) for row in rows], positions)
+    def mutant(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
+        whole = state_of(rows[0].options, KNOWN, 0, VOCAB_SIZE)
+        return sample_rows(logits, [seeded(whole, row.options.seed) for row in rows], positions)
 
     assert worst_of(mutant, CASES["presence"], 20_000) > MAX_Z
 
 
 def test_a_row_is_sampled_alike_alone_and_in_any_batch() -> None:
     rows = [
-        SamplerRow.start(OPTIONS._replace(seed=i, **case), KNOWN, NUM_PROMPT, VOCAB_SIZE, torch.device("cpu"))
+        state_of(OPTIONS._replace(seed=i, **case), KNOWN, NUM_PROMPT, VOCAB_SIZE)
         for i, case in enumerate([*CASES.values(), {"temperature": 0.0}])
     ]
     positions = list(range(50, 50 + len(rows)))
-    together = sample(LOGITS.expand(len(rows), -1), rows, positions)
-    alone = [sample(LOGITS[None], [row], [position]) for row, position in zip(rows, positions, strict=True)]
+    together = sample_rows(LOGITS.expand(len(rows), -1), rows, positions)
+    alone = [sample_rows(LOGITS[None], [row], [position]) for row, position in zip(rows, positions, strict=True)]
     assert together.tolist() == [int(token) for token in alone]
 
 
 def test_sampling_changes_no_logits() -> None:
     logits = LOGITS.repeat(len(CASES), 1)
-    rows = [
-        SamplerRow.start(OPTIONS._replace(**case), KNOWN, NUM_PROMPT, VOCAB_SIZE, torch.device("cpu"))
-        for case in CASES.values()
-    ]
-    sample(logits, rows, [9] * len(rows))
+    rows = [state_of(OPTIONS._replace(**case), KNOWN, NUM_PROMPT, VOCAB_SIZE) for case in CASES.values()]
+    sample_rows(logits, rows, [9] * len(rows))
     assert torch.equal(logits, LOGITS.repeat(len(CASES), 1))
 
 
@@ -204,7 +203,7 @@ def test_filters_keep_the_right_tokens_of_a_large_vocabulary(
         return processed_probs(logits, looser) > 0
 
     options = OPTIONS._replace(top_k=top_k, top_p=top_p, min_p=min_p)
-    kept = sampling._filter(torch.from_numpy(logits)[None].clone(), [options])[0].isfinite().numpy()
+    kept = kept_by(options, torch.from_numpy(logits)[None]).numpy()
     assert kept[allowed(-1e-5)].all()
     assert not kept[~allowed(1e-5)].any()
 
@@ -212,17 +211,17 @@ def test_filters_keep_the_right_tokens_of_a_large_vocabulary(
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 9e-6])
 def test_a_temperature_near_zero_takes_the_best_token_whatever_is_filtered(temperature: float) -> None:
     options = CASES["all-filters"] | {"temperature": temperature}
-    rows = [SamplerRow(OPTIONS._replace(seed=seed, **options)) for seed in range(20)]
-    assert sample(LOGITS.expand(20, -1), rows, [3] * 20).tolist() == [int(LOGITS.argmax())] * 20
+    rows = [SamplingState(OPTIONS._replace(seed=seed, **options)) for seed in range(20)]
+    assert sample_rows(LOGITS.expand(20, -1), rows, [3] * 20).tolist() == [int(LOGITS.argmax())] * 20
 
 
 def test_a_row_that_is_not_a_number_does_not_change_its_neighbours() -> None:
-    rows = [SamplerRow(OPTIONS._replace(seed=s, **case)) for s, case in enumerate(list(CASES.values())[:8])]
+    rows = [SamplingState(OPTIONS._replace(seed=s, **case)) for s, case in enumerate(list(CASES.values())[:8])]
     logits, positions = LOGITS.repeat(8, 1), list(range(8))
-    sound = sample(logits, rows, positions)
+    sound = sample_rows(logits, rows, positions)
     for broken in (torch.nan, torch.inf, -torch.inf):
         logits[4] = broken
-        tokens = sample(logits, rows, positions)
+        tokens = sample_rows(logits, rows, positions)
         assert torch.equal(tokens[torch.arange(8) != 4], sound[torch.arange(8) != 4])
         assert 0 <= int(tokens[4]) < VOCAB_SIZE
 
@@ -230,12 +229,17 @@ def test_a_row_that_is_not_a_number_does_not_change_its_neighbours() -> None:
 def test_filters_keep_whole_ties() -> None:
     """A threshold, not a sort: equal logits are kept or dropped together, so no sort's order can matter."""
     logits = torch.tensor([[2.0, 2.0, 2.0, 0.0]])
-    rows = [SamplerRow(OPTIONS._replace(seed=seed, top_k=1)) for seed in range(200)]
-    assert set(sample(logits.expand(200, -1), rows, [5] * 200).tolist()) == {0, 1, 2}
+    rows = [SamplingState(OPTIONS._replace(seed=seed, top_k=1)) for seed in range(200)]
+    assert set(sample_rows(logits.expand(200, -1), rows, [5] * 200).tolist()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.99}, {"top_k": 3, "top_p": 0.5}])
 def test_a_tie_at_the_edge_of_a_filter_is_kept_whole(options: dict[str, Any]) -> None:
     logits = torch.tensor([[0.0, 1.0, -3.0, 1.0, 1.0]])
-    kept = sampling._filter(logits.clone(), [OPTIONS._replace(**options)])[0].isfinite()
+    kept = kept_by(OPTIONS._replace(**options), logits)
     assert kept.tolist() == [False, True, False, True, True]
+
+
+def kept_by(options: SamplingOptions, logits: Tensor) -> Tensor:
+    """bool [V]: tokens of one row's logits [1, V] that its filters keep."""
+    return sampling.scores(logits, SamplingBatch.of([SamplingState(options)], CPU))[0].isfinite()

@@ -1,4 +1,4 @@
-"""N-grams in a model's place: only where a match is long enough, and the model is told every step all the same."""
+"""N-grams replace the model's drafts where a match is long enough; the model still reads every step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,29 +9,29 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode import check_speculative
 from specray.spec_decode.combined import with_override
-from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
+from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import Drafter, DraftFaultError, ProposeContext
 from specray.step import DraftFault
-from tests.support.drafters import draft_row
+from tests.support.drafters import Tokens, make_context
 
 
 class Model:
-    """Drafts a branch of 50s, and notes what it was told."""
+    """Drafts a branch of 50s, and records the slots it was called with."""
 
     max_draft_tokens = 3
     aux_hidden_state_layers: tuple[int, ...] = (1, 2)
     reads_next_token = True
 
     def __init__(self, fault: DraftFault | None = None) -> None:
-        self.told: list[list[int]] = []
+        self.seen: list[list[int]] = []
         self.released: list[int] = []
         self._fault = fault
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        self.told.append([row.slot for row in context.rows + context.unfinished])
+        self.seen.append([request.slot for request in context.requests + context.unfinished])
         if self._fault:
             raise DraftFaultError(self._fault)
-        return DraftTree.of([RowTree([row.token_ids[-1], 50, 50], [NONE, 0, 1]) for row in context.rows])
+        return DraftTree.from_lists([TreeLists([root, 50, 50], [NONE, 0, 1]) for root in context.roots().tolist()])
 
     def release(self, slots: Sequence[int]) -> None:
         self.released += slots
@@ -43,8 +43,8 @@ def combined(model: Drafter) -> Drafter:
 
 
 def propose(drafter: Drafter, *texts: list[int]) -> list[list[int]]:
-    rows = [draft_row(slot, text) for slot, text in enumerate(texts)]
-    return [tree.tokens for tree in drafter.propose(ProposeContext(rows)).rows()]
+    requests = [Tokens(slot, text) for slot, text in enumerate(texts)]
+    return [tree.tokens for tree in drafter.propose(make_context(requests)).to_lists()]
 
 
 TWO_ALIKE = [1, 2, 7, 8, 0, 1, 2]
@@ -66,13 +66,12 @@ def test_it_wants_what_the_model_wants() -> None:
     assert (drafter.aux_hidden_state_layers, drafter.reads_next_token) == ((1, 2), True)
 
 
-def test_the_model_is_told_of_rows_that_it_does_not_draft_for() -> None:
+def test_the_model_reads_requests_that_it_does_not_draft_for() -> None:
     model = Model()
     drafter = combined(model)
-    rows = [draft_row(0, THREE_ALIKE), draft_row(1, TWO_ALIKE)]
-    drafter.propose(ProposeContext(rows, [draft_row(2, [1])]))
+    drafter.propose(make_context([Tokens(0, THREE_ALIKE), Tokens(1, TWO_ALIKE)], [Tokens(2, [1])]))
     drafter.release([0, 1])
-    assert (model.told, model.released) == ([[0, 1, 2]], [0, 1])
+    assert (model.seen, model.released) == ([[0, 1, 2]], [0, 1])
 
 
 def test_a_models_fault_stays_its_fault() -> None:

@@ -1,7 +1,7 @@
 """The draft model inside real runs, call by call, against a reference that keeps no cache and shares no batch.
 
-Every tree of every row that gets one, and all draft KV behind it, is compared, whatever the drafter was not told, has
-not seen or had to leave for later.
+Every tree of every row that gets one, and all draft KV behind it, is compared, whatever steps the drafter missed or
+had to leave for later.
 """
 
 import json
@@ -20,12 +20,12 @@ from specray.llm import LLM
 from specray.spec_decode import DRAFTERS, draft_model
 from specray.spec_decode.draft_model import Part, PrefixHashes, StandaloneDrafter, share_out
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftRow, ProposeContext, TargetView
+from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftFault
 from tests.support.checked_runs import CLOSE, PROMPTS, RUNS, assert_checked, is_grown_to, run, total
 from tests.support.colocated import worker_of
-from tests.support.drafters import draft_row
+from tests.support.drafters import Tokens, make_context
 from tests.support.engine import make_llm
 from tests.support.methods import Make, standalone
 from tests.support.naive_eagle import NaiveStandalone
@@ -40,38 +40,39 @@ MODELS: dict[str, Make] = {
 
 
 class CheckedDrafter:
-    """The drafter, and beside each of its calls what it should have said; `is_told` False leaves a call out."""
+    """The drafter; each of its calls is compared with the reference. While `is_called` is false, calls are left out."""
 
     def __init__(self, drafter: StandaloneDrafter, shape: TreeShape) -> None:
         self.max_draft_tokens, self.aux_hidden_state_layers = drafter.max_draft_tokens, drafter.aux_hidden_state_layers
         self.reads_next_token = drafter.reads_next_token
-        self.is_told: Callable[[], bool] = lambda: True
+        self.is_called: Callable[[], bool] = lambda: True
         self.num_checked = self.num_bare = self.num_close_calls = 0
         self.drafter = drafter
         self._shape = shape
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        if not self.is_told():
+        if not self.is_called():
             raise DraftFaultError(DraftFault.LATE)
         proposed = self.drafter.propose(context)
         with torch.inference_mode():
-            for row, tree in zip(context.rows, proposed.rows(), strict=True):
+            for request, tree in zip(context.requests, proposed.to_lists(), strict=True):
                 if len(tree.tokens) == 1:
                     self.num_bare += 1
                     continue
-                expected = NaiveStandalone(row, self.drafter._model, self._shape)
-                torch.testing.assert_close(self._kv(row), expected.kv, atol=1e-4, rtol=1e-3)
+                expected = NaiveStandalone(context, request, self.drafter._model, self._shape)
+                torch.testing.assert_close(self._kv(context, request), expected.kv, atol=1e-4, rtol=1e-3)
                 self.num_checked += 1
-                is_same = is_grown_to(tree, expected.tree, context.rows, self._shape.num_steps)
+                is_same = is_grown_to(tree, expected.tree, context, self._shape.num_steps)
                 self.num_close_calls += not is_same
-                assert is_same or expected.is_close_call(CLOSE), row
+                assert is_same or expected.is_close_call(CLOSE), request
         return proposed
 
     def release(self, slots: Sequence[int]) -> None:
         self.drafter.release(slots)
 
-    def _kv(self, row: DraftRow) -> torch.Tensor:
-        return self.drafter._attention._pool[:, row.kv_slots[: row.end]]  # type: ignore[attr-defined]
+    def _kv(self, context: ProposeContext, request: DraftRequest) -> torch.Tensor:
+        kv_slots = context.table.kv_slots[request.slot, : request.end].long()
+        return self.drafter._attention._pool[:, kv_slots]  # type: ignore[attr-defined]
 
 
 Start = Callable[..., tuple[LLM, CheckedDrafter]]
@@ -122,11 +123,11 @@ def test_pages_chunks_and_preemption_change_no_tree(name: str, start: Start) -> 
     assert drafter.num_bare == 0
 
 
-def test_steps_it_was_not_told_of_are_caught_up_with(start: Start) -> None:
+def test_steps_that_were_missed_are_caught_up_with(start: Start) -> None:
     llm, drafter = start("tree", page_size=4)
     with llm:
-        told = iter([False, False, True, False, False, True, True] * 20)
-        drafter.is_told = lambda: next(told)
+        called = iter([False, False, True, False, False, True, True] * 20)
+        drafter.is_called = lambda: next(called)
         run(llm)
         run(llm, PROMPTS[::-1], max_tokens=12)
     assert_checked(drafter, at_least=20)
@@ -136,9 +137,9 @@ def test_steps_it_was_not_told_of_are_caught_up_with(start: Start) -> None:
 def test_a_prefix_from_before_it_was_born_is_read(start: Start) -> None:
     llm, drafter = start("tree", page_size=4)
     with llm:
-        drafter.is_told = lambda: False
+        drafter.is_called = lambda: False
         run(llm)
-        drafter.is_told = lambda: True
+        drafter.is_called = lambda: True
         warm = run(llm)
     assert total(warm, "num_cached_tokens") >= 40
     assert_checked(drafter, at_least=20)
@@ -152,15 +153,15 @@ def test_a_long_prefix_is_read_in_parts_while_others_draft(start: Start, monkeyp
     num_read: list[int] = []
     read = drafter.drafter._read
 
-    def count_and_read(parts: list[Part]) -> torch.Tensor:
+    def count_and_read(context: ProposeContext, parts: list[Part]) -> Any:
         num_read.append(sum(part.stop - part.start for part in parts))
-        return read(parts)
+        return read(context, parts)
 
     drafter.drafter._read = count_and_read  # type: ignore[method-assign]
     with llm:
-        drafter.is_told = lambda: False
+        drafter.is_called = lambda: False
         run(llm, [long])
-        drafter.is_told = lambda: True
+        drafter.is_called = lambda: True
         choices = run(llm, [long, [5]], max_tokens=30)
     assert choices[0].usage is not None
     assert choices[0].usage.num_cached_tokens == 56
@@ -216,7 +217,7 @@ def test_its_type_is_its_own(dtype: str, toy: Path, tmp_path: Path) -> None:
 
 def test_nothing_to_read_is_nothing_to_draft(toy: Path, tmp_path: Path) -> None:
     with make_llm(toy, speculative=MODELS["chain"](toy, tmp_path)) as llm:
-        assert drafter_of(llm).propose(ProposeContext([])).rows() == []
+        assert drafter_of(llm).propose(make_context([])).to_lists() == []
 
 
 def test_numbers_that_are_none_are_a_fault(toy: Path, tmp_path: Path) -> None:
@@ -272,16 +273,21 @@ def test_the_smallest_come_first(sizes: list[int], budget: int, counts: list[int
 
 def test_prefixes_have_the_same_hash_only_if_all_their_tokens_are_the_same() -> None:
     hashes = PrefixHashes(max_tokens=100)
+
+    def hashes_of(slot: int, token_ids: list[int]) -> np.ndarray:
+        context = make_context([Tokens(slot, token_ids)])
+        return hashes.of(context, context.requests[0])
+
     tokens = np.random.default_rng(0).integers(60, size=41).tolist()
-    whole = hashes.of(draft_row(0, tokens)).copy()
+    whole = hashes_of(0, tokens).copy()
     assert len(set(whole.tolist())) == 40
     for length in (3, 11, 41):  # a row that grows
-        assert np.array_equal(hashes.of(draft_row(1, tokens[:length])), whole[: length - 1])
-    changed = hashes.of(draft_row(2, [*tokens[:20], tokens[20] + 1, *tokens[21:]]))
+        assert np.array_equal(hashes_of(1, tokens[:length]), whole[: length - 1])
+    changed = hashes_of(2, [*tokens[:20], tokens[20] + 1, *tokens[21:]])
     assert np.array_equal(changed[:20], whole[:20])
     assert not np.any(changed[20:] == whole[20:])
     hashes.forget([0, 7])
-    assert np.array_equal(hashes.of(draft_row(0, tokens[::-1])), hashes.of(draft_row(3, tokens[::-1])))
+    assert np.array_equal(hashes_of(0, tokens[::-1]), hashes_of(3, tokens[::-1]))
 
 
 def drafter_of(llm: LLM) -> StandaloneDrafter:

@@ -1,6 +1,6 @@
 """The EAGLE drafter inside real runs, call by call, against a reference that keeps no cache and shares no batch.
 
-Every tree and every draft KV of every row is compared, so whatever reaches the drafter wrongly shows here: features of
+Every tree and every draft KV of every row is compared, so any wrong input of the drafter shows here: hidden states of
 other tokens, a cached block with another draft state, a mask that sees a neighbour's branch.
 """
 
@@ -16,11 +16,12 @@ from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import DRAFTERS, Method
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftRow, ProposeContext, TargetView
+from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftLimit
 from tests.support.checked_runs import CLOSE, PREFIX, PROMPTS, RUNS, assert_checked, is_grown_to, run, total
+from tests.support.drafters import make_context
 from tests.support.engine import make_llm
 from tests.support.methods import Make, eagle, mtp
 from tests.support.naive_eagle import NaiveDraft
@@ -39,7 +40,7 @@ HEADS: dict[str, Make] = {
 
 
 class CheckedDrafter:
-    """The drafter, and beside each of its calls what it should have said."""
+    """The drafter; each of its calls is compared with the reference."""
 
     reads_next_token = True
 
@@ -50,26 +51,28 @@ class CheckedDrafter:
 
     def propose(self, context: ProposeContext) -> DraftTree:
         proposed = self._drafter.propose(context)
-        assert len(proposed.num_nodes) == len(context.rows)
+        assert len(proposed.num_nodes) == len(context.requests)
         with torch.inference_mode():
-            for row, tree in zip(context.rows, proposed.rows(), strict=True):
-                expected = self._naive(row)
-                torch.testing.assert_close(self._kv(row), expected.kv, atol=1e-4, rtol=1e-3)
+            for request, tree in zip(context.requests, proposed.to_lists(), strict=True):
+                expected = self._naive(context, request)
+                torch.testing.assert_close(self._kv(context, request), expected.kv, atol=1e-4, rtol=1e-3)
                 self.num_checked += 1
-                is_same = is_grown_to(tree, expected.tree, context.rows, self._shape.num_steps)
+                is_same = is_grown_to(tree, expected.tree, context, self._shape.num_steps)
                 self.num_close_calls += not is_same
-                assert is_same or expected.is_close_call(CLOSE), row
+                assert is_same or expected.is_close_call(CLOSE), request
         return proposed
 
     def release(self, slots: Sequence[int]) -> None:
         self._drafter.release(slots)
 
-    def _naive(self, row: DraftRow) -> NaiveDraft:
+    def _naive(self, context: ProposeContext, request: DraftRequest) -> NaiveDraft:
+        assert self._target.model is not None
         last = self._target.context_length - 1
-        return NaiveDraft(row, self._target.model, self._drafter._head, self._shape, last)
+        return NaiveDraft(context, request, self._target.model, self._drafter._head, self._shape, last)
 
-    def _kv(self, row: DraftRow) -> torch.Tensor:
-        return self._drafter._attention._pool[0, row.kv_slots[: row.end]]  # type: ignore[attr-defined]
+    def _kv(self, context: ProposeContext, request: DraftRequest) -> torch.Tensor:
+        kv_slots = context.table.kv_slots[request.slot, : request.end].long()
+        return self._drafter._attention._pool[0, kv_slots]  # type: ignore[attr-defined]
 
 
 Start = Callable[..., tuple[LLM, CheckedDrafter]]
@@ -156,7 +159,7 @@ def test_noise_that_outweighs_all_logits_is_drafted_to_the_end(head: str, start:
 def test_nothing_to_read_is_nothing_to_draft(start: Start) -> None:
     llm, drafter = start("EAGLE3")
     with llm:
-        assert drafter.propose(ProposeContext([])).rows() == []
+        assert drafter.propose(make_context([])).to_lists() == []
 
 
 def test_levels_that_would_not_be_verified_are_not_computed(start: Start) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
-from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
+from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.tree_shape import TreeShape
 from tests.support.naive_eagle import Distribution, naive_pool, naive_tree
@@ -20,7 +20,7 @@ PROBABILITIES = [1.0, 1.0, 0.5, 0.5, 0.25, 0.0]
 
 
 def probs_of(seed: int, topk: int) -> Distribution:
-    """A law that is any function of the path."""
+    """Any distribution that is a function of the path."""
 
     def probs(path: tuple[int, ...]) -> list[tuple[float, int]]:
         random = Random(f"{seed} {path}")
@@ -78,7 +78,7 @@ def test_a_tree_is_the_naive_one(shape: TreeShape, seeds: list[int]) -> None:
     assert pool.tokens.tolist() == [[candidate.path[-1] for candidate in row] for row in naive]
     drafts = shape.num_draft_tokens - 1
     expected = [naive_tree(candidates, drafts, root) for candidates, root in zip(naive, roots, strict=True)]
-    assert pool.tree(roots, drafts).rows() == expected
+    assert pool.tree(torch.tensor(roots), drafts).to_lists() == expected
 
 
 @given(shapes(), st.integers(0, 10_000))
@@ -86,7 +86,7 @@ def test_a_tree_is_the_naive_one(shape: TreeShape, seeds: list[int]) -> None:
 @settings(max_examples=100)
 def test_parents_come_first_and_none_is_left_out(shape: TreeShape, seed: int) -> None:
     probs = probs_of(seed, shape.topk)
-    [tree] = grown([probs], shape).tree([7], shape.num_draft_tokens - 1).rows()
+    [tree] = grown([probs], shape).tree(torch.tensor([7]), shape.num_draft_tokens - 1).to_lists()
     paths: list[tuple[int, ...]] = [()]
     for node in range(1, shape.num_draft_tokens):
         assert 0 <= tree.parents[node] < node
@@ -100,18 +100,18 @@ def test_parents_come_first_and_none_is_left_out(shape: TreeShape, seed: int) ->
 @settings(max_examples=50)
 def test_the_beginning_of_a_tree_is_the_best_smaller_tree(shape: TreeShape, seed: int) -> None:
     pool = grown([probs_of(seed, shape.topk)], shape)
-    [whole] = pool.tree([7], shape.num_draft_tokens - 1).rows()
+    [whole] = pool.tree(torch.tensor([7]), shape.num_draft_tokens - 1).to_lists()
     for size in range(1, shape.num_draft_tokens):
-        [smaller] = pool.tree([7], size - 1).rows()
-        assert smaller == RowTree(whole.tokens[:size], whole.parents[:size])
+        [smaller] = pool.tree(torch.tensor([7]), size - 1).to_lists()
+        assert smaller == TreeLists(whole.tokens[:size], whole.parents[:size])
 
 
 def test_of_equal_scores_the_first_is_taken() -> None:
     """Everything is certain: the tree is the pool's beginning, and a child never comes without its parent."""
     shape = TreeShape(3, 2, 6)
     probs = probs_from({(): [(1.0, 10), (1.0, 20)]}, default=[(1.0, 1), (1.0, 2)])
-    [tree] = grown([probs], shape).tree([0], 5).rows()
-    assert tree == RowTree([0, 10, 20, 1, 2, 1], [NONE, 0, 0, 1, 1, 2])
+    [tree] = grown([probs], shape).tree(torch.tensor([0]), 5).to_lists()
+    assert tree == TreeLists([0, 10, 20, 1, 2, 1], [NONE, 0, 0, 1, 1, 2])
 
 
 def test_a_frontier_is_expanded_best_first() -> None:
@@ -128,7 +128,7 @@ def probs_from(table: dict[tuple[int, ...], list[tuple[float, int]]], default: l
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 def test_one_child_a_node_makes_a_chain(num_steps: int) -> None:
     shape = TreeShape(num_steps, 1, num_steps + 1)
-    trees = grown([probs_of(seed, 1) for seed in (1, 2)], shape).tree([8, 9], num_steps)
+    trees = grown([probs_of(seed, 1) for seed in (1, 2)], shape).tree(torch.tensor([8, 9]), num_steps)
     assert isinstance(trees, DraftTree)
     assert trees.parents.tolist() == [[NONE, *range(num_steps)]] * 2
     assert trees.tokens[:, 0].tolist() == [8, 9]

@@ -33,10 +33,10 @@ class NaiveStack(NaiveDraft):
 
     def _output(self, path: NodePath) -> torch.Tensor:
         """[1, hidden] of the layer that predicts what comes after `path`."""
-        stack, end = self._head, self._row.end
+        stack, end = self._head, self._end
         assert isinstance(stack, MtpStack)
         self._last_kv = torch.empty(0)
-        tokens, states = torch.tensor([*self._row.token_ids, *path]), self._states
+        tokens, states = torch.tensor([*self._text, *path]), self._states
         for layer in range(len(path) + 1):
             embeds = stack._embed(tokens[layer + 1 : layer + 1 + end])
             states = stack._layers[layer](embeds, states, torch.arange(end), attend_to_the_past)
@@ -44,7 +44,7 @@ class NaiveStack(NaiveDraft):
 
 
 class CheckedStack:
-    """The drafter, and beside each of its calls what it should have said."""
+    """The drafter; each of its calls is compared with the reference."""
 
     reads_next_token = True
 
@@ -56,12 +56,13 @@ class CheckedStack:
     def propose(self, context: ProposeContext) -> DraftTree:
         proposed = self._drafter.propose(context)
         with torch.inference_mode():
-            for row, tree in zip(context.rows, proposed.rows(), strict=True):
-                if row.end < self._drafter._stack.num_layers:
+            for request, tree in zip(context.requests, proposed.to_lists(), strict=True):
+                if request.end < self._drafter._stack.num_layers:
                     continue  # too short for every layer to have read something: there the drafter guesses
-                expected = NaiveStack(row, self._target.model, self._drafter._stack, self._shape, 10**9)  # type: ignore[arg-type]
-                is_same = is_grown_to(tree, expected.tree, context.rows, self._shape.num_steps)
-                assert is_same or expected.is_close_call(CLOSE), row
+                model, stack = self._target.model, self._drafter._stack
+                expected = NaiveStack(context, request, model, stack, self._shape, 10**9)  # type: ignore[arg-type]
+                is_same = is_grown_to(tree, expected.tree, context, self._shape.num_steps)
+                assert is_same or expected.is_close_call(CLOSE), request
                 self.num_checked += 1
         return proposed
 

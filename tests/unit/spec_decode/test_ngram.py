@@ -11,10 +11,9 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import check_speculative, ngram
-from specray.spec_decode.draft_tree import NONE, RowTree
-from specray.spec_decode.drafter import ProposeContext
+from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.ngram import NgramDrafter
-from tests.support.drafters import draft_row
+from tests.support.drafters import Tokens, make_context
 from tests.support.engine import make_llm
 
 MATCH_TYPES = ["BFS", "PROB", "SUFFIX"]
@@ -24,12 +23,12 @@ def make(num_draft_tokens: int | None = None, **options: Any) -> NgramDrafter:
     return NgramDrafter.of(SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=num_draft_tokens, **options))
 
 
-def propose(drafter: NgramDrafter, tokens: list[int], slot: int = 0, num_prompt: int = 0, salt: str = "") -> RowTree:
-    [tree] = drafter.propose(ProposeContext([draft_row(slot, tokens, num_prompt, salt)])).rows()
+def propose(drafter: NgramDrafter, tokens: list[int], slot: int = 0, num_prompt: int = 0, salt: str = "") -> TreeLists:
+    [tree] = drafter.propose(make_context([Tokens(slot, tokens, num_prompt, salt)])).to_lists()
     return tree
 
 
-def branches(tree: RowTree) -> set[tuple[int, ...]]:
+def branches(tree: TreeLists) -> set[tuple[int, ...]]:
     """The token paths from below the root to every node."""
     paths: list[tuple[int, ...]] = [()]
     for node in range(1, len(tree.tokens)):
@@ -46,7 +45,7 @@ def test_every_tree_is_sound_and_copies_the_request(match_type: str, tokens: lis
     tree = propose(make(num_draft_tokens, ngram_match_type=match_type), tokens)
     assert tree.tokens[0] == tokens[-1]
     assert len(tree.tokens) <= num_draft_tokens
-    assert tree.or_root(vocab_size=4) is tree
+    assert DraftTree.from_lists([tree]).is_valid(vocab_size=4).all()
     assert len(branches(tree)) == len(tree.tokens) - 1  # equal siblings are merged
     for branch in branches(tree):
         seen = [tokens[-1], *branch]
@@ -82,8 +81,8 @@ def test_the_longest_match_comes_first() -> None:
 
 
 def test_nothing_known_gives_a_bare_root() -> None:
-    assert propose(make(), [7]) == RowTree([7], [NONE])
-    assert propose(make(), [1, 2, 3, 4]) == RowTree([4], [NONE])
+    assert propose(make(), [7]) == TreeLists([7], [NONE])
+    assert propose(make(), [1, 2, 3, 4]) == TreeLists([4], [NONE])
 
 
 @pytest.mark.parametrize(
@@ -103,8 +102,8 @@ def test_num_draft_tokens_defaults_to_the_longest_match(options: dict[str, Any],
 
 
 def test_trees_come_in_the_order_of_the_rows() -> None:
-    rows = [draft_row(slot, [slot, 1, 2, slot, 1]) for slot in (9, 4, 7)]
-    trees = make().propose(ProposeContext(rows)).rows()
+    requests = [Tokens(slot, [slot, 1, 2, slot, 1]) for slot in (9, 4, 7)]
+    trees = make().propose(make_context(requests)).to_lists()
     assert [max(branches(tree), key=len)[:2] for tree in trees] == [(2, 9), (2, 4), (2, 7)]
 
 

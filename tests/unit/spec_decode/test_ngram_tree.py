@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from specray.config import SpeculativeConfig
 from specray.spec_decode import ngram_index
-from specray.spec_decode.draft_tree import NONE, RowTree
-from specray.spec_decode.drafter import ProposeContext
+from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.spec_decode.ngram import NgramDrafter
 from specray.spec_decode.ngram_rules import NgramRules, ngram_rules
-from tests.support.drafters import draft_row
+from tests.support.drafters import Tokens, make_context
 
 
 @dataclass
@@ -127,7 +126,7 @@ def greedy_path(node: Node | None, window: int, rules: NgramRules) -> tuple[list
     return tokens, score
 
 
-def paths_of(tree: RowTree) -> list[tuple[int, ...]]:
+def paths_of(tree: TreeLists) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = [()]
     for node in range(1, len(tree.tokens)):
         paths.append((*paths[tree.parents[node]], tree.tokens[node]))
@@ -171,9 +170,9 @@ def test_the_tree_is_that_of_the_naive_trie(shared: list[list[int]], own: list[i
         patch.setattr(ngram_index, "_MOST_STEPS", 1000)
         drafter = NgramDrafter(rules)
         for text in shared:
-            drafter.propose(ProposeContext([draft_row(0, text)]))
+            drafter.propose(make_context([Tokens(0, text)]))
             drafter.release([0])
-        [tree] = drafter.propose(ProposeContext([draft_row(1, own)])).rows()
+        [tree] = drafter.propose(make_context([Tokens(1, own)])).to_lists()
     assert paths_of(tree) == naive_draft(shared, own, rules)
     assert (tree.tokens[0], tree.parents[0]) == (own[-1], NONE)
 
@@ -181,9 +180,9 @@ def test_the_tree_is_that_of_the_naive_trie(shared: list[list[int]], own: list[i
 # ---- what the options do --------------------------------------------------------------------------------------------
 
 
-def tree_of(text: list[int], **options: Any) -> RowTree:
+def tree_of(text: list[int], **options: Any) -> TreeLists:
     drafter = NgramDrafter.of(SpeculativeConfig(algorithm="NGRAM", **options))
-    [tree] = drafter.propose(ProposeContext([draft_row(0, text)])).rows()
+    [tree] = drafter.propose(make_context([Tokens(0, text)])).to_lists()
     return tree
 
 
@@ -202,7 +201,7 @@ def test_a_match_earns_drafts_by_its_length() -> None:
 
 def test_matches_outside_the_window_sizes_do_not_count() -> None:
     text = [1, 2, 5, 6, 3, 1, 2]
-    assert tree_of(text, ngram_min_match_window_size=3) == RowTree([2], [NONE])
+    assert tree_of(text, ngram_min_match_window_size=3) == TreeLists([2], [NONE])
     assert tree_of(text, ngram_max_match_window_size=1).tokens == [2, 5, 6]
 
 
@@ -235,7 +234,7 @@ def test_suffix_ends_its_chain_where_too_few_agree() -> None:
 
 def test_suffix_prefers_the_requests_own_text_where_scores_are_equal() -> None:
     drafter = NgramDrafter.of(SpeculativeConfig(algorithm="NGRAM", ngram_match_type="SUFFIX"))
-    drafter.propose(ProposeContext([draft_row(0, [1, 2, 8, 8, 8, 8])]))
+    drafter.propose(make_context([Tokens(0, [1, 2, 8, 8, 8, 8])]))
     drafter.release([0])
-    [tree] = drafter.propose(ProposeContext([draft_row(1, [1, 2, 9, 9, 9, 9, 1, 2])])).rows()
+    [tree] = drafter.propose(make_context([Tokens(1, [1, 2, 9, 9, 9, 9, 1, 2])])).to_lists()
     assert tree.tokens == [2, 9, 9, 9, 9]

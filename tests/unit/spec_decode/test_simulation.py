@@ -9,7 +9,8 @@ import pytest
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.sampling_params import SamplingParams
-from specray.spec_decode.choice import coupled, make_choice
+from specray.spec_decode.node_sampler import coupled
+from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.simulation import rates_of
 from tests.support.engine import make_llm
 from tests.support.methods import METHODS
@@ -67,7 +68,7 @@ def test_drafts_are_accepted_as_often_as_asked(
 def test_nothing_is_simulated_by_accident(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeculativeConfig(**{"algorithm": "NGRAM"} | options)
-    assert make_choice(SpeculativeConfig(algorithm="NGRAM")) is coupled
+    assert make_sampler(SpeculativeConfig(algorithm="NGRAM")) is coupled
 
 
 @pytest.mark.parametrize("simulated", [{"simulate_accept_length": 3.0}, {"simulate_accept_rates": [0.5]}])

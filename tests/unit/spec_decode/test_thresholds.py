@@ -1,4 +1,4 @@
-"""Thresholds: as much more is accepted as they say, at 1.0 nothing, and never where the target has no choice."""
+"""ThresholdSampler: as much more is accepted as they say, at 1.0 nothing, and never where the target has no choice."""
 
 from pathlib import Path
 
@@ -9,35 +9,34 @@ import torch
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.ops.noise import uniform
-from specray.ops.sampling import SamplerRow
 from specray.sampling_params import SamplingParams
-from specray.spec_decode.choice import NodeSampler, coupled, make_choice
-from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.spec_decode.thresholds import Thresholds
-from specray.spec_decode.verifier import verify
+from specray.spec_decode.draft_tree import NONE, TreeLists
+from specray.spec_decode.node_sampler import NodeSampler, coupled
+from specray.spec_decode.samplers import make_sampler
+from specray.spec_decode.thresholds import ThresholdSampler
 from tests.support.distributions import MAX_Z, OPTIONS, worst_z
 from tests.support.engine import make_llm
+from tests.support.sampling import state_of, verify_rows
 
-CPU = torch.device("cpu")
 NUM_ROWS = 4_000
 PROBS = np.array([0.35, 0.2, 0.1, 0.3, 0.05])
 LOGITS = torch.tensor(np.log(PROBS), dtype=torch.float32)
 SIBLINGS = [1, 2]  # together 0.3
 
 
-def first_tokens(choose: NodeSampler, siblings: list[int] = SIBLINGS, temperature: float = 1.0) -> np.ndarray:
+def first_tokens(sampler: NodeSampler, siblings: list[int] = SIBLINGS, temperature: float = 1.0) -> np.ndarray:
     """Counts of the token chosen at a root with these children, over many seeds."""
-    tree = RowTree([0, *siblings], [NONE, *[0] * len(siblings)])
+    tree = TreeLists([0, *siblings], [NONE, *[0] * len(siblings)])
     options = [OPTIONS._replace(seed=seed, temperature=temperature) for seed in range(NUM_ROWS)]
-    samplers = [SamplerRow.start(o, [4, 0], 1, len(PROBS), CPU) for o in options]
+    states = [state_of(o, [4, 0], 1, len(PROBS)) for o in options]
     logits = LOGITS.repeat(NUM_ROWS * len(tree.tokens), 1)
-    verify_outputs = verify(logits, DraftTree.of([tree] * NUM_ROWS), samplers, [2] * NUM_ROWS, choose)
-    return np.bincount([output.token_ids[0] for output in verify_outputs], minlength=len(PROBS))
+    verified = verify_rows(logits, [tree] * NUM_ROWS, states, [2] * NUM_ROWS, sampler)
+    return np.bincount([output.token_ids[0] for output in verified], minlength=len(PROBS))
 
 
 def test_at_one_each_nothing_but_the_targets_own_token_is_taken() -> None:
-    assert np.array_equal(first_tokens(Thresholds(1.0, 1.0)), first_tokens(coupled))
-    assert make_choice(SpeculativeConfig(algorithm="NGRAM")) is coupled
+    assert np.array_equal(first_tokens(ThresholdSampler(1.0, 1.0)), first_tokens(coupled))
+    assert make_sampler(SpeculativeConfig(algorithm="NGRAM")) is coupled
 
 
 def test_acc_divides_what_siblings_need_together() -> None:
@@ -45,28 +44,29 @@ def test_acc_divides_what_siblings_need_together() -> None:
     the rule walks them: u in [0.3, 0.4) is below 0.2 / 0.5, and [0.4, 0.6) below 0.3 / 0.5."""
     expected = PROBS * (1 - 0.6) / (1 - 0.3)
     expected[SIBLINGS] = [0.2 + 0.1, 0.1 + 0.2]
-    assert worst_z(first_tokens(Thresholds(1.0, 0.5)), expected) < MAX_Z
+    assert worst_z(first_tokens(ThresholdSampler(1.0, 0.5)), expected) < MAX_Z
     assert worst_z(first_tokens(coupled), expected) > MAX_Z
 
 
 def test_single_takes_every_sibling_that_is_so_likely() -> None:
     expected = np.zeros(len(PROBS))
     expected[[1, 2]] = [0.9, 0.1]  # all but what is sampled as the other sibling
-    assert worst_z(first_tokens(Thresholds(0.2, 1.0)), expected) < MAX_Z
+    assert worst_z(first_tokens(ThresholdSampler(0.2, 1.0)), expected) < MAX_Z
 
 
 def test_a_greedy_request_gets_its_arg_max_whatever_the_thresholds() -> None:
-    assert first_tokens(Thresholds(0.01, 0.01), temperature=0.0)[0] == NUM_ROWS
+    assert first_tokens(ThresholdSampler(0.01, 0.01), temperature=0.0)[0] == NUM_ROWS
 
 
 @pytest.mark.parametrize(
     ("probabilities", "single", "acc", "place"),
-    [([0.0, 0.1], 0.05, 1.0, 1), ([0.0], 1.0, 0.1, None), ([0.3, 0.3], 1.0, 0.6, 1), ([], 0.1, 0.1, None)],
+    [([0.0, 0.1], 0.05, 1.0, 1), ([0.0], 1.0, 0.1, -1), ([0.3, 0.3], 1.0, 0.6, 1), ([], 0.1, 0.1, -1)],
 )
 def test_siblings_are_walked_in_order_and_the_impossible_is_passed(
-    probabilities: list[float], single: float, acc: float, place: int | None
+    probabilities: list[float], single: float, acc: float, place: int
 ) -> None:
-    assert Thresholds(single, acc).first_likely(probabilities, 0.5) == place
+    probs, uniforms = torch.tensor([probabilities], dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)
+    assert ThresholdSampler(single, acc).first_likely(probs, uniforms).tolist() == [place]
 
 
 def test_what_is_sampled_by_thresholds_is_said_to_be_lossy(toy: Path) -> None:
@@ -94,7 +94,8 @@ def test_a_drafter_may_be_replaced_or_left_out_while_serving_but_not_the_verifie
 
 
 def test_uniforms_are_uniform_and_no_two_alike() -> None:
-    drawn = np.array([uniform(seed, at, column) for seed in range(40) for at in range(40) for column in range(10)])
+    seeds, positions, columns = torch.arange(40)[:, None, None], torch.arange(40)[:, None], torch.arange(10)
+    drawn = uniform(seeds, positions, columns).flatten().numpy()
     assert len(np.unique(drawn)) == len(drawn)
     assert drawn.min() > 0
     assert drawn.max() < 1

@@ -1,67 +1,104 @@
-"""Rows and trees flattened into one batch, against what each row is by itself."""
+"""Requests and trees flattened into one batch, against what each request is by itself."""
 
-import numpy as np
+from typing import NamedTuple
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specray.ops.sampling import SamplerRow
-from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.step import ScheduledRow
-from specray.worker.input_batch import InputBatch, build_batch, count_known, sampling_rows
-from specray.worker.request_state import Row
+from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
+from specray.spec_decode.request_table import RequestTable
+from specray.step import UNLIMITED, NewRequest, ScheduledRow, StepPlan
+from specray.worker.input_batch import InputBatch, StepRows, build_batch
 from tests.support.distributions import OPTIONS
 
 CPU = torch.device("cpu")
+NUM_SLOTS, PAGE_SIZE, MAX_TOKENS = 6, 4, 24
+
+
+class Case(NamedTuple):
+    """A request in its slot."""
+
+    slot: int
+    token_ids: list[int]
+    num_computed: int
+    num_tokens: int  # scheduled
+    tree: TreeLists  # its root alone if known tokens are left after the step
+
+    @property
+    def known(self) -> list[int]:
+        return self.token_ids[self.num_computed :][: self.num_tokens]
+
+    @property
+    def samples(self) -> bool:
+        return self.num_computed + len(self.known) == len(self.token_ids)
+
+    @property
+    def blocks(self) -> list[int]:
+        return list(range(1 + 8 * self.slot, 9 + 8 * self.slot))
+
+    @property
+    def kv_slots(self) -> list[int]:
+        return [PAGE_SIZE * block + offset for block in self.blocks for offset in range(PAGE_SIZE)]
 
 
 @st.composite
-def rows_and_trees(draw: st.DrawFn) -> tuple[list[Row], list[int], list[RowTree]]:
-    """Rows, how many known tokens each may compute, and a tree for each that computes all of them."""
-    rows, limits, trees = [], [], []
-    for slot in range(draw(st.integers(1, 4))):
+def cases(draw: st.DrawFn) -> list[Case]:
+    made = []
+    for slot in draw(st.permutations(range(NUM_SLOTS)))[: draw(st.integers(1, 4))]:
         tokens = draw(st.lists(st.integers(0, 50), min_size=1, max_size=9))
-        computed = draw(st.integers(0, len(tokens) - 1))
-        limits.append(draw(st.integers(1, 10)))
-        sampler = SamplerRow(OPTIONS)
-        rows.append(Row(slot, tokens, 1, computed, np.arange(100 * slot + 16, 100 * slot + 50), sampler, ""))
-        if limits[-1] >= len(tokens) - computed:
-            size = draw(st.integers(0, 6))
-            parents = [NONE] + [draw(st.integers(0, node)) for node in range(size)]
-            trees.append(RowTree([tokens[-1], *range(60, 60 + size)], parents))
-    return rows, limits, trees
+        computed, scheduled = draw(st.integers(0, len(tokens) - 1)), draw(st.integers(1, 10))
+        case = Case(slot, tokens, computed, scheduled, TreeLists([], []))
+        size = draw(st.integers(0, 6)) if case.samples else 0
+        parents = [NONE] + [draw(st.integers(0, node)) for node in range(size)]
+        made.append(case._replace(tree=TreeLists([case.known[-1], *range(60, 60 + size)], parents)))
+    return made
 
 
-def flattened(case: tuple[list[Row], list[int], list[RowTree]]) -> InputBatch:
-    rows, limits, trees = case
-    known = count_known([ScheduledRow(row.slot, limit, 9, []) for row, limit in zip(rows, limits, strict=True)], rows)
-    return build_batch(rows, known, sampling_rows(rows, known), DraftTree.of(trees), CPU)
+def flattened(rows: list[Case]) -> InputBatch:
+    table = RequestTable(NUM_SLOTS, MAX_TOKENS, PAGE_SIZE, 100, CPU)
+    entered = [NewRequest(row.slot, row.token_ids, 1, row.num_computed, row.blocks, OPTIONS, "") for row in rows]
+    plan = StepPlan(1, [], entered, [ScheduledRow(row.slot, row.num_tokens, UNLIMITED, []) for row in rows])
+    step = StepRows.of(table, plan)
+    assert step.sampling == [place for place, row in enumerate(rows) if row.samples]
+    assert step.roots(table).tolist() == [row.known[-1] for row in rows]
+    trees = [row.tree for row in rows]
+    return build_batch(table, step, DraftTree.from_lists(trees), [len(tree.tokens) for tree in trees])
 
 
-@given(rows_and_trees())
-def test_tokens_positions_and_slots_are_each_rows_own(case: tuple[list[Row], list[int], list[RowTree]]) -> None:
-    rows, limits, trees = case
-    batch, rest = flattened(case), iter(trees)
-    tokens, positions, slots = [], [], []
-    for row, limit in zip(rows, limits, strict=True):
-        known = row.token_ids[row.num_computed_tokens :][:limit]
-        start, end = row.num_computed_tokens, row.num_computed_tokens + len(known)
-        tree = next(rest) if end == len(row.token_ids) else RowTree([0], [NONE])
+@given(cases())
+def test_tokens_positions_and_kv_slots_are_each_requests_own(rows: list[Case]) -> None:
+    batch = flattened(rows)
+    tokens, positions, kv_slots = [], [], []
+    for row in rows:
+        start, end = row.num_computed, row.num_computed + len(row.known)
         depths = [0]
-        for parent in tree.parents[1:]:
+        for parent in row.tree.parents[1:]:
             depths.append(depths[parent] + 1)
-        tokens += known + tree.tokens[1:]
+        tokens += row.known + row.tree.tokens[1:]
         positions += [*range(start, end), *(end - 1 + depth for depth in depths[1:])]
-        slots += row.kv_slots[start : end + len(tree.tokens) - 1].tolist()
+        kv_slots += row.kv_slots[start : end + len(row.tree.tokens) - 1]
     assert batch.token_ids.tolist() == tokens
     assert batch.positions.tolist() == positions
-    assert batch.attention.slot_mapping.tolist() == slots
+    assert batch.attention.slot_mapping.tolist() == kv_slots
 
 
-@given(rows_and_trees())
-def test_nodes_are_found_again_in_the_batch(case: tuple[list[Row], list[int], list[RowTree]]) -> None:
-    batch = flattened(case)
-    at_nodes = batch.token_ids[batch.node_index].tolist()
-    assert at_nodes == [token for tree in case[2] for token in tree.tokens]
-    for row, known, place in zip(batch.rows, batch.num_known, batch.last_index.tolist(), strict=True):
-        assert int(batch.token_ids[place]) == row.token_ids[row.num_computed_tokens + known - 1]
+@given(cases())
+def test_nodes_are_found_again_in_the_batch(rows: list[Case]) -> None:
+    batch = flattened(rows)
+    at_nodes = batch.token_ids[batch.node_places].tolist()
+    assert at_nodes == [token for row in rows if row.samples for token in row.tree.tokens]
+    assert batch.token_ids[batch.roots].tolist() == [row.known[-1] for row in rows]
+
+
+@given(cases())
+def test_attention_sees_each_requests_past_and_tree(rows: list[Case]) -> None:
+    attention = flattened(rows).attention
+    for place, row in enumerate(rows):
+        num_nodes = len(row.tree.tokens)
+        queries = len(row.known) + num_nodes - 1
+        assert attention.query_lens[place] == queries
+        assert attention.kv_lens[place] == row.num_computed + queries
+        kv_slots = attention.kv_slots[place, : attention.kv_lens[place]].tolist()
+        assert kv_slots == row.kv_slots[: attention.kv_lens[place]]
+        assert attention.tree_sizes[place] == ((num_nodes, num_nodes) if num_nodes > 1 else (0, 0))

@@ -1,6 +1,7 @@
 """Accepted paths become prefixes; the pool is as large as was asked for."""
 
-import numpy as np
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given
@@ -19,18 +20,24 @@ def paths(draw: st.DrawFn) -> list[int]:
     return [0, *sorted(draw(st.sets(st.integers(1, 12), max_size=6)))]
 
 
-@given(paths(), st.integers(0, 5), st.randoms(use_true_random=False))
-def test_an_accepted_path_lies_behind_its_prefix_in_order(path: list[int], root: int, random: object) -> None:
-    cache = KVCache(2, 1, 1, num_blocks=8, page_size=4, dtype=torch.float32, device=CPU)
-    slots = np.arange(4, 32)
-    random.shuffle(slots)  # type: ignore[attr-defined]
-    cache.pool[:] = torch.arange(32.0).view(1, 32, 1, 1, 1)
-    before = [float(cache.pool[0, slots[position], 0, 0, 0]) for position in range(len(slots))]
-    cache.commit(slots, root, path)
+@given(st.lists(paths(), min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_accepted_nodes_move_behind_their_roots_in_order(accepted: list[list[int]], random: Random) -> None:
+    cache = KVCache(2, 1, 1, num_blocks=16, page_size=4, dtype=torch.float32, device=CPU)
+    slots = list(range(4, 64))
+    random.shuffle(slots)
+    kv_slots = torch.tensor(slots[: 13 * len(accepted)]).view(-1, 13)  # of the root and its nodes
+    cache.pool[:] = torch.arange(64.0).view(1, 64, 1, 1, 1)
+    depth = max(map(len, accepted))
+    nodes = torch.tensor([path + [random.randint(0, 12)] * (depth - len(path)) for path in accepted])
+    cache.commit(kv_slots, nodes, torch.tensor([len(path) for path in accepted]))
     for layer in range(2):
-        after = cache.pool[layer, slots, 0, 0, 0].tolist()
-        assert after[: root + 1] == before[: root + 1]
-        assert after[root : root + len(path)] == [before[root + node] for node in path]
+        pool = cache.pool[layer, :, 0, 0, 0]
+        for row, path in zip(kv_slots, accepted, strict=True):
+            assert pool[row[: len(path)]].tolist() == row[path].tolist()
+        untouched = set(range(64)) - {
+            int(slot) for row, path in zip(kv_slots, accepted, strict=True) for slot in row[: len(path)]
+        }
+        assert all(float(pool[slot]) == slot for slot in untouched)
 
 
 def test_a_pool_starts_as_zeros() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import torch
 
 from specray.config import EngineConfig
 from specray.models.llama import Llama
-from specray.spec_decode.draft_tree import NONE, DraftTree, RowTree
-from specray.spec_decode.drafter import Drafter, DraftRow, ProposeContext
-from specray.step import NewRequest, RequestResult, SamplingOptions, ScheduledRow, StepPlan
+from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
+from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext
+from specray.step import UNLIMITED, DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRow, StepPlan
 from specray.worker.worker import NOT_A_NUMBER, Worker
 from tests.support.distributions import OPTIONS
 from tests.support.drafters import DRAWS, ScriptedDrafter, draw_right, draw_right_last
@@ -24,6 +25,10 @@ BLOCKS = 16  # of each slot; slot s owns blocks 16 s + 1 …
 GREEDY = OPTIONS._replace(temperature=0.0)
 SAMPLED = OPTIONS._replace(temperature=0.9, seed=7)
 PROMPT = [0, 9, 8, 7, 6, 5, 4, 9, 8]
+
+
+def at_most(num_tokens: int) -> DraftLimit:
+    return UNLIMITED._replace(num_tokens=num_tokens)
 
 
 class Driver:
@@ -51,7 +56,7 @@ class Driver:
         self._freed.append(slot)
 
     def step(self, slots: Sequence[int], num_tokens: int = 100, max_draft_tokens: int = 20) -> list[RequestResult]:
-        rows = [ScheduledRow(slot, num_tokens, max_draft_tokens, []) for slot in slots]
+        rows = [ScheduledRow(slot, num_tokens, at_most(max_draft_tokens), []) for slot in slots]
         self._steps += 1
         result = self.worker.execute(StepPlan(self._steps, self._freed, self._entered, rows))
         assert result.step_id == self._steps
@@ -93,7 +98,7 @@ def test_a_chunk_that_is_not_the_last_emits_nothing(chunk: int, toy: Path, greed
 
     class Listener(ScriptedDrafter):
         def propose(self, context: ProposeContext) -> DraftTree:
-            asked.extend(row.token_ids.copy() for row in context.rows)
+            asked.extend(context.token_ids(request).copy() for request in context.requests)
             return super().propose(context)
 
     driver = Driver(toy, Listener(draw_right, [greedy]))
@@ -158,14 +163,14 @@ def test_no_slot_beyond_the_plans_limit_is_written(limit: int, toy: Path, greedy
 @pytest.mark.parametrize(
     "tree",
     [
-        RowTree([5, VOCAB_SIZE], [NONE, 0]),
-        RowTree([5, -1, 3], [NONE, 0, 1]),
-        RowTree([5, 1, 2], [NONE, 2, 0]),
-        RowTree([5, 1, 2], [NONE, 0, 7]),
+        TreeLists([5, VOCAB_SIZE], [NONE, 0]),
+        TreeLists([5, -1, 3], [NONE, 0, 1]),
+        TreeLists([5, 1, 2], [NONE, 2, 0]),
+        TreeLists([5, 1, 2], [NONE, 0, 7]),
     ],
 )
-def test_nonsense_from_a_drafter_costs_only_its_draft(tree: RowTree, toy: Path, greedy: list[int]) -> None:
-    drafter = ScriptedDrafter(lambda root, future, random: RowTree([root, *tree.tokens[1:]], tree.parents))  # noqa: ARG005
+def test_nonsense_from_a_drafter_costs_only_its_draft(tree: TreeLists, toy: Path, greedy: list[int]) -> None:
+    drafter = ScriptedDrafter(lambda root, future, random: TreeLists([root, *tree.tokens[1:]], tree.parents))  # noqa: ARG005
     driver = Driver(toy, drafter)
     driver.enter(0)
     assert driver.run(0, 10) == greedy[9:19]
@@ -174,10 +179,10 @@ def test_nonsense_from_a_drafter_costs_only_its_draft(tree: RowTree, toy: Path, 
 def test_blocks_added_later_are_used(toy: Path, greedy: list[int]) -> None:
     driver = Driver(toy)
     row = NewRequest(0, PROMPT, len(PROMPT), 0, [9, 3, 30], GREEDY, "")
-    driver.worker.execute(StepPlan(0, [], [row], [ScheduledRow(0, 100, 0, [])]))
+    driver.worker.execute(StepPlan(0, [], [row], [ScheduledRow(0, 100, at_most(0), [])]))
     for i in range(10, 30):
         added = [35 + i] if (i - 1) % PAGE == 0 and i > 3 * PAGE else []
-        [result] = driver.worker.execute(StepPlan(i, [], [], [ScheduledRow(0, 1, 0, added)])).rows
+        [result] = driver.worker.execute(StepPlan(i, [], [], [ScheduledRow(0, 1, at_most(0), added)])).rows
         assert result.token_ids == [greedy[i]]
 
 
@@ -186,7 +191,7 @@ def test_a_cached_prefix_is_read_and_not_computed(toy: Path, greedy: list[int]) 
     driver.enter(0)
     driver.step([0])
     again = NewRequest(2, PROMPT, len(PROMPT), 2 * PAGE, [1, 2, 60], GREEDY, "")
-    [row] = driver.worker.execute(StepPlan(9, [], [again], [ScheduledRow(2, 100, 0, [])])).rows
+    [row] = driver.worker.execute(StepPlan(9, [], [again], [ScheduledRow(2, 100, at_most(0), [])])).rows
     assert row.token_ids == greedy[9:10]
 
 
@@ -245,100 +250,132 @@ def test_blocks_of_a_broken_row_serve_the_next_request(toy: Path, greedy: list[i
     assert driver.run(0, 8) == greedy[9:17]
 
 
-# ---- what a drafter is told -----------------------------------------------------------------------------------------
+# ---- what a drafter gets --------------------------------------------------------------------------------------------
 
 LAYERS = (1, 0, 2)  # of the toy's two: entering the second, entering the first, after the last norm
 
 
+class Seen(NamedTuple):
+    """A request as a drafter saw it."""
+
+    request: DraftRequest
+    token_ids: list[int]
+    num_prompt_tokens: int
+    cache_salt: str
+    sampling: SamplingOptions
+    kv_slots: list[int]  # from the device, up to `end`
+
+
+class SeenContext(NamedTuple):
+    requests: list[Seen]
+    unfinished: list[Seen]
+    aux_hidden_states: torch.Tensor | None
+
+    @property
+    def slots(self) -> list[int]:
+        return [seen.request.slot for seen in self.requests]
+
+
 class Recorder(ScriptedDrafter):
-    """Keeps copies of all it is told."""
+    """Keeps copies of all that it gets."""
 
     aux_hidden_state_layers = LAYERS
 
     def __init__(self, draw: str, texts: Sequence[Sequence[int]] = ()) -> None:
         super().__init__(DRAWS[draw], texts)
-        self.told: list[ProposeContext] = []
+        self.seen: list[SeenContext] = []
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        ready, unfinished = (
-            [row._replace(token_ids=row.token_ids.copy()) for row in rows]
-            for rows in (context.rows, context.unfinished)
+        drafted, unfinished = (
+            [self._copy(context, request) for request in part] for part in (context.requests, context.unfinished)
         )
-        self.told.append(ProposeContext(ready, unfinished, context.aux_hidden_states))
+        self.seen.append(SeenContext(drafted, unfinished, context.aux_hidden_states))
         return super().propose(context)
 
+    def _copy(self, context: ProposeContext, request: DraftRequest) -> Seen:
+        table, slot = context.table, request.slot
+        state = table.states[slot]
+        known = table.token_ids[slot, : len(state.token_ids)].tolist()
+        assert known == state.token_ids == context.token_ids(request)  # the device's copy is the host's
+        assert int(table.num_tokens[slot]) == len(known)
+        assert int(table.seeds[slot]) == state.sampling.options.seed
+        kv_slots = table.kv_slots[slot, : request.end].tolist()
+        return Seen(request, known, state.num_prompt_tokens, state.cache_salt, state.sampling.options, kv_slots)
 
-def true_aux_hidden_states(model: Llama, row: DraftRow) -> torch.Tensor:
+
+def true_aux_hidden_states(model: Llama, seen: Seen) -> torch.Tensor:
     """Of the tokens a step computed, by one forward over all tokens without a cache."""
-    tokens = torch.tensor(row.token_ids)
+    tokens = torch.tensor(seen.token_ids)
     with torch.inference_mode():
         _, aux_hidden_states = model(tokens, torch.arange(len(tokens)), attend_to_the_past, LAYERS)
-    return torch.cat(aux_hidden_states, -1)[row.start : row.end]
+    return torch.cat(aux_hidden_states, -1)[seen.request.start : seen.request.end]
 
 
-def assert_true_aux_hidden_states(driver: Driver, context: ProposeContext) -> None:
-    expected = [true_aux_hidden_states(driver.worker.model, row) for row in context.rows + context.unfinished]
+def assert_true_aux_hidden_states(driver: Driver, context: SeenContext) -> None:
+    expected = [true_aux_hidden_states(driver.worker.model, seen) for seen in context.requests + context.unfinished]
     torch.testing.assert_close(context.aux_hidden_states, torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
-def test_a_drafter_is_told_whose_row_it_is_and_what_was_computed(toy: Path, greedy: list[int]) -> None:
+def test_a_drafter_gets_the_request_and_what_was_computed(toy: Path, greedy: list[int]) -> None:
     recorder = Recorder("empty")
     driver = Driver(toy, recorder)
     driver.enter(2, sampling=SAMPLED._replace(temperature=0.0, seed=-5))
     driver.step([2])
-    [context] = recorder.told
-    [row] = context.rows
-    assert (row.slot, row.token_ids, row.num_prompt_tokens, row.cache_salt) == (2, greedy[:10], len(PROMPT), "")
-    assert (row.start, row.end, row.seed, row.temperature) == (0, len(PROMPT), -5, 0.0)
+    [context] = recorder.seen
+    [seen] = context.requests
+    assert (seen.token_ids, seen.num_prompt_tokens, seen.cache_salt) == (greedy[:10], len(PROMPT), "")
+    assert seen.request[:3] == (2, 0, len(PROMPT))
+    assert (seen.sampling.seed, seen.sampling.temperature) == (-5, 0.0)
     first = (BLOCKS * 2 + 1) * PAGE
-    assert row.kv_slots[: row.end].tolist() == list(range(first, first + row.end))
+    assert seen.kv_slots == list(range(first, first + len(PROMPT)))
     assert context.unfinished == []
     assert_true_aux_hidden_states(driver, context)
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_accepted_nodes_are_told_with_their_own_features(draw: str, toy: Path, greedy: list[int]) -> None:
+def test_accepted_nodes_come_with_their_own_hidden_states(draw: str, toy: Path, greedy: list[int]) -> None:
     """Step after step without a gap, whatever the tree's shape: of right-last no path is a beginning of its tree."""
     recorder = Recorder(draw, [greedy])
     driver = Driver(toy, recorder)
     driver.enter(1)
     driver.run(1, 20)
     end = 0
-    for context in recorder.told:
-        [row] = context.rows
-        assert (row.start, row.end) == (end, len(row.token_ids) - 1)
+    for context in recorder.seen:
+        [seen] = context.requests
+        assert seen.request[1:3] == (end, len(seen.token_ids) - 1)
         assert_true_aux_hidden_states(driver, context)
-        end = row.end
+        end = seen.request.end
 
 
 @pytest.mark.parametrize(("max_drafts", "max_draft_steps"), [(0, 9), (9, 0), (3, 9), (9, 2)])
-def test_a_drafter_is_told_of_how_much_there_is_use(max_drafts: int, max_draft_steps: int, toy: Path) -> None:
-    """A row without any is read, so that its drafts may begin at any step, and not drafted for."""
+def test_a_drafter_gets_the_draft_limit(max_drafts: int, max_draft_steps: int, toy: Path) -> None:
+    """A request that allows no drafts is read, so that its drafts may begin at any step, and not drafted for."""
     recorder = Recorder("random")
     driver = Driver(toy, recorder)
-    row = NewRequest(2, PROMPT, len(PROMPT), 0, [1, 2, 60], GREEDY, "", max_draft_steps)
-    driver.worker.execute(StepPlan(9, [], [row], [ScheduledRow(2, 100, max_drafts, [])]))
+    row = NewRequest(2, PROMPT, len(PROMPT), 0, [1, 2, 60], GREEDY, "")
+    limit = DraftLimit(max_drafts, max_draft_steps)
+    driver.worker.execute(StepPlan(9, [], [row], [ScheduledRow(2, 100, limit, [])]))
     driver.worker.propose()
-    [context] = recorder.told
-    [told] = context.rows or context.unfinished
-    assert bool(context.rows) == (min(max_drafts, max_draft_steps) > 0)
-    assert (told.max_steps, told.end) == (min(max_drafts, max_draft_steps), len(PROMPT))
+    [context] = recorder.seen
+    [seen] = context.requests or context.unfinished
+    assert bool(context.requests) == (min(limit) > 0)
+    assert (seen.request.draft_limit.num_steps, seen.request.end) == (min(limit), len(PROMPT))
     assert_true_aux_hidden_states(driver, context)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 8])
-def test_a_chunk_is_told_as_unfinished(chunk: int, toy: Path) -> None:
+def test_a_chunk_is_unfinished(chunk: int, toy: Path) -> None:
     recorder = Recorder("random")
     driver = Driver(toy, recorder)
     driver.enter(0)
     for start in range(0, len(PROMPT), chunk):
         driver.step([0], num_tokens=chunk)
-        context = recorder.told[-1]
+        context = recorder.seen[-1]
         is_last = start + chunk >= len(PROMPT)
-        [row] = context.rows if is_last else context.unfinished
-        assert len(context.rows + context.unfinished) == 1
-        assert (row.start, row.end) == (start, min(start + chunk, len(PROMPT)))
-        assert row.token_ids[: len(PROMPT)] == PROMPT  # so the token after a chunk is known
+        [seen] = context.requests if is_last else context.unfinished
+        assert len(context.requests + context.unfinished) == 1
+        assert seen.request[1:3] == (start, min(start + chunk, len(PROMPT)))
+        assert seen.token_ids[: len(PROMPT)] == PROMPT  # so the token after a chunk is known
         assert_true_aux_hidden_states(driver, context)
 
 
@@ -349,12 +386,12 @@ def test_aux_hidden_states_of_ready_rows_come_before_those_of_unfinished_ones(to
         driver.enter(slot, prompt, SAMPLED)
     for order in ([2, 1, 0, 3], [0, 3, 2, 1], [3, 2, 1, 0], [1, 0]):
         driver.step(order, num_tokens=4)
-        context = recorder.told[-1]
-        told = [row.slot for row in context.rows + context.unfinished]
-        assert sorted(told) == sorted(order)
-        assert [row.slot for row in context.rows] == [slot for slot in order if slot in told[: len(context.rows)]]
+        context = recorder.seen[-1]
+        slots = [seen.request.slot for seen in context.requests + context.unfinished]
+        assert sorted(slots) == sorted(order)
+        assert context.slots == [slot for slot in order if slot in context.slots]
         assert_true_aux_hidden_states(driver, context)
-    assert [len(context.unfinished) for context in recorder.told] == [2, 2, 1, 0]
+    assert [len(context.unfinished) for context in recorder.seen] == [2, 2, 1, 0]
 
 
 def test_what_the_cache_held_was_not_computed(toy: Path) -> None:
@@ -363,24 +400,24 @@ def test_what_the_cache_held_was_not_computed(toy: Path) -> None:
     driver.enter(0)
     driver.step([0])
     again = NewRequest(2, PROMPT, len(PROMPT), 2 * PAGE, [1, 2, 60], GREEDY, "tenant")
-    driver.worker.execute(StepPlan(9, [], [again], [ScheduledRow(2, 100, 1, [])]))
+    driver.worker.execute(StepPlan(9, [], [again], [ScheduledRow(2, 100, at_most(1), [])]))
     driver.worker.propose()
-    [row] = recorder.told[-1].rows
-    assert (row.start, row.end, row.cache_salt) == (2 * PAGE, len(PROMPT), "tenant")
-    assert row.kv_slots[: row.end].tolist() == [*range(PAGE, 3 * PAGE), 60 * PAGE]
-    assert_true_aux_hidden_states(driver, recorder.told[-1])
+    [seen] = recorder.seen[-1].requests
+    assert (*seen.request[1:3], seen.cache_salt) == (2 * PAGE, len(PROMPT), "tenant")
+    assert seen.kv_slots == [*range(PAGE, 3 * PAGE), 60 * PAGE]
+    assert_true_aux_hidden_states(driver, recorder.seen[-1])
 
 
-def test_a_broken_row_is_not_told(toy: Path) -> None:
+def test_a_broken_request_is_not_drafted_for(toy: Path) -> None:
     recorder = Recorder("random")
     driver = Driver(toy, recorder)
     together(driver, 4, poison=1)
-    assert [[row.slot for row in context.rows] for context in recorder.told] == [[0, 1, 2], [0, 1, 2], [0, 2], [0, 2]]
-    for context in recorder.told:
+    assert [context.slots for context in recorder.seen] == [[0, 1, 2], [0, 1, 2], [0, 2], [0, 2]]
+    for context in recorder.seen:
         assert_true_aux_hidden_states(driver, context)
 
 
-def test_who_wants_no_aux_hidden_states_gets_none(toy: Path) -> None:
+def test_a_drafter_without_layers_gets_no_hidden_states(toy: Path) -> None:
     contexts: list[ProposeContext] = []
 
     class Listener(ScriptedDrafter):
@@ -422,7 +459,7 @@ def test_after_the_last_request_ended_nothing_is_drafted(toy: Path) -> None:
 
     class Listener(ScriptedDrafter):
         def propose(self, context: ProposeContext) -> DraftTree:
-            contexts.append([row.slot for row in context.rows])
+            contexts.append([request.slot for request in context.requests])
             return super().propose(context)
 
         def release(self, slots: Sequence[int]) -> None:
@@ -446,7 +483,7 @@ def test_a_resumed_request_goes_on_where_it_was(toy: Path) -> None:
     for length in (len(PROMPT) + 1, len(text) - 6):
         row = NewRequest(1, text[:length], len(PROMPT), 0, list(range(17, 33)), sampling, "")
         resumed = Driver(toy)
-        [result] = resumed.worker.execute(StepPlan(0, [], [row], [ScheduledRow(1, 100, 0, [])])).rows
+        [result] = resumed.worker.execute(StepPlan(0, [], [row], [ScheduledRow(1, 100, at_most(0), [])])).rows
         assert result.token_ids + resumed.run(1, 5) == text[length : length + 6]
 
 

@@ -1,4 +1,4 @@
-"""Who may come in at a target's door, and with which words."""
+"""Which connections and handshakes a target accepts."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from specray.worker.remote_drafter import handshake
 from specray.worker.remote_drafter.handshake import (
     DraftEndpoint,
     DrafterHandshake,
-    answer,
+    accept,
     dismiss,
     listen,
     pack_handshake,
@@ -23,18 +23,18 @@ from specray.worker.remote_drafter.handshake import (
 )
 
 NUM_LAYERS = 4
-SOUND = DrafterHandshake(7, [0, 2, NUM_LAYERS], True)
+VALID = DrafterHandshake(7, [0, 2, NUM_LAYERS], True)
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[tuple[socket.socket, DraftEndpoint]]:
+def listening(tmp_path: Path) -> Iterator[tuple[socket.socket, DraftEndpoint]]:
     place = DraftEndpoint(str(tmp_path / "drafts"), epoch=5)
     with listen(place.address) as server:
         yield server, place
 
 
-def test_a_sound_handshake_is_read_as_it_was_said() -> None:
-    assert unpack_handshake(pack_handshake(SOUND), NUM_LAYERS) == SOUND
+def test_a_handshake_survives_the_wire() -> None:
+    assert unpack_handshake(pack_handshake(VALID), NUM_LAYERS) == VALID
 
 
 @pytest.mark.parametrize(
@@ -57,41 +57,41 @@ def test_a_sound_handshake_is_read_as_it_was_said() -> None:
     ],
 )
 def test_any_other_handshake_is_refused(handshake: Any) -> None:
-    with pytest.raises(ValueError, match="hello"):
+    with pytest.raises(ValueError, match="handshake"):
         unpack_handshake(msgpack.packb(handshake), NUM_LAYERS)
 
 
-def test_bytes_that_are_no_message_are_no_handshake() -> None:
-    with pytest.raises(ValueError, match="not a hello"):
+def test_bytes_that_are_not_msgpack_are_refused() -> None:
+    with pytest.raises(ValueError, match="not a handshake"):
         unpack_handshake(b"\xc1\xff", NUM_LAYERS)
 
 
-def test_nobody_at_the_door_is_nobody_to_wait_for(door: tuple[socket.socket, DraftEndpoint]) -> None:
-    assert answer(door[0]) is None
+def test_accept_does_not_wait(listening: tuple[socket.socket, DraftEndpoint]) -> None:
+    assert accept(listening[0]) is None
 
 
-def test_processes_of_other_users_stay_outside(
-    door: tuple[socket.socket, DraftEndpoint], monkeypatch: pytest.MonkeyPatch
+def test_processes_of_other_users_are_refused(
+    listening: tuple[socket.socket, DraftEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, place = door
-    with socket.socket(socket.AF_UNIX) as visitor:
-        visitor.connect(place.address)
-        inside = answer(server)
-        assert inside is not None
-        assert handshake.peer_user(inside) == os.geteuid()
-        inside.close()
+    server, place = listening
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(place.address)
+        accepted = accept(server)
+        assert accepted is not None
+        assert handshake.peer_user(accepted) == os.geteuid()
+        accepted.close()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with socket.socket(socket.AF_UNIX) as visitor:
-        visitor.connect(place.address)
-        assert answer(server) is None
-        assert visitor.recv(1) == b""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(place.address)
+        assert accept(server) is None
+        assert client.recv(1) == b""
 
 
-def test_whoever_dismisses_the_drafter_waits_for_the_next_step(door: tuple[socket.socket, DraftEndpoint]) -> None:
-    server, place = door
+def test_dismiss_waits_for_the_next_step(listening: tuple[socket.socket, DraftEndpoint]) -> None:
+    server, place = listening
     with pytest.raises(TimeoutError):
         dismiss(place, timeout=0.05)
-    connection = answer(server)
+    connection = accept(server)
     assert connection is not None
     with connection:
         assert unpack_handshake(Channel(connection, place.epoch).recv(1.0), NUM_LAYERS) == handshake.NOBODY

@@ -1,0 +1,121 @@
+"""Trees between two steps: `PendingTrees` keeps them by slot, `InlineDrafts` drafts in the target's own process."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
+from specray.spec_decode.drafter import Drafter, DraftFaultError, ProposeContext
+from specray.step import DraftFault, DraftLimit
+
+
+class PendingTrees:
+    """Trees that wait for the next step, on the device."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._tokens, self._parents = torch.full((2, num_slots, 1), NONE, dtype=torch.int64, device=device)
+        self._num_nodes = torch.full((num_slots,), NONE, dtype=torch.int64, device=device)  # NONE: no tree is pending
+        self._max_depth = 0
+        self._probs: tuple[Tensor, Tensor] | None = None  # (slots, DraftTree.draft_probs) of the last trees
+
+    def put(self, slots: Tensor, tree: DraftTree) -> None:
+        """Keep the trees of `slots` int64 [B]; they replace older ones."""
+        width = tree.tokens.shape[1]
+        missing = max(0, width - self._tokens.shape[1])
+        self._tokens, self._parents = (F.pad(part, (0, missing), value=NONE) for part in (self._tokens, self._parents))
+        self._tokens[:, :width].index_copy_(0, slots, tree.tokens)
+        self._parents[:, :width].index_copy_(0, slots, tree.parents)
+        self._num_nodes.index_copy_(0, slots, tree.num_nodes)
+        self._max_depth = max(self._max_depth, tree.max_depth)
+        self._probs = None if tree.draft_probs is None else (slots, tree.draft_probs)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget the trees of these slots."""
+        if slots and self._max_depth:
+            self._num_nodes[torch.tensor(slots, device=self._num_nodes.device)] = NONE
+
+    def take(self, slots: Tensor, roots: Tensor, limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int], bool]:
+        """(trees, their numbers of nodes on the host, whether a drafter's logits were not finite).
+
+        Arguments and trees are those of `DraftSource.collect`. A tree is given once.
+        """
+        if not self._max_depth:
+            return DraftTree.roots(roots), [1] * len(roots), False
+        most = torch.tensor([limit.num_tokens + 1 for limit in limits]).to(slots.device)
+        tokens, parents = (part.index_select(0, slots) for part in (self._tokens, self._parents))
+        found = self._num_nodes.index_select(0, slots)
+        self._num_nodes.index_fill_(0, slots, NONE)
+        tree = DraftTree(tokens, parents, found, self._max_depth)
+        is_usable = (found > 0) & (tokens[:, ROOT] == roots) & tree.is_valid(self._vocab_size)
+        num_nodes = torch.where(is_usable, torch.minimum(found, most), 1)
+        # The one copy to the host of drafting: it waits for the drafter, and decides the shapes of the next forward.
+        counts: list[int] = torch.where(found == 0, 0, num_nodes).tolist()
+        width = max(1, *counts)
+        is_past = torch.arange(width, device=slots.device) >= num_nodes[:, None]
+        tokens, parents = (part[:, :width].masked_fill(is_past, NONE) for part in (tokens, parents))
+        tokens[:, ROOT], parents[:, ROOT] = roots, NONE
+        depth = min(self._max_depth, width - 1)
+        tree = DraftTree(tokens, parents, num_nodes, depth, self._take_probs(slots))
+        return tree, [max(1, count) for count in counts], 0 in counts
+
+    def _take_probs(self, slots: Tensor) -> Tensor | None:
+        if self._probs is None:
+            return None
+        (known, probs), self._probs = self._probs, None
+        places = torch.full_like(self._num_nodes, NONE).index_copy_(0, known, torch.arange(len(known)).to(slots.device))
+        place = places.index_select(0, slots)
+        return probs.index_select(0, place.clamp(min=0)) * (place >= 0)[:, None, None]
+
+
+class InlineDrafts:
+    """DraftSource in the target's process and thread. Without a drafter, every tree is its root."""
+
+    def __init__(self, drafter: Drafter | None, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._drafter = drafter
+        self._pending = PendingTrees(num_slots, vocab_size, device)
+        self._faults: list[DraftFault] = []
+        self.max_draft_tokens = drafter.max_draft_tokens if drafter else 0
+        self.aux_hidden_state_layers = drafter.aux_hidden_state_layers if drafter else ()
+        self.reads_next_token = drafter is not None and drafter.reads_next_token
+        self.seconds = 0.0
+
+    def submit(self, context: ProposeContext) -> None:
+        if self._drafter is None:
+            return
+        start = time.perf_counter()
+        try:
+            tree = limited(self._drafter.propose(context), context)
+        except DraftFaultError as fault:
+            self._faults.append(fault.kind)
+            return
+        if context.requests:
+            [slots] = context.columns(context.requests, "slot")
+            self._pending.put(slots, tree)
+        self.seconds = time.perf_counter() - start
+
+    def collect(self, slots: Tensor, roots: Tensor, limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
+        tree, num_nodes, is_broken = self._pending.take(slots, roots, limits)
+        if is_broken:
+            self._faults.append(DraftFault.NOT_A_NUMBER)
+        return tree, num_nodes
+
+    def release(self, slots: Sequence[int]) -> None:
+        self._pending.drop(slots)
+        if self._drafter is not None:
+            self._drafter.release(slots)
+
+    def take_faults(self) -> list[DraftFault]:
+        faults, self._faults = self._faults, []
+        return faults
+
+
+def limited(tree: DraftTree, context: ProposeContext) -> DraftTree:
+    """A drafter's trees without levels that its requests do not allow."""
+    steps = [request.draft_limit.num_steps for request in context.requests]
+    if not steps or min(steps) >= tree.max_depth:
+        return tree
+    return tree.limited_to_depth(torch.tensor(steps).to(tree.tokens.device))

@@ -1,0 +1,35 @@
+"""How the token at a node of a draft tree is chosen. The walk that asks for it is in `verifier`.
+
+`coupled` is the default and does not look at the drafts. `rejection`, `thresholds` and `simulation` hold the others;
+`samplers` makes the one that a configuration asks for.
+"""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from specray.ops.sampling import SamplingBatch, sample
+
+
+class NodeBatch(NamedTuple):
+    """One node of each of n requests, all `depth` levels below their roots."""
+
+    logits: Tensor  # float32 [n, V], not to be changed; not finite only in requests that fail
+    sampling: SamplingBatch
+    positions: Tensor  # int64 [n], of the tokens to choose
+    keys: Tensor  # int32 [n, 2], the `noise_keys` of these positions
+    siblings: Tensor  # int64 [n, C], tokens drafted below the node, best first, each once; -1 past the last
+    draft_probs: Tensor | None  # float32 [n, up to V]: the distribution siblings were drawn from; zeros: not drawn
+    depth: int
+
+
+class NodeSampler(Protocol):
+    """The token after each node."""
+
+    def __call__(self, nodes: NodeBatch) -> Tensor:
+        """int64 [n]"""
+
+
+def coupled(nodes: NodeBatch) -> Tensor:
+    """The token that the target samples with the request's noise for this position, with or without drafts."""
+    return sample(nodes.logits, nodes.sampling, nodes.keys)

@@ -1,0 +1,156 @@
+"""The requests of one rank by slot: tensors that input building, sampling and drafting read, and their host mirror.
+
+The tensors are views of one int32 arena on the device. Changes are collected on the host as pairs of place and value
+and written by one copy and one scatter a step. The host keeps what decides shapes: token ids, lengths and KV slots.
+A slot is a row of this table; a KV slot is one token's place in the KV pool.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specray.ops.attention import make_zeros
+from specray.ops.sampling import SamplingBatch, SamplingState
+from specray.step import NewRequest, SamplingOptions
+
+_NUM_SCALARS = 8  # int32 columns behind token ids and KV slots: see RequestTable.__init__
+
+
+class RaggedIndex(NamedTuple):
+    """T elements of rows that lie one behind the other: element t is number `offsets[t]` of row `rows[t]`."""
+
+    rows: Tensor  # int64 [T]
+    offsets: Tensor  # int64 [T]
+
+    @classmethod
+    def of(cls, lengths: Tensor, total: int) -> "RaggedIndex":
+        """From int64 [rows] whose sum is `total`, which the host knows."""
+        device = lengths.device
+        rows = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=total)
+        starts = lengths.cumsum(0) - lengths
+        return cls(rows, torch.arange(total, device=device) - starts.index_select(0, rows))
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """The host's part of one slot."""
+
+    slot: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int  # committed tokens whose KV is written
+    num_kv_slots: int  # tokens that the request's blocks can hold
+    block_ids: list[int]
+    cache_salt: str
+    sampling: SamplingState
+
+
+class RequestTable:
+    """Requests by slot. What `enter` and `extend` change reaches the device with `flush`."""
+
+    def __init__(self, num_slots: int, max_tokens: int, page_size: int, vocab_size: int, device: torch.device) -> None:
+        """`max_tokens` bounds a request's KV slots: its tokens and a draft tree behind them."""
+        self.num_slots, self.max_tokens, self.page_size, self.vocab_size = num_slots, max_tokens, page_size, vocab_size
+        self._width = max_tokens + max_tokens % 2  # even, so that the seeds are aligned
+        self._row = 2 * self._width + _NUM_SCALARS
+        arena = make_zeros((num_slots + 1, self._row), torch.int32, device)  # the last row takes masked writes
+        scalars = 2 * self._width
+        floats = arena.view(torch.float32)
+        self._arena = arena.view(-1)
+        self.token_ids = arena[:num_slots, : self._width]
+        self.kv_slots = arena[:num_slots, self._width : scalars]
+        self.num_tokens = arena[:num_slots, scalars]
+        self.seeds = arena.view(torch.int64)[:num_slots, scalars // 2 + 1]
+        self.top_k = arena[:num_slots, scalars + 4]
+        self.temperature = floats[:num_slots, scalars + 5]
+        self.top_p = floats[:num_slots, scalars + 6]
+        self.min_p = floats[:num_slots, scalars + 7]
+        self.host_kv_slots = np.zeros((num_slots, self._width), dtype=np.int32)
+        self.states: dict[int, RequestState] = {}
+        self.device = device
+        self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the arena, int32 values)
+        self._trash = num_slots * self._row
+
+    def enter(self, new: NewRequest) -> None:
+        """Start a request in its slot."""
+        sampling = SamplingState.start(new.sampling, new.token_ids, new.num_prompt_tokens, self.vocab_size, self.device)
+        self.states[new.slot] = RequestState(
+            new.slot, [], new.num_prompt_tokens, new.num_computed_tokens, 0, [], new.cache_salt, sampling
+        )
+        self._change(new.slot, 2 * self._width + 2, _scalars(new.sampling))
+        self.extend(new.slot, new.token_ids, new.block_ids)
+
+    def extend(self, slot: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Append known tokens and KV blocks."""
+        state = self.states[slot]
+        if token_ids:
+            self._change(slot, len(state.token_ids), np.array(token_ids, dtype=np.int32))
+            state.token_ids += token_ids
+            self._change(slot, 2 * self._width, np.array([len(state.token_ids)], dtype=np.int32))
+        if block_ids:
+            blocks = np.array(block_ids, dtype=np.int32)
+            kv_slots = (blocks[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int32)).ravel()
+            kv_slots = kv_slots[: self._width - state.num_kv_slots]  # a last page may reach beyond the longest request
+            start, state.num_kv_slots = state.num_kv_slots, state.num_kv_slots + len(kv_slots)
+            self.host_kv_slots[slot, start : state.num_kv_slots] = kv_slots
+            self._change(slot, self._width + start, kv_slots)
+            state.block_ids += block_ids
+
+    def free(self, slot: int) -> None:
+        del self.states[slot]
+
+    def flush(self, *rows: Sequence[int]) -> Tensor:
+        """Write all changes to the device. `rows` travel in the same copy and are returned, int64 [len(rows), n]."""
+        changes, self._changes = self._changes, []
+        extra = np.array(rows, dtype=np.int32)
+        places = [np.arange(first, first + len(values), dtype=np.int32) for first, values in changes]
+        packed = np.concatenate([*places, *(values for _, values in changes), extra.ravel()])
+        tensor = torch.from_numpy(packed).to(self.device)
+        if changes:
+            count = (len(packed) - extra.size) // 2
+            self._arena.index_copy_(0, tensor[:count].long(), tensor[count : 2 * count])
+        return tensor[len(packed) - extra.size :].view(extra.shape).long()
+
+    def append(self, slots: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
+        """Append the first `num_tokens` [n] of `tokens` [n, D] to each of `slots` int64 [n], on the device alone."""
+        lengths = self.num_tokens.index_select(0, slots).long()
+        columns = torch.arange(tokens.shape[1], device=self.device)
+        places = slots[:, None] * self._row + lengths[:, None] + columns
+        places = places.where(columns < num_tokens[:, None], self._trash)
+        self._arena.index_copy_(0, places.flatten(), tokens.flatten().to(torch.int32))
+        self.num_tokens.index_copy_(0, slots, (lengths + num_tokens).to(torch.int32))
+
+    def tokens_at(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Token ids, int64 [T]; `slots` and `positions` are int64 [T]."""
+        return self._arena.index_select(0, slots * self._row + positions).long()
+
+    def kv_slots_at(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """KV slots, int64 [T]."""
+        return self._arena.index_select(0, slots * self._row + self._width + positions).long()
+
+    def kv_slots_of(self, slots: Tensor, num_tokens: int) -> Tensor:
+        """KV slots of the first positions, int64 [n, num_tokens]."""
+        return self.kv_slots[:, :num_tokens].index_select(0, slots).long()
+
+    def sampling(self, slots: Tensor, states: Sequence[RequestState]) -> SamplingBatch:
+        """Sampling options of requests; `states` are those of `slots`."""
+        top_k = self.top_k.index_select(0, slots).long()
+        columns = (self.temperature, self.top_p, self.min_p)
+        temperature, top_p, min_p = (column.index_select(0, slots) for column in columns)
+        seeds = self.seeds.index_select(0, slots)
+        return SamplingBatch([state.sampling for state in states], seeds, temperature, top_k, top_p, min_p)
+
+    def _change(self, slot: int, column: int, values: np.ndarray) -> None:
+        self._changes.append((slot * self._row + column, values))
+
+
+def _scalars(options: SamplingOptions) -> np.ndarray:
+    """The int32 columns of a request's sampling options."""
+    seed = np.array([options.seed], dtype=np.int64).view(np.int32)
+    integers = np.array([options.top_k], dtype=np.int32)
+    floats = np.array([options.temperature, options.top_p, options.min_p], dtype=np.float32).view(np.int32)
+    return np.concatenate((seed, integers, floats))

@@ -1,0 +1,56 @@
+"""Which KV slots of its own pool a drafter has written.
+
+A drafter's KV lies at the same KV slots as the target's. A drafter that joined late, or missed a step, has not written
+all of them, and attends to those that it has.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specray.spec_decode.drafter import DraftRequest
+from specray.spec_decode.request_table import RequestTable
+
+
+class WrittenSlots:
+    """A record by KV slot, on the host."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._is_written = np.zeros(num_slots, dtype=bool)
+
+    def update(self, table: RequestTable, requests: Sequence[DraftRequest], starts: Sequence[int]) -> None:
+        """Positions from `starts` to `end` are written now; other ones from the requests' `start` on are not.
+
+        What those hold belongs to another request or to rejected nodes.
+        """
+        columns = [(request.slot, request.start, request.end) for request in requests]
+        slots, first, ends = np.array(columns).T[:, :, None]
+        limits = np.array([table.states[request.slot].num_kv_slots for request in requests])[:, None]
+        positions = first + np.arange((limits - first).max())
+        kv_slots = table.host_kv_slots[slots, np.minimum(positions, limits - 1)]
+        self._is_written[kv_slots[positions < limits]] = False
+        self._is_written[kv_slots[(positions >= np.array(starts)[:, None]) & (positions < ends)]] = True
+
+    def has(self, table: RequestTable, requests: Sequence[DraftRequest], positions: Sequence[int]) -> np.ndarray:
+        """bool [R]: whether the KV slot at a position of each request is written."""
+        slots = [request.slot for request in requests]
+        written: np.ndarray = self._is_written[table.host_kv_slots[slots, list(positions)]]
+        return written
+
+    def visible(self, table: RequestTable, slots: Tensor, requests: Sequence[DraftRequest]) -> tuple[Tensor, list[int]]:
+        """(KV slots int64 [R, n], how many) of each request's positions before `end` that are written, in order.
+
+        `slots` is int64 [R] on the device, those of `requests`.
+        """
+        ends = np.array([request.end for request in requests])
+        width = int(ends.max())
+        kv_slots = table.host_kv_slots[[request.slot for request in requests], :width]
+        is_inside = np.arange(width) < ends[:, None]
+        is_visible = self._is_written[kv_slots] & is_inside
+        if np.array_equal(is_visible, is_inside):
+            return table.kv_slots_of(slots, width), ends.tolist()
+        order = np.argsort(~is_visible, axis=1, kind="stable")
+        packed = np.take_along_axis(kv_slots, order, 1).astype(np.int64)
+        return torch.from_numpy(packed).to(slots.device), is_visible.sum(1).tolist()

@@ -1,0 +1,94 @@
+"""What verification decided for all requests of a step, and how rank 0 shares it with the other ranks."""
+
+from typing import NamedTuple
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from specray.layers.parallel import RankGroup
+from specray.outputs import TokenLogprob
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.verifier import VerifyOutput
+
+_NUM_COUNTS = 2  # columns before the tokens
+
+
+class StepOutput(NamedTuple):
+    """Outcome of R requests: int64 [R, 2 + 2 * (D + 1)], on the device and as the host's copy.
+
+    The columns are the number of nodes whose KV is kept (0: the logits are not finite), the number of emitted tokens,
+    the tokens, and the kept nodes from the root on.
+    """
+
+    device: Tensor
+    host: np.ndarray
+    logprobs: dict[int, list[TokenLogprob]]  # by row
+
+    @classmethod
+    def of(cls, is_sound: Tensor, sampling: Tensor, rows: list[int], verified: VerifyOutput | None) -> "StepOutput":
+        """`is_sound` bool [R]; `sampling` int64 are the `rows` that were verified. One copy to the host."""
+        depth = 1 if verified is None else verified.tokens.shape[1]
+        outcome = torch.zeros(len(is_sound), _NUM_COUNTS + 2 * depth, dtype=torch.int64, device=is_sound.device)
+        outcome[:, 0] = 1  # a prompt's chunk keeps its last token, as a root, and emits nothing
+        logprobs = {}
+        if verified is not None:
+            count = verified.num_tokens[:, None]
+            outcome.index_copy_(0, sampling, torch.cat((count, count, verified.tokens, verified.nodes), 1))
+            logprobs = {rows[row]: probs for row, probs in verified.logprobs.items()}
+        outcome[:, :_NUM_COUNTS] *= is_sound[:, None]
+        return cls(outcome, outcome.cpu().numpy(), logprobs)
+
+    @property
+    def num_kept(self) -> Tensor:
+        return self.device[:, 0]
+
+    @property
+    def num_emitted(self) -> Tensor:
+        return self.device[:, 1]
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.device[:, _NUM_COUNTS : _NUM_COUNTS + self._depth]
+
+    @property
+    def nodes(self) -> Tensor:
+        return self.device[:, _NUM_COUNTS + self._depth :]
+
+    def emitted(self, row: int) -> list[int]:
+        """The tokens of one row, on the host."""
+        tokens: list[int] = self.host[row, _NUM_COUNTS : _NUM_COUNTS + self.host[row, 1]].tolist()
+        return tokens
+
+    @property
+    def _depth(self) -> int:
+        return (self.device.shape[1] - _NUM_COUNTS) // 2
+
+
+def broadcast_tree(
+    group: RankGroup, tree: DraftTree | None, num_nodes: list[int] | None, device: torch.device
+) -> tuple[DraftTree, list[int]]:
+    """Rank 0's trees and numbers of nodes on every rank; the others pass None."""
+    array, depth = None, 0
+    if tree is not None:
+        array, depth = torch.cat((tree.num_nodes[:, None], tree.tokens, tree.parents), 1).cpu().numpy(), tree.max_depth
+    array, depth = _broadcast(group, array, depth)
+    if tree is not None and num_nodes is not None:
+        return tree, num_nodes
+    packed = torch.from_numpy(array).to(device)
+    tokens, parents = packed[:, 1:].chunk(2, 1)
+    return DraftTree(tokens, parents, packed[:, 0], depth), array[:, 0].tolist()
+
+
+def broadcast_output(group: RankGroup, output: StepOutput | None, device: torch.device) -> StepOutput:
+    """Rank 0's outcome on every rank, logprobs excepted; the others pass None."""
+    array, _ = _broadcast(group, None if output is None else output.host)
+    return output or StepOutput(torch.from_numpy(array).to(device), array, {})
+
+
+def _broadcast(group: RankGroup, array: np.ndarray | None, number: int = 0) -> tuple[np.ndarray, int]:
+    """Rank 0's int64 [n, m] and number on every rank."""
+    packed = None if array is None else msgpack.packb((array.shape[1], number, array.tobytes()))
+    width, number, data = msgpack.unpackb(group.broadcast_bytes(packed))
+    return np.frombuffer(bytearray(data), dtype=np.int64).reshape(-1, width), number
