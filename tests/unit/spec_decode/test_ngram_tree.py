@@ -181,7 +181,8 @@ def test_the_tree_is_that_of_the_naive_trie(shared: list[list[int]], own: list[i
 
 
 def tree_of(text: list[int], **options: Any) -> TreeLists:
-    drafter = NgramDrafter.of(SpeculativeConfig(algorithm="NGRAM", **options))
+    config = SpeculativeConfig(**{"algorithm": "NGRAM", "num_draft_tokens": 12, **options})
+    drafter = NgramDrafter.of(config)
     [tree] = drafter.propose(make_context([Tokens(0, text)])).to_lists()
     return tree
 
