@@ -20,21 +20,28 @@ ROUNDING = 1e-9  # a load of 2.0 may be computed as slightly more
 class AutoscalingOptions(Options):
     """Bounds and targets of the number of Router replicas."""
 
-    enabled: bool = Field(False, description="Let the number of engines follow the load, instead of num_replicas.")
-    min_replicas: int = Field(1, ge=1, le=1024, description="Fewest replicas.")
-    max_replicas: int = Field(1, ge=1, le=1024, description="Most replicas.")
+    enabled: bool = Field(False, description="Scale the number of engines with the load, instead of num_replicas.")
+    min_replicas: int = Field(1, ge=1, le=1024, description="Minimum number of replicas.")
+    max_replicas: int = Field(1, ge=1, le=1024, description="Maximum number of replicas.")
     target_running: float = Field(
-        32.0, gt=0.0, le=4096.0, description="Running requests a replica should have; below max_running_requests."
+        32.0,
+        gt=0.0,
+        le=4096.0,
+        description="Target number of running requests per replica; at most max_running_requests.",
     )
-    target_wait_s: float = Field(5.0, gt=0.0, le=3600.0, description="Seconds in which a queue should be worked off.")
+    target_wait_s: float = Field(5.0, gt=0.0, le=3600.0, description="Seconds in which a queue should be processed.")
     window_s: float = Field(
-        20.0, gt=10.0, le=600.0, description="Seconds of reports to look at; replicas send theirs every 10 s."
+        20.0, gt=10.0, le=600.0, description="Seconds of reports to average; replicas report every 10 s."
     )
-    up_delay_s: float = Field(5.0, ge=0.0, le=3600.0, description="Seconds for which more must have been wanted.")
+    up_delay_s: float = Field(
+        5.0, ge=0.0, le=3600.0, description="Seconds for which more replicas must be needed before scaling up."
+    )
     down_delay_s: float = Field(
-        180.0, ge=0.0, le=86_400.0, description="Seconds for which fewer must have been enough."
+        180.0, ge=0.0, le=86_400.0, description="Seconds for which fewer replicas must suffice before scaling down."
     )
-    down_margin: float = Field(0.1, ge=0.0, le=1.0, description="Share of the load that fewer must have to spare.")
+    down_margin: float = Field(
+        0.1, ge=0.0, le=1.0, description="Spare capacity to keep when scaling down, as a share of the load."
+    )
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:

@@ -25,14 +25,22 @@ class RoutingOptions(Options):
     """How much imbalance of load a cached prefix or a session may cause."""
 
     max_load_ratio: float = Field(
-        1.5, ge=1.0, le=100.0, description="A replica is passed over beyond this many times the least load, and ..."
+        1.5,
+        ge=1.0,
+        le=100.0,
+        description="A replica is skipped if its load exceeds the least load times this, plus load_slack.",
     )
-    load_slack: float = Field(4.0, ge=0.0, le=10_000.0, description="... this many requests more than that.")
+    load_slack: float = Field(
+        4.0, ge=0.0, le=10_000.0, description="Requests by which a load may exceed max_load_ratio times the least."
+    )
     prefix_block_size: int = Field(
-        64, ge=1, le=65_536, description="Tokens in a block of the ingress's memory of prefixes; shorter ones are none."
+        64, ge=1, le=65_536, description="Tokens per block of the ingress's prefix index; shorter prefixes are ignored."
     )
     prefix_blocks: int = Field(
-        65_536, ge=1, le=10_000_000, description="Blocks an ingress remembers of each replica, some 100 bytes each."
+        65_536,
+        ge=1,
+        le=10_000_000,
+        description="Blocks per replica in the ingress's prefix index, about 100 bytes each.",
     )
 
 
