@@ -1,5 +1,8 @@
 """STANDALONE: a smaller language model with the target's vocabulary drafts a chain or a tree.
 
+The two checkpoints may pad the vocabulary to different sizes. Padding ids are never drafted; one that the target
+generates and the draft model has no embedding for is read as the draft model's last token.
+
 It needs nothing of the target but token ids. Its KV of a token lies in the KV slot of the target's, so blocks are
 shared, cached and freed together. For every KV slot the drafter remembers a hash of the tokens its KV was made from.
 What a request's KV slots do not hold yet is read before the request gets a tree: what the step added, but also a cached
@@ -38,7 +41,7 @@ CATCH_UP_TOKENS = 512  # read in a step beyond what it added, all rows together
 
 
 def make_standalone(config: SpeculativeConfig, target: TargetView) -> "StandaloneDrafter":
-    """ConfigError if the draft model has another vocabulary than the target."""
+    """ConfigError if the draft model's tokens are not the target's."""
     shape = TreeShape.of(config, architecture="")  # the automatic shape is that of a draft model, whatever the target
     return StandaloneDrafter(load_draft_model(config, target), shape, target)
 
@@ -184,13 +187,14 @@ class PrefixHashes:
 class DraftModel:
     """A language model as a TreeModel: what a token takes over from those before it is in the KV alone.
 
-    With `ids` int64 [n] it drafts these tokens only (FR-Spec), by these rows of its output matrix.
+    It drafts the first `num_tokens` tokens; with `ids` int64 [n] these tokens only (FR-Spec), by these rows of its
+    output matrix.
     """
 
-    def __init__(self, model: Llama, head: VocabHead, ids: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, model: Llama, head: VocabHead, num_tokens: int, ids: Tensor | None, dtype: torch.dtype) -> None:
         self.context_length = model.max_positions
         self.num_heads = model.shape.num_local_heads
-        self.vocab_size = model.shape.vocab_size if ids is None else len(ids)
+        self.vocab_size = num_tokens if ids is None else len(ids)
         self.draft_token_ids = ids
         self._model = model
         self._head = head
@@ -202,7 +206,8 @@ class DraftModel:
 
     def read(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [T, hidden]; token_ids and positions are int64 [T]."""
-        return self._model(token_ids, positions, attend)[0]
+        last = self._model.shape.vocab_size - 1
+        return self._model(token_ids.clamp(max=last), positions, attend)[0]
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         del states
@@ -212,17 +217,17 @@ class DraftModel:
         return output
 
     def logits(self, output: Tensor) -> Tensor:
-        return self._head(output)
+        return self._head(output)[:, : self.vocab_size]
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.draft_token_ids is None else self.draft_token_ids[draft_ids]
 
 
 def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftModel:
-    """The model at `speculative.draft_model_path`. ConfigError if its vocabulary is not the target's."""
+    """The model at `speculative.draft_model_path`. ConfigError if its tokens are not the target's."""
     folder = resolve_draft(config, progress=False)
     model_config = load_config(folder)
-    check_vocabulary(folder, model_config.vocab_size, target)
+    num_tokens = num_common_tokens(folder, model_config.vocab_size, target)
     dtype, quantization = draft_dtype(config, target), draft_quantization(config, target)
     options = EngineConfig(
         load_format=config.draft_load_format,
@@ -234,28 +239,30 @@ def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftMode
     if target.model is not None:
         _share_matrices(model, target.model)
     ids = configured_token_map(config, target)
-    ids = None if ids is None else ids.to(target.device)
+    ids = None if ids is None else ids[ids < num_tokens].to(target.device)
     matrices = TargetMatrices(
         model.shape, model.max_positions, folder, config.draft_load_format, dtype, target.device, model, quantization
     )
-    return DraftModel(model, matrices.head(ids), ids, dtype)
+    return DraftModel(model, matrices.head(ids), num_tokens, ids, dtype)
 
 
-def check_vocabulary(folder: Path, vocab_size: int, target: TargetView) -> None:
-    """ConfigError unless the draft model in `folder` has as many tokens as the target, and the same ones."""
-    advice = "choose a smaller model of the target's own family, or make one with `specray train draft`"
-    if vocab_size != target.shape.vocab_size:
-        raise ConfigError(
-            f"{folder}: the draft model has a vocabulary of {vocab_size} tokens, the target one of "
-            f"{target.shape.vocab_size}; {advice}"
-        )
+def num_common_tokens(folder: Path, vocab_size: int, target: TargetView) -> int:
+    """How many ids, from 0 on, the draft model in `folder` can propose; those that only pad a matrix are left out.
+
+    ConfigError unless the two tokenizers have the same tokens.
+    """
     ours, theirs = (load_tokenizer(path).backend_tokenizer.id_to_token for path in (folder, target.folder))
-    other = next((token for token in range(vocab_size) if ours(token) != theirs(token)), None)
-    if other is not None:
-        raise ConfigError(
-            f"{folder}: token {other} is {ours(other)!r} in the draft model's vocabulary, but {theirs(other)!r} in the "
-            f"target's, both of {vocab_size}; {advice}"
-        )
+    num_tokens = 0
+    for token in range(max(vocab_size, target.shape.vocab_size)):
+        if ours(token) != theirs(token):
+            raise ConfigError(
+                f"{folder}: token {token} is {ours(token)!r} in the draft model's vocabulary, but {theirs(token)!r} in "
+                "the target's; choose a smaller model of the target's own family, or make one with "
+                "`specray train draft`"
+            )
+        if theirs(token) is not None:
+            num_tokens = token + 1
+    return min(num_tokens, vocab_size, target.shape.vocab_size)
 
 
 def _share_matrices(model: Llama, target: Llama) -> None:

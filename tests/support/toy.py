@@ -64,9 +64,12 @@ _TEMPLATE = (
 )
 
 
-def write_toy(folder: Path, variant: str = "llama", seed: int = 0) -> Path:
-    """A model folder of `variant` with weights drawn from `seed`; its logits are spread over several units."""
-    config = _BASE | VARIANTS[variant]
+def write_toy(folder: Path, variant: str = "llama", seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Path:
+    """A model folder of `variant` with weights drawn from `seed`; its logits are spread over several units.
+
+    The tokenizer has VOCAB_SIZE tokens; a larger `vocab_size` pads the embedding and the output matrix.
+    """
+    config = _BASE | VARIANTS[variant] | {"vocab_size": vocab_size}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_weights(config, torch.Generator().manual_seed(seed)), folder / "model.safetensors")
     toy_tokenizer().save_pretrained(folder)
@@ -131,9 +134,10 @@ def _weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, to
     def scale(size: int) -> torch.Tensor:
         return 1 + 0.2 * torch.randn(size, generator=generator)
 
-    weights = {"model.embed_tokens.weight": normal(VOCAB_SIZE, hidden, spread=0.6), "model.norm.weight": scale(hidden)}
+    vocab = (config["vocab_size"], hidden)
+    weights = {"model.embed_tokens.weight": normal(*vocab, spread=0.6), "model.norm.weight": scale(hidden)}
     if not config["tie_word_embeddings"]:
-        weights["lm_head.weight"] = normal(VOCAB_SIZE, hidden, spread=0.6)
+        weights["lm_head.weight"] = normal(*vocab, spread=0.6)
     for index in range(config["num_hidden_layers"]):
         layer = {
             "input_layernorm.weight": scale(hidden),

@@ -7,7 +7,7 @@ had to leave for later.
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from tests.support.drafters import Tokens, make_context
 from tests.support.engine import make_llm
 from tests.support.methods import Make, standalone
 from tests.support.naive_eagle import NaiveStandalone
-from tests.support.toy import toy_tokenizer, write_toy
+from tests.support.toy import VOCAB_SIZE, toy_tokenizer, write_toy
 
 MODELS: dict[str, Make] = {
     "chain": standalone(),
@@ -232,10 +232,81 @@ def test_numbers_that_are_none_are_a_fault(toy: Path, tmp_path: Path) -> None:
         assert {kind for kind, count in counts.items() if count} == {"nan"}
 
 
-def test_another_size_of_vocabulary_is_refused(toy: Path, tmp_path: Path) -> None:
-    speculative = MODELS["chain"](toy, tmp_path)
-    change_config(tmp_path / "draft", vocab_size=72)
-    with pytest.raises(ConfigError, match=r"vocabulary of 72 tokens, the target one of 64; choose a smaller model"):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize(("target_size", "draft_size"), [(80, 64), (64, 80), (72, 96), (96, 72)])
+def test_vocabularies_may_differ_in_padding(
+    target_size: int,
+    draft_size: int,
+    verification: Literal["coupled", "rejection"],
+    temperature: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Output is that of plain decoding, with padding ids in it; none of these is drafted."""
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+    target = write_toy(tmp_path / "target", vocab_size=target_size)
+    draft = resized_copy(target, tmp_path / "draft", draft_size)
+    speculative = SpeculativeConfig(
+        algorithm="STANDALONE",
+        draft_model_path=str(draft),
+        num_steps=3,
+        eagle_topk=1,
+        num_draft_tokens=4,
+        verification=verification,
+    )
+    options: dict[str, Any] = {"max_tokens": 40, "temperatures": [temperature] * len(PROMPTS)}
+    with make_llm(target, page_size=4) as llm:
+        expected = [choice.token_ids for choice in run(llm, **options)]
+    drafted: list[int] = []
+    propose = StandaloneDrafter.propose
+
+    def record(drafter: StandaloneDrafter, context: ProposeContext) -> DraftTree:
+        tree = propose(drafter, context)
+        drafted.extend(token for lists in tree.to_lists() for token in lists.tokens[1:])
+        return tree
+
+    monkeypatch.setattr(StandaloneDrafter, "propose", record)
+    with make_llm(target, speculative=speculative, page_size=4) as llm:
+        choices = run(llm, **options)
+    if temperature == 0.0 or verification == "coupled":
+        assert [choice.token_ids for choice in choices] == expected
+    emitted = {token for choice in choices for token in choice.token_ids}
+    assert any(token >= VOCAB_SIZE for token in emitted) == (target_size > VOCAB_SIZE)
+    assert total(choices, "num_accepted") > 0
+    assert max(drafted) < VOCAB_SIZE
+
+
+def test_a_token_map_may_name_ids_that_the_draft_model_does_not_have(tmp_path: Path) -> None:
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+    target = write_toy(tmp_path / "target", vocab_size=80)
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps([70, *range(2, 64), 79]))
+    speculative = SpeculativeConfig(
+        algorithm="STANDALONE",
+        draft_model_path=str(resized_copy(target, tmp_path / "draft", 72)),
+        token_map=str(path),
+    )
+    with make_llm(target, page_size=4) as llm:
+        expected = [choice.token_ids for choice in run(llm)]
+    with make_llm(target, speculative=speculative, page_size=4) as llm:
+        assert [choice.token_ids for choice in run(llm)] == expected
+        ids = drafter_of(llm)._model.draft_token_ids
+        assert ids is not None
+        assert sorted(ids.tolist()) == list(range(1, 64))  # with the end token, without padding
+
+
+def test_a_token_that_only_the_draft_model_has_is_refused(toy: Path, tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    draft = resized_copy(toy, tmp_path / "draft", 72)
+    path = draft / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["☂"] = VOCAB_SIZE
+    path.write_text(json.dumps(content))
+    speculative = SpeculativeConfig(algorithm="STANDALONE", draft_model_path=str(draft))
+    with pytest.raises(ConfigError, match=r"token 64 is '☂' in the draft model's vocabulary, but None in the target's"):
         make_llm(toy, speculative=speculative)
 
 
@@ -288,6 +359,20 @@ def test_prefixes_have_the_same_hash_only_if_all_their_tokens_are_the_same() -> 
     assert not np.any(changed[20:] == whole[20:])
     hashes.forget([0, 7])
     assert np.array_equal(hashes_of(0, tokens[::-1]), hashes_of(3, tokens[::-1]))
+
+
+def resized_copy(model: Path, folder: Path, vocab_size: int) -> Path:
+    """The model with a vocabulary padded or cut to `vocab_size` rows. Padding rows make their tokens likely."""
+    weights = load_file(model / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = weights[name][:vocab_size]
+        padding = torch.randn(vocab_size - len(rows), rows.shape[1], generator=torch.Generator().manual_seed(7))
+        weights[name] = torch.cat((rows, padding))
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
+    toy_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def drafter_of(llm: LLM) -> StandaloneDrafter:
