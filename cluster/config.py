@@ -1,7 +1,7 @@
-"""What `args:` of a Serve application holds: every engine option at the top level and the group `server`.
+"""The configuration of a Serve application (`args:` in its YAML file).
 
-What lives here: the server's options with their bounds and safe defaults. Not here: engine options
-(`specray.config`), Ray Serve's own (host, port: the `http_options` of the YAML file).
+Engine options (`specray.config`) are at the top level, those of the server and its processes in groups. The HTTP
+server's host and port belong to Ray Serve: `http_options` in the YAML file.
 """
 
 from typing import Annotated, Literal, Self
@@ -15,104 +15,116 @@ from specray.errors import ConfigError
 
 
 class ServerConfig(Options):
-    """Options of the processes around the engine."""
+    """The HTTP API, request limits, timeouts, replicas and their CPU reservations."""
 
     served_model_name: str | None = Field(
-        None, min_length=1, max_length=256, description="Model name that clients send; null takes the model's."
+        None, min_length=1, max_length=256, description="Model name in the API; null takes the model's."
     )
     api_key_file: str | None = Field(
         None,
         min_length=1,
-        description="File with a line `NAME KEY` for each client, closed to other users; null: no key is asked for.",
+        description="File with a line `NAME KEY` per client, not readable by other users; null requires no key.",
     )
     admin_key_file: str | None = Field(
         None,
         min_length=1,
-        description="File like api_key_file with the keys for /admin, which replaces drafters while serving; null: "
-        "there is no /admin.",
+        description="File like api_key_file with the keys for /admin, which replaces drafters while serving; null "
+        "disables /admin.",
     )
-    open_metrics: bool = Field(False, description="Whether /metrics needs no key where others do.")
+    open_metrics: bool = Field(False, description="Serve /metrics without a key even if the API requires one.")
     request_timeout_s: float = Field(
-        600.0, gt=0.0, le=86_400.0, description="Longest a request may take; a client's `timeout` can only shorten it."
+        600.0, gt=0.0, le=86_400.0, description="Maximum duration of a request; a client's `timeout` can shorten it."
     )
-    max_body_bytes: int = Field(2 * 2**20, ge=1024, le=2**30, description="Longest request body; longer ones get 413.")
+    max_body_bytes: int = Field(
+        2 * 2**20, ge=1024, le=2**30, description="Maximum size of a request body (413 beyond it)."
+    )
     default_max_tokens: int | None = Field(
-        None, ge=1, le=10_000_000, description="max_tokens of chat requests without one; null: to the context's end."
+        None, ge=1, le=10_000_000, description="max_tokens of chat requests that set none; null fills the context."
     )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
-        "info", description="Least severe log lines that all processes of the application write."
+        "info", description="Minimum severity of log messages, in all processes of the application."
     )
-    log_interval_s: float = Field(10.0, ge=0.1, le=3600.0, description="Seconds between log lines under traffic.")
-    metrics_interval_s: float = Field(1.0, ge=0.1, le=60.0, description="Seconds between exports to Ray's metrics.")
+    log_interval_s: float = Field(
+        10.0, ge=0.1, le=3600.0, description="Seconds between statistics in the log while there is traffic."
+    )
+    metrics_interval_s: float = Field(1.0, ge=0.1, le=60.0, description="Seconds between exports of metrics to Ray.")
     lease_s: float = Field(
-        10.0, ge=1.0, le=300.0, description="Silence after which router and ingress give each other up for dead."
+        10.0,
+        ge=1.0,
+        le=300.0,
+        description="Seconds without a heartbeat after which router and ingress consider each other dead.",
     )
     failover_s: float = Field(
-        30.0, ge=0.0, le=3600.0, description="Longest that requests whose engine was lost wait for another to go on."
+        30.0,
+        ge=0.0,
+        le=3600.0,
+        description="Seconds that requests of a lost engine wait for another engine to continue them.",
     )
     step_timeout_s: float = Field(
         60.0,
         ge=1.0,
         le=3600.0,
-        description="Seconds in one step after which the ranks count as deadlocked and are replaced; has to be more "
-        "than the slowest step takes, such as a whole chunk of prompts on a CPU.",
+        description="Maximum duration of a step; after it the ranks are considered deadlocked and replaced. Must be "
+        "longer than the slowest step, such as a full prefill chunk on a CPU.",
     )
     drain_s: float = Field(
-        60.0, ge=1.0, le=3600.0, description="Longest that a replica which is to stop may go on with what it has begun."
+        60.0, ge=1.0, le=3600.0, description="Seconds that a stopping replica has to finish its requests."
     )
-    num_replicas: int = Field(1, ge=1, le=1024, description="Engines; each has a router, its ranks and their drafters.")
-    num_ingress_replicas: int = Field(1, ge=1, le=64, description="Replicas of the HTTP front.")
-    ingress_cpus: float = Field(0.1, ge=0.0, le=64.0, description="CPU share that Ray reserves for an ingress replica.")
-    router_cpus: float = Field(0.1, ge=0.0, le=64.0, description="CPU share that Ray reserves for the router.")
-    rank_cpus: float = Field(0.1, ge=0.0, le=1024.0, description="CPU share that Ray reserves for a target rank.")
+    num_replicas: int = Field(
+        1, ge=1, le=1024, description="Number of engines; each has a router, ranks and a drafter."
+    )
+    num_ingress_replicas: int = Field(1, ge=1, le=64, description="Number of replicas of the HTTP ingress.")
+    ingress_cpus: float = Field(0.1, ge=0.0, le=64.0, description="CPUs that Ray reserves per ingress replica.")
+    router_cpus: float = Field(0.1, ge=0.0, le=64.0, description="CPUs that Ray reserves per router.")
+    rank_cpus: float = Field(0.1, ge=0.0, le=1024.0, description="CPUs that Ray reserves per target rank.")
 
 
 class DraftConfig(Options):
-    """Where drafts are made."""
+    """Where the drafter runs."""
 
     placement: Literal["colocated", "inline"] = Field(
         "colocated",
-        description="colocated: in a process of its own beside the target's rank, which can fail alone; inline: in the "
-        "rank's process. Output is the same.",
+        description="colocated: in a separate process beside rank 0, whose failure does not stop the engine; inline: "
+        "in the rank's process. The output is the same.",
     )
     cpus: float = Field(
         0.1,
         ge=0.0,
         le=1024.0,
-        description="CPU share that Ray reserves for the colocated drafter; each of two has half of it where drafters "
-        "can be replaced while serving (server.admin_key_file).",
+        description="CPUs that Ray reserves for the colocated drafter; with server.admin_key_file, for two of them "
+        "together.",
     )
     gpu_share: float = Field(
-        0.2, gt=0.0, lt=1.0, description="Share of rank 0's GPU that Ray reserves for the colocated drafter, as `cpus`."
+        0.2, gt=0.0, lt=1.0, description="Share of rank 0's GPU that Ray reserves for the colocated drafter, like cpus."
     )
 
 
 class PlacementConfig(Options):
-    """On which nodes of the cluster an engine's ranks run."""
+    """Which nodes of the cluster an engine's ranks run on."""
 
     across_nodes: bool = Field(
         False,
-        description="Ranks may run on several nodes, as few as have room. They then talk over the network, neither "
-        "encrypted nor authenticated: a private one is required. Off: an engine keeps to one node.",
+        description="Allow the ranks of an engine to run on several nodes, as few as possible. Their traffic is "
+        "neither encrypted nor authenticated and needs a private network.",
     )
     rank_resources: dict[str, Annotated[float, Field(gt=0.0, le=1_000_000.0)]] = Field(
         {},
-        description="Custom Ray resources that each rank reserves beside CPUs and GPUs, by name. They choose nodes: "
-        "those started with them (`ray start --resources`) and not all taken.",
+        description="Custom Ray resources that each rank reserves besides CPUs and GPUs. Ranks run only on nodes "
+        "started with them (`ray start --resources`).",
     )
 
     @model_validator(mode="after")
-    def _one_owner_of_cpus_and_gpus(self) -> Self:
+    def _check_rank_resources(self) -> Self:
         if taken := sorted(self.rank_resources.keys() & {"CPU", "GPU", "memory", "object_store_memory"}):
             raise ConfigError(
-                f"placement.rank_resources names {', '.join(taken)}, which Ray counts by itself; name custom resources "
-                "here, and set server.rank_cpus for CPUs"
+                f"placement.rank_resources names {', '.join(taken)}, which Ray manages itself; name only custom "
+                "resources, and set server.rank_cpus for CPUs"
             )
         return self
 
 
 class AppConfig(EngineConfig):
-    """A whole application: one engine and its server."""
+    """An application: its engines and their server."""
 
     draft: DraftConfig = DraftConfig()
     placement: PlacementConfig = PlacementConfig()
@@ -121,7 +133,7 @@ class AppConfig(EngineConfig):
     server: ServerConfig = ServerConfig()
 
     @model_validator(mode="after")
-    def _one_owner_of_the_number_of_engines(self) -> Self:
+    def _check_autoscaling(self) -> Self:
         if not self.autoscaling.enabled:
             return self
         if self.server.num_replicas != 1:
@@ -137,34 +149,39 @@ class AppConfig(EngineConfig):
         return self
 
     @model_validator(mode="after")
-    def _one_rank_has_one_node(self) -> Self:
+    def _check_nodes(self) -> Self:
         if self.placement.across_nodes and self.tp_size == 1:
             raise ConfigError(
-                "placement.across_nodes has no effect with tp_size=1, for one rank is on one node; raise tp_size, or "
-                "set server.num_replicas for an engine on each node"
+                "placement.across_nodes has no effect with tp_size=1: one rank runs on one node; raise tp_size, or set "
+                "server.num_replicas for several engines"
             )
         return self
 
     @property
     def has_draft_actor(self) -> bool:
-        """Whether drafters run in processes of their own, or may come to."""
+        """Whether drafters run in separate processes, or may do so later (`replaces_drafters`)."""
         is_wanted = self.speculative.algorithm is not None or self.replaces_drafters
         return is_wanted and self.draft.placement == "colocated"
 
     @property
     def replaces_drafters(self) -> bool:
-        """Whether an operator may put another drafter in place while serving."""
+        """Whether an operator can replace the drafter while serving."""
         return self.server.admin_key_file is not None and self.draft.placement == "colocated"
 
     @property
     def engine(self) -> EngineConfig:
-        """The engine's part alone, as ranks get it."""
+        """The engine options alone."""
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
 
     @property
     def model_name(self) -> str:
-        """The name clients use; of a local path, its last part only."""
+        """The model's name in the API; of a local path, its last part."""
         if self.server.served_model_name is not None:
             return self.server.served_model_name
         is_path = self.model.startswith(("/", "./", "../", "~"))
         return self.model.rstrip("/").rsplit("/", 1)[-1] if is_path else self.model
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names that requests may use: `model_name`, the configured model, and SGLang's "default"."""
+        return self.model_name, self.model, "default"

@@ -1,7 +1,7 @@
 """SGLang options that this engine does not implement.
 
-Each is known by name, so that a command line written for SGLang either means the same here or fails with the reason
-and an alternative. Options that cannot change the output are accepted; `options_without_effect` lists them for the log.
+All are declared, so that a command line written for SGLang either works or fails with the reason and an alternative.
+Options that cannot change the output are accepted; `options_without_effect` lists them for the log.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class UnsupportedOption:
     @property
     def field(self) -> Any:
         """A field whose default is its only value."""
-        return Field(self._harmless[0], description=f"From SGLang; other values are refused: {self._reason}.")
+        return Field(self._harmless[0], description=f"SGLang's option; other values are refused: {self._reason}.")
 
     def error(self, name: str, value: object) -> ConfigError:
         """The error for another value of the option."""
@@ -50,23 +50,24 @@ def _check_kernels(value: object, info: ValidationInfo) -> object:
     return value
 
 
-ATTENTION_KERNELS = BeforeValidator(_check_kernels)  # for options that we have too, with fewer values than SGLang
-ATTENTION_MODE = UnsupportedOption("trees are verified on the same path as prompts; remove it", "prefill")
+# For options that accept some of SGLang's values.
+ATTENTION_KERNELS = BeforeValidator(_check_kernels)
+ATTENTION_MODE = UnsupportedOption("draft trees are verified like prompts, on one path; remove it", "prefill")
 MOE_RUNNER_BACKEND = UnsupportedOption(
     "experts run on PyTorch operations, in the target and in the draft; remove it", "auto"
 )
 MOE_A2A_BACKEND = UnsupportedOption(
-    "tp_size divides every expert, so ranks exchange no tokens all-to-all; remove it", "none"
+    "tensor parallelism splits every expert, so ranks exchange no tokens; remove it", "none"
 )
 ENABLE_SPEC_V2 = UnsupportedOption(
-    "drafting overlaps with the router's work, for chains and trees, where draft.placement is colocated; set that",
+    "with draft.placement=colocated drafting always overlaps with scheduling; set that instead",
     False,
 )
 NGRAM_FORCE_GREEDY_VERIFY = UnsupportedOption(
-    "sampled requests would get greedy text; send temperature 0 where that is wanted", False
+    "sampled requests would get greedy output; send temperature=0 for greedy decoding", False
 )
 ENABLE_MULTI_LAYER_EAGLE = UnsupportedOption(
-    "all MTP layers of the checkpoint draft; set speculative.num_steps=1 to use only the first", True
+    "all MTP layers of the checkpoint are used; set speculative.num_steps=1 to use only the first", True
 )
 ENABLE_DP_ATTENTION = UnsupportedOption(
     "attention is tensor-parallel within an engine; set server.num_replicas for data parallelism", False
@@ -83,7 +84,7 @@ _WITHOUT_EFFECT = {
 
 def without_effect(name: str) -> str:
     """The description of such an option."""
-    return f"From SGLang; accepted without effect: {_WITHOUT_EFFECT[name]}."
+    return f"SGLang's option; accepted without effect: {_WITHOUT_EFFECT[name]}."
 
 
 def options_without_effect(config: object) -> Iterator[str]:

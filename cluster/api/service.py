@@ -194,7 +194,7 @@ class Service:
         return ReplyMetadata(request_id, self.config.model_name, self._fingerprint, params.seed, is_simulated)
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.config.model_name:
+        if name is not None and name not in self.config.model_names:
             message = f"model={short_repr(name)} is not served here; use {self.config.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 

@@ -1,7 +1,6 @@
-"""A configuration tree as command line flags, and flags back into the tree. Pure: the tree is all there is to know.
+"""Command line flags generated from a configuration tree, and flags merged back into the tree.
 
-`tp_size` is --tp-size, `speculative.num_steps` is --speculative-num-steps; an option that is added to the tree has its
-flag at once. Bounds and combinations are the tree's own business, and so are the words in which it refuses them.
+`tp_size` becomes --tp-size and `speculative.num_steps` --speculative-num-steps. The tree validates the values.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from specray.errors import ConfigError
 
-# Names under which SGLang's and vLLM's users know an option that has another place here.
+# Names of SGLang's and vLLM's for options that have another name here.
 ALIASES = {
     "model": ("--model-path",),
     "tp_size": ("--tp", "--tensor-parallel-size"),
@@ -28,9 +27,9 @@ ALIASES = {
 
 
 class Flag(NamedTuple):
-    """One option of the tree: its names from the root down."""
+    """One option of the tree."""
 
-    path: tuple[str, ...]
+    path: tuple[str, ...]  # names from the root down
     field: FieldInfo
 
     @property
@@ -43,11 +42,11 @@ class Flag(NamedTuple):
 
     @property
     def types(self) -> list[Any]:
-        """What a value may be: types, and the values of a Literal. null is not among them."""
+        """Types that a value may have, and the values of a Literal; without None."""
         return [kind for kind in dict.fromkeys(_alternatives(self.field.annotation)) if kind is not NoneType]
 
     def parse(self, text: str) -> Any:
-        """A value as YAML would read it; text stays text where nothing else is possible."""
+        """A value parsed as YAML, except for options that hold only text."""
         if text == "null" or not all(kind is str or isinstance(kind, str) for kind in self.types):
             try:
                 return yaml.safe_load(text)
@@ -56,14 +55,18 @@ class Flag(NamedTuple):
         return text
 
     @property
-    def help(self) -> str:
+    def default(self) -> str:
+        """The default as YAML has it."""
         default = self.field.get_default(call_default_factory=True)
-        shown = str(default).lower() if isinstance(default, bool) else "null" if default is None else str(default)
-        return f"{self.field.description or ''} (default: {shown})".strip().replace("%", "%%")
+        return str(default).lower() if isinstance(default, bool) else "null" if default is None else str(default)
+
+    @property
+    def help(self) -> str:
+        return f"{self.field.description or ''} (default: {self.default})".strip().replace("%", "%%")
 
 
 def flags(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[Flag]:
-    """Every option of the tree below `model`, in its order."""
+    """All options of the tree below `model`, in order."""
     for name, field in model.model_fields.items():
         group = _group(field)
         if group is None:
@@ -73,7 +76,7 @@ def flags(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[Flag]:
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
-    """A flag for each option, under its group's heading. Only flags that are given are in what the parser returns."""
+    """Add a flag per option, under its group's heading. Flags that are not given are absent from the namespace."""
     headings: dict[str, Any] = {}
     for flag in flags(model):
         title = flag.path[0] if len(flag.path) > 1 else "engine"
@@ -83,13 +86,13 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
 
 
 def given(options: argparse.Namespace, model: type[BaseModel]) -> dict[str, Any]:
-    """What the command line says, by dotted name."""
-    said = vars(options)
-    return {flag.dotted: said[flag.dotted] for flag in flags(model) if flag.dotted in said}
+    """Values of the flags on the command line, by dotted name."""
+    values = vars(options)
+    return {flag.dotted: values[flag.dotted] for flag in flags(model) if flag.dotted in values}
 
 
 def overridden(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a tree of mappings with `values`, by dotted name, in their places."""
+    """A copy of `tree` with `values`, given by dotted name, set."""
     copy = deepcopy(dict(tree))
     for dotted, value in values.items():
         *groups, name = dotted.split(".")
@@ -117,14 +120,14 @@ def _metavar(types: list[Any]) -> str:
 
 
 def _group(field: FieldInfo) -> type[BaseModel] | None:
-    """The class of a field that holds options of its own, or null."""
+    """The class of a field that is a group of options; None for an option."""
     kinds = [kind for kind in _alternatives(field.annotation) if kind is not NoneType]
     is_group = len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel)
     return kinds[0] if is_group else None
 
 
 def _alternatives(annotation: Any) -> Iterator[Any]:
-    """The members of unions within unions, bounds taken off, and a Literal's values; of list[X], list."""
+    """The members of nested unions without their bounds, and a Literal's values; list for list[X]."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _alternatives(get_args(annotation)[0])

@@ -194,7 +194,7 @@ def _is_ready(url: str) -> bool:
 
 def _announcement(url: str, config: AppConfig) -> str:
     key = " -H 'Authorization: Bearer KEY'" if config.server.api_key_file else ""
-    body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "DrafterHandshake!"}}]}}'
+    body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     return f"ready: {summary(config)} at {url}; try: {curl}"
 

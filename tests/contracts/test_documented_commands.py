@@ -100,7 +100,7 @@ def test_overlapped_drafting_needs_a_colocated_drafter(
     assert accepted(capsys, *ngram).draft.placement == "colocated"
     accepted(capsys, "--draft-placement", "inline")  # no drafter at all
     error = refused(capsys, *ngram, "--draft-placement", "inline")
-    assert "SGLANG_ENABLE_SPEC_V2=True is not supported: drafting overlaps" in error
+    assert "SGLANG_ENABLE_SPEC_V2=True is not supported: with draft.placement=colocated drafting" in error
     monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", "False")
     accepted(capsys, *ngram, "--draft-placement", "inline")
 
@@ -111,7 +111,7 @@ def test_forced_greedy_verification_is_refused(
     monkeypatch.setenv("SGLANG_NGRAM_FORCE_GREEDY_VERIFY", "True")
     accepted(capsys)
     error = refused(capsys, "--speculative-algorithm", "NGRAM")
-    assert "SGLANG_NGRAM_FORCE_GREEDY_VERIFY=True is not supported: sampled requests would get greedy text" in error
+    assert "SGLANG_NGRAM_FORCE_GREEDY_VERIFY=True is not supported: sampled requests would get greedy output" in error
 
 
 def test_a_switch_that_is_neither_true_nor_false_is_refused(

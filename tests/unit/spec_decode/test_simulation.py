@@ -60,8 +60,8 @@ def test_drafts_are_accepted_as_often_as_asked(
         ({"simulate_accept_rates": [0.5]}, "set simulate_output_is_meaningless: true as well"),
         (MEANT, "has nothing to confirm"),
         (MEANT | {"simulate_accept_length": 3.0, "simulate_accept_rates": [0.5]}, "set one of them"),
-        (MEANT | {"simulate_accept_length": 3.0, "verification": "rejection"}, "takes the place of the verification"),
-        (MEANT | {"simulate_accept_length": 3.0, "accept_threshold_acc": 0.5}, "takes the place of the verification"),
+        (MEANT | {"simulate_accept_length": 3.0, "verification": "rejection"}, "replaces verification"),
+        (MEANT | {"simulate_accept_length": 3.0, "accept_threshold_acc": 0.5}, "replaces verification"),
         (MEANT | {"simulate_accept_length": 3.0, "algorithm": None}, "has no effect while speculative.algorithm"),
     ],
 )
@@ -74,7 +74,7 @@ def test_nothing_is_simulated_by_accident(options: dict[str, Any], message: str)
 @pytest.mark.parametrize("simulated", [{"simulate_accept_length": 3.0}, {"simulate_accept_rates": [0.5]}])
 def test_a_running_server_cannot_slip_into_it(simulated: dict[str, Any]) -> None:
     honest = SpeculativeConfig(algorithm="NGRAM")
-    with pytest.raises(ConfigError, match="cannot follow"):
+    with pytest.raises(ConfigError, match="cannot replace"):
         honest.check_successor(SpeculativeConfig(**{"algorithm": "NGRAM"} | MEANT | simulated))
 
 

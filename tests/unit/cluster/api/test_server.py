@@ -160,6 +160,21 @@ def test_generate_replies_have_sglangs_shape(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("served", [None, "tiny"])
+def test_a_request_may_use_any_name_of_the_model(serve: Serve, served: str | None) -> None:
+    async def scenario() -> None:
+        async with serve(server={"served_model_name": served}) as server:
+            name = (await server.http.get("/v1/models")).json()["data"][0]["id"]
+            assert served in (None, name)
+            path = (await server.http.get("/get_model_info")).json()["model_path"]
+            for asked in (name, path, "default", None):
+                reply = await server.http.post("/v1/completions", json={"prompt": "a", "model": asked})
+                assert reply.status_code == 200, reply.text
+                assert reply.json()["model"] == name
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("method", "path", "options", "status", "fields"),
     [
