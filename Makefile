@@ -25,9 +25,10 @@ DRAFT_LAYERS ?= 0,1,27,28,29
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := .venv/.installed
+DOCS_INSTALLED := .venv/.docs-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format bench heads draft mtp chaos clean distclean
+.PHONY: help install demo test test-fast lint format bench heads draft mtp chaos docs clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -89,6 +90,13 @@ draft: $(INSTALLED)  ## make the draft model of configs/standalone.yaml: hours o
 
 mtp: $(INSTALLED)  ## make the MTP layer of configs/mtp.yaml: hours on two cores; goes on where it stopped
 	$(BIN)/specray train mtp $(HEADS_ANSWERS) $(HEADS_TRAINING) --start linear --run $(HEADS_DIR)/mtp
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(DOCS_INSTALLED)  ## build the documentation into build/docs; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 clean:  ## remove what tools left behind, .venv excepted
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
