@@ -1,7 +1,7 @@
-"""`specray check FILE`: can this Serve configuration start, and what would it take? `serve run` does not say.
+"""`specray check FILE`: validate a Serve configuration and print the resources that it needs.
 
-A wrong option makes `serve run` answer 404 for ever; here it is named, with the fix, and the exit status is 2.
-Not here: the rules themselves (`cluster.config`, `specray.config` and Ray's schema own them), and starting anything.
+`serve run` does not report an invalid option but answers every request with 404. `check` reports it and exits with
+status 2. The rules are those of `cluster.config`, `specray.config` and Ray's schema.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from specray.models.files import resolve_draft, resolve_model, resolve_token_map
 from specray.spec_decode import check_speculative
 
 IMPORT_PATH = "cluster.app:build"
-# Of each deployment, what `server` calls the number of its replicas.
+# Deployment -> the option of `server` with its number of replicas.
 SCALED = {"Router": "num_replicas", "OpenAIIngress": "num_ingress_replicas"}
 
 Json = dict[str, Any]
@@ -47,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_file(path: Path) -> dict[str, AppConfig]:
-    """Our applications in a Serve configuration, by name. Raises ConfigError with every problem found, or OSError."""
+    """The SpecRay applications of a Serve configuration, by name. Raises ConfigError or OSError."""
     return check_document(load(path), str(path))
 
 
 def check_document(document: Json, source: str) -> dict[str, AppConfig]:
-    """The same of what a file holds; `source` is where it came from, for the error's text."""
+    """The same for a parsed file; errors refer to it as `source`."""
     try:
         deploy = ServeDeploySchema.model_validate(document)
     except ValidationError as error:
@@ -66,7 +66,7 @@ def check_document(document: Json, source: str) -> dict[str, AppConfig]:
 
 
 def find_files(app: AppConfig) -> None:
-    """Find, fetch or convert all that the application loads."""
+    """Find the files that the application loads; download or convert them if necessary."""
     resolve_model(app.model, app.revision, app.load_format, progress=True)
     if app.speculative.draft_model_path is not None:
         resolve_draft(app.speculative, progress=True)
@@ -75,37 +75,37 @@ def find_files(app: AppConfig) -> None:
 
 
 def load(path: Path) -> Json:
-    """What a YAML file holds, which has to be a mapping. Raises ConfigError or OSError."""
+    """The mapping in a YAML file. Raises ConfigError or OSError."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not YAML: {error}") from None
+        raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: holds {shorten(repr(document), 80)}; it must be a mapping with `applications`")
+        raise ConfigError(f"{path} contains {shorten(repr(document), 80)}; it must be a mapping with `applications`")
     return document
 
 
 def summary(app: AppConfig) -> str:
-    """What an application serves, in a few words."""
+    """Model, type, drafting method and tensor parallelism of an application."""
     drafts = app.speculative.algorithm or "no speculation"
     return f"{app.model}, {app.dtype}, {drafts}, tensor parallel {app.tp_size}"
 
 
 def suggestion(name: str, options: Iterable[str]) -> str:
-    """The end of an error about a name that there is not."""
+    """The end of an error message about an unknown name."""
     close = get_close_matches(name, options, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def _refuse_unknown(source: str, document: Json) -> None:
-    """Ray's schema drops keys it does not know, and with them what they were meant to say."""
+    """Refuse unknown keys, which Ray's schema drops silently."""
     parts: list[tuple[str, Json, type[BaseModel]]] = [
         ("", document, ServeDeploySchema),
         ("http_options.", document.get("http_options") or {}, HTTPOptionsSchema),
     ]
     parts += [(f"applications.{i}.", app, ServeApplicationSchema) for i, app in enumerate(document["applications"])]
     problems = [
-        f"{source}: {prefix}{key}: there is no such option{suggestion(str(key), schema.model_fields)}"
+        f"{source}: {prefix}{key}: unknown option{suggestion(str(key), schema.model_fields)}"
         for prefix, part, schema in parts
         for key in part
         if key not in schema.model_fields
@@ -126,12 +126,12 @@ def _check_args(source: str, name: str, args: Json) -> AppConfig:
 
 
 def _scaled(source: str, app: ServeApplicationSchema, config: AppConfig) -> AppConfig:
-    """With the numbers of replicas under Serve's `deployments`, which it changes without replacing what runs."""
+    """Apply the numbers of replicas in Serve's `deployments`, which change without restarting running replicas."""
     numbers = {}
     for deployment in app.deployments:
         if deployment.name not in SCALED:
             known = ", ".join(SCALED)
-            raise ConfigError(f"{source}: {app.name}.deployments: there is no {deployment.name!r}, only {known}")
+            raise ConfigError(f"{source}: {app.name}.deployments: unknown deployment {deployment.name!r}; use {known}")
         if isinstance(deployment.num_replicas, int):
             numbers[SCALED[deployment.name]] = deployment.num_replicas
     return config.model_copy(update={"server": config.server.model_copy(update=numbers)})
@@ -144,25 +144,27 @@ def _describe(source: str, prefix: str, error: ValidationError) -> str:
 def _problem(problem: ErrorDetails) -> str:
     place = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"{place}: there is no such option{suggestion(str(problem['loc'][-1]), _option_names())}"
-    if problem["type"] == "value_error":  # one of our own checks, which names the values itself
+        return f"{place}: unknown option{suggestion(str(problem['loc'][-1]), _option_names())}"
+    if problem["type"] == "value_error":  # our own validators; their messages name the values
         return f"{place}: {problem['ctx']['error']}"
     return f"{place}={shorten(repr(problem['input']), 80)}: {problem['msg']}"
 
 
 def _option_names() -> list[str]:
-    """Options and groups of the whole tree, each by its own name."""
+    """Names of all options and groups, without those of their groups."""
     return list(dict.fromkeys(name for flag in flags(AppConfig) for name in flag.path))
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "specray check",
-        description="Name every mistake in a Serve configuration; if there is none, print what it takes.",
+        description="Report all errors in a Serve configuration, or print the resources that it needs.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a YAML file for `serve run`: configs/eagle3.yaml")
     parser.add_argument(
-        "--model", action="store_true", help="also find the model's files, downloading or converting them if need be"
+        "file", type=Path, metavar="FILE", help="YAML file for `serve run`, such as configs/eagle3.yaml"
+    )
+    parser.add_argument(
+        "--model", action="store_true", help="also find the model's files; download or convert them if necessary"
     )
     return parser
 

@@ -1,6 +1,6 @@
-"""The process behind `specray serve`: Ray, Serve and the applications of one checked file, until a signal ends them.
+"""The process behind `specray serve`: run Ray, Serve and the applications of one configuration until a signal.
 
-`python -m cluster.cli.launcher FOLDER`, in the environment that `serve` makes. Not here: what is served (`app`).
+Started as `python -m cluster.cli.launcher FOLDER` in the environment that `serve` prepares.
 """
 
 import argparse
@@ -33,15 +33,15 @@ from cluster.log_level import most_verbose, set_log_level
 from specray.errors import ConfigError, SpecRayError
 
 POLL_S = 0.3
-READY_S = 60.0  # from deployments that run to one that answers: connecting, and reading the tokenizer
-DRAIN_SLACK_S = 15.0  # a drain's begin and end
-DRAIN_POLL_S = 0.6  # longer than a pulse: by the second look every ingress has been told, and what it let in is counted
+READY_S = 60.0  # until a running ingress answers: it connects to the engines and reads the tokenizer
+DRAIN_SLACK_S = 15.0  # to start and end a drain
+DRAIN_POLL_S = 0.6  # more than a heartbeat: by the second poll every ingress drains and its requests are counted
 PROBE_S = 30.0
 ASK_S = 5.0
 
 
 class StartError(SpecRayError):
-    """The application did not come up."""
+    """The application did not start."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,21 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if status == 1:
         logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs")
         print(f"Ray's logs: {logs}", file=sys.stderr)
-        (options.folder / PID_FILE).unlink(missing_ok=True)  # the folder is kept for its reader
+        (options.folder / PID_FILE).unlink(missing_ok=True)  # keep the folder: it has the logs
     else:
         shutil.rmtree(options.folder, ignore_errors=True)
     return status
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Exit status: 0 stopped as asked, 1 the application failed, 2 there is no such cluster."""
+    """Exit status: 0 stopped by a signal, 1 the application failed, 2 the cluster cannot be used."""
     document = load(options.folder / "serve.yaml")
     deploy = ServeDeploySchema.model_validate(document)
     apps = check_document(document, "serve.yaml")
     _interrupt_on_sigterm()
     try:
         _start_ray(options.address, options.dashboard)
-        _interrupt_on_sigterm()  # again, for Ray has put its own handler there, which ends everything at once
+        _interrupt_on_sigterm()  # again: Ray has installed its own handler, which exits at once
         return _serve(deploy, apps)
     except (ConfigError, ConnectionError, AuthenticationError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # this is quick, and has to be done to the end
+            signal.signal(number, signal.SIG_IGN)  # shutting down is quick and must not be interrupted
         ray.shutdown()
 
 
@@ -88,7 +88,7 @@ def _serve(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -> int:
         while True:
             signal.pause()
     except KeyboardInterrupt:
-        print("stopping: what has begun is finished; again to end at once", flush=True)
+        print("stopping after running requests finish; press Ctrl-C again to stop at once", flush=True)
         return 0
     finally:
         for name, app in apps.items():
@@ -98,12 +98,12 @@ def _serve(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -> int:
 
 
 def _start_ray(address: str | None, dashboard_port: int | None) -> None:
-    """Join a cluster, or start one for this machine alone."""
+    """Join a cluster, or start one on this machine."""
     if address is not None:
         if os.environ["RAY_AUTH_MODE"] == "token" and answers_without_token(address):
             raise ConfigError(
-                f"--address {address}: this cluster asks for no token, so whoever reaches it can run code on it; start "
-                "it with RAY_AUTH_MODE=token, or say --insecure"
+                f"--address {address}: this cluster requires no token, so anyone who reaches it can run code on it; "
+                "start it with RAY_AUTH_MODE=token, or set --insecure"
             )
         ray.init(address=address, namespace="serve")
         return
@@ -123,19 +123,19 @@ def _start_ray(address: str | None, dashboard_port: int | None) -> None:
 
 
 def answers_without_token(address: str) -> bool:
-    """Whether a cluster says how it is to somebody who has no token. ConfigError if it says nothing at all."""
+    """Whether a cluster answers a client without a token. ConfigError if it does not answer at all."""
     command = [str(Path(sys.executable).parent / "ray"), "status", "--address", address]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
-    nobody = environment | {"RAY_AUTH_MODE": "disabled"}
+    without_token = environment | {"RAY_AUTH_MODE": "disabled"}
     try:
-        asked = subprocess.run(command, env=nobody, capture_output=True, timeout=PROBE_S, check=False)
+        asked = subprocess.run(command, env=without_token, capture_output=True, timeout=PROBE_S, check=False)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"--address {address}: no Ray cluster answers there within {PROBE_S:g} s") from None
     return asked.returncode == 0
 
 
 def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -> Iterator[str]:
-    """Start them one after the other; a line for each once it answers. Raises StartError."""
+    """Start the applications one by one; yields a message for each that is ready. Raises StartError."""
     http = deploy.http_options
     level = most_verbose(app.server.log_level for app in apps.values())
     set_log_level(level)
@@ -148,13 +148,13 @@ def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -
     except RayError as error:
         reason = error_line(str(error)).splitlines()[0]
         raise StartError(
-            f"Serve's HTTP proxy did not come up ({reason}); is the machine busy with something else?"
+            f"Serve's HTTP proxy did not start ({reason}); check whether the machine is overloaded"
         ) from None
     prefixes = {app.name: (app.route_prefix or "/").rstrip("/") for app in deploy.applications}
     for name, config in apps.items():
         try:
             serve.run(build(config), name=name, route_prefix=prefixes[name] or "/")
-        except RuntimeError as error:  # Serve's word for DEPLOY_FAILED
+        except RuntimeError as error:  # how Serve reports DEPLOY_FAILED
             raise StartError(f"{error} {_reasons(name)}") from None
         url = f"{'https' if http.ssl_certfile else 'http'}://{_reachable(http.host)}:{http.port}{prefixes[name]}"
         _wait_until_ready(url)
@@ -162,13 +162,13 @@ def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -
 
 
 def _reasons(name: str) -> str:
-    """What Serve knows of an application's failure: of each deployment that has one, the error under its traceback."""
+    """Error messages of the application's failed deployments, without their tracebacks."""
     deployments = serve.status().applications[name].deployments.items()
     return " ".join(f"{part}: {error_line(status.message)}" for part, status in deployments if status.message)
 
 
 def error_line(message: str) -> str:
-    """The last line of a message that names an exception; the whole message if there is none."""
+    """The last line of a message that has an exception in it; the whole message if there is none."""
     errors = re.findall(r"^\s*((?:\w+\.)*\w*(?:Error|Exception): .+)$", message, re.MULTILINE)
     return str(errors[-1]) if errors else message
 
@@ -177,12 +177,12 @@ def _wait_until_ready(url: str) -> None:
     give_up = time.monotonic() + READY_S
     while not _is_ready(url):
         if time.monotonic() > give_up:
-            raise StartError(f"{url}/readyz has not said 200 within {READY_S:g} s of the start; see the log above")
+            raise StartError(f"{url}/readyz did not answer 200 within {READY_S:g} s of the start; see the log above")
         time.sleep(POLL_S)
 
 
 def _is_ready(url: str) -> bool:
-    # Our own child on this machine: no proxy from the environment, and whatever name its certificate has.
+    # The server is ours and local: no proxy from the environment, and any certificate.
     trusting = ssl.create_default_context()
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
     try:
@@ -200,21 +200,21 @@ def _announcement(url: str, config: AppConfig) -> str:
 
 
 def _drain(name: str, longest_s: float) -> None:
-    """Let an application finish what it has begun, new requests refused with 503, and delete it.
+    """Let an application finish its requests while new ones get 503, and delete it.
 
-    Deleted at once it would finish, too, but Serve's proxy answers 404 from then on, as if there had never been one.
+    Deleting it at once would finish its requests too, but new ones would get 404 from Serve's proxy.
     """
     give_up = time.monotonic() + longest_s
     _wait_until_idle(name, give_up)
     while name in serve.status().applications and time.monotonic() < give_up:
         try:
             serve.delete(name)
-        except TimeoutError:  # Serve waits for a minute; drains may take longer
+        except TimeoutError:  # Serve waits for one minute; a drain may take longer
             continue
 
 
 def _wait_until_idle(name: str, give_up: float) -> None:
-    """Returns early where nobody can be asked: an application that did not come up has begun nothing."""
+    """Wait until no request is unfinished; return at once for an application that did not start."""
     num_idle = 0
     while num_idle < 2 and time.monotonic() < give_up:
         try:
@@ -226,13 +226,13 @@ def _wait_until_idle(name: str, give_up: float) -> None:
 
 
 def _reachable(host: str) -> str:
-    """An address for the host that a server listens on."""
+    """An address at which a server that listens on `host` can be reached."""
     wildcards = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
     return wildcards.get(host, f"[{host}]" if ":" in host else host)
 
 
 def _interrupt_on_sigterm() -> None:
-    """SIGTERM as if it were Ctrl-C."""
+    """Handle SIGTERM like Ctrl-C."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -241,10 +241,12 @@ def _interrupt_on_sigterm() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m cluster.cli.launcher", description="What `specray serve` becomes.")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="has serve.yaml, and goes at a good end")
+    parser = argparse.ArgumentParser(
+        "python -m cluster.cli.launcher", description="The process behind `specray serve`."
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="contains serve.yaml; removed after a clean exit")
     parser.add_argument("--address", metavar="HOST:PORT", help="join this cluster")
-    parser.add_argument("--dashboard", type=int, metavar="PORT", help="start Ray's dashboard there")
+    parser.add_argument("--dashboard", type=int, metavar="PORT", help="start Ray's dashboard on PORT")
     return parser
 
 

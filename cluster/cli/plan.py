@@ -1,6 +1,6 @@
-"""What an application will ask of a Ray cluster, as text: engines, bundles, fronts and their sum. Starts nothing.
+"""The resources that an application reserves in a Ray cluster, as text.
 
-Not here: the bundles themselves (`placement` makes them, for Ray and for this).
+`cluster.engine.placement` computes the bundles.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,24 +12,24 @@ STRATEGIES = {"STRICT_PACK": "all on one node", "PACK": "on as few nodes as have
 
 
 def plan_text(config: AppConfig) -> str:
-    """The placement plan, a line for each bundle. With `device: auto` it is what a cluster without GPUs gives."""
+    """The placement plan, one line per bundle. With `device: auto` it assumes a cluster without GPUs."""
     with_gpus = config.device == "cuda"
     engine = bundles(config, with_gpus)
     spread = strategy(config)
     lines = [f"  {_engines(config)}, each a placement group, {STRATEGIES.get(spread, spread)} ({spread}):"]
-    lines += [f"    bundle {rank}: {_inside(config, rank)}: {amounts(bundle)}" for rank, bundle in enumerate(engine)]
-    fronts = config.server.num_ingress_replicas
-    lines.append(f"  {counted(fronts, 'ingress replica')}, anywhere: {amounts(_front(config))} each")
-    lines.append(f"  in all: {amounts(total(config, with_gpus))}")
+    lines += [f"    bundle {rank}: {_processes(config, rank)}: {amounts(bundle)}" for rank, bundle in enumerate(engine)]
+    num_ingresses = config.server.num_ingress_replicas
+    lines.append(f"  {counted(num_ingresses, 'ingress replica')}, anywhere: {amounts(_ingress(config))} each")
+    lines.append(f"  total: {amounts(total(config, with_gpus))}")
     if config.device == "auto":
-        lines.append(f"  in all if the cluster has GPUs: {amounts(total(config, with_gpus=True))}")
+        lines.append(f"  total if the cluster has GPUs: {amounts(total(config, with_gpus=True))}")
     return "\n".join(lines)
 
 
 def total(config: AppConfig, with_gpus: bool) -> Bundle:
-    """Everything reserved at once: with autoscaling, by the most engines there may be."""
+    """All resources reserved at once; with autoscaling, those of the maximum number of engines."""
     engines = bundles(config, with_gpus) * most_engines(config)
-    return _sum([*engines, *[_front(config)] * config.server.num_ingress_replicas])
+    return _sum([*engines, *[_ingress(config)] * config.server.num_ingress_replicas])
 
 
 def amounts(resources: Mapping[str, float]) -> str:
@@ -47,18 +47,18 @@ def _engines(config: AppConfig) -> str:
 
 
 def most_engines(config: AppConfig) -> int:
-    """As many as may run at once."""
+    """The maximum number of engines at a time."""
     return config.autoscaling.max_replicas if config.autoscaling.enabled else config.server.num_replicas
 
 
-def _inside(config: AppConfig, rank: int) -> str:
+def _processes(config: AppConfig, rank: int) -> str:
     names = [f"rank {rank}"]
     if rank == 0:
         names = ["router", *names, *[f"{config.speculative.algorithm} drafter"] * config.has_draft_actor]
     return " + ".join(names)
 
 
-def _front(config: AppConfig) -> Bundle:
+def _ingress(config: AppConfig) -> Bundle:
     return {"CPU": config.server.ingress_cpus}
 
 

@@ -1,7 +1,7 @@
-"""`specray serve [FILE] [flags]`: one checked configuration out of a file and flags, handed to the launcher.
+"""`specray serve [FILE] [flags]`: merge file and flags into one configuration, validate it and start the launcher.
 
-Whatever is wrong is said here, before Ray starts. Not here: what the flags are (`flags` makes them from the
-configuration tree), what is right (`check`), and starting anything (`launcher`, which takes this process's place).
+Errors in the configuration are reported here, before Ray starts. `flags` generates the flags from the configuration,
+`check` validates it, and `launcher` replaces this process to start Ray.
 """
 
 import argparse
@@ -26,28 +26,28 @@ from specray.cli.local_server import refuse_port_in_use
 from specray.errors import ConfigError, SpecRayError
 
 DESCRIPTION = """\
-Start Ray and serve a model, until Ctrl-C or SIGTERM. FILE is a configuration as `serve run` takes it; flags override
-it, and without it they are all there is. Who may reach the API is --host's choice; Ray's ports ask for a token."""
+Start Ray and serve a model until Ctrl-C or SIGTERM. FILE is a configuration for `serve run`; flags override it. The
+API listens on --host. Ray's ports require a token."""
 DEFAULTS: Json = {
     "proxy_location": "HeadOnly",
     "http_options": {"host": "127.0.0.1", "port": 8000},
     "applications": [{"name": "specray", "route_prefix": "/", "import_path": IMPORT_PATH, "args": {}}],
 }
-# What of Serve's own configuration the launcher passes on.
+# Keys of Serve's configuration that the launcher supports.
 PASSED_ON = {"proxy_location", "http_options", "applications"}
 PASSED_ON_OF_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DASHBOARD_PORT = 8265
-TEMPORARY = Path("/tmp")  # short, because Ray puts unix sockets below it and their paths end at 107 characters
+TEMPORARY = Path("/tmp")  # short: Ray creates Unix sockets below it, whose paths have at most 107 characters
 FOLDER_PREFIX = "specray-"
-PID_FILE = "pid"  # in a launcher's folder, while the launcher lives
-# What Ray has other defaults for, unless the operator says otherwise.
+PID_FILE = "pid"  # in a launcher's folder while the launcher runs
+# Defaults that differ from Ray's; variables set by the operator take precedence.
 RAY_OPTIONS = {
-    # Serve replaces a proxy that was not up within three times so long: with its 5 s not beside two busy processes.
+    # Serve replaces a proxy that is not ready after three of these timeouts. Ray's 5 s are too short on a busy machine.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
-    # Ray's 15 gives an engine the time that nobody else wants: beside those two it did not start in 5 minutes.
+    # With Ray's 15, an engine on a busy machine did not start within 5 minutes.
     "RAY_worker_niceness": "0",
-    # Half the proxy's work for each token. Not for ingresses on other machines: one that vanished would be waited for.
+    # Halves the proxy's CPU time per token. Not for ingresses on other machines: requests to a lost one would hang.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
 }
 
@@ -83,23 +83,23 @@ def _print_warnings(warnings: Sequence[str]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Flags of the whole configuration tree, after those of the command itself."""
+    """The command's own flags, and one flag per configuration option."""
     parser = argparse.ArgumentParser(
         "specray serve", usage="specray serve [FILE] [flags]", description=DESCRIPTION, allow_abbrev=False
     )
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a YAML file such as configs/eagle3.yaml")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="YAML file such as configs/eagle3.yaml")
     add = parser.add_argument
-    add("--host", help="address on which the API listens (default: the file's, 127.0.0.1)")
-    add("--port", type=int, help="its port (default: the file's, 8000)")
-    add("--print-config", action="store_true", help="print what would be started, as a file for `serve run`, and end")
+    add("--host", help="address of the API (default: from FILE, else 127.0.0.1)")
+    add("--port", type=int, help="port of the API (default: from FILE, else 8000)")
+    add("--print-config", action="store_true", help="print the configuration as a file for `serve run` and exit")
     ray = parser.add_argument_group("Ray")
     add = ray.add_argument
-    add("--address", metavar="HOST:PORT", help="join this cluster; without it, one is started here and ends with us")
+    add("--address", metavar="HOST:PORT", help="join this Ray cluster (default: start one and stop it on exit)")
     add(
         "--insecure",
         action="store_true",
-        help="no token for Ray's ports: whoever reaches one of them, and some are open to other machines, can run code "
-        "as you",
+        help="require no token for Ray's ports; anyone who reaches one, even from another machine, can run code "
+        "as this user",
     )
     add(
         "--dashboard",
@@ -107,36 +107,36 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const=DASHBOARD_PORT,
         metavar="PORT",
-        help=f"start Ray's dashboard, too, on loopback (default: off; without PORT: {DASHBOARD_PORT})",
+        help=f"start Ray's dashboard on loopback, on PORT or {DASHBOARD_PORT} (default: off)",
     )
     add_flags(parser, AppConfig)
     return parser
 
 
 def configuration(options: argparse.Namespace) -> Json:
-    """A document for `serve run`: the file's or the defaults, and over it what the command line says."""
+    """The configuration for `serve run`: the file or the defaults, overridden by flags."""
     document = deepcopy(DEFAULTS) if options.file is None else load(options.file)
-    said = {name: value for name in ("host", "port") if (value := getattr(options, name)) is not None}
-    document["http_options"] = DEFAULTS["http_options"] | (document.get("http_options") or {}) | said
+    http = {name: value for name in ("host", "port") if (value := getattr(options, name)) is not None}
+    document["http_options"] = DEFAULTS["http_options"] | (document.get("http_options") or {}) | http
     if values := given(options, AppConfig):
         _only_application(document)["args"] = overridden(_only_application(document).get("args") or {}, values)
     return document
 
 
 def exposure(host: str, apps: Mapping[str, AppConfig]) -> str | None:
-    """What to warn of: a server that strangers may use."""
+    """A warning if the API is reachable from other machines without a key."""
     if host in LOOPBACK or all(app.server.api_key_file for app in apps.values()):
         return None
-    return f"the API listens on {host} and asks for no key; set --server-api-key-file, or --host 127.0.0.1"
+    return f"the API listens on {host} and requires no key; set --server-api-key-file, or --host 127.0.0.1"
 
 
 def ray_environment(folder: Path, is_local: bool, insecure: bool, environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the launcher and, from there, of all that Ray starts; most of it is read as Ray is imported.
+    """Environment of the launcher and of all processes that Ray starts; Ray reads most of it on import.
 
-    A cluster of our own has its own token, and keeps files and sockets in `folder`, which is closed to other users, or
-    where RAY_TMPDIR says. Ray has no option that puts a node on loopback, it resolves 127.0.0.1 to an outer address;
-    but where clusters of several nodes are off, the default on macOS and Windows, its ports are there. All but one of
-    each Serve replica, which listens everywhere whatever one says, and asks for the token.
+    A local cluster gets a token of its own and keeps its files and sockets in `folder`, which other users cannot read,
+    or in RAY_TMPDIR. Ray has no option to bind a node to loopback. It does so only where clusters of several nodes are
+    disabled, which is its default on macOS and Windows. One port of each Serve replica still listens on all interfaces;
+    it requires the token.
     """
     kept = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
     kept |= {"RAY_AUTH_MODE": "disabled" if insecure else "token", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -151,7 +151,7 @@ def _refuse_unknown(arguments: Sequence[str]) -> None:
     if arguments:
         names = [name for flag in flags(AppConfig) for name in flag.names]
         seen = arguments[0].partition("=")[0]
-        raise ConfigError(f"{seen}: there is no such flag{suggestion(seen, names)}")
+        raise ConfigError(f"{seen}: unknown flag{suggestion(seen, names)}")
 
 
 def _refuse_what_only_serve_run_does(document: Json, file: Path | None) -> None:
@@ -163,21 +163,23 @@ def _refuse_what_only_serve_run_does(document: Json, file: Path | None) -> None:
     ]
     others += [str(app["import_path"]) for app in applications if app["import_path"] != IMPORT_PATH]
     if others:
-        raise ConfigError(f"{file}: {', '.join(others)}: not for `specray serve`; remove it or use `serve run`")
+        raise ConfigError(
+            f"{file}: {', '.join(others)}: not supported by `specray serve`; remove it or use `serve run`"
+        )
 
 
 def _only_application(document: Json) -> Json:
     applications: Any = document.get("applications")
     if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
-        raise ConfigError("flags are for a file with one application, and this one has another number; edit the file")
+        raise ConfigError("flags require a file with exactly one application; edit the file instead")
     application: Json = applications[0]
     return application
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove folders of launchers that were killed. One that ended by itself took its folder or its PID_FILE away."""
+    """Remove folders of launchers that were killed. A launcher that exits removes its folder or its PID_FILE."""
     for file in parent.glob(f"{FOLDER_PREFIX}*/{PID_FILE}"):
-        with suppress(PermissionError):  # another user's
+        with suppress(PermissionError):  # the folder of another user
             try:
                 os.kill(int(file.read_text(encoding="utf-8")), 0)
             except (ProcessLookupError, ValueError):
@@ -185,7 +187,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def _become_launcher(document: Json, options: argparse.Namespace) -> NoReturn:
-    """Replace this program: signals meant for us find the launcher, with nobody in between."""
+    """Replace this process with the launcher, which then receives the signals sent to it."""
     remove_leftovers(TEMPORARY)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=TEMPORARY))  # mode 0700
     (folder / "serve.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")

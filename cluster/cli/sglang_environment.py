@@ -14,7 +14,7 @@ _SWITCH = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0":
 def check_sglang_environment(environment: Mapping[str, str], apps: Iterable[AppConfig]) -> Iterator[str]:
     """A warning for every SGLANG_* variable that has no effect.
 
-    Raises ConfigError for a variable that asks for what an application does not do.
+    Raises ConfigError for a variable that asks for something that an application does not do.
     """
     for name in sorted(name for name in environment if name.startswith("SGLANG_")):
         if name not in (SPEC_V2, FORCE_GREEDY):
@@ -25,7 +25,7 @@ def check_sglang_environment(environment: Mapping[str, str], apps: Iterable[AppC
 
 
 def _check(name: str, app: AppConfig) -> None:
-    """Overlapped drafting is what colocated drafters always do, so it is only missing for inline ones."""
+    """ConfigError if the application does not do what the variable asks for. Colocated drafters always overlap."""
     algorithm = app.speculative.algorithm
     if name == SPEC_V2 and algorithm is not None and app.draft.placement == "inline":
         raise unsupported_options.ENABLE_SPEC_V2.error(name, True)

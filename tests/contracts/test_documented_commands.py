@@ -98,7 +98,7 @@ def test_overlapped_drafting_needs_a_colocated_drafter(
     monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", value)
     ngram = ("--speculative-algorithm", "NGRAM")
     assert accepted(capsys, *ngram).draft.placement == "colocated"
-    accepted(capsys, "--draft-placement", "inline")  # no drafter at all
+    accepted(capsys, "--draft-placement", "inline")  # nothing is drafted
     error = refused(capsys, *ngram, "--draft-placement", "inline")
     assert "SGLANG_ENABLE_SPEC_V2=True is not supported: with draft.placement=colocated drafting" in error
     monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", "False")

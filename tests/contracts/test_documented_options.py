@@ -1,4 +1,4 @@
-"""Every option of SGLang's reference of speculative decoding is known to `specray serve`: it works, or says why not."""
+"""Every option of SGLang's reference on speculative decoding either works or is refused with the reason."""
 
 import argparse
 from typing import Any
@@ -12,7 +12,7 @@ from tests.support.methods import METHODS
 
 HEAD = "EAGLE3 --speculative-draft-model-path head"
 CHAIN = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
-# flag and value -> what of the command line has to go with it
+# flag and value -> other flags that it requires
 WORKING = {
     "--speculative-algorithm NEXTN": "",
     "--speculative-algorithm STANDALONE": "--speculative-draft-model-path model",
@@ -40,7 +40,7 @@ WORKING = {
     "--torch-compile-max-bs 8": "",
     "--cuda-graph-max-bs 4": "",
 }
-# The first value means what is done anyway, the second is refused.
+# flag -> (a value that describes what is done anyway, a value that is refused)
 REFUSED: dict[str, tuple[str | None, str]] = {
     "--speculative-attention-mode": ("prefill", "decode"),
     "--speculative-moe-runner-backend": ("auto", "triton"),
@@ -55,14 +55,14 @@ REFUSED: dict[str, tuple[str | None, str]] = {
 
 
 def configured(line: str) -> AppConfig:
-    """What `specray serve` makes of its command line."""
+    """The configuration that `specray serve` makes from a command line."""
     parser = argparse.ArgumentParser()
     add_flags(parser, AppConfig)
     return AppConfig.model_validate(overridden({}, given(parser.parse_args(line.split()), AppConfig)))
 
 
 @pytest.mark.parametrize(("option", "others"), WORKING.items())
-def test_what_works_is_in_the_tree(option: str, others: str) -> None:
+def test_supported_options_are_in_the_configuration(option: str, others: str) -> None:
     flag, value = option.split()
     config: Any = configured(f"{others} {option}")
     name = flag.removeprefix("--").replace("-", "_")
@@ -71,21 +71,23 @@ def test_what_works_is_in_the_tree(option: str, others: str) -> None:
 
 
 @pytest.mark.parametrize(("flag", "values"), REFUSED.items())
-def test_what_does_not_says_why(flag: str, values: tuple[str | None, str]) -> None:
-    harmless, impossible = (value if value is None else _said(flag, value) for value in values)
+def test_unsupported_options_are_refused_with_the_reason(flag: str, values: tuple[str | None, str]) -> None:
+    harmless, impossible = (value if value is None else _argument(flag, value) for value in values)
     if harmless is not None:
         assert configured(harmless) == AppConfig()
     with pytest.raises(ValueError, match=r"is not supported: .{20}"):
         configured(str(impossible))
 
 
-def _said(flag: str, value: str) -> str:
-    """Switches are set by their name alone."""
+def _argument(flag: str, value: str) -> str:
+    """The flag with its value; the name alone for a switch."""
     switch = {"true": flag, "false": flag.replace("--", "--no-", 1)}
     return switch.get(value, f"{flag} {value}")
 
 
-def test_a_draft_has_its_own_attention_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, toy: Any) -> None:
+def test_the_draft_model_can_have_another_attention_backend(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, toy: Any
+) -> None:
     from specray import spec_decode
 
     seen = []

@@ -1,4 +1,4 @@
-"""`specray check`: every mistake is named with its place and its fix, and a right file's plan is the cluster's own."""
+"""`specray check` reports every error in a configuration and prints the resources of a valid one."""
 
 from pathlib import Path
 
@@ -17,23 +17,23 @@ from tests.support.serve_file import SERVE_CONFIG
     ("old", "new", "message"),
     [
         ("algorithm: NGRAM", "algorithm: NGRM", "speculative.algorithm='NGRM' is not known; choose one of"),
-        ("model:", "modle:", "specray.args.modle: there is no such option; did you mean model?"),
+        ("model:", "modle:", "specray.args.modle: unknown option; did you mean model?"),
         ("request_timeout_s", "request_timeout", "did you mean request_timeout_s?"),
         ("max_running_requests: 4", "max_running_requests: 0", "specray.args.max_running_requests=0"),
-        ("    args:", "    arg:", "applications.0.arg: there is no such option; did you mean args?"),
-        ("port: 8000", "prt: 8000", "http_options.prt: there is no such option; did you mean port?"),
+        ("    args:", "    arg:", "applications.0.arg: unknown option; did you mean args?"),
+        ("port: 8000", "prt: 8000", "http_options.prt: unknown option; did you mean port?"),
         ("cluster.app:build", "other:app", "set applications[0].import_path to cluster.app:build"),
         ("applications:", "applications: [", "is not YAML"),
     ],
 )
-def test_check_names_every_mistake(old: str, new: str, message: str, serve_config: Path) -> None:
+def test_errors_have_their_place_and_a_fix(old: str, new: str, message: str, serve_config: Path) -> None:
     serve_config.write_text(SERVE_CONFIG.replace(old, new))
     with pytest.raises(ConfigError) as caught:
         check_file(serve_config)
     assert message in str(caught.value)
 
 
-def test_a_plan_names_every_process_and_what_it_takes() -> None:
+def test_a_plan_lists_the_processes_of_every_bundle() -> None:
     config = AppConfig.model_validate(
         {
             "device": "cuda",
@@ -47,21 +47,21 @@ def test_a_plan_names_every_process_and_what_it_takes() -> None:
         "    bundle 0: router + rank 0 + NGRAM drafter: 1.6 CPU, 1 GPU",
         "    bundle 1: rank 1: 1 CPU, 1 GPU",
         "  2 ingress replicas, anywhere: 0.1 CPU each",
-        "  in all: 8 CPU, 6 GPU",
+        "  total: 8 CPU, 6 GPU",
     ]
 
 
-def test_a_plan_without_a_drafter_of_its_own_has_none() -> None:
+def test_a_plan_without_a_colocated_drafter_lists_none() -> None:
     inline = {"speculative": {"algorithm": "NGRAM"}, "draft": {"placement": "inline"}, "device": "cpu"}
     for options in ({"device": "cpu"}, inline):
         assert "drafter" not in plan_text(AppConfig.model_validate(options))
 
 
-def test_a_plan_for_any_device_shows_both() -> None:
-    assert plan_text(AppConfig()).splitlines()[-1].startswith("  in all if the cluster has GPUs: ")
+def test_a_plan_for_an_automatic_device_shows_both_totals() -> None:
+    assert plan_text(AppConfig()).splitlines()[-1].startswith("  total if the cluster has GPUs: ")
 
 
-def test_a_plan_that_scales_counts_the_most() -> None:
+def test_a_plan_with_autoscaling_counts_the_maximum_of_engines() -> None:
     config = AppConfig.model_validate({"autoscaling": {"enabled": True, "min_replicas": 2, "max_replicas": 5}})
     assert "2 to 5 engines" in plan_text(config)
     one = sum(bundle["CPU"] for bundle in bundles(config, with_gpus=False))
@@ -82,19 +82,21 @@ def test_check_prints_the_plan_of_each_application(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.count("bundle 0: router + rank 0") == 2
 
 
-def test_numbers_that_serve_is_told_itself_are_in_the_plan(serve_config: Path) -> None:
-    """`serve deploy` changes them without replacing an engine, which a change of `args` does."""
+def test_replica_numbers_under_deployments_are_in_the_plan(serve_config: Path) -> None:
+    """`serve deploy` changes them without replacing engines; a change of `args` replaces all."""
     application(serve_config, deployments=[{"name": "Router", "num_replicas": 3}])
     app = check_file(serve_config)["specray"]
     assert (app.server.num_replicas, app.server.num_ingress_replicas) == (3, 1)
     assert "  3 engines, each a placement group" in plan_text(app)
     application(serve_config, deployments=[{"name": "Routers", "num_replicas": 3}])
-    with pytest.raises(ConfigError, match=r"specray.deployments: there is no 'Routers', only Router, OpenAIIngress"):
+    with pytest.raises(
+        ConfigError, match=r"specray.deployments: unknown deployment 'Routers'; use Router, OpenAIIngress"
+    ):
         check_file(serve_config)
 
 
 def application(path: Path, **options: object) -> None:
-    """The file with more options of its application."""
+    """Add options to the file's application."""
     document = yaml.safe_load(SERVE_CONFIG)
     document["applications"][0] |= options
     path.write_text(yaml.safe_dump(document))

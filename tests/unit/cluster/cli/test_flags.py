@@ -1,4 +1,4 @@
-"""Flags come from the configuration tree alone, whatever is in it, and lead back into it."""
+"""Flags are generated from the configuration tree, and their values merged into it."""
 
 import argparse
 from typing import Annotated, Literal
@@ -17,7 +17,7 @@ class Inner(Options):
 
 
 class Tree(Options):
-    """As odd as a tree may get."""
+    """Every kind of option."""
 
     name: str = Field("x", description="A name.")
     token: str | None = Field(None, description="Text, or nothing.")
@@ -49,24 +49,24 @@ def parsed(*arguments: str) -> dict[str, object]:
         ("--quick", {"quick": True}),
         ("--no-quick", {"quick": False}),
         ("--rates [1.5,2]", {"rates": [1.5, 2]}),
-        ("--rates [", {"rates": "["}),  # pydantic says what is wrong with it
+        ("--rates [", {"rates": "["}),  # pydantic reports the error
         ("--inner-depth 4 --name y", {"name": "y", "inner.depth": 4}),
         ("--perhaps-depth=2", {"perhaps.depth": 2}),
         ("", {}),
     ],
 )
-def test_a_value_is_read_as_yaml_reads_it(arguments: str, expected: dict[str, object]) -> None:
+def test_values_are_parsed_as_yaml(arguments: str, expected: dict[str, object]) -> None:
     assert parsed(*arguments.split()) == expected
 
 
-def test_values_land_in_their_places_and_leave_the_tree_they_override_alone() -> None:
+def test_values_override_a_copy_of_the_tree() -> None:
     tree = {"name": "a", "inner": {"depth": 1}}
     changed = overridden(tree, {"inner.depth": 2, "perhaps.depth": 3, "name": "b"})
     assert Tree.model_validate(changed) == Tree(name="b", inner=Inner(depth=2), perhaps=Inner(depth=3))
     assert tree == {"name": "a", "inner": {"depth": 1}}
 
 
-def test_a_group_that_is_no_mapping_is_refused() -> None:
+def test_a_group_that_is_not_a_mapping_is_refused() -> None:
     with pytest.raises(ConfigError, match="inner=3 has no option depth"):
         overridden({"inner": 3}, {"inner.depth": 2})
 
@@ -81,7 +81,7 @@ def test_help_has_groups_descriptions_and_defaults() -> None:
     assert "inner options: --inner-depth N How deep: 100 % of it. (default: null)" in text
 
 
-def test_every_option_of_an_application_has_a_flag_of_its_own() -> None:
+def test_every_option_of_an_application_has_unique_flags() -> None:
     names = [name for flag in flags(AppConfig) for name in flag.names]
     assert len(names) == len(set(names))
     documented = {"algorithm", "num-steps", "eagle-topk", "num-draft-tokens", "draft-model-path", "token-map"}
@@ -89,8 +89,8 @@ def test_every_option_of_an_application_has_a_flag_of_its_own() -> None:
     assert {"--model", "--model-path", "--tp-size", "--dtype", "--page-size", "--server-drain-s"} <= set(names)
 
 
-def test_every_default_of_an_application_survives_its_flag() -> None:
-    """As text on the command line and back: nothing has a default that its flag could not say."""
+def test_every_default_can_be_set_by_its_flag() -> None:
+    """Written as text and parsed again, every default has its value and type."""
     parser = argparse.ArgumentParser()
     add_flags(parser, AppConfig)
     for flag in flags(AppConfig):

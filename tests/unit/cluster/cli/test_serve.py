@@ -1,4 +1,4 @@
-"""`specray serve` before it starts anything: one configuration out of a file and flags, or the reason why not."""
+"""`specray serve` before it starts Ray: configuration from a file and flags, errors, and the environment."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ EAGLE3 = ROOT / "configs/eagle3.yaml"
 
 
 def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> tuple[Path, AppConfig]:
-    """What --print-config prints, as a file, and the only application in it."""
+    """The output of --print-config as a file, and its application."""
     assert main([*arguments, "--print-config"]) == 0
     path = tmp_path / "printed.yaml"
     path.write_text(capsys.readouterr().out)
@@ -29,13 +29,13 @@ def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str)
     return path, app
 
 
-def test_without_a_file_defaults_hold(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_defaults_apply_without_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, app = printed(capsys, tmp_path)
     assert app == AppConfig()
     assert yaml.safe_load(path.read_text())["http_options"] == {"host": "127.0.0.1", "port": 8000}
 
 
-def test_flags_make_the_tree_that_a_file_makes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_flags_and_a_file_give_the_same_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, from_file = printed(capsys, tmp_path, str(EAGLE3))
     _, from_flags = printed(
         capsys,
@@ -67,15 +67,15 @@ def test_flags_override_the_file(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert yaml.safe_load(path.read_text())["http_options"] == {"host": "::1", "port": 9}
 
 
-def test_a_printed_configuration_prints_itself(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_printed_configuration_can_be_served(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, app = printed(capsys, tmp_path, str(EAGLE3), "--dtype", "float32", "--placement-rank-resources", "{rack: 1}")
     text = path.read_text()
     assert printed(capsys, tmp_path, str(path)) == (path, app)
     assert path.read_text() == text
 
 
-def test_a_file_without_a_host_does_not_open_the_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Serve's own default is every interface."""
+def test_a_file_without_a_host_is_served_on_loopback(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Serve's default is all interfaces."""
     document = yaml.safe_load(EAGLE3.read_text())
     del document["http_options"]
     file = tmp_path / "bare.yaml"
@@ -90,14 +90,14 @@ def test_a_file_without_a_host_does_not_open_the_server(capsys: pytest.CaptureFi
         (["--tp-size", "0"], "command line: specray.args.tp_size=0: Input should be greater than or equal to 1"),
         (["--tp-size", "two"], "specray.args.tp_size='two'"),
         (["--speculative-algorithm", "NGRM"], "speculative.algorithm='NGRM' is not known; choose one of"),
-        (["--speculative-num-step", "3"], "--speculative-num-step: there is no such flag; did you mean --speculative-"),
+        (["--speculative-num-step", "3"], "--speculative-num-step: unknown flag; did you mean --speculative-"),
         (["--speculative-num-steps=3"], "has no effect while speculative.algorithm is null"),
         (["missing.yaml"], "missing.yaml"),
         (["--model", "./missing", "--port", "0"], "model='./missing' looks like a local path, but nothing is there"),
         (["--port", "70000"], "127.0.0.1:70000 cannot be listened on"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(
+def test_errors_are_one_line_and_exit_status_2(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serve, "_become_launcher", start_nothing)
@@ -107,7 +107,7 @@ def test_mistakes_are_one_line_and_status_2(
     assert (seen.err.count("\n"), seen.out) == (1, "")
 
 
-def test_a_port_in_use_is_named_before_ray_starts(
+def test_a_port_in_use_is_an_error_before_ray_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serve, "_become_launcher", start_nothing)
@@ -122,12 +122,12 @@ def test_a_port_in_use_is_named_before_ray_starts(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"grpc_options": {"port": 9000}}, "grpc_options: not for `specray serve`"),
-        ({"applications": [{"deployments": []}]}, "applications.0.deployments: not for `specray serve`"),
-        ({"applications": [{}, {"name": "x", "import_path": "a:b", "route_prefix": "/x"}]}, "a:b: not for"),
+        ({"grpc_options": {"port": 9000}}, "grpc_options: not supported by `specray serve`"),
+        ({"applications": [{"deployments": []}]}, "applications.0.deployments: not supported by `specray serve`"),
+        ({"applications": [{}, {"name": "x", "import_path": "a:b", "route_prefix": "/x"}]}, "a:b: not supported"),
     ],
 )
-def test_what_only_serve_run_does_is_refused(
+def test_keys_that_only_serve_run_supports_are_refused(
     change: dict[str, object],
     message: str,
     tmp_path: Path,
@@ -145,14 +145,14 @@ def test_what_only_serve_run_does_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_an_open_server_without_keys_is_warned_of() -> None:
+def test_a_server_without_keys_on_other_interfaces_is_warned_about() -> None:
     closed = AppConfig.model_validate({"server": {"api_key_file": "keys"}})
     assert exposure("127.0.0.1", {"a": AppConfig()}) is None
     assert exposure("0.0.0.0", {"a": closed}) is None
     assert "--server-api-key-file" in str(exposure("0.0.0.0", {"a": closed, "b": AppConfig()}))
 
 
-def test_a_cluster_of_our_own_has_its_own_token_and_listens_on_loopback(tmp_path: Path) -> None:
+def test_a_local_cluster_has_its_own_token_and_listens_on_loopback(tmp_path: Path) -> None:
     outer = {"PATH": "/bin", "RAY_ADDRESS": "elsewhere:1", "RAY_AUTH_TOKEN": "old", "RAY_AUTH_MODE": "disabled"}
     environment = ray_environment(tmp_path, is_local=True, insecure=False, environment=outer)
     assert environment["RAY_AUTH_MODE"] == "token"
@@ -162,7 +162,7 @@ def test_a_cluster_of_our_own_has_its_own_token_and_listens_on_loopback(tmp_path
     assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN"} & environment.keys()
 
 
-def test_a_cluster_that_is_joined_keeps_its_token(tmp_path: Path) -> None:
+def test_a_joined_cluster_keeps_its_token(tmp_path: Path) -> None:
     outer = {"RAY_AUTH_TOKEN": "theirs"}
     environment = ray_environment(tmp_path, is_local=False, insecure=False, environment=outer)
     assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN"]) == ("token", "theirs")
@@ -170,19 +170,17 @@ def test_a_cluster_that_is_joined_keeps_its_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "ours"), RAY_OPTIONS.items())
-def test_ray_is_told_what_suits_a_server_unless_the_operator_says_otherwise(
-    name: str, ours: str, tmp_path: Path
-) -> None:
+def test_ray_options_do_not_override_the_environment(name: str, ours: str, tmp_path: Path) -> None:
     for outer, value in (({}, ours), ({name: "7"}, "7")):
         assert ray_environment(tmp_path, is_local=True, insecure=False, environment=outer)[name] == value
 
 
-def test_insecure_is_said_aloud(tmp_path: Path) -> None:
-    """Ray would switch the token on by itself where nothing is said."""
+def test_insecure_disables_the_token_explicitly(tmp_path: Path) -> None:
+    """Ray enables the token by default."""
     assert ray_environment(tmp_path, is_local=True, insecure=True, environment={})["RAY_AUTH_MODE"] == "disabled"
 
 
-def test_the_reason_of_a_failed_start_is_the_error_under_the_traceback() -> None:
+def test_the_reason_of_a_failed_start_is_the_last_line_of_the_traceback() -> None:
     message = "The deployment failed to start 3 times.\n  File x, line 3\nspecray.errors.ConfigError: no room; do y\n"
     assert error_line(message) == "specray.errors.ConfigError: no room; do y"
     assert error_line("no node has 4 CPUs") == "no node has 4 CPUs"
@@ -192,7 +190,7 @@ def start_nothing(*_: object) -> None:
     raise AssertionError("this would have started a server")
 
 
-def test_folders_of_killed_launchers_go_and_others_stay(tmp_path: Path) -> None:
+def test_only_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     for name, pid in {"killed": ended.stdout.decode().strip(), "running": str(os.getpid()), "broken": "?"}.items():
         (tmp_path / f"specray-{name}").mkdir()
