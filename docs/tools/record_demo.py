@@ -6,6 +6,7 @@ rich. Nothing in the picture is typed by hand. Arguments after the file name are
 
 import os
 import pty
+import re
 import sys
 from io import StringIO
 from pathlib import Path
@@ -40,7 +41,7 @@ def svg(output: str) -> str:
     console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
     console.print(Text(f"$ {COMMAND}", style="bold"))
     console.print(Text.from_ansi("\n".join(lines)))
-    return console.export_svg(title=COMMAND)
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=COMMAND), flags=re.DOTALL)  # fonts of the web
 
 
 if __name__ == "__main__":

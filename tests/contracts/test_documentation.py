@@ -107,6 +107,10 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
     return found
 
 
+def test_readme_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 150
+
+
 def test_make_targets_exist() -> None:
     named = {word for command in commands("make") for word in command if "=" not in word}
     named |= {command[0] for command in named_commands("make")}
@@ -128,6 +132,11 @@ def test_specray_commands_parse(command: list[str]) -> None:
 def test_served_configurations_exist(command: list[str]) -> None:
     for word in command:
         assert not word.endswith(".yaml") or (ROOT / word).is_file()
+
+
+@pytest.mark.parametrize("command", [c for c in commands("specray") if c[0] == "serve"], ids=" ".join)
+def test_serve_commands_make_a_valid_configuration(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main([*command[1:], "--print-config"]) == 0, capsys.readouterr().err
 
 
 def routes() -> set[str]:
