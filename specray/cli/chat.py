@@ -1,7 +1,4 @@
-"""`specray chat`: a conversation with a running server, in the terminal or through a pipe.
-
-Speaks OpenAI's HTTP interface only. Not here: serving, and any knowledge of models or drafters.
-"""
+"""`specray chat`: chat with a running server over OpenAI's API, in a terminal or through a pipe."""
 
 import argparse
 import sys
@@ -17,21 +14,21 @@ from specray.errors import SpecRayError
 if TYPE_CHECKING:
     from openai import OpenAI
 
-HELP = "Type a message. /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+HELP = "Type a message. /reset clears the conversation, /exit or Ctrl-D exits, Ctrl-C stops an answer."
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class ServerError(SpecRayError):
-    """The server could not be reached, or answered with an error."""
+    """The server could not be reached or returned an error."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed answer. `usage` is the server's, empty until the stream's end."""
+    """One streamed answer. `usage` is empty until the stream ends."""
 
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0  # from sending the request to the last piece of text
+    seconds: float = 0.0  # from the request to the last piece of text
 
     @property
     def num_tokens(self) -> int:
@@ -43,7 +40,7 @@ class Answer:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens per verify step, bonus included; None from a server that does not say."""
+        """Tokens per verify step, with the bonus token; None if the server does not report it."""
         value = (self.usage.get("speculative") or {}).get("accept_length")
         return None if value is None else float(value)
 
@@ -55,24 +52,24 @@ class Answer:
 
 
 def connect(url: str) -> "OpenAI":
-    """A client of the server at `url`; SpecRayError, with the fix, where the openai package is missing."""
+    """A client of the server at `url`. SpecRayError if the package openai is missing."""
     try:
         from openai import DefaultHttpxClient, OpenAI
     except ImportError:
         raise SpecRayError("the package openai is not installed; run: pip install openai") from None
-    is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")  # never by way of a proxy
+    is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")  # ignore proxies from the environment
     http = DefaultHttpxClient(trust_env=not is_local)
     return OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=0, http_client=http)
 
 
 def first_model(client: "OpenAI") -> str:
-    """The name of the model that the server offers. Raises ServerError."""
+    """Name of the first model that the server lists. Raises ServerError."""
     with _server_errors(client):
         return client.models.list().data[0].id
 
 
 def stream_answer(client: "OpenAI", answer: Answer, **request: Any) -> Iterator[str]:
-    """Ask, and yield pieces of text as they come, filling `answer` meanwhile. Raises ServerError."""
+    """Send a request and yield its text as it arrives; `answer` is filled meanwhile. Raises ServerError."""
     start = time.perf_counter()
     with (
         _server_errors(client),
@@ -89,7 +86,7 @@ def stream_answer(client: "OpenAI", answer: Answer, **request: Any) -> Iterator[
 
 
 class Chat:
-    """A conversation: the messages so far, and the options sent with each of them."""
+    """A conversation: its messages, and the options of every request."""
 
     def __init__(self, client: "OpenAI", system: str | None, options: dict[str, Any]) -> None:
         self._client = client
@@ -101,7 +98,7 @@ class Chat:
         self._messages = list(self._start)
 
     def ask(self, text: str) -> None:
-        """Print the answer to `text` as it comes. A failed question is taken back, a stopped answer is kept."""
+        """Print the answer to `text` as it arrives. A failed question is removed, a stopped answer kept."""
         self._messages.append({"role": "user", "content": text})
         answer = Answer()
         try:
@@ -119,16 +116,20 @@ class Chat:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help="where the server listens (default: %(default)s)")
-    parser.add_argument("--model", help="model name to send (default: the one the server offers)")
+    parser.add_argument("--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)")
+    parser.add_argument("--model", help="model name (default: the first one that the server lists)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the server's)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: the server's)")
-    parser.add_argument("--seed", type=int, help="the same seed gives the same answers (default: a fresh one each)")
+    parser.add_argument(
+        "--temperature", type=float, help="sampling temperature; 0 decodes greedily (default: the server's)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="maximum length of an answer (default: the server's)"
+    )
+    parser.add_argument("--seed", type=int, help="seed of the sampling (default: a new one per request)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command. Returns 1 if a piped question failed; in a terminal the user has seen it and goes on."""
+    """Run the command. Returns 1 if a piped question failed; in a terminal, errors are only printed."""
     client = connect(options.url)
     chosen = {name: getattr(options, name) for name in ("temperature", "max_tokens", "seed")}
     request = {name: value for name, value in chosen.items() if value is not None}
@@ -157,7 +158,7 @@ def _answer_line(chat: Chat, line: str) -> bool:
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """What the user sends: typed lines, or all of a pipe, line by line."""
+    """Lines typed by the user or read from a pipe."""
     yield from (line.strip() for line in (_typed() if interactive else sys.stdin))
 
 
@@ -172,7 +173,7 @@ def _typed() -> Iterable[str]:
 
 @contextmanager
 def _server_errors(client: "OpenAI") -> Iterator[None]:
-    """Name what the openai package raises, and say what to do."""
+    """Turn exceptions of the openai package into ServerError."""
     from openai import APIConnectionError, APIError, APIStatusError
 
     try:
@@ -182,7 +183,7 @@ def _server_errors(client: "OpenAI") -> Iterator[None]:
     except APIConnectionError as error:
         raise ServerError(
             f"no server answers at {client.base_url} ({error.__cause__ or error}); start one with "
-            "`specray serve configs/eagle3.yaml`, or name another with --url"
+            "`specray serve configs/eagle3.yaml`, or set --url"
         ) from None
     except APIError as error:  # an error event inside a stream
-        raise ServerError(f"{client.base_url} broke the answer off: {error.message}") from None
+        raise ServerError(f"{client.base_url} ended the stream with an error: {error.message}") from None

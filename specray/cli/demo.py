@@ -1,6 +1,6 @@
-"""`make demo`: serve the embedded model on Ray, ask it two questions, and do it again without speculation.
+"""`make demo`: serve the embedded model with and without speculation, and compare the answers to two questions.
 
-Speaks HTTP and starts `specray serve` as a child; exit status 1 and the reason if anything fails. Not here: serving.
+Runs `specray serve` as a child process. The exit status is 1 if anything fails.
 """
 
 import argparse
@@ -32,7 +32,7 @@ LOG_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One server's answers, in the order of QUESTIONS."""
+    """The answers of one server, in the order of QUESTIONS."""
 
     name: str
     answers: list[Answer]
@@ -49,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("demo interrupted; everything it started is stopped", file=sys.stderr)
+        print("demo interrupted; the server is stopped", file=sys.stderr)
         return 130
     print(report(rounds))
     return 0
 
 
 def play(name: str, config: Path, options: argparse.Namespace, show: bool) -> Round:
-    """Serve `config`, ask the questions and stop it again; with `show`, print answers as they come."""
+    """Serve `config`, ask the questions and stop the server; with `show`, print the answers."""
     print(f"\n== {name}: specray serve configs/{config.name}", flush=True)
     with LocalServer(config, options.port) as server:
         seconds = server.wait_until_ready(options.timeout, tick=Waiting())
@@ -70,7 +70,7 @@ def play(name: str, config: Path, options: argparse.Namespace, show: bool) -> Ro
 
 
 def report(rounds: Sequence[Round]) -> str:
-    """The comparison as text; the first round is the one with speculation."""
+    """The comparison as text. The first round is that with speculation."""
     rows = [
         [title, played.name, f"{answer.accept_length or 1:.2f}", f"{answer.tokens_per_s:.1f}", str(answer.num_tokens)]
         for column, title in enumerate(QUESTIONS)
@@ -82,7 +82,7 @@ def report(rounds: Sequence[Round]) -> str:
 
 
 def _speeds(rounds: Sequence[Round]) -> str:
-    """One line for each question; a single answer is an impression, `make bench` measures."""
+    """One line per question. A single answer is no measurement; `make bench` is."""
     with_, without = rounds[0], rounds[-1]
     return "\n".join(
         f"{title}: {fast.tokens_per_s:.1f} tokens/s with speculation, {slow.tokens_per_s:.1f} without: "
@@ -92,15 +92,15 @@ def _speeds(rounds: Sequence[Round]) -> str:
 
 
 def _output(rounds: Sequence[Round]) -> str:
-    """What the texts say, and no more than that."""
+    """Whether the rounds gave the same texts."""
     different = [
         title for column, title in enumerate(QUESTIONS) if len({played.answers[column].text for played in rounds}) > 1
     ]
     if not different:
-        return "Both ways gave identical texts, character for character."
+        return "Both servers gave identical texts."
     return (
-        f"The texts differ ({', '.join(different)}): in bfloat16 two tokens can be equally likely, and rounding "
-        "decides between them. With `dtype: float32` in both configurations they are identical."
+        f"The texts differ ({', '.join(different)}): in bfloat16, rounding can decide between two tokens "
+        "that are almost equally likely. With `dtype: float32` in both configurations the texts are identical."
     )
 
 
@@ -113,14 +113,14 @@ def _ask(client: "OpenAI", model: str, question: str, show: bool) -> Answer:
         if show:
             print(piece, end="", flush=True)
     if not answer.text.strip() or not answer.num_tokens:
-        raise ServerError(f"the answer to {question!r} was empty, or came without usage: {answer}")
+        raise ServerError(f"the answer to {question!r} is empty or has no usage: {answer}")
     if show:
         print(f"\n\n[{answer.summary()}]", flush=True)
     return answer
 
 
 class Waiting:
-    """Tells the user that something is going on: one line that counts in a terminal, a line now and then in a log."""
+    """Prints the waiting time: one updated line in a terminal, otherwise a line every LOG_SECONDS."""
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -139,11 +139,12 @@ def _line_start() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m specray.cli.demo", description="Serve a small chat model and talk to it."
+        "python -m specray.cli.demo",
+        description="Serve a small chat model and ask it two questions, with and without speculation.",
     )
-    parser.add_argument("--port", type=int, help="where to listen (default: the configuration's, 8000)")
+    parser.add_argument("--port", type=int, help="port of the API (default: that of the configuration, 8000)")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="longest start (default: %(default)s)"
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="maximum time to start (default: %(default)s)"
     )
     return parser
 

@@ -1,7 +1,7 @@
-"""`specray serve` as a child of this process: started, waited for, stopped without a trace.
+"""`specray serve` as a child process: start it, wait until it is ready, and stop it with all its processes.
 
-For the demo and the benches. Everything it starts inherits a private folder's name in its environment, and is found by
-that when it has to go. Not here: talking to the server (`chat`), and any import of Ray.
+For the demo and the benchmarks. The processes of the server are found by a private folder's name, which they inherit in
+their environment.
 """
 
 import os
@@ -31,14 +31,14 @@ LOG_TAIL_LINES = 30
 
 
 def free_port() -> int:
-    """A TCP port of loopback nobody listens on."""
+    """An unused TCP port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class ServerStartError(SpecRayError):
-    """The server could not be started, with the tail of its log where there is one."""
+    """The server could not be started; the message ends with its log."""
 
 
 class LocalServer:
@@ -61,7 +61,7 @@ class LocalServer:
     def __enter__(self) -> Self:
         refuse_port_in_use(self._host, self._port)
         _stop_on_sigterm()
-        # Short, because Ray puts unix sockets below it and their paths end at 107 characters.
+        # Short: Ray creates Unix sockets below it, whose paths have at most 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="specray-serve-", dir="/tmp"))
         config = self._folder / self._config.name
         config.write_text(yaml.safe_dump(self._document), encoding="utf-8")
@@ -72,7 +72,7 @@ class LocalServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "RAY_TMPDIR": str(self._folder)},
-                start_new_session=True,  # Ctrl-C is for us; the server is stopped in order
+                start_new_session=True,  # Ctrl-C reaches this process only, which stops the server
             )
         return self
 
@@ -82,9 +82,9 @@ class LocalServer:
         self.stop()
 
     def wait_until_ready(self, timeout: float = 300.0, tick: Callable[[float], None] = lambda _: None) -> float:
-        """Return the seconds it took until /health said 200, calling `tick` with the seconds so far.
+        """Wait until /health answers 200 and return the seconds it took; `tick` is called with the seconds so far.
 
-        Raises ServerStartError if the server ends or takes longer than `timeout`.
+        Raises ServerStartError if the server exits or takes longer than `timeout`.
         """
         start = time.monotonic()
         while not self._is_healthy():
@@ -98,7 +98,7 @@ class LocalServer:
         return time.monotonic() - start
 
     def get(self, path: str) -> str:
-        """Body of a GET; OSError where there is no good answer."""
+        """Body of a GET request. OSError if it fails."""
         with _OPENER.open(self.url + path, timeout=10) as response:
             body: bytes = response.read()
         return body.decode()
@@ -107,10 +107,10 @@ class LocalServer:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
     def stop(self) -> None:
-        """Stop the server and whatever it started; nothing is left, not even its folder."""
+        """Stop the server and all its processes, and remove its folder."""
         if self._process is None:
             return
-        self._process.terminate()  # SIGINT is ignored by what was started from a script in the background
+        self._process.terminate()  # children of a background script ignore SIGINT
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
         self._end_leftovers()
@@ -136,7 +136,7 @@ class LocalServer:
         return f"was not ready after {timeout:.0f} s" if waited > timeout else None
 
     def _end_leftovers(self) -> None:
-        """Ray's daemons end with their driver; those that have not after a while are killed."""
+        """Kill the Ray daemons that have not exited a while after their driver."""
         deadline = time.monotonic() + 5
         while (pids := list(_processes_of(self._folder))) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -146,14 +146,14 @@ class LocalServer:
 
 
 def _stop_on_sigterm() -> None:
-    """Have SIGTERM end this process by an exception, so that it stops its servers; unless somebody else sees to it."""
+    """Make SIGTERM raise SystemExit, so that servers are stopped, unless another handler is installed."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def refuse_port_in_use(host: str, port: int) -> None:
-    """ServerStartError if nobody can listen there now."""
+    """ServerStartError if the port cannot be bound."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -161,12 +161,12 @@ def refuse_port_in_use(host: str, port: int) -> None:
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ServerStartError(
-                f"{host}:{port} cannot be listened on ({reason}); stop what uses it or choose another port with --port"
+                f"cannot listen on {host}:{port} ({reason}); stop the process that uses it or choose another --port"
             ) from None
 
 
 _SERVE = [sys.executable, "-m", "specray.cli.main", "serve"]
-_OPENER = build_opener(ProxyHandler({}))  # a proxy has no business between us and our own child
+_OPENER = build_opener(ProxyHandler({}))  # no proxy from the environment: the server is local
 
 
 def _read(config: Path) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _read(config: Path) -> dict[str, Any]:
 
 
 def _processes_of(folder: Path) -> Iterator[int]:
-    """Living processes that have the folder's name in their environment, this one never."""
+    """Other processes that have the folder in their environment."""
     marker = f"RAY_TMPDIR={folder}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():

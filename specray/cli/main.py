@@ -1,6 +1,6 @@
-"""The command `specray`: reads arguments, runs a command, turns errors into one line and an exit status.
+"""The program `specray`: parses arguments, runs a command and prints errors in one line.
 
-Exit status: 0 done, 1 the command found a failure, 2 wrong input, 130 interrupted. Not here: what commands do.
+Exit status: 0 success, 1 the command found a failure, 2 invalid input, 130 interrupted.
 """
 
 import argparse
@@ -13,13 +13,12 @@ from specray import __version__
 from specray.bench import command as bench
 from specray.bench import load_command as load
 from specray.bench import tune_command as tune
-from specray.cli import chat
-from specray.cli import status as looks
+from specray.cli import chat, status
 from specray.dashboard import command as dashboard
 from specray.errors import SpecRayError
 from specray.train import command as train
 
-# Commands that are the cluster's business, each in a program of its own: this package does not import the cluster's.
+# Commands of the package `cluster`, which this package does not import; they run as separate programs.
 CLUSTER_COMMANDS = {"serve": "cluster.cli.serve", "check": "cluster.cli.check"}
 
 
@@ -29,14 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         become(CLUSTER_COMMANDS[arguments[0]], arguments[1:])
     options = build_parser().parse_args(arguments)
     try:
-        status: int = options.run(options)
+        exit_status: int = options.run(options)
     except (SpecRayError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return status
+    return exit_status
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"specray {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    chatting = commands.add_parser("chat", help="talk to a running server", description=chat.HELP)
+    chatting = commands.add_parser("chat", help="chat with a running server", description=chat.HELP)
     chat.add_arguments(chatting)
     chatting.set_defaults(run=chat.run)
 
@@ -52,36 +51,38 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_arguments(benching)
     benching.set_defaults(run=bench.run)
 
-    loading = commands.add_parser("load", help="put load on a running server", description=load.HELP)
+    loading = commands.add_parser("load", help="run a load test against a server", description=load.HELP)
     load.add_arguments(loading)
     loading.set_defaults(run=load.run_command)
 
-    tuning = commands.add_parser("tune", help="find the fastest draft tree on this machine", description=tune.HELP)
+    tuning = commands.add_parser("tune", help="find the fastest draft tree size on this machine", description=tune.HELP)
     tune.add_arguments(tuning)
     tuning.set_defaults(run=tune.run)
 
-    training = commands.add_parser("train", help="make a draft head or a token map", description=train.HELP)
+    training = commands.add_parser(
+        "train", help="train a draft head or model, or make a token map", description=train.HELP
+    )
     train.add_arguments(training)
     training.set_defaults(run=train.run)
 
     watching = commands.add_parser(
-        "dashboard", help="write the Grafana dashboard, or draw it from live data", description=dashboard.HELP
+        "dashboard", help="write the Grafana dashboard, or plot it from live data", description=dashboard.HELP
     )
     dashboard.add_arguments(watching)
     watching.set_defaults(run=dashboard.run)
 
-    looking = commands.add_parser("status", help="watch a running server", description=looks.HELP)
-    looks.add_arguments(looking)
-    looking.set_defaults(run=looks.run)
+    looking = commands.add_parser("status", help="monitor a running server", description=status.HELP)
+    status.add_arguments(looking)
+    looking.set_defaults(run=status.run)
 
-    # For the list of commands only; `main` hands these over before it looks at their arguments.
-    commands.add_parser("serve", help="serve a model on Ray, from a file or flags")
-    commands.add_parser("check", help="check a configuration, and print what it takes")
+    # For `specray --help` only: `main` runs these before it parses arguments.
+    commands.add_parser("serve", help="serve a model on Ray")
+    commands.add_parser("check", help="validate a configuration and print the resources it needs")
     return parser
 
 
 def become(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this program by `python -m module`: signals and exit status need nobody in between."""
+    """Replace this process with `python -m module`, so that signals and exit status are those of the module."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 

@@ -1,7 +1,6 @@
-"""`specray status`: replicas of a running server, their speed and their troubles, as a table that keeps itself current.
+"""`specray status`: a live table of a server's replicas, from /metrics, /readyz and /server_info.
 
-Speaks HTTP only: /metrics, /readyz and /server_info. Pure from the texts to the table. Not here: what the numbers mean
-(`specray.metrics` says so), and curves over time (`specray dashboard`).
+`specray.metrics` defines the metrics; `specray dashboard` plots them over time.
 """
 
 import argparse
@@ -20,10 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from specray.bench.tables import format_table
 from specray.cli.chat import DEFAULT_URL, ServerError
 
-HELP = "Show a running server's replicas: their load, speed, acceptance, cache and faults. Ctrl-C ends it."
+HELP = "Show load, speed, acceptance, cache use and faults of a running server's replicas, until Ctrl-C."
 KEY_VARIABLE = "SPECRAY_API_KEY"
 TIMEOUT_S = 5.0
-CLEAR = "\x1b[H\x1b[J"  # cursor home, rest of the screen empty
+CLEAR = "\x1b[H\x1b[J"  # cursor home, clear the screen
 HEADERS = (
     "replica",
     "ranks",
@@ -33,7 +32,7 @@ HEADERS = (
     "queued",
     "tokens/s",
     "accept len now",
-    "in all",
+    "overall",
     "KV used",
     "cache hits",
     "draft faults",
@@ -41,11 +40,11 @@ HEADERS = (
 )
 
 Json = dict[str, Any]
-Counts = Mapping[str, float]  # of one replica: a metric's name -> its value, all labels together
+Counts = Mapping[str, float]  # of one replica: metric -> its sum over all labels
 
 
-class Look(NamedTuple):
-    """What the server said at one time."""
+class ServerStatus(NamedTuple):
+    """What a server reports at one time."""
 
     at: float  # seconds on any clock
     is_ready: bool
@@ -54,18 +53,18 @@ class Look(NamedTuple):
     drafters: dict[str, str]
 
 
-class Row(NamedTuple):
-    """One replica now. Rates are since the look before; None where there is nothing to divide."""
+class ReplicaStatus(NamedTuple):
+    """One replica. Rates are since the previous update; None if they are undefined."""
 
     replica: str
-    rank_nodes: list[str]  # address of the node that each rank runs on; empty where the server did not say
+    rank_nodes: list[str]  # address of each rank's node; empty if not reported
     drafter: str
     since_token_s: float | None
     num_running: int
     num_waiting: int
     tokens_per_s: float
     accept_length: float | None
-    accept_length_in_all: float | None
+    accept_length_overall: float | None
     kv_usage: float
     cache_hit_rate: float | None
     num_draft_faults: int
@@ -73,21 +72,23 @@ class Row(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help="where the server listens (default: %(default)s)")
+    parser.add_argument("--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)")
     parser.add_argument(
-        "--interval", type=float, default=2.0, metavar="SECONDS", help="between looks (default: %(default)s)"
+        "--interval", type=float, default=2.0, metavar="SECONDS", help="time between updates (default: %(default)s)"
     )
-    parser.add_argument("--once", action="store_true", help="two looks, one table; status 1 if the server is not ready")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each look instead of a table")
+    parser.add_argument(
+        "--once", action="store_true", help="print one table and exit, with status 1 if the server is not ready"
+    )
+    parser.add_argument("--json", action="store_true", help="print a line of JSON per update instead of a table")
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command. ServerError if nothing answers at the first look; later it waits for the server to come back."""
-    before = look(options.url, time.monotonic)
+    """Run the command. ServerError if the server does not answer at first; later it is polled until it does."""
+    before = read_status(options.url, time.monotonic)
     while True:
         time.sleep(options.interval)
         try:
-            now = look(options.url, time.monotonic)
+            now = read_status(options.url, time.monotonic)
         except ServerError as error:
             if options.once:
                 raise
@@ -100,16 +101,16 @@ def run(options: argparse.Namespace) -> int:
         before = now
 
 
-def look(url: str, clock: Callable[[], float]) -> Look:
-    """Ask the server for everything. ServerError if it does not answer."""
+def read_status(url: str, clock: Callable[[], float]) -> ServerStatus:
+    """Query the server. ServerError if it does not answer."""
     is_ready = _get(url, "/readyz") is not None
     metrics, info = _get(url, "/metrics"), _get(url, "/server_info")
     counts, drafters = read_metrics(metrics or "")
-    return Look(clock(), is_ready, json.loads(info) if info else {}, counts, drafters)
+    return ServerStatus(clock(), is_ready, json.loads(info) if info else {}, counts, drafters)
 
 
 def read_metrics(text: str) -> tuple[dict[str, Counts], dict[str, str]]:
-    """Each replica's counts, and its drafting method, from Prometheus' text format."""
+    """(counts, drafting method) by replica, from Prometheus' text format."""
     counts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     drafters: dict[str, str] = {}
     for family in text_string_to_metric_families(text):
@@ -123,39 +124,42 @@ def read_metrics(text: str) -> tuple[dict[str, Counts], dict[str, str]]:
     return dict(counts), drafters
 
 
-def rows(before: Look, now: Look) -> list[Row]:
-    """A row for each replica there is now; one that was not there before counts from its start."""
-    return [_row(name, before.counts.get(name, {}), counts, before, now) for name, counts in sorted(now.counts.items())]
+def replica_statuses(before: ServerStatus, now: ServerStatus) -> list[ReplicaStatus]:
+    """The replicas in `now`. Rates of one that is not in `before` are since its start."""
+    return [
+        _replica_status(name, before.counts.get(name, {}), counts, before, now)
+        for name, counts in sorted(now.counts.items())
+    ]
 
 
-def as_text(url: str, before: Look, now: Look) -> str:
-    """A headline and the table."""
-    table = format_table(HEADERS, [_cells(row) for row in rows(before, now)])
+def as_text(url: str, before: ServerStatus, now: ServerStatus) -> str:
+    """A headline and the table of replicas."""
+    table = format_table(HEADERS, [_cells(row) for row in replica_statuses(before, now)])
     return f"{_headline(url, now)}\n\n{table}" if now.counts else _headline(url, now)
 
 
-def as_json(url: str, before: Look, now: Look) -> str:
-    """The same for programs, on one line."""
+def as_json(url: str, before: ServerStatus, now: ServerStatus) -> str:
+    """The same as one line of JSON."""
     facts = {"url": url, "ready": now.is_ready, "failovers": now.info.get("num_failovers")}
-    return json.dumps(facts | {"replicas": [row._asdict() for row in rows(before, now)]})
+    return json.dumps(facts | {"replicas": [row._asdict() for row in replica_statuses(before, now)]})
 
 
-def _row(name: str, old: Counts, new: Counts, before: Look, now: Look) -> Row:
-    def grown(metric: str) -> float:
+def _replica_status(name: str, old: Counts, new: Counts, before: ServerStatus, now: ServerStatus) -> ReplicaStatus:
+    def increase(metric: str) -> float:
         return new.get(metric, 0.0) - old.get(metric, 0.0)
 
     accepted, steps = "specray_spec_decode_num_accepted_tokens_total", "specray_verify_steps_total"
     hits, queries = "specray_prefix_cache_hits_total", "specray_prefix_cache_queries_total"
-    return Row(
+    return ReplicaStatus(
         replica=name,
         rank_nodes=now.info.get("rank_nodes", {}).get(name, []),
         drafter=now.drafters.get(name, "?"),
         since_token_s=now.info.get("since_token_s", {}).get(name),
         num_running=int(new["specray_num_requests_running"]),
         num_waiting=int(new["specray_num_requests_waiting"]),
-        tokens_per_s=grown("specray_generation_tokens_total") / (now.at - before.at),
-        accept_length=_accept_length(grown(accepted), grown(steps)),
-        accept_length_in_all=_accept_length(new[accepted], new[steps]),
+        tokens_per_s=increase("specray_generation_tokens_total") / (now.at - before.at),
+        accept_length=_accept_length(increase(accepted), increase(steps)),
+        accept_length_overall=_accept_length(new[accepted], new[steps]),
         kv_usage=new["specray_kv_cache_usage_perc"],
         cache_hit_rate=_share(new[hits], new[queries]),
         num_draft_faults=int(new["specray_draft_faults_total"]),
@@ -164,7 +168,7 @@ def _row(name: str, old: Counts, new: Counts, before: Look, now: Look) -> Row:
 
 
 def _accept_length(accepted: float, steps: float) -> float | None:
-    """Tokens of a verify step, bonus included."""
+    """Tokens per verify step, with the bonus token."""
     return 1 + accepted / steps if steps else None
 
 
@@ -172,9 +176,9 @@ def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _headline(url: str, now: Look) -> str:
+def _headline(url: str, now: ServerStatus) -> str:
     info = now.info
-    state = "ready" if now.is_ready else "NOT READY: no engine is known to have made a token in the last seconds"
+    state = "ready" if now.is_ready else "NOT READY: no engine has generated a token in the last seconds"
     if not info:
         return f"{url}: {state}; no engine is connected"
     engines = f"{len(now.counts)} {'engine' if len(now.counts) == 1 else 'engines'} with tp_size {info['tp_size']}"
@@ -183,7 +187,7 @@ def _headline(url: str, now: Look) -> str:
     return f"{url}: {state}; {info['model']}, {drafts}{where}, {engines}, {info.get('num_failovers', 0)} failovers"
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ReplicaStatus) -> list[str]:
     return [
         row.replica,
         _ranks(row.rank_nodes),
@@ -193,7 +197,7 @@ def _cells(row: Row) -> list[str]:
         str(row.num_waiting),
         f"{row.tokens_per_s:.1f}",
         _or_dash(row.accept_length, "{:.2f}"),
-        _or_dash(row.accept_length_in_all, "{:.2f}"),
+        _or_dash(row.accept_length_overall, "{:.2f}"),
         f"{row.kv_usage:.0%}",
         _or_dash(row.cache_hit_rate, "{:.0%}"),
         str(row.num_draft_faults),
@@ -202,7 +206,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _ranks(nodes: list[str]) -> str:
-    """Which ranks run where: 0, 1 on 10.0.0.1; 2, 3 on 10.0.0.2"""
+    """Ranks by node: 0, 1 on 10.0.0.1; 2, 3 on 10.0.0.2"""
     ranks: dict[str, list[str]] = defaultdict(list)
     for rank, node in enumerate(nodes):
         ranks[node].append(str(rank))
@@ -218,7 +222,7 @@ def _start() -> str:
 
 
 def _get(url: str, path: str) -> str | None:
-    """Body of a GET; None where the server has no good answer now. ServerError if it has none at all."""
+    """Body of a GET request; None for an HTTP error. ServerError if the server cannot be reached or refuses the key."""
     key = os.environ.get(KEY_VARIABLE)
     request = Request(url.rstrip("/") + path, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
@@ -227,10 +231,10 @@ def _get(url: str, path: str) -> str | None:
         return body.decode()
     except HTTPError as error:
         if error.code in (401, 403):
-            raise ServerError(f"{url} refuses {path}; put a key that it knows into {KEY_VARIABLE}") from None
+            raise ServerError(f"{url} refuses {path}; set {KEY_VARIABLE} to a valid key") from None
         return None
     except (URLError, OSError) as error:
         raise ServerError(f"no server answers at {url} ({error}); start one with `specray serve`") from None
 
 
-_OPENER = build_opener(ProxyHandler({}))  # a server of ours is not asked by way of a proxy
+_OPENER = build_opener(ProxyHandler({}))  # no proxy from the environment

@@ -1,4 +1,4 @@
-"""`specray chat` against a small server that speaks OpenAI's stream: what is sent, shown, and survived."""
+"""`specray chat` against a small server with OpenAI's streaming API: requests, output and errors."""
 
 import io
 import json
@@ -94,13 +94,15 @@ def test_a_piped_conversation(
     assert "max_tokens" not in second
 
 
-def test_reset_forgets_and_exit_ends(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_clears_the_conversation_and_exit_ends_it(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert chat(server, monkeypatch, "one\n/reset\ntwo\n/exit\nthree\n", "--seed", "7", "--model", "mine") == 0
     assert [len(request["messages"]) for request in Handler.requests] == [1, 1]
     assert {(request["seed"], request["model"]) for request in Handler.requests} == {(7, "mine")}
 
 
-def test_a_refused_question_is_reported_and_taken_back(
+def test_a_refused_question_is_reported_and_removed(
     server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Handler.fails = True

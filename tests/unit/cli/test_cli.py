@@ -1,4 +1,4 @@
-"""The command line: what it accepts, how it refuses, and `check`."""
+"""The command line: usage, errors, and `specray check`."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from tests.support.serve_file import SERVE_CONFIG
 @pytest.mark.parametrize(
     "arguments", [["--help"], *([command, "--help"] for command in ("chat", "bench", "tune", "train", "status"))]
 )
-def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(arguments)
     assert "usage: specray" in capsys.readouterr().out
@@ -45,7 +45,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["status", "--interval", "soon"],
     ],
 )
-def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)
     assert "error:" in capsys.readouterr().err
@@ -69,7 +69,7 @@ def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFix
         (["status", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
     ],
 )
-def test_errors_are_one_line_and_status_2(
+def test_errors_are_one_line_and_exit_status_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 2
@@ -80,7 +80,7 @@ def test_errors_are_one_line_and_status_2(
     assert seen.out == ""
 
 
-def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_exits_with_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(_: object) -> int:
         raise KeyboardInterrupt
 
@@ -90,8 +90,8 @@ def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("command", ["serve", "check"])
-def test_commands_of_the_cluster_take_this_programs_place(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With their arguments as they are, --help included."""
+def test_commands_of_the_cluster_replace_this_process(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They receive all arguments unchanged, including --help."""
 
     def replaced(program: str, arguments: list[str]) -> None:
         assert (program, arguments[:2], arguments[3:]) == (sys.executable, [sys.executable, "-m"], ["x.yaml", "--help"])
@@ -102,7 +102,7 @@ def test_commands_of_the_cluster_take_this_programs_place(command: str, monkeypa
         cli.main([command, "x.yaml", "--help"])
 
 
-def test_bench_takes_the_engine_part_of_a_serve_config(serve_config: Path) -> None:
+def test_bench_reads_the_engine_options_of_a_serve_config(serve_config: Path) -> None:
     config = engine_config(serve_config, concurrency=2, dtype="float32", model=None)
     assert (config.max_running_requests, config.dtype) == (4, "float32")
     assert config.speculative.algorithm == "NGRAM"
@@ -118,13 +118,13 @@ def test_bench_refuses_other_configs(text: str, tmp_path: Path) -> None:
         engine_config(path, concurrency=1)
 
 
-def test_check_accepts_and_names_what_it_saw(serve_config: Path) -> None:
+def test_check_reports_a_valid_file(serve_config: Path) -> None:
     done = run_check(serve_config)
     assert (done.returncode, done.stderr) == (0, "")
     assert "application 'specray' is valid: smollm2-135m-instruct, auto, NGRAM" in done.stdout
 
 
-def test_check_of_a_bad_file_is_status_2(serve_config: Path) -> None:
+def test_check_of_an_invalid_file_exits_with_status_2(serve_config: Path) -> None:
     serve_config.write_text(SERVE_CONFIG.replace("NGRAM", "NGRM"))
     done = run_check(serve_config)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""What the demo says about two rounds of answers; serving is tested in tests/cluster."""
+"""The demo's report on two rounds of answers; serving is tested in tests/cluster."""
 
 import pytest
 
@@ -11,13 +11,13 @@ def played(name: str, text: str, seconds: float) -> Round:
     return Round(name, [Answer(f"{text} {title}", usage, seconds) for title in QUESTIONS])
 
 
-def test_both_speeds_and_their_ratio_are_shown() -> None:
+def test_both_speeds_and_their_ratio_are_reported() -> None:
     shown = report([played("on", "same", 1.0), played("off", "same", 2.0)])
     assert "open question: 60.0 tokens/s with speculation, 30.0 without: 2.00 times plain decoding." in shown
-    assert "Both ways gave identical texts, character for character." in shown
+    assert "Both servers gave identical texts." in shown
 
 
-def test_different_texts_are_not_called_identical() -> None:
+def test_different_texts_are_reported() -> None:
     second = played("off", "same", 2.0)
     second.answers[0].text += "!"
     shown = report([played("on", "same", 1.0), second])
@@ -26,7 +26,7 @@ def test_different_texts_are_not_called_identical() -> None:
 
 
 @pytest.mark.parametrize("length", [None, 1.0])
-def test_a_server_without_speculation_has_accept_length_1(length: float | None) -> None:
+def test_the_accept_length_without_speculation_is_1(length: float | None) -> None:
     second = played("off", "same", 2.0)
     for answer in second.answers:
         answer.usage["speculative"] = {"accept_length": length}

@@ -1,4 +1,4 @@
-"""A child server is waited for, given up with a reason, stopped with all it started. No Ray: the server is a script."""
+"""A server as a child process: waiting until it is ready, stopping all its processes. It is a script without Ray."""
 
 import signal
 import socket
@@ -47,7 +47,7 @@ def use_script(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> N
     monkeypatch.setattr(local_server, "_SERVE", [sys.executable, str(script)])
 
 
-def test_a_healthy_server_is_used_and_stopped_with_its_children(
+def test_a_server_is_stopped_with_its_children(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Path, port: int
 ) -> None:
     use_script(monkeypatch, tmp_path, HEALTHY)
@@ -68,7 +68,7 @@ def test_a_healthy_server_is_used_and_stopped_with_its_children(
         ("import time; print('thinking', flush=True); time.sleep(60)", "not ready after 1 s.*thinking"),
     ],
 )
-def test_a_server_that_does_not_come_up_is_given_up(
+def test_a_server_that_does_not_start_is_an_error_with_its_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Path, port: int, program: str, reason: str
 ) -> None:
     use_script(monkeypatch, tmp_path, program)
@@ -79,8 +79,8 @@ def test_a_server_that_does_not_come_up_is_given_up(
         server.wait_until_ready(timeout=1)
 
 
-def test_sigterm_ends_the_server_of_a_bench_too(tmp_path: Path, config: Path, port: int) -> None:
-    """Seen: a bench that was told to end left two servers behind, on the cores of the next one."""
+def test_sigterm_also_stops_the_server(tmp_path: Path, config: Path, port: int) -> None:
+    """Regression: a terminated benchmark left two servers running."""
     (tmp_path / "serve").write_text(HEALTHY)
     program = f"""
 import sys, time
@@ -101,7 +101,7 @@ with local_server.LocalServer(Path({str(config)!r}), {port}) as server:
     assert not Path(folder).exists()
 
 
-def test_a_port_in_use_is_named(config: Path) -> None:
+def test_a_port_in_use_is_an_error(config: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -110,6 +110,6 @@ def test_a_port_in_use_is_named(config: Path) -> None:
             pass
 
 
-def test_a_missing_config_is_named(tmp_path: Path) -> None:
+def test_a_missing_config_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ServerStartError, match=r"nothing\.yaml"):
         LocalServer(tmp_path / "nothing.yaml")

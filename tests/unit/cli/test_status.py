@@ -1,4 +1,4 @@
-"""`specray status`: from what a server says to a table, without a server; and one that answers by rote."""
+"""`specray status`: tables from recorded metrics, and the command against a server with recorded answers."""
 
 import json
 import threading
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from specray.cli import main as cli
-from specray.cli.status import Look, as_json, as_text, read_metrics, rows
+from specray.cli.status import ServerStatus, as_json, as_text, read_metrics, replica_statuses
 
 # Recorded from a server with n-gram drafts; a second replica was added by hand.
 METRICS = """
@@ -49,21 +49,21 @@ INFO = {
 }
 
 
-def look(at: float, text: str, is_ready: bool = True, info: dict[str, Any] = INFO) -> Look:
-    return Look(at, is_ready, info, *read_metrics(text))
+def status(at: float, text: str, is_ready: bool = True, info: dict[str, Any] = INFO) -> ServerStatus:
+    return ServerStatus(at, is_ready, info, *read_metrics(text))
 
 
 def later(text: str) -> str:
-    """Two seconds on: 20 tokens more, in 10 steps, 10 of them drafts."""
+    """Two seconds later: 20 more tokens in 10 steps, of which 10 were drafts."""
     return text.replace("} 30.0", "} 50.0").replace("} 27.0", "} 37.0").replace("} 2.0", "} 12.0")
 
 
-def test_rates_are_between_two_looks_and_totals_are_not() -> None:
-    second, first = rows(look(10.0, METRICS), look(12.0, later(METRICS)))
+def test_rates_are_since_the_previous_update() -> None:
+    second, first = replica_statuses(status(10.0, METRICS), status(12.0, later(METRICS)))
     assert (first.replica, first.drafter, first.num_running, first.num_waiting) == ("nrkn9ylc", "NGRAM", 3, 1)
     assert first.tokens_per_s == 10.0
     assert first.accept_length == 2.0
-    assert first.accept_length_in_all == pytest.approx(1 + 12 / 37)
+    assert first.accept_length_overall == pytest.approx(1 + 12 / 37)
     assert (first.kv_usage, first.cache_hit_rate, first.num_draft_faults, first.since_token_s) == (0.25, 0.5, 2, 0.34)
     assert (second.drafter, second.accept_length, second.cache_hit_rate, second.since_token_s) == (
         "EAGLE3",
@@ -73,13 +73,13 @@ def test_rates_are_between_two_looks_and_totals_are_not() -> None:
     )
 
 
-def test_a_replica_that_came_meanwhile_counts_from_its_start() -> None:
-    _, row = rows(look(10.0, ""), look(12.0, METRICS))
+def test_rates_of_a_new_replica_are_since_its_start() -> None:
+    _, row = replica_statuses(status(10.0, ""), status(12.0, METRICS))
     assert row.tokens_per_s == 15.0
 
 
-def test_the_table_has_a_line_for_each_replica() -> None:
-    text = as_text("http://here", look(10.0, METRICS), look(12.0, later(METRICS)))
+def test_the_table_has_a_line_per_replica() -> None:
+    text = as_text("http://here", status(10.0, METRICS), status(12.0, later(METRICS)))
     headline, _, titles, _, b, a = text.splitlines()
     assert headline == (
         "http://here: ready; smollm2-135m-instruct, NGRAM, drafters colocated, 2 engines with tp_size 2, 4 failovers"
@@ -94,7 +94,7 @@ def test_the_table_has_a_line_for_each_replica() -> None:
         "queued": "1",
         "tokens/s": "10.0",
         "accept len now": "2.00",
-        "in all": "1.32",
+        "overall": "1.32",
         "KV used": "25%",
         "cache hits": "50%",
         "draft faults": "2",
@@ -103,22 +103,22 @@ def test_the_table_has_a_line_for_each_replica() -> None:
     assert b.startswith("| b ")
 
 
-def test_json_has_the_same_on_one_line() -> None:
-    text = as_json("http://here", look(10.0, METRICS), look(12.0, later(METRICS)))
+def test_json_output_is_one_line() -> None:
+    text = as_json("http://here", status(10.0, METRICS), status(12.0, later(METRICS)))
     assert "\n" not in text
-    said = json.loads(text)
-    assert (said["ready"], said["failovers"]) == (True, 4)
-    assert said["replicas"][1]["tokens_per_s"] == 10.0
+    output = json.loads(text)
+    assert (output["ready"], output["failovers"]) == (True, 4)
+    assert output["replicas"][1]["tokens_per_s"] == 10.0
 
 
-def test_a_server_without_engines_is_said_to_be_one() -> None:
-    nothing = look(10.0, "", is_ready=False, info={})
+def test_a_server_without_engines_is_not_ready() -> None:
+    nothing = status(10.0, "", is_ready=False, info={})
     assert "NOT READY" in as_text("http://here", nothing, nothing)
     assert "no engine is connected" in as_text("http://here", nothing, nothing)
 
 
-class Rote(BaseHTTPRequestHandler):
-    """Answers that were written down; what is not among them is a 503."""
+class RecordedAnswers(BaseHTTPRequestHandler):
+    """Answers by path; 503 for other paths."""
 
     answers: ClassVar[dict[str, str]] = {}
     keys: ClassVar[set[str | None]] = {None}
@@ -137,8 +137,10 @@ class Rote(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(Rote, "answers", {"/metrics": METRICS, "/server_info": json.dumps(INFO), "/readyz": "{}"})
-    with ThreadingHTTPServer(("127.0.0.1", 0), Rote) as http:
+    monkeypatch.setattr(
+        RecordedAnswers, "answers", {"/metrics": METRICS, "/server_info": json.dumps(INFO), "/readyz": "{}"}
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), RecordedAnswers) as http:
         threading.Thread(target=http.serve_forever, args=(0.05,), daemon=True).start()
         yield f"http://127.0.0.1:{http.server_port}"
         http.shutdown()
@@ -148,24 +150,24 @@ def once(url: str, *options: str) -> int:
     return cli.main(["status", "--url", url, "--once", "--interval", "0.01", *options])
 
 
-def test_once_is_one_table(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_prints_one_table(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert once(server) == 0
     assert "| nrkn9ylc | 0, 1 on 10.0.0.1; 2 on 10.0.0.2 |   NGRAM |" in capsys.readouterr().out
 
 
-def test_once_has_status_1_while_the_server_is_not_ready(
+def test_once_exits_with_status_1_while_the_server_is_not_ready(
     server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Rote, "answers", {})
+    monkeypatch.setattr(RecordedAnswers, "answers", {})
     assert once(server, "--json") == 1
     assert json.loads(capsys.readouterr().out) == {"url": server, "ready": False, "failovers": None, "replicas": []}
 
 
-def test_a_key_is_sent_where_one_is_asked_for(
+def test_the_key_from_the_environment_is_sent(
     server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Rote, "keys", {"Bearer secret"})
+    monkeypatch.setattr(RecordedAnswers, "keys", {"Bearer secret"})
     assert once(server) == 2
-    assert "put a key that it knows into SPECRAY_API_KEY" in capsys.readouterr().err
+    assert "set SPECRAY_API_KEY to a valid key" in capsys.readouterr().err
     monkeypatch.setenv("SPECRAY_API_KEY", "secret")
     assert once(server) == 0

@@ -94,7 +94,7 @@ def test_a_file_without_a_host_is_served_on_loopback(capsys: pytest.CaptureFixtu
         (["--speculative-num-steps=3"], "has no effect while speculative.algorithm is null"),
         (["missing.yaml"], "missing.yaml"),
         (["--model", "./missing", "--port", "0"], "model='./missing' looks like a local path, but nothing is there"),
-        (["--port", "70000"], "127.0.0.1:70000 cannot be listened on"),
+        (["--port", "70000"], "cannot listen on 127.0.0.1:70000"),
     ],
 )
 def test_errors_are_one_line_and_exit_status_2(
@@ -116,7 +116,7 @@ def test_a_port_in_use_is_an_error_before_ray_starts(
         other.listen()
         port = other.getsockname()[1]
         assert main(["--port", str(port)]) == 2
-    assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
