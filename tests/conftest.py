@@ -1,4 +1,4 @@
-"""What every test may use: the toy models, stories260K, quiet settings. Helpers live in tests/support."""
+"""Fixtures of all tests: the toy models, stories260K and process settings. Helpers live in tests/support."""
 
 import gc
 import os
@@ -14,13 +14,13 @@ from tests.support.toy import write_toy
 
 
 def pytest_collection_finish() -> None:
-    """All that the tests import is there, and stays: a tenth of their time would go by in looking for garbage in it."""
+    """Exclude imported modules from garbage collection, which would take a tenth of the tests' time."""
     gc.freeze()
     gc.enable()
 
 
 def _keep_to_one_core() -> None:
-    """Of several workers side by side (pytest-xdist), each has a core: threads that share one wait for one another."""
+    """Give each pytest-xdist worker one core: threads that share one wait for each other."""
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
@@ -36,7 +36,7 @@ settings.load_profile("specray")
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Toy models are too small to share, and a second thread only waits."""
+    """Toy models are too small for several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

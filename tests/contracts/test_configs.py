@@ -1,4 +1,4 @@
-"""Every file in configs/ starts: Ray's schema and ours take it, listening is on loopback, and a typo is refused."""
+"""Every file in configs/ is valid, listens on loopback and refuses unknown options."""
 
 import json
 from pathlib import Path
@@ -20,8 +20,8 @@ from specray.spec_decode.tree_shape import TreeShape
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-MADE = ("standalone", "mtp")  # draft with what `make draft` and `make mtp` have to make first
-# Run anywhere, with what comes in packages.
+MADE = ("standalone", "mtp")  # need `make draft` or `make mtp` first
+# Need nothing but packages.
 EMBEDDED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in MADE)
 
 SMOLLM2 = LlamaConfig(
@@ -43,13 +43,13 @@ LLAMA_8B = {
 }
 
 
-def test_the_embedded_demo_has_its_configs() -> None:
+def test_every_method_has_a_config_for_the_embedded_model() -> None:
     names = {path.stem for path in EMBEDDED}
     assert {"plain", "ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram"} <= names
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_config_loads(path: Path) -> None:
+def test_config_is_valid(path: Path) -> None:
     assert check_file(path)
 
 
@@ -69,26 +69,26 @@ def test_config_with_a_typo_is_refused(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", *MADE])
-def test_an_embedded_config_differs_from_plain_in_speculation_only(name: str) -> None:
+def test_embedded_configs_differ_only_in_speculation(name: str) -> None:
     plain, drafted = (engine_of(ROOT / "configs" / f"{stem}.yaml") for stem in ("plain", name))
     assert drafted.speculative.algorithm is not None
     assert plain == drafted.model_copy(update={"speculative": plain.speculative})
 
 
-def test_fr_spec_differs_from_eagle2_in_its_map_only() -> None:
+def test_fr_spec_differs_from_eagle2_only_in_its_token_map() -> None:
     full, mapped = (engine_of(ROOT / "configs" / f"{name}.yaml").speculative for name in ("eagle2", "eagle2-frspec"))
     assert mapped.token_map is not None
     assert full == mapped.model_copy(update={"token_map": None})
 
 
-def test_eagle3_ngram_differs_from_eagle3_in_the_override_only() -> None:
+def test_eagle3_ngram_differs_from_eagle3_only_in_the_override() -> None:
     alone, combined = (engine_of(ROOT / "configs" / f"{name}.yaml").speculative for name in ("eagle3", "eagle3-ngram"))
     assert combined.ngram_override_min_match is not None
     assert alone == combined.model_copy(update={"ngram_override_min_match": None})
 
 
 @pytest.mark.parametrize("path", EMBEDDED, ids=lambda path: path.name)
-def test_the_files_of_an_embedded_config_come_with_the_package(path: Path) -> None:
+def test_files_of_embedded_configs_are_in_the_package(path: Path) -> None:
     speculative = engine_of(path).speculative
     if speculative.draft_model_path is not None:
         assert speculative.draft_model_path in embedded_heads()
@@ -98,8 +98,8 @@ def test_the_files_of_an_embedded_config_come_with_the_package(path: Path) -> No
         assert len(ids) == 8192
 
 
-def test_the_8b_config_fits_its_target(tmp_path: Path) -> None:
-    """The real sizes, the weights left out: what the drafter would do with them."""
+def test_the_llama_config_fits_its_target(tmp_path: Path) -> None:
+    """With the real sizes but without weights."""
     speculative = engine_of(ROOT / "configs/llama-3.1-8b/eagle3.yaml").speculative
     target = LlamaConfig(**LLAMA_8B, num_hidden_layers=32)
     head = {**LLAMA_8B, "num_hidden_layers": 1, "draft_vocab_size": 32000, "max_position_embeddings": 2048}
@@ -110,14 +110,14 @@ def test_the_8b_config_fits_its_target(tmp_path: Path) -> None:
     assert TreeShape.of(speculative, "LlamaForCausalLM") == TreeShape(num_steps=5, topk=8, num_draft_tokens=32)
 
 
-def test_mimos_config_fits_its_target() -> None:
-    """The layer is a layer of the target's, so only the tree is left to check."""
+def test_the_mimo_config_fits_its_target() -> None:
+    """The layer is in the target's checkpoint, so only the tree is checked."""
     speculative = engine_of(ROOT / "configs/mimo-7b/mtp.yaml").speculative
     assert speculative.draft_model_path is None
     assert TreeShape.of(speculative, "MiMoForCausalLM") == TreeShape(num_steps=1, topk=1, num_draft_tokens=2)
 
 
-def test_deepseeks_config_says_what_its_kv_costs() -> None:
+def test_the_deepseek_config_states_the_size_of_its_kv_cache() -> None:
     """The latent twice, in 27 layers of bfloat16."""
     target = DeepseekV2Config(
         hidden_size=2048,
@@ -132,7 +132,7 @@ def test_deepseeks_config_says_what_its_kv_costs() -> None:
     shape = MODELS["DeepseekV2ForCausalLM"].shape_of(target, RankGroup())
     bytes_per_token = shape.num_layers * 2 * shape.num_local_kv_heads * shape.head_dim * 2
     path = ROOT / "configs/deepseek-v2-lite/ngram.yaml"
-    assert f"{bytes_per_token / 1024:.0f} KB a token" in path.read_text()
+    assert f"{bytes_per_token / 1024:.0f} KB per token" in path.read_text()
     assert engine_of(path).speculative.algorithm == "NGRAM"
 
 

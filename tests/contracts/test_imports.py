@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source, so lazy imports count too."""
+"""Import rules between packages, read from the source, so that lazy imports count."""
 
 import ast
 import subprocess
@@ -62,7 +62,7 @@ def layer_of(module: str) -> str:
 
 
 def may_import(importer: str, imported: str) -> bool:
-    """The import direction of the design, in one place."""
+    """The rules."""
     above, below = layer_of(importer), layer_of(imported)
     if (above, imported) in DOORS or above == below or above in ("cluster", "tools"):
         return below != "cluster" or above == "cluster"
@@ -86,7 +86,7 @@ def private_ray_uses(name: str, tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("item", OUR_IMPORTS, ids=lambda item: f"{item.importer}->{item.imported}")
-def test_imports_point_down(item: Import) -> None:
+def test_imports_follow_the_rules(item: Import) -> None:
     assert may_import(item.importer, item.imported), (
         f"{SOURCES[item.importer]}:{item.line} imports {item.imported}, against the import direction"
     )
@@ -97,12 +97,12 @@ def test_engine_package_imports_neither_ray_nor_cluster() -> None:
     assert not wrong
 
 
-def test_host_side_imports_no_tensor_library() -> None:
+def test_host_code_imports_no_tensor_library() -> None:
     host = [i for i in IMPORTS if layer_of(i.importer) in ("engine", "leaves")]
     assert not [i for i in host if i.imported.split(".")[0] in ("torch", "transformers", "numpy")]
 
 
-def test_no_cycles() -> None:
+def test_imports_have_no_cycles() -> None:
     graph: dict[str, set[str]] = {name: set() for name in SOURCES}
     for item in OUR_IMPORTS:
         graph[item.importer].add(item.imported)
@@ -113,7 +113,7 @@ def test_no_cycles() -> None:
 
 
 def modules_after(*imports: str) -> set[str]:
-    """What a fresh interpreter has loaded after importing these."""
+    """Modules that a new interpreter has loaded after importing these."""
     program = f"import sys, {', '.join(imports)}; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(ended.stdout.split())
@@ -126,17 +126,17 @@ def test_loading_the_engine_loads_no_torch() -> None:
 @pytest.mark.parametrize(
     "module", ["cluster.cli.check", "cluster.cli.serve", "cluster.cli.launcher", "cluster.engine.router"]
 )
-def test_checking_and_starting_load_no_torch(module: str) -> None:
-    assert "torch" not in modules_after(module)  # seconds, of each command, before anything is said or started
+def test_checking_a_configuration_loads_no_torch(module: str) -> None:
+    assert "torch" not in modules_after(module)  # it would delay every command by seconds
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("cluster")])
-def test_public_ray_only(name: str) -> None:
+def test_only_rays_public_api_is_imported(name: str) -> None:
     assert not private_ray_uses(name, TREES[name])
 
 
 @pytest.mark.parametrize("line", ["from ray._private import x", "import ray.util._x", "ray.x._private.f()"])
-def test_lint_sees_private_ray(line: str) -> None:
+def test_the_linter_finds_private_ray_imports(line: str) -> None:
     assert private_ray_uses("cluster.x", ast.parse(line))
 
 
@@ -161,5 +161,5 @@ def test_lint_sees_private_ray(line: str) -> None:
         ("specray.config", "specray.engine.engine", False),
     ],
 )
-def test_import_direction_is_the_designs(importer: str, imported: str, allowed: bool) -> None:
+def test_the_rules_allow_what_the_design_allows(importer: str, imported: str, allowed: bool) -> None:
     assert may_import(importer, imported) is allowed

@@ -1,4 +1,4 @@
-"""What unit tests may use: a file of `serve run`."""
+"""Fixtures of unit tests."""
 
 from pathlib import Path
 

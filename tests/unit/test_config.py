@@ -1,4 +1,4 @@
-"""Options are refused at load when they cannot work, with the value seen and the fix."""
+"""Invalid options are refused when the configuration is loaded, with the value and the fix."""
 
 from pathlib import Path
 from typing import Any
@@ -50,17 +50,17 @@ def test_unknown_keys_and_values_out_of_bounds_are_refused(options: dict[str, ob
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "parts"),
     [
         ({"chunked_prefill_size": 4096, "max_prefill_tokens": 2048}, ["4096", "2048", "raise max_prefill_tokens"]),
         ({"max_total_tokens": 16, "page_size": 16}, ["max_total_tokens=16", "page_size=16", ">= 17"]),
         ({"speculative": {"num_draft_tokens": 4}}, ["num_draft_tokens=4", "algorithm", "NGRAM"]),
     ],
 )
-def test_options_that_contradict_each_other_say_what_to_change(options: dict[str, object], said: list[str]) -> None:
+def test_contradicting_options_are_refused_with_the_fix(options: dict[str, object], parts: list[str]) -> None:
     with pytest.raises(ValidationError) as caught:
         EngineConfig(**options)
-    assert all(part in str(caught.value) for part in said)
+    assert all(part in str(caught.value) for part in parts)
 
 
 def test_a_configuration_cannot_be_changed() -> None:
@@ -74,7 +74,7 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "parts"),
     [
         ({"algorithm": "NGRAM", "eagle_topk": 4}, ["eagle_topk=4", "NGRAM", "remove it", "num_draft_tokens"]),
         ({"algorithm": "NGRAM", "draft_model_path": "x"}, ["draft_model_path='x'", "no effect"]),
@@ -84,19 +84,19 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
         ({"algorithm": "EAGLE3", "draft_model_path": "x", "num_steps": 3}, ["eagle_topk, num_draft_tokens is not set"]),
     ],
 )
-def test_options_that_a_method_does_not_read_or_misses_are_refused(options: dict[str, Any], said: list[str]) -> None:
+def test_options_that_a_method_ignores_or_lacks_are_refused(options: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         check_speculative(SpeculativeConfig(**options))
-    assert all(part in str(caught.value) for part in said)
+    assert all(part in str(caught.value) for part in parts)
 
 
 def test_every_method_is_tested() -> None:
-    """Tests that run each method run those of this table."""
+    """METHODS has at least one entry per drafter."""
     assert set(METHODS) >= set(DRAFTERS)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_can_be_made_and_keeps_its_limit(name: str, toy: Path, tmp_path: Path) -> None:
+def test_every_method_reports_its_maximum_of_draft_tokens(name: str, toy: Path, tmp_path: Path) -> None:
     speculative = METHODS[name](toy, tmp_path)
     check_speculative(speculative)
     with make_llm(toy, speculative=speculative) as llm:

@@ -1,4 +1,4 @@
-"""Every metric is named once, and what is counted is what happened."""
+"""Metrics have unique names and correct values."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from specray.metrics import MAX_POSITIONS, METRICS, SECONDS_BUCKETS, EngineStats
 
 
-def test_names_are_unique_and_follow_their_kind() -> None:
+def test_names_are_unique_and_follow_the_conventions_of_their_type() -> None:
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     for metric in METRICS:
@@ -16,7 +16,7 @@ def test_names_are_unique_and_follow_their_kind() -> None:
         assert metric.help.endswith(".")
 
 
-def test_a_snapshot_has_every_metric_and_does_not_change_any_more() -> None:
+def test_a_snapshot_has_every_metric_and_does_not_change() -> None:
     stats = EngineStats()
     before = stats.snapshot()
     assert set(before) == {metric.name for metric in METRICS}
@@ -33,7 +33,7 @@ def test_an_unknown_name_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "bucket"), [(0.0, 0), (0.005, 0), (0.006, 1), (300.0, 13), (301.0, 14)])
-def test_an_observation_falls_into_the_bucket_that_ends_at_or_after_it(seconds: float, bucket: int) -> None:
+def test_an_observation_is_counted_in_the_first_bucket_that_contains_it(seconds: float, bucket: int) -> None:
     stats = EngineStats()
     stats.observe("specray_e2e_request_latency_seconds", seconds)
     histogram = stats.snapshot()["specray_e2e_request_latency_seconds"]
@@ -41,7 +41,7 @@ def test_an_observation_falls_into_the_bucket_that_ends_at_or_after_it(seconds: 
     assert histogram.total == seconds
 
 
-def test_accepted_drafts_are_counted_at_each_depth() -> None:
+def test_accepted_drafts_are_counted_by_depth() -> None:
     stats = EngineStats()
     stats.accepted(num_draft_tokens=5, num_accepted=2)
     stats.accepted(num_draft_tokens=5, num_accepted=0)

@@ -1,4 +1,4 @@
-"""Acceptance at each depth, from the histogram that every request carries."""
+"""Acceptance rates by depth, from a request's histogram of accepted drafts."""
 
 import pytest
 
@@ -14,11 +14,11 @@ from specray.outputs import acceptance_per_depth, add_histograms
         ([2, 1, 1, 4], [6 / 8, 5 / 6, 4 / 5]),
     ],
 )
-def test_a_depth_counts_trees_that_got_to_the_depth_above(histogram: list[int], expected: list[float]) -> None:
+def test_rates_are_given_that_the_parent_was_accepted(histogram: list[int], expected: list[float]) -> None:
     assert acceptance_per_depth(histogram) == pytest.approx(expected)
 
 
-def test_accept_length_follows_from_the_depths() -> None:
+def test_accept_length_follows_from_the_rates() -> None:
     histogram = [5, 3, 0, 2]
     length, reached = 1.0, 1.0
     for share in acceptance_per_depth(histogram):

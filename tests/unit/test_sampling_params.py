@@ -1,4 +1,4 @@
-"""Bounds of every sampling option, and seeds."""
+"""Bounds of sampling options, and seeds."""
 
 import pytest
 
@@ -28,7 +28,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ("logprobs", [None, 0, 20], [-1, 21]),
     ],
 )
-def test_bounds(field: str, allowed: list[object], refused: list[object]) -> None:
+def test_options_have_bounds(field: str, allowed: list[object], refused: list[object]) -> None:
     for value in allowed:
         make_sampling_params(**{field: value})
     for value in refused:
@@ -38,19 +38,19 @@ def test_bounds(field: str, allowed: list[object], refused: list[object]) -> Non
         assert field in str(caught.value)
 
 
-def test_three_hundred_biases_are_the_most() -> None:
+def test_at_most_three_hundred_biases_are_accepted() -> None:
     make_sampling_params(logit_bias=dict.fromkeys(range(300), 1.0))
     with pytest.raises(InvalidRequestError, match="logit_bias"):
         make_sampling_params(logit_bias=dict.fromkeys(range(301), 1.0))
 
 
-def test_an_unknown_option_is_refused_by_name() -> None:
+def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         make_sampling_params(temprature=1.0)
     assert caught.value.param == "temprature"
 
 
-def test_options_given_in_code_are_checked_too() -> None:
+def test_the_constructor_validates_options() -> None:
     with pytest.raises(ValueError, match="temperature"):
         SamplingParams(temperature=-1.0)
 
@@ -62,7 +62,7 @@ def test_fresh_seeds_differ_and_survive_a_json_double() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 7, -1, -(2**63), 2**63 - 1])
-def test_the_first_choice_keeps_the_seed_and_all_choices_seeds_are_valid_and_different(seed: int) -> None:
+def test_choices_have_different_valid_seeds_and_the_first_keeps_the_given_one(seed: int) -> None:
     seeds = [choice_seed(seed, index) for index in range(8)]
     assert seeds[0] == seed
     assert len(set(seeds)) == 8

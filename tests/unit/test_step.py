@@ -1,4 +1,4 @@
-"""Plans and results survive their way over the wire, and need no torch to do so."""
+"""Plans and results can be serialized without torch."""
 
 from typing import Any
 
@@ -51,12 +51,12 @@ results = st.builds(StepResult, small, st.lists(row_result, max_size=3), st.buil
 
 
 def tupled(value: Any) -> Any:
-    """Lists and tuples made one, for comparison: the wire has only one of them."""
+    """Lists for tuples: serialization does not distinguish them."""
     return tuple(tupled(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 @given(plans)
-def test_a_plan_comes_back(plan: StepPlan) -> None:
+def test_a_plan_survives_serialization(plan: StepPlan) -> None:
     back = unpack_plan(pack(plan))
     assert tupled(back) == tupled(plan)
     assert [type(row.sampling) for row in back.new_requests] == [SamplingOptions] * len(plan.new_requests)
@@ -64,7 +64,7 @@ def test_a_plan_comes_back(plan: StepPlan) -> None:
 
 
 @given(results)
-def test_a_result_comes_back(result: StepResult) -> None:
+def test_a_result_survives_serialization(result: StepResult) -> None:
     back = unpack_result(pack(result))
     assert back == result
     assert all(isinstance(entry, TokenLogprob) for row in back.rows for entry in row.logprobs or [])
