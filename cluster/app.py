@@ -11,11 +11,10 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster.api.ingress import OpenAIIngress
-from cluster.cli.plan import most_engines
+from cluster.autoscaling import serve_autoscaling
 from cluster.config import AppConfig
 from cluster.engine.placement import bundles, strategy, uses_gpus
 from cluster.engine.router import Router
-from cluster.routing.autoscaling import serve_autoscaling
 from specray.spec_decode import check_speculative
 from specray.unsupported_options import options_without_effect
 
@@ -42,7 +41,7 @@ def build(args: AppConfig) -> Application:
 def _ingress(config: AppConfig) -> serve.Deployment:
     """Allows more open requests than the engines admit, so that the excess gets our 429 instead of Serve's."""
     admitted = config.max_running_requests + config.max_queued_requests  # by one engine
-    max_open = max(most_engines(config), MIN_ENGINES) * admitted + INGRESS_SLACK
+    max_open = max(config.max_replicas, MIN_ENGINES) * admitted + INGRESS_SLACK
     return serve.deployment(
         name="OpenAIIngress",
         num_replicas=config.server.num_ingress_replicas,

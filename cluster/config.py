@@ -8,8 +8,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cluster.routing.autoscaling import AutoscalingOptions
-from cluster.routing.policy import RoutingOptions
 from specray.config import EngineConfig, Options
 from specray.errors import ConfigError
 
@@ -123,6 +121,75 @@ class PlacementConfig(Options):
         return self
 
 
+class RoutingOptions(Options):
+    """How much imbalance of load a cached prefix or a session may cause."""
+
+    max_load_ratio: float = Field(
+        1.5,
+        ge=1.0,
+        le=100.0,
+        description="A replica is skipped if its load exceeds the least load times this, plus load_slack.",
+    )
+    load_slack: float = Field(
+        4.0, ge=0.0, le=10_000.0, description="Requests by which a load may exceed max_load_ratio times the least."
+    )
+    prefix_block_size: int = Field(
+        64, ge=1, le=65_536, description="Tokens per block of the ingress's prefix index; shorter prefixes are ignored."
+    )
+    prefix_blocks: int = Field(
+        65_536,
+        ge=1,
+        le=10_000_000,
+        description="Blocks per replica in the ingress's prefix index, about 100 bytes each.",
+    )
+
+
+class AutoscalingOptions(Options):
+    """Bounds and targets of the number of Router replicas."""
+
+    enabled: bool = Field(False, description="Scale the number of engines with the load, instead of num_replicas.")
+    min_replicas: int = Field(1, ge=1, le=1024, description="Minimum number of replicas.")
+    max_replicas: int = Field(1, ge=1, le=1024, description="Maximum number of replicas.")
+    target_running: float = Field(
+        32.0,
+        gt=0.0,
+        le=4096.0,
+        description="Target number of running requests per replica; at most max_running_requests.",
+    )
+    target_wait_s: float = Field(5.0, gt=0.0, le=3600.0, description="Seconds in which a queue should be processed.")
+    window_s: float = Field(
+        20.0, gt=10.0, le=600.0, description="Seconds of reports to average; replicas report every 10 s."
+    )
+    up_delay_s: float = Field(
+        5.0, ge=0.0, le=3600.0, description="Seconds for which more replicas must be needed before scaling up."
+    )
+    down_delay_s: float = Field(
+        180.0, ge=0.0, le=86_400.0, description="Seconds for which fewer replicas must suffice before scaling down."
+    )
+    down_margin: float = Field(
+        0.1, ge=0.0, le=1.0, description="Spare capacity to keep when scaling down, as a share of the load."
+    )
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ConfigError(
+                f"min_replicas={self.min_replicas} is more than max_replicas={self.max_replicas}; raise max_replicas "
+                "or lower min_replicas"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _down_is_slower(self) -> Self:
+        if self.down_delay_s < max(self.up_delay_s, self.window_s):
+            raise ConfigError(
+                f"down_delay_s={self.down_delay_s:g} is less than up_delay_s={self.up_delay_s:g} or window_s="
+                f"{self.window_s:g}, so a replica could be stopped before the reports show that it is needed; "
+                f"set down_delay_s >= {max(self.up_delay_s, self.window_s):g}"
+            )
+        return self
+
+
 class AppConfig(EngineConfig):
     """An application: its engines and their server."""
 
@@ -167,6 +234,11 @@ class AppConfig(EngineConfig):
     def replaces_drafters(self) -> bool:
         """Whether an operator can replace the drafter while serving."""
         return self.server.admin_key_file is not None and self.draft.placement == "colocated"
+
+    @property
+    def max_replicas(self) -> int:
+        """The largest number of engines that may run at once."""
+        return self.autoscaling.max_replicas if self.autoscaling.enabled else self.server.num_replicas
 
     @property
     def engine(self) -> EngineConfig:

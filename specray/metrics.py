@@ -10,7 +10,9 @@ it is rate(per_pos{position="0"}) / rate(drafts). One engine has one drafter at 
 """
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from specray.outputs import FinishReason
@@ -85,6 +87,7 @@ METRICS = (
 )
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+BUCKET_BOUNDS = (*(f"{bound:g}" for bound in SECONDS_BUCKETS), "+Inf")
 MAX_POSITIONS = 64
 
 
@@ -104,9 +107,25 @@ class HistogramSnapshot(NamedTuple):
     buckets: list[int]  # per bucket, not cumulative
     total: float
 
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, number of observations up to it), as in Prometheus."""
+        return list(zip(BUCKET_BOUNDS, accumulate(self.buckets), strict=True))
+
 
 # name -> value, name -> label value -> value, or name -> histogram; plain data
 Snapshot = dict[str, float | dict[str, float] | HistogramSnapshot]
+
+
+def number(snapshot: Snapshot, name: str) -> float:
+    """The value of a metric without a label."""
+    value = snapshot[name]
+    assert isinstance(value, int | float), name
+    return value
+
+
+def labelled(value: float | dict[str, float]) -> Iterable[tuple[str, float]]:
+    """(label value, number); a metric without a label has one pair with an empty label value."""
+    return value.items() if isinstance(value, dict) else [("", value)]
 
 
 class EngineStats:

@@ -1,6 +1,6 @@
 """Admin routes: report the engines' drafters, and replace them while serving.
 
-Access control lives in `auth`; `cluster.routing.drafting` brings all engines to the same drafter.
+Access control lives in `auth`; `cluster.routing.rollout` brings all engines to the same drafter.
 """
 
 import json
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from cluster.api.auth import ADMIN
 from cluster.api.errors import ApiError, from_validation
 from cluster.config import AppConfig
-from cluster.routing.drafting import DrafterRollout
+from cluster.routing.rollout import DrafterRollout
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 

@@ -3,22 +3,20 @@
 Names, types and help texts come from `specray.metrics.METRICS`. Export through Ray lives in `cluster.engine.metrics`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from specray.metrics import METRICS, SECONDS_BUCKETS, HistogramSnapshot, Snapshot
+from specray.metrics import METRICS, HistogramSnapshot, Snapshot, labelled
 from specray.metrics import Metric as Definition
 
 REPLICA = "replica"  # label of every series: the Router replica, as in Ray's metrics
 Value = float | dict[str, float] | HistogramSnapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-BUCKET_BOUNDS = [*(f"{bound:g}" for bound in SECONDS_BUCKETS), "+Inf"]
 
 
 def prometheus_text(snapshots: Mapping[str, Snapshot]) -> bytes:
@@ -52,17 +50,7 @@ def _family(definition: Definition) -> Metric:
 
 def _add(family: Any, definition: Definition, replica: str, value: Value) -> None:
     if isinstance(value, HistogramSnapshot):
-        family.add_metric([replica], buckets=cumulative(value), sum_value=value.total)
+        family.add_metric([replica], buckets=value.cumulative(), sum_value=value.total)
         return
     for label_value, number in labelled(value):
         family.add_metric([replica, label_value] if definition.label else [replica], number)
-
-
-def cumulative(value: HistogramSnapshot) -> list[tuple[str, float]]:
-    """(upper bound, number of observations up to it), as in Prometheus."""
-    return list(zip(BUCKET_BOUNDS, accumulate(value.buckets), strict=True))
-
-
-def labelled(value: float | dict[str, float]) -> Iterable[tuple[str, float]]:
-    """(label value, number); a metric without a label has one pair with an empty label value."""
-    return value.items() if isinstance(value, dict) else [("", value)]

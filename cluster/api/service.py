@@ -21,9 +21,9 @@ from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
 from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
-from cluster.engine.connections import RouterInfo
+from cluster.messages import RouterInfo
 from cluster.routing.client import NOT_READY
-from cluster.routing.drafting import DrafterRollout
+from cluster.routing.rollout import DrafterRollout
 from cluster.routing.router_pool import DRAINING, RouterPool
 from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot

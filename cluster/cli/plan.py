@@ -28,7 +28,7 @@ def plan_text(config: AppConfig) -> str:
 
 def total(config: AppConfig, with_gpus: bool) -> Bundle:
     """All resources reserved at once; with autoscaling, those of the maximum number of engines."""
-    engines = bundles(config, with_gpus) * most_engines(config)
+    engines = bundles(config, with_gpus) * config.max_replicas
     return _sum([*engines, *[_ingress(config)] * config.server.num_ingress_replicas])
 
 
@@ -42,13 +42,8 @@ def counted(number: int, what: str) -> str:
 
 def _engines(config: AppConfig) -> str:
     scaling = config.autoscaling
-    most = counted(most_engines(config), "engine")
+    most = counted(config.max_replicas, "engine")
     return f"{scaling.min_replicas} to {most}" if scaling.enabled else most
-
-
-def most_engines(config: AppConfig) -> int:
-    """The maximum number of engines at a time."""
-    return config.autoscaling.max_replicas if config.autoscaling.enabled else config.server.num_replicas
 
 
 def _processes(config: AppConfig, rank: int) -> str:

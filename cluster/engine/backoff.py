@@ -8,8 +8,7 @@ from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
 
-from cluster.engine.metrics import number
-from specray.metrics import Snapshot
+from specray.metrics import Snapshot, number
 
 MAX_S = 60
 

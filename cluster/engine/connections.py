@@ -5,54 +5,9 @@ Everything runs in the router's event loop. Not here: the engine (`router`), the
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import NamedTuple
 
-from specray.config import SpeculativeConfig
+from cluster.messages import Item, RouterHeartbeat, RouterInfo
 from specray.outputs import RequestOutput
-
-
-class RouterInfo(NamedTuple):
-    """Who the engine is: the first item of every stream, and sent again when it has changed."""
-
-    model: str
-    context_length: int
-    vocab_size: int
-    num_kv_tokens: int
-    max_draft_tokens: int
-    eos_token_ids: list[int]
-    dtype: str  # of the target's weights and KV
-    rank_nodes: tuple[str, ...]  # address of the node that each rank runs on
-
-
-class DesiredDrafter(NamedTuple):
-    """Which drafter an operator wants the engines to have; the later wish counts."""
-
-    set_at: int  # nanoseconds since 1970; 0: it is the configured one
-    speculative: SpeculativeConfig
-
-
-class Refusal(NamedTuple):
-    """Why a submit was refused, as plain data: an exception would cross Ray with its traceback."""
-
-    status: int
-    message: str
-    param: str | None
-    retry_after_s: int | None = None  # when it may be worth another try, where that is known
-
-
-class RouterHeartbeat(NamedTuple):
-    """What an engine says of itself several times a second, and when its queue fills up or has room again."""
-
-    kv_usage: float
-    acceptance_length: float | None
-    since_token_s: float  # since a token was made last; an idle engine makes one now and then to know that it can
-    desired: DesiredDrafter | None = None  # that it follows, where drafters can be replaced
-    is_draining: bool = False  # the whole application is about to be stopped: no ingress takes new requests
-    refusal: Refusal | None = None  # what a request more would hear, where the queue is full
-    num_others: int = 0  # requests under way of other ingresses than the one that hears this
-
-
-Item = RouterInfo | RouterHeartbeat | list[RequestOutput]
 
 
 class Connection:

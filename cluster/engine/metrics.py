@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from ray.serve import metrics as ray_metrics  # its metrics know their replica
 
-from cluster.api.prometheus import cumulative, labelled
-from specray.metrics import METRICS, HistogramSnapshot, Snapshot
+from specray.metrics import METRICS, HistogramSnapshot, Snapshot, labelled, number
 
 
 class RayExporter:
@@ -70,16 +69,9 @@ def _samples(snapshot: Snapshot) -> Iterator[tuple[str, str, float]]:
     """(family, label value, value) of everything in a snapshot; no label is the empty string."""
     for name, value in snapshot.items():
         if isinstance(value, HistogramSnapshot):
-            counts = cumulative(value)
+            counts = value.cumulative()
             yield from ((f"{name}_bucket", bound, count) for bound, count in counts)
             yield f"{name}_sum", "", value.total
             yield f"{name}_count", "", counts[-1][1]
         else:
             yield from ((name, label_value, number) for label_value, number in labelled(value))
-
-
-def number(snapshot: Snapshot, name: str) -> float:
-    """The value of a metric without a label."""
-    value = snapshot[name]
-    assert isinstance(value, int | float), name
-    return value

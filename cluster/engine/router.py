@@ -18,19 +18,20 @@ from typing import Any
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from cluster.autoscaling import autoscaling_stats
 from cluster.config import AppConfig
 from cluster.engine.backoff import Backoff
-from cluster.engine.connections import Connections, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
+from cluster.engine.connections import Connections
 from cluster.engine.executor import RayExecutor
-from cluster.engine.metrics import RayExporter, log_line, number
+from cluster.engine.metrics import RayExporter, log_line
+from cluster.engine.reconciler import DrafterReconciler, drafter_report
 from cluster.log_level import set_log_level
-from cluster.routing.autoscaling import autoscaling_stats
-from cluster.routing.drafting import DrafterReconciler, drafter_report
+from cluster.messages import DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError, QueueFullError, SpecRayError
-from specray.metrics import Snapshot
+from specray.metrics import Snapshot, number
 from specray.models.files import resolve_model
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import RequestOutput

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from math import inf
 from typing import Any, NoReturn, Protocol
 
-from cluster.engine.connections import DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
+from cluster.messages import DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 from cluster.routing.policy import ReplicaState
 from cluster.tasks import Tasks
 from specray.engine.request import EngineRequest
@@ -185,7 +185,7 @@ class RouterClient:
         return self._heartbeat.desired if self._heartbeat is not None and self.info is not None else None
 
     async def drafter(self) -> dict[str, Any]:
-        """A report of the router's drafter, see `drafting.drafter_report`."""
+        """A report of the router's drafter, see `cluster.engine.reconciler.drafter_report`."""
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
             return await self._handle.drafter()
 

@@ -14,34 +14,9 @@ from math import inf
 from random import Random
 from typing import Literal, NamedTuple, TypeGuard
 
-from pydantic import Field
-
-from specray.config import Options
+from cluster.config import RoutingOptions
 
 KV_FULL = 0.95  # share of KV blocks in use above which another request is likely to preempt one
-
-
-class RoutingOptions(Options):
-    """How much imbalance of load a cached prefix or a session may cause."""
-
-    max_load_ratio: float = Field(
-        1.5,
-        ge=1.0,
-        le=100.0,
-        description="A replica is skipped if its load exceeds the least load times this, plus load_slack.",
-    )
-    load_slack: float = Field(
-        4.0, ge=0.0, le=10_000.0, description="Requests by which a load may exceed max_load_ratio times the least."
-    )
-    prefix_block_size: int = Field(
-        64, ge=1, le=65_536, description="Tokens per block of the ingress's prefix index; shorter prefixes are ignored."
-    )
-    prefix_blocks: int = Field(
-        65_536,
-        ge=1,
-        le=10_000_000,
-        description="Blocks per replica in the ingress's prefix index, about 100 bytes each.",
-    )
 
 
 @dataclass(frozen=True, slots=True)

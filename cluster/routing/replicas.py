@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
-from cluster.engine.connections import DesiredDrafter, Item, Refusal
+from cluster.messages import DesiredDrafter, Item, Refusal
 from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
 

@@ -14,10 +14,10 @@ from math import inf
 from typing import Protocol
 
 from cluster.config import AppConfig
-from cluster.engine.connections import RouterInfo
+from cluster.messages import RouterInfo
 from cluster.routing.client import NOT_READY, Listener, RequestRefusedError, RouterClient, RouterHandle, RouterLostError
-from cluster.routing.drafting import DrafterRollout
 from cluster.routing.policy import PrefixIndex, choose_route
+from cluster.routing.rollout import DrafterRollout
 from cluster.tasks import Tasks
 from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError, QueueFullError, SpecRayError

@@ -174,7 +174,7 @@ def test_streams_outlive_a_cut_link_and_nobody_stays_behind_it(
         node_at_the_far_end(network, nodes.await_address()),
     ):
         nodes.await_ready()
-        cut_off = [lone_follower(), *own_processes("ray::GuardActor")]
+        cut_off = [lone_follower(), *own_processes("ray::WatchdogActor")]
         streams = Streams(nodes.url, len(PROMPTS))
         network.cut()
         for pid in cut_off:

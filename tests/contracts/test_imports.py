@@ -15,6 +15,16 @@ ROOT = Path(__file__).parents[2]
 LEAVES = {"channel", "config", "sampling_params", "outputs", "errors", "metrics", "step", "unsupported_options"}
 LAYERS = ["leaves", "ops", "layers", "models", "spec_decode", "worker"]  # each may import itself and what is before it
 TOOLS = {"bench", "cli", "dashboard", "train"}
+# Packages of `cluster`, and which others each may import. `shared`: the modules directly in `cluster`, without `app`.
+CLUSTER = {
+    "shared": set(),
+    "liveness": set(),
+    "engine": {"shared", "liveness"},
+    "routing": {"shared", "liveness"},
+    "api": {"shared", "routing"},
+    "app": {"shared", "engine", "api"},
+    "cli": {"shared", "engine", "app"},
+}
 DOORS = {("worker", "specray.engine.executor")}  # the protocol that an executor implements, and its values
 
 
@@ -73,6 +83,16 @@ def may_import(importer: str, imported: str) -> bool:
     return above in LAYERS and below in LAYERS and LAYERS.index(below) < LAYERS.index(above)
 
 
+def cluster_package(module: str) -> str:
+    part = module.split(".")[1] if "." in module else "shared"
+    return part if part in CLUSTER else "shared"
+
+
+def may_import_in_cluster(importer: str, imported: str) -> bool:
+    above, below = cluster_package(importer), cluster_package(imported)
+    return above == below or below in CLUSTER[above]
+
+
 def dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
@@ -89,6 +109,17 @@ def private_ray_uses(name: str, tree: ast.AST) -> list[str]:
 def test_imports_follow_the_rules(item: Import) -> None:
     assert may_import(item.importer, item.imported), (
         f"{SOURCES[item.importer]}:{item.line} imports {item.imported}, against the import direction"
+    )
+
+
+@pytest.mark.parametrize(
+    "item",
+    [item for item in OUR_IMPORTS if item.importer.startswith("cluster") and item.imported.startswith("cluster")],
+    ids=lambda item: f"{item.importer}->{item.imported}",
+)
+def test_imports_between_packages_of_cluster_point_down(item: Import) -> None:
+    assert may_import_in_cluster(item.importer, item.imported), (
+        f"{SOURCES[item.importer]}:{item.line} imports {item.imported}, against the import direction of cluster"
     )
 
 
@@ -163,3 +194,19 @@ def test_the_linter_finds_private_ray_imports(line: str) -> None:
 )
 def test_the_rules_allow_what_the_design_allows(importer: str, imported: str, allowed: bool) -> None:
     assert may_import(importer, imported) is allowed
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "allowed"),
+    [
+        ("cluster.cli.serve", "cluster.app", True),
+        ("cluster.app", "cluster.cli.plan", False),
+        ("cluster.engine.router", "cluster.messages", True),
+        ("cluster.engine.router", "cluster.routing.client", False),
+        ("cluster.routing.client", "cluster.engine.router", False),
+        ("cluster.config", "cluster.routing.policy", False),
+        ("cluster.liveness.watchdog", "cluster.engine.executor", False),
+    ],
+)
+def test_import_direction_of_cluster(importer: str, imported: str, allowed: bool) -> None:
+    assert may_import_in_cluster(importer, imported) is allowed

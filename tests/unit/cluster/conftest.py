@@ -19,9 +19,9 @@ from cluster.api.app import create_app
 from cluster.api.service import Service
 from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
-from cluster.engine.connections import DesiredDrafter, Item, Refusal
 from cluster.engine.draft import DrafterState
 from cluster.engine.router import Router
+from cluster.messages import DesiredDrafter, Item, Refusal
 from cluster.routing.router_pool import RouterPool
 from specray.config import SpeculativeConfig
 from specray.engine.engine import Engine

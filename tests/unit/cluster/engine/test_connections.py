@@ -3,7 +3,8 @@
 import asyncio
 import time
 
-from cluster.engine.connections import Connections, RouterHeartbeat, RouterInfo
+from cluster.engine.connections import Connections
+from cluster.messages import RouterHeartbeat, RouterInfo
 
 INFO = RouterInfo("toy", 512, 257, 1024, 0, [], "float32", ())
 

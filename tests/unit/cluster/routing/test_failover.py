@@ -9,7 +9,7 @@ import pytest
 
 import cluster.engine.router
 import cluster.routing.client
-from cluster.engine.connections import Refusal
+from cluster.messages import Refusal
 from specray.engine.request import EngineRequest
 from tests.unit.cluster.conftest import TEXT, ReplicaHandle, Serve, Server
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.routing.policy import KV_FULL, PrefixIndex, ReplicaState, Route, RoutingOptions, choose_route
+from cluster.config import RoutingOptions
+from cluster.routing.policy import KV_FULL, PrefixIndex, ReplicaState, Route, choose_route
 
 OPTIONS = RoutingOptions()
 IDS = [f"router#{index}" for index in range(6)]

@@ -5,62 +5,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, isfinite
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from pydantic import Field, model_validator
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from specray.config import Options
-from specray.errors import ConfigError
+from cluster.config import AutoscalingOptions
 from specray.metrics import Snapshot
 
 ROUNDING = 1e-9  # a load of 2.0 may be computed as slightly more
-
-
-class AutoscalingOptions(Options):
-    """Bounds and targets of the number of Router replicas."""
-
-    enabled: bool = Field(False, description="Scale the number of engines with the load, instead of num_replicas.")
-    min_replicas: int = Field(1, ge=1, le=1024, description="Minimum number of replicas.")
-    max_replicas: int = Field(1, ge=1, le=1024, description="Maximum number of replicas.")
-    target_running: float = Field(
-        32.0,
-        gt=0.0,
-        le=4096.0,
-        description="Target number of running requests per replica; at most max_running_requests.",
-    )
-    target_wait_s: float = Field(5.0, gt=0.0, le=3600.0, description="Seconds in which a queue should be processed.")
-    window_s: float = Field(
-        20.0, gt=10.0, le=600.0, description="Seconds of reports to average; replicas report every 10 s."
-    )
-    up_delay_s: float = Field(
-        5.0, ge=0.0, le=3600.0, description="Seconds for which more replicas must be needed before scaling up."
-    )
-    down_delay_s: float = Field(
-        180.0, ge=0.0, le=86_400.0, description="Seconds for which fewer replicas must suffice before scaling down."
-    )
-    down_margin: float = Field(
-        0.1, ge=0.0, le=1.0, description="Spare capacity to keep when scaling down, as a share of the load."
-    )
-
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Self:
-        if self.min_replicas > self.max_replicas:
-            raise ConfigError(
-                f"min_replicas={self.min_replicas} is more than max_replicas={self.max_replicas}; raise max_replicas "
-                "or lower min_replicas"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _down_is_slower(self) -> Self:
-        if self.down_delay_s < max(self.up_delay_s, self.window_s):
-            raise ConfigError(
-                f"down_delay_s={self.down_delay_s:g} is less than up_delay_s={self.up_delay_s:g} or window_s="
-                f"{self.window_s:g}, so a replica could be stopped before the reports show that it is needed; "
-                f"set down_delay_s >= {max(self.up_delay_s, self.window_s):g}"
-            )
-        return self
 
 
 class Sample(NamedTuple):

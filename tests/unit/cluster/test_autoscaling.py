@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from ray.serve.config import AutoscalingContext
 
-from cluster.routing.autoscaling import (
-    AutoscalingOptions,
+from cluster.autoscaling import (
     Decision,
     Sample,
     TokenRatePolicy,
@@ -23,6 +22,7 @@ from cluster.routing.autoscaling import (
     desired_replicas,
     serve_autoscaling,
 )
+from cluster.config import AutoscalingOptions
 from specray.metrics import EngineStats
 
 OPTIONS = AutoscalingOptions(min_replicas=1, max_replicas=8, target_running=10, down_delay_s=60)

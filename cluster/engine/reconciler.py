@@ -1,0 +1,73 @@
+"""Replacing one engine's drafter while it serves. The same for all engines lives in `cluster.routing.rollout`."""
+
+import threading
+from typing import Any, Protocol
+
+from cluster.engine.draft import DrafterState
+from cluster.messages import DesiredDrafter, Refusal
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError, SpecRayError
+from specray.metrics import Snapshot
+from specray.worker.remote_drafter.handshake import DrafterHandshake
+
+NOT_LOADED = 409  # HTTP status: a valid request that failed now
+
+
+class Supervisor(Protocol):
+    """Runs and replaces a drafter, see `cluster.engine.draft.DrafterSupervisor`."""
+
+    @property
+    def state(self) -> DrafterState: ...
+
+    def replace(self, speculative: SpeculativeConfig) -> DrafterHandshake: ...
+
+
+class Planner(Protocol):
+    """Plans steps for a drafter, see `specray.engine.async_engine.AsyncEngine`."""
+
+    def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None: ...
+
+
+class DrafterReconciler:
+    """Applies desired drafters one at a time. `apply` is thread-safe; it blocks during a load."""
+
+    def __init__(
+        self, configured: SpeculativeConfig, max_draft_tokens: int, supervisor: Supervisor, planner: Planner
+    ) -> None:
+        self.desired = DesiredDrafter(0, configured)
+        self._configured = configured
+        self.max_draft_tokens = max_draft_tokens
+        self._supervisor = supervisor
+        self._planner = planner
+        self._applying = threading.Lock()
+
+    def apply(self, desired: DesiredDrafter) -> Refusal | None:
+        """Apply a desired drafter unless a later one has been applied. Returns a refusal if it cannot be loaded."""
+        with self._applying:
+            if desired.set_at <= self.desired.set_at:
+                return None
+            if desired.speculative != self.desired.speculative:
+                try:
+                    self._replace(desired.speculative)
+                except SpecRayError as error:
+                    return Refusal(400 if isinstance(error, ConfigError) else NOT_LOADED, str(error), None)
+            self.desired = desired
+            return None
+
+    def _replace(self, speculative: SpeculativeConfig) -> None:
+        self._configured.check_successor(speculative)
+        self.max_draft_tokens = self._supervisor.replace(speculative).max_draft_tokens
+        self._planner.draft_with(speculative, self.max_draft_tokens)
+
+
+def drafter_report(state: DrafterState, accept_length: float | None, snapshot: Snapshot) -> dict[str, Any]:
+    """The report of one engine's drafter for `GET /admin/drafter`."""
+    return {
+        "state": state.state,
+        "speculative": state.speculative.model_dump(),
+        "loading": state.loading.model_dump() if state.loading is not None else None,
+        "accept_length": accept_length,
+        "acceptance_collapsed": bool(snapshot["specray_acceptance_collapsed"]),
+        "restarts": state.num_restarts,
+        "faults": snapshot["specray_draft_faults_total"],
+    }

@@ -1,0 +1,50 @@
+"""Messages between an ingress and a router, which Ray Serve pickles. All are plain data."""
+
+from typing import NamedTuple
+
+from specray.config import SpeculativeConfig
+from specray.outputs import RequestOutput
+
+
+class RouterInfo(NamedTuple):
+    """A router's model and limits: the first item of every stream, sent again when it changes."""
+
+    model: str
+    context_length: int
+    vocab_size: int
+    num_kv_tokens: int
+    max_draft_tokens: int
+    eos_token_ids: list[int]
+    dtype: str  # of the target's weights and KV
+    rank_nodes: tuple[str, ...]  # address of each rank's node
+
+
+class DesiredDrafter(NamedTuple):
+    """The drafter that an operator wants all engines to use. The one set last wins."""
+
+    set_at: int  # nanoseconds since 1970; 0 for the configured drafter
+    speculative: SpeculativeConfig
+
+
+class Refusal(NamedTuple):
+    """Why a call was refused. An exception would cross Ray with its traceback."""
+
+    status: int  # of the HTTP reply
+    message: str
+    param: str | None  # the option at fault, if any
+    retry_after_s: int | None = None
+
+
+class RouterHeartbeat(NamedTuple):
+    """A router's load and state, sent every half second and whenever its queue becomes full or has space again."""
+
+    kv_usage: float  # share of KV blocks held by running requests, 0 to 1
+    acceptance_length: float | None  # tokens per verify step, bonus token included; None until measured
+    since_token_s: float  # since the engine last generated a token; idle engines generate one for a probe
+    desired: DesiredDrafter | None = None  # the drafter last applied; None if drafters cannot be replaced
+    is_draining: bool = False  # the application is about to stop, and no ingress accepts requests
+    refusal: Refusal | None = None  # the reply to another request while the queue is full
+    num_others: int = 0  # unfinished requests of other ingresses than the receiver
+
+
+Item = RouterInfo | RouterHeartbeat | list[RequestOutput]
