@@ -68,8 +68,8 @@ class LLM:
         generations = [Generation(list(ids), []) for ids in token_ids]
         choices: dict[str, Completion] = {}
         requests = []
-        limits = draft_limits or [UNLIMITED] * len(prompts)
-        for generation, ids, options, limit in zip(generations, token_ids, all_params, limits, strict=True):
+        draft_limits = draft_limits or [UNLIMITED] * len(prompts)
+        for generation, ids, options, limit in zip(generations, token_ids, all_params, draft_limits, strict=True):
             for request, completion in self._choices(ids, options, cache_salt, limit):
                 generation.choices.append(completion)
                 choices[request.request_id] = completion

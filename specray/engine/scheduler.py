@@ -152,10 +152,10 @@ class Scheduler:
         share, num_more = divmod(self.max_step_draft_tokens, max(1, num_rows))
         return [min(self.max_draft_tokens, share + (place < num_more)) for place in range(len(requests))]
 
-    def _row_step(self, request: Request, num_tokens: int, new_block_ids: list[int], max_drafts: int) -> ScheduledRow:
+    def _row_step(self, request: Request, num_tokens: int, new_block_ids: list[int], draft_share: int) -> ScheduledRow:
         num_known, num_drafts, limit = len(request.token_ids), 0, request.spec.draft_limit
         if num_tokens == request.num_pending_tokens and limit.allows_drafts:
-            num_drafts = max(0, min(max_drafts, request.max_useful_drafts, limit.num_tokens))
+            num_drafts = max(0, min(draft_share, request.max_useful_drafts, limit.num_tokens))
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
         return ScheduledRow(request.slot, num_tokens, limit._replace(num_tokens=num_drafts), new_block_ids)

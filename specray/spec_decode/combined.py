@@ -19,7 +19,7 @@ def with_override(drafter: Drafter, config: SpeculativeConfig) -> Drafter:
     """`drafter`, overridden by n-grams if the configuration says so."""
     if config.ngram_override_min_match is None:
         return drafter
-    rules = replace(ngram_rules(config), max_drafts=drafter.max_draft_tokens)
+    rules = replace(ngram_rules(config), max_draft_tokens=drafter.max_draft_tokens)
     return CombinedDrafter(drafter, NgramDrafter(rules), config.ngram_override_min_match)
 
 

@@ -122,11 +122,11 @@ class DraftSource(Protocol):
 
     def submit(self, context: ProposeContext) -> None: ...
 
-    def collect(self, slots: Tensor, roots: Tensor, limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
+    def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         """(trees, their numbers of nodes on the host) of requests whose last known tokens are `roots`.
 
-        `slots` and `roots` are int64 [B]. A tree has at most `limits[b].num_tokens` nodes beside its root. It is a
-        root alone where no tree is ready, or the one that is ready is invalid or was made for another last token.
+        `slots` and `roots` are int64 [B]. A tree has at most `draft_limits[b].num_tokens` nodes beside its root. It is
+        only a root if no tree is ready, or if the tree is invalid or was made for another last token.
         """
 
     def release(self, slots: Sequence[int]) -> None: ...

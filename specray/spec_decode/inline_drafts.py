@@ -38,14 +38,16 @@ class PendingTrees:
         if slots and self._max_depth:
             self._num_nodes[torch.tensor(slots, device=self._num_nodes.device)] = NONE
 
-    def take(self, slots: Tensor, roots: Tensor, limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int], bool]:
+    def take(
+        self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]
+    ) -> tuple[DraftTree, list[int], bool]:
         """(trees, their numbers of nodes on the host, whether a drafter's logits were not finite).
 
         Arguments and trees are those of `DraftSource.collect`. A tree is given once.
         """
         if not self._max_depth:
             return DraftTree.roots(roots), [1] * len(roots), False
-        most = torch.tensor([limit.num_tokens + 1 for limit in limits]).to(slots.device)
+        most = torch.tensor([limit.num_tokens + 1 for limit in draft_limits]).to(slots.device)
         tokens, parents = (part.index_select(0, slots) for part in (self._tokens, self._parents))
         found = self._num_nodes.index_select(0, slots)
         self._num_nodes.index_fill_(0, slots, NONE)
@@ -97,8 +99,8 @@ class InlineDrafts:
             self._pending.put(slots, tree)
         self.seconds = time.perf_counter() - start
 
-    def collect(self, slots: Tensor, roots: Tensor, limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
-        tree, num_nodes, is_broken = self._pending.take(slots, roots, limits)
+    def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
+        tree, num_nodes, is_broken = self._pending.take(slots, roots, draft_limits)
         if is_broken:
             self._faults.append(DraftFault.NOT_A_NUMBER)
         return tree, num_nodes

@@ -31,7 +31,7 @@ class NgramDrafter:
     reads_next_token = False
 
     def __init__(self, rules: NgramRules) -> None:
-        self.max_draft_tokens = rules.max_drafts
+        self.max_draft_tokens = rules.max_draft_tokens
         self._rules = rules
         self._levels = [level for level in range(num_levels(rules.max_window)) if 2 << level > rules.min_window]
         self._shared = self._index(rules.capacity)

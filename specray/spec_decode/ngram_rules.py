@@ -1,7 +1,4 @@
-"""The sizes of n-gram drafting, as they are configured.
-
-Loads no torch: who only checks a configuration reads this too. Not here: what is drafted (`ngram`, `ngram_tree`).
-"""
+"""Sizes of n-gram drafting, from the configuration. Imports no torch, so that configurations are checked quickly."""
 
 from dataclasses import dataclass
 
@@ -21,43 +18,43 @@ _READ_BY = {
 
 @dataclass(frozen=True, slots=True)
 class NgramRules:
-    """Sizes of trees, in symbols; names are those of the options, which say what they mean."""
+    """Sizes of matches, trees and the trie, in tokens; the options of the same names describe them."""
 
     match_type: str
-    max_drafts: int
+    max_draft_tokens: int
     min_window: int
     max_window: int
     min_breadth: int
     max_breadth: int
-    depth: int  # of the trie: of match and drafts together
-    capacity: int  # symbols of ended requests' texts
+    depth: int  # of the trie: matched and drafted tokens
+    capacity: int  # tokens of finished requests
     max_spec_factor: float | None
     min_token_prob: float
 
     @property
     def reach(self) -> int:
-        """Depth of the deepest node that a tree can have."""
-        return min(self.max_drafts, self.depth - self.min_window)
+        """Maximum depth of a tree."""
+        return min(self.max_draft_tokens, self.depth - self.min_window)
 
     def breadth(self, window: int, depth: int) -> int:
-        """BFS: children of a node at `depth` below a match of length `window`: the longer and deeper, the fewer."""
+        """BFS: children of a node at `depth` below a match of `window` tokens; fewer the longer and deeper."""
         wider = (self.max_window - window - depth) * (self.max_breadth - self.min_breadth)
         return max(1, self.min_breadth + wider // (self.max_window - self.min_window + 1))
 
-    def most_drafts(self, match_length: int) -> int:
-        """Nodes below the root that a match of this length may draft."""
+    def max_draft_tokens_of(self, match_length: int) -> int:
+        """Maximum number of draft tokens for a match of this length."""
         if self.max_spec_factor is None:
-            return self.max_drafts
-        return min(self.max_drafts, int(match_length * self.max_spec_factor))
+            return self.max_draft_tokens
+        return min(self.max_draft_tokens, int(match_length * self.max_spec_factor))
 
 
 def check_ngram(config: SpeculativeConfig) -> None:
-    """ConfigError for what is wrong whatever the target."""
+    """ConfigError for options that are wrong for any target."""
     ngram_rules(config)
 
 
 def ngram_rules(config: SpeculativeConfig) -> NgramRules:
-    """What the options say. ConfigError if they contradict each other."""
+    """The sizes. ConfigError if the options contradict each other."""
     depth, max_window = config.ngram_branch_length, config.ngram_max_match_window_size
     num_draft_tokens = max(2, max_window)  # as SGLang documents it
     if config.ngram_max_trie_depth is not None:
@@ -68,7 +65,7 @@ def ngram_rules(config: SpeculativeConfig) -> NgramRules:
     _check_is_read(config)
     return NgramRules(
         match_type=config.ngram_match_type,
-        max_drafts=(config.num_draft_tokens or num_draft_tokens) - 1,
+        max_draft_tokens=(config.num_draft_tokens or num_draft_tokens) - 1,
         min_window=config.ngram_min_match_window_size,
         max_window=max_window,
         min_breadth=config.ngram_min_bfs_breadth,
@@ -87,8 +84,8 @@ def check_override(config: SpeculativeConfig) -> None:
     longest = ngram_rules(config).max_window
     if config.ngram_override_min_match > longest:
         raise ConfigError(
-            f"speculative.ngram_override_min_match={config.ngram_override_min_match} is never reached: matches are "
-            f"compared up to {longest} tokens; lower it or raise ngram_max_match_window_size"
+            f"speculative.ngram_override_min_match={config.ngram_override_min_match} is never reached: matches have at "
+            f"most {longest} tokens; lower it or raise ngram_max_match_window_size"
         )
 
 
@@ -96,8 +93,8 @@ def _refuse_older_names(config: SpeculativeConfig) -> None:
     older = {"ngram_branch_length", "ngram_min_match_window_size", "ngram_max_match_window_size"}
     for name in sorted(older & config.changed()):
         raise ConfigError(
-            f"speculative.{name}={getattr(config, name)} and ngram_max_trie_depth={config.ngram_max_trie_depth} say "
-            "the same in two ways: a trie of depth d holds branches of d tokens and matches 1 to d - 1; remove one"
+            f"speculative.{name}={getattr(config, name)} and ngram_max_trie_depth={config.ngram_max_trie_depth} "
+            "exclude each other: a trie of depth d has branches of d tokens and matches of 1 to d - 1; remove one"
         )
 
 
@@ -106,7 +103,7 @@ def _check_sizes(config: SpeculativeConfig) -> None:
     if least > most:
         raise ConfigError(
             f"speculative.ngram_min_match_window_size={least} is more than ngram_max_match_window_size={most}; "
-            "no match could have such a length: lower the first or raise the second"
+            "no match has such a length; lower the first or raise the second"
         )
     if config.ngram_min_bfs_breadth > config.ngram_max_bfs_breadth:
         raise ConfigError(
@@ -115,7 +112,7 @@ def _check_sizes(config: SpeculativeConfig) -> None:
         )
     if config.ngram_max_trie_depth is None and most >= config.ngram_branch_length:
         raise ConfigError(
-            f"speculative.ngram_max_match_window_size={most} leaves nothing to draft of branches of "
+            f"speculative.ngram_max_match_window_size={most} leaves no draft tokens in branches of "
             f"ngram_branch_length={config.ngram_branch_length} tokens; set a branch length of at least {most + 1}"
         )
 

@@ -74,7 +74,7 @@ def _grow_windows(levels: Iterable[Level], root: int, rules: NgramRules, grow: G
         matches = _latest_first(own) + _latest_first(shared)
         if not longest and matches:
             longest = max(match.length for match in matches)
-            builder = _TreeBuilder(root, rules.most_drafts(longest))
+            builder = _TreeBuilder(root, rules.max_draft_tokens_of(longest))
         for window in _windows(level, rules):
             texts = [match.follows[: rules.depth - window] for match in matches if match.length >= window]
             if texts:
@@ -126,7 +126,10 @@ def _suffix_chain(levels: Iterable[Level], root: int, rules: NgramRules) -> Ngra
     sources: tuple[dict[int, Match], dict[int, Match]] = {}, {}
     for level in levels:
         windows = _windows(level, rules)
-        if best >= (rules.most_drafts(windows[0]), True):  # a probability is 1 at most: shorter matches cannot win
+        if best >= (
+            rules.max_draft_tokens_of(windows[0]),
+            True,
+        ):  # a probability is 1 at most: shorter matches cannot win
             break
         for is_own, places, new in zip((True, False), sources, (level.own, level.shared), strict=True):
             places |= new
@@ -148,7 +151,7 @@ def _chains(
         if len(texts) > num_seen:  # otherwise the same places as of the longer window
             num_seen, path = len(texts), _likeliest_path(texts, rules)
         if texts:
-            end = min(rules.most_drafts(window), rules.depth - window)
+            end = min(rules.max_draft_tokens_of(window), rules.depth - window)
             yield window, path.tokens[:end], sum(path.probabilities[:end])
 
 

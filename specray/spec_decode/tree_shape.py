@@ -1,7 +1,7 @@
-"""The sizes of EAGLE's dynamic tree, as they are configured.
+"""Sizes of EAGLE's dynamic tree, from the configuration.
 
-Names and rules are SGLang's: `num_steps` levels, `eagle_topk` children below a node and nodes expanded per level,
-`num_draft_tokens` nodes in the end, the root included. Loads no torch: who only checks a configuration reads this too.
+Names and rules are SGLang's: `num_steps` levels, `eagle_topk` children per node and expanded nodes per level, and
+`num_draft_tokens` nodes in the tree, root included. Imports no torch, so that configurations are checked quickly.
 """
 
 import logging
@@ -24,11 +24,11 @@ class TreeShape:
     num_steps: int
     topk: int
     num_draft_tokens: int  # root included
-    returns_draft_probs: bool = False  # whether a chain comes with the laws its nodes were drawn from
+    returns_draft_probs: bool = False  # whether a chain has the distributions that its nodes were drawn from
 
     @property
     def pool_size(self) -> int:
-        """Candidates that are scored: the first level's, then topk below each of topk nodes a level."""
+        """Number of scored candidates: topk at the first level, topk² at each further level."""
         return self.topk + (self.num_steps - 1) * self.topk**2
 
     @classmethod
@@ -73,15 +73,15 @@ class TreeShape:
 
 
 def check_tree(config: SpeculativeConfig) -> None:
-    """ConfigError for sizes that are wrong whatever the target."""
+    """ConfigError for sizes that are wrong for any target."""
     TreeShape.of(config, architecture="")
 
 
 def check_tree_drafter(config: SpeculativeConfig) -> None:
-    """The same, where the drafter has a model of its own."""
+    """The same for a method with a draft model."""
     check_tree(config)
     if config.draft_model_path is None:
         raise ConfigError(
-            f"speculative.algorithm={config.algorithm} drafts with a model of its own, but "
-            "speculative.draft_model_path is null; set it to the folder or hub name of the draft head or model"
+            f"speculative.algorithm={config.algorithm} needs a draft model, but "
+            "speculative.draft_model_path is null; set it to the folder or hub name of a draft head or draft model"
         )

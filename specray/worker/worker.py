@@ -129,8 +129,8 @@ class Worker:
         roots, tree, num_nodes = rows.roots(self._table), None, None
         if self._group.leads:
             sampling = set(rows.sampling)
-            limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
-            tree, num_nodes = self._drafts.collect(rows.slots, roots, limits)
+            draft_limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
+            tree, num_nodes = self._drafts.collect(rows.slots, roots, draft_limits)
         if self._group.size > 1:
             tree, num_nodes = broadcast_tree(self._group, tree, num_nodes, self._table.device)
         assert tree is not None

@@ -94,7 +94,7 @@ class Recorded:
     def __getattr__(self, name: str) -> object:
         return getattr(self._source, name)
 
-    def collect(self, slots, roots, limits):  # type: ignore[no-untyped-def]
-        tree, num_nodes = self._source.collect(slots, roots, limits)
+    def collect(self, slots, roots, draft_limits):  # type: ignore[no-untyped-def]
+        tree, num_nodes = self._source.collect(slots, roots, draft_limits)
         self.trees.append(tree.to_lists())
         return tree, num_nodes

@@ -87,12 +87,12 @@ class RemoteDrafts:
             with self._faults_noted():
                 self._peer.submit(context)
 
-    def collect(self, slots: Tensor, roots: Tensor, limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
+    def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         self._admit()
         if self._peer is not None:
             with self._faults_noted():
                 self._peer.collect(self._pending)
-        tree, num_nodes, _ = self._pending.take(slots, roots, limits)
+        tree, num_nodes, _ = self._pending.take(slots, roots, draft_limits)
         return tree, num_nodes
 
     def release(self, slots: Sequence[int]) -> None:

@@ -102,11 +102,11 @@ class ScriptedRanks:
     def close(self) -> None:
         pass
 
-    def _run(self, slot: int, num_tokens: int, max_drafts: int) -> RequestResult:
+    def _run(self, slot: int, num_tokens: int, max_draft_tokens: int) -> RequestResult:
         self._pending[slot] -= num_tokens
         if self._pending[slot] > 0:
             return RequestResult(slot, [], 0, None, None)
-        drafts = min(2, max_drafts)
+        drafts = min(2, max_draft_tokens)
         start = self._written[slot]
         tokens = [self.script[(start + i) % len(self.script)] for i in range(drafts + 1)]
         self._written[slot] += len(tokens)

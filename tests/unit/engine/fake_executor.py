@@ -99,12 +99,12 @@ class FakeExecutor:
         self,
         config: EngineConfig,
         num_blocks: int = 40,
-        max_drafts: int = 0,
+        max_draft_tokens: int = 0,
         accepts: Sequence[tuple[int, int]] = ((0, 0),),
         context_length: int = 48,
         reads_next_token: bool = False,
     ) -> None:
-        self.capacity = Capacity(num_blocks, max_drafts, context_length, VOCAB_SIZE, [EOS], reads_next_token)
+        self.capacity = Capacity(num_blocks, max_draft_tokens, context_length, VOCAB_SIZE, [EOS], reads_next_token)
         self.rows: dict[int, Row] = {}
         self.limits: dict[int, int] = {}
         self.broken: set[int] = set()

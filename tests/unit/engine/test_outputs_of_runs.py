@@ -18,9 +18,9 @@ TOKENIZER = toy_tokenizer().backend_tokenizer
 STOPS = ["a", "the", "on", "é", "0 ", "!\n", "😀a", "b1"]
 
 
-def run(script: list[int], params: SamplingParams, max_drafts: int, seed: int) -> list[RequestOutput]:
+def run(script: list[int], params: SamplingParams, max_draft_tokens: int, seed: int) -> list[RequestOutput]:
     """The outputs of one request whose target says `script`."""
-    capacity = Capacity(40, max_drafts, 100, VOCAB_SIZE, [1])
+    capacity = Capacity(40, max_draft_tokens, 100, VOCAB_SIZE, [1])
     config = EngineConfig(page_size=4)
     ranks = SimulatedRanks(config, capacity, lambda tokens: script[len(tokens) - 2], Random(seed))
     engine = Engine(config, ranks, TOKENIZER)

@@ -235,7 +235,7 @@ def _waiting(seed: int, num_tokens: int) -> Request:
 def test_drafts_stop_where_the_last_token_would_be_wasted() -> None:
     """With three tokens to go two drafts are useful: the bonus token is the third."""
     config = EngineConfig(page_size=16)
-    executor = FakeExecutor(config, max_drafts=6)
+    executor = FakeExecutor(config, max_draft_tokens=6)
     executor.limits[0] = 5
     engine = Engine(config, executor, TOKENIZER)
     engine.add_request(request(0, [2, 3], max_tokens=3))

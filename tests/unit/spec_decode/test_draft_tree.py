@@ -11,9 +11,9 @@ from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 
 
 @st.composite
-def row_trees(draw: st.DrawFn, max_drafts: int = 20) -> TreeLists:
+def row_trees(draw: st.DrawFn, max_draft_tokens: int = 20) -> TreeLists:
     """Any tree: each node's parent is any earlier node."""
-    size = draw(st.integers(0, max_drafts))
+    size = draw(st.integers(0, max_draft_tokens))
     parents = [NONE] + [draw(st.integers(0, node)) for node in range(size)]
     return TreeLists(draw(st.lists(st.integers(0, 99), min_size=size + 1, max_size=size + 1)), parents)
 

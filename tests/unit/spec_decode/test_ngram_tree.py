@@ -59,7 +59,7 @@ def naive_draft(shared: list[list[int]], own: list[int], rules: NgramRules) -> l
         if anchor is None:
             continue
         if most is None:
-            most = rules.max_drafts
+            most = rules.max_draft_tokens
             if rules.max_spec_factor is not None:
                 most = min(most, int(window * rules.max_spec_factor))
         visit = bfs_order if rules.match_type == "BFS" else prob_order
@@ -112,7 +112,7 @@ def naive_suffix(shared: list[list[int]], own: list[int], rules: NgramRules) -> 
 def greedy_path(node: Node | None, window: int, rules: NgramRules) -> tuple[list[int], float]:
     tokens: list[int] = []
     probability, score = 1.0, 0.0
-    most = rules.max_drafts
+    most = rules.max_draft_tokens
     if rules.max_spec_factor is not None:
         most = min(most, int(window * rules.max_spec_factor))
     while node and node.children and len(tokens) < most:
@@ -215,12 +215,12 @@ def test_a_branch_is_match_and_drafts_together() -> None:
 
 def test_max_trie_depth_is_branch_length_and_windows_in_one() -> None:
     rules = ngram_rules(SpeculativeConfig(algorithm="NGRAM", ngram_max_trie_depth=8))
-    assert (rules.depth, rules.min_window, rules.max_window, rules.max_drafts) == (8, 1, 7, 7)
+    assert (rules.depth, rules.min_window, rules.max_window, rules.max_draft_tokens) == (8, 1, 7, 7)
 
 
 def test_the_defaults_are_sglangs() -> None:
     rules = ngram_rules(SpeculativeConfig(algorithm="NGRAM"))
-    assert (rules.match_type, rules.max_drafts + 1, rules.depth) == ("BFS", 12, 18)
+    assert (rules.match_type, rules.max_draft_tokens + 1, rules.depth) == ("BFS", 12, 18)
     assert (rules.min_window, rules.max_window, rules.min_breadth, rules.max_breadth) == (1, 12, 1, 10)
     assert rules.capacity == 10_000_000 // 18
 

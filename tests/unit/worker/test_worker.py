@@ -347,13 +347,12 @@ def test_accepted_nodes_come_with_their_own_hidden_states(draw: str, toy: Path, 
         end = seen.request.end
 
 
-@pytest.mark.parametrize(("max_drafts", "max_draft_steps"), [(0, 9), (9, 0), (3, 9), (9, 2)])
-def test_a_drafter_gets_the_draft_limit(max_drafts: int, max_draft_steps: int, toy: Path) -> None:
+@pytest.mark.parametrize("limit", [DraftLimit(0, 9), DraftLimit(9, 0), DraftLimit(3, 9), DraftLimit(9, 2)])
+def test_a_drafter_gets_the_draft_limit(limit: DraftLimit, toy: Path) -> None:
     """A request that allows no drafts is read, so that its drafts may begin at any step, and not drafted for."""
     recorder = Recorder("random")
     driver = Driver(toy, recorder)
     row = NewRequest(2, PROMPT, len(PROMPT), 0, [1, 2, 60], GREEDY, "")
-    limit = DraftLimit(max_drafts, max_draft_steps)
     driver.worker.execute(StepPlan(9, [], [row], [ScheduledRow(2, 100, limit, [])]))
     driver.worker.propose()
     [context] = recorder.seen
