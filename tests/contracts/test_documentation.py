@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib
+import importlib.util
 import json
 import re
 import shlex
@@ -179,6 +180,14 @@ def test_named_files_exist(page: str) -> None:
     paths = {name for name in backticked(PAGES[page]) if name.startswith(TOP_FOLDERS) and not name.startswith(outside)}
     paths = {path for path in paths if not re.search(r"[*{<… ]", path)}
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_named_modules_exist() -> None:
+    """Modules behind `python -m`."""
+    found = {name for text in PAGES.values() for name in re.findall(r"python3? -m ([a-z_.]+)", text)}
+    ours = {name for name in found if name.split(".")[0] in ("specray", "cluster", "tests", "benchmarks")}
+    assert ours
+    assert [name for name in sorted(ours) if importlib.util.find_spec(name) is None] == []
 
 
 def test_named_metrics_exist() -> None:
