@@ -23,7 +23,9 @@ from cluster.api.protocol import ChatRequest, CompletionRequest, GenerateRequest
 from cluster.cli import check, serve
 from cluster.config import AppConfig
 from specray.cli.main import build_parser
+from specray.config import EngineConfig
 from specray.metrics import METRICS
+from specray.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -235,6 +237,29 @@ def test_python_examples_import_what_exists(page: str) -> None:
             if isinstance(node, ast.ImportFrom) and node.module:
                 module = importlib.import_module(node.module)
                 assert all(hasattr(module, name.name) for name in node.names)
+
+
+CALLS: dict[str, Any] = {"LLM": EngineConfig, "create": ChatRequest, "SamplingParams": SamplingParams}
+
+
+def python_calls(name: str) -> list[dict[str, Any]]:
+    """Keyword arguments of the calls of `name` in the Python examples."""
+    trees = [ast.parse(block) for text in PAGES.values() for block in blocks(text, "python")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [
+        {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+        for call in calls
+        if name in (getattr(call.func, "id", None), getattr(call.func, "attr", None))
+    ]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_python_examples_pass_valid_arguments(name: str) -> None:
+    found = python_calls(name)
+    assert found
+    for arguments in found:
+        made = CALLS[name](**arguments)
+        assert not getattr(made, "ignored_fields", [])
 
 
 @pytest.mark.parametrize("page", PAGES)
