@@ -1,4 +1,4 @@
-"""The files in dashboards/ are those the tables make, each expression parses, and each metric in it exists."""
+"""The files in dashboards/ are up to date, their expressions are valid, and their metrics exist."""
 
 import json
 import re
@@ -35,7 +35,7 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="pr
 
 
 def selectors(expression: str) -> list[promql_parser.VectorSelector]:
-    """The series an expression reads."""
+    """The series that an expression reads."""
     found: list[promql_parser.VectorSelector] = []
 
     def note(node: Any) -> None:
@@ -56,13 +56,13 @@ def each_node(node: Any, do: Any) -> None:
             each_node(part, do)
 
 
-def test_the_files_are_those_of_the_tables(tmp_path: Path) -> None:
+def test_the_files_are_up_to_date(tmp_path: Path) -> None:
     command.write(tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_text() == (FOLDER / path.name).read_text(), "run `specray dashboard --write dashboards`"
 
 
-def test_the_dashboard_is_one_of_grafanas_types() -> None:
+def test_the_dashboard_has_only_panel_types_of_grafana() -> None:
     document = json.loads((FOLDER / command.DASHBOARD).read_text())
     encoded = JSONEncoder(sort_keys=True).encode(Dashboard.from_json(document))
     assert json.loads(encoded) == document
@@ -82,20 +82,20 @@ def test_titles_are_unique() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
-def test_a_panel_says_what_it_shows(panel: Panel) -> None:
+def test_every_panel_has_a_description(panel: Panel) -> None:
     assert panel.description.endswith(".")
     assert f"**{panel.title}**" in (FOLDER / "README.md").read_text()
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.legend)
-def test_an_expression_reads_metrics_that_exist(query: Query) -> None:
+def test_metrics_of_an_expression_exist(query: Query) -> None:
     names = {selector.name for selector in selectors(query.over("1m"))}
     assert names
     assert names <= OURS | RAY_METRICS
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.legend)
-def test_an_expression_groups_by_labels_that_exist(query: Query) -> None:
+def test_labels_of_an_expression_exist(query: Query) -> None:
     grouped = re.findall(r"(?:by|on|group_left) \(([^)]*)\)", query.expression)
     matched = re.findall(r"(\w+)=", query.expression)
     named = re.findall(r"\{\{(\w+)\}\}", query.legend)
@@ -103,17 +103,17 @@ def test_an_expression_groups_by_labels_that_exist(query: Query) -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
-def test_an_alert_reads_metrics_that_exist(alert: Alert) -> None:
+def test_metrics_of_an_alert_exist(alert: Alert) -> None:
     assert {selector.name for selector in selectors(alert.expression)} <= OURS | RAY_METRICS
 
 
-def test_rays_metrics_are_all_used() -> None:
+def test_every_metric_of_ray_is_used() -> None:
     used = {selector.name for query in QUERIES for selector in selectors(query.over("1m"))}
     assert used >= RAY_METRICS
 
 
 @needs_promtool
-def test_promtool_takes_the_configuration_and_its_rules() -> None:
+def test_promtool_accepts_the_configuration_and_the_rules() -> None:
     assert "SUCCESS" in promtool("check", "config", "prometheus.yaml")
     assert f"{len(ALERTS)} rules found" in promtool("check", "rules", command.ALERTS)
 
@@ -163,19 +163,19 @@ CASES = [
 ]
 
 
-def test_each_alert_has_cases() -> None:
+def test_every_alert_has_test_cases() -> None:
     assert {(name, fires) for name, _, fires in CASES} == {(a.name, fires) for a in ALERTS for fires in (True, False)}
 
 
 @needs_promtool
 @pytest.mark.parametrize(("name", "data", "fires"), CASES)
-def test_alerts_fire_when_they_should(name: str, data: list[dict[str, str]], fires: bool, tmp_path: Path) -> None:
+def test_alerts_fire_only_when_they_should(name: str, data: list[dict[str, str]], fires: bool, tmp_path: Path) -> None:
     expression = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
     play(tmp_path, data, expression, {"{}": 1.0} if fires else {})
 
 
 def two_engines() -> list[dict[str, str]]:
-    """r0 drafts 7 tokens a tree with NGRAM and has 2 accepted, r1 decodes plainly; a step of either takes a second.
+    """r0 drafts trees of 7 tokens with NGRAM, of which 2 are accepted; r1 does not draft. Their steps take a second.
 
     r0 had another drafter before.
     """
@@ -208,7 +208,7 @@ def two_engines() -> list[dict[str, str]]:
         ("Speed-up over plain, estimated", "{{drafter}} at least", 3 * 0.75 / 8, 1.0),  # one node of eight alone
     ],
 )
-def test_engines_are_told_apart_by_their_drafters(
+def test_panels_distinguish_engines_by_their_drafters(
     title: str, legend: str, of_ngram: float, of_plain: float, tmp_path: Path
 ) -> None:
     panel = next(panel for panel in PANELS if panel.title == title)
@@ -218,7 +218,7 @@ def test_engines_are_told_apart_by_their_drafters(
 
 
 def play(folder: Path, data: list[dict[str, str]], expression: str, expected: dict[str, float]) -> None:
-    """Check an expression's samples after half an hour of series with a value a minute."""
+    """Check an expression's samples after half an hour of series with one value per minute."""
     samples = [{"labels": labels, "value": value} for labels, value in expected.items()]
     question = {"expr": expression, "eval_time": "30m", "exp_samples": samples}
     test = {"interval": "1m", "input_series": data, "promql_expr_test": [question]}

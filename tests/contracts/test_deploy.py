@@ -1,6 +1,6 @@
-"""Everything in deploy/ that a program will read is what that program takes: schemas, our options, paths, users.
+"""Files in deploy/ fit the schemas of the programs that read them, our options, and each other.
 
-Nothing is started. Not here: the configurations in configs/ (`test_configs`), whose rules these share.
+Nothing is started. The configurations in configs/ are checked by `test_configs`.
 """
 
 import json
@@ -38,7 +38,7 @@ needs_crd = pytest.mark.skipif(not CRD.is_file(), reason="the RayService definit
 Json = dict[str, Any]
 
 
-def test_the_promised_files_are_there() -> None:
+def test_documented_files_exist() -> None:
     assert {path.stem for path in MANIFESTS} == {"single-node", "multi-node-tp", "gcs-fault-tolerance"}
     assert {path.suffix for path in DOCKERFILES} == {".cpu", ".cuda"}
 
@@ -48,7 +48,7 @@ def test_the_promised_files_are_there() -> None:
 
 @needs_crd
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_manifest_fits_its_definition(path: Path) -> None:
+def test_manifest_fits_the_custom_resource_definition(path: Path) -> None:
     service = rayservice(path)
     assert violations(service, crd_schema()) == []
 
@@ -67,7 +67,7 @@ def test_manifest_fits_its_definition(path: Path) -> None:
     ],
     ids=["unknown property", "not in the enum", "wrong type", "not a quantity"],
 )
-def test_a_wrong_manifest_is_refused(place: list[str | int], value: object) -> None:
+def test_an_invalid_manifest_is_refused(place: list[str | int], value: object) -> None:
     service = rayservice(MANIFESTS[-1])
     part: Any = service["spec"]
     for step in place[:-1]:
@@ -78,8 +78,8 @@ def test_a_wrong_manifest_is_refused(place: list[str | int], value: object) -> N
 
 @needs_crd
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_what_stands_beside_a_rayservice_fits_its_part_of_the_definition(path: Path) -> None:
-    """The definition embeds Kubernetes' own kinds: pods, services, and the rules of network policies."""
+def test_other_kubernetes_objects_fit_the_definition(path: Path) -> None:
+    """The definition includes Kubernetes' schemas of pods, services and network policies."""
     cluster = crd_schema()["properties"]["spec"]["properties"]["rayClusterConfig"]["properties"]
     rules = cluster["networkPolicy"]["properties"]["head"]["properties"]
     for document in documents(path):
@@ -97,12 +97,12 @@ def test_what_stands_beside_a_rayservice_fits_its_part_of_the_definition(path: P
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_manifest_serves_what_we_take(path: Path, tmp_path: Path) -> None:
+def test_manifest_has_a_valid_serve_configuration(path: Path, tmp_path: Path) -> None:
     assert served(path, tmp_path)
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_manifest_turns_token_authentication_on(path: Path) -> None:
+def test_manifest_enables_token_authentication(path: Path) -> None:
     cluster = rayservice(path)["spec"]["rayClusterConfig"]
     assert cluster["authOptions"]["mode"] == "token"
     assert cluster["rayVersion"] == ray.__version__  # the operator takes tokens only with a version
@@ -133,7 +133,7 @@ def test_a_network_policy_selects_every_pod(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_a_pod_has_time_to_end_its_requests(path: Path, tmp_path: Path) -> None:
+def test_a_pod_has_time_to_finish_its_requests(path: Path, tmp_path: Path) -> None:
     longest = max(shutdown_seconds(app) for app in served(path, tmp_path).values())
     for template in ray_templates(path):
         pod = template["spec"]
@@ -148,7 +148,7 @@ def test_an_old_cluster_outlives_its_longest_request(path: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_an_engine_fits_a_pod(path: Path, tmp_path: Path) -> None:
-    """One engine never leaves its node: some pod has the GPUs of its ranks, or a core for each of its threads."""
+    """A pod has the GPUs of one engine's ranks, or a core per thread."""
     limits = [template["spec"]["containers"][0]["resources"]["limits"] for template in ray_templates(path)]
     for app in served(path, tmp_path).values():
         if app.device == "cuda":
@@ -167,7 +167,7 @@ def test_serve_file_loads(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_dockerfile_copies_what_exists_and_is_sent(path: Path) -> None:
+def test_dockerfile_copies_files_of_the_build_context(path: Path) -> None:
     sources = [Path(source) for source in copied(path)]
     sent = sent_to_docker(path.with_name(path.name + ".dockerignore"))
     assert sources
@@ -176,14 +176,14 @@ def test_dockerfile_copies_what_exists_and_is_sent(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_image_runs_as_a_user_with_a_health_check_on_our_route(path: Path) -> None:
+def test_image_runs_as_a_user_and_has_a_health_check(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE)[-1] == "1000:1000"
     assert "http://127.0.0.1:8000/readyz" in text
     assert "RAY_AUTH_MODE=token" in text
 
 
-def test_compose_mounts_and_builds_what_exists() -> None:
+def test_compose_mounts_and_builds_existing_files() -> None:
     for name, service in compose()["services"].items():
         for mount in service["volumes"]:
             source = mount.partition(":")[0]
@@ -205,7 +205,7 @@ def test_compose_publishes_on_loopback_only_and_confines_every_container() -> No
         assert "privileged" not in service, name
 
 
-def test_a_container_of_compose_has_time_to_end_its_requests() -> None:
+def test_a_container_of_compose_has_time_to_finish_its_requests() -> None:
     services = compose()["services"]
     for name, file in {"cpu": "serve.yaml", "cuda": "serve-cuda.yaml"}.items():
         (app,) = check_file(DOCKER / file).values()
@@ -247,7 +247,7 @@ def test_ray_up_file_fits_rays_schema() -> None:
     assert violations(load(DEPLOY / "ray/cluster.yaml"), schema) == []
 
 
-def test_every_ray_start_knows_its_options_asks_for_tokens_and_hides_the_dashboard() -> None:
+def test_every_ray_start_has_valid_options_a_token_and_a_local_dashboard() -> None:
     commands = [(text, command) for text in ray_texts() for command in ray_starts(text)]
     assert len(commands) == 5  # two of each recipe for two machines, one for one
     for text, command in commands:
@@ -259,7 +259,7 @@ def test_every_ray_start_knows_its_options_asks_for_tokens_and_hides_the_dashboa
 
 
 def test_unit_is_valid(tmp_path: Path) -> None:
-    """With its programs replaced by one that is here: systemd looks whether they exist."""
+    """With its programs replaced by an existing one, because systemd checks that they exist."""
     text = re.sub(r"/opt/specray/bin/[\w.-]+", "/bin/true", UNIT.read_text(encoding="utf-8"))
     if not shutil.which("systemd-analyze"):
         parser = ConfigParser(strict=False, interpolation=None)
@@ -274,7 +274,7 @@ def test_unit_is_valid(tmp_path: Path) -> None:
     assert verified.stderr == ""  # an unknown setting is only warned of
 
 
-def test_unit_stops_slowly_enough_and_with_the_right_signal() -> None:
+def test_unit_has_time_to_stop_and_the_right_signal() -> None:
     settings = dict(re.findall(r"^(\w+)=(.*)$", UNIT.read_text(encoding="utf-8"), re.MULTILINE))
     assert settings["KillSignal"] == "SIGINT"  # `serve run` ends its application on this one only
     assert settings["KillMode"] == "mixed"
@@ -318,14 +318,14 @@ def volumes_of(path: Path) -> set[str]:
 
 
 def served(path: Path, tmp_path: Path) -> dict[str, AppConfig]:
-    """The applications of a manifest, through Serve's schema and our model; unknown keys are refused by both."""
+    """The applications of a manifest, validated by Serve's schema and our configuration."""
     file = tmp_path / path.name
     file.write_text(rayservice(path)["spec"]["serveConfigV2"])
     return check_file(file)
 
 
 def shutdown_seconds(app: AppConfig) -> float:
-    """How long Serve may take to end the ingress, then the router."""
+    """Maximum time for Serve to stop the ingress and then the router."""
     return sum(
         deployment_to_schema(deployment).graceful_shutdown_timeout_s for deployment in (_ingress(app), _router(app))
     )
@@ -346,7 +346,7 @@ def crd_schema() -> Json:
 
 
 def load_crd() -> Json:
-    """The definition, made strict once: a megabyte of YAML takes seconds."""
+    """The definition, made strict. Parsed once, because that takes seconds."""
     if not _CRD:
         _CRD.update(yaml.load(CRD.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
         make_strict(_CRD["spec"])
@@ -357,7 +357,7 @@ _CRD: Json = {}
 
 
 def make_strict(node: Any) -> None:
-    """As kubectl's strict validation sees it: unknown properties refused, defaults filled in before."""
+    """Refuse unknown properties and drop requirements with defaults, like kubectl's strict validation."""
     if isinstance(node, list):
         for item in node:
             make_strict(item)
@@ -388,7 +388,7 @@ def aliases_of(service: Json) -> list[str]:
 
 
 def on_host(service: Json, path: str) -> Path:
-    """Where a container's path comes from."""
+    """The file of the repository that is mounted at a container's path."""
     mounts = dict(reversed(mount.split(":")[:2]) for mount in service["volumes"] if mount.startswith("."))
     for target, source in mounts.items():
         if Path(path).is_relative_to(target):
@@ -410,7 +410,7 @@ def sent_to_docker(ignore: Path) -> set[Path]:
 
 
 def ray_texts() -> Iterator[str]:
-    """Each text that a shell runs as a whole: blocks of the recipe, commands of `ray up`, the script."""
+    """Shell scripts: code blocks of the recipe, commands of `ray up`, and the script."""
     yield from (DEPLOY / "ray/two-machines.md").read_text(encoding="utf-8").split("```")[1::2]
     commands = load(DEPLOY / "ray/cluster.yaml")
     yield from (*commands["head_start_ray_commands"], *commands["worker_start_ray_commands"])
@@ -418,7 +418,7 @@ def ray_texts() -> Iterator[str]:
 
 
 def ray_starts(text: str) -> Iterator[list[str]]:
-    """The words of each `ray start` in a text."""
+    """The arguments of every `ray start` in a text."""
     joined = re.sub(r"\\?\n\s+(?=--)", " ", text)
     for command in re.findall(r"\bray start ([^\n;`]*--[^\n;`]*)", joined):
         yield shlex.split(command, comments=True)

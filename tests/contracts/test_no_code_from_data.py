@@ -1,6 +1,6 @@
-"""Nothing that comes from outside becomes code: no file of ours can unpickle, evaluate or run what it was given.
+"""No code is run from data: nothing in the packages unpickles, evaluates or executes input.
 
-Read from the source, names traced through their imports, so that `from torch import load as read` is seen too.
+The check reads the source and resolves imported names, so that it finds `from torch import load as read`.
 """
 
 import ast
@@ -37,7 +37,7 @@ SWITCHES = {"allow_pickle", "shell", "trust_remote_code"}  # options of a call, 
 
 
 def findings(path: Path, source: str) -> list[str]:
-    """What in a file could turn data into code, each as `line: what`."""
+    """Uses of modules and functions that can run data as code, each as `line: use`."""
     tree = ast.parse(source)
     names = dict(imported_names(tree))
     modules = [f"{line}: import of {name}" for name, line in imported_modules(tree)]
@@ -46,7 +46,7 @@ def findings(path: Path, source: str) -> list[str]:
 
 
 def imported_modules(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Imports from the forbidden modules; an exception's name alone is harmless."""
+    """Imports from the forbidden modules, except those of exceptions only."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -58,7 +58,7 @@ def imported_modules(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Names in a file, and what they stand for: (`read`, `torch.load`)."""
+    """Imported names and what they refer to: (`read`, `torch.load`)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.asname, alias.name) for alias in node.names if alias.asname)
@@ -111,8 +111,8 @@ def test_no_code_from_data(path: Path) -> None:
         "AutoConfig.from_pretrained(path, trust_remote_code=flag)",
     ],
 )
-def test_a_canary_is_seen(canary: str) -> None:
-    """In the file that may do the most."""
+def test_forbidden_uses_are_found(canary: str) -> None:
+    """In the file with the most permissions."""
     assert findings(TORCH_LOAD_HOME, canary)
 
 
@@ -126,11 +126,11 @@ def test_a_canary_is_seen(canary: str) -> None:
         "f(shell=False)",
     ],
 )
-def test_harmless_lines_pass(line: str) -> None:
+def test_harmless_lines_are_allowed(line: str) -> None:
     assert not findings(ROOT / "specray/x.py", line)
 
 
-def test_torch_load_has_one_home() -> None:
+def test_torch_load_is_used_in_one_file() -> None:
     good = "torch.load(path, weights_only=True)"
     assert not findings(TORCH_LOAD_HOME, good)
     assert findings(ROOT / "specray/worker/worker.py", good)

@@ -1,4 +1,4 @@
-"""The models compute what their architecture says, and greedy text is that of a float64 oracle."""
+"""Models equal a float64 reference of their architecture, or transformers."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ PROMPTS = [[0, 10, 20, 30], [5], [0, *range(4, 60)], [7, 7, 7, 7, 7, 7, 7]]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_text_is_the_oracles(variant: str, tmp_path: Path) -> None:
+def test_greedy_output_equals_the_reference(variant: str, tmp_path: Path) -> None:
     write_toy(tmp_path, variant)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     seen = [choice.token_ids for choice in generate(tmp_path, PROMPTS, params)]
@@ -27,8 +27,8 @@ def test_greedy_text_is_the_oracles(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logprobs_are_the_oracles_and_equal_a_rescoring(variant: str, tmp_path: Path) -> None:
-    """Each decoded token's logprob, and that of the same token right behind a prompt that ends before it."""
+def test_logprobs_equal_the_reference_and_those_of_a_prompt(variant: str, tmp_path: Path) -> None:
+    """Every generated token's logprob, also as the first token after a prompt that ends before it."""
     write_toy(tmp_path, variant)
     with make_llm(tmp_path, disable_radix_cache=True) as llm:
         params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True, logprobs=4)
@@ -50,16 +50,16 @@ def test_logprobs_are_the_oracles_and_equal_a_rescoring(variant: str, tmp_path: 
 
 
 @pytest.mark.parametrize("layers", [(), (2,), (0, 1, 2), (2, 0), (1, 1)])
-def test_aux_hidden_states_are_the_oracles_residual_stream(layers: tuple[int, ...], toy: Path) -> None:
-    """As it enters a layer, nothing normed; one past the last layer, after the final norm."""
+def test_aux_hidden_states_equal_the_reference(layers: tuple[int, ...], toy: Path) -> None:
+    """The residual stream as it enters a layer; for one past the last layer, after the final norm."""
     tokens = [*PROMPTS[0], 5, 9]
     truth = oracle_states(toy, tokens)
     with make_llm(toy) as llm, torch.inference_mode():
         model = llm._executor.worker.model
         final, aux_hidden_states = model(torch.tensor(tokens), torch.arange(len(tokens)), attend_to_the_past, layers)
     assert len(aux_hidden_states) == len(layers)
-    for layer, feature in zip((2, *layers), (final, *aux_hidden_states), strict=True):
-        np.testing.assert_allclose(feature.double().numpy(), truth[layer], atol=1e-4, rtol=1e-4)
+    for layer, states in zip((2, *layers), (final, *aux_hidden_states), strict=True):
+        np.testing.assert_allclose(states.double().numpy(), truth[layer], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_aux_hidden_states_are_the_oracles_residual_stream(layers: tuple[int, ..
     ],
     ids=["linear-rope", "yarn-rope", "attention-bias"],
 )
-def test_rarer_options_of_a_checkpoint_give_transformers_text(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_less_common_checkpoint_options_equal_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     write_toy(tmp_path)
     config = LlamaConfig(**(json.loads((tmp_path / "config.json").read_text()) | changes))
     torch.manual_seed(5)
@@ -92,7 +92,7 @@ def _transformers_greedy(model: LlamaForCausalLM, prompt: list[int], num_tokens:
     return tokens[len(prompt) :]
 
 
-def test_stories260k_tells_its_known_story(stories: Path) -> None:
+def test_stories260k_gives_its_known_output(stories: Path) -> None:
     prompt, known = expected_greedy()
     params = SamplingParams(temperature=0, max_tokens=len(known), ignore_eos=True)
     [choice] = generate(stories, [prompt], params)

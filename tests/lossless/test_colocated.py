@@ -1,4 +1,4 @@
-"""A drafter outside the target's process drafts the trees it drafts inside, and whatever it does, the text stays."""
+"""A remote drafter drafts the same trees as an inline one, and its faults do not change the output."""
 
 import os
 import threading
@@ -33,14 +33,14 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-# Broken drafters of each kind; SPECRAY_INJECTIONS=100 takes a few minutes.
+# Broken drafters per fault; SPECRAY_INJECTIONS=100 takes a few minutes.
 NUM_INJECTIONS = int(os.environ.get("SPECRAY_INJECTIONS", "3"))
-PATIENCE = {"LEAST_WAIT_S": 60.0, "FIRST_WAIT_S": 60.0, "FROZEN_S": 60.0}  # a busy machine makes nobody late here
+TIMEOUTS = {"LEAST_WAIT_S": 60.0, "FIRST_WAIT_S": 60.0, "FROZEN_S": 60.0}  # long enough for a busy machine
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_patience(monkeypatch)
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timeouts(monkeypatch)
 
 
 def run(llm: LLM) -> list[Completion]:
@@ -64,18 +64,18 @@ def recorded(llm: LLM) -> Recorded:
 
 @pytest.mark.parametrize("options", RUNS)
 @pytest.mark.parametrize("method", METHODS)
-def test_the_trees_are_those_of_the_inline_drafter(method: str, options: str, toy: Path, tmp_path: Path) -> None:
+def test_trees_equal_those_of_the_inline_drafter(method: str, options: str, toy: Path, tmp_path: Path) -> None:
     make: Make = METHODS[method]
     speculative = make(toy, tmp_path)
     with make_llm(toy, speculative=speculative, **RUNS[options]) as llm:
         inline = recorded(llm)
         expected = run(llm)
     with make_llm(toy, speculative=speculative, **RUNS[options]) as llm:
-        far = Colocated(llm, tmp_path)
-        far.start()
+        colocated = Colocated(llm, tmp_path)
+        colocated.start()
         record = recorded(llm)
         choices = run(llm)
-        far.close()
+        colocated.close()
     assert [visible(choice) for choice in choices] == [visible(choice) for choice in expected]
     assert record.trees == inline.trees
     assert sum(len(tree.tokens) > 1 for step in inline.trees for tree in step) > 5  # type: ignore[attr-defined]
@@ -83,23 +83,23 @@ def test_the_trees_are_those_of_the_inline_drafter(method: str, options: str, to
 
 
 @pytest.mark.parametrize("options", RUNS)
-def test_drafters_are_switched_between_steps_and_no_text_shows_it(
+def test_replacing_the_drafter_between_steps_does_not_change_the_output(
     options: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other layers, larger trees, another use of the prefix cache, no drafter: each while every request runs."""
+    """Other layers, larger trees, another use of the prefix cache or no drafter, while requests run."""
     with make_llm(toy, **RUNS[options]) as llm:
         expected = [visible(choice) for choice in run(llm)]
     names = ["NGRAM-short", "EAGLE3", None, "EAGLE-map", "NGRAM", None, "EAGLE3-wide"]
     made = {name: METHODS[name](toy, tmp_path / name) for name in names if name}
     with make_llm(toy, speculative=made["EAGLE3-wide"], **RUNS[options]) as llm:
-        far = Colocated(llm, tmp_path)
+        colocated = Colocated(llm, tmp_path)
         worker, sizes = worker_of(llm), set()
         execute = worker.execute
 
         def switching(plan: StepPlan) -> StepResult:
             name = names[plan.step_id // 2 % len(names)]
             if plan.step_id % 2 == 0:
-                far.start(speculative=made[name]) if name else far.dismiss()
+                colocated.start(speculative=made[name]) if name else colocated.dismiss()
             result = execute(plan)
             sizes.add((worker._drafts.max_draft_tokens, worker._drafts.aux_hidden_state_layers))
             return result
@@ -109,12 +109,12 @@ def test_drafters_are_switched_between_steps_and_no_text_shows_it(
         assert choices == expected
         assert faults_of(llm) == {}
         assert llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 50
-        assert len(sizes) == len(set(names))  # nobody has a size, too
-        far.close()
+        assert len(sizes) == len(set(names))  # having no drafter counts as a size
+        colocated.close()
 
 
-class Broken:
-    """A drafter that does one thing wrong in every order from its second on; `stall` does so once."""
+class BrokenDrafter:
+    """A drafter with a fault in every proposal from the second one on; `stall` only once."""
 
     max_draft_tokens = 3
     aux_hidden_state_layers = (0, 1)
@@ -124,13 +124,13 @@ class Broken:
         self.noticed = threading.Event()
         self._fault = fault
         self._about_to = about_to  # called before the first wrong reply
-        self._num_orders = 0
+        self._num_proposals = 0
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        self._num_orders += 1
+        self._num_proposals += 1
         assert context.aux_hidden_states is not None
         assert context.aux_hidden_states.shape[1] == 2 * 32
-        if self._num_orders > 1:
+        if self._num_proposals > 1:
             self._fault.draft(self)
         else:
             self._about_to()
@@ -138,8 +138,8 @@ class Broken:
         return DraftTree.from_lists([TreeLists([root, 3, 4], [NONE, 0, 1]) for root in roots])
 
     def pack(self, reply: Reply) -> bytes:
-        """What is sent instead of a valid reply."""
-        changed = self._fault.reply(reply) if self._num_orders > 1 else reply
+        """The bytes that are sent instead of a valid reply."""
+        changed = self._fault.reply(reply) if self._num_proposals > 1 else reply
         data: bytes = changed if isinstance(changed, bytes) else msgpack.packb(changed)
         return data
 
@@ -148,27 +148,27 @@ class Broken:
 
 
 class Fault(NamedTuple):
-    """What is done wrong: while drafting, or in the reply."""
+    """A fault while drafting, or in the reply."""
 
     kind: str
-    draft: Callable[[Broken], None] = lambda drafter: None  # noqa: ARG005
+    draft: Callable[[BrokenDrafter], None] = lambda drafter: None  # noqa: ARG005
     reply: Callable[[Reply], Reply | bytes] = lambda reply: reply
 
 
-def die(drafter: Broken) -> None:  # noqa: ARG001
+def die(drafter: BrokenDrafter) -> None:  # noqa: ARG001
     raise ChannelClosedError("as if the process had been killed")
 
 
-def fail(drafter: Broken) -> None:  # noqa: ARG001
+def fail(drafter: BrokenDrafter) -> None:  # noqa: ARG001
     raise DraftFaultError(DraftFault.NOT_A_NUMBER)
 
 
-def stall(drafter: Broken) -> None:
+def stall(drafter: BrokenDrafter) -> None:
     assert drafter.noticed.wait(30)
 
 
 def each(tokens: list[int], parents: list[int], num_nodes: int | None = None) -> Callable[[Reply], Reply]:
-    """The same tree for every request of an order."""
+    """A reply with this tree for every request."""
 
     def reply(valid: Reply) -> Reply:
         rows = len(valid.num_nodes) // 4
@@ -184,7 +184,7 @@ FAULTS: dict[str, Fault] = {
     "own-fault": Fault("nan", draft=fail),
     "late": Fault("late", draft=stall),
     "frozen": Fault("frozen", draft=stall),
-    "foreign-token": Fault("nonsense", reply=each([5, 64], [NONE, 0])),
+    "token-outside-vocabulary": Fault("nonsense", reply=each([5, 64], [NONE, 0])),
     "negative-token": Fault("nonsense", reply=each([5, -5], [NONE, 0])),
     "parent-after-child": Fault("nonsense", reply=each([5, 3, 4], [NONE, 2, 0])),
     "own-parent": Fault("nonsense", reply=each([5, 3], [NONE, 1])),
@@ -197,22 +197,22 @@ FAULTS: dict[str, Fault] = {
     "half-an-integer": Fault("nonsense", reply=lambda reply: reply._replace(tokens=reply.tokens[:-2])),
     "missing-tree": Fault("nonsense", reply=lambda reply: reply._replace(num_nodes=reply.num_nodes[:-4])),
     "no-array": Fault("nonsense", reply=lambda reply: reply._replace(tokens=[5, 3])),  # type: ignore[arg-type]
-    "another-order's": Fault("nonsense", reply=lambda reply: reply._replace(number=reply.number + 1)),
-    "unknown-fault": Fault("nonsense", reply=lambda reply: reply._replace(fault="tired")),  # type: ignore[arg-type]
+    "other-number": Fault("nonsense", reply=lambda reply: reply._replace(number=reply.number + 1)),
+    "unknown-fault": Fault("nonsense", reply=lambda reply: reply._replace(fault="unknown")),  # type: ignore[arg-type]
     "nothing": Fault("nonsense", reply=lambda _: msgpack.packb(None)),
     "noise": Fault("nonsense", reply=lambda _: bytes([0xC1, 0xFF])),
 }
-# The target's patience for the reply that does not come; it is endless for all others.
-IMPATIENCE = {"late": {"LEAST_WAIT_S": 0.02}, "frozen": {"LEAST_WAIT_S": 0.02, "FROZEN_S": 0.02}}
+# For faults without a reply: the timeout after which the target continues.
+SHORT_TIMEOUTS = {"late": {"LEAST_WAIT_S": 0.02}, "frozen": {"LEAST_WAIT_S": 0.02, "FROZEN_S": 0.02}}
 
 
-def set_patience(monkeypatch: pytest.MonkeyPatch, changes: dict[str, float] | None = None) -> None:
-    for name, seconds in (PATIENCE | (changes or {})).items():
+def set_timeouts(monkeypatch: pytest.MonkeyPatch, changes: dict[str, float] | None = None) -> None:
+    for name, seconds in (TIMEOUTS | (changes or {})).items():
         monkeypatch.setattr(source, name, seconds)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_broken_drafters_cost_their_trees_only(
+def test_a_broken_drafter_does_not_change_the_output(
     name: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = FAULTS[name]
@@ -220,37 +220,35 @@ def test_broken_drafters_cost_their_trees_only(
         expected = [visible(choice) for choice in run(llm)]
     speculative = METHODS["NGRAM"](toy, tmp_path)
     with make_llm(toy, speculative=speculative, page_size=4) as llm:
-        far = Colocated(llm, tmp_path)
+        colocated = Colocated(llm, tmp_path)
         for _ in range(NUM_INJECTIONS):
-            drafter = Broken(fault, lambda: set_patience(monkeypatch, IMPATIENCE.get(fault.kind)))
+            drafter = BrokenDrafter(fault, lambda: set_timeouts(monkeypatch, SHORT_TIMEOUTS.get(fault.kind)))
             monkeypatch.setattr(server, "pack", drafter.pack)
-            far.start(drafter)
-            with far.each_fault(lambda: set_patience(monkeypatch), drafter.noticed.set):
+            colocated.start(drafter)
+            with colocated.each_fault(lambda: set_timeouts(monkeypatch), drafter.noticed.set):
                 assert [visible(choice) for choice in run(llm)] == expected
         faults = faults_of(llm)
         monkeypatch.setattr(server, "pack", wire.pack)
-        far.start()  # a sound one takes its place
+        colocated.start()  # replaced by one that works
         again = [visible(choice) for choice in run(llm)]
         faults_after = faults_of(llm)
         num_drafts = llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"]
-        far.close()
+        colocated.close()
     assert again == expected
     assert faults == faults_after == {fault.kind: NUM_INJECTIONS}
     assert num_drafts > 10
 
 
-def test_a_drafter_that_was_late_once_is_waited_for_again(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(drafter: Broken) -> None:
-        time.sleep(0.05)  # more than the host takes for itself between two steps
+def test_a_late_drafter_is_used_again(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(drafter: BrokenDrafter) -> None:
+        time.sleep(0.05)  # longer than the host takes between two steps
         stall(drafter)
 
     with make_llm(toy, speculative=METHODS["NGRAM"](toy, tmp_path), page_size=4) as llm:
-        far = Colocated(llm, tmp_path)
-        drafter = Broken(Fault("late", draft=slow), lambda: set_patience(monkeypatch, IMPATIENCE["late"]))
-        far.start(drafter)
-        with far.each_fault(lambda: set_patience(monkeypatch), drafter.noticed.set):
+        colocated = Colocated(llm, tmp_path)
+        drafter = BrokenDrafter(Fault("late", draft=slow), lambda: set_timeouts(monkeypatch, SHORT_TIMEOUTS["late"]))
+        colocated.start(drafter)
+        with colocated.each_fault(lambda: set_timeouts(monkeypatch), drafter.noticed.set):
             llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True))
-        far.close()
+        colocated.close()
         assert faults_of(llm) == {"late": 1}

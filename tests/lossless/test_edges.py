@@ -1,4 +1,4 @@
-"""The last tokens of everything: context, max_tokens, ends inside accepted runs, prompts as long as can be."""
+"""Limits that end a request inside accepted drafts: context, max_tokens, end tokens, KV pool."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ NAMES = ["right", "right-last", "random", *SOME_METHODS]
 
 @pytest.fixture(scope="module")
 def story(toy: Path) -> list[int]:
-    """A long greedy text."""
+    """A long greedy output."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     return generate(toy, [PROMPT], params)[0].token_ids
 
@@ -31,7 +31,7 @@ Drafting = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def drafting(toy: Path, story: list[int], tmp_path_factory: pytest.TempPathFactory) -> Drafting:
-    """A drafter's name, and the text it is told -> options of a run with it."""
+    """Options of a run with a drafter, by its name and the text that it drafts from."""
 
     def options(name: str, text: list[int] | None = None) -> dict[str, Any]:
         if name in METHODS:
@@ -47,7 +47,9 @@ def one(toy: Path, drafting: dict[str, Any], prompt: list[int], **options: Any) 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("max_tokens", range(1, MAX_DRAFTS + 3))
-def test_max_tokens_inside_a_run(name: str, max_tokens: int, toy: Path, story: list[int], drafting: Drafting) -> None:
+def test_max_tokens_can_end_inside_accepted_drafts(
+    name: str, max_tokens: int, toy: Path, story: list[int], drafting: Drafting
+) -> None:
     choice = one(toy, drafting(name), PROMPT, max_tokens=max_tokens, ignore_eos=True)
     assert choice.token_ids == story[:max_tokens]
     assert choice.finish_reason is FinishReason.LENGTH
@@ -57,7 +59,7 @@ def test_max_tokens_inside_a_run(name: str, max_tokens: int, toy: Path, story: l
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("offset", range(MAX_DRAFTS + 3))
-def test_an_end_token_at_every_offset_of_a_run(
+def test_an_end_token_can_be_at_every_offset_of_accepted_drafts(
     name: str, offset: int, toy: Path, story: list[int], drafting: Drafting
 ) -> None:
     first = story.index(story[offset])
@@ -69,12 +71,12 @@ def test_an_end_token_at_every_offset_of_a_run(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("room", range(1, MAX_DRAFTS + 3))
-def test_the_last_tokens_of_the_context(name: str, room: int, toy: Path, drafting: Drafting) -> None:
-    prompt = [*[7] * (CONTEXT - room - len(PROMPT)), *PROMPT]
+@pytest.mark.parametrize("num_left", range(1, MAX_DRAFTS + 3))
+def test_the_context_can_end_inside_accepted_drafts(name: str, num_left: int, toy: Path, drafting: Drafting) -> None:
+    prompt = [*[7] * (CONTEXT - num_left - len(PROMPT)), *PROMPT]
     params = SamplingParams(temperature=0, ignore_eos=True)
     [plain] = generate(toy, [prompt], params)
-    assert len(plain.token_ids) == room
+    assert len(plain.token_ids) == num_left
     drafted = generate(toy, [prompt], params, **drafting(name, prompt + plain.token_ids + [3] * 20))
     assert visible(drafted[0])[:-1] == visible(plain)[:-1]
     assert plain.finish_reason is FinishReason.LENGTH
@@ -82,10 +84,10 @@ def test_the_last_tokens_of_the_context(name: str, room: int, toy: Path, draftin
 
 @pytest.mark.parametrize("name", ["right", *SOME_METHODS])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_the_whole_pool_is_one_request(
+def test_one_request_can_fill_the_kv_pool(
     name: str, page_size: int, toy: Path, story: list[int], drafting: Drafting
 ) -> None:
-    """No block is left for drafts at the end, and none is needed."""
+    """At the end no block is left for drafts."""
     params = SamplingParams(temperature=0, ignore_eos=True)
     options = {"page_size": page_size, "max_total_tokens": 48}
     [choice] = generate(toy, [PROMPT], params, **drafting(name), **options)
@@ -93,31 +95,31 @@ def test_the_whole_pool_is_one_request(
 
 
 @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 1, CONTEXT + 100])
-def test_a_prompt_without_room_for_one_token_is_refused(length: int, toy: Path) -> None:
+def test_a_prompt_that_fills_the_context_is_refused(length: int, toy: Path) -> None:
     with make_llm(toy) as llm, pytest.raises(InvalidRequestError, match=f"{length} tokens"):
         llm.generate([[5] * length])
 
 
-def test_the_longest_prompt_gets_its_one_token(toy: Path) -> None:
+def test_the_longest_prompt_gets_one_token(toy: Path) -> None:
     [choice] = generate(toy, [[5] * (CONTEXT - 1)], SamplingParams(temperature=0, ignore_eos=True))
     assert len(choice.token_ids) == 1
 
 
 @pytest.mark.parametrize("name", ["right", *SOME_METHODS])
-def test_a_shorter_context_is_kept(name: str, toy: Path, story: list[int], drafting: Drafting) -> None:
+def test_a_configured_context_length_ends_requests(name: str, toy: Path, story: list[int], drafting: Drafting) -> None:
     params = SamplingParams(temperature=0, ignore_eos=True)
     [choice] = generate(toy, [PROMPT], params, **drafting(name), context_length=20)
     assert choice.token_ids == story[:16]
 
 
-def test_a_bad_prompt_among_good_ones_is_named_and_runs_none(toy: Path) -> None:
+def test_no_request_runs_if_one_of_the_prompts_is_invalid(toy: Path) -> None:
     with make_llm(toy) as llm:
         with pytest.raises(InvalidRequestError, match="request 1"):
             llm.generate([PROMPT, [VOCAB_SIZE], PROMPT])
         assert not llm.engine.has_work
 
 
-def test_drafts_past_the_vocabulary_cost_speed_and_no_token(toy: Path, story: list[int]) -> None:
-    """A drafter's nonsense is refused before the target reads it."""
-    absurd = ScriptedDrafter(lambda root, *_: TreeLists([root, VOCAB_SIZE, -5, 2**40], [NONE, 0, 1, 2]))
-    assert one(toy, {"drafter": absurd}, PROMPT, max_tokens=10, ignore_eos=True).token_ids == story[:10]
+def test_drafts_outside_the_vocabulary_do_not_change_the_output(toy: Path, story: list[int]) -> None:
+    """The tree is discarded before the target reads it."""
+    invalid = ScriptedDrafter(lambda root, *_: TreeLists([root, VOCAB_SIZE, -5, 2**40], [NONE, 0, 1, 2]))
+    assert one(toy, {"drafter": invalid}, PROMPT, max_tokens=10, ignore_eos=True).token_ids == story[:10]

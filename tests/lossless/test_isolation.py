@@ -1,4 +1,4 @@
-"""A row that is broken cannot change another row, nor what comes after it in the same blocks."""
+"""A request with NaN hidden states does not affect other requests, nor later ones in the same blocks."""
 
 from pathlib import Path
 from random import Random
@@ -17,7 +17,7 @@ from tests.support.engine import generate, make_llm
 from tests.support.methods import METHODS
 from tests.support.toy import write_toy
 
-POISON = 63  # its embedding is not a number
+POISON = 63  # its embedding is NaN
 PROMPTS = [[0, 9, 8, 7, 6], [0, 20, 21], [0, *range(10, 50)], [5]]
 PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=30, ignore_eos=True, logit_bias={POISON: -100.0})
 
@@ -33,12 +33,14 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("name", ["none", "random", "EAGLE-map"])
-def test_a_broken_request_errors_alone(chunk: int, name: str, poisoned: Path, tmp_path: Path) -> None:
+def test_a_request_with_nan_fails_alone(chunk: int, name: str, poisoned: Path, tmp_path: Path) -> None:
     expected = [choice.token_ids for choice in generate(poisoned, PROMPTS, PARAMS, page_size=4)]
     drafting: dict[str, Any] = {
         "none": {},
         "random": {"drafter": ScriptedDrafter(draw_without_poison)},
-        "EAGLE-map": {"speculative": METHODS["EAGLE-map"](poisoned, tmp_path)},  # the poison is not in its map
+        "EAGLE-map": {
+            "speculative": METHODS["EAGLE-map"](poisoned, tmp_path)
+        },  # its map does not have the poisoned token
     }[name]
     with make_llm(poisoned, **drafting, page_size=4, chunked_prefill_size=chunk, max_total_tokens=256) as llm:
         for round_ in range(3):  # later rounds read blocks that held NaN before

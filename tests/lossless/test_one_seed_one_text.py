@@ -1,4 +1,4 @@
-"""One seed, one text: no drafter, batch, cache, chunk, page or preemption changes what a caller gets."""
+"""Output for a seed does not depend on drafter, batch, prefix cache, chunks, page size or preemption."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import generate, make_llm, visible
 from tests.support.methods import METHODS, SOME_METHODS
 
-PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4, 30, 31]  # repeats itself: NGRAM finds something
+PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4, 30, 31]  # repetitive, so that NGRAM finds matches
 PROMPTS = [[*PREFIX[: 3 + 2 * (i % 8)], 4 + i, 9, 8] for i in range(12)]
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -46,7 +46,7 @@ PARAMS = [SamplingParams(seed=100 + i, max_tokens=30, **options) for i, options 
 
 @pytest.fixture(scope="module")
 def plain(toy: Path) -> list[Completion]:
-    """The texts to compare with: one request at a time, without drafts, cache or chunks."""
+    """Expected outputs: one request at a time, without drafts, prefix cache or chunks."""
     return [
         generate(toy, [prompt], params, disable_radix_cache=True)[0]
         for prompt, params in zip(PROMPTS, PARAMS, strict=True)
@@ -55,7 +55,7 @@ def plain(toy: Path) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def texts(toy: Path) -> list[list[int]]:
-    """What the target would go on to say, past stops and limits, so that right drafts reach beyond them."""
+    """Outputs without stops and limits, so that correct drafts extend beyond these."""
     unending = [
         SamplingParams(seed=100 + i, max_tokens=60, **{k: v for k, v in o.items() if k not in ("stop", "min_tokens")})
         for i, o in enumerate(OPTIONS)
@@ -65,9 +65,9 @@ def texts(toy: Path) -> list[list[int]]:
 
 def assert_same(seen: Sequence[Completion], expected: Sequence[Completion]) -> None:
     assert [visible(choice) for choice in seen] == [visible(choice) for choice in expected]
-    for mine, truth in zip(seen, expected, strict=True):
-        assert (mine.logprobs is None) == (truth.logprobs is None)
-        for entry, true_entry in zip(mine.logprobs or [], truth.logprobs or [], strict=True):
+    for actual, truth in zip(seen, expected, strict=True):
+        assert (actual.logprobs is None) == (truth.logprobs is None)
+        for entry, true_entry in zip(actual.logprobs or [], truth.logprobs or [], strict=True):
             assert entry.token_id == true_entry.token_id
             assert entry.logprob == pytest.approx(true_entry.logprob, abs=2e-4)
             assert [token for token, _ in entry.top] == [token for token, _ in true_entry.top]
@@ -78,7 +78,7 @@ Drafting = Callable[[str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def drafting(toy: Path, texts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Drafting:
-    """A drafter's name -> options of a run with it."""
+    """Options of a run with a drafter, by the drafter's name."""
 
     def options(name: str) -> dict[str, Any]:
         if name == "none":
@@ -95,19 +95,23 @@ SOME_DRAFTERS = ["none", *SOME_METHODS, "right", "random", "right-last"]
 
 
 @pytest.mark.parametrize("name", EVERY_DRAFTER)
-def test_any_drafter(name: str, toy: Path, plain: list[Completion], drafting: Drafting) -> None:
+def test_output_does_not_depend_on_the_drafter(
+    name: str, toy: Path, plain: list[Completion], drafting: Drafting
+) -> None:
     assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name)), plain)
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
 @pytest.mark.parametrize("batch", [1, 8])
-def test_any_batch(name: str, batch: int, toy: Path, plain: list[Completion], drafting: Drafting) -> None:
+def test_output_does_not_depend_on_the_batch_size(
+    name: str, batch: int, toy: Path, plain: list[Completion], drafting: Drafting
+) -> None:
     assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name), max_running_requests=batch), plain)
 
 
 @pytest.mark.parametrize("name", ["EAGLE3", "NGRAM"])
 @pytest.mark.parametrize("bound", [1, 5, 20])
-def test_any_bound_on_a_steps_drafts(
+def test_output_does_not_depend_on_max_step_draft_tokens(
     name: str, bound: int, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
     options = drafting(name)
@@ -116,16 +120,16 @@ def test_any_bound_on_a_steps_drafts(
 
 
 @pytest.mark.parametrize("name", [*METHODS, "right", "right-last"])
-def test_any_limits_of_the_requests_side_by_side(
+def test_output_does_not_depend_on_draft_limits(
     name: str, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
     kinds = [DraftLimit(0, 0), DraftLimit(1, 1), DraftLimit(2, 9), DraftLimit(9, 2), DraftLimit(9, 0), UNLIMITED]
-    limits = [kinds[i % len(kinds)] for i in range(len(PROMPTS))]
+    draft_limits = [kinds[i % len(kinds)] for i in range(len(PROMPTS))]
     options = drafting(name)
     with make_llm(toy, options.pop("drafter", None), **options) as llm:
-        choices = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS, draft_limits=limits)]
+        choices = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS, draft_limits=draft_limits)]
     assert_same(choices, plain)
-    for choice, limit in zip(choices, limits, strict=True):
+    for choice, limit in zip(choices, draft_limits, strict=True):
         assert choice.usage is not None
         assert len(choice.usage.accept_histogram) <= min(limit) + 1
         assert choice.usage.num_draft_tokens <= limit.num_tokens * choice.usage.num_verify_steps
@@ -134,20 +138,24 @@ def test_any_limits_of_the_requests_side_by_side(
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-def test_any_page_size(name: str, page_size: int, toy: Path, plain: list[Completion], drafting: Drafting) -> None:
+def test_output_does_not_depend_on_the_page_size(
+    name: str, page_size: int, toy: Path, plain: list[Completion], drafting: Drafting
+) -> None:
     assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name), page_size=page_size), plain)
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16])
-def test_any_chunk(name: str, chunk: int, toy: Path, plain: list[Completion], drafting: Drafting) -> None:
+def test_output_does_not_depend_on_the_prefill_chunk(
+    name: str, chunk: int, toy: Path, plain: list[Completion], drafting: Drafting
+) -> None:
     options = {"chunked_prefill_size": chunk, "max_prefill_tokens": chunk + 3, "page_size": 4}
     assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name), **options), plain)
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_a_cold_and_a_warm_cache(
+def test_output_does_not_depend_on_the_prefix_cache(
     name: str, page_size: int, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
     with make_llm(toy, **drafting(name), page_size=page_size) as llm:
@@ -160,7 +168,7 @@ def test_a_cold_and_a_warm_cache(
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
 @pytest.mark.parametrize("disable_radix_cache", [False, True])
-def test_forced_preemption(
+def test_output_does_not_depend_on_preemption(
     name: str, disable_radix_cache: bool, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
     options = {"page_size": 4, "max_total_tokens": 96, "disable_radix_cache": disable_radix_cache}
@@ -172,15 +180,17 @@ def test_forced_preemption(
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
-def test_tenants_with_their_own_cache(name: str, toy: Path, plain: list[Completion], drafting: Drafting) -> None:
+def test_output_does_not_depend_on_the_cache_salt(
+    name: str, toy: Path, plain: list[Completion], drafting: Drafting
+) -> None:
     with make_llm(toy, **drafting(name), page_size=2) as llm:
         for salt in ("", "a", "b"):
             seen = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS, cache_salt=salt)]
             assert_same(seen, plain)
 
 
-def test_right_drafts_are_accepted_and_wrong_ones_are_not(toy: Path) -> None:
-    """Otherwise the tests above would compare plain decoding with itself."""
+def test_correct_drafts_are_accepted_and_wrong_ones_rejected(toy: Path) -> None:
+    """Shows that the tests above do not compare plain decoding with itself."""
     usages = {}
     for name in ("right", "right-last", "wrong"):
         params = [SamplingParams(seed=100 + i, max_tokens=30, temperature=0) for i in range(12)]
@@ -193,7 +203,7 @@ def test_right_drafts_are_accepted_and_wrong_ones_are_not(toy: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["none", *METHODS])
-def test_choices_of_one_prompt_differ_and_each_equals_its_own_seed(name: str, toy: Path, drafting: Drafting) -> None:
+def test_every_choice_equals_the_output_for_its_seed(name: str, toy: Path, drafting: Drafting) -> None:
     params = SamplingParams(seed=5, n=4, max_tokens=20, ignore_eos=True)
     with make_llm(toy, **drafting(name)) as llm:
         [generation] = llm.generate([PREFIX], params)
@@ -203,13 +213,13 @@ def test_choices_of_one_prompt_differ_and_each_equals_its_own_seed(name: str, to
             assert llm.generate([PREFIX], alone)[0].choices[0].token_ids == choice.token_ids
 
 
-def test_different_seeds_tell_different_stories(toy: Path) -> None:
+def test_different_seeds_give_different_outputs(toy: Path) -> None:
     params = [SamplingParams(seed=seed, max_tokens=14, ignore_eos=True) for seed in range(300)]
     choices = generate(toy, [PREFIX] * 300, params, max_running_requests=64)
     assert len({tuple(choice.token_ids) for choice in choices}) > 297
 
 
-def test_without_a_seed_each_request_gets_its_own_and_says_which(toy: Path) -> None:
+def test_a_request_without_a_seed_reports_the_seed_it_got(toy: Path) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     first, second = generate(toy, [PREFIX] * 2, params)
     assert first.seed != second.seed

@@ -1,8 +1,8 @@
 """Rejection sampling gives the target's distribution at every position, by chi-square against float64.
 
-Chains of four drafts and a bonus over 64 tokens, with other distributions at each position. The target gives one token
-a large probability and the drafter a still larger one: there a small bias of acceptance is largest. Wrong verifiers
-fail the same test.
+Chains of four drafts and a bonus token over 64 tokens, with different distributions at each position. The target gives
+one token a large probability and the drafter a larger one, which makes a small bias of acceptance visible. Wrong
+verifiers fail the same test.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ FEW, MANY, ALL = 100_000, 400_000, 2_000_000
 Sampler = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], Tensor]
 
 
-def probs_list() -> tuple[np.ndarray, np.ndarray]:
+def make_probs() -> tuple[np.ndarray, np.ndarray]:
     """(target's, drafter's), float64 [K + 1, V]."""
     rng = np.random.default_rng(5)
     target = rng.dirichlet(np.full(V, 0.7), K + 1)
@@ -41,11 +41,11 @@ def probs_list() -> tuple[np.ndarray, np.ndarray]:
     return target, draft
 
 
-P, Q = probs_list()
+P, Q = make_probs()
 
 
-class Way(NamedTuple):
-    """A verifier under test: the chooser, its uniforms, and how drafts are drawn."""
+class Variant(NamedTuple):
+    """A verifier under test: sampler, uniforms, and how drafts are drawn."""
 
     choose: Sampler = choose
     uniforms: Callable[[int, Tensor], Tensor] = lambda position, uniforms: uniforms  # noqa: ARG005
@@ -53,22 +53,22 @@ class Way(NamedTuple):
     greedy_drafts: bool = False
 
 
-def emitted(way: Way, num_chains: int) -> np.ndarray:
-    """Counts [K + 1, V] of the tokens at each position, over the chains that came so far."""
+def emitted(variant: Variant, num_chains: int) -> np.ndarray:
+    """Counts [K + 1, V] of the tokens at each position, over the chains that reach it."""
     generator, counts = torch.Generator().manual_seed(11), np.zeros((K + 1, V))
     for start in range(0, num_chains, CHUNK):
         alive = min(CHUNK, num_chains - start)
         for position in range(K + 1):
-            probs = P[position] if position < K else way.bonus_probs
+            probs = P[position] if position < K else variant.bonus_probs
             draft_probs = torch.from_numpy(Q[position]).float()
             drafts = torch.multinomial(draft_probs, alive, True, generator=generator)[:, None]
-            if way.greedy_drafts:
+            if variant.greedy_drafts:
                 drafts = draft_probs.argmax().expand(alive, 1)
             drafts = drafts[:, : int(position < K)]
-            uniforms = way.uniforms(position, torch.rand(drafts.shape, generator=generator, dtype=torch.float64))
+            uniforms = variant.uniforms(position, torch.rand(drafts.shape, generator=generator, dtype=torch.float64))
             noise = -torch.empty(alive, V).exponential_(generator=generator).log()
             target = torch.from_numpy(probs).float().expand(alive, V)
-            tokens = way.choose(target, drafts, draft_probs.expand(alive, V), uniforms, noise)
+            tokens = variant.choose(target, drafts, draft_probs.expand(alive, V), uniforms, noise)
             counts[position] += np.bincount(tokens.numpy(), minlength=V)
             alive = int((tokens[:, None] == drafts).sum())
     return counts
@@ -81,42 +81,42 @@ def worst(counts: np.ndarray) -> float:
 def from_the_target_again(
     probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, uniforms: Tensor, noise: Tensor
 ) -> Tensor:
-    """After a rejection the token is drawn from p, not from what is left of it."""
-    mine = choose(probs, drafts, draft_probs, uniforms, noise)
-    rejected = mine != drafts[:, 0] if drafts.shape[1] else torch.zeros(len(probs), dtype=torch.bool)
-    return torch.where(rejected, (probs.log() + noise).argmax(-1), mine)
+    """After a rejection, draws the token from p instead of the residual distribution."""
+    correct = choose(probs, drafts, draft_probs, uniforms, noise)
+    rejected = correct != drafts[:, 0] if drafts.shape[1] else torch.zeros(len(probs), dtype=torch.bool)
+    return torch.where(rejected, (probs.log() + noise).argmax(-1), correct)
 
 
 MUTANTS = {
-    "resampled from p": (Way(choose=from_the_target_again), FEW),
-    "arg-max drafts with soft q": (Way(greedy_drafts=True), FEW),
-    "bonus from the drafter": (Way(bonus_probs=Q[K]), FEW),
+    "resampled from p": (Variant(choose=from_the_target_again), FEW),
+    "arg-max drafts with soft q": (Variant(greedy_drafts=True), FEW),
+    "bonus from the drafter": (Variant(bonus_probs=Q[K]), FEW),
     "second always accepted": (
-        Way(uniforms=lambda position, uniforms: uniforms * 0 if position == 1 else uniforms),
+        Variant(uniforms=lambda position, uniforms: uniforms * 0 if position == 1 else uniforms),
         FEW,
     ),
-    "2 % more accepted": (Way(uniforms=lambda position, uniforms: uniforms / 1.02), MANY),  # noqa: ARG005
+    "2 % more accepted": (Variant(uniforms=lambda position, uniforms: uniforms / 1.02), MANY),  # noqa: ARG005
 }
 
 
 def test_every_position_has_the_targets_distribution() -> None:
-    assert worst(emitted(Way(), MANY)) < MAX_Z
+    assert worst(emitted(Variant(), MANY)) < MAX_Z
 
 
 @pytest.mark.slow
-def test_every_position_has_the_targets_probs_in_two_million_draws() -> None:
-    assert worst(emitted(Way(), ALL)) < MAX_Z
+def test_every_position_has_the_targets_distribution_in_two_million_draws() -> None:
+    assert worst(emitted(Variant(), ALL)) < MAX_Z
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_verifier_is_caught(name: str) -> None:
-    way, num_chains = MUTANTS[name]
-    assert worst(emitted(way, num_chains)) > MAX_Z
+def test_a_wrong_verifier_is_detected(name: str) -> None:
+    variant, num_chains = MUTANTS[name]
+    assert worst(emitted(variant, num_chains)) > MAX_Z
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["certain", "drawn"])
-def test_siblings_in_turn_leave_the_targets_distribution(drawn: bool) -> None:
-    """Three siblings: the drafter's best, with q on each of them in turn, or three draws from one q."""
+def test_siblings_give_the_targets_distribution(drawn: bool) -> None:
+    """Three siblings: the drafter's three best tokens with one-hot q, or three draws from one q."""
     generator = torch.Generator().manual_seed(2)
     draft_probs = torch.from_numpy(Q[0]).float()
     best = draft_probs.topk(3).indices.expand(FEW, 3)
@@ -129,7 +129,7 @@ def test_siblings_in_turn_leave_the_targets_distribution(drawn: bool) -> None:
     assert (tokens[:, None] == drafts).any(1).float().mean() > 0.3
 
 
-# ---- with the keys of real requests: drafts are drawn with a request's noise, uniforms and last draw apart from it ---
+# ---- with the noise of real requests: drafts use a request's noise, uniforms and the last draw do not ---------------
 
 MARKOV = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
 GUESS = MARKOV + 1.5 * torch.randn(8, 8, generator=torch.Generator().manual_seed(4))
@@ -173,7 +173,7 @@ def test_two_tokens_of_a_request_have_the_targets_joint_distribution(with_probs:
     assert worst_z(pairs(with_probs), true_pairs()) < MAX_Z
 
 
-def test_a_last_draw_with_the_drafters_noise_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_draw_with_the_drafters_noise_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "salted", lambda seed: seed)
     assert worst_z(pairs(with_probs=False), true_pairs()) > MAX_Z
 
@@ -182,17 +182,15 @@ def test_a_last_draw_with_the_drafters_noise_is_caught(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ["EAGLE3-chain", "EAGLE3", "STANDALONE", "NGRAM"])
-def test_greedy_requests_get_their_plain_text(name: str, toy: Path, tmp_path: Path) -> None:
+def test_greedy_output_equals_plain_decoding(name: str, toy: Path, tmp_path: Path) -> None:
     prompts, params = [[0, 9, 8, 7, 9, 8, 7], [0, 33, 2, 5]], SamplingParams(temperature=0.0, max_tokens=20)
     speculative = METHODS[name](toy, tmp_path).model_copy(update={"verification": "rejection"})
     plain, drafted = generate(toy, prompts, params), generate(toy, prompts, params, speculative=speculative)
     assert [choice.token_ids for choice in drafted] == [choice.token_ids for choice in plain]
 
 
-def test_chains_come_with_their_probs_and_these_raise_acceptance(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A draft that is known to be a draw is accepted more often than one that is only a guess."""
+def test_draft_probs_raise_the_acceptance_of_chains(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft with its distribution is accepted more often than one without."""
     speculative = METHODS["EAGLE3-chain"](toy, tmp_path).model_copy(update={"verification": "rejection"})
     params = [SamplingParams(seed=seed, max_tokens=40, ignore_eos=True) for seed in range(20)]
 

@@ -1,4 +1,4 @@
-"""The first three tokens out of the whole engine have the model's joint law, whatever is drafted."""
+"""The engine's first three tokens have the model's joint distribution with any drafter."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ FILTERS: list[dict[str, Any]] = [
 
 
 def true_probs(folder: Path, options: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """Probability of each possible triple."""
+    """Probabilities of all triples of tokens."""
     probs: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer = {}
@@ -35,7 +35,7 @@ def true_probs(folder: Path, options: dict[str, Any]) -> dict[tuple[int, ...], f
 
 @pytest.mark.parametrize("options", FILTERS)
 @pytest.mark.parametrize("name", ["random", "right-last", "duplicates"])
-def test_first_three_tokens_have_the_joint_law(name: str, options: dict[str, Any], toy: Path) -> None:
+def test_first_three_tokens_have_the_joint_distribution(name: str, options: dict[str, Any], toy: Path) -> None:
     probs = true_probs(toy, options)
     likely = max(probs, key=lambda text: probs[text])
     drafter = ScriptedDrafter(DRAWS[name], [[*PROMPT, *likely[:cut], *[7] * 9] for cut in (3, 2, 1)])

@@ -1,4 +1,4 @@
-"""The embedded chat model, in float32: 16 prompts, 48 greedy tokens each, equal to transformers' token for token."""
+"""The embedded chat model in float32: for 16 prompts, 48 greedy tokens equal those of transformers."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -60,7 +60,7 @@ def prompts(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path, llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    """transformers' own greedy tokens, all prompts in one batch padded on the left."""
+    """Greedy tokens of transformers, with all prompts in one batch padded on the left."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     width = max(map(len, prompts))
     pad = llm.tokenizer.eos_token_id
@@ -105,7 +105,7 @@ def test_greedy_tokens_equal_transformers(
 
 
 @pytest.mark.parametrize("name", ["eagle3"])
-def test_sampled_tokens_equal_plain_ones(
+def test_sampled_output_equals_plain_decoding(
     name: str, llm: LLM, prompts: list[list[int]], sampled: list[list[int]]
 ) -> None:
     with llm.with_speculative(SERVED[name]) as engine:
@@ -113,11 +113,11 @@ def test_sampled_tokens_equal_plain_ones(
         warm = [generation.choices[0] for generation in engine.generate(prompts[: len(SAMPLED)], SAMPLED)]
     assert [choice.token_ids for choice in one_by_one] == sampled[:4]
     assert [choice.token_ids for choice in warm] == sampled
-    assert num_accepted(warm) > len(warm)  # noise shared with the target: drafts are taken at temperature 1, too
+    assert num_accepted(warm) > len(warm)  # drafts share the target's noise, so some are accepted at temperature 1
 
 
 @pytest.mark.parametrize("name", ["half-right"])
-def test_drafts_that_are_partly_right_change_nothing(
+def test_partly_correct_drafts_do_not_change_the_output(
     name: str, llm: LLM, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
     texts = [prompt + text for prompt, text in zip(prompts, reference, strict=True)]
@@ -126,7 +126,7 @@ def test_drafts_that_are_partly_right_change_nothing(
     assert seen == reference[:8], first_difference(seen, reference[:8])
 
 
-def test_it_answers_a_question(llm: LLM) -> None:
+def test_the_model_answers_a_question(llm: LLM) -> None:
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = list(llm.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"])
     [generation] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=20))

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks in two processes say what one rank says."""
+"""Output with tensor-parallel ranks in several processes equals that of one rank."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ PARAMS = [
 
 
 @pytest.mark.parametrize("name", ["EAGLE-map", "NGRAM"])
-def test_two_ranks_with_drafts_say_what_one_says(name: str, toy: Path, tmp_path: Path) -> None:
-    """Of the target each rank holds a part; a head is whole on the first, and needs whole matrices."""
+def test_two_ranks_with_drafts_equal_one(name: str, toy: Path, tmp_path: Path) -> None:
+    """Each rank has a part of the target. Rank 0 has the whole head, which needs the target's whole matrices."""
     alone = generate(toy, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
     speculative = METHODS[name](toy, tmp_path)
     together = run_ranks(toy, 2, speculative, PROMPTS, PARAMS, page_size=4, chunked_prefill_size=16)
@@ -31,16 +31,16 @@ def test_two_ranks_with_drafts_say_what_one_says(name: str, toy: Path, tmp_path:
     assert [choice["finish_reason"] for choice in together] == [choice.finish_reason for choice in alone]
 
 
-def test_two_ranks_share_experts_and_latent_heads(tmp_path: Path) -> None:
-    """Of every expert each rank holds a part, the latent both; what drafts is in the target's own files."""
+def test_two_ranks_of_deepseek_equal_one(tmp_path: Path) -> None:
+    """Each rank has a part of every expert, and the whole latent. The MTP layer is in the target's checkpoint."""
     write_deepseek(tmp_path)
     alone = generate(tmp_path, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
     together = run_ranks(tmp_path, 2, SpeculativeConfig(algorithm="MTP"), PROMPTS, PARAMS)
     assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
 
 
-def test_three_ranks_share_what_does_not_divide_evenly(stories: Path) -> None:
-    """stories260K has four KV heads: over three ranks the first takes two of them."""
+def test_ranks_may_have_different_numbers_of_heads(stories: Path) -> None:
+    """stories260K has four KV heads; of three ranks the first has two of them."""
     params = [{"temperature": 0.0, "seed": 0, "max_tokens": 40, "ignore_eos": True}]
     [alone] = generate(stories, [[1]], make_sampling_params(**params[0]))
     [together] = run_ranks(stories, 3, SpeculativeConfig(), [[1]], params)

@@ -1,4 +1,4 @@
-"""Small random checkpoints of the architectures that transformers has, written by it, in the toy's vocabulary."""
+"""Small random checkpoints of transformers' architectures, written by transformers, with the toy's vocabulary."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -94,7 +94,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def write_architecture(name: str, folder: Path, seed: int = 5) -> PreTrainedModel:
-    """The checkpoint as a model folder of ours; returns transformers' own, with the weights that were written."""
+    """Write a model folder; returns transformers' model with the same weights."""
     torch.manual_seed(seed)
     model = ARCHITECTURES[name]().float().eval()
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -106,7 +106,7 @@ def write_architecture(name: str, folder: Path, seed: int = 5) -> PreTrainedMode
 
 
 def spread(name: str, tensor: torch.Tensor) -> None:
-    """Random values that make every part of a layer matter; norms around 1."""
+    """Random values for which every part of a layer affects the output; norms around 1."""
     with torch.no_grad():
         if "norm" in name:
             tensor.copy_(1 + 0.3 * torch.randn(tensor.shape))

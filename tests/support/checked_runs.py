@@ -1,4 +1,4 @@
-"""What tests of drafters inside real runs share: prompts with common prefixes, a run, how many trees were checked."""
+"""Runs for tests of drafters: prompts with common prefixes, engine options, and checks."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,10 +12,10 @@ from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.spec_decode.drafter import ProposeContext
 
 PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
-# Prefixes of all lengths, and the same prefix before different tokens: at the end of a block (pages of 1, 4 and 16)
-# that block's draft KV is another one.
+# Prefixes of different lengths, and the same prefix before different tokens. For some drafters the KV at the end of a
+# block depends on the next token.
 PROMPTS = [[*PREFIX, 40, 41, 42], [*PREFIX, 50, 41], [*PREFIX[:8], 33], [*PREFIX[:8], 34, 35], [5]]
-# The hotter, the more the noise decides that target and draft share: hot rows accept, cold ones do not.
+# Target and draft share their noise, so acceptance grows with the temperature.
 TEMPERATURES = [0.0, 4.0, 0.8, 8.0, 1.5]
 RUNS: dict[str, dict[str, Any]] = {
     "pages-of-1": {"page_size": 1},
@@ -25,18 +25,18 @@ RUNS: dict[str, dict[str, Any]] = {
     "preemption": {"page_size": 4, "max_total_tokens": 52},
     "no-cache": {"page_size": 4, "disable_radix_cache": True},
 }
-CLOSE = 1e-5  # of probabilities, relative: a gap that rounding may close
+CLOSE = 1e-5  # relative gap between probabilities that rounding can close
 
 
 class Checked(Protocol):
-    """A drafter whose trees were compared with a reference's."""
+    """A drafter that compares its trees with those of a reference."""
 
     num_checked: int
     num_close_calls: int
 
 
 def is_grown_to(tree: TreeLists, expected: TreeLists, context: ProposeContext, num_steps: int) -> bool:
-    """Whether a tree is the expected one; if no request needs all its levels, only their nodes are compared."""
+    """Whether a tree equals the expected one, down to the deepest level that a request needs."""
     deepest = max(request.draft_limit.num_steps for request in context.requests)
     if deepest >= num_steps:
         return tree == expected
@@ -44,7 +44,7 @@ def is_grown_to(tree: TreeLists, expected: TreeLists, context: ProposeContext, n
 
 
 def limited(tree: TreeLists, num_steps: int) -> TreeLists:
-    """At most `num_steps` levels and as many nodes: none of these could have been displaced by a deeper one."""
+    """At most `num_steps` levels and as many nodes, which no deeper node can displace."""
     [cut] = DraftTree.from_lists([tree]).limited_to_depth(torch.tensor([num_steps])).to_lists()
     return TreeLists(cut.tokens[: num_steps + 1], cut.parents[: num_steps + 1])
 

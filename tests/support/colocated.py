@@ -1,4 +1,4 @@
-"""Engines whose drafter is behind the socket and the shared memory of a process of its own, here in a thread."""
+"""Engines with a remote drafter that runs in a thread: same socket and shared memory as in another process."""
 
 import contextlib
 import select
@@ -56,7 +56,7 @@ class Colocated:
 
     @contextlib.contextmanager
     def each_fault(self, *actions: Callable[[], object]) -> Iterator[None]:
-        """Do this whenever the target has noticed one; a late answer has then come before the next step."""
+        """Call this whenever the target has noticed a fault; a late answer then arrives before the next step."""
         take = self.drafts.take_faults
 
         def take_faults() -> list[DraftFault]:
@@ -85,7 +85,7 @@ class Colocated:
 
 
 class Recorded:
-    """A DraftSource that notes every tree it hands out."""
+    """A DraftSource that records the trees it returns."""
 
     def __init__(self, source: DraftSource) -> None:
         self._source = source

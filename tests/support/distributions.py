@@ -1,10 +1,10 @@
-"""Truth about sampling in float64: the processed law of the next token, and how far counts may stray from it."""
+"""Sampling in float64: the processed distribution of the next token, and tests of counts against it."""
 
 import numpy as np
 
 from specray.step import SamplingOptions
 
-MAX_Z = 5.5  # a right sampler exceeds it once in about ten million cells
+MAX_Z = 5.5  # a correct sampler exceeds it once in about ten million cells
 
 OPTIONS = SamplingOptions(
     seed=0,
@@ -68,7 +68,7 @@ def worst_z(counts: np.ndarray, probs: np.ndarray) -> float:
     if len(probs) == 1:
         return 0.0
     cells = np.abs(counts - total * probs) / np.sqrt(total * probs * (1 - probs))
-    common = total * probs > 20  # rarer cells are not normal: they are judged together
+    common = total * probs > 20  # rarer cells are not normally distributed and tested together
     expected, seen = total * probs[common], counts[common]
     if not common.all():
         expected, seen = np.append(expected, total - expected.sum()), np.append(seen, total - seen.sum())

@@ -1,6 +1,6 @@
-"""Drafters that are right, wrong or absurd on purpose: no draft may ever change a text.
+"""Drafters that are correct, wrong or invalid on purpose. None of them may change the output.
 
-Each draws a tree from the request's true continuation, known from a plain run.
+Each makes a tree from the request's true continuation, known from a run without drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ from specray.spec_decode.request_table import RequestTable
 from specray.step import UNLIMITED, DraftLimit, NewRequest, SamplingOptions
 from tests.support.distributions import OPTIONS
 
-# (last known token, what the target will say next, random) -> a tree below that token
+# (last known token, its true continuation, random) -> a tree below that token
 Draw = Callable[[int, list[int], Random], TreeLists]
 
 MAX_DRAFTS = 12
-VOCAB_SIZE = 64  # of the toy; ids below it exist in every model
+VOCAB_SIZE = 64  # of the toy
 
 
 class ScriptedDrafter:
-    """A Drafter that draws each tree with `draw`; `texts` are all requests' finished sequences, prompts included."""
+    """A Drafter that makes every tree with `draw`; `texts` are the requests' complete sequences with their prompts."""
 
     aux_hidden_state_layers: tuple[int, ...] = ()
     reads_next_token = False
@@ -49,7 +49,7 @@ class ScriptedDrafter:
 
 
 class Tokens(NamedTuple):
-    """A request as a drafter that reads only tokens sees it."""
+    """A request for drafters that read only tokens."""
 
     slot: int
     token_ids: list[int]
@@ -83,12 +83,12 @@ def chain(root: int, tokens: Sequence[int]) -> TreeLists:
 
 
 def draw_right(root: int, future: list[int], random: Random) -> TreeLists:  # noqa: ARG001
-    """Always accepted: as deep as the limit allows."""
+    """A correct chain, as deep as possible."""
     return chain(root, future[:MAX_DRAFTS])
 
 
 def draw_half_right(root: int, future: list[int], random: Random) -> TreeLists:
-    """Right up to a random depth, wrong below it."""
+    """Correct up to a random depth, wrong below it."""
     cut = random.randint(0, 4)
     return chain(root, future[:cut] + _others(future[cut : cut + 3], random))
 
@@ -114,7 +114,7 @@ def draw_empty(root: int, future: list[int], random: Random) -> TreeLists:  # no
 
 
 def draw_right_last(root: int, future: list[int], random: Random) -> TreeLists:
-    """At each of three levels wrong siblings come first and the right one last: paths are never a prefix."""
+    """Three levels; at each, the correct sibling comes after wrong ones, so that its path is no prefix of the nodes."""
     tokens, parents, node = [root], [NONE], 0
     for right in future[:3]:
         tokens += [*_others([right] * 3, random), right]
@@ -124,7 +124,7 @@ def draw_right_last(root: int, future: list[int], random: Random) -> TreeLists:
 
 
 def draw_duplicates(root: int, future: list[int], random: Random) -> TreeLists:  # noqa: ARG001
-    """The right token twice under one parent; only the second twin has right children."""
+    """The correct token twice below one parent; only the second one has correct children."""
     if len(future) < 3:
         return chain(root, future)
     first, second, third = future[:3]

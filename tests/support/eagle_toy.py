@@ -1,7 +1,7 @@
-"""Toy EAGLE heads for the toy target, in every layout that must load, and a float64 reference of what they compute.
+"""Toy EAGLE heads for the toy target, in every supported layout, and a float64 reference.
 
-The reference is written from the definition of the heads with numpy; it shares no code with the package. Tensors are
-kept under one set of names (`layer.*` for the layer); a layout says how they are spelled, nested and filed.
+The reference is written in numpy from the definition of the heads and shares no code with the package. Tensors have one
+set of names here (`layer.*` for the layer); a layout defines their names, nesting and files in a checkpoint.
 """
 
 import json
@@ -68,7 +68,7 @@ class Layout:
     is_nested: bool = False  # speculators
     save: Save = save_safetensors
     without: tuple[str, ...] = ()
-    unsaid: tuple[str, ...] = ()  # settings that config.json leaves to the tensors
+    omitted: tuple[str, ...] = ()  # settings that config.json omits, because the tensors imply them
     copies: tuple[str, ...] = ()  # matrices of the target's that the checkpoint repeats (and nobody may use)
 
 
@@ -96,10 +96,10 @@ LAYOUTS: dict[str, Layout] = {
     "eagle3-norm-before-fc": Layout(3, _OWN_VOCAB | AUX | {"norm_before_fc": True}),
     "eagle3-norm-output": Layout(3, _OWN_VOCAB | AUX | {"norm_output": True}),
     "eagle3-biases": Layout(3, _OWN_VOCAB | AUX | {"bias": True, "attention_bias": True}),
-    "eagle3-biases-unsaid": Layout(
-        3, _OWN_VOCAB | AUX | {"bias": True, "attention_bias": True}, unsaid=("bias", "attention_bias")
+    "eagle3-biases-omitted": Layout(
+        3, _OWN_VOCAB | AUX | {"bias": True, "attention_bias": True}, omitted=("bias", "attention_bias")
     ),
-    "eagle3-two-features": Layout(
+    "eagle3-two-layers": Layout(
         3, _OWN_VOCAB | {"eagle_aux_hidden_state_layer_ids": [0, 1], "num_aux_hidden_states": 2}
     ),
     "eagle3-last-state": Layout(
@@ -107,9 +107,9 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "eagle3-wider": Layout(3, _OWN_VOCAB | AUX | {"hidden_size": 48, "target_hidden_size": TARGET_SIZE}),
     "eagle2": Layout(2, {"bias": False}, save=save_bin, copies=("embed_tokens.weight",)),
-    "eagle2-bias-unsaid": Layout(2, {"architectures": ["LlamaForCausalLMEagle"], "bias": True}, unsaid=("bias",)),
-    "eagle2-qkv-bias-unsaid": Layout(
-        2, {"attention_bias": True}, unsaid=("attention_bias",), without=("layer.self_attn.o_proj.bias",)
+    "eagle2-bias-omitted": Layout(2, {"architectures": ["LlamaForCausalLMEagle"], "bias": True}, omitted=("bias",)),
+    "eagle2-qkv-bias-omitted": Layout(
+        2, {"attention_bias": True}, omitted=("attention_bias",), without=("layer.self_attn.o_proj.bias",)
     ),
     "eagle2-prefixed": Layout(2, {"bias": True}, prefix="model.", save=save_sharded_bin),
     "eagle2-speculators": Layout(
@@ -143,7 +143,7 @@ class ToyHead:
         return _spelled(name, self.layout)
 
     def fuse(self, aux_hidden_states: np.ndarray) -> np.ndarray:
-        """States from features [T, columns]."""
+        """States from auxiliary hidden states [T, columns]."""
         w = self.weights
         if self.layout.version == 2 or "fc.weight" not in w:
             return aux_hidden_states
@@ -267,7 +267,7 @@ def _spelled(name: str, layout: Layout) -> str:
 
 
 def _config(layout: Layout) -> dict[str, Any]:
-    settings = {n: v for n, v in (_BASE | layout.settings).items() if n not in layout.unsaid}
+    settings = {n: v for n, v in (_BASE | layout.settings).items() if n not in layout.omitted}
     if not layout.is_nested:
         return settings
     nested = {name: value for name, value in settings.items() if name in _NESTED}

@@ -1,4 +1,4 @@
-"""Engines for tests: small pools, float32, one thread; and what is compared between two runs."""
+"""Engines for tests (small pools, float32, one thread), and the parts of outputs that tests compare."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,5 +28,5 @@ def generate(
 
 
 def visible(completion: Completion) -> tuple[object, ...]:
-    """All that a caller sees of a choice and that may not depend on how it was computed; logprobs apart."""
+    """The parts of a choice that must not depend on how it was computed; without logprobs."""
     return completion.token_ids, completion.text, completion.finish_reason, completion.stop_reason, completion.seed

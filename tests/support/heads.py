@@ -1,6 +1,6 @@
-"""EAGLE heads of random weights for any target: right in shape, bad at drafting.
+"""EAGLE heads of random weights for any target.
 
-For runs of the whole engine. What a head of each published layout computes is asked with `eagle_toy`.
+For runs of the whole engine. `eagle_toy` has heads in every published layout, with a reference.
 """
 
 import json
@@ -15,7 +15,7 @@ from specray.models.registry import load_config
 def write_random_head(
     folder: Path, target_folder: Path, version: int, draft_vocab_size: int | None = None, seed: int = 0
 ) -> Path:
-    """A head folder of EAGLE-`version`; an EAGLE-3 head may draft from a vocabulary of its own."""
+    """Write a head of EAGLE-`version`; an EAGLE-3 head can have its own draft vocabulary."""
     target = load_config(target_folder)
     size, head_dim, num_layers = target.hidden_size, 16, target.num_hidden_layers
     config = {

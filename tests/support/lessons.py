@@ -1,4 +1,4 @@
-"""Small folders of answers for the trainer's tests: random text with features that tell something of the next token."""
+"""Small training data for tests: random tokens, and hidden states that depend on this and the next token."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Every drafting method as the tests run it, in one place: a new method is covered by its line in `METHODS`.
+"""Configurations of every drafting method for tests. A new method is covered by an entry in `METHODS`.
 
-Names are those of DRAFTERS, with a word behind them where a method is run in more than one shape.
+Names are those of DRAFTERS, with a suffix for further configurations of a method.
 """
 
 import json
@@ -46,7 +46,7 @@ def eagle(
 def standalone(
     shape: tuple[int, int, int] | None = None, token_map: range | None = None, variant: str = "llama"
 ) -> Make:
-    """A draft model of other weights than the toy target's, but of its vocabulary; `shape` as above."""
+    """A draft model with the toy target's vocabulary and other weights; `shape` as above."""
 
     def make(target: Path, folder: Path) -> SpeculativeConfig:  # noqa: ARG001
         model, path = folder / "draft", folder / "map.json"
@@ -73,7 +73,7 @@ def mtp(
     algorithm: str = "MTP",
     token_map: range | None = None,
 ) -> Make:
-    """MiMo's layers of random weights; `shape` as above."""
+    """MiMo's MTP layers with random weights; `shape` as above."""
 
     def make(target: Path, folder: Path) -> SpeculativeConfig:
         layers, path = write_mimo_layers(folder / "layers", target, num_layers), folder / "map.json"
@@ -93,7 +93,7 @@ def mtp(
 
 
 def mtp_of_deepseek(num_layers: int, shape: tuple[int, int, int]) -> Make:
-    """Latent attention and experts, which draft for any target of their width."""
+    """DeepSeek's MTP layers (latent attention and experts), which draft for any target of their width."""
 
     def make(target: Path, folder: Path) -> SpeculativeConfig:  # noqa: ARG001
         write_deepseek(folder / "layers", num_layers)
@@ -114,7 +114,7 @@ def ngram(**options: Any) -> Make:
 
 
 def overridden(make: Make, **options: Any) -> Make:
-    """The method of `make`, in whose place n-grams draft."""
+    """The method of `make` with an n-gram override."""
     return lambda target, folder: make(target, folder).model_copy(update=options)
 
 
@@ -138,5 +138,5 @@ METHODS: dict[str, Make] = {
     "NGRAM-suffix": ngram(ngram_match_type="SUFFIX"),
     "EAGLE3-ngram": overridden(eagle(3), ngram_override_min_match=2),
 }
-# Where each further run costs more than it can show.
+# For tests in which further methods add time but little coverage.
 SOME_METHODS = ["EAGLE3", "EAGLE-map", "MTP-stack", "NGRAM"]

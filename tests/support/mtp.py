@@ -1,7 +1,4 @@
-"""MTP layers of random weights, and what they compute by somebody else's account: numpy in float64, or transformers.
-
-MiMo's layers are written out here; DeepSeek's are transformers' own.
-"""
+"""MTP layers of random weights, and references: numpy in float64 for MiMo's, transformers for DeepSeek's."""
 
 import json
 from pathlib import Path
@@ -24,7 +21,7 @@ _MIMO: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 64,  # of its training; tables are as long as the target's
+    "max_position_embeddings": 64,  # in training; the tables are as long as the target's
     "rms_norm_eps": 1e-5,
     "rope_theta": 640000.0,
     "attention_bias": True,
@@ -75,7 +72,7 @@ def mimo_tensors(index: int, hidden: int, generator: torch.Generator) -> dict[st
 
 
 def write_deepseek(folder: Path, num_layers: int = 1) -> MtpModel:
-    """A DeepSeek-V3 target with MTP layers behind its own; returns transformers' model of these."""
+    """A DeepSeek-V3 target with MTP layers; returns transformers' model of these."""
     main = write_architecture("deepseek-v3", folder)
     layers = MtpModel(main, num_layers).float().eval()
     first = main.config.num_hidden_layers
@@ -87,7 +84,7 @@ def write_deepseek(folder: Path, num_layers: int = 1) -> MtpModel:
         tensors |= {
             f"model.layers.{first + int(number)}.{part}": value.clone() for part, value in _hub_names(stored, tensor)
         }
-    for number in range(num_layers):  # copies that checkpoints bring along; these are wrong, for nobody is to read them
+    for number in range(num_layers):  # copies in checkpoints that must not be read; these are wrong
         for name in ("embed_tokens", "shared_head.head"):
             tensors[f"model.layers.{first + number}.{name}.weight"] = torch.zeros(main.config.vocab_size, 32)
     save_file(tensors, folder / "model.safetensors")
@@ -95,7 +92,7 @@ def write_deepseek(folder: Path, num_layers: int = 1) -> MtpModel:
 
 
 def _hub_names(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """One of transformers' tensors as checkpoints have it: every expert apart."""
+    """One of transformers' tensors as in checkpoints, with one tensor per expert."""
     found = []
     for index, expert in enumerate(tensor if ".experts." in name else ()):
         if "gate_up" in name:
@@ -107,7 +104,7 @@ def _hub_names(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]
 
 
 def mimo_states(folder: Path, layer: int, embeds: np.ndarray, states: np.ndarray) -> np.ndarray:
-    """The states [n, hidden] that a layer makes of embeddings and states [n, hidden] at positions 0 … n - 1."""
+    """A layer's output states [n, hidden] for embeddings and states [n, hidden] at positions 0 … n - 1."""
     config = json.loads((folder / "config.json").read_text())
     prefix = f"model.mtp_layers.{layer}."
     w = {

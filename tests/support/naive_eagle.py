@@ -1,8 +1,7 @@
-"""Drafting the slow way: the rules word by word, every number computed from the tokens alone, nothing kept.
+"""A naive reference of drafting: everything is computed from the tokens, without a cache or batch.
 
-The tree's rules are a loop over single candidates; a node is computed on its own path behind the whole prefix, whose
-features come from a forward of the target without a cache. Shared with the package: what the target and the head
-compute of given inputs, and the noise.
+The tree is built in a loop over candidates. Every node is computed on its own path after the whole prefix, whose hidden
+states come from a forward pass of the target without a cache. The models and the noise are the package's.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.spec_decode.drafter import DraftRequest, ProposeContext
 from specray.spec_decode.tree_shape import TreeShape
 
-# tokens below the root, the last one's own included -> the topk likeliest (probability, token) after it, best first
+# path below the root -> the topk likeliest (probability, token) after it, best first
 Path = tuple[int, ...]
 Distribution = Callable[[Path], list[tuple[float, int]]]
 
@@ -56,7 +55,7 @@ def naive_tree(pool: list[Candidate], num_drafts: int, root: int) -> TreeLists:
 
 
 def _best(pool: list[Candidate], among: range, count: int) -> list[int]:
-    """Taken one by one: the highest score, and of equal ones the first."""
+    """The highest scores; of equal ones, the first."""
     left, taken = list(among), []
     for _ in range(count):
         winner = left[0]
@@ -76,12 +75,12 @@ class NaiveTree:
         self._options = context.table.states[request.slot].sampling.options
         assert len(self._text) == self._end + 1
         self._shape, self._ids = shape, ids
-        self._gaps: list[float] = []  # relative distances of neighbours wherever an order decided something
+        self._gaps: list[float] = []  # relative gaps between neighbours in every ordering
         self._pool = naive_pool(self._probs, shape.num_steps, shape.topk)
         self.tree = naive_tree(self._pool, shape.num_draft_tokens - 1, self._text[-1])
 
     def is_close_call(self, tolerance: float) -> bool:
-        """Whether rounding may order two candidates either way, so that `tree` is one of several right ones."""
+        """Whether rounding could order two candidates either way, so that another tree would be correct too."""
         topk, last = self._shape.topk, self._shape.num_draft_tokens - 1
         scores = [candidate.score for candidate in self._pool]
         for start in range(topk, len(scores), topk**2):
@@ -109,7 +108,7 @@ class NaiveTree:
 
 
 class NaiveDraft(NaiveTree):
-    """An EAGLE head's; `kv` [prefix, 2, kv_heads, dim] is what the head's cache has to hold of the prefix."""
+    """Tree of an EAGLE head; `kv` [prefix, 2, kv_heads, dim] is the expected KV cache of the prefix."""
 
     def __init__(
         self,
@@ -137,7 +136,7 @@ class NaiveDraft(NaiveTree):
         return self._head.logits(self._output(path)[None])[0]
 
     def _output(self, path: Path) -> Tensor:
-        """The head's output [hidden] at the end of prefix and path, all of it computed again."""
+        """The head's output [hidden] at the end of prefix and path, computed from scratch."""
         if path not in self._outputs:
             states, end = self._states, self._end
             for length in range(len(path)):
@@ -153,14 +152,14 @@ class NaiveDraft(NaiveTree):
 
 
 class NaiveStandalone(NaiveTree):
-    """A draft model's; `kv` [layers, prefix, 2, kv_heads, dim] as above."""
+    """Tree of a draft model; `kv` [layers, prefix, 2, kv_heads, dim] as above."""
 
     def __init__(self, context: ProposeContext, request: DraftRequest, model: DraftModel, shape: TreeShape) -> None:
         self._tokens, self._model = context.token_ids(request), model
         self._kv: list[Tensor] = []
         super().__init__(context, request, shape, model.draft_token_ids)
         self._logits(())
-        self.kv = torch.stack(self._kv)[:, :-1]  # the root's own is not kept
+        self.kv = torch.stack(self._kv)[:, :-1]  # without the root's
 
     def _logits(self, path: Path) -> Tensor:
         self._kv = []
@@ -173,7 +172,7 @@ class NaiveStandalone(NaiveTree):
 
 
 def attend_to_the_past(layer: int, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
-    """The Attend of one row that is computed whole: token i sees tokens 0 … i."""
+    """Causal attention without a cache."""
     k, v = kv.transpose(0, 1).transpose(1, 2)[:, None]
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)

@@ -1,7 +1,7 @@
-"""An Executor without a model: it checks every plan against a simulated KV pool and answers with a known text.
+"""An Executor without a model, which checks every plan against a simulated KV pool and generates a known text.
 
-The KV of a token is simulated by the tokens before it (and the one after it, where a drafter's depends on that), so
-a wrong block, a stale slot or a block shared by two different texts is seen the moment it is read.
+The simulated KV of a token are the tokens that it depends on, so that reading a wrong block, a stale KV slot or a block
+shared by different texts fails at once.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class SimulatedRow:
 
 
 class SimulatedRanks:
-    """Executor whose target says `text` and whose drafts are accepted as often as `random` likes."""
+    """Executor that generates `text` and accepts a random number of drafts."""
 
     def __init__(self, config: EngineConfig, capacity: Capacity, text: Text, random: Random) -> None:
         self.capacity = capacity
@@ -89,7 +89,7 @@ class SimulatedRanks:
         return self._sample(step, row, start)
 
     def _sample(self, step: ScheduledRow, row: SimulatedRow, start: int) -> RequestResult:
-        """Write any number of drafts, accept any number of them, leave what was rejected as rubbish."""
+        """Write a random number of drafts, accept some, and leave the KV of rejected ones."""
         assert 0 <= step.draft_limit.num_tokens <= self.capacity.max_draft_tokens
         num_drafts = self._random.randint(0, step.draft_limit.num_tokens)
         num_accepted = self._random.randint(0, num_drafts)

@@ -1,4 +1,4 @@
-"""Sampling and verification of rows whose options are on the host: what the worker does with its request table."""
+"""Sampling and verification with options on the host; the worker takes them from its request table."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,7 +27,7 @@ def keys_of(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 
 
 def state_of(options: SamplingOptions, known: Sequence[int] = (), num_prompt: int = 0, size: int = 8) -> SamplingState:
-    """A request of these options after the tokens `known`, of a vocabulary of `size`."""
+    """State of a request with these options after the tokens `known`, for a vocabulary of `size`."""
     return SamplingState.start(options, known, num_prompt, size, CPU)
 
 
@@ -37,7 +37,7 @@ def sample_rows(logits: Tensor, states: Sequence[SamplingState], positions: Sequ
 
 
 class Verified(NamedTuple):
-    """One row's outcome on the host."""
+    """One request's output on the host."""
 
     token_ids: list[int]
     path: list[int]
@@ -57,7 +57,7 @@ def verify_rows(
     draft_probs: Tensor | None = None,
     allowed: Tensor | None = None,
 ) -> list[Verified]:
-    """`verify`, row by row on the host."""
+    """`verify`, with outputs per request on the host."""
     made = DraftTree.from_lists(trees)
     tree = DraftTree(made.tokens, made.parents, made.num_nodes, made.max_depth, draft_probs)
     num_nodes = [len(row.tokens) for row in trees]

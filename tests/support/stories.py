@@ -1,4 +1,4 @@
-"""stories260K as a Hugging Face folder: weights in half-split rotary pairs, tokenizer rebuilt from tok512.bin."""
+"""stories260K in Hugging Face layout: rotary pairs reordered, tokenizer rebuilt from tok512.bin."""
 
 import json
 import struct

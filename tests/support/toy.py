@@ -1,7 +1,7 @@
-"""Toy models: two layers of random weights in Hugging Face layout, and a float64 oracle of what they compute.
+"""Toy models: two layers of random weights in Hugging Face layout, and a float64 reference.
 
-The oracle is written from the architecture's definition, one token at a time, with numpy alone: it
-shares no code with the package or with transformers.
+The reference is written in numpy from the definition of the architecture. It shares no code with the package or with
+transformers.
 """
 
 import json
@@ -65,7 +65,7 @@ _TEMPLATE = (
 
 
 def write_toy(folder: Path, variant: str = "llama", seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Path:
-    """A model folder of `variant` with weights drawn from `seed`; its logits are spread over several units.
+    """A model folder of `variant` with weights drawn from `seed`; its logits differ by several units.
 
     The tokenizer has VOCAB_SIZE tokens; a larger `vocab_size` pads the embedding and the output matrix.
     """
@@ -90,14 +90,14 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def oracle_logits(folder: Path, token_ids: list[int]) -> np.ndarray:
-    """float64 [tokens, vocab]: row i is the law after token_ids[: i + 1]."""
+    """float64 [tokens, vocab]: row i are the logits after token_ids[: i + 1]."""
     config, weights = _read(folder)
     head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
     return oracle_states(folder, token_ids)[-1] @ weights[head].T
 
 
 def oracle_states(folder: Path, token_ids: list[int]) -> list[np.ndarray]:
-    """float64 [tokens, hidden] as it enters each layer, and behind them what the final norm makes of the last one's."""
+    """float64 [tokens, hidden] entering each layer; last, the output of the final norm."""
     config, weights = _read(folder)
     hidden = weights["model.embed_tokens.weight"][token_ids]
     entering = []
@@ -110,7 +110,7 @@ def oracle_states(folder: Path, token_ids: list[int]) -> list[np.ndarray]:
 
 
 def oracle_greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
-    """The most likely continuation."""
+    """The greedy continuation."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(int(oracle_logits(folder, tokens)[-1].argmax()))
@@ -182,7 +182,7 @@ def _attention(x: np.ndarray, layer: dict[str, np.ndarray], config: dict[str, An
 
 
 def _rotate(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """Component j and j + dim/2 are the two parts of a complex number, turned by position * frequency j."""
+    """Components j and j + dim/2 form a complex number, rotated by position * frequency j."""
     half = config["head_dim"] // 2
     frequencies = config["rope_theta"] ** (-np.arange(half) / half)
     if scaling := config.get("rope_scaling"):
@@ -193,7 +193,7 @@ def _rotate(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
 
 
 def _llama3(frequency: float, scaling: dict[str, Any]) -> float:
-    """Long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Low frequencies are divided by `factor`, high ones kept, those between interpolated."""
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * np.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = min(1.0, max(0.0, (turns - low) / (high - low)))

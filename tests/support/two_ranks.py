@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class RankZero:
-    """Executor over this process's worker, which tells the other ranks."""
+    """Executor over this process's worker; plans are sent to the other ranks too."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -258,9 +258,9 @@ REFUSED: dict[str, tuple[str, Break, str]] = {
     ),
     "extra tensor": ("eagle2", with_extra("layers.1.x"), r"pytorch_model.bin: 1 tensors are not part .*layers.1.x"),
     "EAGLE-3 norm in EAGLE-2": ("eagle2", with_extra("norm.weight"), r"not part of an EAGLE-2 head .*norm.weight"),
-    "bias denied": ("eagle2-bias-unsaid", setting(bias=False), r"not part of .*fc.bias"),
+    "bias denied": ("eagle2-bias-omitted", setting(bias=False), r"not part of .*fc.bias"),
     "bias claimed": ("eagle2", setting(bias=True), r"no tensor 'fc.bias' in pytorch_model.bin"),
-    "fc_norm unsaid": ("eagle3-fc-norm", setting(fc_norm=False), r"3 tensors .*fc_norm.0.weight"),
+    "fc_norm not configured": ("eagle3-fc-norm", setting(fc_norm=False), r"3 tensors .*fc_norm.0.weight"),
     "fc_norm claimed": ("eagle3-layers", setting(fc_norm=True), r"no tensor 'fc_norm.0.weight'"),
     "no ids of features": ("eagle3-safeailab", no_aux_ids, r"\[1, 0, -2\] do not exist .*without eagle_aux"),
     "ids past the target": (
