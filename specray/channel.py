@@ -1,7 +1,7 @@
-"""Frames between two processes of an engine over a connected socket: length, epoch, bytes.
+"""Framed messages between two processes of an engine over a socket: length, epoch, payload.
 
-An epoch names one life of the target group; frames of another one are dropped, so a late reply can never
-be taken for the current step's. What the bytes mean is `specray.step`'s business; nothing here unpickles.
+An epoch identifies one start of the target's ranks. Frames of another epoch are dropped, so that a late reply is never
+read as a reply to the current step. Payloads are opaque here.
 """
 
 import socket
@@ -12,7 +12,7 @@ _CHUNK = 1 << 18
 
 
 class ChannelClosedError(ConnectionError):
-    """The other end is gone."""
+    """The other end has closed the connection."""
 
 
 class Channel:
@@ -24,7 +24,7 @@ class Channel:
         self._buffer = bytearray()
 
     def send(self, payload: bytes, timeout: float | None = None) -> None:
-        """Raises ChannelClosedError if the other end is gone, or has not taken the frame in `timeout` seconds."""
+        """ChannelClosedError if the connection is closed or the frame is not sent within `timeout` seconds."""
         self._socket.settimeout(timeout)
         try:
             self._socket.sendall(_HEADER.pack(len(payload), self._epoch) + payload)
@@ -32,10 +32,10 @@ class Channel:
             raise ChannelClosedError(f"cannot send: {error}") from error
 
     def recv(self, timeout: float | None = None) -> bytes:
-        """The next frame of our epoch.
+        """The payload of the next frame of this epoch.
 
-        Raises TimeoutError after `timeout` seconds of silence (what has arrived of a frame is kept), and
-        ChannelClosedError if the other end is gone.
+        Raises ChannelClosedError if the connection is closed, and TimeoutError if nothing arrives for `timeout`
+        seconds; a partial frame is kept for the next call.
         """
         self._socket.settimeout(timeout)
         while True:

@@ -1,21 +1,18 @@
-"""Errors a caller can act on. Each message says the value seen, why it cannot work, and the fix.
-
-What lives here: the classes and the HTTP status each means. Not here: any formatting for a wire.
-"""
+"""Errors that callers can act on, with their HTTP status. Messages have the value, the reason and the fix."""
 
 
 class SpecRayError(Exception):
-    """Base of all named errors; `status` is the HTTP status a server answers with."""
+    """Base class; `status` is the HTTP status of the reply."""
 
     status = 500
 
 
 class ConfigError(SpecRayError, ValueError):
-    """A configuration that cannot work; raised at load, before anything starts."""
+    """An invalid configuration; raised when it is loaded."""
 
 
 class InvalidRequestError(SpecRayError, ValueError):
-    """A request that can never be served; `param` names the field at fault, where one is."""
+    """A request that can never be served; `param` is the invalid field, if there is one."""
 
     status = 400
 
@@ -25,12 +22,12 @@ class InvalidRequestError(SpecRayError, ValueError):
 
 
 class QueueFullError(SpecRayError):
-    """The waiting queue is at its limit; the request was not accepted and may be sent again."""
+    """The waiting queue is full; the request was not accepted and can be sent again."""
 
     status = 429
 
 
 class EngineDeadError(SpecRayError):
-    """The engine stopped (a rank died or the step loop failed); no request can be served."""
+    """The engine has stopped because a rank died or the step loop failed."""
 
     status = 503

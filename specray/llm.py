@@ -1,4 +1,4 @@
-"""The engine in this process, without Ray: `LLM(...).generate(prompts)`. For scripts, tests and benches."""
+"""Offline inference in this process, without Ray: `LLM(...).generate(prompts)`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,11 +22,11 @@ from specray.worker.local import LocalExecutor
 
 
 class LLM:
-    """One engine over one model; options are those of EngineConfig.
+    """An engine with one model. Options are those of EngineConfig.
 
     >>> LLM(model="smollm2-135m-instruct").generate(["Once upon a time"])[0].choices[0].text
 
-    `drafter` replaces the configured drafting method by an object of the caller's.
+    `drafter` replaces the configured drafting method.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LLM:
         self._ids = count()
 
     def with_speculative(self, speculative: SpeculativeConfig, drafter: Drafter | None = None) -> "LLM":
-        """Another engine over the same loaded weights, with its own KV pool and this drafting method."""
+        """Another engine with the same loaded weights, its own KV pool and this drafting method."""
         config = self.config.model_copy(update={"speculative": speculative})
         return LLM(config, drafter=drafter, _model=self._executor.worker.model)
 
@@ -59,9 +59,9 @@ class LLM:
         draft_limits: Sequence[DraftLimit] | None = None,
         progress: bool = False,
     ) -> list[Generation]:
-        """Complete every prompt (text or token ids), in order; `draft_limits` are one for each prompt's trees.
+        """Complete all prompts (text or token ids), in order; `draft_limits` has one entry per prompt.
 
-        Raises InvalidRequestError, naming the prompt's index, if one can never be served; then none is run.
+        InvalidRequestError if one of the prompts is invalid; then none is run.
         """
         all_params = self._params_for(prompts, params)
         token_ids = [self._tokens(prompt) for prompt in prompts]
@@ -93,9 +93,7 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise InvalidRequestError(
-                f"{len(prompts)} prompts came with {len(params)} params; send one for each", "params"
-            )
+            raise InvalidRequestError(f"{len(prompts)} prompts have {len(params)} params; pass one for each", "params")
         return params
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
@@ -132,7 +130,7 @@ class LLM:
                     bar.update(output.finish_reason is not None)
 
     def _add(self, waiting: list[EngineRequest]) -> None:
-        """Hand over as many requests as the queue takes."""
+        """Add as many requests as the queue accepts."""
         while waiting:
             try:
                 self.engine.add_request(waiting[-1])

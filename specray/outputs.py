@@ -1,4 +1,4 @@
-"""What a request gets back, as plain data: step by step from the engine, or whole from `LLM`."""
+"""Outputs of requests: per step from the engine, or complete from `LLM`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; each request has exactly one."""
+    """Why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -17,7 +17,7 @@ class FinishReason(StrEnum):
 
 
 class TokenLogprob(NamedTuple):
-    """Natural-log probability of one emitted token under the target's unprocessed logits."""
+    """Log probability of a generated token under the target's unprocessed logits."""
 
     token_id: int
     logprob: float
@@ -28,26 +28,26 @@ class RequestUsage(NamedTuple):
     """Counts of one request so far. Accept length = (num_accepted + num_verify_steps) / num_verify_steps."""
 
     num_prompt_tokens: int
-    num_cached_tokens: int  # prompt tokens found in the request's own cache namespace
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
     num_completion_tokens: int
-    num_verify_steps: int  # target forwards after the one that gave the first token
-    num_draft_tokens: int  # proposed, root not counted
-    num_accepted: int  # accepted drafts, bonus not counted
+    num_verify_steps: int  # forward passes after the one that generated the first token
+    num_draft_tokens: int  # proposed, without roots
+    num_accepted: int  # without bonus tokens
     num_preemptions: int
     accept_histogram: tuple[int, ...] = ()  # [k]: verified trees with drafts of which exactly k were accepted
-    is_lossy: bool = False  # drafts were accepted by thresholds or by lot: tokens may differ from the target's own
+    is_lossy: bool = False  # acceptance by thresholds or simulated: the distribution may differ from the target's
 
 
 def add_histograms(histograms: Iterable[Sequence[int]]) -> list[int]:
-    """The accept histogram of several requests together."""
+    """The sum of several accept histograms."""
     return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 def acceptance_per_depth(accept_histogram: Sequence[int]) -> list[float]:
-    """Share of the trees accepted to depth d that were accepted to depth d + 1 as well; depth 0 is the root.
+    """For each depth d, the share of trees accepted at d that were also accepted at d + 1; depth 0 is the root.
 
-    The list ends at the deepest draft ever accepted; where a tree had no node below the accepted one, the next depth
-    counts as not accepted. Empty without drafts.
+    The list ends at the deepest accepted draft and is empty without drafts. A tree without a node below the last
+    accepted one counts as rejected at the next depth.
     """
     reached = list(accumulate(reversed(accept_histogram)))[::-1]  # [d]: trees accepted to depth d or deeper
     if len(reached) == 1:
@@ -56,15 +56,15 @@ def acceptance_per_depth(accept_histogram: Sequence[int]) -> list[float]:
 
 
 class RequestOutput(NamedTuple):
-    """News of one request after one step; concatenate `token_ids`, `text` and `logprobs` over steps."""
+    """New output of one request after a step. `token_ids`, `text` and `logprobs` are those of this step."""
 
     request_id: str
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprob] | None
-    finish_reason: FinishReason | None  # set in the last output only
-    stop_reason: str | int | None  # the stop string or token id that ended it, where one did
-    error: str | None  # set with FinishReason.ERROR
+    finish_reason: FinishReason | None  # set in the last output
+    stop_reason: str | int | None  # the stop string or token id that ended the request
+    error: str | None  # with FinishReason.ERROR
     usage: RequestUsage
 
 

@@ -1,7 +1,6 @@
-"""What a request may ask of sampling, with both bounds of every field: the one owner of those bounds.
+"""A request's sampling options and their bounds. Servers use the annotated types in their schemas.
 
-Servers reuse the annotated types below in their schemas, so a limit is written once. Not here:
-how a token is sampled (`specray.ops.sampling`) and how text is cut (`specray.engine.detokenizer`).
+Sampling itself lives in `specray.ops.sampling`, stop strings in `specray.engine.detokenizer`.
 """
 
 import secrets
@@ -37,23 +36,23 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class SamplingParams:
-    """One request's sampling options; a bad value raises a ValueError (pydantic's) naming field, value and bound.
+    """Sampling options of a request. pydantic's ValidationError names an invalid field, its value and bound.
 
-    Penalties: presence and frequency count generated tokens, repetition counts prompt and generated
-    tokens. `logprobs` is the number of alternatives reported per token (0: the token's own only).
+    Presence and frequency penalties count generated tokens, the repetition penalty prompt and generated tokens.
+    `logprobs` is the number of alternatives reported per token; 0 reports only the token's own.
     """
 
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    top_k: TopK = -1  # -1 and 0: off
+    top_k: TopK = -1  # -1 and 0 disable it
     min_p: MinP = 0.0
     presence_penalty: AdditivePenalty = 0.0
     frequency_penalty: AdditivePenalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: LogitBias = Field(default_factory=dict)
-    seed: Seed | None = None  # None: a fresh random one, reported with the output
+    seed: Seed | None = None  # None: a random one, which the output reports
     n: NumChoices = 1
-    max_tokens: MaxTokens | None = None  # None: up to the context's end
+    max_tokens: MaxTokens | None = None  # None: up to the end of the context
     min_tokens: MinTokens = 0
     stop: StopStrings = Field(default_factory=list)
     stop_token_ids: StopTokenIds = Field(default_factory=list)
@@ -67,10 +66,7 @@ _ADAPTER = TypeAdapter(SamplingParams)
 
 
 def make_sampling_params(**fields: object) -> SamplingParams:
-    """SamplingParams from untrusted fields.
-
-    Raises InvalidRequestError naming the first bad field, the value seen and its bound.
-    """
+    """SamplingParams from untrusted fields. InvalidRequestError for the first invalid field."""
     try:
         return _ADAPTER.validate_python(fields)
     except ValidationError as error:
@@ -80,11 +76,11 @@ def make_sampling_params(**fields: object) -> SamplingParams:
 
 
 def fresh_seed() -> int:
-    """A random seed from the operating system, within `Seed`'s bounds and exact in a JSON double."""
+    """A random seed that a JSON number represents exactly."""
     return secrets.randbits(53)
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Seed of choice `index` of an n-choice request; choice 0 keeps the request's own seed."""
+    """Seed of choice `index` of a request; choice 0 has the request's seed."""
     half = _WRAP >> 1
     return (seed + index * 0x9E3779B97F4A7C15 + half) % _WRAP - half
