@@ -1,8 +1,8 @@
-"""`make chaos`: breaks a running cluster in every way on the list, under load, and accounts for every request.
+"""`make chaos`: injects every fault into a running cluster under load, and checks how every request ends.
 
-One line a fault: what was asked, how it ended, how long it took until all was well again, and the longest silences in
-the clients' streams. Exit status 1 if a request ended in a way that its fault does not excuse, if an engine kept
-something of a request that is over, or if the service did not come back.
+Prints a line per fault: how requests ended, the time to recover, and the longest gaps in the clients' streams. Exit
+status 1 if a request ended in a way that its fault does not allow, if an engine did not release a finished request, or
+if the service did not recover.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from tests.support.toy import write_toy
 
 NUM_ENGINES = 2
 NUM_STREAMS = 8
-CALM_S = 0.5  # of undisturbed traffic around a fault
-IDLE_S = 10.0  # in which engines must have let go of everything once nobody asks
+CALM_S = 0.5  # of traffic before and after a fault
+IDLE_S = 10.0  # in which engines must be idle after the last request
 MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {"toy": (write_toy, 150), "stories260K": (write_stories, 300)}
 
 
-class Row(NamedTuple):
-    """What came of one fault."""
+class FaultReport(NamedTuple):
+    """The outcome of one fault."""
 
     name: str
     count: int
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems = []
     for model in options.models or list(MODELS)[-1 if options.quick else 0 :]:
         print(f"\n{model}: {NUM_ENGINES} engines on two nodes, {NUM_STREAMS} streams, colocated drafters", flush=True)
-        print(_line(("fault", "times", *Ending, "back p50", "p99 s", "gap p99 s", "")), flush=True)
+        print(_line(("fault", "times", *Ending, "recov p50", "p99 s", "gap p99 s", "")), flush=True)
         for row in run(model, options):
             print(_line(_cells(row)), flush=True)
             problems += [f"{model}, {row.name}: {problem}" for problem in row.problems]
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(model: str, options: argparse.Namespace) -> Any:
-    """Rows as they come."""
+    """Yields a FaultReport per fault."""
     write, max_tokens = MODELS[model]
     with tempfile.TemporaryDirectory(prefix="specray-chaos-") as folder:
         target = Path(folder, "target")
@@ -74,14 +74,14 @@ def run(model: str, options: argparse.Namespace) -> Any:
                 continue
             with started(_config(target, head), setting, Path(folder)) as service:
                 for name, count in todo.items():
-                    yield asyncio.run(_suffer(name, FAULTS[name], count, service, questions))
+                    yield asyncio.run(_inject(name, FAULTS[name], count, service, questions))
 
 
 def _count(fault: Fault, options: argparse.Namespace) -> int:
     return int(options.count or (fault.few if options.quick else fault.many))
 
 
-async def _suffer(name: str, fault: Fault, count: int, service: Service, questions: Sequence[Question]) -> Row:
+async def _inject(name: str, fault: Fault, count: int, service: Service, questions: Sequence[Question]) -> FaultReport:
     ledger, recoveries, problems = Ledger(), [], []
     scene = Scene(service, questions, ledger, random.Random(name))
     async with Load(service.url, questions, NUM_STREAMS, ledger):
@@ -96,12 +96,14 @@ async def _suffer(name: str, fault: Fault, count: int, service: Service, questio
             recoveries.append(time.monotonic() - start)
         await asyncio.sleep(CALM_S)
     if not await _becomes_idle(service):
-        problems.append(f"{IDLE_S:g} s after the last request an engine still runs, queues or holds something")
+        problems.append(
+            f"{IDLE_S:g} s after the last request an engine still has running or waiting requests or used KV blocks"
+        )
     if (gap := max(ledger.gaps, default=0.0)) > fault.most_gap_s:
-        problems.append(f"a stream was silent for {gap:.1f} s, and {fault.most_gap_s:g} s are the most")
+        problems.append(f"a stream was silent for {gap:.1f} s; {fault.most_gap_s:g} s are allowed")
     beyond = ledger.beyond((Ending.COMPLETE, *fault.excused))
     problems += [f"{number} requests ended as {ending}" for ending, number in beyond.items()]
-    return Row(name, count, ledger, recoveries, problems)
+    return FaultReport(name, count, ledger, recoveries, problems)
 
 
 async def _becomes_idle(service: Service) -> bool:
@@ -136,7 +138,7 @@ def _config(target: Path, head: Path) -> AppConfig:
     )
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: FaultReport) -> list[str]:
     back50, back99 = (quantile(row.recoveries, share) for share in (0.5, 0.99))
     gap = quantile(row.ledger.gaps, 0.99)
     figures = ["-" if value is None else f"{value:.1f}" for value in (back50, back99, gap)]
@@ -151,8 +153,8 @@ def _line(cells: Sequence[str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m tests.chaos", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="some faults, once or twice each (CI)")
-    parser.add_argument("--count", type=int, help="each fault so many times")
+    parser.add_argument("--quick", action="store_true", help="some faults, once or twice each, for CI")
+    parser.add_argument("--count", type=int, help="number of times to inject each fault")
     parser.add_argument(
         "--faults",
         nargs="+",

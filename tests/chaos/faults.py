@@ -1,6 +1,6 @@
-"""What is done to the service, how often, and which endings of a request each fault excuses.
+"""The faults: how each is injected, how often, and which endings of requests it allows.
 
-A fault breaks something and returns once the service is as it was. Not here: clients (`load`).
+A fault returns once the service has recovered.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from tests.chaos.questions import Question
 from tests.chaos.service import NODE, Service, Setting
 from tests.support.processes import own_processes
 
-RECOVERY_S = 120.0  # a service that is not back by then is not coming back
-LOOK_S = 0.3  # each look is the service's work, too
-MOST_GAP_S = 10.0  # a stream that is silent for longer is as good as lost; our watchdogs take 3 s
-QUEUED_S = 30.0  # a full queue's last one waits for two others' whole answers, its stream open and silent
+RECOVERY_S = 120.0  # maximum time to recover
+LOOK_S = 0.3  # each poll costs the service CPU time
+MOST_GAP_S = 10.0  # watchdogs take 3 s
+QUEUED_S = 30.0  # the last request of a full queue waits for two complete answers
 GCS_PAUSE_S = 4.0
-UNNOTICED_S = 5.0  # without a GCS, before an operator sees it
+UNNOTICED_S = 5.0  # without a GCS, until the operator acts
 LOSSY_S = 30.0
 NUM_LEAVING = 50
 ROUTER, RANK, DRAFTER = "ray::ServeReplica:chaos:Router", "ray::TargetActor", "ray::DraftActor"
@@ -32,7 +32,7 @@ DRAFTS = "specray_spec_decode_num_draft_tokens_total"
 
 
 class Scene(NamedTuple):
-    """What a fault may use."""
+    """What a fault can use."""
 
     service: Service
     questions: Sequence[Question]
@@ -41,18 +41,18 @@ class Scene(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """`strike` breaks something and waits until it is whole again."""
+    """`strike` injects the fault and waits until the service has recovered."""
 
     strike: Callable[[Scene], Awaitable[None]]
-    few: int  # times in the short form; 0: not in it
+    few: int  # times with --quick
     many: int
-    excused: tuple[Ending, ...] = ()  # beside complete answers
+    excused: tuple[Ending, ...] = ()  # allowed besides complete answers
     setting: Setting = Setting.STORED
-    most_gap_s: float = MOST_GAP_S  # the longest silence in any stream
+    most_gap_s: float = MOST_GAP_S  # maximum gap in a stream
 
 
 def _signal(title: str, number: signal.Signals) -> int:
-    """Send it to one process of this title, any; which one."""
+    """Send a signal to a random process with this title; returns its ID."""
     process = random.choice(own_processes(title))
     os.kill(process, number)
     return process
@@ -120,10 +120,10 @@ async def _freeze_gcs(scene: Scene) -> None:
 
 
 async def _kill_gcs(scene: Scene) -> None:
-    """For some seconds there is none; the next one reads what this one wrote, and can start a new engine.
+    """Kill the GCS and start another one some seconds later, which must read the stored state.
 
-    One that had read nothing would not be noticed before an engine is lost. A GCS ends with the thread that started it:
-    not with one of the event loop's helpers, then.
+    Killing a router afterwards shows that it did: otherwise no new engine would start. The GCS is started in this
+    thread, because it ends with the thread that started it.
     """
     head = scene.service.cluster.head_node
     await asyncio.to_thread(head.kill_gcs_server)
@@ -134,9 +134,9 @@ async def _kill_gcs(scene: Scene) -> None:
 
 
 async def _lose_cluster(scene: Scene) -> None:
-    """The GCS dies and with it all that it knew; an operator ends the rest and starts anew.
+    """Kill a GCS without stored state; the operator stops the cluster and starts another one.
 
-    In this thread, as Ray demands: clients do not read meanwhile, and see a longer gap.
+    Ray requires this thread, so that clients do not read meanwhile and see a longer gap.
     """
     scene.service.cluster.head_node.kill_gcs_server()
     await asyncio.sleep(UNNOTICED_S)
@@ -146,11 +146,11 @@ async def _lose_cluster(scene: Scene) -> None:
 
 
 async def _lose_node(scene: Scene) -> None:
-    """All of the second node's processes at once; then a new node joins."""
+    """Kill all processes of the second node; then a new node joins."""
     cluster, before = scene.service.cluster, await scene.service.engines()
     node = next(node for node in cluster.list_all_nodes() if node is not cluster.head_node)
     await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
-    cluster.add_node(**NODE)  # in this thread, as Ray demands: clients do not read meanwhile, and see a longer gap
+    cluster.add_node(**NODE)  # Ray requires this thread, so clients see a longer gap
 
     async def has_another() -> bool:
         return await scene.service.engines() != before and await scene.service.is_whole()
@@ -159,13 +159,13 @@ async def _lose_node(scene: Scene) -> None:
 
 
 async def _wait(scene: Scene) -> None:
-    """What is to happen happens by itself."""
+    """Wait while calls get lost."""
     await asyncio.sleep(LOSSY_S)
     await _until(scene.service.is_whole)
 
 
 async def _redeploy(scene: Scene) -> None:
-    """A new configuration: replica after replica is drained and replaced."""
+    """Deploy another configuration: replicas are drained and replaced one by one."""
     config = scene.service.config
     server = config.server.model_copy(update={"log_interval_s": config.server.log_interval_s + 1})
     await asyncio.to_thread(scene.service.deploy, config.model_copy(update={"server": server}))
@@ -178,13 +178,13 @@ async def _leave(scene: Scene) -> None:
 
 
 async def _flood(scene: Scene) -> None:
-    """Four times as many requests at once as may run and wait."""
+    """Send four times as many requests as can run and wait."""
     config = scene.service.config
     count = 4 * len(await scene.service.engines()) * (config.max_running_requests + config.max_queued_requests)
     await ask_at_once(scene.service.url, scene.questions, count, scene.ledger)
 
 
-_LOST_FRONT = (Ending.CUT, Ending.REFUSED)  # the only ingress, or Serve's proxy's way to it, may be among the lost
+_LOST_FRONT = (Ending.CUT, Ending.REFUSED)  # the only ingress, or the proxy's connection to it, can be lost
 FAULTS: dict[str, Fault] = {
     "router killed": Fault(_lose_router, 1, 100),
     "router frozen": Fault(_lose_engine(ROUTER, signal.SIGSTOP), 0, 20),
@@ -207,7 +207,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def _processes(title: str) -> list[int]:
-    """Those there are, if any."""
+    """Processes with this title; empty if there are none."""
     try:
         return own_processes(title)
     except AssertionError:
@@ -218,5 +218,5 @@ async def _until(holds: Callable[[], Awaitable[bool]]) -> None:
     deadline = time.monotonic() + RECOVERY_S
     while not await holds():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the service was not whole again after {RECOVERY_S:g} s")
+            raise TimeoutError(f"the service did not recover within {RECOVERY_S:g} s")
         await asyncio.sleep(LOOK_S)

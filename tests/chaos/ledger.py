@@ -1,7 +1,6 @@
-"""How every request ended, as its client saw it: exactly one ending each, and nothing is left open.
+"""How requests ended, as their clients saw it. Every request has exactly one ending.
 
-Beside what any client can tell (`specray.bench.ledger`), the right text is known here. Not here: asking (`load`), what
-breaks (`faults`).
+`specray.bench.ledger` classifies what a client can see; here the expected text is known too.
 """
 
 from collections import Counter
@@ -14,23 +13,23 @@ from specray.bench import ledger
 from specray.bench.exchange import Exchange
 from specray.bench.ledger import Outcome
 
-PATIENCE_S = 90.0  # a request that has not ended by then never will
+PATIENCE_S = 90.0  # a request that has not ended by then is lost
 
 
 class Ending(StrEnum):
-    """The ways in which a request can end. The last two must never happen."""
+    """How a request ended. The last two must never happen."""
 
-    COMPLETE = "complete"  # every token of plain decoding, once, and a proper end
+    COMPLETE = "complete"  # the tokens of plain decoding, and a proper end
     REFUSED = "refused"  # 429 or 503 before the first token, or no connection
-    FAILED = "failed"  # an error that says so, in a body or an event
-    CUT = "cut"  # the connection broke visibly
-    LEFT = "left"  # its client went away
-    WRONG = "wrong"  # another text: a token lost, repeated or made up
-    LOST = "lost"  # a clean end without an answer, or no end at all
+    FAILED = "failed"  # an error in the body or in an event
+    CUT = "cut"  # the connection was closed early
+    LEFT = "left"  # the client disconnected
+    WRONG = "wrong"  # another text
+    LOST = "lost"  # a clean end without an answer, or no end
 
 
 def ending_of(reply: Exchange, text: str) -> Ending:
-    """The ending of a request whose right answer is `text`."""
+    """The ending of a request whose expected answer is `text`."""
     seen = ledger.ending_of(reply)
     match seen.outcome:
         case Outcome.COMPLETE:
@@ -49,7 +48,7 @@ def ending_of(reply: Exchange, text: str) -> Ending:
 
 @dataclass(slots=True)
 class Ledger:
-    """Endings of the requests of one fault, and the longest silence within each stream, in seconds."""
+    """Endings of the requests during one fault, and the longest gap in each stream, in seconds."""
 
     endings: Counter[Ending] = field(default_factory=Counter)
     gaps: list[float] = field(default_factory=list)
@@ -59,10 +58,10 @@ class Ledger:
         self.gaps.append(gap)
 
     def beyond(self, allowed: Sequence[Ending]) -> dict[Ending, int]:
-        """Endings that this fault does not excuse."""
+        """Counts of endings that are not allowed."""
         return {ending: count for ending, count in self.endings.items() if ending not in allowed}
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that `share` of all do not exceed; None of nothing."""
+    """The smallest value that is not exceeded by `share` of all; None without values."""
     return sorted(values)[max(0, ceil(share * len(values)) - 1)] if values else None

@@ -1,7 +1,4 @@
-"""Clients: so many streams at once, each followed to its end and entered in the ledger.
-
-Not here: what may end how (`faults`), what is right (`questions`).
-"""
+"""Clients with concurrent streams, whose endings are recorded in the ledger."""
 
 import asyncio
 import random
@@ -12,11 +9,11 @@ from specray.bench.exchange import exchange, request_bytes
 from tests.chaos.ledger import PATIENCE_S, Ending, Ledger, ending_of
 from tests.chaos.questions import Question
 
-PAUSE_S = 0.1  # after anything but an answer
+PAUSE_S = 0.1  # after a request without an answer
 
 
 class Load:
-    """Asks questions in `num_streams` streams from `__aenter__` until `__aexit__`, which awaits the last answer."""
+    """Sends questions in `num_streams` streams until `__aexit__`, which awaits the last answers."""
 
     def __init__(self, url: str, questions: Sequence[Question], num_streams: int, ledger: Ledger) -> None:
         self._url = url
@@ -45,7 +42,7 @@ class Load:
 async def ask(
     url: str, question: Question, ledger: Ledger, leave_after: int | None = None, is_streamed: bool = True
 ) -> Ending:
-    """One question; a client that leaves does so behind `leave_after` bytes of the answer."""
+    """Send one question; the client disconnects after `leave_after` bytes of the answer, if given."""
     request = request_bytes(f"{url}/v1/completions", question.body | {"stream": is_streamed})
     reply = await exchange(url, request, PATIENCE_S, None if leave_after is None else len(request) + leave_after)
     ending = ending_of(reply, question.text)
@@ -54,12 +51,12 @@ async def ask(
 
 
 async def leave_at_random(url: str, questions: Sequence[Question], count: int, seed: int, ledger: Ledger) -> None:
-    """So many clients at a time that go away at any byte, some before the first one."""
+    """`count` concurrent clients that disconnect after a random number of bytes."""
     draw = random.Random(seed)
     points = [draw.randrange(0, 6000) for _ in range(count)]
     await asyncio.gather(*(ask(url, draw.choice(questions), ledger, point) for point in points))
 
 
 async def ask_at_once(url: str, questions: Sequence[Question], count: int, ledger: Ledger) -> None:
-    """A flood."""
+    """`count` requests at once."""
     await asyncio.gather(*(ask(url, questions[i % len(questions)], ledger) for i in range(count)))

@@ -1,4 +1,4 @@
-"""What is asked, and the only right answers: those of plain decoding in this process, token by token, in float32."""
+"""Questions with their expected answers, from plain decoding in this process in float32."""
 
 import random
 from pathlib import Path
@@ -11,14 +11,14 @@ NUM_QUESTIONS = 12
 
 
 class Question(NamedTuple):
-    """A body for /v1/completions, and the text that must come back."""
+    """A body for /v1/completions and the expected text."""
 
     body: dict[str, Any]
     text: str
 
 
 def make_questions(folder: Path, max_tokens: int, seed: int = 0) -> list[Question]:
-    """Greedy and sampled ones in turn."""
+    """Greedy and sampled questions alternate."""
     with LLM(model=str(folder), dtype="float32", num_threads=1, max_total_tokens=8192) as llm:
         draw, vocab_size = random.Random(seed), len(llm.tokenizer)
         prompts = [[draw.randrange(3, vocab_size) for _ in range(4 + index)] for index in range(NUM_QUESTIONS)]

@@ -1,7 +1,4 @@
-"""What is broken: a cluster of two Ray nodes with an engine on each, and what it says of itself.
-
-Not here: how it is broken (`faults`).
-"""
+"""The service under test: a cluster of two Ray nodes with an engine on each, and its metrics."""
 
 import json
 import os
@@ -25,9 +22,9 @@ from cluster.config import AppConfig
 from specray.cli.local_server import free_port
 
 APP = "chaos"
-ENGINE_CPUS = 0.8  # of a node's single one: a second engine does not fit, an ingress does
+ENGINE_CPUS = 0.8  # of a node's single CPU: no second engine fits, but an ingress does
 BUSY = ("specray_num_requests_running", "specray_num_requests_waiting", "specray_kv_cache_usage_perc")
-# Calls of actors, and the items of their streams: what an ingress and a router say to one another.
+# Calls of actors and the items of their streams, between ingress and router.
 LOST_CALLS = (
     "CoreWorkerService.grpc_client.PushTask",
     "CoreWorkerService.grpc_client.ReportGeneratorItemReturns",
@@ -35,19 +32,19 @@ LOST_CALLS = (
 LOST_PERCENT = 2
 PATIENCE_S = 10.0
 ROOT = Path(__file__).parents[2]
-MADNESS = Path(__file__).parent / "madness"
+INJECTION = Path(__file__).parent / "injection"
 
 
 class Setting(StrEnum):
-    """What kind of cluster it is."""
+    """Kind of cluster."""
 
-    STORED = "its GCS keeps what it knows in a file"
-    FORGETFUL = "its GCS keeps nothing"
-    LOSSY = "calls between its processes, and their answers, get lost"
+    STORED = "the GCS stores its state in a file"
+    FORGETFUL = "the GCS does not store its state"
+    LOSSY = "calls between processes, and their replies, get lost"
 
 
 class Service:
-    """A running application; `cluster` is Ray's, whose first node is the head. Files of the cluster go to `folder`."""
+    """A running application on Ray's `cluster`, whose first node is the head; it stores files in `folder`."""
 
     def __init__(self, config: AppConfig, setting: Setting, folder: Path) -> None:
         self.cluster: Any = None
@@ -57,7 +54,7 @@ class Service:
         self.url = f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """The cluster and the application, from nothing. In the process's first thread, as Ray demands."""
+        """Start cluster and application. Ray requires the main thread."""
         head = NODE | {"include_dashboard": False, "_system_config": self._ray_config}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.cluster.add_node(**NODE)
@@ -66,7 +63,7 @@ class Service:
         self.deploy(self.config)
 
     def end(self, *, can_answer: bool = True) -> None:
-        """Ask first; not a cluster without its GCS: whoever still waits for it when Ray has left takes us with him."""
+        """Stop application and cluster. Without a GCS, a pending call to Serve would end this process."""
         if can_answer:
             asking = threading.Thread(target=_shut_down_serve, daemon=True)
             asking.start()
@@ -75,26 +72,26 @@ class Service:
         self.cluster.shutdown()
 
     def deploy(self, config: AppConfig) -> None:
-        """Start the application, or replace it replica by replica; returns when that is done."""
+        """Start the application, or replace its replicas one by one; returns when that is done."""
         serve.run(build(config), name=APP, route_prefix="/")
         self.config = config
 
     async def engines(self) -> list[str]:
-        """Replicas that answer and can make tokens."""
+        """Replicas that report metrics."""
         samples = await self._samples()
         return sorted({replica for name, replica, _ in samples if name == "specray_steps_total"})
 
     async def is_whole(self) -> bool:
-        """Every engine serves, and the front says that it is ready."""
+        """Whether all engines run and the ingress is ready."""
         return len(await self.engines()) == self.config.server.num_replicas and await self._status("/readyz") == 200
 
     async def is_idle(self) -> bool:
-        """No engine runs, queues or holds anything."""
+        """Whether no engine has running or waiting requests or used KV blocks."""
         samples = await self._samples()
         return bool(samples) and not any(value for name, _, value in samples if name in BUSY)
 
     async def by_engine(self, name: str) -> Counter[str]:
-        """A counter of each replica that there is now."""
+        """Value of a counter by replica."""
         totals = Counter[str]()
         for sample, replica, value in await self._samples():
             if sample == name:
@@ -138,9 +135,9 @@ def ray_config(setting: Setting, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def started(config: AppConfig, setting: Setting, folder: Path) -> Iterator[Service]:
-    """The service over two nodes of one CPU each; nothing of it is left afterwards."""
+    """Run the service on two nodes of one CPU each."""
     os.environ.update(RAY_OPTIONS | {"RAY_USAGE_STATS_ENABLED": "0"})
-    paths = [str(MADNESS), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(INJECTION), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # workers import this checkout
     service = Service(config, setting, folder)
     try:
@@ -151,5 +148,5 @@ def started(config: AppConfig, setting: Setting, folder: Path) -> Iterator[Servi
 
 
 def _shut_down_serve() -> None:
-    with suppress(Exception):  # of a cluster whose end we do not wait for
+    with suppress(Exception):  # the cluster may be unreachable
         serve.shutdown()

@@ -1,7 +1,7 @@
-"""Doors into the chaos cluster's processes: SIGUSR1 makes a drafter lie from its next answer on, SIGUSR2 a rank slow.
+"""Fault injection for the test cluster: SIGUSR1 makes a drafter send invalid replies, SIGUSR2 makes a rank slow.
 
-Python imports a module of this name as it starts, where it is on the path, as in all of that cluster (`service`). The
-product has no such doors.
+Python imports a module of this name at startup if it is on the path, as in all processes of the test cluster (see
+`service`). The product has no such signals.
 """
 
 import random
@@ -12,22 +12,22 @@ from typing import Any
 
 SLOW_STEP_S = 0.02
 
-Lie = Callable[[Any], Any]  # from the answer that would be right; bytes are sent as they are
+Corruption = Callable[[Any], Any]  # of a valid reply; bytes are sent unpacked
 
 
-def _go_mad(*_: object) -> None:
+def _corrupt_replies(*_: object) -> None:
     from specray.worker.remote_drafter import server
 
-    lie, pack = random.SystemRandom().choice(LIES), server.pack
+    corrupt, pack = random.SystemRandom().choice(CORRUPTIONS), server.pack
 
-    def lying(message: Any) -> bytes:
-        said = lie(message)
-        return said if isinstance(said, bytes) else pack(said)
+    def corrupted(message: Any) -> bytes:
+        reply = corrupt(message)
+        return reply if isinstance(reply, bytes) else pack(reply)
 
-    server.pack = lying
+    server.pack = corrupted
 
 
-def _go_slow(*_: object) -> None:
+def _slow_down(*_: object) -> None:
     from specray.worker.worker import Worker
 
     execute = Worker.execute
@@ -48,7 +48,7 @@ def _filled(array: bytes, value: int) -> bytes:
     return value.to_bytes(4, "little", signed=True) * (len(array) // 4)
 
 
-LIES: list[Lie] = [
+CORRUPTIONS: list[Corruption] = [
     _noise,
     lambda reply: reply._replace(num_nodes=b"", tokens=b"", parents=b""),
     lambda reply: reply._replace(number=reply.number + 1),
@@ -58,5 +58,5 @@ LIES: list[Lie] = [
     lambda reply: reply._replace(tokens=reply.tokens * 100, parents=reply.parents * 100),
 ]
 
-signal.signal(signal.SIGUSR1, _go_mad)
-signal.signal(signal.SIGUSR2, _go_slow)
+signal.signal(signal.SIGUSR1, _corrupt_replies)
+signal.signal(signal.SIGUSR2, _slow_down)
