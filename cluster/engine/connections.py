@@ -1,37 +1,39 @@
-"""The router's open streams, one per ingress replica: who asked for what, and who is still there.
+"""The router's output streams, one per ingress replica.
 
-Everything runs in the router's event loop. Not here: the engine (`router`), the other end (`client`).
+All methods run in the router's event loop. The ingress's side lives in `cluster.routing.client`.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 
+from cluster.liveness.heartbeat import LocalHeartbeat
 from cluster.messages import Item, RouterHeartbeat, RouterInfo
 from specray.outputs import RequestOutput
 
 
 class Connection:
-    """One ingress replica's stream and the requests that are in flight for it.
+    """One ingress replica's stream and its unfinished requests.
 
-    `items` needs no bound: it grows by an item a step, and an ingress that takes none of them does not renew either, so
-    that its lease ends it. What a slow client leaves unread waits in the ingress and Serve's proxy, which do not push
-    back: at most its whole reply, which max_tokens and the deadline bound.
+    `items` needs no bound. It grows by one item per step, and an ingress that reads no items renews no lease either, so
+    its connection expires. Output that a slow client has not read yet is buffered by the ingress and Serve's proxy,
+    without backpressure. It is at most the client's whole reply, which max_tokens and the request's timeout bound.
     """
 
-    def __init__(self, now: float) -> None:
-        self.last_seen = now
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.lease = LocalHeartbeat(clock)
+        self.lease.beat()
         self.request_ids: set[str] = set()
         self.items: asyncio.Queue[Item | Exception] = asyncio.Queue()
 
 
 class Connections:
-    """All streams by connection id. `abort` ends the requests of those that went away."""
+    """All connections by ID. `abort` ends the requests of closed connections."""
 
     def __init__(self, abort: Callable[[list[str]], None], clock: Callable[[], float]) -> None:
         self._abort = abort
         self._clock = clock
         self._by_id: dict[str, Connection] = {}
-        self._owner: dict[str, Connection] = {}  # request id -> whose it is
+        self._owner: dict[str, Connection] = {}  # by request ID
 
     def __contains__(self, connection_id: str) -> bool:
         return connection_id in self._by_id
@@ -41,8 +43,11 @@ class Connections:
         return len(self._owner)
 
     async def stream(self, connection_id: str, info: RouterInfo) -> AsyncIterator[Item]:
-        """`info`, then one item per step with news for this connection. Ends with an exception."""
-        connection = self._by_id[connection_id] = Connection(self._clock())
+        """Open a connection. Yields `info`, then heartbeats and one item per step with outputs for the connection.
+
+        Ends only by raising the error passed to `fail`, or TimeoutError when the lease has expired.
+        """
+        connection = self._by_id[connection_id] = Connection(self._clock)
         try:
             yield info
             while True:
@@ -51,10 +56,10 @@ class Connections:
                     raise item
                 yield item
         finally:
-            self._drop(connection_id)
+            self._close(connection_id)
 
     def add(self, connection_id: str, request_ids: Iterable[str]) -> None:
-        """Expect news of requests; call before they are submitted."""
+        """Deliver the outputs of these requests to a connection. Call it before they are submitted."""
         connection = self._by_id[connection_id]
         for request_id in request_ids:
             connection.request_ids.add(request_id)
@@ -66,7 +71,7 @@ class Connections:
                 connection.request_ids.discard(request_id)
 
     def deliver(self, outputs: list[RequestOutput]) -> None:
-        """Hand a step's outputs out, all of a connection's as one item."""
+        """Send a step's outputs, as one item per connection."""
         batches: dict[Connection, list[RequestOutput]] = {}
         for output in outputs:
             if connection := self._owner.get(output.request_id):
@@ -75,36 +80,35 @@ class Connections:
             connection.items.put_nowait(batch)
         self.remove(output.request_id for output in outputs if output.finish_reason is not None)
 
-    def send(self, news: RouterHeartbeat | RouterInfo) -> None:
-        """Tell every ingress."""
+    def broadcast(self, message: RouterHeartbeat | RouterInfo) -> None:
+        """Send a message to every ingress. Fills in `num_others` of a heartbeat for each."""
         for connection in self._by_id.values():
-            if isinstance(news, RouterHeartbeat):
-                news = news._replace(num_others=self.num_requests - len(connection.request_ids))
-            connection.items.put_nowait(news)
+            if isinstance(message, RouterHeartbeat):
+                message = message._replace(num_others=self.num_requests - len(connection.request_ids))
+            connection.items.put_nowait(message)
 
     def renew(self, connection_id: str) -> bool:
-        """Note that an ingress lives; False if its connection is unknown."""
+        """Renew a connection's lease. False if there is no such connection."""
         connection = self._by_id.get(connection_id)
         if connection is not None:
-            connection.last_seen = self._clock()
+            connection.lease.beat()
         return connection is not None
 
     def expire(self, lease_s: float) -> None:
-        """Drop the connections not heard of for `lease_s`. Ray does not end a stream whose reader died."""
-        now = self._clock()
+        """Close connections not renewed for `lease_s` seconds. Ray does not end a stream whose reader died."""
         for connection_id, connection in list(self._by_id.items()):
-            if now - connection.last_seen > lease_s:
-                connection.items.put_nowait(TimeoutError("the connection's lease ran out"))
-                self._drop(connection_id)
+            if connection.lease.is_overdue(lease_s):
+                connection.items.put_nowait(TimeoutError("the connection's lease expired"))
+                self._close(connection_id)
 
     def fail(self, error: Exception) -> None:
-        """End every stream with `error`."""
+        """End every stream by raising `error` in it."""
         for connection in self._by_id.values():
             connection.items.put_nowait(error)
 
-    def _drop(self, connection_id: str) -> None:
+    def _close(self, connection_id: str) -> None:
         connection = self._by_id.pop(connection_id, None)
         if connection is not None and connection.request_ids:
-            orphans = list(connection.request_ids)
-            self.remove(orphans)
-            self._abort(orphans)
+            request_ids = list(connection.request_ids)
+            self.remove(request_ids)
+            self._abort(request_ids)

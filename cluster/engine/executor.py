@@ -1,14 +1,10 @@
-"""The engine's door to ranks that are Ray actors: Ray starts and watches them, a socket carries the steps.
-
-Not here: where they run (`placement`), what they run (`target`), what a step is (`specray.step`).
-"""
+"""The engine's executor over ranks that are Ray actors. Ray starts and monitors them; a unix socket carries steps."""
 
 import contextlib
 import os
 import secrets
 import socket
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +13,12 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from cluster import log_level
 from cluster.config import AppConfig
-from cluster.engine.draft import DrafterSupervisor
 from cluster.engine.placement import Bundle, Placement, draft_resources, rank_resources, uses_gpus
-from cluster.engine.rendezvous import meeting_file
+from cluster.engine.rendezvous import file_rendezvous
+from cluster.engine.supervisor import DrafterSupervisor
 from cluster.engine.target import TargetActor
 from cluster.liveness.actors import Place, exit_reason, start_error
-from cluster.liveness.heartbeat import Heartbeat
+from cluster.liveness.heartbeat import HeartbeatFile, LocalHeartbeat
 from cluster.liveness.watchdog import Watchdogs, ranks_by_node
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
@@ -31,13 +27,13 @@ from specray.errors import EngineDeadError
 from specray.step import DraftFault, StepPlan, StepResult, pack, unpack_result
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 
-POLL_S = 0.2  # how soon a dead rank is noticed while another one is waited for
-FORGIVEN = {DraftFault.LATE, DraftFault.NO_HANDSHAKE}  # the target keeps the drafter that it has
-LAST_WORDS_S = 2.0  # how long a closed socket's rank is given to say why
+POLL_INTERVAL_S = 0.2  # between checks for dead ranks while waiting
+TOLERATED_FAULTS = {DraftFault.LATE, DraftFault.NO_HANDSHAKE}  # the target keeps its drafter
+EXIT_REASON_TIMEOUT_S = 2.0  # for the exit reason of a rank that closed its socket
 
 
 class RayExecutor:
-    """Starts one actor per rank and runs plans on rank 0; an `Executor` of the engine."""
+    """Implements `specray.engine.executor.Executor` with one actor per rank. Plans are sent to rank 0."""
 
     def __init__(self, config: AppConfig) -> None:
         with_gpus = uses_gpus(config)
@@ -51,7 +47,7 @@ class RayExecutor:
         self._failure: str | None = None
         self._step_timeout_s = config.server.step_timeout_s
         self._epoch = secrets.randbits(64)
-        self.rank_nodes: tuple[str, ...] = ()  # addresses of the nodes that the ranks run on
+        self.rank_nodes: tuple[str, ...] = ()  # address of each rank's node
         try:
             self._actors = self._create(config, with_gpus)
             if config.has_draft_actor:
@@ -65,7 +61,7 @@ class RayExecutor:
                 self._add_drafter(config, self._drafter)
             self._channel = self._connect()
             if not with_gpus and self._drafter is None:
-                # Nobody comes by any more. (NCCL looks into the ranks' file in the first step, new drafters knock.)
+                # Nothing else uses it. (NCCL reads the rendezvous file in the first step, and new drafters connect.)
                 self._folder.cleanup()
         except BaseException:
             self.close()
@@ -84,20 +80,25 @@ class RayExecutor:
 
     def collect(self) -> StepResult:
         assert self._channel is not None
-        deadline = time.monotonic() + self._step_timeout_s
+        step = LocalHeartbeat()
+        step.beat()
         while True:
             try:
-                return self._noted(unpack_result(self._channel.recv(POLL_S)))
+                result = unpack_result(self._channel.recv(POLL_INTERVAL_S))
+                break
             except TimeoutError:
-                if time.monotonic() > deadline:  # every rank lives, and one waits for another that did not join in
+                if step.is_overdue(self._step_timeout_s):  # all ranks run but are deadlocked
                     self._failure = f"a step did not end within server.step_timeout_s={self._step_timeout_s:g}"
                 if self.failure() is not None:
                     raise self._dead() from None
             except ChannelClosedError:
                 raise self._dead() from None
+        if self._drafter is not None and set(result.draft_faults) - TOLERATED_FAULTS:
+            self._drafter.report_fault()
+        return result
 
     def failure(self, timeout: float = 0.0) -> str | None:
-        """Why a rank has ended, or None while all live. Any thread may ask."""
+        """Why a rank has ended or is given up; None while all run. Thread-safe."""
         if self._failure is None and self._sentinels:
             ended, _ = ray.wait(self._sentinels, timeout=timeout)
             if ended:
@@ -109,16 +110,16 @@ class RayExecutor:
 
     @property
     def drafter(self) -> DrafterSupervisor:
-        """Whoever keeps the drafter, where drafters have processes of their own."""
-        assert self._drafter is not None, "drafts are made in the rank's process, or nothing is ever to draft"
+        """The supervisor of a colocated drafter."""
+        assert self._drafter is not None, "the engine has no colocated drafter"
         return self._drafter
 
     def close(self) -> None:
-        """End every rank and the drafter. May be called twice."""
+        """End every rank and the drafter. Idempotent."""
         if self._channel is not None:
             self._channel.close()
         if self._watchdogs is not None:
-            self._watchdogs.end()  # first: Ray asks through its head, which may not be there
+            self._watchdogs.kill_ranks()  # first, because ray.kill needs Ray's head node, which may be down
         for actor in self._actors:
             with contextlib.suppress(RayActorError):
                 ray.kill(actor)
@@ -138,7 +139,7 @@ class RayExecutor:
         ]
 
     def _options(self, config: AppConfig, resources: Bundle, rank: int) -> dict[str, Any]:
-        """Ray's options of an actor in a rank's bundle."""
+        """Ray's options for an actor in a rank's bundle."""
         return {
             "num_cpus": resources["CPU"],
             "num_gpus": resources.get("GPU", 0.0),
@@ -150,17 +151,17 @@ class RayExecutor:
         return {"num_cpus": 0, "scheduling_strategy": self._placement.bundle(rank)}
 
     def _start(self, places: list[Place]) -> Capacity:
-        """Rank 0's capacity once all ranks run. The first failure ends the wait: the others would wait for it."""
+        """Load the model in all ranks; rank 0's capacity. Raises on the first failure: the others would wait for it."""
         assert self._watchdogs is not None
-        meeting, paths = self._meeting(places), self._watchdogs.heartbeat_paths
-        own_path = Path(self._folder.name, "pulse-router")
-        Heartbeat(own_path).keep_beating()
+        init_method, paths = self._init_method(places), self._watchdogs.heartbeat_paths
+        router_path = Path(self._folder.name, "heartbeat-router")
+        HeartbeatFile(router_path).keep_beating()
         starting: list[ray.ObjectRef[Capacity]] = [
-            actor.start.remote(meeting, paths[rank], str(own_path)) for rank, actor in enumerate(self._actors)
+            actor.start.remote(init_method, paths[rank], str(router_path)) for rank, actor in enumerate(self._actors)
         ]
         waiting = starting
         while waiting:
-            ended, waiting = ray.wait(waiting, timeout=POLL_S)
+            ended, waiting = ray.wait(waiting, timeout=POLL_INTERVAL_S)
             try:
                 ray.get(ended)
             except RayTaskError as error:
@@ -169,42 +170,36 @@ class RayExecutor:
                 raise self._dead()
         return ray.get(starting[0])
 
-    def _meeting(self, places: list[Place]) -> str | None:
-        """Where the ranks meet: in our folder if all are here, else in a store on rank 0's node."""
+    def _init_method(self, places: list[Place]) -> str | None:
+        """torch.distributed's init method: a private file if all ranks are here, else a store on rank 0's node."""
         if len(places) == 1:
             return None
         if len(ranks_by_node(places)) == 1:
-            return meeting_file(Path(self._folder.name))
-        meeting: str = ray.get(self._actors[0].open_store.remote())
-        return meeting
+            return file_rendezvous(Path(self._folder.name))
+        init_method: str = ray.get(self._actors[0].open_store.remote())
+        return init_method
 
     @property
     def _endpoint(self) -> DraftEndpoint:
         return DraftEndpoint(f"{self._folder.name}/drafts", self._epoch)
 
     def _add_drafter(self, config: AppConfig, supervisor: DrafterSupervisor) -> None:
-        """Have a drafter beside rank 0, which drafts for the group."""
+        """Start the drafter beside rank 0, which drafts for all ranks."""
         supervisor.start(self._capacity.num_blocks * config.page_size)
         handshake = supervisor.replace(config.speculative)
-        # The prefix cache cannot change its keys later, and those of the drafters that ask more of it do for all.
+        # The prefix cache cannot change its keys later. Keys for drafters that read the next token suit all drafters.
         reads_next_token = handshake.reads_next_token or config.replaces_drafters
         self._capacity = self._capacity._replace(
             max_draft_tokens=handshake.max_draft_tokens, reads_next_token=reads_next_token
         )
 
-    def _noted(self, result: StepResult) -> StepResult:
-        """A result, after its news of the drafter reached the keeper."""
-        if self._drafter is not None and set(result.draft_faults) - FORGIVEN:
-            self._drafter.give_up()
-        return result
-
     def _connect(self) -> Channel:
-        """Start the ranks' loops; rank 0 calls back on a socket only this user can reach."""
+        """Start the ranks' loops. Rank 0 connects to a unix socket that only this user can access."""
         address = f"{self._folder.name}/steps"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             server.bind(address)
             server.listen(1)
-            server.settimeout(POLL_S)
+            server.settimeout(POLL_INTERVAL_S)
             self._sentinels = [actor.loop.remote(address, self._epoch) for actor in self._actors]
             while True:
                 try:
@@ -214,7 +209,7 @@ class RayExecutor:
                         raise self._dead() from None
 
     def _dead(self) -> EngineDeadError:
-        reason = self.failure(LAST_WORDS_S) or "rank 0 of the target closed its connection"
+        reason = self.failure(EXIT_REASON_TIMEOUT_S) or "rank 0 of the target closed its connection"
         return EngineDeadError(reason)
 
 
@@ -223,19 +218,19 @@ def _rank_config(config: AppConfig) -> EngineConfig:
 
 
 def rank_threads(config: AppConfig, num_cores: int) -> int:
-    """Compute threads of a rank on CPU: its share of the cores, after one for the processes around it.
+    """Compute threads of a rank on a CPU: its share of the cores, after one core for the other processes.
 
-    A thread that shares its core with them holds the others up at every barrier: on two cores SmolLM2 streamed
-    40 tokens/s with two threads, 55 with one.
+    A compute thread that shares its core with another process delays all threads at every barrier. On two cores
+    SmolLM2 streamed 40 tokens/s with two threads and 55 with one.
     """
     return config.num_threads or max(1, (num_cores - 1) // config.tp_size)
 
 
 def rank_environment(config: AppConfig) -> dict[str, str]:
-    """Environment of a rank: its log level, and its compute threads, which Ray would set to the CPUs it reserves.
+    """Environment of a rank: its log level and compute threads. Ray would set the latter to the CPUs it reserves.
 
-    Its threads wait actively, OpenMP's default: with OMP_WAIT_POLICY=passive each of a step's 150 parallel regions
-    begins with a wake-up, and a step of 12.6 ms took 23.4.
+    OMP_WAIT_POLICY keeps its active default. With passive waiting, each of a step's 150 parallel regions wakes up its
+    threads, and a step of 12.6 ms took 23.4 ms.
     """
     return {
         "OMP_NUM_THREADS": str(rank_threads(config, _num_cores())),

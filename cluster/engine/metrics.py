@@ -1,22 +1,21 @@
-"""Snapshots of the engine's counters, sent to Ray's metrics and made into a log line.
+"""Exporting the engine's metrics to Ray, and the periodic log line.
 
-Names, kinds and help come from `specray.metrics.METRICS`; nothing is defined here. Not here: counting,
-and the Prometheus text of /metrics (`openai.prometheus`).
+Names, types and help texts come from `specray.metrics.METRICS`. `/metrics` lives in `cluster.api.prometheus`.
 """
 
 from collections.abc import Iterator
 
-from ray.serve import metrics as ray_metrics  # its metrics know their replica
+from ray.serve import metrics as ray_metrics  # Serve's metrics have the replica as a label
 
 from specray.metrics import METRICS, HistogramSnapshot, Snapshot, labelled, number
 
 
 class RayExporter:
-    """Sends snapshots to Ray's metrics, where they are `ray_specray_…` with application, replica and node as labels.
+    """Exports snapshots as Ray metrics named `ray_specray_...`, with application, replica and node as labels.
 
-    All are gauges for Ray, which PromQL differences just as well. Its counters take no zero, so that a rare event's
-    series would begin at 1 and no rate would see the first; `_total` is put after their names, a histogram's `_bucket`
-    included; and they outlive the replica.
+    All of them are gauges in Ray; PromQL differences gauges as well. Ray's counters accept no zero, so the series of a
+    rare event would begin at 1 and `rate` would miss the first event. Ray also appends `_total` to their names, even
+    after a histogram's `_bucket`, and keeps exporting them after the replica has ended.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class RayExporter:
 
 
 def log_line(before: Snapshot, now: Snapshot, seconds: float, num_kv_tokens: int) -> str | None:
-    """What happened between two snapshots in SGLang's style; None if nothing did."""
+    """The log line for the time between two snapshots, in SGLang's style; None if the engine was idle."""
 
     def grown(name: str) -> float:
         return number(now, name) - number(before, name)
@@ -55,7 +54,7 @@ def log_line(before: Snapshot, now: Snapshot, seconds: float, num_kv_tokens: int
 
 
 def _ray_families() -> Iterator[tuple[str, str, str | None]]:
-    """(name, help, label). Ray's histograms take single observations only, so ours become the parts Prometheus has."""
+    """(name, help, label). Histograms are split, because Ray's histograms accept only single observations."""
     for metric in METRICS:
         if metric.kind != "histogram":
             yield metric.name, metric.help, metric.label
@@ -66,7 +65,7 @@ def _ray_families() -> Iterator[tuple[str, str, str | None]]:
 
 
 def _samples(snapshot: Snapshot) -> Iterator[tuple[str, str, float]]:
-    """(family, label value, value) of everything in a snapshot; no label is the empty string."""
+    """(name, label value, value) of everything in a snapshot. The label value is empty without a label."""
     for name, value in snapshot.items():
         if isinstance(value, HistogramSnapshot):
             counts = value.cumulative()

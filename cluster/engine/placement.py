@@ -1,7 +1,6 @@
-"""Where an engine's processes go: bundles as a pure function of the configuration, then the Ray adapter.
+"""Resources and placement of an engine's processes.
 
-One placement group per engine, with a bundle for each rank; the router shares bundle 0 with rank 0. Not here:
-which replica serves a request.
+An engine has one placement group with one bundle per rank. Bundle 0 also holds the router and the drafter.
 """
 
 import ray
@@ -17,7 +16,7 @@ Bundle = dict[str, float]
 
 
 def bundles(config: AppConfig, with_gpus: bool) -> list[Bundle]:
-    """Resources of each rank in order, with its GPU; bundle 0 holds the router and the drafter, too."""
+    """The bundle of each rank, in order."""
     cpus = {"CPU": config.server.rank_cpus}
     rank = (cpus | {"GPU": 1.0} if with_gpus else cpus) | config.placement.rank_resources
     first = rank | {"CPU": rank["CPU"] + config.server.router_cpus + config.draft.cpus * config.has_draft_actor}
@@ -25,33 +24,33 @@ def bundles(config: AppConfig, with_gpus: bool) -> list[Bundle]:
 
 
 def strategy(config: AppConfig) -> str:
-    """Ray's name for how bundles spread: on one node, or on as few as have room."""
+    """Ray's placement strategy: all bundles on one node, or on as few nodes as possible."""
     return "PACK" if config.placement.across_nodes else "STRICT_PACK"
 
 
 def rank_resources(config: AppConfig, with_gpus: bool, rank: int) -> Bundle:
-    """What one rank reserves: a GPU, on which rank 0 leaves the drafter its share."""
+    """Resources of one rank: CPUs and a GPU, without the drafter's share of rank 0's GPU."""
     cpus = {"CPU": config.server.rank_cpus}
     share = config.draft.gpu_share if rank == 0 and config.has_draft_actor else 0.0
     return cpus | {"GPU": 1.0 - share} if with_gpus else cpus
 
 
 def draft_resources(config: AppConfig, with_gpus: bool) -> Bundle:
-    """What a drafter reserves in bundle 0: half of its share where another one is loaded beside it."""
+    """Resources of one drafter in bundle 0; half of the share if its successor loads beside it."""
     half = 0.5 if config.replaces_drafters else 1.0
     cpus = {"CPU": config.draft.cpus * half}
     return cpus | {"GPU": config.draft.gpu_share * half} if with_gpus else cpus
 
 
 def uses_gpus(config: AppConfig) -> bool:
-    """Whether ranks get a GPU each; `auto` takes GPUs if the cluster has any."""
+    """Whether each rank gets a GPU. With `device: auto`, if the cluster has any."""
     if config.device == "auto":
         return ray.is_initialized() and _cluster_gpus() > 0
     return config.device == "cuda"
 
 
 class Placement:
-    """The placement group this process runs in, or a new one that `release` removes."""
+    """The placement group of this process, or a new one that `release` removes."""
 
     def __init__(self, config: AppConfig, with_gpus: bool) -> None:
         current = ray.util.get_current_placement_group()
@@ -59,7 +58,7 @@ class Placement:
         self.group: PlacementGroup = current or _new_group(bundles(config, with_gpus), strategy(config))
 
     def bundle(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """Ray's option of an actor in a rank's bundle."""
+        """The scheduling strategy of an actor in a rank's bundle."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
 
     def release(self) -> None:
@@ -77,7 +76,7 @@ def _new_group(wanted: list[Bundle], spread: str) -> PlacementGroup:
     if not group.wait(PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
         raise EngineDeadError(
-            f"the cluster had no room for the bundles {wanted} ({spread}) within {PLACEMENT_TIMEOUT_S:g} s; free "
+            f"the cluster could not place the bundles {wanted} ({spread}) within {PLACEMENT_TIMEOUT_S:g} s; free "
             "resources, lower server.rank_cpus or tp_size, or set placement.across_nodes if one node is too small"
         )
     return group

@@ -3,7 +3,7 @@
 import threading
 from typing import Any, Protocol
 
-from cluster.engine.draft import DrafterState
+from cluster.engine.supervisor import DrafterState
 from cluster.messages import DesiredDrafter, Refusal
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError, SpecRayError
@@ -14,7 +14,7 @@ NOT_LOADED = 409  # HTTP status: a valid request that failed now
 
 
 class Supervisor(Protocol):
-    """Runs and replaces a drafter, see `cluster.engine.draft.DrafterSupervisor`."""
+    """Runs and replaces a drafter, see `cluster.engine.supervisor.DrafterSupervisor`."""
 
     @property
     def state(self) -> DrafterState: ...

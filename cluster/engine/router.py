@@ -1,7 +1,7 @@
-"""The host side of one engine as a Serve deployment: the step loop in a thread, its news to the ingresses.
+"""The Router deployment: one replica runs one engine, its step loop in a thread, and streams outputs to the ingresses.
 
-No HTTP and no tokenising in this process: a busy event loop would take the interpreter from the step
-thread. Not here: the engine (`specray.engine`), the ranks (`executor`), HTTP (`ingress`).
+It handles no HTTP and tokenizes no prompts, because a busy event loop would hold the interpreter lock that the step
+loop needs.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from cluster.engine.connections import Connections
 from cluster.engine.executor import RayExecutor
 from cluster.engine.metrics import RayExporter, log_line
 from cluster.engine.reconciler import DrafterReconciler, drafter_report
+from cluster.liveness.heartbeat import LocalHeartbeat
 from cluster.log_level import set_log_level
 from cluster.messages import DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 from specray.engine.async_engine import AsyncEngine
@@ -37,54 +38,58 @@ from specray.models.tokenizer import load_tokenizer
 from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams
 
-HEARTBEAT_INTERVAL_S = 0.5  # between two signs of life
+HEARTBEAT_INTERVAL_S = 0.5  # to the ingresses
 PROBE_AFTER_S = 2.0  # without a token
-UNASKED_S = 3.0  # without a question for our health, which comes every second
-HEARTBEATS_IN_WINDOW = 20  # over which accept length and the pace of requests are measured
-ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
-LAST_OUTPUT_S = 0.5  # between telling the ingresses of a dead engine and leaving
+HEALTH_CHECK_TIMEOUT_S = 3.0  # Serve checks every second until it is about to stop the replica
+HEARTBEATS_IN_WINDOW = 20  # window of the acceptance length and of Retry-After
+LAST_OUTPUT_S = 0.5  # for the error to reach the ingresses before the process exits
+NUM_ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
 NOT_CONNECTED = "the engine was restarted; try again in a few seconds"
 
 logger = logging.getLogger("ray.serve")
 
 
 class Router:
-    """One replica is one engine. Every request ends in one output, or with its ingress's stream in an exception."""
+    """One engine. Every request ends with exactly one final output, or with an exception in its ingress's stream.
+
+    `exit_process` is replaced by tests.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: AppConfig, leave: Callable[[int], object] = os._exit
+        self, config: AppConfig, exit_process: Callable[[int], object] = os._exit
     ) -> None:
-        # A replica counts as started once this returns; a thread keeps its event loop free meanwhile.
+        # Serve counts the replica as started when this returns. The thread keeps the event loop free until then.
         set_log_level(config.server.log_level)
         self._config = config
-        self._leave = leave
-        self._death: str | None = None
+        self._exit_process = exit_process
+        self._error: str | None = None
         self._replica_id = _own_replica_id()
         self._executor, engine = await asyncio.to_thread(_start_engine, config)
         self._loop = asyncio.get_running_loop()
         self._engine = AsyncEngine(engine, self._deliver_from_thread)
         self._connections = Connections(self._engine.abort, time.monotonic)
         self._info = _info(config, engine, self._executor.rank_nodes)
-        self._drafts: DrafterReconciler | None = None
+        self._reconciler: DrafterReconciler | None = None
         if config.replaces_drafters:
             drafter = self._executor.drafter
-            self._drafts = DrafterReconciler(config.speculative, self._info.max_draft_tokens, drafter, self._engine)
-        self._accept_length: float | None = None  # of late
-        self._lengths = AcceptanceWindow(HEARTBEATS_IN_WINDOW)
+            self._reconciler = DrafterReconciler(config.speculative, self._info.max_draft_tokens, drafter, self._engine)
+        self._acceptance_length: float | None = None
+        self._acceptance_window = AcceptanceWindow(HEARTBEATS_IN_WINDOW)
         self._is_draining = False
-        self._is_full = False  # as the ingresses were told
+        self._is_full = False  # as last sent to the ingresses
         self._backoff = Backoff(HEARTBEATS_IN_WINDOW, time.monotonic)
-        self._token_at = 0.0  # on the monotonic clock
-        self._asked_at = inf  # the same, for our health
-        self._probes: set[str] = set()  # under way
+        self._tokens = LocalHeartbeat()  # beats when the engine generates one
+        self._health_checks = LocalHeartbeat()
+        self._probes: set[str] = set()  # IDs of unfinished ones
         self._engine.start()
-        self._supervisors = [asyncio.create_task(work) for work in (self._keep_house(), self._send_heartbeats())]
+        self._background = [asyncio.create_task(work) for work in (self._maintain(), self._heartbeat_loop())]
         logger.info("engine ready: %s", self._info)
 
-    # Every call names the replica it is for: one whose addressee is gone arrives at another, and is refused.
+    # `to` is the replica that a call is addressed to. Serve sends calls to a replica that is gone to another one, which
+    # refuses them.
 
     async def outputs(self, connection_id: str, to: str | None = None) -> AsyncIterator[Item]:
-        """One ingress replica's stream: who we are, then one item per step. Ends with an exception only."""
+        """The stream of one ingress replica: `RouterInfo`, then heartbeats and outputs. Ends only by raising."""
         self._raise_if_dead()
         self._check_addressee(to)
         async for item in self._connections.stream(connection_id, self._info):
@@ -96,28 +101,28 @@ class Router:
         requests: list[EngineRequest],
         to: str | None = None,
     ) -> Refusal | None:
-        """Queue requests, all or none."""
+        """Queue requests, all or none. Returns the reason if they are refused."""
         if connection_id not in self._connections or not self._is_addressee(to):
             return Refusal(EngineDeadError.status, NOT_CONNECTED, None)
         self._connections.add(connection_id, [request.request_id for request in requests])
         try:
-            for index, request in enumerate(requests):  # noqa: B007  # the refusal needs it
+            for index, request in enumerate(requests):  # noqa: B007  # used on refusal
                 self._engine.submit(request)
         except SpecRayError as error:
             self._connections.remove(request.request_id for request in requests)
             self._engine.abort([request.request_id for request in requests[:index]])
             return self._refusal(error)
         finally:
-            self._tell_of_room()
+            self._report_queue()
         return None
 
     async def abort(self, request_ids: list[str], to: str | None = None) -> None:  # noqa: ARG002  # ids are unique
-        """End requests nobody waits for any more; they get no further output."""
+        """Abort requests. They get no further output."""
         self._connections.remove(request_ids)
         self._engine.abort(request_ids)
 
-    async def renew(self, connection_id: str, num_refused: int, to: str | None = None) -> bool:  # noqa: ARG002  # as above
-        """An ingress says that it lives, and what it refused for us since; False if its connection is not here."""
+    async def renew(self, connection_id: str, num_refused: int, to: str | None = None) -> bool:  # noqa: ARG002  # connection IDs are unique
+        """Renew a connection's lease, and count requests that its ingress refused. False for an unknown connection."""
         self._engine.add_refused(num_refused)
         return self._connections.renew(connection_id)
 
@@ -126,38 +131,43 @@ class Router:
         return self._engine.stats()
 
     async def drafter(self, to: str | None = None) -> dict[str, Any]:
-        """What drafts now, where drafters can be replaced."""
+        """A report of the drafter. Only with `config.replaces_drafters`."""
         self._check_addressee(to)
-        return drafter_report(self._executor.drafter.state, self._accept_length, self._engine.stats())
+        return drafter_report(self._executor.drafter.state, self._acceptance_length, self._engine.stats())
 
     async def apply(self, desired: DesiredDrafter, to: str | None = None) -> Refusal | None:
-        """Put the drafter that is wished for in the place of the one there is; returns when that is done."""
+        """Replace the drafter, and return when the new one is in use. Only with `config.replaces_drafters`."""
         self._check_addressee(to)
-        assert self._drafts is not None, "asked of a router that cannot"
-        refusal = await asyncio.to_thread(self._drafts.apply, desired)
-        self._info = self._info._replace(max_draft_tokens=self._drafts.max_draft_tokens)
-        self._connections.send(self._info)
+        assert self._reconciler is not None
+        refusal = await asyncio.to_thread(self._reconciler.apply, desired)
+        self._info = self._info._replace(max_draft_tokens=self._reconciler.max_draft_tokens)
+        self._connections.broadcast(self._info)
         return refusal
 
     async def drain(self, to: str | None = None) -> None:
-        """The application is about to be stopped: say so to every ingress, in all pulses from now on."""
+        """Report in all heartbeats from now on that the application is about to stop."""
         self._check_addressee(to)
         self._is_draining = True
-        self._heartbeat(self._engine.stats())
+        self._send_heartbeat(self._engine.stats())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve hands to the autoscaling policy."""
+        """Called by Serve, which passes the result to the autoscaling policy."""
         return autoscaling_stats(self._engine.stats())
 
     async def check_health(self) -> None:
-        """Serve asks every second and replaces the replica when this raises."""
-        self._asked_at = time.monotonic()
+        """Called by Serve every second. It replaces the replica if this raises."""
+        self._health_checks.beat()
         self._raise_if_dead()
 
     @property
     def _is_stopping(self) -> bool:
-        """Serve asks no more: then it is about to stop us, and lets no call reach us, renewals of leases neither."""
-        return time.monotonic() - self._asked_at > UNASKED_S
+        """Whether Serve no longer checks health. It is then about to stop the replica, and no renewals arrive."""
+        return self._health_checks.is_overdue(HEALTH_CHECK_TIMEOUT_S)
+
+    @property
+    def _since_token_s(self) -> float:
+        """Seconds since the engine last generated a token; infinite before the first."""
+        return self._tokens.silence_s if self._tokens.has_beaten else inf
 
     def _refusal(self, error: SpecRayError) -> Refusal:
         is_full = isinstance(error, QueueFullError)
@@ -169,21 +179,21 @@ class Router:
 
     def _check_addressee(self, to: str | None) -> None:
         if not self._is_addressee(to):
-            raise EngineDeadError(f"the replica {to} is gone; this is {self._replica_id}")
+            raise EngineDeadError(f"the replica {to} has ended; this is {self._replica_id}")
 
     def _raise_if_dead(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(self._death)
+        if self._error is not None:
+            raise EngineDeadError(self._error)
 
     def _die(self, reason: str) -> None:
-        """End every stream with an error and leave: Serve replaces a gone replica sooner than an unhealthy one."""
-        if self._death is not None:
+        """End every stream with an error and exit. Serve replaces a dead replica sooner than an unhealthy one."""
+        if self._error is not None:
             return
-        self._death = reason
-        logger.error("the engine died: %s; this replica leaves", reason)
+        self._error = reason
+        logger.error("the engine died: %s; this replica exits", reason)
         self._connections.fail(EngineDeadError(reason))
-        threading.Thread(target=self._executor.close, daemon=True).start()  # what is left of it, frozen or not
-        self._loop.call_later(LAST_OUTPUT_S, self._leave, 1)
+        threading.Thread(target=self._executor.close, daemon=True).start()  # kills frozen processes, too
+        self._loop.call_later(LAST_OUTPUT_S, self._exit_process, 1)
 
     def _deliver_from_thread(self, outputs: list[RequestOutput]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, outputs, self._engine.error)
@@ -191,50 +201,50 @@ class Router:
     def _deliver(self, outputs: list[RequestOutput], engine_error: str | None) -> None:
         if engine_error is None:
             self._connections.deliver(outputs)
-            self._tell_of_room()
+            self._report_queue()
             if any(output.token_ids for output in outputs):
-                self._token_at = time.monotonic()
+                self._tokens.beat()
             self._probes.difference_update(output.request_id for output in outputs if output.finish_reason)
         else:
             self._die(engine_error)
 
-    async def _send_heartbeats(self) -> None:
+    async def _heartbeat_loop(self) -> None:
         while True:
-            if time.monotonic() - self._token_at > PROBE_AFTER_S and not self._probes:
+            if self._since_token_s > PROBE_AFTER_S and not self._probes:
                 self._probe()
             snapshot = self._engine.stats()
-            self._backoff.note(snapshot)
-            self._accept_length = self._lengths.note(snapshot)
-            self._heartbeat(snapshot)
+            self._backoff.record(snapshot)
+            self._acceptance_length = self._acceptance_window.record(snapshot)
+            self._send_heartbeat(snapshot)
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
-    def _tell_of_room(self) -> None:
-        """Say at once when the queue has filled up or has room again: ingresses refuse by themselves meanwhile."""
+    def _report_queue(self) -> None:
+        """Send a heartbeat when the queue becomes full or has space again. Ingresses refuse requests in between."""
         if (self._engine.queue_error() is not None) != self._is_full:
-            self._heartbeat(self._engine.stats())
+            self._send_heartbeat(self._engine.stats())
 
-    def _heartbeat(self, snapshot: Snapshot) -> None:
+    def _send_heartbeat(self, snapshot: Snapshot) -> None:
         error = self._engine.queue_error()
         self._is_full = error is not None
         heartbeat = RouterHeartbeat(
             kv_usage=number(snapshot, "specray_kv_cache_usage_perc"),
-            acceptance_length=self._accept_length,
-            since_token_s=time.monotonic() - self._token_at,
-            desired=self._drafts.desired if self._drafts else None,
+            acceptance_length=self._acceptance_length,
+            since_token_s=self._since_token_s,
+            desired=self._reconciler.desired if self._reconciler else None,
             is_draining=self._is_draining,
             refusal=self._refusal(error) if error is not None else None,
         )
-        self._connections.send(heartbeat)
+        self._connections.broadcast(heartbeat)
 
     def _probe(self) -> None:
-        """Have a token made, as a request would."""
+        """Submit a request for one token, to show that the engine works."""
         request_id = f"probe-{time.monotonic_ns()}"
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
-        with contextlib.suppress(SpecRayError):  # a full queue or a dead engine: then there are others to look at
+        with contextlib.suppress(SpecRayError):  # a full queue generates tokens anyway, a dead engine is detected
             self._engine.submit(EngineRequest(request_id, [0], params, is_probe=True))
             self._probes.add(request_id)
 
-    async def _keep_house(self) -> None:
+    async def _maintain(self) -> None:
         exporter = RayExporter()
         reporter = LogReporter(self._config.server.log_interval_s, self._info.num_kv_tokens, time.monotonic)
         reporter.report(self._engine.stats())
@@ -250,21 +260,21 @@ class Router:
 
 
 class AcceptanceWindow:
-    """Accept length over the last so many snapshots."""
+    """Acceptance length over the last `size` snapshots."""
 
     def __init__(self, size: int) -> None:
         self._counts: deque[tuple[float, float]] = deque(maxlen=size + 1)  # verify steps, accepted tokens
 
-    def note(self, snapshot: Snapshot) -> float | None:
-        """Tokens of a verify step, bonus included; None while there was none."""
-        now = number(snapshot, "specray_verify_steps_total"), number(snapshot, ACCEPTED)
+    def record(self, snapshot: Snapshot) -> float | None:
+        """Tokens per verify step, bonus token included; None without verify steps."""
+        now = number(snapshot, "specray_verify_steps_total"), number(snapshot, NUM_ACCEPTED)
         self._counts.append(now)
         steps, accepted = (new - old for new, old in zip(now, self._counts[0], strict=True))
         return 1 + accepted / steps if steps else None
 
 
 class LogReporter:
-    """Writes one line per interval in which something happened."""
+    """Writes one log line per interval, unless the engine was idle."""
 
     def __init__(self, interval_s: float, num_kv_tokens: int, clock: Callable[[], float]) -> None:
         self._interval_s = interval_s
@@ -273,7 +283,7 @@ class LogReporter:
         self._last: tuple[float, Snapshot] | None = None
 
     def report(self, snapshot: Snapshot) -> None:
-        """Take note of a snapshot; the first one only starts the clock."""
+        """Log the change since the last line if the interval has passed. The first call only starts the interval."""
         now = self._clock()
         if self._last is None:
             self._last = now, snapshot
@@ -286,7 +296,7 @@ class LogReporter:
 
 
 def _own_replica_id() -> str | None:
-    """None outside of Serve."""
+    """This replica's ID; None outside of Serve."""
     try:
         return str(serve.get_replica_context().replica_id.unique_id)
     except RayServeException:
@@ -294,7 +304,7 @@ def _own_replica_id() -> str | None:
 
 
 def _start_engine(config: AppConfig) -> tuple[RayExecutor, Engine]:
-    # Resolved before any rank starts, so that one process converts or downloads, and the ranks find it done.
+    # Downloaded and converted by this process once, before the ranks load it.
     folder = resolve_model(config.model, config.revision, config.load_format, progress=True)
     tokenizer = load_tokenizer(folder).backend_tokenizer
     executor = RayExecutor(config)

@@ -1,16 +1,13 @@
-"""The process of one target rank: a `specray` worker, and the never-ending loop that feeds it.
-
-Not here: what a step does (`specray.worker`), and who started this process (`executor`).
-"""
+"""The process of one target rank: a `specray` worker and the loop that passes it the router's plans."""
 
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.engine.garbage import all_that_stays
+from cluster.engine.garbage_collection import frozen_garbage_collection
 from cluster.engine.rendezvous import open_store, use_interface
 from cluster.liveness.actors import Place
-from cluster.liveness.heartbeat import Heartbeat
+from cluster.liveness.heartbeat import HeartbeatFile
 from cluster.liveness.watchdog import watch_router
 from cluster.log_level import set_log_level_from_environment
 from specray.channel import Channel, ChannelClosedError
@@ -25,38 +22,38 @@ if TYPE_CHECKING:
 
 
 class TargetActor:
-    """A Ray actor. `start` once, then `loop`: its end is the end of the rank."""
+    """A Ray actor. Call `start` once, then `loop`, which runs until the rank ends."""
 
     def __init__(self, config: EngineConfig, rank: int, endpoint: DraftEndpoint | None) -> None:
         set_log_level_from_environment()
         self._config = config
         self._rank = rank
-        self._endpoint = endpoint  # where drafters in processes of their own knock; None: it drafts itself
+        self._endpoint = endpoint  # where remote drafters connect; None without remote drafters
 
     def place(self) -> Place:
         return Place.here()
 
     def open_store(self) -> str:
-        """Have ranks of several nodes meet in this process; torch.distributed's address of the place."""
-        self._store, meeting = open_store(Place.here().address)
-        return meeting
+        """Open the store for a rendezvous of ranks of several nodes; its init method."""
+        self._store, init_method = open_store(Place.here().address)
+        return init_method
 
-    def start(self, meeting: str | None, heartbeat: str, router: str) -> Capacity:
-        """Load the model. The file `heartbeat` is written from the start; rank 0 then watches the file `router`.
+    def start(self, init_method: str | None, heartbeat_path: str, router_heartbeat_path: str) -> Capacity:
+        """Load the model. Returns once all ranks of the group have been started with the same `init_method`.
 
-        Every rank of a group has to be started, with the same address to meet at, for any to return.
+        Beats in `heartbeat_path` from the beginning. Rank 0 watches the router's heartbeat once it has loaded.
         """
-        own = Heartbeat(Path(heartbeat))
-        own.keep_beating()
-        with all_that_stays():
-            self._worker = self._load(meeting)
-        own.begin_work()
+        heartbeat = HeartbeatFile(Path(heartbeat_path))
+        heartbeat.keep_beating()
+        with frozen_garbage_collection():
+            self._worker = self._load(init_method)
+        heartbeat.mark_loaded()
         if self._rank == 0:
-            watch_router(Heartbeat(Path(router)))
+            watch_router(HeartbeatFile(Path(router_heartbeat_path)))
         return self._worker.capacity
 
     def loop(self, address: str, epoch: int) -> None:
-        """Rank 0 takes plans from the router's socket at `address`, the others from rank 0, until either is gone."""
+        """Run steps until the router or a rank ends. Rank 0 gets its plans from the router's socket at `address`."""
         from specray.worker.memory import STEPPING, enough_memory
 
         with enough_memory(self._config, STEPPING, EngineDeadError):
@@ -67,16 +64,16 @@ class TargetActor:
                 connection.connect(address)
                 self._serve(Channel(connection, epoch))
 
-    def _load(self, meeting: str | None) -> "Worker":
-        # Here, not above: the router imports this module, and torch must stay out of its process.
+    def _load(self, init_method: str | None) -> "Worker":
+        # The router imports this module and must not load torch.
         from specray.worker.memory import STARTING, enough_memory
         from specray.worker.worker import Worker
 
-        if meeting is not None:
-            use_interface(meeting, Place.here().address)
+        if init_method is not None:
+            use_interface(init_method, Place.here().address)
         with enough_memory(self._config, STARTING, ConfigError):
             return Worker(
-                self._config, self._rank, self._config.tp_size, meeting, progress=True, colocate=self._endpoint
+                self._config, self._rank, self._config.tp_size, init_method, progress=True, colocate=self._endpoint
             )
 
     def _serve(self, channel: Channel) -> None:

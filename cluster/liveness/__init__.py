@@ -1,1 +1,1 @@
-"""Which processes still run: heartbeats, the watchdog of an engine, and how an actor ended."""
+"""Detecting dead and frozen processes and connections. `docs/liveness.md` lists every heartbeat and deadline."""

@@ -1,4 +1,4 @@
-"""What Ray says of an actor, in our words: where it runs, why it did not start, how it has ended."""
+"""Ray actors: where they run, and why they did not start or have ended."""
 
 import logging
 import os
@@ -13,28 +13,29 @@ logger = logging.getLogger("ray.serve")
 
 
 class Place(NamedTuple):
-    """Where a process has come to run."""
+    """Where a process runs."""
 
     node_id: str
-    address: str  # of the node, as the other nodes know it
+    address: str  # of the node in the Ray cluster
     pid: int
 
     @classmethod
     def here(cls) -> Self:
+        """The place of this process."""
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return cls(ray.get_runtime_context().get_node_id(), address, os.getpid())
 
 
 def start_error(what: str, error: RayTaskError) -> Exception:
-    """The actor's own ConfigError where there is one: its text says what to change."""
+    """The error to raise when `what` fails to start: the actor's own ConfigError, or else an EngineDeadError."""
     cause = error.cause
     if isinstance(cause, ConfigError):
         return ConfigError(str(cause))
     return EngineDeadError(f"{what} did not start: {type(cause).__name__}: {cause}")
 
 
-def exit_reason(what: str, sentinel: "ray.ObjectRef[Any]", ended: str) -> str:
-    """How the never-ending task of an actor has come to its end; `ended` says what it means that it returned."""
+def exit_reason(what: str, sentinel: "ray.ObjectRef[Any]", returned: str) -> str:
+    """Why an actor's endless task `sentinel` has ended. `returned` is the reason if the task returned normally."""
     try:
         ray.get(sentinel)
     except RayTaskError as error:
@@ -42,4 +43,4 @@ def exit_reason(what: str, sentinel: "ray.ObjectRef[Any]", ended: str) -> str:
         return f"failed: {type(error.cause).__name__}"
     except RayActorError:
         return "died"
-    return ended
+    return returned

@@ -1,75 +1,99 @@
-"""Processes of an engine on this machine, whatever state they are in: whether they run, and their certain end.
+"""Heartbeats: something alive beats, and its watcher compares the time since the last heartbeat with a deadline.
 
-Ray ends an actor by asking it. A frozen one does not listen; it would keep its memory, its GPU and its sockets.
+`LocalHeartbeat` is for watchers that observe the signs of life themselves, such as messages and tokens.
+`HeartbeatFile` is for watching another process of the same machine.
 """
 
-import contextlib
 import mmap
 import os
-import signal
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
-HEARTBEAT_INTERVAL_S = 0.25  # between two signs that a process runs
-_BEAT = struct.Struct("=qq")  # a process id; nanoseconds on the machine's monotonic clock, the same in every process
-_AT_WORK = _BEAT.size  # where the byte lies that is 0 while the process loads, then 1
+HEARTBEAT_INTERVAL_S = 0.25  # of processes that beat in a file
+_LAST_BEAT = struct.Struct("=qq")  # process ID, and nanoseconds on the monotonic clock, which all processes share
+_LOADED = _LAST_BEAT.size  # offset of a byte that is 0 until the process has loaded
 
 
-class Process:
-    """Another process of this machine, held so that its number cannot come to mean a later one."""
+class Heartbeat(ABC):
+    """The time of the last heartbeat of one thing."""
 
-    def __init__(self, pid: int) -> None:
-        self._fd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    @abstractmethod
+    def beat(self) -> None:
+        """Record a sign of life."""
 
-    def kill(self) -> None:
-        """End it, frozen or not. May be called twice."""
-        if self._fd is None:
-            return
-        with contextlib.suppress(OSError):  # it has gone by itself
-            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
-        os.close(self._fd)
-        self._fd = None
+    @property
+    @abstractmethod
+    def silence_s(self) -> float:
+        """Seconds since the last heartbeat; 0 before the first."""
+
+    def is_overdue(self, deadline_s: float) -> bool:
+        """Whether the last heartbeat is more than `deadline_s` seconds ago."""
+        return self.silence_s > deadline_s
+
+    def wait_until_overdue(self, deadline_s: float, poll_interval_s: float) -> None:
+        while not self.is_overdue(deadline_s):
+            time.sleep(poll_interval_s)
 
 
-class Heartbeat:
-    """A clock that one process keeps setting and another one reads, in a file that both have opened."""
+class LocalHeartbeat(Heartbeat):
+    """A heartbeat recorded by the watching process."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: float | None = None
+
+    def beat(self) -> None:
+        self._last = self._clock()
+
+    @property
+    def has_beaten(self) -> bool:
+        return self._last is not None
+
+    @property
+    def silence_s(self) -> float:
+        return self._clock() - self._last if self._last is not None else 0.0
+
+
+class HeartbeatFile(Heartbeat):
+    """A heartbeat in a memory-mapped file: one process beats, another one reads it."""
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:
-            file.truncate(_AT_WORK + 1)
-            self._memory = mmap.mmap(file.fileno(), _AT_WORK + 1)
+            file.truncate(_LOADED + 1)
+            self._memory = mmap.mmap(file.fileno(), _LOADED + 1)
 
     def beat(self) -> None:
-        _BEAT.pack_into(self._memory, 0, os.getpid(), time.monotonic_ns())
+        _LAST_BEAT.pack_into(self._memory, 0, os.getpid(), time.monotonic_ns())
 
-    def begin_work(self) -> None:
-        """What has been beating so far was loading; from now on a short silence says something."""
-        self.beat()  # first: what was silent until now was loading
-        self._memory[_AT_WORK] = 1
+    @property
+    def silence_s(self) -> float:
+        last = _LAST_BEAT.unpack_from(self._memory)[1]
+        return (time.monotonic_ns() - last) / 1e9 if last else 0.0
 
     @property
     def pid(self) -> int | None:
-        """The process that beats; None before the first beat."""
-        return _BEAT.unpack_from(self._memory)[0] or None
+        """The ID of the process that beats; None before the first heartbeat."""
+        return _LAST_BEAT.unpack_from(self._memory)[0] or None
 
     @property
-    def is_at_work(self) -> bool:
-        """Whether the process that beats has begun its work."""
-        return bool(self._memory[_AT_WORK])
+    def has_loaded(self) -> bool:
+        """Whether the process has finished loading. A process that loads may be silent for longer."""
+        return bool(self._memory[_LOADED])
 
-    def silence(self) -> float:
-        """Seconds since the last beat; 0 before the first."""
-        last = _BEAT.unpack_from(self._memory)[1]
-        return (time.monotonic_ns() - last) / 1e9 if last else 0.0
+    def mark_loaded(self) -> None:
+        self.beat()  # first, because the silence so far was due to loading
+        self._memory[_LOADED] = 1
 
     def keep_beating(self) -> None:
-        """Beat at once, and in a thread until the process ends or freezes."""
+        """Beat now, and from a thread until the process ends or freezes."""
         self.beat()
-        threading.Thread(target=self._beat_on, name="specray-pulse", daemon=True).start()
+        threading.Thread(target=self._keep_beating, name="specray-heartbeat", daemon=True).start()
 
-    def _beat_on(self) -> None:
+    def _keep_beating(self) -> None:
         while True:
-            self.beat()
             time.sleep(HEARTBEAT_INTERVAL_S)
+            self.beat()

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from math import inf
 from typing import Any, NoReturn, Protocol
 
+from cluster.liveness.heartbeat import LocalHeartbeat
 from cluster.messages import DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 from cluster.routing.policy import ReplicaState
 from cluster.tasks import Tasks
@@ -92,7 +93,7 @@ class RouterClient:
         self._listeners: dict[str, Listener] = {}
         self._num_refused = 0  # requests refused here since the last renewal
         self._closes_when_idle = False
-        self._received_at = 0.0
+        self._stream = LocalHeartbeat()  # beats with every item
         self._tasks = Tasks()
 
     def start(self) -> None:
@@ -236,13 +237,13 @@ class RouterClient:
 
     async def _receive(self) -> None:
         async for item in self._handle.outputs(self._connection_id):
-            self._received_at = asyncio.get_running_loop().time()
+            self._stream.beat()
             if isinstance(item, RouterInfo):
                 self.info = item
                 self._on_open()
                 logger.info("connected to the router %s: %s", self.replica_id, item)
             elif isinstance(item, RouterHeartbeat):
-                self._heartbeat, self._heartbeat_at = item, self._received_at
+                self._heartbeat, self._heartbeat_at = item, asyncio.get_running_loop().time()
             else:
                 self._deliver(item)
         raise EngineDeadError("the output stream ended")
@@ -256,15 +257,13 @@ class RouterClient:
 
     async def _watch_silence(self) -> None:
         """Return when the connection may close; raise EngineDeadError when the router has been silent for too long."""
-        clock = asyncio.get_running_loop().time
-        started = clock()
+        self._stream.beat()  # the deadline of the first item begins now
         while True:
             await asyncio.sleep(HEARTBEAT_TIMEOUT_S / 6)
             if self._closes_when_idle and not self._listeners:
                 return
-            silence = clock() - (self._received_at or started)
-            if silence > (HEARTBEAT_TIMEOUT_S if self._received_at else CONNECT_TIMEOUT_S):
-                raise EngineDeadError(f"nothing received for {silence:.1f} s")
+            if self._stream.is_overdue(HEARTBEAT_TIMEOUT_S if self.info is not None else CONNECT_TIMEOUT_S):
+                raise EngineDeadError(f"nothing received for {self._stream.silence_s:.1f} s")
 
     async def _renew_lease(self) -> None:
         """Renew our lease, so that the router keeps our requests. A router that Serve is stopping cannot be called."""

@@ -29,7 +29,9 @@ NO_FAILOVER = Safeguard("cluster/routing/router_pool.py", "MAX_FAILOVERS = 8 ", 
 NO_DRAIN = Safeguard(
     "cluster/routing/client.py", "if self._closes_when_idle and not self._listeners:", "if self._closes_when_idle:"
 )
-NO_NEW_DRAFTER = Safeguard("cluster/engine/draft.py", "                self._restart(reason)", "                pass")
+NO_NEW_DRAFTER = Safeguard(
+    "cluster/engine/supervisor.py", "                self._restart(reason)", "                pass"
+)
 SAFEGUARDS: dict[str, tuple[Safeguard, ...]] = {
     "router killed": (NO_FAILOVER,),
     "router frozen": (
@@ -86,6 +88,7 @@ def is_detected(name: str) -> bool:
         for safeguard in SAFEGUARDS[name]:
             path = Path(folder, safeguard.file)
             text = path.read_text(encoding="utf-8")
+            assert safeguard.old in text, f"{safeguard.file} no longer contains {safeguard.old!r}"
             path.write_text(text.replace(safeguard.old, safeguard.new), encoding="utf-8")
         command = [sys.executable, "-m", "tests.chaos", "--models", "stories260K", "--count", "1", "--faults", name]
         chaos = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

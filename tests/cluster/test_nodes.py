@@ -99,10 +99,10 @@ def writing_replicas(url: str) -> set[str]:
 
 
 def lone_follower() -> int:
-    """Rank 1 of the split engine: its pulse lies in a folder of its node, where no other rank has one."""
+    """Rank 1 of the split engine: its heartbeat file is in a folder of its node, which has no other rank's."""
     folders = defaultdict[str, dict[int, int]](dict)
     for pid in own_processes("ray::TargetActor"):
-        for folder, rank in re.findall(r"(\S+/specray-\w+)/pulse-(\d+)", Path(f"/proc/{pid}/maps").read_text()):
+        for folder, rank in re.findall(r"(\S+/specray-\w+)/heartbeat-(\d+)", Path(f"/proc/{pid}/maps").read_text()):
             folders[folder][int(rank)] = pid
     return next(ranks[1] for ranks in folders.values() if list(ranks) == [1])
 

@@ -2,7 +2,7 @@
 
 A drafter connects when it is ready. One that connects later replaces it between two steps; that is how drafters are
 restarted and changed. A drafter that is late, gone, frozen or sends invalid data costs the step its draft trees and
-nothing else. `cluster.engine.draft` starts the processes, `server` runs in them.
+nothing else. `cluster.engine.supervisor` starts the processes, `server` runs in them.
 """
 
 import contextlib

@@ -19,8 +19,8 @@ from cluster.api.app import create_app
 from cluster.api.service import Service
 from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
-from cluster.engine.draft import DrafterState
 from cluster.engine.router import Router
+from cluster.engine.supervisor import DrafterState
 from cluster.messages import DesiredDrafter, Item, Refusal
 from cluster.routing.router_pool import RouterPool
 from specray.config import SpeculativeConfig
@@ -144,8 +144,8 @@ class Replica:
         self.runs.set()
 
     async def end(self) -> None:
-        for supervisor in self.router._supervisors:
-            supervisor.cancel()
+        for task in self.router._background:
+            task.cancel()
         await asyncio.to_thread(self.router._engine.close)
 
 
@@ -276,7 +276,7 @@ def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -
             )
             router = object.__new__(Router)
             exit_statuses: list[int] = []
-            await Router.__init__(router, config, leave=exit_statuses.append)  # type: ignore[misc]
+            await Router.__init__(router, config, exit_process=exit_statuses.append)  # type: ignore[misc]
             return Replica(replica_id, ranks, router, exit_statuses)
 
         server = Server(start)

@@ -153,13 +153,13 @@ def test_retry_after_estimates_the_time_to_drain_the_queue() -> None:
     stats, backoff = EngineStats(), Backoff(20, lambda: now)
     assert backoff.retry_after_s(stats.snapshot()) == 1
     stats.set("specray_num_requests_waiting", 30)
-    backoff.note(stats.snapshot())
+    backoff.record(stats.snapshot())
     now = 4.2
     assert backoff.retry_after_s(stats.snapshot()) == 5, "no request has finished for so long"
     stats.add_labelled("specray_request_finished_total", FinishReason.STOP, 8)
     stats.add_labelled("specray_request_finished_total", FinishReason.LENGTH, 4)
     now = 6.0
-    backoff.note(stats.snapshot())
+    backoff.record(stats.snapshot())
     assert backoff.retry_after_s(stats.snapshot()) == 15, "30 waiting, 2 finished per second"
     stats.set("specray_num_requests_waiting", 1)
     assert backoff.retry_after_s(stats.snapshot()) == 1

@@ -1,4 +1,4 @@
-"""Frames arrive whole, in order, and only those of the reader's epoch."""
+"""Framing, epochs and errors of the step channel."""
 
 import socket
 import struct
@@ -33,7 +33,7 @@ def test_frames_of_another_epoch_are_dropped(pair: tuple[socket.socket, socket.s
     assert Channel(pair[1], 2).recv(5.0) == b"reply"
 
 
-def test_a_timeout_keeps_the_half_frame(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_timeout_keeps_a_partial_frame(pair: tuple[socket.socket, socket.socket]) -> None:
     reader = Channel(pair[1], 3)
     frame = struct.pack(">IQ", 4, 3) + b"four"
     pair[0].sendall(frame[:9])
@@ -46,7 +46,7 @@ def test_a_timeout_keeps_the_half_frame(pair: tuple[socket.socket, socket.socket
     assert reader.recv(5.0) == b"four"
 
 
-def test_a_closed_end_is_an_error_on_both_sides(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_closed_connection_raises_in_recv_and_send(pair: tuple[socket.socket, socket.socket]) -> None:
     reader = Channel(pair[1], 1)
     pair[0].sendall(b"half a header"[:5])
     pair[0].close()

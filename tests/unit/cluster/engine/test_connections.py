@@ -1,4 +1,4 @@
-"""What a router tells its ingresses."""
+"""A router's connections to its ingresses."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from cluster.messages import RouterHeartbeat, RouterInfo
 INFO = RouterInfo("toy", 512, 257, 1024, 0, [], "float32", ())
 
 
-def test_each_ingress_hears_how_many_requests_the_others_have() -> None:
+def test_a_heartbeat_has_the_number_of_requests_of_other_ingresses() -> None:
     async def scenario() -> None:
         connections = Connections(lambda _: None, time.monotonic)
         streams = {name: connections.stream(name, INFO) for name in ("a", "b", "c")}
@@ -18,8 +18,8 @@ def test_each_ingress_hears_how_many_requests_the_others_have() -> None:
         connections.add("a", ["1", "2"])
         connections.add("b", ["3"])
         connections.remove(["1"])
-        connections.send(RouterHeartbeat(0.0, None, 0.0))
-        heard = {name: await anext(stream) for name, stream in streams.items()}
-        assert {name: heartbeat.num_others for name, heartbeat in heard.items()} == {"a": 1, "b": 1, "c": 2}
+        connections.broadcast(RouterHeartbeat(0.0, None, 0.0))
+        received = {name: await anext(stream) for name, stream in streams.items()}
+        assert {name: heartbeat.num_others for name, heartbeat in received.items()} == {"a": 1, "b": 1, "c": 2}
 
     asyncio.run(scenario())

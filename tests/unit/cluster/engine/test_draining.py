@@ -1,4 +1,4 @@
-"""An application that is about to be stopped: what it has begun goes on, and nothing new is taken."""
+"""Draining: requests in progress finish, and new ones are refused."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def is_refused(server: Server) -> bool:
-    """Whether a new request gets 503 and the time to come back."""
+    """Whether a new request gets 503 with Retry-After."""
     reply = await server.http.post("/v1/completions", json=BODY)
     assert reply.status_code in (200, 503)
     if reply.status_code == 200:
@@ -43,28 +43,28 @@ def test_streams_finish_and_new_requests_get_503(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_every_ingress_hears_of_it_from_the_routers(serve: Serve) -> None:
-    """The stop reaches one ingress; another one, with routers of its own life, refuses as well."""
+def test_routers_notify_every_ingress_of_the_drain(serve: Serve) -> None:
+    """The drain is requested at one ingress; another one refuses requests, too."""
 
     async def scenario() -> None:
         async with serve(num_replicas=2) as server:
-            asked = RouterPool(server, server.router_pool._config)
-            asked.start()
-            await server.until(lambda: asked.info is not None and len(asked.rank_nodes) == 2)
+            other = RouterPool(server, server.router_pool._config)
+            other.start()
+            await server.until(lambda: other.info is not None and len(other.rank_nodes) == 2)
             assert not await is_refused(server)
-            await asked.drain()
+            await other.drain()
             await server.until(lambda: server.router_pool.is_draining)
             assert await is_refused(server)
             for replica in server.replicas:
                 replica.kill()
             await asyncio.sleep(0.1)
-            assert server.router_pool.is_draining  # though nobody is left to say so
-            await asked.close()
+            assert server.router_pool.is_draining  # although no router is left
+            await other.close()
 
     asyncio.run(scenario())
 
 
-def test_a_stream_that_loses_its_engine_while_draining_goes_on_at_another(serve: Serve) -> None:
+def test_a_stream_that_loses_its_engine_while_draining_continues_on_another_engine(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(**SLOW, num_replicas=2) as server:
             whole = text_of(await stream(server, BODY))

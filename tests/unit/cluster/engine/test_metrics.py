@@ -1,4 +1,4 @@
-"""The log line, and what Ray's metrics are told."""
+"""The log line and the export to Ray's metrics."""
 
 from typing import ClassVar
 
@@ -39,12 +39,12 @@ def busy_stats() -> EngineStats:
     return stats
 
 
-def test_log_line_is_of_the_interval() -> None:
+def test_log_line_covers_the_interval_only() -> None:
     line = log_line(EngineStats().snapshot(), busy_stats().snapshot(), 2.0, num_kv_tokens=1000)
     assert line == "running: 3, queued: 0, tokens: 50, kv usage: 0.05, accept len: 2.30, gen throughput (token/s): 23.0"
 
 
-def test_log_line_says_that_acceptance_is_made_up() -> None:
+def test_log_line_marks_simulated_acceptance() -> None:
     stats = busy_stats()
     stats.set("specray_acceptance_is_simulated", 1)
     line = log_line(EngineStats().snapshot(), stats.snapshot(), 2.0, num_kv_tokens=1000)
@@ -57,7 +57,7 @@ def test_no_log_line_without_traffic() -> None:
     assert log_line(stats.snapshot(), stats.snapshot(), 2.0, num_kv_tokens=1000) is None
 
 
-def test_reporter_writes_once_per_interval(caplog: pytest.LogCaptureFixture) -> None:
+def test_reporter_writes_one_line_per_interval(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     stats = EngineStats()
     reporter = LogReporter(10.0, 1000, lambda: now)
@@ -76,7 +76,7 @@ def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeGauge]:
     return FakeGauge.made
 
 
-def test_ray_gets_what_was_counted(gauges: dict[str, FakeGauge]) -> None:
+def test_snapshots_are_exported_to_ray(gauges: dict[str, FakeGauge]) -> None:
     exporter, stats = RayExporter(), busy_stats()
     exporter.export(stats.snapshot())
     stats.add("specray_generation_tokens_total", 4)
@@ -90,7 +90,7 @@ def test_ray_gets_what_was_counted(gauges: dict[str, FakeGauge]) -> None:
     assert gauges["specray_time_to_first_token_seconds_count"].values == {"": 2}
 
 
-def test_ray_gets_zeros_so_that_a_rate_sees_the_first_event(gauges: dict[str, FakeGauge]) -> None:
+def test_zeros_are_exported_so_that_a_rate_includes_the_first_event(gauges: dict[str, FakeGauge]) -> None:
     RayExporter().export(EngineStats().snapshot())
     assert gauges["specray_requests_refused_total"].values == {"": 0}
     assert gauges["specray_request_finished_total"].values == {"stop": 0, "length": 0, "abort": 0, "error": 0}

@@ -1,4 +1,4 @@
-"""Where ranks may run: strategy, resources, and what cannot be meant."""
+"""Placement of ranks: strategy, resources, and invalid options."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from cluster.engine.placement import bundles, strategy
 SPLIT = {"tp_size": 2, "placement": {"across_nodes": True}}
 
 
-def test_an_engine_keeps_to_one_node_unless_it_may_be_split() -> None:
+def test_ranks_share_a_node_unless_across_nodes_is_set() -> None:
     assert strategy(AppConfig(tp_size=2)) == "STRICT_PACK"
     assert strategy(AppConfig.model_validate(SPLIT)) == "PACK"
 
@@ -18,7 +18,7 @@ def test_every_rank_reserves_the_custom_resources() -> None:
     assert [bundle["seat"] for bundle in bundles(config, with_gpus=False)] == [1, 1]
 
 
-def test_a_drafter_takes_no_custom_resource() -> None:
+def test_a_drafter_reserves_no_custom_resource() -> None:
     options = {"placement": {"rank_resources": {"seat": 1}}, "speculative": {"algorithm": "NGRAM"}}
     assert [bundle["seat"] for bundle in bundles(AppConfig.model_validate(options), with_gpus=True)] == [1]
 
@@ -31,6 +31,6 @@ def test_a_drafter_takes_no_custom_resource() -> None:
         ({"placement": {"rank_resources": {"seat": 0}}}, "greater than 0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict[str, object], fix: str) -> None:
+def test_invalid_placement_options_are_refused(options: dict[str, object], fix: str) -> None:
     with pytest.raises(ValueError, match=fix):
         AppConfig.model_validate(options)

@@ -209,7 +209,7 @@ def test_a_stopping_engine_finishes_its_requests_and_gets_no_new_ones(serve: Ser
 
 def test_leases_do_not_expire_while_an_engine_stops(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve then delivers neither lease renewals nor health checks to it; only open streams remain."""
-    monkeypatch.setattr(cluster.engine.router, "UNASKED_S", 0.3)
+    monkeypatch.setattr(cluster.engine.router, "HEALTH_CHECK_TIMEOUT_S", 0.3)
 
     async def scenario() -> None:
         async with serve(step_s=0.03, server={"lease_s": 1.0, "metrics_interval_s": 0.1}) as server:

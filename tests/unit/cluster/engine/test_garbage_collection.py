@@ -1,4 +1,4 @@
-"""Python looks for no garbage while a rank or a drafter loads, and looks for it afterwards."""
+"""Garbage collection is off while a rank or a drafter loads."""
 
 import contextlib
 import gc
@@ -6,26 +6,25 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.engine.garbage import all_that_stays
+from cluster.engine.garbage_collection import frozen_garbage_collection
 
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """As it was."""
     yield
     gc.enable()
 
 
-def test_what_is_loaded_stays_and_is_never_looked_at() -> None:
+def test_loaded_objects_are_frozen() -> None:
     frozen = gc.get_freeze_count()
-    with all_that_stays():
+    with frozen_garbage_collection():
         assert not gc.isenabled()
         loaded = [[number] for number in range(1000)]
     assert gc.isenabled()
     assert gc.get_freeze_count() >= frozen + len(loaded)
 
 
-def test_garbage_is_looked_for_again_after_a_failure() -> None:
-    with contextlib.suppress(ValueError), all_that_stays():
+def test_garbage_collection_is_enabled_again_after_a_failure() -> None:
+    with contextlib.suppress(ValueError), frozen_garbage_collection():
         raise ValueError
     assert gc.isenabled()

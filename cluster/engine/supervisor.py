@@ -1,0 +1,271 @@
+"""Supervision of an engine's drafter process: start, monitoring, restart and replacement."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from cluster.engine.draft import DraftActor
+from cluster.liveness.actors import exit_reason, start_error
+from cluster.liveness.heartbeat import HeartbeatFile
+from cluster.liveness.process import Process
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.errors import EngineDeadError
+from specray.worker.remote_drafter.handshake import NOBODY, DraftEndpoint, DrafterHandshake, dismiss
+
+POLL_INTERVAL_S = 0.25
+MIN_BACKOFF_S = 0.5  # before a restart; doubled after every drafter that did not last
+MAX_BACKOFF_S = 15.0
+STABLE_AFTER_S = 30.0  # the end of a drafter that ran for longer resets the backoff
+FIRST_HEARTBEAT_TIMEOUT_S = 60.0  # after the actor's creation
+LOADING_FROZEN_S = 20.0  # deadline of the heartbeat while it loads; later the target detects a frozen drafter
+SWITCH_TIMEOUT_S = 10.0  # for the target to start its next step; idle engines run one every few seconds
+
+CLOSING = "the engine is shutting down"
+
+logger = logging.getLogger("ray.serve")
+
+
+class DrafterState(NamedTuple):
+    """The state of an engine's drafter, for operators."""
+
+    state: str  # "off", "ready", or "loading": it is being started, and steps run without drafts
+    speculative: SpeculativeConfig
+    loading: SpeculativeConfig | None  # options of the drafter that will replace it
+    num_restarts: int  # of all drafters of this engine
+
+
+class _Replacement(NamedTuple):
+    config: EngineConfig
+    result: Future[DrafterHandshake]
+
+
+class DrafterSupervisor:
+    """Restarts an engine's drafter when it ends, and replaces it on request. `options` are the actor's Ray options.
+
+    One thread does all of this. `start` starts the thread, and the first `replace` starts the first drafter. Its
+    process is created by the constructor already, so that it starts at the same time as the target.
+    """
+
+    def __init__(self, config: EngineConfig, endpoint: DraftEndpoint, options: dict[str, Any]) -> None:
+        self._config = config.model_copy(update={"speculative": SpeculativeConfig()})
+        self._num_slots = 0
+        self._endpoint = endpoint
+        self._actor_class = ray.remote(DraftActor).options(**options)
+        self._num_created = 0
+        self._first = None if config.speculative.algorithm is None else self._create(config)
+        self._drafter: _DrafterProcess | None = None
+        self._num_restarts = 0
+        self._backoff_s = MIN_BACKOFF_S
+        self._replacement: _Replacement | None = None
+        self._replacing = threading.Lock()
+        self._has_faulted = threading.Event()
+        self._is_closing = threading.Event()
+        self._wake = threading.Event()  # set when there is a replacement, or on closing
+        self._thread = threading.Thread(target=self._run, name="specray-drafter-supervisor", daemon=True)
+
+    def start(self, num_slots: int) -> None:
+        """Start supervising, for a target with `num_slots` KV slots."""
+        self._num_slots = num_slots
+        self._thread.start()
+
+    @property
+    def state(self) -> DrafterState:
+        speculative, replacement = self._config.speculative, self._replacement
+        loading = replacement.config.speculative if replacement is not None else None
+        state = "off" if speculative.algorithm is None else "loading" if self._drafter is None else "ready"
+        return DrafterState(state, speculative, loading, self._num_restarts)
+
+    def replace(self, speculative: SpeculativeConfig) -> DrafterHandshake:
+        """Load a drafter beside the current one, switch to it between two steps, and end the current one.
+
+        Without an algorithm, drafting is turned off. Blocks until done and returns the new drafter's handshake. Raises
+        ConfigError if the drafter does not fit the target, and EngineDeadError if it does not start; the current
+        drafter then continues.
+        """
+        with self._replacing:
+            replacement = _Replacement(self._config.model_copy(update={"speculative": speculative}), Future())
+            self._replacement = replacement
+            self._wake.set()
+            try:
+                if self._is_closing.is_set():  # checked after the assignment, which the thread reads when it closes
+                    raise EngineDeadError(CLOSING)
+                return replacement.result.result()
+            finally:
+                self._replacement = None
+
+    def report_fault(self) -> None:
+        """Restart the drafter, because the target has dropped it. Thread-safe."""
+        self._has_faulted.set()
+
+    def close(self) -> None:
+        """End the drafter, and any that is loading."""
+        self._is_closing.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        _end(self._first)
+
+    def _run(self) -> None:
+        while True:
+            reason = self._monitor()
+            if self._is_closing.is_set():
+                break
+            if reason is not None:
+                self._restart(reason)
+            elif self._replacement is not None and not self._replacement.result.done():
+                self._replace(self._replacement)
+        _end(self._drafter)
+        if self._replacement is not None and not self._replacement.result.done():
+            self._replacement.result.set_exception(EngineDeadError(CLOSING))
+
+    def _monitor(self) -> str | None:
+        """Wait until the drafter must be restarted, and return why; None if woken up for something else."""
+        while not self._wake.wait(POLL_INTERVAL_S):
+            if self._config.speculative.algorithm is None:
+                continue
+            if self._drafter is None:
+                return "did not start"
+            if self._has_faulted.is_set():
+                return "was dropped by its target"
+            if self._drafter.has_ended():
+                return self._drafter.exit_reason()
+        self._wake.clear()
+        return None
+
+    def _restart(self, reason: str) -> None:
+        age_s = self._drafter.age_s if self._drafter is not None else 0.0
+        logger.warning("the drafter %s after %.1f s; restarting it", reason, age_s)
+        _end(self._drafter)
+        self._drafter = None
+        self._backoff_s = MIN_BACKOFF_S if age_s > STABLE_AFTER_S else min(2 * self._backoff_s, MAX_BACKOFF_S)
+        if self._wake.wait(self._backoff_s):
+            return
+        try:
+            self._drafter, _ = self._start(self._config, lambda: not self._wake.is_set())
+            self._num_restarts += 1
+            logger.warning("the drafter was restarted")
+        except (RayError, OSError) as error:
+            logger.error("the drafter did not start: %s", error)
+        except _CancelledError:
+            return
+
+    def _replace(self, replacement: _Replacement) -> None:
+        try:
+            handshake = self._switch(replacement.config)
+        except RayTaskError as error:
+            replacement.result.set_exception(start_error("the drafter", error))
+        except (RayError, OSError, _CancelledError) as error:  # Ray's messages are long and contain addresses
+            replacement.result.set_exception(EngineDeadError(f"the drafter did not start: {type(error).__name__}"))
+        else:
+            replacement.result.set_result(handshake)
+
+    def _switch(self, config: EngineConfig) -> DrafterHandshake:
+        old, handshake = self._drafter, NOBODY
+        if config.speculative.algorithm is not None:
+            self._drafter, handshake = self._start(config, lambda: not self._is_closing.is_set())
+            self._config, self._backoff_s = config, MIN_BACKOFF_S
+            if old is not None:
+                old.await_end(SWITCH_TIMEOUT_S)
+        else:
+            self._drafter, self._config = None, config
+            if old is not None:
+                with contextlib.suppress(OSError):  # the target runs no step or has ended, so it uses no drafter
+                    dismiss(self._endpoint, SWITCH_TIMEOUT_S)
+        _end(old)
+        return handshake
+
+    def _start(self, config: EngineConfig, is_wanted: Callable[[], bool]) -> tuple["_DrafterProcess", DrafterHandshake]:
+        """A loaded drafter that is about to connect to the target. Raises RayError, OSError or _CancelledError."""
+        drafter, self._first = self._first or self._create(config), None
+        try:
+            handshake = drafter.load(self._num_slots, is_wanted)
+        except BaseException:
+            drafter.end()
+            raise
+        self._has_faulted.clear()  # faults reported so far were those of an earlier drafter
+        drafter.connect(self._endpoint)
+        return drafter, handshake
+
+    def _create(self, config: EngineConfig) -> "_DrafterProcess":
+        self._num_created += 1
+        path = Path(self._endpoint.address).with_name(f"heartbeat-drafter-{self._num_created}")
+        return _DrafterProcess(HeartbeatFile(path), self._actor_class.remote(config, str(path)))
+
+
+class _CancelledError(Exception):
+    """The drafter that was loading is no longer wanted."""
+
+
+class _DrafterProcess:
+    """One drafter process, from the creation of its actor until its end."""
+
+    def __init__(self, heartbeat: HeartbeatFile, actor: Any) -> None:
+        self._heartbeat = heartbeat
+        self._actor = actor
+        self._process: Process | None = None
+        self._sentinel: ray.ObjectRef[None] | None = None
+        self._created_at = time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._created_at
+
+    def load(self, num_slots: int, is_wanted: Callable[[], bool]) -> DrafterHandshake:
+        """RayError if loading fails, TimeoutError if it freezes, _CancelledError once `is_wanted` returns False."""
+        call: ray.ObjectRef[DrafterHandshake] = self._actor.start.remote(num_slots)
+        while not ray.wait([call], timeout=POLL_INTERVAL_S)[0]:
+            self._open_process()
+            if not is_wanted():
+                raise _CancelledError
+            self._check_heartbeat()
+        handshake: DrafterHandshake = ray.get(call)
+        self._open_process()
+        return handshake
+
+    def connect(self, endpoint: DraftEndpoint) -> None:
+        """Connect to the target and start drafting."""
+        self._sentinel = self._actor.loop.remote(*endpoint)
+
+    def has_ended(self) -> bool:
+        assert self._sentinel is not None
+        return bool(ray.wait([self._sentinel], timeout=0)[0])
+
+    def await_end(self, timeout: float) -> None:
+        """Wait for the target to drop the drafter, at most `timeout` seconds."""
+        assert self._sentinel is not None
+        ray.wait([self._sentinel], timeout=timeout)
+
+    def exit_reason(self) -> str:
+        assert self._sentinel is not None
+        return exit_reason("the drafter", self._sentinel, "was dropped by its target")
+
+    def end(self) -> None:
+        """Kill the process. Idempotent."""
+        with contextlib.suppress(RayActorError):
+            ray.kill(self._actor)
+        if self._process is not None:
+            self._process.kill()
+
+    def _open_process(self) -> None:
+        """Open the process while it runs, before its ID can be reused."""
+        if self._process is None and self._heartbeat.pid is not None:
+            self._process = Process(self._heartbeat.pid)
+
+    def _check_heartbeat(self) -> None:
+        if self._heartbeat.is_overdue(LOADING_FROZEN_S):
+            raise TimeoutError(f"it has not run for {self._heartbeat.silence_s:.0f} s")
+        if self._heartbeat.pid is None and self.age_s > FIRST_HEARTBEAT_TIMEOUT_S:
+            raise TimeoutError(f"its process has not started in {self.age_s:.0f} s")
+
+
+def _end(drafter: _DrafterProcess | None) -> None:
+    if drafter is not None:
+        drafter.end()

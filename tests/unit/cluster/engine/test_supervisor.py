@@ -1,0 +1,262 @@
+"""Supervision of a drafter: start, restart and replacement, with fake actors controlled by the test."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+
+from cluster.engine import supervisor as supervision
+from cluster.engine.supervisor import DrafterSupervisor
+from cluster.liveness.heartbeat import HeartbeatFile
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.errors import ConfigError, EngineDeadError
+from specray.worker.remote_drafter.handshake import NOBODY, DraftEndpoint, DrafterHandshake
+
+HANDSHAKE = DrafterHandshake(7, [0], True)
+NGRAM = SpeculativeConfig(algorithm="NGRAM")
+SMALL = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=3)
+OFF = SpeculativeConfig()
+
+
+class Call(Future[Any]):
+    """A method of an actor, and the reference that calling it returns. The test sets its result."""
+
+    def remote(self, *_: object) -> "Call":
+        return self
+
+
+class FakeActor:
+    """A DraftActor."""
+
+    def __init__(self, config: EngineConfig, heartbeat_path: str) -> None:
+        self.speculative = config.speculative
+        self.heartbeat = HeartbeatFile(Path(heartbeat_path))
+        self.start, self.loop = Call(), Call()
+        self.is_killed = False
+
+
+class FakeRay:
+    """The part of Ray that the supervisor uses."""
+
+    def __init__(self) -> None:
+        self.actors: list[FakeActor] = []
+        self.loads_at_once = True
+
+    def remote(self, _: type) -> "FakeRay":
+        return self
+
+    def options(self, **_: object) -> Any:
+        outer = self
+
+        class Class:
+            @staticmethod
+            def remote(config: EngineConfig, heartbeat_path: str) -> FakeActor:
+                outer.actors.append(FakeActor(config, heartbeat_path))
+                if outer.loads_at_once:
+                    outer.actors[-1].start.set_result(HANDSHAKE)
+                return outer.actors[-1]
+
+        return Class
+
+    def wait(self, calls: list[Call], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+        done = wait(calls, timeout).done
+        return list(done), [call for call in calls if call not in done]
+
+    def get(self, call: Call) -> Any:
+        return call.result()
+
+    def kill(self, actor: FakeActor) -> None:
+        actor.is_killed = True
+
+
+class FakeProcess:
+    def __init__(self, pid: int) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(supervision, "ray", fake)
+    monkeypatch.setattr(supervision, "Process", FakeProcess)
+    monkeypatch.setattr(supervision, "exit_reason", lambda *_: "died")
+    monkeypatch.setattr(supervision, "MIN_BACKOFF_S", 0.01)
+    monkeypatch.setattr(supervision, "POLL_INTERVAL_S", 0.01)
+    return fake
+
+
+@pytest.fixture
+def supervisor(ray: FakeRay, tmp_path: Path) -> Iterator[DrafterSupervisor]:  # noqa: ARG001  # patched first
+    supervisor = DrafterSupervisor(EngineConfig(model="toy"), DraftEndpoint(f"{tmp_path}/nowhere", 1), {})
+    supervisor.start(64)
+    yield supervisor
+    supervisor.close()
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_the_first_process_starts_before_the_target_has_loaded(ray: FakeRay, tmp_path: Path) -> None:
+    config = EngineConfig(model="toy", speculative=NGRAM)
+    supervisor = DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), {})
+    assert [actor.speculative for actor in ray.actors] == [NGRAM]
+    supervisor.start(64)
+    assert supervisor.replace(NGRAM) == HANDSHAKE
+    assert len(ray.actors) == 1
+    supervisor.close()
+    assert ray.actors[0].is_killed
+
+    DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), {}).close()  # the target did not load
+    assert ray.actors[1].is_killed
+
+
+def test_a_new_drafter_takes_over_before_the_old_one_ends(ray: FakeRay, supervisor: DrafterSupervisor) -> None:
+    assert supervisor.replace(NGRAM) == HANDSHAKE
+    ray.loads_at_once = False
+    with ThreadPoolExecutor(1) as pool:
+        replaced = pool.submit(supervisor.replace, SMALL)
+        until(lambda: len(ray.actors) == 2)
+        old, new = ray.actors
+        assert supervisor.state == ("ready", NGRAM, SMALL, 0)
+        new.start.set_result(HANDSHAKE)
+        time.sleep(0.1)
+        assert not old.is_killed
+        assert not replaced.done()
+        old.loop.set_result(None)  # the target has dropped it
+        assert replaced.result(10) == HANDSHAKE
+    assert old.is_killed
+    assert not new.is_killed
+    assert supervisor.state == ("ready", SMALL, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "part"),
+    [
+        (RayTaskError("start", "…", ConfigError("another vocabulary")), ConfigError, "another vocabulary"),
+        (RayTaskError("start", "…", MemoryError("no room")), EngineDeadError, "no room"),
+        (RayActorError(), EngineDeadError, "RayActorError"),
+    ],
+)
+def test_a_drafter_that_does_not_load_leaves_the_old_one_running(
+    ray: FakeRay, supervisor: DrafterSupervisor, failure: Exception, error: type[Exception], part: str
+) -> None:
+    supervisor.replace(NGRAM)
+    ray.loads_at_once = False
+    with ThreadPoolExecutor(1) as pool:
+        replaced = pool.submit(supervisor.replace, SMALL)
+        until(lambda: len(ray.actors) == 2)
+        ray.actors[1].start.set_exception(failure)
+        with pytest.raises(error, match=part):
+            replaced.result(10)
+    assert [actor.is_killed for actor in ray.actors] == [False, True]
+    assert supervisor.state == ("ready", NGRAM, None, 0)
+
+
+def test_replacing_by_no_algorithm_ends_the_drafter_without_a_restart(
+    ray: FakeRay, supervisor: DrafterSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_before: list[bool] = []
+    monkeypatch.setattr(supervision, "dismiss", lambda *_: killed_before.append(ray.actors[0].is_killed))
+    supervisor.replace(NGRAM)
+    assert supervisor.replace(OFF) == NOBODY
+    assert killed_before == [False]
+    assert ray.actors[0].is_killed
+    assert supervisor.state == ("off", OFF, None, 0)
+    supervisor.report_fault()
+    time.sleep(0.1)
+    assert len(ray.actors) == 1
+    supervisor.replace(SMALL)
+    assert supervisor.state.state == "ready"
+
+
+@pytest.mark.parametrize("has_faulted", [True, False], ids=["faulted", "died"])
+def test_a_lost_drafter_is_restarted(ray: FakeRay, supervisor: DrafterSupervisor, has_faulted: bool) -> None:
+    supervisor.replace(NGRAM)
+    supervisor.report_fault() if has_faulted else ray.actors[0].loop.set_exception(RayActorError())
+    until(lambda: supervisor.state.num_restarts == 1)
+    assert [actor.speculative for actor in ray.actors] == [NGRAM, NGRAM]
+    assert ray.actors[0].is_killed
+
+
+def test_a_late_fault_of_a_lost_drafter_does_not_end_the_next_one(ray: FakeRay, supervisor: DrafterSupervisor) -> None:
+    supervisor.replace(NGRAM)
+    ray.loads_at_once = False
+    supervisor.report_fault()
+    until(lambda: len(ray.actors) == 2)
+    supervisor.report_fault()
+    ray.actors[1].start.set_result(HANDSHAKE)
+    until(lambda: supervisor.state.num_restarts == 1)
+    time.sleep(0.1)
+    assert len(ray.actors) == 2
+
+
+def test_a_replacement_cancels_a_restart(ray: FakeRay, supervisor: DrafterSupervisor) -> None:
+    supervisor.replace(NGRAM)
+    ray.loads_at_once = False
+    supervisor.report_fault()
+    until(lambda: len(ray.actors) == 2)
+    assert supervisor.state.state == "loading"
+    ray.loads_at_once = True
+    supervisor.replace(SMALL)
+    assert [actor.is_killed for actor in ray.actors] == [True, True, False]
+    assert supervisor.state == ("ready", SMALL, None, 0)
+
+
+@pytest.mark.parametrize("what", ["restart", "replacement"])
+def test_closing_does_not_wait_for_a_loading_drafter(ray: FakeRay, supervisor: DrafterSupervisor, what: str) -> None:
+    supervisor.replace(NGRAM)
+    ray.loads_at_once = False
+    with ThreadPoolExecutor(1) as pool:
+        replaced = pool.submit(supervisor.replace, SMALL) if what == "replacement" else None
+        if replaced is None:
+            supervisor.report_fault()
+        until(lambda: len(ray.actors) == 2)
+        start = time.monotonic()
+        supervisor.close()
+        assert time.monotonic() - start < 5.0  # the drafter never finishes loading
+        if replaced is not None:
+            with pytest.raises(EngineDeadError):
+                replaced.result(10)
+    assert [actor.is_killed for actor in ray.actors] == [True, True]
+    with pytest.raises(EngineDeadError):
+        supervisor.replace(SMALL)
+
+
+def test_a_drafter_that_freezes_while_loading_is_replaced(
+    ray: FakeRay, supervisor: DrafterSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "LOADING_FROZEN_S", 0.2)
+    supervisor.replace(NGRAM)
+    ray.loads_at_once = False
+    supervisor.report_fault()
+    until(lambda: len(ray.actors) == 2)
+    _, frozen = ray.actors
+    for _ in range(5):
+        frozen.heartbeat.beat()
+        time.sleep(0.1)
+    assert not frozen.is_killed  # slow, but running
+    until(lambda: len(ray.actors) == 3)
+    assert frozen.is_killed
+    ray.actors[2].start.set_result(HANDSHAKE)
+    until(lambda: supervisor.state == ("ready", NGRAM, None, 1))
+
+
+def test_a_drafter_whose_process_does_not_start_is_an_error(
+    ray: FakeRay, supervisor: DrafterSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_HEARTBEAT_TIMEOUT_S", 0.2)
+    ray.loads_at_once = False
+    with pytest.raises(EngineDeadError, match="did not start"):
+        supervisor.replace(NGRAM)
+    assert ray.actors[0].is_killed
