@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specray.ops.argmax import argmax
 from specray.ops.noise import gumbel
 from specray.outputs import TokenLogprob
 from specray.step import SamplingOptions
@@ -106,20 +107,19 @@ def sample(logits: Tensor, batch: SamplingBatch, keys: Tensor) -> Tensor:
     `logits` float32 [n, V] are not changed. `keys` [n, 2] are the rows' `noise_keys` for the positions of the tokens.
     """
     logits, sampled = _adjusted(logits, batch.states), _sampled_rows(batch)
-    tokens = logits.argmax(-1)
     if not sampled:
-        return tokens
+        return argmax(logits)
     if len(sampled) == len(batch.states):
-        return (scores(logits, batch) + gumbel(keys, logits.shape[-1])).argmax(-1)
+        return argmax(scores(logits, batch) + gumbel(keys, logits.shape[-1]))
     index = torch.tensor(sampled).to(logits.device)
     drawn = scores(logits[index], batch.select(sampled)) + gumbel(keys[index], logits.shape[-1])
-    return tokens.index_copy(0, index, drawn.argmax(-1))
+    return argmax(logits).index_copy(0, index, argmax(drawn))
 
 
 def target_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """float32 [n, V]: the distribution that `sample` draws from; one-hot for rows that are greedy or not finite."""
     logits, sampled = _adjusted(logits, batch.states), _sampled_rows(batch)
-    probs = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    probs = torch.zeros_like(logits).scatter_(1, argmax(logits)[:, None], 1.0)
     if sampled:
         drawn = scores(logits[sampled], batch.select(sampled)).softmax(-1)
         probs[sampled] = torch.where(drawn.isfinite().all(-1, keepdim=True), drawn, probs[sampled])

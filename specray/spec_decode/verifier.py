@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specray.ops.argmax import argmax
 from specray.ops.noise import noise_keys
 from specray.ops.sampling import SamplingBatch, SamplingState, sample, token_logprob
 from specray.outputs import TokenLogprob
@@ -109,7 +110,7 @@ def _verify_at_once(inputs: VerifyInput) -> VerifyOutput:
 def _choose_everywhere(inputs: VerifyInput, depths: Tensor, is_node: Tensor) -> Tensor:
     """The target's token at every node, int64 [sum of num_nodes]; `depths` and `is_node` are [B, N]."""
     if not any(state.is_sampled for state in inputs.sampling.states):
-        return inputs.logits.argmax(-1)
+        return argmax(inputs.logits)
     positions = inputs.lengths[:, None] + depths
     keys = noise_keys(inputs.sampling.seeds[:, None], positions)
     places = is_node.flatten().argsort(descending=True, stable=True)[: len(inputs.logits)]
