@@ -94,7 +94,7 @@ def test_without_the_option_the_model_drafts_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"ngram_override_min_match": 13}, ["ngram_override_min_match=13", "up to 12 tokens"]),
+        ({"ngram_override_min_match": 13}, ["ngram_override_min_match=13", "at most 12 tokens"]),
         ({"ngram_override_min_match": 4, "ngram_max_match_window_size": 18}, ["=18", "at least 19"]),
         ({"ngram_capacity": 5000}, ["ngram_capacity=5000", "no effect", "ngram_override_min_match"]),
     ],

@@ -89,7 +89,7 @@ def test_a_drafter_may_be_replaced_or_left_out_while_serving_but_not_the_verifie
     serving.check_successor(serving.model_copy(update={"num_draft_tokens": 3}))
     serving.check_successor(SpeculativeConfig())
     for other in (SpeculativeConfig(algorithm="NGRAM"), SpeculativeConfig(algorithm="NGRAM", verification="rejection")):
-        with pytest.raises(ConfigError, match="while serving"):
+        with pytest.raises(ConfigError, match="in a running server"):
             serving.check_successor(other)
 
 
