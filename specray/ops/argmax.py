@@ -15,7 +15,7 @@ def argmax(logits: Tensor) -> Tensor:
     block = math.gcd(vocab_size, _BLOCK)
     if logits.device.type != "cpu" or block < _MIN_BLOCK:
         return logits.argmax(-1)
-    blocks = logits.view(num_rows, -1, block)
+    blocks = logits.reshape(num_rows, vocab_size // block, block)
     best = blocks.amax(-1).argmax(-1)
     inside = blocks[torch.arange(num_rows), best].argmax(-1)
     return best * block + inside
