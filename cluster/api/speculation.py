@@ -84,7 +84,7 @@ def _verified_output(speculative: SpeculativeConfig) -> Json:
     if speculative.is_lossy:
         return {"greedy": "exact", "sampled": "lossy", "one_seed_one_text": False}
     if speculative.verification == "rejection":
-        return {"greedy": "exact", "sampled": "exact in law", "one_seed_one_text": False}
+        return {"greedy": "exact", "sampled": "exact in distribution", "one_seed_one_text": False}
     return {"greedy": "exact", "sampled": "exact", "one_seed_one_text": True}
 
 

@@ -80,7 +80,7 @@ class DraftTree:
         return DraftTree(tokens, parents, num_nodes, self.max_depth, probs)
 
     def select(self, rows: Tensor) -> "DraftTree":
-        """The trees of `rows` int64 [n]."""
+        """The trees of `rows` int64 [n], ascending and each once; all rows are the tree itself."""
         if len(rows) == len(self.num_nodes):
             return self
         probs = None if self.draft_probs is None else self.draft_probs.index_select(0, rows)
@@ -90,7 +90,7 @@ class DraftTree:
         return DraftTree(tokens, parents, num_nodes, self.max_depth, probs)
 
     def scattered(self, places: Tensor, others: "DraftTree") -> "DraftTree":
-        """`others` with tree `places[i]` (int64 [B]) replaced by this tree's row i."""
+        """`others` with tree `places[i]` (int64 [B], ascending and each once) replaced by this tree's row i."""
         if len(places) == len(others.num_nodes):
             return self
         width = max(self.tokens.shape[1], others.tokens.shape[1])

@@ -184,7 +184,9 @@ class Worker:
     ) -> ProposeContext:
         """What the drafter gets: every sound row, and the hidden states of what the step computed for good."""
         rows, num_kept = batch.rows, output.host[:, 0].tolist()
-        wants = [plan.rows[row].draft_limit.allows_drafts and row in set(rows.sampling) for row in range(len(num_kept))]
+        wants = [False] * len(num_kept)
+        for row in rows.sampling:
+            wants[row] = plan.rows[row].draft_limit.allows_drafts
         order = sorted((row for row, kept in enumerate(num_kept) if kept), key=lambda row: not wants[row])
         lengths = [rows.num_known[row] + num_kept[row] - 1 for row in order]
         requests = []
