@@ -119,7 +119,10 @@ def test_an_invalid_speculation_option_is_a_400_that_names_it(serve: Serve, opti
     ("options", "output"),
     [
         ({}, {"greedy": "exact", "sampled": "exact", "one_seed_one_text": True}),
-        ({"verification": "rejection"}, {"greedy": "exact", "sampled": "exact in distribution", "one_seed_one_text": False}),
+        (
+            {"verification": "rejection"},
+            {"greedy": "exact", "sampled": "exact in distribution", "one_seed_one_text": False},
+        ),
         ({"accept_threshold_acc": 0.9}, {"greedy": "exact", "sampled": "lossy", "one_seed_one_text": False}),
     ],
 )
