@@ -1,14 +1,11 @@
-"""When drafts are not worth making: an alarm that rises while the target hardly ever accepts one.
-
-Not here: counting (`specray.metrics` has the counts, and the gauge that shows the alarm).
-"""
+"""An alarm for drafts that the target hardly ever accepts, shown by the gauge `specray_acceptance_collapsed`."""
 
 import logging
 
 from specray.metrics import EngineStats
 
-NUM_TREES = 256  # with drafts, between two judgements
-COLLAPSED_BELOW = 1.1  # accept length; no tree costs so little that it pays for itself here
+NUM_TREES = 256  # verified trees between two checks
+COLLAPSED_BELOW = 1.1  # accept length at which no tree pays for its own verification
 RECOVERED_FROM = 1.2
 
 DRAFTS = "specray_spec_decode_num_drafts_total"
@@ -19,24 +16,24 @@ logger = logging.getLogger(__name__)
 
 
 def is_collapsed(accept_length: float, was_collapsed: bool) -> bool:
-    """Whether trees that were accepted to this length on average, bonus included, are in vain."""
+    """Whether an average accept length, the bonus token included, is too low to pay for drafting."""
     return accept_length < (RECOVERED_FROM if was_collapsed else COLLAPSED_BELOW)
 
 
 class AcceptanceAlarm:
-    """Judges every NUM_TREES verified trees by themselves; a new drafter has a clean record."""
+    """Checks each window of NUM_TREES verified trees on its own."""
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen: another drafter drafts from now on."""
+        """Start a new window, for a new drafter."""
         self._since = self._counts()
         self._stats.set(COLLAPSED, 0)
 
-    def judge(self) -> None:
-        """Look at the counts after a step; a change is logged once."""
+    def check(self) -> None:
+        """Check the counts after a step; a change is logged once."""
         trees, accepted = (now - then for now, then in zip(self._counts(), self._since, strict=True))
         if trees < NUM_TREES:
             return

@@ -1,8 +1,7 @@
 """The step loop in a thread of its own: requests in, batches of outputs out.
 
-`deliver` is called in the loop's thread with all outputs of a step at once; callers hop to their own
-event loop there. Every submitted request ends in exactly one output with a finish reason, also when
-the loop dies. Not here: what a step does (`engine`).
+`deliver` is called in the loop's thread with all outputs of a step; it must pass them on to the caller's event loop.
+Every submitted request ends in exactly one output with a finish reason, even if the loop fails.
 """
 
 import logging
@@ -20,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncEngine:
-    """Thread-safe front of an `Engine`; start it once, close it once.
+    """Thread-safe interface of an `Engine`; start it once, close it once.
 
-    Callers only leave notes in `_arrived`, `_aborted` and `_drafting`; the engine itself belongs to the loop's
-    thread, so nobody ever waits for a step.
+    Calls only append to `_arrived`, `_aborted` and `_drafting`. The engine itself belongs to the loop's thread, so no
+    caller waits for a step.
     """
 
     def __init__(self, engine: Engine, deliver: Callable[[list[RequestOutput]], None]) -> None:
@@ -32,7 +31,7 @@ class AsyncEngine:
         self._arrived: list[EngineRequest] = []
         self._aborted: list[str] = []
         self._drafting: tuple[SpeculativeConfig, int] | None = None
-        self._notes = threading.Condition()
+        self._changed = threading.Condition()
         self._closing = False
         self._error: str | None = None
         self._snapshot = engine.stats.snapshot()
@@ -43,7 +42,7 @@ class AsyncEngine:
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises QueueFullError, InvalidRequestError or EngineDeadError; then nothing was queued."""
-        with self._notes:
+        with self._changed:
             if self._error is not None or self._closing:
                 raise EngineDeadError(self._error or "the engine is shutting down; send the request to another replica")
             try:
@@ -52,11 +51,11 @@ class AsyncEngine:
                 self.add_refused(1)
                 raise
             self._arrived.append(request)
-            self._notes.notify()
+            self._changed.notify()
 
     def queue_error(self) -> QueueFullError | None:
-        """What a request more would be refused with now, whoever sends it; None while there is room."""
-        with self._notes:
+        """The error that a new request would get now, whatever its tenant; None while there is room."""
+        with self._changed:
             try:
                 self._engine.scheduler.check_queue(arriving=self._arrived)
             except QueueFullError as error:
@@ -64,20 +63,20 @@ class AsyncEngine:
         return None
 
     def add_refused(self, count: int) -> None:
-        """Count requests refused for a full queue; for the caller's thread alone, no other writes this metric."""
+        """Count requests refused for a full queue. Only the caller's thread writes this metric."""
         self._engine.stats.add("specray_requests_refused_total", count)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests early; their last output says `abort`. Unknown or finished ids are ignored."""
-        with self._notes:
+        """End requests early, with finish reason `abort`. Unknown or finished ids are ignored."""
+        with self._changed:
             self._aborted.extend(request_ids)
-            self._notes.notify()
+            self._changed.notify()
 
     def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
         """Plan for another drafter from the next step on."""
-        with self._notes:
+        with self._changed:
             self._drafting = speculative, max_draft_tokens
-            self._notes.notify()
+            self._changed.notify()
 
     def stats(self) -> Snapshot:
         """Metrics as of the last step."""
@@ -85,31 +84,31 @@ class AsyncEngine:
 
     @property
     def error(self) -> str | None:
-        """Why the loop died, or None while it lives."""
+        """Why the loop failed; None while it runs."""
         return self._error
 
     def close(self) -> None:
-        """Stop the loop; whatever was in flight ends with an `error` output."""
-        with self._notes:
+        """Stop the loop; unfinished requests end with an `error` output."""
+        with self._changed:
             self._closing = True
-            self._notes.notify()
+            self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
         try:
-            while self._take_notes():
+            while self._take_calls():
                 self._publish(self._engine.step())
             self._fail("the engine was shut down")
-        except Exception as error:  # the loop is the last place that can tell the callers
+        except Exception as error:  # the requests must end, whatever the error is
             logger.exception("the step loop failed")
             self._fail(str(error) or type(error).__name__)
 
-    def _take_notes(self) -> bool:
-        """Wait until there is work and enter what arrived; False when closing."""
-        with self._notes:
+    def _take_calls(self) -> bool:
+        """Wait until there is work, then apply the calls made meanwhile; False when closing."""
+        with self._changed:
             while not (self._closing or self._arrived or self._aborted or self._drafting or self._engine.has_work):
-                self._notes.wait()
+                self._changed.wait()
             arrived, self._arrived = self._arrived, []
             aborted, self._aborted = self._aborted, []
             for request in arrived:
@@ -127,7 +126,7 @@ class AsyncEngine:
             self._deliver(outputs)
 
     def _fail(self, message: str) -> None:
-        with self._notes:
+        with self._changed:
             self._error = message
             for request in self._arrived:
                 self._engine.enqueue(request)

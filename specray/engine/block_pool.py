@@ -1,8 +1,8 @@
-"""Free KV blocks. Who holds the others is the request's and the radix cache's business."""
+"""Free KV blocks. Requests and the radix cache record which blocks they hold."""
 
 
 class BlockPool:
-    """Hands out block ids 1 … num_blocks-1, low ids first; block 0 stays zero and pads attention."""
+    """Hands out block ids 1 … num_blocks - 1, low ids first. Block 0 stays zero and pads attention."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, num_blocks
@@ -18,7 +18,7 @@ class BlockPool:
         return self.num_blocks - 1
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks in ascending runs where possible, so that a row's KV tends to lie in one piece."""
+        """`count` blocks, in ascending runs where possible, so that a request's KV tends to be contiguous."""
         assert 0 <= count <= len(self._free), (count, len(self._free))
         taken = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]

@@ -1,8 +1,7 @@
-"""Text of a request, token by token, and the one place where an output is cut.
+"""Incremental detokenization, and the one place where an output is cut at a stop condition.
 
-Tokens are fed singly, however many a step accepted, so text, ids, logprobs and usage end at the same
-token for any split of the same output into steps. Text that may turn out to be the start of a stop
-string is held back until it cannot.
+Tokens are processed one by one, however many a step accepted. Text, ids, logprobs and usage therefore end at the same
+token for any split of the same output into steps. Text that may be the start of a stop string is held back.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from specray.sampling_params import SamplingParams
 
 
 class Cut(NamedTuple):
-    """What is left of a run of tokens: the first `num_kept` of them and the text now safe to show."""
+    """The outcome of feeding tokens: the first `num_kept` of them are kept, and `text` can be sent."""
 
     num_kept: int
     text: str
@@ -25,7 +24,7 @@ class Cut(NamedTuple):
 
 
 class TextStream:
-    """One request's output text. `max_tokens` is the resolved limit, `eos_token_ids` the model's."""
+    """One request's output text. `max_tokens` is the resolved limit."""
 
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Sequence[int], max_tokens: int
@@ -38,11 +37,11 @@ class TextStream:
         self._longest_stop = max(map(len, params.stop), default=0)
         self._num_tokens = 0
         self._text = ""  # all text so far, or its last part when there are no stop strings
-        self._num_shown = 0  # characters of `_text` already returned
-        self._undecoded: list[int] = []  # tokens whose characters are not complete yet
+        self._num_sent = 0  # characters of `_text` that were returned
+        self._undecoded: list[int] = []  # tokens whose characters are incomplete
 
     def feed(self, token_ids: Sequence[int]) -> Cut:
-        """Take a run of emitted tokens; everything after the token that ends the output is dropped."""
+        """Process emitted tokens; those after the one that ends the output are dropped."""
         for index, token_id in enumerate(token_ids):
             reason, stop = self._feed_one(token_id)
             if reason is not None:
@@ -76,16 +75,16 @@ class TextStream:
         return new_text
 
     def _decode_afresh(self) -> str:
-        """Decode the pending tokens as a text of their own.
+        """Decode the pending tokens as a separate text.
 
-        Byte-fallback decoders turn a whole run of byte tokens into U+FFFD once a later byte breaks it, also
-        the characters that were shown; the stream refuses to go on from there, and what was shown stays.
+        Byte-fallback decoders replace a run of byte tokens by U+FFFD once a later byte makes it invalid, including
+        characters that were already sent. The stream then raises. What was sent stays.
         """
         self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
         return "".join(self._stream.step(self._tokenizer, token_id) or "" for token_id in self._undecoded)
 
     def _flush(self) -> str:
-        """Show the bytes of a character that will never be completed, as U+FFFD."""
+        """Decode the bytes of an incomplete character as U+FFFD."""
         rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._params.skip_special_tokens)
         self._undecoded.clear()
         self._text += rest
@@ -105,16 +104,16 @@ class TextStream:
         return stop
 
     def _num_safe(self) -> int:
-        """Characters that cannot belong to a stop string still to come."""
-        for held in range(min(self._longest_stop - 1, len(self._text) - self._num_shown), 0, -1):
+        """How many characters cannot be part of a stop string that is not complete yet."""
+        for held in range(min(self._longest_stop - 1, len(self._text) - self._num_sent), 0, -1):
             tail = self._text[len(self._text) - held :]
             if any(len(stop) > held and stop.startswith(tail) for stop in self._params.stop):
                 return len(self._text) - held
         return len(self._text)
 
     def _take(self, end: int) -> str:
-        text = self._text[self._num_shown : end]
+        text = self._text[self._num_sent : end]
         keep = max(0, end - self._longest_stop)
         self._text = self._text[keep:]
-        self._num_shown = end - keep
+        self._num_sent = end - keep
         return text

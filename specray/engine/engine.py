@@ -1,7 +1,6 @@
-"""The engine's host side: requests in, plans out, results in, text out.
+"""The engine: `step` schedules, runs and commits one step of all running requests.
 
-`step` is the whole engine. Not here: policy (`scheduler`), text (`detokenizer`), threads
-(`async_engine`), anything of a device (behind `Executor`).
+Policy is in `scheduler`, text in `detokenizer`, the thread in `async_engine`; devices are behind `Executor`.
 """
 
 import time
@@ -34,11 +33,11 @@ class Engine:
         self.stats.set("specray_verification_is_lossy", config.speculative.is_lossy)
         self.stats.set("specray_acceptance_is_simulated", config.speculative.is_simulated)
         self._alarm = AcceptanceAlarm(self.stats)
-        self._probe_stats = EngineStats()  # nobody reads them
+        self._probe_stats = EngineStats()  # never exported
         self._tokenizer = tokenizer
         self._requests: dict[str, Request] = {}
         self._texts: dict[str, TextStream] = {}
-        self._pending_outputs: list[RequestOutput] = []  # not returned yet; they outlive a step that fails
+        self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
 
     @property
     def has_work(self) -> bool:
@@ -50,7 +49,7 @@ class Engine:
         self.enqueue(spec)
 
     def check(self, spec: EngineRequest, arriving: Sequence[EngineRequest] = ()) -> None:
-        """Refuse what could never be served or finds the queue full, `arriving` ones counted in; changes nothing."""
+        """Raise what `add_request` would raise if the `arriving` requests were queued before; changes nothing."""
         num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens or 1
         if spec.request_id in self._requests or any(spec.request_id == other.request_id for other in arriving):
             raise InvalidRequestError(f"request_id={spec.request_id!r} is already in use; choose another", "request_id")
@@ -59,12 +58,12 @@ class Engine:
         if num_prompt + max_tokens > self.max_length:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together "
-                f"{num_prompt + max_tokens}, but this server holds {self.max_length} per request; "
+                f"{num_prompt + max_tokens}, but this server has room for {self.max_length} per request; "
                 "shorten the prompt or lower max_tokens",
                 "prompt" if num_prompt >= self.max_length else "max_tokens",
             )
         if spec.emitted_token_ids and len(spec.emitted_token_ids) >= (spec.params.max_tokens or self.max_length):
-            raise InvalidRequestError("emitted_token_ids has all tokens already; there is nothing to go on with")
+            raise InvalidRequestError("emitted_token_ids has max_tokens tokens already; none is left to generate")
         self._check_ids("prompt", spec.prompt_token_ids)
         self._check_ids("emitted_token_ids", spec.emitted_token_ids)
         self._check_ids("logit_bias", spec.params.logit_bias)
@@ -80,7 +79,7 @@ class Engine:
         speculative = self.config.speculative
         request.is_lossy = speculative.is_simulated or (speculative.is_lossy and spec.params.temperature > 0)
         text = TextStream(self._tokenizer, spec.params, self.capacity.eos_token_ids, max_length - num_prompt)
-        text.feed(spec.emitted_token_ids)  # the caller has this text
+        text.feed(spec.emitted_token_ids)  # the caller already has this text
         self.scheduler.add(request)
         self._requests[spec.request_id], self._texts[spec.request_id] = request, text
         self._stats_of(request).add("specray_prompt_tokens_total", num_prompt)
@@ -106,7 +105,7 @@ class Engine:
         return self._take_outputs()
 
     def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
-        """Plan for another drafter. The worker may have it sooner or later: it cuts trees to what was planned."""
+        """Plan for another drafter. The worker may switch before or after: it cuts trees to what was planned."""
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
         self.scheduler.max_step_draft_tokens = speculative.max_step_draft_tokens
@@ -131,10 +130,12 @@ class Engine:
         self.stats.values["specray_num_preemptions_total"] = scheduler.num_preemptions
 
     def _end_overdue(self) -> None:
-        """Abort what has no time left, started or not: whoever asked for it may be unable to."""
+        """Abort requests past their deadline, running or not; their caller may be unable to."""
         now = time.monotonic()
         for request in [request for request in self._requests.values() if request.deadline <= now]:
-            self._pending_outputs.append(self._end(request, FinishReason.ABORT, error="its time was up"))
+            self._pending_outputs.append(
+                self._end(request, FinishReason.ABORT, error="the request exceeded its time limit")
+            )
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs, self._pending_outputs = self._pending_outputs, []
@@ -144,11 +145,11 @@ class Engine:
         for token_id in token_ids:
             if not 0 <= token_id < self.capacity.vocab_size:
                 raise InvalidRequestError(
-                    f"{name} has token id {token_id}, but the vocabulary ends at {self.capacity.vocab_size - 1}", name
+                    f"{name} has token id {token_id}, but the vocabulary has {self.capacity.vocab_size} tokens", name
                 )
 
     def _commit(self, emitted: Emitted) -> RequestOutput:
-        """Cut a request's new tokens at its stop conditions, commit what is left, and make an output of it."""
+        """Cut a request's new tokens at its stop conditions and commit the rest; returns the output."""
         request, result = emitted.request, emitted.result
         if result.error is not None:
             return self._end(request, FinishReason.ERROR, error=result.error)
@@ -195,7 +196,7 @@ class Engine:
         return self._probe_stats if request.spec.is_probe else self.stats
 
     def _note_queue_times(self, plan: StepPlan) -> None:
-        """A request's first step is the one its row entered in, unless it was preempted before."""
+        """Record queue times and prefix cache hits of requests that start for the first time."""
         for request in self.scheduler.running[len(self.scheduler.running) - len(plan.new_requests) :]:
             if request.num_preemptions == 0:
                 stats = self._stats_of(request)
@@ -210,9 +211,9 @@ class Engine:
         for phase, spent in result.times._asdict().items():
             self.stats.add_labelled("specray_step_seconds_total", phase, spent)
         self.stats.add_labelled("specray_step_seconds_total", "host", max(0.0, seconds - sum(result.times)))
-        self._alarm.judge()
+        self._alarm.check()
 
 
 def _empty_output(request: Request) -> RequestOutput:
-    """An output without tokens or text, to be filled."""
+    """An output without tokens or text."""
     return RequestOutput(request.request_id, [], "", None, None, None, None, request.usage())

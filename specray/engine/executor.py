@@ -1,4 +1,4 @@
-"""The one door between the host and the ranks; `specray.worker.local` and `cluster.engine.executor` implement it."""
+"""Interface between the engine and the ranks, implemented by `specray.worker.local` and `cluster.engine.executor`."""
 
 from typing import NamedTuple, Protocol
 
@@ -6,21 +6,21 @@ from specray.step import StepPlan, StepResult
 
 
 class Capacity(NamedTuple):
-    """What the loaded ranks can hold, learnt once at start."""
+    """Limits and properties of the loaded ranks; they do not change."""
 
     num_blocks: int  # KV blocks, the reserved null block 0 included
     max_draft_tokens: int  # tree nodes beside the root that the drafter may propose; 0: none
     context_length: int  # longest prompt + output
     vocab_size: int
     eos_token_ids: list[int]
-    reads_next_token: bool = False  # a block's draft KV depends on the token after the block as well
+    reads_next_token: bool = False  # the draft KV of a block also depends on the token after it
     dtype: str = "float32"  # of the target's weights and KV
 
 
 class Executor(Protocol):
     """Runs plans in order. `submit` returns at once or after the step; `collect` waits for the oldest plan's result.
 
-    Both raise EngineDeadError when a rank is gone.
+    Both raise EngineDeadError if a rank has died.
     """
 
     @property

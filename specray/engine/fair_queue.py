@@ -1,18 +1,16 @@
-"""Whose turn it is to start: requests that wait, first come first served within a tenant, tenants by tokens served.
+"""The order in which waiting requests start: first come, first served within a tenant; fair shares among tenants.
 
-The tenant that was served the fewest tokens starts next. A request's prompt is charged when it starts and its output
-as it is generated: nobody pays for what was asked for and not used, and a long prompt never delays itself. A tenant
-whose requests do not wait saves nothing up: when they wait again, they start level with the tenant whose turn it is.
-What was used while nobody waited was taken from nobody and is forgotten.
+The tenant that was served the fewest tokens is next. A request's prompt is charged when it starts and its output as it
+is generated, so unused `max_tokens` cost nothing. A tenant gains no credit while it has nothing waiting: when it queues
+again, it starts level with the tenant whose turn it is. Use of an otherwise empty queue is not charged.
 
-Age counts besides: up to one token in AGE_SHARE is served out of turn, to the request that has waited longest. So, with
-any number of tenants that always have requests waiting,
-- each is served at least 1 - 1 / AGE_SHARE of an equal share (90 %), give or take the requests in flight, and
-- a request starts before AGE_SHARE times the tokens have been served that it and all older requests may fill, whatever
+In addition, up to one token in AGE_SHARE is served out of turn, to the request that has waited longest. With any number
+of tenants that always have requests waiting,
+- each is served at least 1 - 1 / AGE_SHARE of an equal share (90 %), apart from the requests in flight, and
+- a request starts before AGE_SHARE times as many tokens are served as it and all older requests may generate, whatever
   its tenant was served before.
-How long that takes is up to the server's speed: these are shares and orders, not seconds.
 
-Not here: slots, KV blocks and budgets (`scheduler`). The order changes when a text is written, never the text.
+The order affects when a text is generated, never the text.
 """
 
 from collections import deque
@@ -25,26 +23,26 @@ AGE_SHARE = 10
 
 
 class FairQueue:
-    """Waiting requests; the names are a deque's. `popleft` is O(tenants that wait), the rest O(1) but `remove`."""
+    """Waiting requests, with a deque's methods. `popleft` is O(tenants), `remove` O(requests), the rest O(1)."""
 
     def __init__(self) -> None:
-        self._returned: deque[Request] = deque()  # were started before: they go first and are not charged again
+        self._returned: deque[Request] = deque()  # preempted: they go first and are not charged again
         self._lines: dict[str, deque[Request]] = {}  # by tenant, none empty
-        self._served: dict[str, int] = {}  # tokens by tenant, of all that wait and those ahead of `_level`
-        self._level = 0  # what the tenant whose turn came last had been served; never falls while requests wait
-        self._total = 0  # tokens served, of these `_for_age` to requests out of turn: at most what those may fill
+        self._served: dict[str, int] = {}  # tokens by tenant, for those waiting or above `_level`
+        self._level = 0  # tokens served to the last tenant in turn; never falls while requests wait
+        self._total = 0  # tokens served; `_for_age` bounds those served out of turn
         self._for_age = 0
-        self._num_waiting = 0  # counted, so that another thread may ask for it in the middle of a step
+        self._num_waiting = 0  # a counter, so that other threads can read it during a step
 
     def __len__(self) -> int:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Request]:
-        """Those put back first, then tenant by tenant."""
+        """Preempted requests first, then tenant by tenant."""
         return chain(self._returned, *self._lines.values())
 
     def num_waiting_of(self, tenant: str) -> int:
-        """New requests of one tenant. As `len`, another thread may ask for it."""
+        """New requests of one tenant. Like `len`, safe to call from another thread."""
         return len(self._lines.get(tenant, ()))
 
     def append(self, request: Request) -> None:
@@ -60,12 +58,12 @@ class FairQueue:
         self._num_waiting += 1
 
     def appendleft(self, request: Request) -> None:
-        """Put a request back that was taken out: it is the next one."""
+        """Return a request to the front of the queue."""
         self._returned.appendleft(request)
         self._num_waiting += 1
 
     def popleft(self) -> Request:
-        """Take out the request that starts next."""
+        """Remove and return the request that starts next."""
         self._num_waiting -= 1
         if self._returned:
             return self._returned.popleft()
@@ -75,7 +73,7 @@ class FairQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """Take out a request that will not start."""
+        """Remove a request that will not start."""
         if request in self._returned:
             self._returned.remove(request)
         else:
@@ -83,7 +81,7 @@ class FairQueue:
         self._num_waiting -= 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Note that a request's tenant was served `num_tokens`."""
+        """Charge `num_tokens` to a request's tenant."""
         tenant = request.spec.tenant
         self._served[tenant] = self._served.get(tenant, self._level) + num_tokens
         self._total += num_tokens
@@ -103,6 +101,6 @@ class FairQueue:
 
     def _take(self, request: Request) -> None:
         line = self._lines[request.spec.tenant]
-        line.remove(request)  # its head, but for an abort
+        line.remove(request)  # the head, unless it is aborted
         if not line:
             del self._lines[request.spec.tenant]

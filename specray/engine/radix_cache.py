@@ -1,10 +1,8 @@
-"""Prefix reuse: a radix tree over token blocks, one tree per namespace, least recently used leaf first out.
+"""Prefix cache: a radix tree over full KV blocks for each namespace, with LRU eviction of leaves.
 
-A node is one full KV block, found by the tokens in it under the path of blocks before it: keys are
-the token ids themselves, so there is no hash to collide. Where a drafter's KV of a token depends on the
-token after it, a key takes that one token in as well (bigram keys): a hit gives the same draft state.
-A namespace (a tenant's `cache_salt`) has a root of its own and shares nothing. What is cached is exactly
-what committed tokens wrote.
+A node's key is the token ids of its block, so there are no hash collisions. Where a drafter's KV of a token depends on
+the next token, the key includes that token (SGLang's bigram keys), and a hit has the same draft KV. Each namespace (a
+tenant's `cache_salt`) has its own root and shares nothing. Only KV of committed tokens is cached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +15,7 @@ from specray.engine.block_pool import BlockPool
 
 @dataclass(slots=True, eq=False)
 class CacheNode:
-    """One cached block; `num_users` running requests read it or a block below it."""
+    """One cached block. `num_users` counts the running requests that use it or a block below it."""
 
     block_id: int
     parent: "CacheNode | None"
@@ -30,7 +28,7 @@ class CacheNode:
 
 
 class RadixCache:
-    """Owns the blocks of its nodes; takes from and returns to `pool`. A key has `block_size + lookahead` tokens."""
+    """Owns the blocks of its nodes and returns them to `pool`. A key has `block_size + lookahead` tokens."""
 
     def __init__(self, pool: BlockPool, block_size: int, enabled: bool = True, lookahead: int = 0) -> None:
         self.pool = pool
@@ -56,7 +54,7 @@ class RadixCache:
         return path
 
     def lock(self, path: list[CacheNode]) -> None:
-        """Keep a path from eviction; pair with `unlock`."""
+        """Protect a path from eviction until `unlock`."""
         for node in path:
             self.num_idle -= node.num_users == 0
             node.num_users += 1
@@ -72,7 +70,7 @@ class RadixCache:
     def insert(self, namespace: str, path: list[CacheNode], key: tuple[int, ...], block_id: int) -> CacheNode:
         """Lock and return the node of block `key` below `path`; a new one takes over `block_id`.
 
-        If the returned node has another block, an equal one was cached before and the caller keeps its own.
+        If the returned node has another block, the same tokens were already cached and the caller keeps its own block.
         """
         assert len(key) == self.block_size + self.lookahead
         parent = path[-1] if path else self._root(namespace)
@@ -85,7 +83,7 @@ class RadixCache:
         return node
 
     def take_blocks(self, num_blocks: int) -> list[int] | None:
-        """Free blocks, evicting idle cached ones if need be; None (and nothing evicted) if there are not enough."""
+        """Free blocks, evicting idle cached ones if needed; None, without evicting, if there are not enough."""
         if num_blocks > self.pool.num_free + self.num_idle:
             return None
         while self.pool.num_free < num_blocks:
@@ -93,7 +91,7 @@ class RadixCache:
         return self.pool.take(num_blocks)
 
     def clear(self) -> None:
-        """Drop every idle block."""
+        """Evict every idle block."""
         while self.num_idle:
             self._evict_one()
 
@@ -111,7 +109,7 @@ class RadixCache:
             heappush(self._evictable, (node.last_used, next(self._ties), node))
 
     def _oldest_idle_leaf(self) -> CacheNode:
-        """Entries may be too old, never too young: a node used since it was offered goes back to its new place."""
+        """A heap entry may be outdated: a node used since it was offered is offered again with its new time."""
         while True:
             last_used, _, node = heappop(self._evictable)
             node.is_offered = False

@@ -1,8 +1,7 @@
-"""Who runs in the next step, with which KV blocks: the queue's next one, as soon as there is room for it.
+"""The scheduler: which requests run in the next step, and with which KV blocks.
 
-`schedule` turns requests into a StepPlan, `commit` turns its StepResult into emitted tokens. There is
-no prefill and no decode here: a row computes up to so many known tokens, and a row with none left
-verifies a tree. Not here: text, stop conditions (`engine`), tensors (the worker), whose turn it is (`fair_queue`).
+`schedule` makes a StepPlan, `commit` applies its results. Prefill and decode are not distinguished: a request computes
+some of its known tokens, and once none is left it verifies a draft tree. `fair_queue` decides who starts next.
 """
 
 from collections.abc import Sequence
@@ -42,16 +41,16 @@ class Scheduler:
 
     @property
     def has_freed_slots(self) -> bool:
-        """Whether the worker still has to hear of slots that were freed."""
+        """Whether the worker still has to be sent slots that were freed."""
         return bool(self._freed_slots)
 
     @property
     def max_request_tokens(self) -> int:
-        """The longest request that the whole pool could hold."""
+        """The longest request that the whole pool can hold."""
         return self.pool.num_usable * self.block_size
 
     def check_queue(self, tenant: str = "", arriving: Sequence[EngineRequest] = ()) -> None:
-        """QueueFullError if one more request, after those `arriving`, would wait beyond its tenant's limit or all's."""
+        """QueueFullError if one more request, after the `arriving` ones, exceeds the queue's limit or its tenant's."""
         num_waiting = len(self.waiting) + len(arriving)
         num_own = self.waiting.num_waiting_of(tenant) + sum(other.tenant == tenant for other in arriving)
         if num_waiting >= self.max_queued + len(self._free_slots):
@@ -61,20 +60,20 @@ class Scheduler:
             )
         if tenant and num_own >= self.max_queued_of_tenant + len(self._free_slots):
             raise QueueFullError(
-                f"{num_own} requests with this key are waiting, and {self.max_queued_of_tenant} may; "
-                "send the request again later"
+                f"{num_own} requests with this key are waiting and max_queued_of_tenant is "
+                f"{self.max_queued_of_tenant}; send the request again later"
             )
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
     def schedule(self) -> StepPlan:
-        """The next step: known tokens of running rows first, then waiting requests while budget and blocks last.
+        """Plan the next step: known tokens of running requests, then waiting requests while budget and blocks last.
 
-        Drafts get the blocks that are left when every row has its own: they never push a row out of the step.
+        Drafts get blocks last, so they never keep a request out of the step.
         """
         budget, num_preemptions = self._prefill_budget(), self.num_preemptions
-        work: list[tuple[Request, int, list[int]]] = []  # known tokens to compute, blocks that were added for them
+        work: list[tuple[Request, int, list[int]]] = []  # known tokens to compute, blocks added for them
         for request in list(self.running):
             num_tokens = self._num_tokens(request, budget)
             if num_tokens and (blocks := self._keep(request)) is not None:
@@ -97,7 +96,7 @@ class Scheduler:
         return StepPlan(self._num_steps, freed, new_requests, rows)
 
     def emitted(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
-        """What each request emitted in a step. Requests that ended after the plan was made are left out."""
+        """What each request emitted in a step, without requests that ended after the plan was made."""
         by_slot = {request.slot: request for request in self.running}
         emitted = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
@@ -118,7 +117,7 @@ class Scheduler:
         self._share_full_blocks(request)
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it is; its cached blocks stay, the rest is free at once."""
+        """Remove a request. Its cached blocks stay cached; its other blocks become free."""
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         elif request.status is Status.RUNNING:
@@ -127,17 +126,17 @@ class Scheduler:
         request.status = Status.FINISHED
 
     def _prefill_budget(self) -> int:
-        """Prompt tokens of a step: two chunks while others decode, so that these wait for no more than that."""
-        is_anyone_decoding = any(request.num_pending_tokens == 1 for request in self.running)
-        return min(self.max_prefill_tokens, 2 * self.chunk_size) if is_anyone_decoding else self.max_prefill_tokens
+        """Prompt tokens of a step: at most two chunks while other requests decode, which bounds their delay."""
+        is_decoding = any(request.num_pending_tokens == 1 for request in self.running)
+        return min(self.max_prefill_tokens, 2 * self.chunk_size) if is_decoding else self.max_prefill_tokens
 
     def _num_tokens(self, request: Request, budget: int) -> int:
-        """Known tokens to compute in this step; decoding is not charged to the prefill budget."""
+        """Known tokens to compute in this step. Decoding is not charged to the prefill budget."""
         pending = request.num_pending_tokens
         return 1 if pending == 1 else min(pending, self.chunk_size, budget)
 
     def _keep(self, request: Request) -> list[int] | None:
-        """New blocks for a running request's known tokens; None if it had to give way to older ones."""
+        """New blocks for a running request's known tokens; None if it was preempted for older requests."""
         while request.status is Status.RUNNING:
             if (blocks := self._grow(request, len(request.token_ids))) is not None:
                 return blocks
@@ -145,7 +144,7 @@ class Scheduler:
         return None
 
     def _draft_shares(self, requests: list[Request]) -> list[int]:
-        """Draft tokens for each row: equal shares of the step's bound, and what is left over to the oldest."""
+        """Draft tokens for each request: equal shares of the step's limit; the oldest get the remainder."""
         if self.max_step_draft_tokens is None:
             return [self.max_draft_tokens] * len(requests)
         num_rows = sum(request.num_pending_tokens == 1 for request in requests)
@@ -169,7 +168,7 @@ class Scheduler:
         return blocks
 
     def _admit(self, request: Request) -> bool:
-        """Give a waiting request a slot, its cached prefix and blocks for all its known tokens, or nothing."""
+        """Give a waiting request a slot, its cached prefix and blocks for its known tokens, if there are enough."""
         num_cacheable = len(request.token_ids) - 1  # one token is left to compute
         path = self.cache.match(request.spec.cache_salt, request.token_ids[: num_cacheable + self.cache.lookahead])
         self.cache.lock(path)
@@ -199,7 +198,7 @@ class Scheduler:
         )
 
     def _share_full_blocks(self, request: Request) -> None:
-        """Enter every block that committed tokens have filled into the cache, as soon as it is full."""
+        """Insert blocks into the cache as soon as committed tokens fill them."""
         size, path = self.block_size, request.shared_path
         while self.cache.enabled and (len(path) + 1) * size <= request.num_computed_tokens:
             start = len(path) * size
@@ -207,7 +206,7 @@ class Scheduler:
             path.append(self.cache.insert(request.spec.cache_salt, path, key, request.block_ids[len(path)]))
 
     def _preempt(self, request: Request) -> None:
-        """Recompute later: give slot and blocks back and wait at the head of the queue."""
+        """Free a request's slot and blocks and return it to the head of the queue; its KV is recomputed later."""
         self.running.remove(request)
         self._release(request)
         request.status = Status.WAITING

@@ -1,1 +1,1 @@
-"""Operations on tensors: noise, sampling, attention. Each has one reference; fast twins stand beside it."""
+"""Operations on tensors: noise, sampling, attention. Each has one reference implementation, some a faster one."""

@@ -1,7 +1,6 @@
-"""The interface of attention: ragged requests over a paged KV pool, tree masks included.
+"""The interface of attention: ragged requests over a paged KV pool, with tree masks.
 
-A backend is planned once per step and then called by every layer. It owns the layout of a layer's KV and the making of
-masks. Kernels live in modules of their own (`attention_torch`).
+A backend is planned once a step and then called by every layer. It owns the layout of the KV and builds the masks.
 """
 
 import math
@@ -18,9 +17,8 @@ from torch import Tensor
 class AttentionBatch:
     """A flattened batch of R requests. Request r has `query_lens[r]` consecutive queries of the T in all.
 
-    Query j of a request sees the request's KV before its queries, and of its queries those up to j. But where
-    `tree_sizes[r]` is (n, m), the last n queries are nodes of a tree: of the last m keys, node i sees key j iff
-    `tree_mask[r, i, j]`.
+    Query j of a request attends to the KV before its queries and to its queries up to j. If `tree_sizes[r]` is (n, m),
+    the last n queries are nodes of a tree: of the last m keys, node i attends to key j iff `tree_mask[r, i, j]`.
     """
 
     query_lens: list[int]
@@ -28,7 +26,7 @@ class AttentionBatch:
     kv_slots: Tensor  # int64 [R, at least max(kv_lens)]: KV slots by position; undefined past kv_lens[r]
     slot_mapping: Tensor  # int64 [T]: the KV slot each query's KV is written to
     tree_sizes: list[tuple[int, int]]  # (0, 0): no tree
-    tree_mask: Tensor | None = None  # bool [R, n, m]: each node sees itself and its ancestors
+    tree_mask: Tensor | None = None  # bool [R, n, m]: each node attends to itself and its ancestors
 
 
 # attend(layer, q [T, heads, dim], kv [T, 2, kv_heads, dim]) -> [T, heads * dim]; writes kv, then reads the pool
@@ -50,7 +48,7 @@ def make_pool(
 
 
 def make_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On CPU the system's own zero pages, taken when first written: a large pool costs nothing at start."""
+    """Zeros. On a CPU their pages are allocated on first write, so that a large pool costs nothing at start."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

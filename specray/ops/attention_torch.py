@@ -1,8 +1,8 @@
-"""Attention in plain torch: correct on any device, and quick on CPU.
+"""Attention in plain torch, for any device.
 
-Rows with few queries (decoding, trees) are padded into one batch; a row with many (a prompt's chunk)
-is a batch of its own. Heads of a KV group are folded into query rows, because CPU kernels waste a
-grouped head (bfloat16, one query of 9 heads over 256 keys: 126 us against 24).
+Requests with few queries (decoding, trees) are padded into shared batches; one with many (a chunk of a prompt) is a
+batch of its own. The heads of a KV group are folded into the query dimension, because torch's CPU kernel is slow with
+grouped heads: 126 instead of 24 microseconds for one bfloat16 query of 9 heads over 256 keys.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specray.ops.attention import Attend, AttentionBatch
 
-_SHORT = 64  # queries of a row that may share a padded batch
-# KV bytes of a padded batch. Beyond the second-level cache a batch is slower than its parts: 64 rows of 256 keys took
+_SHORT = 64  # most queries of a request that shares a padded batch
+# KV bytes of a padded batch. Beyond the L2 cache a batch is slower than its parts: 64 rows of 256 keys took
 # 7.2 ms, 8 rows 0.32 (bfloat16, one thread).
 _BATCH_BYTES = 3 << 19
 
@@ -29,7 +29,7 @@ class _Group:
     queries: Tensor | None  # int64 [B * Q] into the flattened batch; None: all of it, unpadded
     written: Tensor | None  # int64 [T of the group] into [B * Q]: the queries that are not padding
     keys: Tensor | None  # pool slots, int64 [B * K]; None: `views` already are the row's KV
-    views: list[tuple[Tensor, Tensor]]  # per layer (k, v) [1, kv_heads, K, dim] of one row whose KV lies in a piece
+    views: list[tuple[Tensor, Tensor]]  # per layer (k, v) [1, kv_heads, K, dim] of one row whose KV is contiguous
     mask: Tensor | None  # additive [B, 1, heads per group * Q, K]; None: everything is visible
 
 
@@ -63,7 +63,7 @@ class TorchAttention:
         size, num_queries = group.size, group.num_queries
         k, v = self._gather(layer, group.keys, size) if group.keys is not None else group.views[layer]
         kv_heads, fold, dim = self._num_kv_heads, self._fold, self._head_dim
-        if num_queries == 1:  # decoding: the heads of a group already are its query rows
+        if num_queries == 1:  # decoding: the heads of a group are its query rows
             out = F.scaled_dot_product_attention(q.view(size, kv_heads, fold, dim), k, v, attn_mask=group.mask)
             return out.reshape(size, -1, dim)
         folded = q.view(size, num_queries, kv_heads, fold, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -88,7 +88,7 @@ class TorchAttention:
         return list(zip(k.unbind(), v.unbind(), strict=True))
 
     def _scatter(self, out: Tensor, padded: Tensor, group: _Group) -> None:
-        """Put a group's results back into the flattened batch, padding left out."""
+        """Write a group's results back into the flattened batch, without padding."""
         assert group.queries is not None
         if group.written is None:
             out[group.queries] = padded
@@ -108,7 +108,7 @@ class TorchAttention:
         views = self._views(kv_slots[0]) if len(members) == 1 else []
         key, query = (torch.arange(size, device=self._pool.device) for size in (num_keys, num_queries))
         if min(kv_lens) < num_keys:
-            kv_slots = torch.where(key < kv_len, kv_slots, 0)  # KV slot 0 is zero: padding stays finite
+            kv_slots = torch.where(key < kv_len, kv_slots, 0)  # KV slot 0 is zero, so padding is finite
         visible = None
         if num_queries > 1 or min(kv_lens) < num_keys:
             visible = key <= (kv_len - query_len + query)[:, :, None]
@@ -132,13 +132,13 @@ class TorchAttention:
         )
 
     def _additive(self, visible: Tensor) -> Tensor:
-        """0 where visible, else -inf, [B, 1, fold * Q, K]; in the pool's type, or each layer would convert it."""
+        """0 where visible, else -inf, [B, 1, fold * Q, K]; in the pool's type, so that layers need not convert it."""
         mask = torch.zeros(visible.shape, dtype=self._pool.dtype, device=self._pool.device)
         return mask.masked_fill_(~visible, -torch.inf).repeat(1, self._fold, 1)[:, None]
 
 
 def _grouped(query_lens: list[int], key_lens: list[int], most_keys: int) -> list[list[int]]:
-    """Rows that share a padded batch: short ones of similar key lengths, `most_keys` in all; each long one alone."""
+    """Rows that share a padded batch: short ones of similar key lengths, up to `most_keys` keys; long ones alone."""
     groups = [[r] for r, length in enumerate(query_lens) if length > _SHORT]
     short = [r for r, length in enumerate(query_lens) if length <= _SHORT]
     if len(short) * max((key_lens[r] for r in short), default=0) <= most_keys:

@@ -1,4 +1,4 @@
-"""The one choice point of attention kernels."""
+"""The one place that chooses attention kernels."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""x W^T + b, with W laid out once for the hardware. The one choice point of dense matmul kernels."""
+"""x W^T + b with a weight that is packed once: the one place that chooses matmul kernels."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ Linear = Callable[[Tensor], Tensor]
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | None = None) -> Linear:
-    """Function of x [T, in] -> [T, out] for `weight` [out, in]; it keeps what it needs of the weight.
+    """Function of x [T, in] -> [T, out] for `weight` [out, in]; it keeps the weight in its own layout.
 
-    `quantization` is a key of QUANTIZATIONS, or None for the weight's own type. Then, on CPU, the weight is reordered
-    into oneDNN's blocked layout, which torch otherwise does in every call: one row through all of SmolLM2-135M in
-    bfloat16 took 9.6 ms instead of 13.0.
+    `quantization` is a key of QUANTIZATIONS, or None for the weight's own type. In the latter case a CPU weight is
+    reordered into oneDNN's blocked layout, which torch otherwise does in every call: one row through SmolLM2-135M in
+    bfloat16 takes 9.6 ms instead of 13.0.
     """
     if quantization is not None:
         return QUANTIZATIONS[quantization].make(weight, bias)

@@ -13,7 +13,7 @@ from torch import Tensor
 def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
     """Keys of `gumbel`, int32 [..., 2], from int64 tensors that broadcast to [...].
 
-    A position is that of the token to sample. Made once for all depths of a step: it is some thirty small operations.
+    A position is that of the token to sample. Computed once for all depths, because it takes about thirty operations.
     """
     words = _splitmix(_splitmix(seeds) ^ positions)
     return torch.stack((words >> 32, words), -1).to(torch.int32)  # the conversion keeps the low 32 bits
@@ -26,7 +26,7 @@ def gumbel(keys: Tensor, vocab_size: int, ids: Tensor | None = None) -> Tensor:
     """
     hashes = _vocab_hash(vocab_size, keys.device) if ids is None else _hash(ids.to(torch.int32))
     bits = _mix(hashes + keys[..., :1], keys[..., 1:])
-    # 31 bits; exact for small values, which are the large Gumbels, and kept inside (0, 1) at both ends.
+    # 31 bits, inside (0, 1) at both ends; exact for small values, which give the large Gumbel values.
     uniform = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
@@ -38,7 +38,7 @@ def uniform(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
 
 
 def salted(seeds: Tensor) -> Tensor:
-    """Other seeds, for noise that must be independent of that of `seeds`."""
+    """Seeds for noise that must be independent of that of `seeds`."""
     return _splitmix(seeds ^ _signed64(0xD1B54A32D192ED03))
 
 
@@ -81,6 +81,6 @@ def _vocab_hash(vocab_size: int, device: torch.device) -> Tensor:
 
 
 def _hash(ids: Tensor) -> Tensor:
-    """A well mixed 32-bit word for each token id, int32 like `ids`: the part of the hash that no key changes."""
+    """A hash of each token id, int32 like `ids`: the part of the noise that does not depend on the key."""
     bits = (ids + 1) * -0x61C88647  # 0x9E3779B9
     return _mix(bits, torch.tensor(0x2545F491, dtype=torch.int32, device=ids.device))

@@ -1,8 +1,8 @@
-"""The target's choice of a token: processed logits plus the request's own noise, then the arg-max.
+"""Sampling: the argmax of processed logits plus the request's own Gumbel noise; greedy decoding adds no noise.
 
-Greedy decoding is the same rule without noise. The order is logit bias, penalties, masked end tokens, temperature, then
-top-k, top-p and min-p as SGLang applies them, then noise. Filters are thresholds on the logit and keep whole ties, so
-the result depends on the logits alone and not on a sort. A row's result does not depend on the other rows.
+The order is logit bias, penalties, masked end tokens, temperature, top-k, top-p and min-p as in SGLang, then noise.
+Filters are thresholds on the logit and keep all tied tokens, so the result does not depend on the order of a sort. A
+row's result does not depend on the other rows.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from specray.ops.noise import gumbel
 from specray.outputs import TokenLogprob
 from specray.step import SamplingOptions
 
-GREEDY_BELOW = 1e-5  # smaller temperatures divide logits beyond float32
+GREEDY_BELOW = 1e-5  # smaller temperatures would overflow float32
 _PREFIX = 1024  # top tokens that top-p looks at on a CPU before it sorts the whole vocabulary
 
 
@@ -173,7 +173,7 @@ def _lowest_kept(scaled: Tensor, batch: SamplingBatch) -> Tensor:
     """The smallest logit [n, 1] that top-k, then top-p over what top-k kept, and min-p let through."""
     logprobs = scaled.log_softmax(-1)  # row by row, so that no row's bits depend on the others
     vocab_size = scaled.shape[-1]
-    # A sort of the prefix is enough for almost every nucleus. Whether it was is known to the host on a CPU only.
+    # Sorting a prefix is enough for almost every nucleus. On a GPU the host could not check that without a copy.
     longest = max((state.options.top_k for state in batch.states), default=0)
     prefix = min(vocab_size, max(longest, _PREFIX)) if scaled.device.type == "cpu" else vocab_size
     ids, count, is_enough = _nucleus(logprobs, prefix, batch)
@@ -193,7 +193,7 @@ def _nucleus(logprobs: Tensor, prefix: int, batch: SamplingBatch) -> tuple[Tenso
     places = torch.arange(prefix, device=logprobs.device)
     mass = best.exp().masked_fill_(places >= limit, 0.0).cumsum(-1)
     total = torch.where(batch.top_k[:, None] > 0, mass[:, -1:], torch.ones_like(mass[:, -1:]))
-    # A token stays while the mass before it is below top_p. With top_p 1 all stay: a float32 sum may reach 1 too early.
+    # A token is kept while the mass before it is below top_p. With top_p = 1 all are kept, even if the sum rounds to 1.
     is_kept = (mass[:, :-1] < batch.top_p[:, None] * total) | (batch.top_p[:, None] >= 1.0)
     count = 1 + (is_kept & (places[1:] < limit)).sum(-1)
     is_enough = (batch.top_k > 0) | (batch.top_p >= 1.0) | (mass[:, -1] >= batch.top_p)

@@ -1,1 +1,1 @@
-"""Device side: one worker per rank. It owns rows by slot, committed lengths and KV tensors."""
+"""One worker per rank: the request table, the model, the KV pool and the drafts' source."""

@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""The device that a rank computes on."""
 
 import torch
 
@@ -6,8 +6,7 @@ from specray.config import EngineConfig
 
 
 def choose_device(config: EngineConfig, rank: int) -> torch.device:
-    """`device: auto` takes a GPU if this process sees one. Under Ray it sees its own only; else ranks take them in
-    order."""
+    """`device: auto` is a GPU if this process sees one. Rank r takes the r-th of those that it sees; Ray shows it one."""
     wants_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if not wants_gpu:
         return torch.device("cpu")

@@ -1,7 +1,7 @@
-"""One step's input: every request's known tokens and, behind them, its draft tree, in one flat batch.
+"""One step's input: every request's known tokens, followed by its draft tree, in one flat batch.
 
-There is no prefill and no decode. A request brings the known tokens that are not computed yet, the last of which is the
-root of its tree. A request whose known tokens do not all fit the step brings a tree of one node that is not sampled.
+Prefill and decode are not distinguished. A request contributes the known tokens that are not computed yet; the last one
+is the root of its tree. If they exceed the step's budget, the tree is that one node and nothing is sampled from it.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from specray.step import StepPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """The R requests of a step, in the plan's order."""
+    """The R rows of a step, one for each request, in the plan's order."""
 
     states: list[RequestState]
-    num_known: list[int]  # known tokens computed in this step, the root included
+    num_known: list[int]  # known tokens to compute in this step, the root included
     sampling: list[int]  # rows whose known tokens are all computed after this step: they sample
     slots: Tensor  # int64 [R]
     starts: Tensor  # int64 [R], position of the first token to compute
@@ -60,13 +60,13 @@ class InputBatch:
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     attention: AttentionBatch
-    roots: Tensor  # int64 [R], place of each row's root; its nodes lie behind it in order
+    roots: Tensor  # int64 [R], place of each row's root; its nodes follow in order
     node_places: Tensor  # int64 [M], places of the nodes of the rows that sample
 
     def committed_places(self, order: Sequence[int], nodes: Tensor, num_tokens: Tensor, lengths: list[int]) -> Tensor:
-        """Places, int64 [sum of lengths], of what rows `order` computed for good, row by row.
+        """Places, int64 [sum of lengths], of the tokens that rows `order` committed, row by row.
 
-        That is their known tokens before the root and the accepted path: `num_tokens` int64 [R] nodes of `nodes`
+        These are the known tokens before the root and the accepted path: `num_tokens` int64 [R] nodes of `nodes`
         int64 [R, D + 1]. `lengths` are their numbers, in the same order.
         """
         rows = torch.tensor(order, dtype=torch.int64).to(self.roots.device)

@@ -14,7 +14,7 @@ from specray.worker.memory import memory_fraction, weight_rungs
 
 
 class KVCache:
-    """Pool [layers, KV slots, 2, kv_heads, dim]. Block 0 is never written: padding reads its zeros."""
+    """Pool [layers, KV slots, 2, kv_heads, dim]. Block 0 stays zero and is read as padding."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class KVCache:
         """
         depths = torch.arange(1, nodes.shape[1], device=nodes.device)
         is_moved = (depths < num_tokens[:, None]) & (nodes[:, 1:] != depths)
-        # What does not move copies KV slot 0, which is zero, to itself: no shape depends on the outcome.
+        # Where nothing moves, KV slot 0 (zeros) is copied to itself, so that no shape depends on the outcome.
         source = torch.where(is_moved, kv_slots.gather(1, nodes[:, 1:]), 0)
         target = torch.where(is_moved, kv_slots[:, 1 : nodes.shape[1]], 0)
         move_kv(self.pool, source.flatten(), target.flatten())

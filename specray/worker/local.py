@@ -13,7 +13,7 @@ from specray.worker.worker import Worker
 
 
 class LocalExecutor:
-    """Runs a plan when it is submitted and drafts for the next one at once."""
+    """Runs a plan in `submit`, and drafts for the next step there."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
-"""What to give up when memory does not suffice: SGLang's ladder, in this configuration's own numbers.
+"""Advice for out-of-memory errors: which options to lower, in SGLang's order, with values for this configuration.
 
-First what the KV pool takes, then what a step takes for drafts, requests and prompts, then what the weights take. Not
-here: how large the pool is (`kv_cache`).
+The KV pool comes first, then the memory of a step (drafts, requests, prompts), then the weights.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ _HIGH_FRACTION, _LOW_FRACTION = 0.5, 0.1
 
 @contextlib.contextmanager
 def enough_memory(config: EngineConfig, while_: str, error: type[ConfigError | EngineDeadError]) -> Iterator[None]:
-    """Whatever allocator fails in there, raise `error` with the steps down the ladder from this configuration."""
+    """Turn an out-of-memory error of any allocator into `error` with the options to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as failure:
@@ -33,13 +32,13 @@ def enough_memory(config: EngineConfig, while_: str, error: type[ConfigError | E
 
 
 def advice(config: EngineConfig) -> str:
-    """The next step down, and those after it."""
+    """The first option to lower, and those after it."""
     first, *others = ladder(config)
     return f"next, {first}" + (f" (after that: {'; '.join(others)})" if others else "")
 
 
 def ladder(config: EngineConfig) -> list[str]:
-    """What can be lowered, in the order in which to try it."""
+    """Options to lower, in the order in which to try them."""
     rungs = [*_pool(config), *_drafts(config), *_steps(config), *weight_rungs(config)]
     return rungs or ["take a smaller model or a machine with more memory"]
 
@@ -82,7 +81,7 @@ def _steps(config: EngineConfig) -> Iterator[str]:
 
 
 def weight_rungs(config: EngineConfig) -> Iterator[str]:
-    """What makes the weights smaller."""
+    """Options that make the weights smaller."""
     if config.dtype == "float32":
         yield "replace dtype=float32 by bfloat16"
     if config.quantization is None:
@@ -90,6 +89,6 @@ def weight_rungs(config: EngineConfig) -> Iterator[str]:
 
 
 def _is_shortage(failure: BaseException) -> bool:
-    """torch's allocator for CPUs has no exception of its own."""
+    """Whether memory ran out; torch's CPU allocator has no exception class of its own."""
     is_named = isinstance(failure, MemoryError | torch.OutOfMemoryError)
     return is_named or "not enough memory" in str(failure) or "can't allocate memory" in str(failure)

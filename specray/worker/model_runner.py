@@ -18,7 +18,7 @@ from specray.worker.remote_drafter.source import RingLimits
 
 
 class ModelRunner:
-    """One rank of the target. `model` may be one that is already loaded, to share its weights."""
+    """One rank of the target. `model` is one that is already loaded, to share its weights."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ModelRunner:
         self._attention = make_backend(config.attention_backend, self.kv.pool, shape.num_local_heads)
 
     def view(self, config: EngineConfig, folder: Path, eos_token_ids: list[int]) -> TargetView:
-        """What a drafter on this rank may know and share."""
+        """What a drafter on this rank can read and share."""
         return TargetView(
             self.model,
             self.model.shape,
@@ -61,7 +61,7 @@ class ModelRunner:
         )
 
     def ring_limits(self, config: EngineConfig) -> RingLimits:
-        """What bounds the hidden states that a drafter in another process reads."""
+        """The limits of the ring of hidden states for a drafter in another process."""
         shape = self.model.shape
         step_tokens = config.max_prefill_tokens + config.max_running_requests * MAX_TREE_NODES
         dtype = self.model.embedding.weight.dtype

@@ -1,4 +1,4 @@
-"""What verification decided for all requests of a step, and how rank 0 shares it with the other ranks."""
+"""The outcome of a step for all requests, and how rank 0 shares it with the other ranks."""
 
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class StepOutput(NamedTuple):
         """`is_sound` bool [R]; `sampling` int64 are the `rows` that were verified. One copy to the host."""
         depth = 1 if verified is None else verified.tokens.shape[1]
         outcome = torch.zeros(len(is_sound), _NUM_COUNTS + 2 * depth, dtype=torch.int64, device=is_sound.device)
-        outcome[:, 0] = 1  # a prompt's chunk keeps its last token, as a root, and emits nothing
+        outcome[:, 0] = 1  # a chunk of a prompt keeps its last token, the root, and emits nothing
         logprobs = {}
         if verified is not None:
             count = verified.num_tokens[:, None]
@@ -82,7 +82,7 @@ def broadcast_tree(
 
 
 def broadcast_output(group: RankGroup, output: StepOutput | None, device: torch.device) -> StepOutput:
-    """Rank 0's outcome on every rank, logprobs excepted; the others pass None."""
+    """Rank 0's outcome on every rank, without logprobs; the others pass None."""
     array, _ = _broadcast(group, None if output is None else output.host)
     return output or StepOutput(torch.from_numpy(array).to(device), array, {})
 

@@ -1,7 +1,7 @@
-"""One rank of the target: executes plans, and has the drafter prepare the next step's trees.
+"""One rank of the target: executes plans and submits the next step's drafts.
 
-`execute` is the whole speculative step. Rank 0 decides what is verified and emitted and broadcasts it, so ranks cannot
-diverge; the other ranks run the same code on what they receive.
+`execute` is the whole speculative step. Rank 0 broadcasts the trees and the outcome of verification; the other ranks
+run the same code on what they receive, so ranks cannot diverge.
 """
 
 import os
@@ -109,7 +109,7 @@ class Worker:
         start = time.perf_counter()
         rows = StepRows.of(self._table, plan)
         self._drafts.release(plan.freed_slots)
-        self._context = ProposeContext(self._table, [])  # that of the last step may name slots that were just freed
+        self._context = ProposeContext(self._table, [])  # the last step's may name slots that were just freed
         if not rows.states:
             return StepResult(plan.step_id, [], StepTimes(time.perf_counter() - start, 0.0, 0.0, 0.0))
         batch = self._build(plan, rows)
@@ -182,7 +182,7 @@ class Worker:
     def _draft_context(
         self, plan: StepPlan, batch: InputBatch, output: StepOutput, aux_hidden_states: list[Tensor]
     ) -> ProposeContext:
-        """What the drafter gets: every sound row, and the hidden states of what the step computed for good."""
+        """The drafter's input: rows with finite logits, and the hidden states of the tokens they committed."""
         rows, num_kept = batch.rows, output.host[:, 0].tolist()
         wants = [False] * len(num_kept)
         for row in rows.sampling:

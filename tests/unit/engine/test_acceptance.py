@@ -1,4 +1,4 @@
-"""The alarm for drafts in vain: when it rises, when it ends, and that it says so once."""
+"""The alarm for drafts that are hardly ever accepted: when it starts and ends, and that it logs once."""
 
 import logging
 from pathlib import Path
@@ -21,17 +21,17 @@ from tests.support.engine import make_llm
 
 
 class Watched:
-    """An alarm and the counts it looks at."""
+    """An alarm and its counts."""
 
     def __init__(self) -> None:
         self.stats = EngineStats("EAGLE3")
         self.alarm = AcceptanceAlarm(self.stats)
 
     def verify(self, num_trees: int, num_accepted: int) -> bool:
-        """So many steps of one row with drafts, each with as many accepted; whether the alarm stands then."""
+        """Count `num_trees` trees with `num_accepted` tokens each; returns whether the alarm is on."""
         for _ in range(num_trees):
             self.stats.accepted(num_draft_tokens=7, num_accepted=num_accepted)
-            self.alarm.judge()
+            self.alarm.check()
         return bool(self.stats.values[COLLAPSED])
 
 
@@ -49,7 +49,7 @@ def test_a_short_accept_length_is_a_collapse(accept_length: float, was_collapsed
     assert is_collapsed(accept_length, was_collapsed) is expected
 
 
-def test_it_rises_once_enough_trees_were_in_vain_and_ends_when_they_are_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_alarm_starts_and_ends_after_enough_trees(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched()
     with caplog.at_level(logging.WARNING):
         assert not watched.verify(NUM_TREES, 2)
@@ -59,15 +59,15 @@ def test_it_rises_once_enough_trees_were_in_vain_and_ends_when_they_are_not(capl
     assert ["hardly ever accepted" in message for message in caplog.messages] == [True, False]
 
 
-def test_plain_decoding_is_no_collapse() -> None:
+def test_plain_decoding_does_not_raise_the_alarm() -> None:
     watched = Watched()
     for _ in range(3 * NUM_TREES):
         watched.stats.accepted(num_draft_tokens=0, num_accepted=0)
-        watched.alarm.judge()
+        watched.alarm.check()
     assert watched.stats.values[COLLAPSED] == 0
 
 
-def test_a_new_drafter_has_a_clean_record() -> None:
+def test_reset_starts_a_new_window() -> None:
     watched = Watched()
     assert watched.verify(2 * NUM_TREES - 1, 0)
     watched.alarm.reset()
@@ -75,7 +75,7 @@ def test_a_new_drafter_has_a_clean_record() -> None:
     assert watched.verify(1, 0)
 
 
-def test_an_engine_judges_its_drafter_and_forgives_the_next_one(toy: Path) -> None:
+def test_a_new_drafter_resets_the_alarm(toy: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompts = [[5, 6, seed] for seed in range(10)]
     with make_llm(toy) as llm:
