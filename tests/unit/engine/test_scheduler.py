@@ -257,22 +257,22 @@ def test_an_aborted_row_is_gone_from_the_ranks_one_step_later_while_others_run()
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "says"),
+    ("prompt", "options", "expected"),
     [
         ([], {}, ["no tokens", "at least one"]),
         ([2] * CONTEXT, {}, [str(CONTEXT), "shorten the prompt"]),
         ([2] * 40, {"max_tokens": 9}, ["40", "max_tokens is 9", str(CONTEXT), "lower max_tokens"]),
-        ([2, VOCAB_SIZE], {}, [str(VOCAB_SIZE), f"ends at {VOCAB_SIZE - 1}"]),
+        ([2, VOCAB_SIZE], {}, [str(VOCAB_SIZE), f"has {VOCAB_SIZE} tokens"]),
         ([2, -7], {}, ["-7"]),
         ([2], {"logit_bias": {99: 1.0}}, ["logit_bias", "99"]),
         ([2], {"stop_token_ids": [77]}, ["stop_token_ids", "77"]),
     ],
 )
-def test_a_refusal_names_the_value_and_the_fix(prompt: list[int], options: dict[str, object], says: list[str]) -> None:
+def test_a_refusal_names_the_value_and_the_fix(prompt: list[int], options: dict[str, object], expected: list[str]) -> None:
     engine = Engine(EngineConfig(), FakeExecutor(EngineConfig()), TOKENIZER)
     with pytest.raises(InvalidRequestError) as caught:
         engine.add_request(EngineRequest("x", prompt, SamplingParams(seed=1, **options)))
-    assert all(part in str(caught.value) for part in says), str(caught.value)
+    assert all(part in str(caught.value) for part in expected), str(caught.value)
     assert not engine.has_work
 
 
