@@ -268,7 +268,9 @@ def test_an_aborted_row_is_gone_from_the_ranks_one_step_later_while_others_run()
         ([2], {"stop_token_ids": [77]}, ["stop_token_ids", "77"]),
     ],
 )
-def test_a_refusal_names_the_value_and_the_fix(prompt: list[int], options: dict[str, object], expected: list[str]) -> None:
+def test_a_refusal_names_the_value_and_the_fix(
+    prompt: list[int], options: dict[str, object], expected: list[str]
+) -> None:
     engine = Engine(EngineConfig(), FakeExecutor(EngineConfig()), TOKENIZER)
     with pytest.raises(InvalidRequestError) as caught:
         engine.add_request(EngineRequest("x", prompt, SamplingParams(seed=1, **options)))
