@@ -1,6 +1,6 @@
 """Drafting methods and the verifier. This table is the only place that knows the methods' names.
 
-Whoever only checks a configuration loads the table without a drafter, and so without torch, which takes seconds.
+Drafters are imported when they are made, so that a configuration can be checked without importing torch.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Method(NamedTuple):
 
     make: Callable[[SpeculativeConfig, "TargetView"], "Drafter"]
     options: frozenset[str]
-    check: Callable[[SpeculativeConfig], None] = lambda config: None  # noqa: ARG005  # what needs no model to be seen
+    check: Callable[[SpeculativeConfig], None] = lambda config: None  # noqa: ARG005  # checks that need no model
 
 
 _ALL = frozenset(
@@ -35,7 +35,7 @@ _ALL = frozenset(
         "simulate_accept_rates",
         "simulate_output_is_meaningless",
     }
-)  # hold for every method
+)  # for every method
 _HEAD = frozenset(
     {
         "draft_model_path",
@@ -91,14 +91,14 @@ DRAFTERS: dict[str, Method] = {
 
 
 def check_speculative(config: SpeculativeConfig) -> None:
-    """ConfigError if `speculative.algorithm` is not a method we have, or does not go with the other options."""
+    """ConfigError if `speculative.algorithm` is unknown or contradicts the other options."""
     if config.algorithm is None:
         return
     method = DRAFTERS.get(config.algorithm)
     if method is None:
         raise ConfigError(
             f"speculative.algorithm={config.algorithm!r} is not known; choose one of {', '.join(DRAFTERS)}, "
-            "or null to decode plainly"
+            "or null for plain decoding"
         )
     read = _ALL | method.options
     if config.ngram_override_min_match is not None:

@@ -1,6 +1,6 @@
-"""Two drafters for one request: n-grams where its last tokens were seen before, a draft model everywhere else.
+"""Two drafters for one request: n-grams where a long match exists, a draft model otherwise.
 
-Where text is copied, a long match is right more often, and further ahead, than a draft model.
+Where text is copied, a long match predicts more tokens correctly than a draft model.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from specray.spec_decode.ngram_rules import ngram_rules
 
 
 def with_override(drafter: Drafter, config: SpeculativeConfig) -> Drafter:
-    """`drafter`, overridden by n-grams if the configuration says so."""
+    """`drafter`, overridden by n-grams if `ngram_override_min_match` is set."""
     if config.ngram_override_min_match is None:
         return drafter
     rules = replace(ngram_rules(config), max_draft_tokens=drafter.max_draft_tokens)
@@ -35,7 +35,7 @@ class CombinedDrafter:
         self._min_match = min_match
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        tree = self._drafter.propose(context)  # for all requests: its state has to follow those it loses as well
+        tree = self._drafter.propose(context)  # for all requests, so that its state stays up to date
         found = self._ngrams.draft(context)
         places = [place for place, ngram in enumerate(found) if ngram.match_length >= self._min_match]
         if not places:

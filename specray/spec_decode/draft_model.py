@@ -1,13 +1,13 @@
-"""STANDALONE: a smaller language model with the target's vocabulary drafts a chain or a tree.
+"""STANDALONE: drafts of a smaller language model with the target's vocabulary.
 
-The two checkpoints may pad the vocabulary to different sizes. Padding ids are never drafted; one that the target
-generates and the draft model has no embedding for is read as the draft model's last token.
+The two checkpoints may pad the vocabulary to different sizes. Padding ids are never drafted. If the target generates
+one that the draft model has no embedding for, the draft model reads its own last token instead.
 
-It needs nothing of the target but token ids. Its KV of a token lies in the KV slot of the target's, so blocks are
-shared, cached and freed together. For every KV slot the drafter remembers a hash of the tokens its KV was made from.
-What a request's KV slots do not hold yet is read before the request gets a tree: what the step added, but also a cached
-prefix from before this drafter was started, and steps it missed. Long prefixes are read in parts, so that they do not
-delay a step. A request that reaches the end of the draft model's context continues without drafts.
+The draft model reads token ids only. Its KV of a token lies in the same KV slot as the target's, so blocks are shared,
+cached and freed together. For every KV slot the drafter keeps a hash of the tokens that its KV was computed from.
+Before a request gets a tree, the drafter computes the KV that is missing: the tokens that the step added, but also a
+cached prefix from before the drafter was started, and steps that it missed. Long prefixes are computed in chunks, so
+that they do not delay a step. A request that reaches the end of the draft model's context continues without drafts.
 """
 
 from collections.abc import Sequence
@@ -37,17 +37,17 @@ from specray.spec_decode.request_table import RaggedIndex
 from specray.spec_decode.tree_growth import TreeGrower, TreePrefix, draft_dtype, draft_quantization, scratch_slots
 from specray.spec_decode.tree_shape import TreeShape
 
-CATCH_UP_TOKENS = 512  # read in a step beyond what it added, all rows together
+CATCH_UP_TOKENS = 512  # most tokens to compute in a step beyond those it added
 
 
 def make_standalone(config: SpeculativeConfig, target: TargetView) -> "StandaloneDrafter":
     """ConfigError if the draft model's tokens are not the target's."""
-    shape = TreeShape.of(config, architecture="")  # the automatic shape is that of a draft model, whatever the target
+    shape = TreeShape.of(config, architecture="")  # the automatic shape of STANDALONE does not depend on the target
     return StandaloneDrafter(load_draft_model(config, target), shape, target)
 
 
 class StandaloneDrafter:
-    """Drafter over a language model, whole on this rank."""
+    """Drafter over a language model, not sharded."""
 
     aux_hidden_state_layers: tuple[int, ...] = ()
     reads_next_token = False
@@ -56,7 +56,7 @@ class StandaloneDrafter:
         self.max_draft_tokens = shape.num_draft_tokens - 1
         self._model = model
         self._device = target.device
-        self._last_end = model.context_length - shape.num_steps  # past it the context has no room for a whole tree
+        self._last_end = model.context_length - shape.num_steps  # a tree at a later position would exceed the context
         scratch = scratch_slots(target, 1 + shape.topk * (shape.num_steps - 1))
         self._root_slots = scratch[:, 0]  # the target may not have reserved a KV slot for the root yet
         pool = model.make_pool(target.num_slots + scratch.numel())
@@ -85,7 +85,7 @@ class StandaloneDrafter:
         self._hashes.forget(slots)
 
     def _parts(self, context: ProposeContext) -> list["Part"]:
-        """What is read in this step. A request gets a tree if it wants one and nothing is left to read."""
+        """What to compute in this step. A request gets a tree if it allows one and no KV is missing."""
         rows = [request for request in context.requests + context.unfinished if self._fits(context, request)]
         wants_tree = {request.slot for request in context.requests}
         starts = [self._num_read(context, request) for request in rows]
@@ -99,18 +99,18 @@ class StandaloneDrafter:
         return [part for part in parts if part.has_root or part.stop > part.start]
 
     def _fits(self, context: ProposeContext, request: DraftRequest) -> bool:
-        """Whether there is room for a tree, or will be once the prompt is read."""
+        """Whether the draft model's context has room for a tree, after the prompt if that is not complete."""
         num_prompt_tokens = context.table.states[request.slot].num_prompt_tokens
         return max(request.end, num_prompt_tokens - 1) <= self._last_end
 
     def _num_read(self, context: ProposeContext, request: DraftRequest) -> int:
-        """How many of the request's tokens, from the first one on, are in its KV slots."""
+        """How many of the request's tokens, from the first one on, have KV of the draft model."""
         kv_slots = context.table.host_kv_slots[request.slot, : request.end]
         unread = self._made_from[kv_slots] != self._hashes.of(context, request)
         return int(unread.argmax()) if unread.any() else request.end
 
     def _read(self, context: ProposeContext, parts: list["Part"]) -> tuple[Tensor, TreePrefix]:
-        """(the model's output at the roots, what trees grow on) after reading the parts, with the roots behind them."""
+        """Compute the parts and the roots behind them; (the model's output at the roots, the prefix of their trees)."""
         table, requests = context.table, [part.request for part in parts]
         with_root = [place for place, part in enumerate(parts) if part.has_root]
         [slots] = context.columns(requests, "slot")
@@ -121,7 +121,7 @@ class StandaloneDrafter:
         lengths = [part.stop + part.has_root - part.start for part in parts]
         index = RaggedIndex.of(stops + has_root - starts, sum(lengths))
         rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
-        # A root is written to a scratch slot, behind the part. A part without a root writes nothing there.
+        # A root's KV goes to a scratch slot behind the part.
         kv_slots = table.kv_slots_of(slots, max(part.stop for part in parts) + 1)
         root_slots = self._root_slots.index_select(0, places.clamp(min=0))
         at_stop = kv_slots.gather(1, stops[:, None])
@@ -146,7 +146,7 @@ class StandaloneDrafter:
 
 
 class Part(NamedTuple):
-    """Positions `start` … `stop - 1` of a request, to be read now; if it `has_root`, with the token at `end`."""
+    """Positions `start` … `stop - 1` of a request, to compute in this step; with `has_root` also the token at `end`."""
 
     request: DraftRequest
     start: int
@@ -155,7 +155,7 @@ class Part(NamedTuple):
 
 
 def share_out(sizes: Sequence[int], budget: int) -> list[int]:
-    """How much of each is done within `budget`: the smallest first, so that a long one does not delay the others."""
+    """Shares of `budget` for jobs of these sizes: the smallest first, so that a long one does not delay the others."""
     counts = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=sizes.__getitem__):
         counts[index] = min(sizes[index], budget)
@@ -171,7 +171,7 @@ class PrefixHashes:
         self._known: dict[int, np.ndarray] = {}  # by slot
 
     def of(self, context: ProposeContext, request: DraftRequest) -> np.ndarray:
-        """uint64 [end]: entry i is of the tokens up to i."""
+        """uint64 [end]: entry i is the hash of the tokens up to i."""
         known = self._known.get(request.slot, np.zeros(0, dtype=np.uint64))
         new = np.array(context.token_ids(request)[len(known) : request.end], dtype=np.uint64)
         if len(new):
@@ -185,10 +185,9 @@ class PrefixHashes:
 
 
 class DraftModel:
-    """A language model as a TreeModel: what a token takes over from those before it is in the KV alone.
+    """A language model as a TreeModel: its only state is the KV.
 
-    It drafts the first `num_tokens` tokens; with `ids` int64 [n] these tokens only (FR-Spec), by these rows of its
-    output matrix.
+    It drafts the first `num_tokens` token ids, or with `ids` int64 [n] only these (FR-Spec); `head` has their rows.
     """
 
     def __init__(self, model: Llama, head: VocabHead, num_tokens: int, ids: Tensor | None, dtype: torch.dtype) -> None:
@@ -247,7 +246,7 @@ def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftMode
 
 
 def num_common_tokens(folder: Path, vocab_size: int, target: TargetView) -> int:
-    """How many ids, from 0 on, the draft model in `folder` can propose; those that only pad a matrix are left out.
+    """Number of ids, from 0 on, that the draft model in `folder` can propose, without padding.
 
     ConfigError unless the two tokenizers have the same tokens.
     """
@@ -266,7 +265,7 @@ def num_common_tokens(folder: Path, vocab_size: int, target: TargetView) -> int:
 
 
 def _share_matrices(model: Llama, target: Llama) -> None:
-    """Let a model that was cut out of the target use the target's embedding, and output matrix if both are tied."""
+    """Share the target's embedding with a model that has an equal one, and its output matrix if both are tied."""
     ours, theirs = model.embedding.weight, target.embedding.weight
     if ours.dtype == theirs.dtype and ours.device == theirs.device and torch.equal(ours, theirs):
         model.embedding = target.embedding

@@ -1,7 +1,7 @@
-"""Draft trees of a batch of requests, as tensors, and what follows from their shape.
+"""Draft trees of a batch of requests, as tensors.
 
-Plain decoding is a tree of one node, a chain a tree with one branch. Trees stay tensors from the drafter to the
-verifier; lists are for drafters that work on the host (n-grams).
+Plain decoding is a tree of one node; a chain is a tree with one branch. Trees stay tensors from the drafter to the
+verifier. Lists are for drafters that work on the host (n-grams).
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class DraftTree:
 
     @classmethod
     def from_lists(cls, trees: Sequence[TreeLists], device: torch.device | str = "cpu") -> "DraftTree":
-        """Pad the trees to the largest one."""
+        """Trees from the host, padded to the largest one."""
         width = max((len(tree.tokens) for tree in trees), default=1)
         tokens = [tree.tokens + [NONE] * (width - len(tree.tokens)) for tree in trees]
         parents = [tree.parents + [NONE] * (width - len(tree.parents)) for tree in trees]
@@ -47,7 +47,7 @@ class DraftTree:
 
     @classmethod
     def roots(cls, tokens: Tensor) -> "DraftTree":
-        """Trees of one node, from int64 [B]: nothing is drafted."""
+        """Trees without drafts: one node each, from int64 [B]."""
         return cls(tokens[:, None], torch.full_like(tokens[:, None], NONE), torch.ones_like(tokens), 0)
 
     def to_lists(self) -> list[TreeLists]:
@@ -56,7 +56,7 @@ class DraftTree:
         return [TreeLists(tokens[:count], parents[:count]) for tokens, parents, count in rows]
 
     def ancestors(self) -> Tensor:
-        """bool [B, N, N]: entry [b, i, j] says that j is i or an ancestor of i. Past a tree's nodes: only itself."""
+        """bool [B, N, N]: [b, i, j] is set if j is i or an ancestor of i. Places past a tree's nodes have only themselves."""
         num_rows, size = self.tokens.shape
         if size == 1:
             return torch.ones(num_rows, 1, 1, dtype=torch.bool, device=self.tokens.device)
@@ -112,7 +112,7 @@ class DraftTree:
         )
 
     def limited_to_depth(self, num_steps: Tensor) -> "DraftTree":
-        """The trees without nodes deeper than `num_steps` int64 [B]. The order of the other nodes stays."""
+        """The trees without nodes deeper than `num_steps` int64 [B]. The other nodes keep their order."""
         depths = self.ancestors().sum(-1) - 1
         nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         keep = (depths <= num_steps[:, None]) & (nodes < self.num_nodes[:, None])

@@ -1,7 +1,7 @@
 """The interfaces of drafting: a `Drafter` is a method, a `DraftSource` is where it runs.
 
-A method implements `Drafter` and joins `DRAFTERS`. It may be wrong, late or without a draft: that costs speed and
-never changes the output.
+A method implements `Drafter` and is listed in `DRAFTERS`. Wrong, late or missing drafts cost speed and never change the
+output.
 """
 
 from collections.abc import Sequence
@@ -19,26 +19,27 @@ from specray.step import DraftFault, DraftLimit
 
 
 class DraftRequest(NamedTuple):
-    """One request after a step, for a drafter; read only.
+    """One request after a step.
 
-    The step computed the tokens at positions `start` … `end - 1` for good. The token at `end` is known too: the bonus
-    token, or the next one of the prompt. So a drafter that pairs the hidden states of a token with the token after it
-    has all its pairs. The KV of a drafter may lie in the KV slots of the target: blocks are shared and freed together.
+    The step committed the tokens at positions `start` … `end - 1`. The token at `end` is also known: the bonus token,
+    or the next one of the prompt. A drafter that pairs the hidden states of a token with the next token therefore has
+    all its pairs. A drafter's KV of a token may lie in the same KV slot as the target's: blocks are shared and freed
+    together.
     """
 
     slot: int
     start: int
     end: int
-    draft_limit: DraftLimit  # nodes and levels beyond it will not be verified in the next step
+    draft_limit: DraftLimit  # nodes and levels beyond it will not be verified
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProposeContext:
-    """What a step leaves behind for the next step's drafts."""
+    """Input for the next step's drafts."""
 
     table: RequestTable  # token ids, KV slots, seeds and sampling options by slot
     requests: list[DraftRequest]  # each gets a tree, whose root is its last known token, at `end`
-    # Requests to be read but not drafted for: in the middle of their prompt, or with a limit that allows no drafts.
+    # Requests that get no tree: their prompt is not complete, or their limit allows no drafts.
     unfinished: list[DraftRequest] = field(default_factory=list)
     # [sum of end - start, len(aux_hidden_state_layers) * hidden] of the computed tokens, first of `requests`, then of
     # `unfinished`
@@ -61,9 +62,9 @@ class ProposeContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetView:
-    """What a drafter may know of, and share with, the target it drafts for."""
+    """Properties and parts of the target that a drafter can use."""
 
-    model: Llama | None  # None for a drafter in a process of its own
+    model: Llama | None  # None if the drafter has its own process
     shape: LlamaShape
     dtype: torch.dtype
     folder: Path
@@ -89,15 +90,15 @@ class DraftFaultError(Exception):
 class Drafter(Protocol):
     """A drafting method with state per slot."""
 
-    max_draft_tokens: int  # most nodes of a tree beside the root
+    max_draft_tokens: int  # most nodes of a tree, without the root
     aux_hidden_state_layers: tuple[int, ...]  # of the target (see Llama.__call__), concatenated in the context
-    reads_next_token: bool  # its KV of a token depends on the token after it; the prefix cache then takes that in
+    reads_next_token: bool  # its KV of a token depends on the next token, which prefix cache keys then include
 
     def propose(self, context: ProposeContext) -> DraftTree:
         """Trees of `context.requests`, in their order.
 
-        Steps may be missing: a request then starts later than it ended last time. Raises DraftFaultError if the
-        drafter has nothing to give.
+        Steps may be missing: the `start` of a request is then larger than its last `end`. Raises DraftFaultError if
+        there are no trees.
         """
 
     def release(self, slots: Sequence[int]) -> None:
@@ -105,7 +106,7 @@ class Drafter(Protocol):
 
 
 class DraftSource(Protocol):
-    """Where drafts come from: `submit` starts drafting, `collect` takes what is ready for the next step."""
+    """Where a drafter runs: `submit` starts drafting, `collect` takes the trees that are ready for the next step."""
 
     @property
     def max_draft_tokens(self) -> int: ...
@@ -126,7 +127,7 @@ class DraftSource(Protocol):
         """(trees, their numbers of nodes on the host) of requests whose last known tokens are `roots`.
 
         `slots` and `roots` are int64 [B]. A tree has at most `draft_limits[b].num_tokens` nodes beside its root. It is
-        only a root if no tree is ready, or if the tree is invalid or was made for another last token.
+        a root only if no tree is ready, or if the tree is invalid or was made for another last token.
         """
 
     def release(self, slots: Sequence[int]) -> None: ...

@@ -1,9 +1,9 @@
 """EAGLE-1, EAGLE-2 and EAGLE-3: a small head over the target's hidden states drafts a dynamic tree.
 
-After every step the head first reads what the target computed for good (draft extend: the hidden states of token i with
-token i + 1), overwriting what it guessed there. Then a tree grows on its outputs. Its KV of position i lies in the KV
-slot of the target's, so blocks are shared, cached and freed together. The drafter remembers only which KV slots it has
-written and attends to no others, so it may join requests that are running, and may miss a step.
+After every step the head first processes the tokens that the target committed (draft extend: the hidden states of token
+i with token i + 1). Then a tree grows on its outputs. Its KV of position i lies in the same KV slot as the target's, so
+blocks are shared, cached and freed together. The drafter records which KV slots it has written and attends to no
+others, so it can join running requests and can miss a step.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ def make_eagle3(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter"
 
 
 def make_eagle2(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter":
-    """EAGLE-1 and -2 heads alike: they differ in how they were trained."""
+    """EAGLE-1 and EAGLE-2 heads, which differ only in training."""
     return _make(config, target, version=2)
 
 
 class EagleDrafter:
-    """Drafter over an EAGLE-2 or EAGLE-3 head, whole on this rank."""
+    """Drafter over an EAGLE-2 or EAGLE-3 head, not sharded."""
 
     reads_next_token = True
 
@@ -70,12 +70,12 @@ class EagleDrafter:
         return self._grower.grow(context, prefix, output[:count])
 
     def release(self, slots: Sequence[int]) -> None:
-        """Nothing to forget: the state lies in KV blocks, which have owners."""
+        """The only state is KV in the requests' blocks."""
 
     def _extend(
         self, context: ProposeContext, requests: list[DraftRequest], visible: tuple[Tensor, list[int]]
     ) -> Tensor:
-        """Read what the step computed; the head's output [requests, H] at each request's last position."""
+        """Draft extend; returns the head's output [requests, H] at each request's last position."""
         table, (kv_slots, kv_lens) = context.table, visible
         slots, starts, ends = context.columns(requests, "slot", "start", "end")
         lengths = [request.end - request.start for request in requests]

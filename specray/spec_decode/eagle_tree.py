@@ -1,4 +1,4 @@
-"""The choice of the nodes of EAGLE-2's dynamic tree (Li et al., arXiv:2406.16858): pure functions of scores."""
+"""Selection of the nodes of EAGLE-2's dynamic tree (Li et al., arXiv:2406.16858), from scores alone."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from specray.spec_decode.draft_tree import NONE, DraftTree
 class CandidatePool:
     """All candidates of B trees in the order they were made.
 
-    The candidate with flat index f is a child of entry f // topk of `expanded`. Entry 0 stands for the root, entry
-    r > 0 for the candidate whose flat index it holds.
+    The candidate with flat index f is a child of entry f // topk of `expanded`. Entry 0 is the root, entry r > 0 the
+    candidate with the flat index `expanded[r]`.
     """
 
     topk: int
@@ -45,8 +45,8 @@ class CandidatePool:
     def tree(self, roots: Tensor, num_drafts: int) -> DraftTree:
         """The `num_drafts` candidates with the highest scores, the highest first, below `roots` int64 [B].
 
-        So the first n nodes are the best tree of n nodes. A child never scores more than its parent, and of equal
-        scores the earlier candidate is taken, so parents come first. (SGLang orders the same nodes by flat index.)
+        The first n nodes are therefore the best tree of n nodes. A child never scores more than its parent, and ties go
+        to the earlier candidate, so parents come first. (SGLang orders the same nodes by flat index.)
         A tree whose scores are not finite has no nodes.
         """
         chosen = _best(self.scores, num_drafts)
@@ -64,5 +64,5 @@ class CandidatePool:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """Indexes [B, count] of the highest scores; of equal ones the lower index, which topk does not promise."""
+    """Indexes [B, count] of the highest scores; ties go to the lower index, which `topk` does not guarantee."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -1,7 +1,6 @@
-"""FR-Spec: the file of frequent token ids that narrows what a draft head may propose.
+"""FR-Spec: a file of frequent token ids, to which a draft head's output is restricted.
 
-Verification still runs over the whole vocabulary, so a map changes speed, never output. Not here: the narrowed
-head itself (`specray.models.eagle`), or making such a file (`specray train token-map`).
+Verification still uses the whole vocabulary, so a map changes speed, never output. `specray train token-map` makes one.
 """
 
 import json
@@ -22,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 def configured_token_map(config: SpeculativeConfig, target: TargetView) -> Tensor | None:
-    """The ids of `speculative.token_map`, those that end a text of the target's among them; None without a map."""
+    """The ids of `speculative.token_map` and the target's EOS ids; None without a map."""
     if config.token_map is None:
         return None
     return load_token_map(resolve_token_map(config.token_map), target.shape.vocab_size, target.eos_token_ids)
 
 
 def load_token_map(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Tensor:
-    """int64 [n]: the ids in the file, in its order and each once; end tokens it leaves out come last.
+    """int64 [n]: the ids in the file, in its order and each once, followed by EOS ids that it lacks.
 
     A .pt file holds a list or tensor written by torch.save, any other a JSON list. ConfigError for anything else.
     """

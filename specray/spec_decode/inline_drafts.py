@@ -1,4 +1,4 @@
-"""Trees between two steps: `PendingTrees` keeps them by slot, `InlineDrafts` drafts in the target's own process."""
+"""Drafting in the target's own process, and the trees that wait for the next step."""
 
 import time
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class PendingTrees:
     ) -> tuple[DraftTree, list[int], bool]:
         """(trees, their numbers of nodes on the host, whether a drafter's logits were not finite).
 
-        Arguments and trees are those of `DraftSource.collect`. A tree is given once.
+        Arguments and trees are those of `DraftSource.collect`. Taking a tree removes it.
         """
         if not self._max_depth:
             return DraftTree.roots(roots), [1] * len(roots), False
@@ -54,7 +54,7 @@ class PendingTrees:
         tree = DraftTree(tokens, parents, found, self._max_depth)
         is_usable = (found > 0) & (tokens[:, ROOT] == roots) & tree.is_valid(self._vocab_size)
         num_nodes = torch.where(is_usable, torch.minimum(found, most), 1)
-        # The one copy to the host of drafting: it waits for the drafter, and decides the shapes of the next forward.
+        # Drafting's one copy to the host. It waits for the drafter and determines the shapes of the next forward.
         counts: list[int] = torch.where(found == 0, 0, num_nodes).tolist()
         width = max(1, *counts)
         is_past = torch.arange(width, device=slots.device) >= num_nodes[:, None]
@@ -116,7 +116,7 @@ class InlineDrafts:
 
 
 def limited(tree: DraftTree, context: ProposeContext) -> DraftTree:
-    """A drafter's trees without levels that its requests do not allow."""
+    """A drafter's trees without levels beyond its requests' limits."""
     steps = [request.draft_limit.num_steps for request in context.requests]
     if not steps or min(steps) >= tree.max_depth:
         return tree

@@ -1,9 +1,10 @@
-"""MTP: the multi-token prediction layers of a target's checkpoint draft for it.
+"""MTP: drafts of the multi-token prediction layers of a target's checkpoint.
 
-One layer drafts as an EAGLE head does, step after step on its own output (`eagle`). Of several layers, step k uses
-layer k, and every layer reads all of the text. Each layer keeps KV of its own in the KV slots of the target's, and its
-outputs in a pool beside: what a layer reads at a position is what the layer before it computed one position earlier,
-maybe in an earlier step or for another request with the same prefix. That costs layers * hidden numbers a token.
+A single layer drafts like an EAGLE head, step after step on its own output (`eagle`). With several layers, step k uses
+layer k, and every layer processes the whole text. Each layer keeps its KV in the same KV slots as the target, and its
+outputs in a second pool: the input of a layer at a position is the output of the layer before it at the previous
+position, which may come from an earlier step or from another request with the same prefix. The second pool has layers *
+hidden numbers a token.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def make_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
 
 
 def make_eagle_or_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
-    """SGLang's EAGLE, of which NEXTN is another name: what is in the checkpoint decides."""
+    """SGLang's EAGLE, also named NEXTN: an EAGLE head or MTP layers, whichever the checkpoint has."""
     if holds_mtp_layers(*_place(config, target)):
         return make_mtp(config, target)
     if config.draft_model_path is None:
@@ -52,7 +53,7 @@ def make_eagle_or_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
 
 
 def stack_shape(config: SpeculativeConfig, architecture: str, num_layers: int) -> TreeShape:
-    """The tree of several layers: one step each. ConfigError for more steps than layers; automatic ones are cut."""
+    """The tree of several layers, one step each. ConfigError for more steps than layers; automatic ones are reduced."""
     shape = TreeShape.of(config, architecture)
     if shape.num_steps <= num_layers:
         return shape
@@ -67,7 +68,7 @@ def stack_shape(config: SpeculativeConfig, architecture: str, num_layers: int) -
 
 
 class StackDrafter:
-    """Drafter over several MTP layers, whole on this rank."""
+    """Drafter over several MTP layers, not sharded."""
 
     reads_next_token = True
 
@@ -97,10 +98,10 @@ class StackDrafter:
         return self._grower.grow(context, prefix, self._last_outputs(context, slots, ends))
 
     def release(self, slots: Sequence[int]) -> None:
-        """Nothing to forget: the state lies in KV blocks, which have owners."""
+        """The only state is KV in the requests' blocks."""
 
     def _extend(self, context: ProposeContext, requests: list[DraftRequest]) -> None:
-        """Let every layer read what the step computed."""
+        """Draft extend in every layer."""
         assert context.aux_hidden_states is not None
         starts, states = [request.start for request in requests], self._stack.fuse(context.aux_hidden_states)
         for layer in range(self._stack.num_layers):
@@ -115,7 +116,7 @@ class StackDrafter:
     def _starts(
         self, context: ProposeContext, requests: list[DraftRequest], layer: int, starts: list[int]
     ) -> list[int]:
-        """The first positions that `layer` can read if the layer before it began at `starts` in this step."""
+        """The first positions that `layer` can compute if the layer before it began at `starts` in this step."""
         has_input = self._written[layer - 1].has(context.table, requests, [max(start - 1, 0) for start in starts])
         rows = zip(requests, starts, has_input.tolist(), strict=True)
         return [min(start if start > 0 and known else start + 1, request.end) for request, start, known in rows]
@@ -137,7 +138,7 @@ class StackDrafter:
         self._outputs[layer].index_copy_(0, written, output)
 
     def _last_outputs(self, context: ProposeContext, slots: Tensor, ends: Tensor) -> Tensor:
-        """[B, layers, H] at the last computed tokens; zeros of a layer that a prompt is too short for."""
+        """[B, layers, H] at the last computed tokens; zeros where a prompt is too short for a layer."""
         kv_slots = context.table.kv_slots_at(slots, ends - 1)
         outputs = self._outputs.index_select(1, kv_slots).transpose(0, 1)
         last = [request.end - 1 for request in context.requests]
@@ -146,7 +147,7 @@ class StackDrafter:
 
 
 def _place(config: SpeculativeConfig, target: TargetView) -> tuple[Path, str]:
-    """(folder, load format) of what drafts."""
+    """(folder, load format) of the drafting layers."""
     if config.draft_model_path is None:
         return target.folder, target.load_format
     return resolve_draft(config, progress=False), config.draft_load_format

@@ -1,8 +1,8 @@
-"""NGRAM: drafts are copies of what followed the same tokens before, in this request or in requests that ended.
+"""NGRAM: drafts are copied from what followed the same tokens before, in this request or in finished requests.
 
-There is no model. Places that end like the request does now are looked up (`ngram_index`), and what follows them is put
-into a tree (`ngram_tree`). Everything is one stream of symbols, a token beside the number of its cache salt, so that
-the text of one salt never matches another's.
+There is no model. `ngram_index` finds earlier occurrences of the request's last tokens, and `ngram_tree` makes a tree
+of what follows them. A symbol is a token combined with the number of its cache salt, so that texts of different salts
+never match.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ from specray.spec_decode.ngram_rules import NgramRules, ngram_rules
 from specray.spec_decode.ngram_tree import Level, NgramDraft, draft
 from specray.spec_decode.request_table import RequestState
 
-_LEAST_OWN_CAPACITY = 1024  # tokens of a request; doubled as it grows
+_LEAST_OWN_CAPACITY = 1024  # initial capacity for a request's tokens; doubled as it grows
 _MOST_SALTS = 10_000
-_TOKEN_BITS = 32  # of a symbol; the salt's number is above
+_TOKEN_BITS = 32  # bits of the token in a symbol; the salt's number is above
 
 
 class NgramDrafter:
-    """Drafter by lookup; shares what ended requests of the same cache salt have said."""
+    """Drafter by lookup. The outputs of finished requests are shared with requests of the same cache salt."""
 
     aux_hidden_state_layers: tuple[int, ...] = ()
     reads_next_token = False
@@ -55,9 +55,9 @@ class NgramDrafter:
         return [self._draft_one(context.table.states[request.slot]) for request in context.requests]
 
     def release(self, slots: Sequence[int]) -> None:
-        """Share the outputs of ended requests, with the last tokens before them, with requests of the same salt.
+        """Share the outputs of finished requests, and the last tokens of their prompts, with requests of the same salt.
 
-        They are indexed with the next drafts, because a step waits for this call.
+        They are indexed in the next `propose`, because a step waits for this call.
         """
         for slot in slots:
             if text := self._texts.pop(slot, None):
@@ -84,7 +84,7 @@ class NgramDrafter:
         return text
 
     def _search(self, text: "_Text") -> Iterator[Level]:
-        """Matches, the longest first."""
+        """Matches, longest first."""
         window = self._rules.max_window
         last = text.symbols(max(0, len(text.request.token_ids) - window))[::-1]
         suffix = np.array(last + [GAP] * (window - len(last)), dtype=np.int64)
@@ -96,7 +96,7 @@ class NgramDrafter:
         return SuffixIndex(capacity, self._rules.max_window, self._rules.reach)
 
     def _salt_number(self, salt: str) -> int:
-        """A number that no other salt has had. The salt that was not used for longest is forgotten, with its texts."""
+        """A number that no other salt has had. The least recently used salt is forgotten, with its texts."""
         number = self._salts.pop(salt, None) or next(self._salt_numbers)
         self._salts[salt] = number  # move it to the end
         if len(self._salts) > _MOST_SALTS:  # a client may send a new salt with every request

@@ -1,9 +1,9 @@
-"""Where the last words were seen before: texts one behind the other, and the places in them that end alike.
+"""An index of earlier occurrences of the last symbols of a text.
 
-A trie of every stretch of the texts would cost as many nodes a token as it is deep. It is not stored: its node for some
-words is the places that end in them, its children are what follows there, the most recent first. Such places are found
-as zlib finds repetitions: hashed stretches of 1, 2, 4, 8, … symbols, each place linked to the one before it that has
-the same hash. Symbols are numbers above 0, `GAP` stands between texts. Not here: whose text it is, or any tree.
+A trie of all n-grams needs as many nodes a token as it is deep, so none is stored. Its node for an n-gram is the list
+of places that end with it, and the node's children are the symbols that follow there, the most recent first. The places
+are found as in zlib: n-grams of 1, 2, 4, 8, … symbols are hashed, and each place is linked to the previous one with the
+same hash. Symbols are numbers above 0; `GAP` separates texts.
 """
 
 from collections.abc import Sequence
@@ -12,43 +12,43 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-GAP = 0  # no symbol: what memory holds before anything was written, too
-MOST_PLACES = 16  # most recent places of a stretch that are looked at
-_MOST_STEPS = 4 * MOST_PLACES  # along a chain, which other stretches may share
+GAP = 0  # also the content of unused memory
+MOST_PLACES = 16  # most recent places of an n-gram that are examined
+_MOST_STEPS = 4 * MOST_PLACES  # along a chain, which other n-grams may share
 
 
 class Match(NamedTuple):
-    """A place that ends like the words searched for."""
+    """A place that ends with the symbols searched for."""
 
-    length: int  # symbols in common
-    follows: list[int]  # symbols behind it, up to the end of its text
+    length: int  # number of matching symbols
+    follows: list[int]  # symbols after it, up to the end of its text
 
 
 class SuffixIndex:
-    """The last `capacity` symbols of a stream, searched for matches of up to `window` symbols and the `reach` behind.
+    """The last `capacity` symbols of a stream, searched for matches of up to `window` symbols; `reach` follow each.
 
-    Memory is taken as it is filled: per symbol of capacity 8 bytes, and 20 to 28 for each of the `num_levels(window)`.
+    Memory grows with use, up to 8 bytes per symbol of capacity and 20 to 28 for each of the `num_levels(window)`.
     """
 
     def __init__(self, capacity: int, window: int, reach: int) -> None:
         levels = num_levels(window)
         self.capacity = capacity
-        self.end_keys: list[int] = [0] * levels  # of the stretches that end with the last symbol
+        self.end_keys: list[int] = [0] * levels  # of the n-grams that end with the last symbol
         self._window = window
-        self._size = size = capacity + window + 1  # a match may begin before what is kept; a gap stands behind the end
+        self._size = size = capacity + window + 1  # a match may begin before what is kept; a gap follows the end
         self._around = np.arange(1 - window, reach + 1)
         self._symbols = np.zeros(size, dtype=np.int64)
-        self._end = 1  # place of the next symbol, counted from the stream's beginning; place 0 is nowhere
+        self._end = 1  # place of the next symbol, counted from the start of the stream; place 0 means none
         self._shift = _KEY_BITS - capacity.bit_length()
         self._stretches = Stretches(levels)
-        # Read and written one by one, which numpy is slow at.
+        # Lists, because numpy is slow at single elements.
         self._symbol_view = self._symbols.data
         self._tags = [np.zeros(size, dtype=np.uint32).data for _ in range(levels)]
         self._previous = [np.zeros(size, dtype=np.int64).data for _ in range(levels)]
         self._latest = [np.zeros(1 << capacity.bit_length(), dtype=np.int64).data for _ in range(levels)]
 
     def __len__(self) -> int:
-        """Symbols seen so far, forgotten ones too."""
+        """Symbols seen so far, including forgotten ones."""
         return self._end - 1
 
     def extend(self, symbols: Sequence[int]) -> None:
@@ -72,9 +72,9 @@ class SuffixIndex:
         self._symbol_view[self._end % self._size] = GAP
 
     def find(self, level: int, key: int, suffix: NDArray[np.int64]) -> dict[int, Match]:
-        """The most recent places, the last first, whose last 2 ** level symbols are those with `key`.
+        """The most recent places, latest first, whose last 2 ** level symbols have `key`.
 
-        `suffix` [window] is the words searched for, the last first, GAPs behind.
+        `suffix` [window] has the symbols searched for, the last one first, padded with GAP.
         """
         places = self._walk(level, key)
         if not places:
@@ -109,14 +109,14 @@ def num_levels(window: int) -> int:
 
 
 class Stretches:
-    """Hashes of the stretches of 1, 2, 4, … symbols that end at each place of a stream, `_KEY_BITS` bits each."""
+    """Hashes of the n-grams of 1, 2, 4, … symbols that end at each place of a stream, `_KEY_BITS` bits each."""
 
     def __init__(self, levels: int) -> None:
-        # The last keys of each level but the longest: a key of the next one is made of two, a stretch apart.
+        # The last keys of each level but the longest: a key of the next level combines two of them.
         self._last = [[0] * (1 << level) for level in range(levels - 1)]
 
     def read(self, symbols: Sequence[int]) -> list[list[int]]:
-        """The keys of each level at `symbols`, which come next; with fewer symbols before than a level has, no key."""
+        """The keys of each level at the next `symbols`; none where a level's n-gram is longer than the text so far."""
         keys = [_mix(symbol) for symbol in symbols]
         levels = [keys]
         for level, last in enumerate(self._last):
@@ -134,7 +134,7 @@ _ALL = (1 << _KEY_BITS) - 1
 
 
 def _mix(number: int) -> int:
-    """Every bit of a number in the high ones of its key, which choose the bucket."""
+    """Mix all bits of a number into the high bits of its key, which select the bucket."""
     number = number * _ODD & _ALL
     return (number ^ number >> 29) * _ODD & _ALL
 

@@ -49,7 +49,7 @@ class NgramRules:
 
 
 def check_ngram(config: SpeculativeConfig) -> None:
-    """ConfigError for options that are wrong for any target."""
+    """ConfigError for options that are invalid for every target."""
     ngram_rules(config)
 
 
@@ -78,7 +78,7 @@ def ngram_rules(config: SpeculativeConfig) -> NgramRules:
 
 
 def check_override(config: SpeculativeConfig) -> None:
-    """ConfigError if `ngram_override_min_match` is set and no match could be so long."""
+    """ConfigError if `ngram_override_min_match` is longer than any match."""
     if config.ngram_override_min_match is None:
         return
     longest = ngram_rules(config).max_window

@@ -1,8 +1,7 @@
-"""How matches become a tree: SGLang's BFS and PROB, and the chain of suffix decoding. Pure functions.
+"""Trees from n-gram matches: SGLang's BFS and PROB, and the chain of suffix decoding. Pure functions.
 
-A node of the trie that the matches stand for is the list of texts that follow there, the most recent first: its
-children are their next symbols, how often a child was seen is how many of the texts begin with it. Not here: where
-matches come from (`ngram_index`), and options (`ngram_rules`).
+A node of the trie that the matches represent is the list of texts that follow there, the most recent first. Its
+children are their next symbols, and the frequency of a child is the number of texts that begin with it.
 """
 
 from collections import deque
@@ -15,32 +14,32 @@ from specray.spec_decode.draft_tree import NONE, ROOT, TreeLists
 from specray.spec_decode.ngram_index import Match
 from specray.spec_decode.ngram_rules import NgramRules
 
-Texts = list[list[int]]  # what follows some words at each of their places, the most recent first
+Texts = list[list[int]]  # what follows an n-gram at each of its places, the most recent first
 Children = dict[int, Texts]  # next symbol -> what follows it, the most recent first
 
 
 class Level(NamedTuple):
-    """Matches of at least `length` symbols, up to twice that less one."""
+    """Matches of `length` to 2 * `length` - 1 symbols."""
 
     length: int
-    own: dict[int, Match]  # in the request's own text, by place, the last first
-    shared: dict[int, Match]  # in texts of ended requests
+    own: dict[int, Match]  # in the request's own text, latest place first
+    shared: dict[int, Match]  # in texts of finished requests
 
 
 class NgramDraft(NamedTuple):
-    """A tree, and the length of the longest match behind it (0: nothing was found)."""
+    """A tree, and the length of the longest match for it (0: no match)."""
 
     tree: TreeLists
     match_length: int
 
 
 def draft(levels: Iterable[Level], root: int, rules: NgramRules) -> NgramDraft:
-    """The tree of `rules.match_type` below `root`; `levels` come with the longest matches first."""
+    """The tree of `rules.match_type` below `root`; `levels` are ordered by length of match, longest first."""
     return _GROW[rules.match_type](levels, root, rules)
 
 
 class _TreeBuilder:
-    """A tree that grows up to `most` nodes below its root; equal siblings are one."""
+    """A tree of up to `most` nodes below its root, without equal siblings."""
 
     def __init__(self, root: int, most: int) -> None:
         self.tree = TreeLists([root], [NONE])
@@ -52,7 +51,7 @@ class _TreeBuilder:
         return len(self._nodes) >= self._most
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child's number, old or new; None where there is no room for it."""
+        """The child's number, old or new; None if the tree is full."""
         node = self._nodes.get((parent, token))
         if node is None and not self.is_full:
             node = self._nodes[parent, token] = len(self.tree.tokens)
@@ -65,7 +64,7 @@ Grow = Callable[[_TreeBuilder, Texts, int, NgramRules], None]
 
 
 def _grow_windows(levels: Iterable[Level], root: int, rules: NgramRules, grow: Grow) -> NgramDraft:
-    """Let the tree grow from each length of match, the longest first, until it is full."""
+    """Grow the tree from each length of match, longest first, until it is full."""
     builder, longest = _TreeBuilder(root, 0), 0
     own: dict[int, Match] = {}
     shared: dict[int, Match] = {}
@@ -97,9 +96,9 @@ def _grow_bfs(builder: _TreeBuilder, texts: Texts, window: int, rules: NgramRule
 
 
 def _grow_prob(builder: _TreeBuilder, texts: Texts, window: int, rules: NgramRules) -> None:  # noqa: ARG001
-    """The likeliest node first: its share among the most frequent children, times its parent's."""
+    """The likeliest node first. Its probability is its share among the most frequent children, times its parent's."""
     heap: list[tuple[float, int, int, int, Texts, int]] = []
-    order = count()  # of equals the first found
+    order = count()  # ties go to the first one found
 
     def push_children(probability: float, parent: int, followers: Texts, depth: int) -> None:
         children = _most_frequent(_children(followers, depth), rules.max_breadth)
@@ -117,10 +116,10 @@ def _grow_prob(builder: _TreeBuilder, texts: Texts, window: int, rules: NgramRul
 
 
 def _suffix_chain(levels: Iterable[Level], root: int, rules: NgramRules) -> NgramDraft:
-    """The chain with the highest sum of probabilities over all lengths of match; the request's own text wins ties.
+    """The chain with the highest sum of probabilities over all lengths of match; ties go to the request's own text.
 
     Each length's chain takes the most frequent child at every node, and ends where its probability, the product of
-    the shares on the way, falls below `min_token_prob`.
+    the shares along it, falls below `min_token_prob`.
     """
     best, chain, longest = (0.0, False), [], 0
     sources: tuple[dict[int, Match], dict[int, Match]] = {}, {}
@@ -129,7 +128,7 @@ def _suffix_chain(levels: Iterable[Level], root: int, rules: NgramRules) -> Ngra
         if best >= (
             rules.max_draft_tokens_of(windows[0]),
             True,
-        ):  # a probability is 1 at most: shorter matches cannot win
+        ):  # a probability is at most 1, so shorter matches cannot win
             break
         for is_own, places, new in zip((True, False), sources, (level.own, level.shared), strict=True):
             places |= new
@@ -143,12 +142,12 @@ def _suffix_chain(levels: Iterable[Level], root: int, rules: NgramRules) -> Ngra
 def _chains(
     places: dict[int, Match], windows: Sequence[int], rules: NgramRules
 ) -> Iterator[tuple[int, list[int], float]]:
-    """(window, chain, score) of each window that matched anything."""
+    """(window, chain, score) of each window with a match."""
     matches = _latest_first(places)
     num_seen, path = 0, _Path([], [])
     for window in windows:
         texts = [match.follows for match in matches if match.length >= window]
-        if len(texts) > num_seen:  # otherwise the same places as of the longer window
+        if len(texts) > num_seen:  # otherwise the places are those of the longer window
             num_seen, path = len(texts), _likeliest_path(texts, rules)
         if texts:
             end = min(rules.max_draft_tokens_of(window), rules.depth - window)
@@ -164,20 +163,20 @@ def _likeliest_path(texts: Texts, rules: NgramRules) -> _Path:
     path, probability = _Path([], []), 1.0
     while children := _children(texts, len(path.tokens)):
         num_seen = sum(map(len, children.values()))
-        token, texts = max(children.items(), key=lambda child: len(child[1]))  # of equals the more recent
+        token, texts = max(children.items(), key=lambda child: len(child[1]))  # ties go to the more recent one
         probability *= len(texts) / num_seen
         if probability < rules.min_token_prob:
             break
         path.tokens.append(token)
         path.probabilities.append(probability)
-        if len(texts) == 1:  # nothing to choose any more
+        if len(texts) == 1:  # only one child remains
             rest = texts[0][len(path.tokens) :]
             return _Path(path.tokens + rest, path.probabilities + [probability] * len(rest))
     return path
 
 
 def _windows(level: Level, rules: NgramRules) -> range:
-    """Lengths of match that this level is the first to know all of, the longest first."""
+    """Lengths of match for which this level has all places, longest first."""
     return range(min(2 * level.length - 1, rules.max_window), max(level.length, rules.min_window) - 1, -1)
 
 
@@ -186,7 +185,7 @@ def _latest_first(places: dict[int, Match]) -> list[Match]:
 
 
 def _children(texts: Texts, depth: int) -> Children:
-    """What comes at `depth` of the texts, in order of recency."""
+    """The symbols at `depth` of the texts, in order of recency."""
     if len(texts) == 1:  # most nodes: quicker
         return {texts[0][depth]: texts} if depth < len(texts[0]) else {}
     children: Children = {}
@@ -197,7 +196,7 @@ def _children(texts: Texts, depth: int) -> Children:
 
 
 def _most_frequent(children: Children, most: int) -> list[tuple[int, Texts]]:
-    """The `most` children seen most often; of equals the more recent first."""
+    """The `most` most frequent children; ties go to the more recent one."""
     return sorted(children.items(), key=lambda child: -len(child[1]))[:most]
 
 

@@ -1,7 +1,7 @@
-"""How the token at a node of a draft tree is chosen. The walk that asks for it is in `verifier`.
+"""Samplers choose the token at a node of a draft tree; `verifier` walks the tree.
 
-`coupled` is the default and does not look at the drafts. `rejection`, `thresholds` and `simulation` hold the others;
-`samplers` makes the one that a configuration asks for.
+`coupled` is the default and ignores the drafts. `rejection`, `thresholds` and `simulation` have the others, and
+`samplers` selects one.
 """
 
 from typing import NamedTuple, Protocol
@@ -14,7 +14,7 @@ from specray.ops.sampling import SamplingBatch, sample
 class NodeBatch(NamedTuple):
     """One node of each of n requests, all `depth` levels below their roots."""
 
-    logits: Tensor  # float32 [n, V], not to be changed; not finite only in requests that fail
+    logits: Tensor  # float32 [n, V], read only; not finite in requests that fail
     sampling: SamplingBatch
     positions: Tensor  # int64 [n], of the tokens to choose
     keys: Tensor  # int32 [n, 2], the `noise_keys` of these positions

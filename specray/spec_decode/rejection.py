@@ -1,7 +1,7 @@
 """Rejection sampling: a draft x that was drawn from q is accepted with probability min(1, p(x) / q(x)).
 
-Siblings are tried in order against what is left of the target's distribution p: after a rejection p becomes
-max(p - q, 0), normalised. If all are rejected, and below the last accepted node, the token is drawn from what is left.
+Siblings are tried in order against the residual of the target's distribution p: after a rejection p becomes
+max(p - q, 0), normalised. If all are rejected, and below the last accepted node, the token is drawn from the residual.
 The result has the distribution p if q is the distribution that x was drawn from (Leviathan et al., arXiv:2211.17192;
 several drafts: Miao et al., arXiv:2305.09781). Drafts that were not drawn from a known distribution (the top tokens of
 a tree, n-grams, drafts from another process) only have to be independent of the uniforms used here. For them q is
@@ -34,7 +34,7 @@ def sample_by_rejection(nodes: NodeBatch) -> Tensor:
 
 
 def choose(probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, uniforms: Tensor, noise: Tensor) -> Tensor:
-    """Token of each row, int64 [n]: the accepted draft, or a draw from what the rejected ones leave.
+    """Token of each row, int64 [n]: the accepted draft, or a draw from the residual.
 
     `probs` [n, V] is the target's distribution, `drafts` int64 [n, C] are siblings in order, -1 past the last,
     `draft_probs` [n, up to V] are their distributions or zeros, `uniforms` [n, C] are in (0, 1), `noise` [n, V] is
@@ -61,7 +61,7 @@ def _probs_of(token: Tensor, draft_probs: Tensor | None, vocab_size: int) -> Ten
 
 
 def _without(probs: Tensor, drawn_from: Tensor) -> Tensor:
-    """max(probs - drawn_from, 0), normalised; where rounding leaves nothing the two are equal and `probs` serves."""
+    """max(probs - drawn_from, 0), normalised; `probs` itself if the two are equal up to rounding."""
     rest = (probs - drawn_from).clamp_(min=0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total, probs)

@@ -1,7 +1,7 @@
-"""The requests of one rank by slot: tensors that input building, sampling and drafting read, and their host mirror.
+"""The requests of one rank by slot: tensors for input building, sampling and drafting, and their host mirror.
 
 The tensors are views of one int32 arena on the device. Changes are collected on the host as pairs of place and value
-and written by one copy and one scatter a step. The host keeps what decides shapes: token ids, lengths and KV slots.
+and written by one copy and one scatter a step. The host keeps what determines shapes: token ids, lengths and KV slots.
 A slot is a row of this table; a KV slot is one token's place in the KV pool.
 """
 
@@ -21,14 +21,14 @@ _NUM_SCALARS = 8  # int32 columns behind token ids and KV slots: see RequestTabl
 
 
 class RaggedIndex(NamedTuple):
-    """T elements of rows that lie one behind the other: element t is number `offsets[t]` of row `rows[t]`."""
+    """T elements of concatenated rows: element t is number `offsets[t]` of row `rows[t]`."""
 
     rows: Tensor  # int64 [T]
     offsets: Tensor  # int64 [T]
 
     @classmethod
     def of(cls, lengths: Tensor, total: int) -> "RaggedIndex":
-        """From int64 [rows] whose sum is `total`, which the host knows."""
+        """From the rows' `lengths` int64 [rows], whose sum `total` is known on the host."""
         device = lengths.device
         rows = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=total)
         starts = lengths.cumsum(0) - lengths
@@ -50,7 +50,7 @@ class RequestState:
 
 
 class RequestTable:
-    """Requests by slot. What `enter` and `extend` change reaches the device with `flush`."""
+    """Requests by slot. `flush` writes the changes of `enter` and `extend` to the device."""
 
     def __init__(self, num_slots: int, max_tokens: int, page_size: int, vocab_size: int, device: torch.device) -> None:
         """`max_tokens` bounds a request's KV slots: its tokens and a draft tree behind them."""
@@ -94,7 +94,9 @@ class RequestTable:
         if block_ids:
             blocks = np.array(block_ids, dtype=np.int32)
             kv_slots = (blocks[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int32)).ravel()
-            kv_slots = kv_slots[: self._width - state.num_kv_slots]  # a last page may reach beyond the longest request
+            kv_slots = kv_slots[
+                : self._width - state.num_kv_slots
+            ]  # the last page may extend beyond the longest request
             start, state.num_kv_slots = state.num_kv_slots, state.num_kv_slots + len(kv_slots)
             self.host_kv_slots[slot, start : state.num_kv_slots] = kv_slots
             self._change(slot, self._width + start, kv_slots)
@@ -116,7 +118,7 @@ class RequestTable:
         return tensor[len(packed) - extra.size :].view(extra.shape).long()
 
     def append(self, slots: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
-        """Append the first `num_tokens` [n] of `tokens` [n, D] to each of `slots` int64 [n], on the device alone."""
+        """Append the first `num_tokens` [n] of `tokens` [n, D] to each of `slots` int64 [n], on the device only."""
         lengths = self.num_tokens.index_select(0, slots).long()
         columns = torch.arange(tokens.shape[1], device=self.device)
         places = slots[:, None] * self._row + lengths[:, None] + columns

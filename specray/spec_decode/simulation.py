@@ -1,7 +1,7 @@
-"""Simulated acceptance: drafts are accepted at random, at the rates that were asked for, whatever they are.
+"""Simulated acceptance: drafts are accepted at random, at configured rates, whatever they are.
 
-For measuring what a step of a given accept length costs, with random weights or before a drafter is trained. The text
-is meaningless: every reply, log line and metric of such an engine says so.
+It measures the cost of steps of a given accept length, with random weights or before a drafter is trained. The text is
+meaningless, and every reply, log line and metric of such an engine reports that.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from specray.spec_decode.node_sampler import NodeBatch
 
 
 def rates_of(accept_length: float) -> list[float]:
-    """Acceptance by depth that makes steps of this mean length, bonus included, each within a token of it."""
+    """Acceptance rates by depth for steps of this mean length, the bonus token included, each within a token of it."""
     whole = floor(accept_length - 1)
     return [1.0] * whole + [accept_length - 1 - whole]
 
@@ -30,11 +30,13 @@ class SimulatedAcceptance:
 
     def __call__(self, nodes: NodeBatch) -> Tensor:
         rate = self.rates[nodes.depth] if nodes.depth < len(self.rates) else 0.0
-        tokens = sample(nodes.logits, nodes.sampling, nodes.keys)  # costs what it costs without simulation
+        tokens = sample(
+            nodes.logits, nodes.sampling, nodes.keys
+        )  # so that a step costs what it costs without simulation
         siblings = nodes.siblings
         depth = torch.full_like(nodes.positions, nodes.depth)
         is_accepted = uniform(salted(nodes.sampling.seeds), nodes.positions, depth) < rate
-        for _ in range(siblings.shape[1]):  # the first token from the sampled one on that is no child
+        for _ in range(siblings.shape[1]):  # the first token, from the sampled one on, that is not a child
             is_child = (siblings == tokens[:, None]).any(-1)
             tokens = torch.where(is_child, (tokens + 1) % nodes.logits.shape[-1], tokens)
         best = siblings[:, 0]

@@ -1,13 +1,13 @@
-"""Lossy acceptance: drafts that are likely enough replace the token that the target sampled.
+"""Lossy acceptance: sufficiently likely drafts replace the token that the target sampled.
 
 At a node whose sampled token is a child, that child is taken, as by `coupled`. Otherwise the siblings are walked in
 order, best first. With p a sibling's probability under the target (temperature and filters applied), A the sum of p so
-far and S that of all siblings, a sibling with p > 0 is taken as soon as u < A / accept_threshold_acc or
-p >= accept_threshold_single, where u is uniform in [S, 1): the place in [0, 1) of a sampled token that is no child. So
-some child is taken with probability min(1, S / accept_threshold_acc), as by SGLang's rule, and always where one has
-probability accept_threshold_single. With both thresholds 1.0 nothing more than by `coupled` is taken, and `coupled` is
-what runs then. Greedy requests stay exact: their distribution is one-hot. The uniform is keyed by seed and position, so
-the same drafts lead to the same text.
+far and S that of all siblings, a sibling with p > 0 is taken as soon as u < A / accept_threshold_acc or p >=
+accept_threshold_single, where u is uniform in [S, 1), as if the sampled token was drawn by inverting a CDF that begins
+with the siblings. So a child is taken with probability min(1, S / accept_threshold_acc), as in SGLang, and always if
+one has probability accept_threshold_single. With both thresholds 1.0 the result is that of `coupled`, which runs then.
+Greedy requests stay exact: their distribution is one-hot. The uniform is keyed by seed and position, so the same drafts
+lead to the same text.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class ThresholdSampler:
         return torch.where((place >= 0) & ~is_child, other, tokens[:, None])[:, 0]
 
     def first_likely(self, probs: Tensor, uniforms: Tensor) -> Tensor:
-        """The sibling that is taken in place of a token that is none of them, int64 [n]; -1 for none.
+        """The sibling that replaces a sampled token that is none of them, int64 [n]; -1 for none.
 
         `probs` [n, C] are the siblings' probabilities, `uniforms` [n] are in (0, 1).
         """

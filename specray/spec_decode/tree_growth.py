@@ -1,8 +1,8 @@
-"""Trees that grow level by level on a drafter's own outputs: what EAGLE heads, MTP layers and draft models share.
+"""Trees that grow level by level on a drafter's own outputs, for EAGLE heads, MTP layers and draft models.
 
 For sampled requests the noise that the target will sample with is added to every node's logits, which raises
 acceptance and cannot change the output. The KV of nodes lies in scratch slots behind the KV slots of the target's pool
-and is not kept. `eagle_tree` chooses the nodes.
+and is discarded. `eagle_tree` selects the nodes.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from specray.spec_decode.tree_shape import TreeShape
 
 
 class TreeModel(Protocol):
-    """What a node's token is predicted with. A state is what a node takes over from its parent, beside their KV."""
+    """The model that predicts tokens. A state is what a node receives from its parent, beside KV."""
 
     vocab_size: int  # columns of `logits`
     draft_token_ids: Tensor | None  # int64 [vocab_size]: target id of each column; None: the same id
@@ -45,13 +45,13 @@ class TreeModel(Protocol):
 
 
 class TreePrefix(NamedTuple):
-    """What the trees of B requests grow on."""
+    """The prefixes of the trees of B requests."""
 
     requests: list[DraftRequest]  # their last known tokens, at `end`, are the roots
     slots: Tensor  # int64 [B], of the request table
     positions: Tensor  # int64 [B], of the roots' children as the model counts
-    # What every node sees beside its ancestors: (KV slots int64 [B, n], how many of them each request has), one for
-    # each layer of the model, or one for all layers
+    # What every node attends to beside its ancestors, for each layer or once for all layers: (KV slots int64 [B, n],
+    # how many of them each request has)
     visible: list[tuple[Tensor, list[int]]]
 
 
@@ -76,7 +76,7 @@ class TreeGrower:
         self._device = device
 
     def grow(self, context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
-        """Trees below the last known tokens, from the model's output [B, H] that their children are predicted with."""
+        """Trees below the last known tokens; `output` [B, H] predicts the roots' children."""
         topk, num_rows = self._shape.topk, len(prefix.requests)
         num_steps = min(self._shape.num_steps, max(request.draft_limit.num_steps for request in prefix.requests))
         noise = _Noise.of(context, prefix, num_steps)
@@ -84,7 +84,7 @@ class TreeGrower:
         scores, tokens = self._candidates(output, noise, 0, level_probs)
         pool = CandidatePool.of_roots(scores[:, 0], tokens[:, 0])
         keys = [self._with_scratch(kv_slots, kv_lens) for kv_slots, kv_lens in prefix.visible]
-        states = self._model.recur(output).repeat_interleave(topk, 0)  # of what precedes each token of the frontier
+        states = self._model.recur(output).repeat_interleave(topk, 0)  # of the parent of each token of the frontier
         rows = torch.arange(num_rows, device=self._device)[:, None]
         eye = torch.eye(topk, dtype=torch.bool, device=self._device).expand(num_rows, topk, topk)
         sees = eye[:, :, :0]  # which of the earlier nodes are ancestors
@@ -105,7 +105,7 @@ class TreeGrower:
         return replace(tree, draft_probs=F.pad(torch.stack(level_probs, 1), (0, 0, 0, 1))) if level_probs else tree
 
     def _with_scratch(self, kv_slots: Tensor, kv_lens: list[int]) -> Tensor:
-        """KV slots [B, n]: those that are visible, and all scratch slots of the request behind them."""
+        """KV slots [B, n]: the visible ones, followed by all scratch slots of the request."""
         scratch = self._scratch[: len(kv_lens)]
         ends = torch.tensor(kv_lens, device=self._device)[:, None]
         places = ends + torch.arange(scratch.shape[1], device=self._device)
@@ -114,7 +114,7 @@ class TreeGrower:
     def _forward_level(
         self, prefix: TreePrefix, keys: list[Tensor], tokens: Tensor, states: Tensor, sees: Tensor, level: int
     ) -> Tensor:
-        """The model's output [B * topk, H] for one level's nodes, a request's side by side."""
+        """The model's output [B * topk, H] for one level's nodes, grouped by request."""
         topk, num_rows = self._shape.topk, len(prefix.requests)
         written = self._scratch[:num_rows, (level - 1) * topk : level * topk].flatten()
         plans = [
@@ -130,7 +130,7 @@ class TreeGrower:
             )
             for kv_slots, (_, kv_lens) in zip(keys, prefix.visible, strict=True)
         ]
-        # A node past the last position has no rotary angle of its own, and is never verified.
+        # A node past the last position has no rotary angle, but is never verified.
         positions = (prefix.positions + level - 1).clamp(max=self._last_position).repeat_interleave(topk)
         return self._model(tokens, states, positions, by_layer(plans))
 
@@ -139,7 +139,7 @@ class TreeGrower:
     ) -> tuple[Tensor, Tensor]:
         """(probabilities, target ids) of the likeliest tokens below a level's nodes, [B, nodes, topk], best first.
 
-        `output` [B * nodes, H] has as many nodes of each request.
+        `output` is [B * nodes, H].
         """
         logits = self._model.logits(output).view(len(noise.keys), -1, self._model.vocab_size)
         if self._shape.returns_draft_probs:
@@ -149,7 +149,7 @@ class TreeGrower:
 
 
 class _Noise(NamedTuple):
-    """The noise that the target will sample with, for the requests that are sampled."""
+    """The target's noise for the next positions of sampled requests."""
 
     is_sampled: list[bool]
     temperature: Tensor  # float32 [B]
@@ -178,19 +178,19 @@ class _Noise(NamedTuple):
         return logits.index_copy(0, rows, logits[rows] / self.temperature[rows, None, None] + noise[:, None])
 
     def probs(self, logits: Tensor, ids: Tensor | None) -> Tensor:
-        """float32 [B, up to V]: what the likeliest token is a draw from, once there is noise; zeros if greedy."""
+        """float32 [B, up to V]: the distribution of the likeliest token under noise; zeros if greedy."""
         temperature = self.temperature[:, None]
         probs = (logits / temperature.clamp(min=GREEDY_BELOW)).softmax(-1) * (temperature >= GREEDY_BELOW)
         return probs if ids is None else probs.new_zeros(len(probs), int(ids.max()) + 1).index_copy_(1, ids, probs)
 
 
 def by_layer(plans: Sequence[Attend]) -> Attend:
-    """One Attend of many: layer i attends by plan i; a single plan serves all layers."""
+    """One Attend for all layers: layer i uses plan i; a single plan is used by all layers."""
     return plans[0] if len(plans) == 1 else lambda layer, q, kv: plans[layer](layer, q, kv)
 
 
 def scratch_slots(target: TargetView, per_row: int) -> Tensor:
-    """int64 [max_rows, per_row]: KV slots behind the target's, some for each request of a step."""
+    """int64 [max_rows, per_row]: KV slots behind the target's, for each request of a step."""
     slots = torch.arange(target.max_rows * per_row, device=target.device)
     return target.num_slots + slots.view(target.max_rows, per_row)
 
@@ -201,7 +201,7 @@ def draft_dtype(config: SpeculativeConfig, target: TargetView) -> torch.dtype:
 
 
 def draft_quantization(config: SpeculativeConfig, target: TargetView) -> str | None:
-    """Of the drafter's linears: the target's unless it has one of its own. ConfigError if it cannot be had here."""
+    """Quantization of the drafter's linears: its own or the target's. ConfigError if the device does not support it."""
     name = config.draft_model_quantization or target.quantization
     if name == "auto":
         name = quantization_of_choice(target.device, draft_dtype(config, target))
@@ -211,7 +211,7 @@ def draft_quantization(config: SpeculativeConfig, target: TargetView) -> str | N
 
 
 def target_matrices(config: SpeculativeConfig, target: TargetView) -> TargetMatrices:
-    """What a head takes of its target."""
+    """The target's matrices for a draft head."""
     return TargetMatrices(
         target.shape,
         target.context_length,

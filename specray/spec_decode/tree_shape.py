@@ -73,12 +73,12 @@ class TreeShape:
 
 
 def check_tree(config: SpeculativeConfig) -> None:
-    """ConfigError for sizes that are wrong for any target."""
+    """ConfigError for sizes that are invalid for every target."""
     TreeShape.of(config, architecture="")
 
 
 def check_tree_drafter(config: SpeculativeConfig) -> None:
-    """The same for a method with a draft model."""
+    """`check_tree` for a method with a draft model."""
     check_tree(config)
     if config.draft_model_path is None:
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""The verifier: walk each draft tree from its root and take, at every node, the token that is sampled there.
+"""The verifier: walk each draft tree from its root, and sample a token at every node on the way.
 
-While that token is a child of the node the walk descends. The first token that is not is the bonus token. With coupled
-sampling the target samples its own token, so the output does not depend on the drafts. Most requests are verified at
-once: the token of every node is chosen in one batch, and the path follows from comparisons on the device. Requests
-whose logits depend on the path (penalties), that need logprobs, or whose sampler looks at the drafts are walked depth
-by depth. So are sampled requests on a CPU, where noise for nodes that are not visited costs more than the depths.
+If the token is a child of the node, the walk continues there; otherwise it is the bonus token and the walk ends. With
+coupled sampling the target samples its own token, so the output does not depend on the drafts. Most requests are
+verified at once: the tokens of all nodes are chosen in one batch, and comparisons on the device give the path. Requests
+whose logits depend on the path (penalties), that need logprobs, or whose sampler depends on the drafts are walked depth
+by depth. So are sampled requests on a CPU, where noise for unvisited nodes costs more than the depths.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class VerifyInput(NamedTuple):
     logits: Tensor  # float32 [sum of num_nodes, V], requests and nodes in order
     tree: DraftTree
     num_nodes: list[int]  # the host's copy of tree.num_nodes
-    sampling: SamplingBatch  # requests that are walked by depth count their emitted tokens in its states
+    sampling: SamplingBatch  # a walk by depth counts emitted tokens in its states
     lengths: Tensor  # int64 [B], known tokens, the root included: the positions of the first tokens to sample
 
     def starts(self) -> np.ndarray:
@@ -45,7 +45,7 @@ class VerifyInput(NamedTuple):
         return counts.cumsum() - counts
 
     def select(self, rows: list[int]) -> "VerifyInput":
-        """These requests alone."""
+        """These requests only."""
         device, starts = self.logits.device, self.starts()
         index = torch.tensor(rows, dtype=torch.int64).to(device)
         places = np.concatenate([np.arange(starts[row], starts[row] + self.num_nodes[row]) for row in rows])
@@ -59,7 +59,7 @@ class VerifyInput(NamedTuple):
 
 
 def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, allowed: Tensor | None = None) -> VerifyOutput:
-    """Verify all trees. `allowed` bool [sum of num_nodes, V] has the tokens that a grammar permits at each node."""
+    """Verify all trees. `allowed` bool [sum of num_nodes, V] masks the tokens that a grammar permits at each node."""
     if allowed is not None:
         inputs = inputs._replace(logits=inputs.logits.masked_fill(~allowed, -torch.inf))
     is_cpu, states = inputs.logits.device.type == "cpu", inputs.sampling.states
@@ -100,7 +100,7 @@ def _verify_at_once(inputs: VerifyInput) -> VerifyOutput:
     is_chosen[:, ROOT] = True
     is_accepted = (is_chosen[:, None, :] | ~ancestors).all(-1) & (depths <= tree.max_depth) & is_node
     is_sound = (is_finite | ~is_accepted).all(-1)
-    # Of each depth one node at most is accepted; the others go to a column that is cut off.
+    # At most one node of each depth is accepted; the others go to a column that is cut off.
     columns = torch.where(is_accepted, depths, tree.max_depth + 1)
     path = torch.zeros(num_rows, tree.max_depth + 2, dtype=torch.int64, device=device)
     path = path.scatter_(1, columns, nodes.expand(num_rows, width))[:, :-1]
@@ -119,7 +119,7 @@ def _choose_everywhere(inputs: VerifyInput, depths: Tensor, is_node: Tensor) -> 
 
 
 def _verify_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
-    """Choose the token of one node a request and depth. The results of each depth are copied to the host."""
+    """Sample one node per request and depth. Each depth copies its results to the host."""
     tree, states, device = inputs.tree, inputs.sampling.states, inputs.logits.device
     positions = inputs.lengths[:, None] + torch.arange(tree.max_depth + 1, device=device)
     keys = noise_keys(inputs.sampling.seeds[:, None], positions)

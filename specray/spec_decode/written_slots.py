@@ -1,7 +1,7 @@
-"""Which KV slots of its own pool a drafter has written.
+"""A record of the KV slots that a drafter has written in its own pool.
 
-A drafter's KV lies at the same KV slots as the target's. A drafter that joined late, or missed a step, has not written
-all of them, and attends to those that it has.
+A drafter's KV lies in the same KV slots as the target's. A drafter that joined late or missed a step has not written
+all of them, and attends only to those that it has.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class WrittenSlots:
         self._is_written = np.zeros(num_slots, dtype=bool)
 
     def update(self, table: RequestTable, requests: Sequence[DraftRequest], starts: Sequence[int]) -> None:
-        """Positions from `starts` to `end` are written now; other ones from the requests' `start` on are not.
+        """Record positions from `starts` to `end` as written, and others from the requests' `start` on as not written.
 
-        What those hold belongs to another request or to rejected nodes.
+        The latter hold KV of another request or of rejected nodes.
         """
         columns = [(request.slot, request.start, request.end) for request in requests]
         slots, first, ends = np.array(columns).T[:, :, None]
