@@ -56,7 +56,7 @@ class DraftTree:
         return [TreeLists(tokens[:count], parents[:count]) for tokens, parents, count in rows]
 
     def ancestors(self) -> Tensor:
-        """bool [B, N, N]: [b, i, j] is set if j is i or an ancestor of i. Places past a tree's nodes have only themselves."""
+        """bool [B, N, N]: [b, i, j] is set if j is i or an ancestor of i. Past a tree's nodes, i has only itself."""
         num_rows, size = self.tokens.shape
         if size == 1:
             return torch.ones(num_rows, 1, 1, dtype=torch.bool, device=self.tokens.device)
