@@ -1,7 +1,7 @@
-"""A GGUF file, converted once into an ordinary model folder: config.json, model.safetensors, tokenizer files.
+"""Converts a GGUF file into a Hugging Face model folder: config.json, model.safetensors and tokenizer files.
 
-What lives here: a reader that believes no size a header claims, llama.cpp's names and layouts put back into those
-of transformers, and the cache of converted folders. Not here: anything that computes with the tensors.
+`gguf` parses and dequantizes the file. This module maps llama.cpp's names and layouts to those of transformers and
+caches the converted folder.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from gguf import GGUFReader, ReaderTensor, dequantize
 from tqdm import tqdm
 
 from specray.errors import ConfigError
@@ -28,9 +28,10 @@ _LAYOUT_VERSION = 1  # raise it when the converted folders change, so that old o
 
 
 def convert_gguf(path: Path, *, progress: bool) -> Path:
-    """The folder converted from `path`; made on first use, keyed by the file's content.
+    """Return the model folder converted from `path`, converting it on first use.
 
-    Several processes may convert the same file at once: the first to finish wins, the others use its folder.
+    The cache key is the file's content. Several processes may convert one file at once; all use the folder of the first
+    to finish.
     """
     target = cache_root() / "gguf" / f"{_sha256(path)}-v{_LAYOUT_VERSION}"
     if target.is_dir():
@@ -44,14 +45,14 @@ def convert_gguf(path: Path, *, progress: bool) -> Path:
             _publish(folder, target)
     except OSError as error:
         raise ConfigError(
-            f"cannot keep the converted model in {target.parent}: {error}; free space there or set SPECRAY_CACHE "
+            f"cannot write the converted model to {target.parent}: {error}; free space there or set SPECRAY_CACHE "
             "to a folder with room for four bytes per parameter"
         ) from error
     return target
 
 
 def cache_root() -> Path:
-    """Where converted models are kept: $SPECRAY_CACHE, else specray under the user's cache folder."""
+    """Folder of converted models: $SPECRAY_CACHE, or specray in the user's cache folder."""
     if own := os.environ.get("SPECRAY_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specray"
@@ -66,7 +67,7 @@ def _publish(folder: Path, target: Path) -> None:
     try:
         folder.replace(target)
     except OSError:
-        if not target.is_dir():  # no other process was faster: a real failure
+        if not target.is_dir():  # no other process has published it either
             raise
 
 
@@ -84,31 +85,16 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
-# type id: code of the struct module
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-_MAX_ENTRIES = 65_536  # metadata keys, tensors; real files have some hundreds
-_MAX_STRINGS = 4_194_304  # strings of one array; the largest vocabularies have a tenth of it
-_MAX_DIMS = 4
-
-
-class GgufTensor(NamedTuple):
-    """Where a tensor lies in the file; `shape` is in numpy's order (rows first)."""
-
-    shape: tuple[int, ...]
-    kind: GGMLQuantizationType
-    start: int
-    num_bytes: int
+_MAX_VALUES = 16_777_216  # values of the header; the largest vocabularies need a tenth
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """Metadata and tensor table of a checked file; `data` maps the whole of it."""
+    """Metadata and tensors of a file. Tensor data is memory-mapped."""
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
-    data: npt.NDArray[np.uint8]
+    tensors: dict[str, ReaderTensor]
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         """The metadata value under `key`, checked to be of `kind`."""
@@ -118,108 +104,55 @@ class GgufFile:
         return value
 
     def need(self, key: str, kind: type, default: Any = None) -> Any:
+        """As `get`, but the value must exist, and must be positive if it is an integer."""
         value = self.get(key, kind, default)
         if value is None or (kind is int and value < 1):
             raise _unusable(self.path, f"{key}={value}, where a model needs a {kind.__name__} above zero")
         return value
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of tensor `name` in numpy's order; GGUF stores it reversed."""
+        return tuple(reversed(self.tensors[name].shape.tolist()))
+
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header and check every count, size and offset in it against the file's real size."""
-    if path.stat().st_size < 24:
-        raise _unusable(path, f"it has {path.stat().st_size} bytes, less than a header")
-    data = np.memmap(path, dtype=np.uint8, mode="r")
-    cursor = _Cursor(path, memoryview(data.data))
-    magic, version, num_tensors, num_keys = bytes(cursor.take(4)), *cursor.unpack("<IQQ")
-    if magic != b"GGUF" or version not in (2, 3):
-        raise _unusable(path, f"it starts with {magic!r} version {version}, not b'GGUF' version 2 or 3 (little-endian)")
-    if max(num_tensors, num_keys) > _MAX_ENTRIES:
-        raise _unusable(path, f"it claims {num_tensors} tensors and {num_keys} metadata keys")
-    metadata = {cursor.string(): cursor.value(cursor.unpack("<I")[0]) for _ in range(num_keys)}
-    claims = {cursor.string(): cursor.tensor() for _ in range(num_tensors)}
-    if len(metadata) != num_keys or len(claims) != num_tensors:
-        raise _unusable(path, "it names a metadata key or a tensor twice")
-    start = _data_start(path, metadata, cursor.position)
-    tensors = {name: _placed(path, name, claim, start, data.size) for name, claim in claims.items()}
-    return GgufFile(path, metadata, tensors, data)
+    """Read the header. ConfigError if it is damaged or claims more than the file holds."""
+    try:
+        reader = _BoundedReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, LookupError, OverflowError, TypeError, RecursionError) as error:
+        raise _unusable(path, f"its header cannot be read ({error})") from error
+    if reader.byte_order != "I":
+        raise _unusable(path, "it is big-endian")
+    for tensor in reader.tensors:
+        if tensor.shape.size == 0 or tensor.n_elements < 1:
+            raise _unusable(path, f"its tensor {tensor.name} is empty")
+    return GgufFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
 
 def _unusable(path: Path, reason: str) -> ConfigError:
     return ConfigError(f"{path} is not a usable GGUF file: {reason}; fetch the file again or use another model")
 
 
-class _Cursor:
-    """Reads values off the front of a buffer; never past its end, however large a claimed length is."""
+class _BoundedReader(GGUFReader):
+    """GGUFReader that refuses to read past the end of the file.
 
-    def __init__(self, path: Path, data: memoryview) -> None:
-        self.position = 0
-        self._path = path
-        self._data = data
+    The library's own `_get` returns an empty array there, so that a damaged length of 2**62 is counted to the end.
+    """
 
-    def take(self, num_bytes: int) -> memoryview:
-        end = self.position + num_bytes
-        if end > len(self._data):
-            raise _unusable(self._path, f"byte {self.position} claims {num_bytes} more bytes than the file has")
-        piece = self._data[self.position : end]
-        self.position = end
-        return piece
+    _num_values = 0
 
-    def unpack(self, layout: str) -> tuple[Any, ...]:
-        return struct.unpack(layout, self.take(struct.calcsize(layout)))
-
-    def string(self) -> str:
-        raw = self.take(int.from_bytes(self.take(8), "little"))
-        try:
-            return str(raw, "utf-8")
-        except UnicodeDecodeError as error:
-            raise _unusable(self._path, f"a string before byte {self.position} is not UTF-8") from error
-
-    def value(self, kind: int) -> Any:
-        if kind in _SCALARS:
-            return self.unpack("<" + _SCALARS[kind])[0]
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            return self._array(*self.unpack("<IQ"))
-        raise _unusable(self._path, f"metadata of the unknown type {kind} before byte {self.position}")
-
-    def _array(self, kind: int, length: int) -> list[str] | npt.NDArray[Any]:
-        if kind in _SCALARS:
-            scalar = np.dtype("<" + _SCALARS[kind])
-            return np.frombuffer(self.take(length * scalar.itemsize), dtype=scalar)
-        if kind != _STRING or length > _MAX_STRINGS:
-            raise _unusable(self._path, f"an array of {length} values of type {kind} before byte {self.position}")
-        return [self.string() for _ in range(length)]
-
-    def tensor(self) -> GgufTensor:
-        """A tensor as claimed: `start` is still relative to the data section, `num_bytes` unknown."""
-        (num_dims,) = self.unpack("<I")
-        if not 1 <= num_dims <= _MAX_DIMS:
-            raise _unusable(self._path, f"a tensor of {num_dims} dimensions before byte {self.position}")
-        *dims, kind, offset = self.unpack(f"<{num_dims}QIQ")
-        try:
-            return GgufTensor(tuple(reversed(dims)), GGMLQuantizationType(kind), offset, 0)
-        except ValueError as error:
-            raise _unusable(self._path, f"a tensor of the unknown type {kind}") from error
-
-
-def _data_start(path: Path, metadata: dict[str, Any], header_end: int) -> int:
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or not 0 < alignment <= 65_536 or alignment & (alignment - 1):
-        raise _unusable(path, f"general.alignment={alignment} is not a power of two up to 65536")
-    return -(-header_end // alignment) * alignment
-
-
-def _placed(path: Path, name: str, claim: GgufTensor, start: int, file_size: int) -> GgufTensor:
-    block, block_bytes = GGML_QUANT_SIZES[claim.kind]
-    if min(claim.shape) < 1 or claim.shape[-1] % block:
-        raise _unusable(path, f"{name} has the shape {claim.shape}, impossible for {claim.kind.name}")
-    placed = claim._replace(start=start + claim.start, num_bytes=math.prod(claim.shape) // block * block_bytes)
-    if placed.start + placed.num_bytes > file_size:
-        raise _unusable(
-            path, f"{name} claims bytes {placed.start} to {placed.start + placed.num_bytes} of a file of {file_size}"
-        )
-    return placed
+    def _get(
+        self,
+        offset: int,
+        dtype: npt.DTypeLike,
+        count: int = 1,
+        override_order: str | None = None,  # noqa: ARG002
+    ) -> npt.NDArray[Any]:
+        self._num_values += 1
+        if self._num_values > _MAX_VALUES:
+            raise ValueError(f"more than {_MAX_VALUES} values")
+        return np.frombuffer(self.data, dtype, int(count), int(offset))  # ValueError past the end
 
 
 # ---- config --------------------------------------------------------------------------------------------------------
@@ -237,7 +170,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
     architecture = file.get("general.architecture", str)
     if architecture not in _ARCHITECTURES:
         raise ConfigError(
-            f"{file.path} holds the architecture {architecture!r}; supported are {', '.join(_ARCHITECTURES)}"
+            f"{file.path} has the architecture {architecture!r}; supported are {', '.join(_ARCHITECTURES)}"
         )
     if "token_embd.weight" not in file.tensors:
         raise _unusable(file.path, "it has no tensor token_embd.weight")
@@ -247,7 +180,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "model_type": model_type,
         "dtype": "float32",
         "hidden_act": "silu",
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": file.shape("token_embd.weight")[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,  # llama.cpp stores it only when it differs
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         **_shape_config(file, architecture),
@@ -260,7 +193,7 @@ def _shape_config(file: GgufFile, architecture: str) -> dict[str, Any]:
     num_heads = file.need(f"{architecture}.attention.head_count", int)
     head_dim = file.need(f"{architecture}.attention.key_length", int, hidden_size // num_heads)
     if file.get(f"{architecture}.rope.dimension_count", int, head_dim) != head_dim:
-        raise _unusable(file.path, f"it rotates only a part of each head of {head_dim}, which is not supported")
+        raise _unusable(file.path, f"it rotates only part of each head (head_dim {head_dim}), which is not supported")
     return {
         "hidden_size": hidden_size,
         "intermediate_size": file.need(f"{architecture}.feed_forward_length", int),
@@ -292,8 +225,8 @@ def _rope_parameters(file: GgufFile, architecture: str, head_dim: int) -> dict[s
 
 
 def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3.1's parameters, found again in the divisors of frequencies that llama.cpp stores in their place."""
-    stored = _dequantized(file, "rope_freqs.weight")
+    """Llama 3.1's RoPE parameters, recovered from the frequency divisors that llama.cpp stores instead."""
+    stored = _dequantize(file, "rope_freqs.weight", file.tensors["rope_freqs.weight"].data)
     low, high, original = 1.0, 4.0, 8192
     factor = float(stored.max())
     waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -344,16 +277,16 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,4})\.)?(?P<part>[a-z_]+)\.(?P<kind>weight|bias)")
-_CHUNK_ELEMENTS = 4_194_304  # dequantised at a time: memory stays flat whatever the tensor's size
+_CHUNK_ELEMENTS = 4_194_304  # dequantized at a time, which bounds memory
 
 
 def _write_safetensors(file: GgufFile, config: dict[str, Any], path: Path, progress: bool) -> None:
-    # Written by hand because the format is this simple, and tensors can then pass through one at a time.
+    # safetensors.save_file would need all tensors in memory at once.
     names = {name: _hf_name(file, name) for name in file.tensors if name != "rope_freqs.weight"}
     header, end = {}, 0
     for name, hf_name in names.items():
-        start, end = end, end + 4 * math.prod(file.tensors[name].shape)
-        header[hf_name] = {"dtype": "F32", "shape": file.tensors[name].shape, "data_offsets": (start, end)}
+        start, end = end, end + 4 * math.prod(file.shape(name))
+        header[hf_name] = {"dtype": "F32", "shape": file.shape(name), "data_offsets": (start, end)}
     encoded = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     encoded += b" " * (-len(encoded) % 8)
     bar = tqdm(total=end, desc=f"Converting {file.path.name}", unit="B", unit_scale=True, disable=not progress)
@@ -375,51 +308,46 @@ def _copy_tensor(
     file: GgufFile, config: dict[str, Any], name: str, out: BinaryIO, done: Callable[[int], object]
 ) -> None:
     heads = _permuted_heads(file, config, name)
-    chunks = _chunks(file, name) if heads is None else iter([_unpermuted(_dequantized(file, name), heads)])
+    chunks = (
+        _chunks(file, name)
+        if heads is None
+        else iter([_unpermuted(_dequantize(file, name, file.tensors[name].data), heads)])
+    )
     for chunk in chunks:
         done(out.write(np.ascontiguousarray(chunk, dtype="<f4").data.cast("B")))
 
 
 def _chunks(file: GgufFile, name: str) -> Iterator[npt.NDArray[np.float32]]:
-    stored = _stored(file, name)
-    shape = file.tensors[name].shape
-    rows = max(1, _CHUNK_ELEMENTS // shape[-1])
-    for first in range(0, len(stored), rows):
-        yield _dequantize(file, name, stored[first : first + rows])
+    data = file.tensors[name].data
+    data = data.reshape(-1, data.shape[-1])
+    rows = max(1, _CHUNK_ELEMENTS // file.shape(name)[-1])
+    for first in range(0, len(data), rows):
+        yield _dequantize(file, name, data[first : first + rows])
 
 
-def _stored(file: GgufFile, name: str) -> npt.NDArray[np.uint8]:
-    """The tensor's bytes, one row of quantised blocks per row."""
-    tensor = file.tensors[name]
-    return file.data[tensor.start : tensor.start + tensor.num_bytes].reshape(math.prod(tensor.shape[:-1]), -1)
-
-
-def _dequantized(file: GgufFile, name: str) -> npt.NDArray[np.float32]:
-    return _dequantize(file, name, _stored(file, name)).reshape(file.tensors[name].shape)
-
-
-def _dequantize(file: GgufFile, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    kind = file.tensors[name].kind
+def _dequantize(file: GgufFile, name: str, data: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Rows of tensor `name` as float32."""
+    kind = file.tensors[name].tensor_type
     try:
-        return dequantize(rows, kind)
+        return dequantize(data, kind)
     except NotImplementedError as error:
-        raise _unusable(file.path, f"{name} is stored as {kind.name}, which cannot be dequantised") from error
+        raise _unusable(file.path, f"{name} is stored as {kind.name}, which cannot be dequantized") from error
 
 
 def _permuted_heads(file: GgufFile, config: dict[str, Any], name: str) -> int | None:
-    """Number of heads whose rows llama.cpp reordered in this tensor; None: it is stored as it was."""
+    """Number of heads whose rows llama.cpp reordered in this tensor; None if it did not reorder them."""
     if file.metadata["general.architecture"] not in _INTERLEAVED_ROPE:
         return None
     part = name.split(".")[-2]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}.get(part)
-    rows = file.tensors[name].shape[0]
+    rows = file.shape(name)[0]
     if heads is not None and rows != heads * config["head_dim"]:
         raise _unusable(file.path, f"{name} has {rows} rows, not {heads} heads of {config['head_dim']}")
     return heads
 
 
 def _unpermuted(tensor: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """Rows of each head from pairs side by side (x0 y0 x1 y1 …) back to halves (x0 x1 … y0 y1 …)."""
+    """Reorder each head's rows from interleaved pairs (x0 y0 x1 y1 …) to halves (x0 x1 … y0 y1 …)."""
     pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
@@ -433,7 +361,7 @@ _CL100K = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3, _QWEN2 = _CL100K % "{1,3}", _CL100K % ""
-# tokenizer.ggml.pre: regexes that cut text, one after the other, before merges apply; they belong to the vocabulary.
+# tokenizer.ggml.pre: regexes that split text, applied in order before the merges.
 _PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "jais"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
@@ -482,15 +410,13 @@ def _bpe(file: GgufFile, bpe: Callable[..., Any], *, ignore_merges: bool) -> Any
     merges = [tuple(merge.split(" ")) for merge in file.need("tokenizer.ggml.merges", list)]
     try:
         return bpe(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
-    except Exception as error:  # the tokenizers library has no class of its own for a bad merge
+    except Exception as error:  # tokenizers raises bare Exception for a bad merge
         raise _unusable(file.path, f"its merges do not fit its vocabulary ({error})") from error
 
 
 def _of_type(file: GgufFile, kind: int) -> list[str]:
-    kinds = file.get("tokenizer.ggml.token_type", np.ndarray)
-    if kinds is None:
-        return []
-    return [token for token, its_kind in zip(_tokens(file), kinds.tolist(), strict=False) if its_kind == kind]
+    kinds = file.get("tokenizer.ggml.token_type", list, [])
+    return [token for token, token_kind in zip(_tokens(file), kinds, strict=False) if token_kind == kind]
 
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
@@ -508,7 +434,7 @@ def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _write_sentencepiece(file: GgufFile, folder: Path) -> None:
-    # Merges have to be derived from the scores, which transformers does; byte-level files do not pay its import.
+    # transformers derives the merges from the scores. Imported here because the import takes seconds.
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as scratch:
