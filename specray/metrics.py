@@ -1,17 +1,13 @@
-"""Every metric: name, kind and help, once. Exporters and dashboards read this table and define nothing.
+"""The table of all metrics, which exporters and dashboards read; `specray.engine.stats` counts them.
 
-`EngineStats` is the only place that counts: plain integers and floats touched by the step loop's
-thread, copied out by `snapshot` about once a second. Counters, never averages, so that PromQL can
-difference them: accept length = 1 + rate(accepted) / rate(verify_steps). Acceptance at position p, given that
-position p - 1 was accepted, is rate(per_pos{position="p"}) / rate(per_pos{position="p-1"}); at position 0
-it is rate(per_pos{position="0"}) / rate(drafts). One engine has one drafter at a time:
-`* on (replica) group_left (drafter) (ray_specray_drafter_info == 1)` puts its name to any of these in Ray's metrics;
-`specray.dashboard` has the expressions.
+Metrics are counters and not averages, so that PromQL can take rates of them: accept length = 1 + rate(accepted) /
+rate(verify_steps). Acceptance at position p, given that position p - 1 was accepted, is rate(per_pos{position="p"}) /
+rate(per_pos{position="p-1"}); at position 0 it is rate(per_pos{position="0"}) / rate(drafts). One engine has one
+drafter at a time: `* on (replica) group_left (drafter) (ray_specray_drafter_info == 1)` puts its name to any of these
+in Ray's metrics; `specray.dashboard` has the expressions.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -22,7 +18,7 @@ from specray.step import DraftFault
 class Metric(NamedTuple):
     """One time series family. `label` is the only label, where there is one; its values are bounded.
 
-    `label_values` are shown from the start, at zero: a rate does not see the first of a series that begins with it.
+    `label_values` are exported as zero from the start, because a rate misses the increment that a series begins with.
     """
 
     name: str
@@ -88,19 +84,6 @@ METRICS = (
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 BUCKET_BOUNDS = (*(f"{bound:g}" for bound in SECONDS_BUCKETS), "+Inf")
-MAX_POSITIONS = 64
-
-
-@dataclass(slots=True)
-class Histogram:
-    """Counts per bucket of SECONDS_BUCKETS (the last is +Inf), their number and sum."""
-
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BUCKETS) + 1))
-    total: float = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.buckets[bisect_left(SECONDS_BUCKETS, seconds)] += 1
-        self.total += seconds
 
 
 class HistogramSnapshot(NamedTuple):
@@ -126,51 +109,3 @@ def number(snapshot: Snapshot, name: str) -> float:
 def labelled(value: float | dict[str, float]) -> Iterable[tuple[str, float]]:
     """(label value, number); a metric without a label has one pair with an empty label value."""
     return value.items() if isinstance(value, dict) else [("", value)]
-
-
-class EngineStats:
-    """Plain counters under the metrics' names; unlabelled ones in `values`, labelled in `labelled`."""
-
-    def __init__(self, drafter: str | None = None) -> None:
-        self.values: dict[str, float] = {m.name: 0 for m in METRICS if m.kind != "histogram" and m.label is None}
-        self.labelled: dict[str, dict[str, float]] = {
-            m.name: dict.fromkeys(m.label_values, 0) for m in METRICS if m.label is not None
-        }
-        self.histograms: dict[str, Histogram] = {m.name: Histogram() for m in METRICS if m.kind == "histogram"}
-        self.name_drafter(drafter)
-
-    def add(self, name: str, amount: float = 1) -> None:
-        self.values[name] += amount
-
-    def add_labelled(self, name: str, label: str, amount: float = 1) -> None:
-        series = self.labelled[name]
-        series[label] = series.get(label, 0) + amount
-
-    def set(self, name: str, value: float) -> None:
-        self.values[name] = value
-
-    def name_drafter(self, drafter: str | None) -> None:
-        """The method in use from now on; those used before stay, at zero."""
-        info = self.labelled["specray_drafter_info"]
-        info.update(dict.fromkeys(info, 0) | {drafter or "none": 1})
-
-    def observe(self, name: str, seconds: float) -> None:
-        self.histograms[name].observe(seconds)
-
-    def accepted(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """Count one row's verify."""
-        self.add("specray_verify_steps_total")
-        if num_draft_tokens == 0:
-            return
-        self.add("specray_spec_decode_num_drafts_total")
-        self.add("specray_spec_decode_num_draft_tokens_total", num_draft_tokens)
-        self.add("specray_spec_decode_num_accepted_tokens_total", num_accepted)
-        for position in range(min(num_accepted, MAX_POSITIONS)):
-            self.add_labelled("specray_spec_decode_num_accepted_tokens_per_pos_total", str(position))
-
-    def snapshot(self) -> Snapshot:
-        """A copy that another thread or process may keep."""
-        copy: Snapshot = dict(self.values)
-        copy.update({name: dict(series) for name, series in self.labelled.items()})
-        copy.update({name: HistogramSnapshot(list(h.buckets), h.total) for name, h in self.histograms.items()})
-        return copy

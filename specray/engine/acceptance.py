@@ -2,7 +2,7 @@
 
 import logging
 
-from specray.metrics import EngineStats
+from specray.engine.stats import EngineStats
 
 NUM_TREES = 256  # verified trees between two checks
 COLLAPSED_BELOW = 1.1  # accept length at which no tree pays for its own verification

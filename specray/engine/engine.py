@@ -14,8 +14,8 @@ from specray.engine.detokenizer import TextStream
 from specray.engine.executor import Executor
 from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.scheduler import Scheduler
+from specray.engine.stats import EngineStats
 from specray.errors import InvalidRequestError
-from specray.metrics import EngineStats
 from specray.outputs import FinishReason, RequestOutput
 from specray.step import StepPlan, StepResult
 

@@ -6,99 +6,16 @@ row's result does not depend on the other rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specray.ops.argmax import argmax
 from specray.ops.noise import gumbel
+from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.outputs import TokenLogprob
-from specray.step import SamplingOptions
 
-GREEDY_BELOW = 1e-5  # smaller temperatures would overflow float32
 _PREFIX = 1024  # top tokens that top-p looks at on a CPU before it sorts the whole vocabulary
-
-
-@dataclass(slots=True, eq=False)
-class SamplingState:
-    """One request's sampling options and the token counts that its penalties need."""
-
-    options: SamplingOptions
-    num_output_tokens: int = 0
-    output_counts: Tensor | None = None  # float32 [V], generated tokens; only with presence or frequency penalty
-    is_known: Tensor | None = None  # bool [V], prompt and generated tokens; only with repetition penalty
-
-    @classmethod
-    def start(
-        cls,
-        options: SamplingOptions,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-        vocab_size: int,
-        device: torch.device,
-    ) -> "SamplingState":
-        """The state after `token_ids`, of which the first `num_prompt_tokens` are the prompt."""
-        state = cls(options, len(token_ids) - num_prompt_tokens)
-        if options.presence_penalty or options.frequency_penalty:
-            generated = torch.tensor(token_ids[num_prompt_tokens:], dtype=torch.int64, device=device)
-            state.output_counts = torch.bincount(generated, minlength=vocab_size).float()
-        if options.repetition_penalty != 1.0:
-            state.is_known = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            state.is_known[torch.tensor(token_ids, dtype=torch.int64, device=device)] = True
-        return state
-
-    @property
-    def is_sampled(self) -> bool:
-        return self.options.temperature >= GREEDY_BELOW
-
-    @property
-    def adjusts_logits(self) -> bool:
-        """Whether logits change before temperature: by bias, penalties or end tokens that are not allowed yet."""
-        counts = self.output_counts is not None or self.is_known is not None
-        return counts or bool(self.options.logit_bias) or self.masks_end_tokens
-
-    @property
-    def masks_end_tokens(self) -> bool:
-        return self.num_output_tokens < self.options.min_tokens and bool(self.options.eos_token_ids)
-
-    def append(self, token_id: int) -> None:
-        """Count a token that was emitted."""
-        self.num_output_tokens += 1
-        if self.output_counts is not None:
-            self.output_counts[token_id] += 1
-        if self.is_known is not None:
-            self.is_known[token_id] = True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingBatch:
-    """Sampling options of n rows: tensors for the device, states for the host's choice of a code path."""
-
-    states: list[SamplingState]
-    seeds: Tensor  # int64 [n]
-    temperature: Tensor  # float32 [n]
-    top_k: Tensor  # int64 [n], 0: off
-    top_p: Tensor  # float32 [n]
-    min_p: Tensor  # float32 [n]
-
-    @classmethod
-    def of(cls, states: Sequence[SamplingState], device: torch.device) -> "SamplingBatch":
-        """Tensors from the states' options."""
-        options = [state.options for state in states]
-        numbers = torch.tensor([(o.temperature, o.top_p, o.min_p) for o in options], dtype=torch.float32)
-        temperature, top_p, min_p = numbers.view(-1, 3).to(device).unbind(1)
-        integers = torch.tensor([(o.seed, o.top_k) for o in options], dtype=torch.int64)
-        seeds, top_k = integers.view(-1, 2).to(device).unbind(1)
-        return cls(list(states), seeds, temperature, top_k, top_p, min_p)
-
-    def select(self, rows: Sequence[int]) -> "SamplingBatch":
-        """These rows, in this order; a row may be named more than once."""
-        if len(rows) == len(self.states) and all(row == place for place, row in enumerate(rows)):
-            return self
-        index = torch.tensor(rows, dtype=torch.int64).to(self.seeds.device)
-        tensors = (self.seeds, self.temperature, self.top_k, self.top_p, self.min_p)
-        return SamplingBatch([self.states[row] for row in rows], *(tensor.index_select(0, index) for tensor in tensors))
 
 
 def sample(logits: Tensor, batch: SamplingBatch, keys: Tensor) -> Tensor:

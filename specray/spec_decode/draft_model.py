@@ -30,11 +30,12 @@ from specray.models.registry import context_length, load_config, load_model
 from specray.models.tokenizer import load_tokenizer
 from specray.ops.attention import Attend, AttentionBatch, make_pool
 from specray.ops.backends import make_backend
+from specray.spec_decode.draft_setup import draft_dtype, draft_quantization, scratch_slots
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.request_table import RaggedIndex
-from specray.spec_decode.tree_growth import TreeGrower, TreePrefix, draft_dtype, draft_quantization, scratch_slots
+from specray.spec_decode.tree_growth import TreeGrower, TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 
 CATCH_UP_TOKENS = 512  # most tokens to compute in a step beyond those it added

@@ -16,11 +16,12 @@ from specray.config import SpeculativeConfig
 from specray.models.eagle import EagleHead, load_eagle_head
 from specray.ops.attention import AttentionBatch, make_pool
 from specray.ops.backends import make_backend
+from specray.spec_decode.draft_setup import scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.request_table import RaggedIndex
-from specray.spec_decode.tree_growth import TreeGrower, TreePrefix, scratch_slots, target_matrices
+from specray.spec_decode.tree_growth import TreeGrower, TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.written_slots import WrittenSlots
 

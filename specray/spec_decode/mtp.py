@@ -20,12 +20,13 @@ from specray.models.files import resolve_draft
 from specray.models.mtp import MtpHead, MtpStack, holds_mtp_layers, load_mtp_layers
 from specray.ops.attention import AttentionBatch, make_pool, make_zeros
 from specray.ops.backends import make_backend
+from specray.spec_decode.draft_setup import scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter, make_eagle2
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.request_table import RaggedIndex
-from specray.spec_decode.tree_growth import TreeGrower, TreePrefix, scratch_slots, target_matrices
+from specray.spec_decode.tree_growth import TreeGrower, TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.written_slots import WrittenSlots
 

@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from specray.ops.sampling import SamplingBatch, sample
+from specray.ops.sampling import sample
+from specray.ops.sampling_state import SamplingBatch
 
 
 class NodeBatch(NamedTuple):

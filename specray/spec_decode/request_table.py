@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import make_zeros
-from specray.ops.sampling import SamplingBatch, SamplingState
+from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.step import NewRequest, SamplingOptions
 
 _NUM_SCALARS = 8  # int32 columns behind token ids and KV slots: see RequestTable.__init__

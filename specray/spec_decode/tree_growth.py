@@ -13,14 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.config import SpeculativeConfig
-from specray.models.eagle import TargetMatrices
-from specray.ops.attention import Attend, AttentionBackend, AttentionBatch, torch_dtype
+from specray.ops.attention import Attend, AttentionBackend, AttentionBatch
 from specray.ops.noise import gumbel, noise_keys
-from specray.ops.quantization import check_quantization, quantization_of_choice
-from specray.ops.sampling import GREEDY_BELOW
+from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
+from specray.spec_decode.drafter import DraftRequest, ProposeContext
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.tree_shape import TreeShape
 
@@ -81,7 +78,7 @@ class TreeGrower:
         num_steps = min(self._shape.num_steps, max(request.draft_limit.num_steps for request in prefix.requests))
         noise = _Noise.of(context, prefix, num_steps)
         level_probs: list[Tensor] = []  # the distribution that each level's children are drawn from
-        scores, tokens = self._candidates(output, noise, 0, level_probs)
+        scores, tokens = self._candidates(self._model.logits(output)[:, None], noise, 0, level_probs)
         pool = CandidatePool.of_roots(scores[:, 0], tokens[:, 0])
         keys = [self._with_scratch(kv_slots, kv_lens) for kv_slots, kv_lens in prefix.visible]
         states = self._model.recur(output).repeat_interleave(topk, 0)  # of the parent of each token of the frontier
@@ -93,7 +90,8 @@ class TreeGrower:
             tokens = pool.tokens.gather(1, frontier).flatten()
             sees = torch.cat((sees, eye), 2)
             output = self._forward_level(prefix, keys, tokens, states, sees, level)
-            probs, children = self._candidates(output, noise, level, level_probs)
+            logits = self._model.logits(output).view(num_rows, topk, -1)
+            probs, children = self._candidates(logits, noise, level, level_probs)
             pool.expand(frontier, pool.scores.gather(1, frontier)[:, :, None] * probs, children)
             if level + 1 < num_steps:
                 frontier = pool.best_of_last()
@@ -135,16 +133,17 @@ class TreeGrower:
         return self._model(tokens, states, positions, by_layer(plans))
 
     def _candidates(
-        self, output: Tensor, noise: "_Noise", level: int, level_probs: list[Tensor]
+        self, logits: Tensor, noise: "_Noise | None", level: int, level_probs: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """(probabilities, target ids) of the likeliest tokens below a level's nodes, [B, nodes, topk], best first.
 
-        `output` is [B * nodes, H].
+        `logits` is [B, nodes, V].
         """
-        logits = self._model.logits(output).view(len(noise.keys), -1, self._model.vocab_size)
-        if self._shape.returns_draft_probs:
-            level_probs.append(noise.probs(logits[:, 0], self._model.draft_token_ids))
-        best = noise.added(logits, level, self._model.draft_token_ids).softmax(-1).topk(self._shape.topk)
+        if noise is not None:
+            if self._shape.returns_draft_probs:
+                level_probs.append(noise.probs(logits[:, 0], self._model.draft_token_ids))
+            logits = noise.added(logits, level, self._model.draft_token_ids)
+        best = logits.softmax(-1).topk(self._shape.topk)
         return best.values, self._model.target_ids(best.indices)
 
 
@@ -156,20 +155,22 @@ class _Noise(NamedTuple):
     keys: Tensor  # int32 [B, levels, 2]
 
     @classmethod
-    def of(cls, context: ProposeContext, prefix: TreePrefix, num_levels: int) -> "_Noise":
+    def of(cls, context: ProposeContext, prefix: TreePrefix, num_levels: int) -> "_Noise | None":
+        """None if all requests are greedy."""
         table, requests = context.table, prefix.requests
+        is_sampled = [table.states[request.slot].sampling.is_sampled for request in requests]
+        if not any(is_sampled):
+            return None
         [ends] = context.columns(requests, "end")
         positions = ends[:, None] + 1 + torch.arange(num_levels, device=ends.device)
         return cls(
-            [table.states[request.slot].sampling.is_sampled for request in requests],
+            is_sampled,
             table.temperature.index_select(0, prefix.slots),
             noise_keys(table.seeds.index_select(0, prefix.slots)[:, None], positions),
         )
 
     def added(self, logits: Tensor, level: int, ids: Tensor | None) -> Tensor:
         """Logits [B, nodes, V] under temperature and noise where the request is sampled."""
-        if not any(self.is_sampled):
-            return logits
         if all(self.is_sampled):
             noise = gumbel(self.keys[:, level], logits.shape[-1], ids)
             return logits / self.temperature[:, None, None] + noise[:, None]
@@ -187,38 +188,3 @@ class _Noise(NamedTuple):
 def by_layer(plans: Sequence[Attend]) -> Attend:
     """One Attend for all layers: layer i uses plan i; a single plan is used by all layers."""
     return plans[0] if len(plans) == 1 else lambda layer, q, kv: plans[layer](layer, q, kv)
-
-
-def scratch_slots(target: TargetView, per_row: int) -> Tensor:
-    """int64 [max_rows, per_row]: KV slots behind the target's, for each request of a step."""
-    slots = torch.arange(target.max_rows * per_row, device=target.device)
-    return target.num_slots + slots.view(target.max_rows, per_row)
-
-
-def draft_dtype(config: SpeculativeConfig, target: TargetView) -> torch.dtype:
-    """Type of the drafter's weights and KV."""
-    return target.dtype if config.draft_dtype == "auto" else torch_dtype(config.draft_dtype)
-
-
-def draft_quantization(config: SpeculativeConfig, target: TargetView) -> str | None:
-    """Quantization of the drafter's linears: its own or the target's. ConfigError if the device does not support it."""
-    name = config.draft_model_quantization or target.quantization
-    if name == "auto":
-        name = quantization_of_choice(target.device, draft_dtype(config, target))
-    name = None if name == "unquant" else name
-    check_quantization(name, target.device, draft_dtype(config, target))
-    return name
-
-
-def target_matrices(config: SpeculativeConfig, target: TargetView) -> TargetMatrices:
-    """The target's matrices for a draft head."""
-    return TargetMatrices(
-        target.shape,
-        target.context_length,
-        target.folder,
-        target.load_format,
-        draft_dtype(config, target),
-        target.device,
-        target.model,
-        draft_quantization(config, target),
-    )

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from specray.ops.argmax import argmax
 from specray.ops.noise import noise_keys
-from specray.ops.sampling import SamplingBatch, SamplingState, sample, token_logprob
+from specray.ops.sampling import sample, token_logprob
+from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.node_sampler import NodeBatch, NodeSampler, coupled

@@ -13,7 +13,8 @@ from specray.models.registry import context_length, load_config, load_model
 from specray.ops.backends import make_backend
 from specray.spec_decode.drafter import TargetView
 from specray.worker.input_batch import InputBatch
-from specray.worker.kv_cache import KVCache, count_blocks
+from specray.worker.kv_cache import KVCache
+from specray.worker.kv_size import count_blocks
 from specray.worker.remote_drafter.source import RingLimits
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from specray.models.eagle import EagleHead
 from specray.models.llama import Llama
 from specray.ops.noise import gumbel, noise_keys
-from specray.ops.sampling import GREEDY_BELOW
+from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_model import DraftModel
 from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.spec_decode.drafter import DraftRequest, ProposeContext

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.noise import gumbel, noise_keys
-from specray.ops.sampling import SamplingBatch, SamplingState, sample
+from specray.ops.sampling import sample
+from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.spec_decode.node_sampler import NodeSampler, coupled

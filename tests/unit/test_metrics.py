@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from specray.metrics import MAX_POSITIONS, METRICS, SECONDS_BUCKETS, EngineStats
+from specray.engine.stats import MAX_POSITIONS, EngineStats
+from specray.metrics import METRICS, SECONDS_BUCKETS
 
 
 def test_names_are_unique_and_follow_the_conventions_of_their_type() -> None:

@@ -23,7 +23,7 @@ from cluster.autoscaling import (
     serve_autoscaling,
 )
 from cluster.config import AutoscalingOptions
-from specray.metrics import EngineStats
+from specray.engine.stats import EngineStats
 
 OPTIONS = AutoscalingOptions(min_replicas=1, max_replicas=8, target_running=10, down_delay_s=60)
 NOW = 1000.0

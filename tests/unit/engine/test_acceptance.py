@@ -14,7 +14,7 @@ from specray.engine.acceptance import (
     AcceptanceAlarm,
     is_collapsed,
 )
-from specray.metrics import EngineStats
+from specray.engine.stats import EngineStats
 from specray.sampling_params import SamplingParams
 from tests.support.drafters import ScriptedDrafter, draw_wrong
 from tests.support.engine import make_llm

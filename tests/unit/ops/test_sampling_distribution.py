@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specray.ops import sampling
-from specray.ops.sampling import SamplingBatch, SamplingState
+from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.step import SamplingOptions
 from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
 from tests.support.sampling import CPU, noise_of, sample_rows, state_of

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specray.ops.noise import noise_keys
-from specray.ops.sampling import SamplingBatch, SamplingState
+from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.spec_decode import node_sampler, verifier
 from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.step import SamplingOptions

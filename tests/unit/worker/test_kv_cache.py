@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
-from specray.worker.kv_cache import KVCache, count_blocks
+from specray.worker.kv_cache import KVCache
+from specray.worker.kv_size import count_blocks
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from specray.bench.exchange import Exchange, exchange, request_bytes
 from specray.bench.ledger import Outcome
 from specray.bench.load_command import table
 from specray.bench.open_loop import Load, idle_after, run
-from specray.metrics import EngineStats
+from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason
 from tests.unit.cluster.conftest import Serve, Server, listening
 

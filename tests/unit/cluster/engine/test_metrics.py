@@ -7,7 +7,7 @@ import pytest
 import cluster.engine.metrics
 from cluster.engine.metrics import RayExporter, log_line
 from cluster.engine.router import LogReporter
-from specray.metrics import EngineStats
+from specray.engine.stats import EngineStats
 
 
 class FakeGauge:

@@ -1,0 +1,45 @@
+"""What drafters with a model are made of: types, matrices of the target, and scratch KV slots."""
+
+import torch
+from torch import Tensor
+
+from specray.config import SpeculativeConfig
+from specray.models.eagle import TargetMatrices
+from specray.ops.attention import torch_dtype
+from specray.ops.quantization import check_quantization, quantization_of_choice
+from specray.spec_decode.drafter import TargetView
+
+
+def scratch_slots(target: TargetView, per_row: int) -> Tensor:
+    """int64 [max_rows, per_row]: KV slots behind the target's, for each request of a step."""
+    slots = torch.arange(target.max_rows * per_row, device=target.device)
+    return target.num_slots + slots.view(target.max_rows, per_row)
+
+
+def draft_dtype(config: SpeculativeConfig, target: TargetView) -> torch.dtype:
+    """Type of the drafter's weights and KV."""
+    return target.dtype if config.draft_dtype == "auto" else torch_dtype(config.draft_dtype)
+
+
+def draft_quantization(config: SpeculativeConfig, target: TargetView) -> str | None:
+    """Quantization of the drafter's linears: its own or the target's. ConfigError if the device does not support it."""
+    name = config.draft_model_quantization or target.quantization
+    if name == "auto":
+        name = quantization_of_choice(target.device, draft_dtype(config, target))
+    name = None if name == "unquant" else name
+    check_quantization(name, target.device, draft_dtype(config, target))
+    return name
+
+
+def target_matrices(config: SpeculativeConfig, target: TargetView) -> TargetMatrices:
+    """The target's matrices for a draft head."""
+    return TargetMatrices(
+        target.shape,
+        target.context_length,
+        target.folder,
+        target.load_format,
+        draft_dtype(config, target),
+        target.device,
+        target.model,
+        draft_quantization(config, target),
+    )

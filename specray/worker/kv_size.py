@@ -1,0 +1,45 @@
+"""The number of blocks in a rank's KV pool."""
+
+import os
+import resource
+from pathlib import Path
+
+import torch
+
+from specray.config import EngineConfig
+from specray.errors import ConfigError
+from specray.worker.memory import memory_fraction, weight_rungs
+
+
+def count_blocks(config: EngineConfig, bytes_per_token: int, context_length: int, device: torch.device) -> int:
+    """Blocks of this rank's pool, the null block included: `max_total_tokens`, or what memory leaves after the weights.
+
+    Never more than all running requests could use. ConfigError if not even one block fits.
+    """
+    useful = config.max_running_requests * (context_length + config.page_size)
+    if config.max_total_tokens is not None:
+        return config.max_total_tokens // config.page_size + 1
+    total, used = _memory(device)
+    fraction = memory_fraction(config, device.type == "cuda")
+    room = int(total * fraction) - used
+    tokens = min(room // bytes_per_token, useful)
+    if tokens < config.page_size:
+        smaller = "; ".join(["raise it", *weight_rungs(config), "or set max_total_tokens"])
+        raise ConfigError(
+            f"mem_fraction_static={fraction} of {total / 2**30:.1f} GiB leaves {room / 2**30:.2f} GiB for the KV pool "
+            f"after {used / 2**30:.1f} GiB already in use, less than one block of {config.page_size} tokens; "
+            f"{smaller}"
+        )
+    return tokens // config.page_size + 1
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """(total, used) bytes of the device; on CPU the machine's or the container's limit, and this process's peak."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total, total - free
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
