@@ -11,8 +11,8 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from specray.models.causal_lm import TargetModel
 from specray.models.files import resolve_model
-from specray.models.llama import Llama
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import Completion, FinishReason, Generation, RequestOutput
 from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
@@ -35,7 +35,7 @@ class LLM:
         *,
         progress: bool = False,
         drafter: Drafter | None = None,
-        _model: Llama | None = None,
+        _model: TargetModel | None = None,
         **options: Any,
     ) -> None:
         self.config = config or EngineConfig(**options)

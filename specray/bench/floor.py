@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.models.llama import Llama, LlamaShape
+from specray.models.causal_lm import TargetModel
+from specray.models.llama import LlamaShape
 from specray.ops.linear import make_linear
 
 Pass = list[Callable[[], Tensor]]
@@ -22,7 +23,8 @@ Pass = list[Callable[[], Tensor]]
 class Floor:
     """Samples the floor, some passes at a time, between an arm's runs."""
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: TargetModel) -> None:
+        assert isinstance(model.shape, LlamaShape)
         like = model.embedding.weight
         weights = [torch.randn(size).to(like) * 0.02 for size in _sizes(model.shape)]
         rows = [torch.randn(1, weight.shape[1]).to(like) for weight in weights]

@@ -16,7 +16,7 @@ from specray.config import EMBEDDED_MODEL, EngineConfig, SpeculativeConfig
 from specray.engine.request import EngineRequest
 from specray.errors import ConfigError, EngineDeadError
 from specray.llm import LLM
-from specray.models.llama import Llama
+from specray.models.causal_lm import TargetModel
 from specray.outputs import FinishReason, RequestOutput, RequestUsage
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import DRAFTERS, check_speculative
@@ -168,7 +168,7 @@ def _speculative(name: str, fields: dict[str, Any]) -> SpeculativeConfig:
     return config
 
 
-def target_of(llm: LLM) -> Llama:
+def target_of(llm: LLM) -> TargetModel:
     """The target's weights behind an in-process engine."""
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor)

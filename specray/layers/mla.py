@@ -1,20 +1,19 @@
 """Multi-head latent attention (DeepSeek-V2 and -V3): all heads read one compressed key and value of each token.
 
-Keys and values of all heads are linear maps of a latent [kv_rank]; the maps are moved over to the queries and to the
-output, so that attention runs on the latent itself. To the KV pool this is one KV head of width kv_rank + rope_dim:
-its key is [latent, rotary part], its value [latent, zeros]. A token costs 2 * (kv_rank + rope_dim) numbers a layer
-(DeepSeek-V3: 1,152), twice the least possible, for the pool keeps the latent as key and as value; keys and values of
-its 128 heads would be 49,152 padded to one width. Each rank of several keeps the whole latent. Not here: loading
-(`specray.models.deepseek`).
+The keys and values of all heads are linear maps of a latent [kv_rank]. The maps are applied to the queries and to the
+output instead (weight absorption), so that attention runs on the latent. The KV pool sees one KV head of width
+kv_rank + rope_dim, with key [latent, rotary part] and value [latent, zeros]. A token takes 2 * (kv_rank + rope_dim)
+numbers a layer (DeepSeek-V3: 1,152), twice the minimum, because the pool stores the latent as key and as value; keys
+and values of all 128 heads would take 49,152. Every rank stores the whole latent.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specray.layers.linear import RowParallelLinear
+from specray.layers.module import Layer
 from specray.layers.norm import RMSNorm
 from specray.layers.rotary import rotate_
 from specray.ops.attention import Attend
@@ -38,15 +37,15 @@ class LatentSizes:
         return self.nope_dim + self.rope_dim
 
 
-class LatentAttention:
+class LatentAttention(Layer):
     """Attention of this rank's heads over the pool's one KV head."""
 
     def __init__(
         self,
         index: int,
         sizes: LatentSizes,
-        query: Callable[[Tensor], Tensor],
-        compress: Callable[[Tensor], Tensor],
+        query: nn.Module,
+        compress: Layer,
         latent_norm: RMSNorm,
         expand: Tensor,
         out: RowParallelLinear,
@@ -54,19 +53,20 @@ class LatentAttention:
     ) -> None:
         """`query` gives [T, heads * query_dim], `compress` [T, kv_rank + rope_dim], rotary parts in half-split order.
 
-        `expand` [heads, nope_dim + value_dim, kv_rank] makes keys and values of the latent; `scale` is the softmax's.
+        `expand` [heads, nope_dim + value_dim, kv_rank] maps the latent to keys and values; `scale` is the softmax's.
         """
+        super().__init__()
         self._index = index
         self._sizes = sizes
         self._query = query
         self._compress = compress
         self._latent_norm = latent_norm
-        self._key_map = expand[:, : sizes.nope_dim].contiguous()
-        self._value_map = expand[:, sizes.nope_dim :].transpose(1, 2).contiguous()
+        self._key_map = nn.Buffer(expand[:, : sizes.nope_dim].contiguous())
+        self._value_map = nn.Buffer(expand[:, sizes.nope_dim :].transpose(1, 2).contiguous())
         self._out = out
-        self._query_scale = scale * sizes.pool_dim**0.5  # the kernels divide by the root of the width they see
+        self._query_scale = scale * sizes.pool_dim**0.5  # the kernels divide by sqrt(pool_dim)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         sizes = self._sizes
         queries = self._query(x).view(len(x), -1, sizes.query_dim)
         plain, turned = queries.split_with_sizes((sizes.nope_dim, sizes.rope_dim), -1)
@@ -87,6 +87,6 @@ class LatentAttention:
 
 
 def half_split(weight: Tensor, rope_dim: int) -> Tensor:
-    """Rows [..., rope_dim, in] of interleaved rotary pairs (0, 1), (2, 3), … in the order that `rotate_` expects."""
+    """Reorder rows [..., rope_dim, in] from interleaved rotary pairs (0, 1), (2, 3), … to what `rotate_` expects."""
     assert weight.shape[-2] == rope_dim
     return torch.cat((weight[..., 0::2, :], weight[..., 1::2, :]), -2)

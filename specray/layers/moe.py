@@ -1,8 +1,7 @@
-"""A mixture of experts: a router chooses a few feed-forwards for each token, and their outputs are added up.
+"""Mixture of experts: a router chooses some experts for each token, and their outputs are added.
 
-The reference for every device: tokens are gathered expert by expert, and a token's sum runs over its experts in their
-order, so that it does not depend on who else is in the batch. Not here: what a checkpoint calls its experts
-(`specray.models`).
+This is the reference implementation for all devices. Tokens are gathered by expert, and a token's outputs are added in
+the order of the experts, so that the sum does not depend on the rest of the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from specray.layers.module import Layer
 from specray.layers.parallel import RankGroup
 from specray.ops.linear import make_linear
 
@@ -21,10 +21,10 @@ Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxRoute:
-    """The most likely experts (Mixtral, Qwen3-MoE, DeepSeek-V2), if wanted out of the groups with the best one only."""
+    """The most likely experts (Mixtral, Qwen3-MoE, DeepSeek-V2), optionally only from the best groups of experts."""
 
     num_chosen: int
-    normalise: bool = False  # let the chosen ones' weights sum to 1
+    normalise: bool = False  # the weights of a token's experts sum to 1
     scale: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
@@ -41,7 +41,7 @@ class SoftmaxRoute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SigmoidRoute:
-    """DeepSeek-V3's `noaux_tc`: a bias that balances the experts has a say in who is chosen, but not in the weights."""
+    """DeepSeek-V3's `noaux_tc`: a load-balancing bias affects the choice of experts, but not their weights."""
 
     bias: Tensor  # float32 [experts]
     num_chosen: int
@@ -63,27 +63,28 @@ class SigmoidRoute:
 
 
 def in_best_groups(scores: Tensor, num_chosen: int, num_experts: int) -> Tensor:
-    """bool [T, experts]: those in the `num_chosen` groups with the highest of `scores` [T, groups]."""
+    """bool [T, experts]: the experts in the `num_chosen` groups with the highest `scores` [T, groups]."""
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(num_chosen).indices, value=True)
     return chosen.repeat_interleave(num_experts // scores.shape[-1], -1)
 
 
-class Expert:
+class Expert(Layer):
     """A rank's part of down(silu(gate(x)) * up(x)); gate and up [ffn / ranks, hidden], down [hidden, ffn / ranks]."""
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor, quantization: str | None = None) -> None:
+        super().__init__()
         self._gate_up = make_linear(torch.cat((gate, up)), quantization=quantization)
         self._down = make_linear(down, quantization=quantization)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up(x).chunk(2, -1)
         return self._down(F.silu(gate) * up)
 
 
-class MixtureOfExperts:
-    """Routed experts and, where the model has one, a feed-forward that all tokens share. Each rank holds a part of all.
+class MixtureOfExperts(Layer):
+    """Routed experts and, in some models, a feed-forward shared by all tokens. Each rank has a part of every expert.
 
-    `gate` is float32 [experts, hidden]: who is chosen must not hang on the rounding of a smaller type.
+    `gate` is float32 [experts, hidden]: rounding in a smaller type would change which experts are chosen.
     """
 
     def __init__(
@@ -92,24 +93,25 @@ class MixtureOfExperts:
         route: Route,
         experts: Sequence[Expert],
         group: RankGroup,
-        shared: Callable[[Tensor], Tensor] | None = None,
+        shared: Layer | None = None,
     ) -> None:
-        self._gate = gate
+        super().__init__()
+        self._gate = nn.Parameter(gate, requires_grad=False)
         self._route = route
-        self._experts = experts
+        self._experts = nn.ModuleList(experts)
         self._group = group
         self._shared = shared
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden] from [T, hidden]"""
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]"""
         weights, chosen = self._route(x.float() @ self._gate.t())
         out = self._group.sum(self._routed(x, weights, chosen)).to(x.dtype)
         return out if self._shared is None else out + self._shared(x)
 
     def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """float32 [T, hidden], of this rank's part."""
+        """This rank's part of the sum over experts, float32 [T, hidden]."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for index in sorted(set(chosen.flatten().tolist())):  # on the host: an expert without tokens has nothing to do
+        for index in sorted(set(chosen.flatten().tolist())):  # a host copy, which saves the experts without tokens
             tokens, places = (chosen == index).nonzero(as_tuple=True)
             parts = self._experts[index](x[tokens]).float() * weights[tokens, places, None]
             out.index_add_(0, tokens, parts)

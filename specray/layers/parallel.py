@@ -1,7 +1,6 @@
-"""The ranks of one target: who they are and the four ways they talk. With one rank all are no-ops.
+"""The tensor-parallel ranks of one target and their collectives, which are no-ops with one rank.
 
-Ranks talk through torch.distributed only: gloo on CPU, NCCL for tensors on GPUs. Not here: how work
-is divided (`specray.layers.linear`).
+The collectives are torch.distributed's: gloo on CPUs, NCCL for tensors on GPUs.
 """
 
 from datetime import timedelta
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _LENGTH_BYTES = 8
-_HEAD_BYTES = 4096  # what goes with the length: a step of few rows takes less, and each broadcast wakes every rank
+_HEAD_BYTES = 4096  # sent with the length; enough for most steps, so that one broadcast suffices
 
 
 class RankGroup:
@@ -34,11 +33,11 @@ class RankGroup:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def share(self, total: int) -> slice:
-        """This rank's part of `total` equal units; the first ranks take one more where it does not divide."""
+    def share(self, total: int, unit: int = 1) -> slice:
+        """This rank's rows of `total` units of `unit` rows; the first ranks have one more unit if it is uneven."""
         base, rest = divmod(total, self.size)
         start = self.rank * base + min(self.rank, rest)
-        return slice(start, start + base + (self.rank < rest))
+        return slice(start * unit, (start + base + (self.rank < rest)) * unit)
 
     def sum(self, partial: Tensor) -> Tensor:
         """Add every rank's tensor, in place; bitwise the same on all ranks."""

@@ -19,9 +19,10 @@ from specray.layers.linear import ColumnParallelLinear, VocabEmbedding, VocabHea
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
+from specray.models.causal_lm import FeedForward, ModelShape, TargetModel
 from specray.models.eagle_files import HeadConfig, TensorNames, check_rest, head_shape, read_draft_vocabulary
 from specray.models.files import resolve_draft
-from specray.models.llama import Attention, FeedForward, Llama, LlamaShape
+from specray.models.llama import Attention, LlamaShape
 from specray.models.loading import Loader
 from specray.ops.attention import Attend
 
@@ -33,7 +34,7 @@ ALGORITHMS: dict[Literal[2, 3], str] = {2: "EAGLE", 3: "EAGLE3"}
 class EagleHead(Protocol):
     """A draft head of hidden size H. A state stands for what precedes a token; the layer's index in `attend` is 0."""
 
-    aux_hidden_state_layers: tuple[int, ...]  # of the target, see `Llama.__call__`
+    aux_hidden_state_layers: tuple[int, ...]  # of the target, see TargetModel
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -184,13 +185,13 @@ class TargetMatrices:
 
     def __init__(
         self,
-        shape: LlamaShape,
+        shape: ModelShape,
         max_positions: int,
         folder: Path,
         load_format: str,
         dtype: torch.dtype,
         device: torch.device,
-        target: Llama | None,
+        target: TargetModel | None,
         quantization: str | None = None,
     ) -> None:
         self.shape = shape
@@ -240,11 +241,10 @@ class _Layer:
     """Attention reading `width` inputs, then the feed-forward; what is added to the attention comes from outside."""
 
     def __init__(self, shape: LlamaShape, loader: Loader, prefix: str, width: int) -> None:
-        group = RankGroup()
-        self._attention = Attention(0, shape, loader, group, prefix + "self_attn.", width)
+        self._attention = Attention(0, shape, loader, prefix + "self_attn.", width)
         weight = loader.tensor(prefix + "post_attention_layernorm.weight", (shape.hidden_size,))
         self._ffn_norm = RMSNorm(weight, shape.eps)
-        self._ffn = FeedForward(shape, loader, group, prefix + "mlp.")
+        self._ffn = FeedForward(shape.hidden_size, shape.ffn_size, loader, prefix + "mlp.")
 
     def __call__(self, x: Tensor, residual: Tensor, turn: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         hidden = self._attention(x, *turn, attend).add_(residual)

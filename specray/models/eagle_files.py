@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from specray.errors import ConfigError
+from specray.models.causal_lm import ModelShape
 from specray.models.llama import LlamaShape
 from specray.models.loading import Loader
 
@@ -82,7 +83,7 @@ class HeadConfig(BaseModel):
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ConfigError(f"{path} does not describe an EAGLE head ({problems}); correct it") from error
 
-    def check_target(self, folder: Path, target: LlamaShape) -> None:
+    def check_target(self, folder: Path, target: ModelShape) -> None:
         """ConfigError unless the head was made for a target of this width and vocabulary."""
         width = self.target_hidden_size or self.hidden_size
         for name, ours, theirs in (
@@ -171,6 +172,8 @@ def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaSha
         hidden_size=config.hidden_size,
         num_heads=heads,
         num_kv_heads=kv_heads,
+        num_local_heads=heads,
+        num_local_kv_heads=kv_heads,
         head_dim=head_dim,
         ffn_size=config.intermediate_size,
         vocab_size=config.vocab_size,
@@ -179,8 +182,6 @@ def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaSha
         output_bias=found["o"] if config.attention_bias is None else config.attention_bias,
         qk_norm=names.in_layer("self_attn.q_norm.weight"),
         tied=False,
-        kv_heads=slice(0, kv_heads),
-        ffn=slice(0, config.intermediate_size),
     )
 
 

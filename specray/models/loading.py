@@ -1,7 +1,4 @@
-"""From a checkpoint's tensors to a rank's: shapes checked, this rank's part taken, type and device set.
-
-Not here: the files' formats (`weights`), or which tensors a model has (`llama`).
-"""
+"""Loads a rank's part of a checkpoint's tensors: checks shapes, slices, converts type and device."""
 
 from pathlib import Path
 
@@ -10,11 +7,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
 from specray.models.weights import WeightReader
 
 
 class Loader:
-    """Takes tensors out of a WeightReader for one rank; `quantization` is what the model's linears are to have."""
+    """Takes tensors from a WeightReader for one rank of `group`; `quantization` is that of the model's linears."""
 
     def __init__(
         self,
@@ -24,11 +22,13 @@ class Loader:
         device: torch.device,
         progress: bool = False,
         quantization: str | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         self.folder = folder
         self.dtype = dtype
         self.device = device
         self.quantization = quantization
+        self.group = group or RankGroup()
         self._reader = WeightReader(folder, load_format)
         self._read: set[str] = set()
         self._bar = tqdm(total=len(self._reader.names()), desc="loading weights", unit="tensor", disable=not progress)
@@ -37,12 +37,12 @@ class Loader:
         return name in self._reader.names()
 
     def tensor(self, name: str, shape: tuple[int, ...], part: slice = slice(None), dim: int = 0) -> Tensor:
-        """`part` along `dim` of tensor `name`, which must have `shape`. ConfigError if it is missing or misshapen."""
+        """`part` along `dim` of tensor `name`. ConfigError if the tensor is missing or does not have `shape`."""
         tensor = self.stored(name, shape)
         return tensor.narrow(dim, *_span(part, shape[dim])).to(self.device, self.dtype)
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Tensor `name` as the file has it: neither cast nor moved. ConfigError if it is missing or misshapen."""
+        """Tensor `name` with its stored type, on the CPU. ConfigError if it is missing or does not have `shape`."""
         tensor = self._reader.get(name)
         if tuple(tensor.shape) != shape:
             raise ConfigError(
@@ -53,10 +53,10 @@ class Loader:
         self._bar.update()
         return tensor
 
-    def vocab(self, name: str, shape: tuple[int, int], rank: int, num_ranks: int) -> Tensor:
+    def vocab(self, name: str, shape: tuple[int, int]) -> Tensor:
         """This rank's ceil(vocab / ranks) rows of an embedding or output matrix, zeros past its end."""
-        size = -(-shape[0] // num_ranks)
-        start = min(rank * size, shape[0])
+        size = -(-shape[0] // self.group.size)
+        start = min(self.group.rank * size, shape[0])
         rows = self.tensor(name, shape, slice(start, min(start + size, shape[0])))
         missing = size - len(rows)
         return torch.cat((rows, rows.new_zeros(missing, shape[1]))) if missing else rows.contiguous()
@@ -65,11 +65,11 @@ class Loader:
         return sorted(self._reader.names())
 
     def path(self, name: str) -> Path:
-        """The file that holds tensor `name`, which must be there."""
+        """The file of tensor `name`, which must exist."""
         return self._reader.path(name)
 
     def unread(self) -> list[str]:
-        """Tensors of the checkpoint that nothing has asked for."""
+        """Tensors of the checkpoint that were never read."""
         return sorted(set(self._reader.names()) - self._read)
 
     def close(self) -> None:

@@ -1,7 +1,4 @@
-"""Mixtral and Qwen3-MoE: the Llama family's attention with a mixture of experts in place of the feed-forward.
-
-Not here: routing and the sum over experts (`specray.layers.moe`), DeepSeek (`deepseek`).
-"""
+"""Mixtral and Qwen3-MoE: the Llama family's attention with a mixture of experts as the feed-forward."""
 
 from collections.abc import Sequence
 
@@ -9,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from specray.layers.module import Layer
 from specray.layers.moe import Expert, MixtureOfExperts, SoftmaxRoute
-from specray.layers.parallel import RankGroup
-from specray.models.llama import Feed, Llama, LlamaShape
+from specray.models.llama import Llama
 from specray.models.loading import Loader
 
 QWEN_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -19,41 +16,31 @@ _MIXTRAL_NAMES = ("w1", "w3", "w2")
 
 
 class Mixtral(Llama):
-    """Every layer a mixture; the chosen experts' weights sum to 1."""
+    """Every layer is a mixture. The weights of a token's experts sum to 1."""
 
     @classmethod
-    def feed_forward(
-        cls,
-        config: PretrainedConfig,
-        shape: LlamaShape,
-        index: int,  # noqa: ARG003
-        prefix: str,
-        loader: Loader,
-        group: RankGroup,
-    ) -> Feed:
-        place, hidden, count = prefix + "block_sparse_moe.", shape.hidden_size, config.num_local_experts
-        experts = load_experts(loader, place, count, hidden, shape.ffn_size, group, _MIXTRAL_NAMES)
+    def feed_forward(cls, config: PretrainedConfig, loader: Loader, prefix: str, index: int) -> Layer:  # noqa: ARG003
+        place, hidden, count = prefix + "block_sparse_moe.", config.hidden_size, config.num_local_experts
+        experts = load_experts(loader, place, count, hidden, config.intermediate_size, _MIXTRAL_NAMES)
         route = SoftmaxRoute(config.num_experts_per_tok, normalise=True)
-        return MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, group)
+        return MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, loader.group)
 
 
 class Qwen3Moe(Llama):
-    """Layers are mixtures but where config.json says otherwise."""
+    """Layers are mixtures unless config.json lists them as dense."""
 
     @classmethod
-    def feed_forward(
-        cls, config: PretrainedConfig, shape: LlamaShape, index: int, prefix: str, loader: Loader, group: RankGroup
-    ) -> Feed:
-        place, hidden, count = prefix + "mlp.", shape.hidden_size, config.num_experts
+    def feed_forward(cls, config: PretrainedConfig, loader: Loader, prefix: str, index: int) -> Layer:
+        place, hidden, count = prefix + "mlp.", config.hidden_size, config.num_experts
         if index in config.mlp_only_layers or not count or (index + 1) % config.decoder_sparse_step:
-            return super().feed_forward(config, shape, index, prefix, loader, group)
-        experts = load_experts(loader, place, count, hidden, config.moe_intermediate_size, group)
+            return super().feed_forward(config, loader, prefix, index)
+        experts = load_experts(loader, place, count, hidden, config.moe_intermediate_size)
         route = SoftmaxRoute(config.num_experts_per_tok, normalise=config.norm_topk_prob)
-        return MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, group)
+        return MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, loader.group)
 
 
 def load_gate(loader: Loader, prefix: str, num_experts: int, hidden_size: int) -> Tensor:
-    """The router's float32 [experts, hidden]."""
+    """The router's weight, float32 [experts, hidden]."""
     return loader.stored(prefix + "gate.weight", (num_experts, hidden_size)).to(loader.device, torch.float32)
 
 
@@ -63,15 +50,15 @@ def load_experts(
     num_experts: int,
     hidden_size: int,
     ffn_size: int,
-    group: RankGroup,
     names: Sequence[str] = QWEN_NAMES,
 ) -> list[Expert]:
-    """All experts, of each this rank's part of its `ffn_size`; `names` are those of gate, up and down."""
-    part, wide = group.share(ffn_size), (ffn_size, hidden_size)
+    """This rank's part of every expert; `names` are those of gate, up and down."""
+    part, wide = loader.group.share(ffn_size), (ffn_size, hidden_size)
     experts = []
     for index in range(num_experts):
         gate, up, down = (f"{prefix}experts.{index}.{name}.weight" for name in names)
         narrow = loader.tensor(down, wide[::-1], part, 1).contiguous()
-        matrices = (loader.tensor(gate, wide, part), loader.tensor(up, wide, part), narrow)
-        experts.append(Expert(*matrices, loader.quantization))
+        experts.append(
+            Expert(loader.tensor(gate, wide, part), loader.tensor(up, wide, part), narrow, loader.quantization)
+        )
     return experts

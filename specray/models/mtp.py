@@ -21,10 +21,9 @@ from transformers import PretrainedConfig
 from specray.errors import ConfigError
 from specray.layers.linear import ColumnParallelLinear
 from specray.layers.norm import RMSNorm
-from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
+from specray.models.causal_lm import ModelShape
 from specray.models.eagle import TargetMatrices
-from specray.models.llama import LlamaShape
 from specray.models.loading import Loader
 from specray.models.registry import MODELS, load_config, shape_of
 from specray.models.weights import WeightReader
@@ -93,11 +92,10 @@ class MtpLayers:
     def __init__(
         self, config: PretrainedConfig, loader: Loader, shared: TargetMatrices, layout: Layout, numbers: list[int]
     ) -> None:
-        group = RankGroup()
-        self.shape = shape = shape_of(config, group)
+        self.shape = shape = shape_of(config, loader.group)
         _check_target(loader.folder, shape, shared.shape)
         architecture = MODELS[(config.architectures or [""])[0]]
-        rotary = architecture.rotary_of(config, shape, shared.max_positions, loader)
+        rotary = architecture.rotary_of(config, loader, shared.max_positions)
         self.dtype = shared.dtype
         self.aux_hidden_state_layers: tuple[int, ...] = (shared.shape.num_layers,)
         self.shared = shared
@@ -112,7 +110,7 @@ class MtpLayer:
     def __init__(
         self,
         config: PretrainedConfig,
-        shape: LlamaShape,
+        shape: ModelShape,
         loader: Loader,
         layout: Layout,
         number: int,
@@ -130,7 +128,7 @@ class MtpLayer:
         self._project = ColumnParallelLinear(weight, quantization=loader.quantization)
         architecture = MODELS[(config.architectures or [""])[0]]
         index = config.num_hidden_layers + kv_layer
-        self._block = architecture.layer(config, shape, index, prefix, loader, RankGroup(), kv_layer)
+        self._block = architecture.layer(config, loader, prefix, index, kv_layer)
         self._out_norm = norm(layout.out_norm)
         self._rotary = rotary
 
@@ -218,7 +216,7 @@ class MtpStack(_Drafting):
         return self._head(output[:, 0])
 
 
-def _check_target(folder: Path, ours: LlamaShape, target: LlamaShape) -> None:
+def _check_target(folder: Path, ours: ModelShape, target: ModelShape) -> None:
     for name in ("vocab_size", "hidden_size"):
         if getattr(ours, name) != getattr(target, name):
             raise ConfigError(

@@ -9,14 +9,15 @@ from transformers import AutoConfig, PretrainedConfig, Qwen2Config
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
+from specray.models.causal_lm import CausalLM, ModelShape
 from specray.models.deepseek import Deepseek
-from specray.models.llama import Llama, LlamaShape
+from specray.models.llama import Llama
 from specray.models.loading import Loader
 from specray.models.moe_models import Mixtral, Qwen3Moe
 from specray.ops.attention import torch_dtype
 from specray.ops.quantization import check_quantization
 
-MODELS: dict[str, type[Llama]] = {
+MODELS: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Llama,
     "Qwen2ForCausalLM": Llama,
@@ -49,7 +50,7 @@ def load_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def shape_of(config: PretrainedConfig, group: RankGroup) -> LlamaShape:
+def shape_of(config: PretrainedConfig, group: RankGroup) -> ModelShape:
     """Sizes of a checkpoint that `load_config` has read, and of this rank's part."""
     return MODELS[_architectures(config)[0]].shape_of(config, group)
 
@@ -80,7 +81,7 @@ def resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> 
     return stored
 
 
-def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: torch.device, progress: bool) -> Llama:
+def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: torch.device, progress: bool) -> CausalLM:
     """The target's part of this rank, ready to run."""
     model_config = load_config(folder)
     num_kv_heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
@@ -88,10 +89,10 @@ def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: tor
         raise ConfigError(f"tp_size={group.size} is more than the model's {num_kv_heads} KV heads; lower tp_size")
     dtype = resolve_dtype(config.dtype, model_config, device)
     check_quantization(config.quantization, device, dtype)
-    loader = Loader(folder, config.load_format, dtype, device, progress and group.leads, config.quantization)
+    loader = Loader(folder, config.load_format, dtype, device, progress and group.leads, config.quantization, group)
     try:
         positions = context_length(model_config, config.context_length)
-        return MODELS[_architectures(model_config)[0]](model_config, loader, group, positions)
+        return MODELS[_architectures(model_config)[0]](model_config, loader, positions)
     finally:
         loader.close()
 

@@ -23,9 +23,9 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.layers.linear import VocabHead
 from specray.layers.parallel import RankGroup
+from specray.models.causal_lm import TargetModel
 from specray.models.eagle import TargetMatrices
 from specray.models.files import resolve_draft
-from specray.models.llama import Llama
 from specray.models.registry import context_length, load_config, load_model
 from specray.models.tokenizer import load_tokenizer
 from specray.ops.attention import Attend, AttentionBatch, make_pool
@@ -191,7 +191,9 @@ class DraftModel:
     It drafts the first `num_tokens` token ids, or with `ids` int64 [n] only these (FR-Spec); `head` has their rows.
     """
 
-    def __init__(self, model: Llama, head: VocabHead, num_tokens: int, ids: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: TargetModel, head: VocabHead, num_tokens: int, ids: Tensor | None, dtype: torch.dtype
+    ) -> None:
         self.context_length = model.max_positions
         self.num_heads = model.shape.num_local_heads
         self.vocab_size = num_tokens if ids is None else len(ids)
@@ -265,7 +267,7 @@ def num_common_tokens(folder: Path, vocab_size: int, target: TargetView) -> int:
     return min(num_tokens, vocab_size, target.shape.vocab_size)
 
 
-def _share_matrices(model: Llama, target: Llama) -> None:
+def _share_matrices(model: TargetModel, target: TargetModel) -> None:
     """Share the target's embedding with a model that has an equal one, and its output matrix if both are tied."""
     ours, theirs = model.embedding.weight, target.embedding.weight
     if ours.dtype == theirs.dtype and ours.device == theirs.device and torch.equal(ours, theirs):

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specray.models.llama import Llama, LlamaShape
+from specray.models.causal_lm import ModelShape, TargetModel
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DraftFault, DraftLimit
@@ -64,8 +64,8 @@ class ProposeContext:
 class TargetView:
     """Properties and parts of the target that a drafter can use."""
 
-    model: Llama | None  # None if the drafter has its own process
-    shape: LlamaShape
+    model: TargetModel | None  # None if the drafter has its own process
+    shape: ModelShape
     dtype: torch.dtype
     folder: Path
     load_format: str
@@ -91,7 +91,7 @@ class Drafter(Protocol):
     """A drafting method with state per slot."""
 
     max_draft_tokens: int  # most nodes of a tree, without the root
-    aux_hidden_state_layers: tuple[int, ...]  # of the target (see Llama.__call__), concatenated in the context
+    aux_hidden_state_layers: tuple[int, ...]  # of the target (see TargetModel), concatenated in the context
     reads_next_token: bool  # its KV of a token depends on the next token, which prefix cache keys then include
 
     def propose(self, context: ProposeContext) -> DraftTree:

@@ -5,7 +5,7 @@ from collections import deque
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import ConfigError, EngineDeadError
-from specray.models.llama import Llama
+from specray.models.causal_lm import TargetModel
 from specray.spec_decode.drafter import Drafter
 from specray.step import StepPlan, StepResult
 from specray.worker.memory import STARTING, STEPPING, enough_memory
@@ -21,7 +21,7 @@ class LocalExecutor:
         *,
         progress: bool = False,
         drafter: Drafter | None = None,
-        model: Llama | None = None,
+        model: TargetModel | None = None,
     ) -> None:
         if config.tp_size != 1:
             raise ConfigError(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.layers.parallel import RankGroup
-from specray.models.llama import Llama
+from specray.models.causal_lm import TargetModel
 from specray.models.registry import context_length, load_config, load_model
 from specray.ops.backends import make_backend
 from specray.spec_decode.drafter import TargetView
@@ -28,7 +28,7 @@ class ModelRunner:
         group: RankGroup,
         device: torch.device,
         progress: bool = False,
-        model: Llama | None = None,
+        model: TargetModel | None = None,
     ) -> None:
         self.device = device
         self.model = model or load_model(folder, config, group, device, progress)

@@ -13,8 +13,8 @@ from torch import Tensor
 from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
+from specray.models.causal_lm import TargetModel
 from specray.models.files import resolve_model
-from specray.models.llama import Llama
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import Drafter, DraftRequest, DraftSource, ProposeContext
@@ -49,7 +49,7 @@ class Worker:
         init_method: str | None = None,
         progress: bool = False,
         drafter: Drafter | None = None,
-        model: Llama | None = None,
+        model: TargetModel | None = None,
         colocate: DraftEndpoint | None = None,
     ) -> None:
         device = choose_device(config, rank)
@@ -82,7 +82,7 @@ class Worker:
         )
 
     @property
-    def model(self) -> Llama:
+    def model(self) -> TargetModel:
         return self._runner.model
 
     @torch.inference_mode()

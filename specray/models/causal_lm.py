@@ -1,0 +1,158 @@
+"""The parts that all target models share: their sizes, decoder layers, and the loop over them.
+
+`TargetModel` is what the worker and the drafters use. `CausalLM` implements it; a subclass defines the attention and,
+if it is not the dense one, the feed-forward of a layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from specray.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabEmbedding, VocabHead
+from specray.layers.module import Layer
+from specray.layers.norm import RMSNorm
+from specray.layers.parallel import RankGroup
+from specray.layers.rotary import RotaryEmbedding
+from specray.models.loading import Loader
+from specray.ops.attention import Attend
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes that every model has. Heads are counted as this rank's KV pool and attention kernels see them."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    eps: float
+    tied: bool
+    num_local_heads: int
+    num_local_kv_heads: int
+    head_dim: int
+
+
+class TargetModel(Protocol):
+    """A model with its weights on this rank."""
+
+    embedding: VocabEmbedding
+    head: VocabHead
+    max_positions: int
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(hidden states after the final norm, aux hidden states), each [T, hidden]; inputs are int64 [T].
+
+        The aux hidden state of layer i is the residual stream that enters it; that of layer `num_layers`, one past the
+        last, is the hidden states after the final norm.
+        """
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """float32 [n, vocab] from final hidden states [n, hidden]."""
+
+
+class CausalLM(nn.Module):
+    """A stack of decoder layers over one flattened batch [T, hidden]; `attend` knows rows, trees and the KV pool."""
+
+    def __init__(self, config: PretrainedConfig, loader: Loader, max_positions: int) -> None:
+        super().__init__()
+        shape = self.shape_of(config, loader.group)
+        vocab = (shape.vocab_size, shape.hidden_size)
+        self.shape = shape
+        self.embedding = VocabEmbedding(loader.vocab("model.embed_tokens.weight", vocab), loader.group)
+        self.layers = nn.ModuleList(
+            self.layer(config, loader, f"model.layers.{index}.", index) for index in range(shape.num_layers)
+        )
+        self.norm = RMSNorm(loader.tensor("model.norm.weight", (shape.hidden_size,)), shape.eps)
+        tied = shape.tied or "lm_head.weight" not in loader
+        head = self.embedding.weight if tied else loader.vocab("lm_head.weight", vocab)
+        self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization)
+        self.max_positions = max_positions
+        self.rotary = self.rotary_of(config, loader, max_positions)
+
+    @classmethod
+    def shape_of(cls, config: PretrainedConfig, group: RankGroup) -> ModelShape:
+        raise NotImplementedError
+
+    @classmethod
+    def rotary_of(cls, config: PretrainedConfig, loader: Loader, max_positions: int) -> RotaryEmbedding:
+        head_dim = cls.shape_of(config, loader.group).head_dim
+        return RotaryEmbedding(config, head_dim, max_positions, loader.dtype, loader.device)
+
+    @classmethod
+    def layer(
+        cls, config: PretrainedConfig, loader: Loader, prefix: str, index: int, kv_layer: int | None = None
+    ) -> "DecoderLayer":
+        """Layer `index` from tensors `prefix`*. Its KV is layer `kv_layer` of the pool, by default layer `index`."""
+        attention = cls.attention(config, loader, prefix + "self_attn.", index if kv_layer is None else kv_layer)
+        return DecoderLayer(config, loader, prefix, attention, cls.feed_forward(config, loader, prefix, index))
+
+    @classmethod
+    def attention(cls, config: PretrainedConfig, loader: Loader, prefix: str, kv_layer: int) -> Layer:
+        """Module of (normed states [T, hidden], cos, sin, attend) -> [T, hidden]."""
+        raise NotImplementedError
+
+    @classmethod
+    def feed_forward(cls, config: PretrainedConfig, loader: Loader, prefix: str, index: int) -> Layer:  # noqa: ARG003
+        """Module of normed states [T, hidden] -> [T, hidden]; a dense one unless a subclass says otherwise."""
+        return FeedForward(config.hidden_size, config.intermediate_size, loader, prefix + "mlp.")
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See TargetModel."""
+        cos, sin = self.rotary.at(positions)
+        hidden = self.embedding(token_ids)
+        # Only the requested states: those of all layers of a long prompt take gigabytes.
+        aux_hidden_states: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            if index in aux_hidden_state_layers:
+                aux_hidden_states[index] = hidden
+            hidden = layer(hidden, cos, sin, attend)
+        aux_hidden_states[len(self.layers)] = final = self.norm(hidden)
+        return final, [aux_hidden_states[index] for index in aux_hidden_state_layers]
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """float32 [n, vocab] from final hidden states [n, hidden]."""
+        return self.head(hidden_states)
+
+
+class DecoderLayer(Layer):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: PretrainedConfig, loader: Loader, prefix: str, attention: Layer, ffn: Layer) -> None:
+        super().__init__()
+        size, eps = (config.hidden_size,), config.rms_norm_eps
+        self.input_norm = RMSNorm(loader.tensor(prefix + "input_layernorm.weight", size), eps)
+        self.attention = attention
+        self.ffn_norm = RMSNorm(loader.tensor(prefix + "post_attention_layernorm.weight", size), eps)
+        self.ffn = ffn
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        hidden = self.attention(self.input_norm(hidden), cos, sin, attend).add_(hidden)
+        return self.ffn(self.ffn_norm(hidden)).add_(hidden)
+
+
+class FeedForward(Layer):
+    """down(silu(gate(x)) * up(x)), of which each rank has an equal share of the `ffn_size` inner units."""
+
+    def __init__(self, hidden_size: int, ffn_size: int, loader: Loader, prefix: str) -> None:
+        super().__init__()
+        size, part = (ffn_size, hidden_size), loader.group.share(ffn_size)
+        gate = loader.tensor(prefix + "gate_proj.weight", size, part)
+        up = loader.tensor(prefix + "up_proj.weight", size, part)
+        self.gate_up = ColumnParallelLinear(torch.cat((gate, up)), quantization=loader.quantization)
+        down = loader.tensor(prefix + "down_proj.weight", size[::-1], part, 1).contiguous()
+        self.down = RowParallelLinear(down, loader.group, quantization=loader.quantization)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
