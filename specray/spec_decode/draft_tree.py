@@ -60,8 +60,8 @@ class DraftTree:
         num_rows, size = self.tokens.shape
         if size == 1:
             return torch.ones(num_rows, 1, 1, dtype=torch.bool, device=self.tokens.device)
-        eye = torch.eye(size, dtype=torch.float32, device=self.tokens.device)
-        reach = eye + F.one_hot(self.parents + 1, size + 1)[..., 1:].float()
+        nodes = torch.arange(size, device=self.tokens.device)
+        reach = ((self.parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
         for _ in range((size - 1).bit_length()):  # paths of length 1, 2, 4, …: squaring doubles them
             reach = (reach @ reach).clamp_(max=1.0)
         return reach > 0

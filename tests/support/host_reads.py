@@ -1,0 +1,78 @@
+"""Counts where a step reads tensors on the host. On a GPU each such read waits for the device.
+
+A CPU cannot show the wait, but the calls are the same: `tolist`, `numpy`, `item`, `bool`, and operations whose result
+has a shape that depends on data.
+"""
+
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# torch's attention on a CPU looks for contiguous KV there, where reading is free. It has no such code on a GPU.
+CPU_ONLY = "ops/attention_torch.py"
+_aten = torch.ops.aten
+_READING = {
+    _aten._local_scalar_dense,
+    _aten.bincount,
+    _aten.equal,
+    _aten.masked_select,
+    _aten.nonzero,
+    _aten.unique_dim,
+    _aten._unique2,
+}
+
+
+class HostReads(TorchDispatchMode):
+    """Records the reads while it is entered: `places` are their lines, "module.py:line"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __enter__(self) -> Self:
+        # Reads of CPU tensors that torch does not dispatch.
+        for name in ("tolist", "numpy"):
+            setattr(torch.Tensor, name, self._recording(getattr(torch._C.TensorBase, name)))
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        for name in ("tolist", "numpy"):
+            delattr(torch.Tensor, name)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _reads(func, args, kwargs):
+            self._record()
+        return func(*args, **kwargs)
+
+    def _recording(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            self._record()
+            return method(*args, **kwargs)
+
+        return read
+
+    def _record(self) -> None:
+        frames = [frame for frame in traceback.extract_stack() if "/specray/" in frame.filename]
+        if frames:
+            place = f"{frames[-1].filename.rpartition('/specray/')[2]}:{frames[-1].lineno}"
+            if not place.startswith(CPU_ONLY):
+                self.places.append(place)
+
+
+def _reads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func.overloadpacket is _aten.index:
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    if func is _aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return func.overloadpacket in _READING

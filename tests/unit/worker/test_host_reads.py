@@ -1,0 +1,64 @@
+"""A greedy step reads tensors on the host twice: the outcome of verification, and the sizes of the next draft trees."""
+
+from pathlib import Path
+
+import pytest
+
+from specray.engine.engine import Engine
+from specray.outputs import RequestOutput
+from specray.sampling_params import SamplingParams
+from tests.support.engine import make_llm
+from tests.support.host_reads import HostReads
+from tests.support.methods import METHODS
+
+VERIFY, DRAFT = "worker/step_output.py", "spec_decode/inline_drafts.py"
+NUM_PROMPT_STEPS = 2  # the prompt, and the first draft tree
+
+
+def reads_of_steps(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str | None, batch_size: int, temperature: float
+) -> list[list[str]]:
+    """The modules that read tensors, for each step of decoding."""
+    steps: list[list[str]] = []
+    step = Engine.step
+
+    def counted(engine: Engine) -> list[RequestOutput]:
+        with HostReads() as reads:
+            outputs = step(engine)
+        steps.append([place.partition(":")[0] for place in reads.places])
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", counted)
+    options = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=16, ignore_eos=True)
+    with make_llm(toy, **options) as llm:
+        llm.generate([[5, 6, 7 + row] for row in range(batch_size)], params)
+    return [step for step in steps[NUM_PROMPT_STEPS:] if step]  # the last one only frees slots
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize(
+    "method",
+    ["EAGLE3", "EAGLE3-chain", "EAGLE3-wide", "EAGLE-deep", "EAGLE-map", "STANDALONE-tree", "MTP", "MTP-stack"],
+)
+def test_a_greedy_step_reads_once_for_verification_and_once_for_drafts(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, batch_size: int
+) -> None:
+    steps = reads_of_steps(toy, tmp_path, monkeypatch, method, batch_size, temperature=0.0)
+    assert len(steps) >= 3
+    assert {tuple(step) for step in steps} == {(DRAFT, VERIFY)}
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_plain_decoding_reads_once_a_step(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    steps = reads_of_steps(toy, tmp_path, monkeypatch, None, batch_size, temperature=0.0)
+    assert len(steps) >= 10
+    assert {tuple(step) for step in steps} == {(VERIFY,)}
+
+
+def test_reads_of_a_walk_by_depth_are_counted(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU sampled requests are walked depth by depth."""
+    steps = reads_of_steps(toy, tmp_path, monkeypatch, "EAGLE3", 1, temperature=1.0)
+    assert all("spec_decode/verifier.py" in step for step in steps), steps
