@@ -74,7 +74,7 @@ format: $(INSTALLED)  ## rewrite the code in the project's style
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)  ## measure the README's figures on this machine: tens of minutes
-	$(BIN)/python -m specray.bench.figures $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; goes on where it stopped
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 7168 --run $(HEADS_DIR)/eagle3
@@ -100,7 +100,7 @@ docs: $(DOCS_INSTALLED)  ## build the documentation into build/docs; a broken li
 
 clean:  ## remove what tools left behind, .venv excepted
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find specray cluster tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find specray cluster benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove .venv as well
 	rm -rf .venv

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from specray.cli.arguments import positive
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 
@@ -62,12 +63,6 @@ def variant_names(text: str) -> list[str]:
     if len(set(names)) != len(names) or "" in names:
         raise argparse.ArgumentTypeError(f"{text!r} names an arm twice or an empty one; separate names by commas")
     return names
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def engine_config(

@@ -8,10 +8,10 @@ import asyncio
 import os
 from math import inf
 
-from specray.bench.command import positive
 from specray.bench.ledger import Outcome
 from specray.bench.open_loop import Load, Report, idle_after, run
-from specray.bench.tables import format_table
+from specray.cli.arguments import positive
+from specray.tables import format_table
 
 HELP = (
     "Send requests to a running server at a fixed rate, whether it keeps up or not, and say how each of them ended. "

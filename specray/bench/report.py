@@ -6,9 +6,9 @@ from statistics import median
 from typing import Any
 
 from specray.bench.measure import Key, Record
-from specray.bench.tables import format_table
 from specray.bench.variants import PLAIN, Reply, Run
 from specray.outputs import acceptance_per_depth, add_histograms
+from specray.tables import format_table
 
 ALL = "all"
 HEADERS = ("arm", "prompts", "tok/s", "x plain", "TTFT ms", "TPOT ms", "accept len", "host share", "same as plain")

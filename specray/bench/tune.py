@@ -21,12 +21,12 @@ from specray.bench.measure import Record, Settings
 from specray.bench.prompts import Prompt, by_category, load_prompts
 from specray.bench.report import ALL, speed_ratios, summarise
 from specray.bench.session import Session
-from specray.bench.tables import format_table
 from specray.bench.tune_plot import save_plot
 from specray.bench.variants import PLAIN, parse_method, tree_name, with_tree
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode import DRAFTERS
+from specray.tables import format_table
 
 # From a short chain, which a busy machine can still afford, to trees that only pay where many rows cost like one.
 TREES = (

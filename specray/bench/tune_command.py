@@ -7,7 +7,8 @@ import argparse
 import re
 from pathlib import Path
 
-from specray.bench.command import DEFAULT_DRAFTER, engine_config, positive
+from specray.bench.command import DEFAULT_DRAFTER, engine_config
+from specray.cli.arguments import positive
 
 HELP = (
     "Find the draft tree that is fastest on this machine, by measuring: plain decoding and all candidates take turns, "

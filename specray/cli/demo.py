@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specray.bench.tables import format_table
 from specray.cli.chat import Answer, ServerError, connect, first_model, stream_answer
 from specray.cli.local_server import LocalServer
 from specray.errors import SpecRayError
+from specray.tables import format_table
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -16,8 +16,8 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from specray.bench.tables import format_table
 from specray.cli.chat import DEFAULT_URL, ServerError
+from specray.tables import format_table
 
 HELP = "Show load, speed, acceptance, cache use and faults of a running server's replicas, until Ctrl-C."
 KEY_VARIABLE = "SPECRAY_API_KEY"

@@ -7,7 +7,7 @@ import argparse
 import time
 from pathlib import Path
 
-from specray.bench.command import positive
+from specray.cli.arguments import positive
 from specray.dashboard.alerts import rules_yaml
 from specray.dashboard.grafana import dashboard_json
 from specray.dashboard.png import save_png

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from specray.bench.command import positive
+from specray.cli.arguments import positive
 from specray.config import EMBEDDED_MODEL
 
 

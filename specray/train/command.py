@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specray.bench.command import positive
+from specray.cli.arguments import positive
 from specray.errors import ConfigError
 from specray.train.answer_options import AnswerOptions, add_answer_arguments
 

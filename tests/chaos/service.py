@@ -1,6 +1,7 @@
 """The service under test: a cluster of two Ray nodes with an engine on each, and its metrics."""
 
 import json
+import logging
 import os
 import threading
 from collections import Counter
@@ -58,7 +59,7 @@ class Service:
         head = NODE | {"include_dashboard": False, "_system_config": self._ray_config}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.cluster.add_node(**NODE)
-        ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error")
+        ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         serve.start(http_options={"host": "127.0.0.1", "port": self._port, "location": "HeadOnly"})
         self.deploy(self.config)
 
@@ -149,4 +150,4 @@ def started(config: AppConfig, setting: Setting, folder: Path) -> Iterator[Servi
 
 def _shut_down_serve() -> None:
     with suppress(Exception):  # the cluster may be unreachable
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]

@@ -12,7 +12,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-LEAVES = {"channel", "config", "sampling_params", "outputs", "errors", "metrics", "step", "unsupported_options"}
+LEAVES = {
+    "channel",
+    "config",
+    "sampling_params",
+    "outputs",
+    "errors",
+    "metrics",
+    "step",
+    "tables",
+    "unsupported_options",
+}
 LAYERS = ["leaves", "ops", "layers", "models", "spec_decode", "worker"]  # each may import itself and what is before it
 TOOLS = {"bench", "cli", "dashboard", "train"}
 # Packages of `cluster`, and which others each may import. `shared`: the modules directly in `cluster`, without `app`.

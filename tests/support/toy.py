@@ -86,14 +86,16 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = bytewise
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIALS])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=_TEMPLATE)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": _TEMPLATE}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)  # type: ignore[no-untyped-call]
 
 
 def oracle_logits(folder: Path, token_ids: list[int]) -> np.ndarray:
     """float64 [tokens, vocab]: row i are the logits after token_ids[: i + 1]."""
     config, weights = _read(folder)
     head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
-    return oracle_states(folder, token_ids)[-1] @ weights[head].T
+    logits: np.ndarray = oracle_states(folder, token_ids)[-1] @ weights[head].T
+    return logits
 
 
 def oracle_states(folder: Path, token_ids: list[int]) -> list[np.ndarray]:

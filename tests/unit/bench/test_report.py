@@ -2,9 +2,9 @@ import pytest
 
 from specray.bench.measure import Key, Record
 from specray.bench.report import depth_table, identical_share, speed_ratios, summarise, to_json, to_table
-from specray.bench.tables import format_table
 from specray.bench.variants import Reply, Run
 from specray.outputs import RequestUsage
+from specray.tables import format_table
 
 
 def usage(num_verify_steps: int, num_accepted: int) -> RequestUsage:

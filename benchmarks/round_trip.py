@@ -1,4 +1,4 @@
-"""`python -m tests.figures.round_trip`: how long a plan takes from the router to its ranks and the result back.
+"""`python -m benchmarks.round_trip`: how long a plan takes from the router to its ranks and the result back.
 
 Plans without rows, over real ranks on Ray: what is measured is the way, not the work. Median and 99th percentile. The
 first line is a byte between two bare processes, each on a core of its own: what the machine itself takes.

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
+from benchmarks.figure import CONCURRENCY, ROOT, Effort, Figure, Section, mt_bench_prompts, prompts_of
 from specray.bench.exchange import exchange, request_bytes
-from specray.bench.figure import CONCURRENCY, ROOT, Effort, Figure, Section, mt_bench_prompts, prompts_of
 from specray.bench.ledger import Outcome, ending_of
 from specray.cli.local_server import LocalServer, free_port
 from specray.errors import SpecRayError

@@ -1,4 +1,4 @@
-"""`python -m tests.figures.ngram_store`: what a step of NGRAM costs a request, with a million nodes in the store.
+"""`python -m benchmarks.ngram_store`: what a step of NGRAM costs a request, with a million nodes in the store.
 
 The store is filled with text in which words follow one another as rarely and as often as Zipf says; then eight
 requests grow by two tokens a step, half of them copying what the store has. Median and 99th percentile of a step's

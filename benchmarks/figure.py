@@ -1,6 +1,6 @@
 """What a row of the README's table is, how much is measured for it, and where its prompts come from.
 
-Not here: any measurement (`figures`, `eagle_figures`).
+Not here: any measurement (`figures`, `eagle`).
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from specray.bench.prompts import Prompt, by_category, load_prompts
 
 CONCURRENCY = 8
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 class Figure(NamedTuple):

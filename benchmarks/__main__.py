@@ -1,7 +1,7 @@
 """`make bench`: the README's figures on this machine, as one table. Each row: what, measured, to reach.
 
 Rows are measured with the parts of `specray bench`, arms interleaved. Takes minutes; wants an idle machine. Not here:
-the rows about EAGLE heads (`eagle_figures`) and about whole servers (`server_figures`).
+the rows about EAGLE heads (`eagle`) and about whole servers (`servers`).
 """
 
 import argparse
@@ -11,33 +11,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from specray.bench import eagle_figures, machine, server_figures
+from benchmarks import eagle, servers, step_size
+from benchmarks.figure import CONCURRENCY, FULL, QUICK, Effort, Figure, Section, mt_bench_prompts, prompts_of
+from specray.bench import machine
 from specray.bench.command import engine_config
-from specray.bench.figure import CONCURRENCY, FULL, QUICK, ROOT, Effort, Figure, Section, mt_bench_prompts, prompts_of
 from specray.bench.measure import Settings
 from specray.bench.prompts import load_prompts
 from specray.bench.report import identical_share, speed_ratios, summarise
 from specray.bench.session import Session
-from specray.bench.tables import format_table
 from specray.bench.variants import PLAIN, TRANSFORMERS
 from specray.config import SpeculativeConfig
 from specray.errors import SpecRayError
+from specray.tables import format_table
 
 NGRAM, SUFFIX = "ngram", "ngram-suffix"
-STEP_PATH = (
-    "step",
-    "engine/request",
-    "engine/block_pool",
-    "engine/radix_cache",
-    "engine/scheduler",
-    "engine/engine",
-    "worker/worker",
-    "worker/model_runner",
-    "worker/input_batch",
-    "worker/request_state",
-    "spec_decode/draft_tree",
-    "spec_decode/verifier",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,34 +122,27 @@ def int8(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     """Another target cannot be an arm of the same comparison either: rounds of each in turn."""
     del wanted
     usual, small = _session("bfloat16"), _session("bfloat16", quantization="int8")
-    small.define(eagle_figures.EAGLE3, eagle_figures.served(eagle_figures.EAGLE3))
+    small.define(eagle.EAGLE3, eagle.served(eagle.EAGLE3))
     (prompts, data), settings = mt_bench_prompts(effort), Settings(max_tokens=effort.max_tokens)
     ratios, gains = [], []
     for number in range(effort.rounds):
         part = prompts[number :: effort.rounds]
         base = summarise(usual.compare([PLAIN], part, settings, progress=True))[PLAIN]["all"]
-        records = small.compare([PLAIN, eagle_figures.EAGLE3], part, settings, progress=True)
+        records = small.compare([PLAIN, eagle.EAGLE3], part, settings, progress=True)
         mine = summarise(records)[PLAIN]["all"]
         ratios.append(mine.output_tokens_per_s / base.output_tokens_per_s)
-        gains += speed_ratios(records, eagle_figures.EAGLE3, PLAIN)
+        gains += speed_ratios(records, eagle.EAGLE3, PLAIN)
     yield Figure(f"int8 / bfloat16, plain decoding, {data}", median(ratios), 1.5)
     yield Figure(f"EAGLE-3 / plain, both in int8, {data}", median(gains), 1.5)
-
-
-def step_path(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
-    del effort, wanted  # nothing to measure
-    files = [ROOT / "specray" / f"{name}.py" for name in STEP_PATH]
-    num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-    yield Figure(f"lines of the step path, {len(files)} files", num_lines, 1500, "{:.0f}", at_most=True)
 
 
 SECTIONS = (
     Section(("exact-ngram",), exactness),
     Section(("plain", "ngram", "concurrent"), in_process),
-    *eagle_figures.SECTIONS,
+    *eagle.SECTIONS,
     Section(("int8",), int8),
-    *server_figures.SECTIONS,
-    Section(("step-path",), step_path),
+    *servers.SECTIONS,
+    *step_size.SECTIONS,
 )
 ROWS = [name for section in SECTIONS for name in section.names]
 

@@ -1,4 +1,4 @@
-"""`python -m tests.figures.replicas`: throughput of two engines over that of one, on the toy with 20 ms more a step.
+"""`python -m benchmarks.replicas`: throughput of two engines over that of one, on the toy with 20 ms more a step.
 
 The steps' pause stands for a GPU's work, which two engines do at the same time: what is left is what they share, the
 ingress and the cores below it all. Asked twice, for whole replies and for streams: a stream's every token is a message

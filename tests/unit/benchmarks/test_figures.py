@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from specray.bench import eagle_figures, figures
-from specray.bench.figure import QUICK, Effort, Figure, Section, mt_bench_prompts
+from benchmarks import __main__ as figures
+from benchmarks import eagle
+from benchmarks.figure import QUICK, Effort, Figure, Section, mt_bench_prompts
 from specray.bench.measure import Settings
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
@@ -20,11 +21,11 @@ SPEEDS = {"plain": 10.0, "eagle3": 20.0, "eagle2": 15.0, "eagle2-frspec": 18.0}
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16}
     options = SpeculativeConfig.model_validate({"algorithm": "EAGLE3", "draft_model_path": "head", **tree})
-    monkeypatch.setattr(eagle_figures, "served", lambda _: options)
+    monkeypatch.setattr(eagle, "served", lambda _: options)
 
 
 def script(session: ScriptedSession, monkeypatch: pytest.MonkeyPatch) -> ScriptedSession:
-    monkeypatch.setattr(eagle_figures, "_session", lambda *_: session)
+    monkeypatch.setattr(eagle, "_session", lambda *_: session)
     return session
 
 
@@ -37,7 +38,7 @@ def eagle_session(monkeypatch: pytest.MonkeyPatch) -> ScriptedSession:
 
 
 def measure(wanted: set[str], effort: Effort = QUICK) -> list[Figure]:
-    return list(eagle_figures.on_mt_bench(effort, wanted))
+    return list(eagle.on_mt_bench(effort, wanted))
 
 
 def test_every_row_has_a_name_of_its_own() -> None:
@@ -91,7 +92,7 @@ def test_exactness_compares_every_pass_with_plain(monkeypatch: pytest.MonkeyPatc
         return [9] if wrong else [int(settings.temperature), 2, 3]
 
     session = script(ScriptedSession(answer=answer), monkeypatch)
-    third, second = eagle_figures.exactness(QUICK, {"exact-eagle3", "exact-eagle2"})
+    third, second = eagle.exactness(QUICK, {"exact-eagle3", "exact-eagle2"})
     assert third.measured == pytest.approx(1 - 1 / 12)  # 2 arms x 2 temperatures x 3 passes
     assert (second.measured, third.is_reached, second.is_reached) == (1.0, False, True)
     assert "24 answers" in third.what

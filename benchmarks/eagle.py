@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
+from benchmarks.figure import CONCURRENCY, ROOT, Effort, Figure, Section, mt_bench_prompts
 from specray.bench.command import engine_config
-from specray.bench.figure import CONCURRENCY, ROOT, Effort, Figure, Section, mt_bench_prompts
 from specray.bench.measure import Record, Settings
 from specray.bench.prompts import Prompt, load_prompts
 from specray.bench.report import ALL, speed_ratios, summarise
