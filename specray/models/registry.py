@@ -1,4 +1,4 @@
-"""Which architectures are served, and by which class. The only place that names them."""
+"""The supported architectures and their classes."""
 
 import json
 from pathlib import Path
@@ -28,37 +28,39 @@ MODELS: dict[str, type[CausalLM]] = {
     "DeepseekV2ForCausalLM": Deepseek,
     "DeepseekV3ForCausalLM": Deepseek,
 }
-# Kinds whose config.json transformers reads only with code from the checkpoint, which is never run; their fields are
-# those of a class it has.
+# Model types whose config.json transformers reads only with code from the checkpoint, which is never run. Their fields
+# are those of a class in transformers.
 _CONFIG_CLASSES = {"mimo": Qwen2Config}
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """The checkpoint's config.json. ConfigError for an architecture we do not serve."""
+    """The checkpoint's config.json. ConfigError if the architecture is not supported."""
     config = _read_config(folder)
     names = _architectures(config)
     if not names or names[0] not in MODELS:
-        raise ConfigError(f"{folder}: architectures={names} is not supported; served are {', '.join(MODELS)}")
+        raise ConfigError(
+            f"{folder}: architectures={names} is not supported; choose a model of one of {', '.join(MODELS)}"
+        )
     for option in ("mlp_bias", "attention_out_bias"):
         if getattr(config, option, False):
-            raise ConfigError(f"{folder}: config.json sets {option}, which no served architecture uses")
+            raise ConfigError(f"{folder}: config.json sets {option}, which is not supported; choose another model")
     if method := getattr(config, "quantization_config", None):
         raise ConfigError(
-            f"{folder}: the checkpoint is quantized ({_quantization(method)}), and its weights cannot be read; take "
+            f"{folder}: the checkpoint is quantized ({_quantization(method)}), which is not supported; choose "
             "one in bfloat16, float16 or float32"
         )
     return config
 
 
 def shape_of(config: PretrainedConfig, group: RankGroup) -> ModelShape:
-    """Sizes of a checkpoint that `load_config` has read, and of this rank's part."""
+    """Sizes of a model whose config `load_config` has read."""
     return MODELS[_architectures(config)[0]].shape_of(config, group)
 
 
 def context_length(config: PretrainedConfig, wanted: int | None) -> int:
-    """Longest prompt + output: the wanted one if the checkpoint allows it, else the checkpoint's own.
+    """Longest prompt and output together: `wanted`, or the checkpoint's own. ConfigError if `wanted` is longer.
 
-    A sliding window is treated as the context's end: inside it attention is full, so output is exact.
+    A sliding window limits the context: within it, attention is full and the output exact.
     """
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     longest = min(config.max_position_embeddings, window or config.max_position_embeddings)
@@ -71,7 +73,7 @@ def context_length(config: PretrainedConfig, wanted: int | None) -> int:
 
 
 def resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """The type to compute in. auto: the checkpoint's; bfloat16 for a float32 one where the hardware has it."""
+    """The type to compute in. auto: the checkpoint's, or bfloat16 for a float32 checkpoint if the hardware has it."""
     if name != "auto":
         return torch_dtype(name)
     stored = config.dtype or torch.float32
@@ -82,7 +84,7 @@ def resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> 
 
 
 def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: torch.device, progress: bool) -> CausalLM:
-    """The target's part of this rank, ready to run."""
+    """The model with this rank's part of the weights."""
     model_config = load_config(folder)
     num_kv_heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
     if group.size > num_kv_heads:
@@ -102,7 +104,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         known = _CONFIG_CLASSES.get(content.get("model_type"))
     except (OSError, ValueError, AttributeError, RecursionError):
-        known = None  # transformers says what is wrong
+        known = None  # transformers raises an error that describes the problem
     if known is not None:
         return known.from_dict(content)
     config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -1,7 +1,7 @@
-"""The tokenizer of a model folder: loading it, its end tokens, and chat messages turned into token ids.
+"""Loads a model's tokenizer and renders chat messages as token ids.
 
-What lives here: the rule that only the template may write special tokens, never a message. Not here: incremental
-decoding (`specray.engine.detokenizer`), checks of a request's shape (the server's).
+Only the chat template may write special tokens; in a message they are plain text. Incremental decoding is in
+`specray.engine.detokenizer`.
 """
 
 import json
@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The folder's tokenizer. Nothing is fetched, and no code of the folder is run."""
+    """The folder's tokenizer. Neither fetches anything nor runs code from the folder."""
     try:
         loaded = _load(folder)
     except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot parse
@@ -33,13 +33,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         ) from error
     if not isinstance(loaded, PreTrainedTokenizerFast):
         raise ConfigError(f"the tokenizer in {folder} is a {type(loaded).__name__}, not a fast one; add tokenizer.json")
-    loaded.backend_tokenizer.no_truncation()  # some files ask for these; a prompt is never cut silently
+    loaded.backend_tokenizer.no_truncation()  # some files enable these; a prompt must not be cut silently
     loaded.backend_tokenizer.no_padding()
     return loaded
 
 
 def eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Tokens that end a text: those of generation_config.json, config.json and the tokenizer together."""
+    """End-of-sequence tokens from generation_config.json, config.json and the tokenizer together."""
     claimed: list[Any] = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
@@ -56,10 +56,10 @@ def eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]
 def render_chat(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add_generation_prompt: bool = True
 ) -> list[int]:
-    """The chat template filled with `messages`, as token ids.
+    """Render `messages` with the chat template and return token ids.
 
-    Equal to `tokenizer.apply_chat_template`, except that a special token written inside a message ("<|im_end|>")
-    stays plain text: nobody can forge the start or the end of a role. May run in any thread.
+    Equal to `tokenizer.apply_chat_template`, except that a special token inside a message ("<|im_end|>") is encoded as
+    plain text, so that a message cannot start or end a role. Thread-safe.
     """
     encoder = _ENCODERS.setdefault(tokenizer, _ChatEncoder(tokenizer.backend_tokenizer))
     for name in _names(messages):
@@ -73,7 +73,7 @@ def render_chat(
     if encoder.mentions_special("".join(texts)) or encoder.mentions_special("".join(t.strip() for t in texts)):
         raise InvalidRequestError(
             "a message contains a special token of the model as text, and this model's chat template rewrites messages "
-            "so that the two cannot be told apart; remove it from the message",
+            "so that it cannot be distinguished from the template's own; remove it from the message",
             "messages",
         )
     return encoder.encode(text).ids
@@ -81,7 +81,7 @@ def render_chat(
 
 def _load(folder: Path) -> object:
     if (folder / "tokenizer.json").is_file():
-        # The generic class: AutoTokenizer takes seconds more for its imports and ends up reading the same file.
+        # The generic class reads the same file as AutoTokenizer, whose imports take seconds.
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     from transformers import AutoTokenizer
 
@@ -95,9 +95,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}); fetch it again") from error
+        raise ConfigError(f"{path} is not valid JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__} instead of an object; fetch it again")
+        raise ConfigError(f"{path} contains a {type(content).__name__} instead of an object; fetch it again")
     return content
 
 
@@ -105,7 +105,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class _Mark(NamedTuple):
-    """A special token in a text, without the blanks some of them swallow around themselves."""
+    """A special token in a text, without the surrounding spaces that some of them absorb."""
 
     token: int
     start: int
@@ -113,7 +113,7 @@ class _Mark(NamedTuple):
 
 
 class _ChatEncoder:
-    """One tokenizer in two moods: special tokens recognised, or taken as the characters they are."""
+    """A tokenizer in two modes: special tokens are recognized, or encoded as plain characters."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -125,7 +125,7 @@ class _ChatEncoder:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        # A copy: the switch is state of the tokenizer, and another thread may be encoding a template with it.
+        # A copy, because the switch is state of the tokenizer, which other threads use.
         copy = Tokenizer.from_str(self._backend.to_str())
         copy.encode_special_tokens = True
         return copy
@@ -140,7 +140,7 @@ class _ChatEncoder:
         return not self._special_ids.isdisjoint(self.encode(text).ids)
 
     def marks(self, encoding: Encoding, text: str, shift: int = 0) -> list[_Mark]:
-        """The special tokens of an encoded text, `shift` characters further on."""
+        """Special tokens of an encoded text; their positions are moved by `shift` characters."""
         found = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token in self._special_ids:
@@ -150,7 +150,7 @@ class _ChatEncoder:
         return found
 
     def encode_marked(self, text: str, marks: list[_Mark]) -> list[int]:
-        """Token ids with special tokens at `marks` and nowhere else."""
+        """Token ids with special tokens only at `marks`."""
         whole = self.encode(text)
         if self.marks(whole, text) == marks:
             return whole.ids
@@ -166,9 +166,9 @@ _ENCODERS: WeakKeyDictionary[PreTrainedTokenizerFast, _ChatEncoder] = WeakKeyDic
 
 # ---- templates -----------------------------------------------------------------------------------------------------
 
-# What templates compare with constants: it cannot be replaced by a placeholder, so it must be free of special tokens.
+# Templates compare these with constants, so a placeholder cannot replace them. They must have no special tokens.
 _NAMING_KEYS = ("role", "type")
-# What a template can raise when it meets messages it was not written for.
+# What a template can raise for messages that it was not written for.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -183,7 +183,9 @@ def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add
             tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
         )
     except _TEMPLATE_ERRORS as error:
-        raise InvalidRequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+        raise InvalidRequestError(
+            f"the model's chat template does not accept these messages: {error}", "messages"
+        ) from error
 
 
 def _template_marks(
@@ -193,9 +195,9 @@ def _template_marks(
     add_generation_prompt: bool,
     text: str,
 ) -> list[_Mark] | None:
-    """The special tokens in `text` that the template itself wrote; None where its part cannot be told.
+    """The special tokens in `text` that the template wrote; None if its part of the text cannot be identified.
 
-    Found by rendering once more with a placeholder in every message: what is left between them is the template's.
+    A second rendering has a placeholder in every message. The text between placeholders is the template's.
     """
     texts: list[str] = []
     placeholder = re.compile(f"\ue000{secrets.token_hex(8)}\\.(\\d+)\ue001")
@@ -206,7 +208,7 @@ def _template_marks(
 
     try:
         rendered = _render(tokenizer, _replaced(messages, stand_in), add_generation_prompt)
-    except InvalidRequestError:  # the template looks into contents and dislikes placeholders
+    except InvalidRequestError:  # the template inspects contents and rejects placeholders
         return None
     pieces = placeholder.split(rendered)
     starts = _literal_starts(text, pieces[::2], [texts[int(index)] for index in pieces[1::2]])
@@ -217,7 +219,7 @@ def _template_marks(
 
 
 def _literal_starts(text: str, literals: list[str], contents: list[str]) -> list[int] | None:
-    """Where each literal begins if `text` is literals and contents in turn, contents possibly trimmed; else None."""
+    """Start of each literal if `text` alternates literals and contents, which may be trimmed; otherwise None."""
     if not text.startswith(literals[0]):
         return None
     starts = [0]
@@ -233,7 +235,7 @@ def _literal_starts(text: str, literals: list[str], contents: list[str]) -> list
 
 
 def _replaced(value: Any, change: Callable[[str], str], key: object = None) -> Any:
-    """A copy with `change` applied to every text a user may choose; empty ones stay, for templates test for them."""
+    """A copy with `change` applied to every text from the user, except empty ones, which templates test for."""
     if isinstance(value, str):
         return change(value) if value and key not in _NAMING_KEYS else value
     if isinstance(value, Mapping):
@@ -255,7 +257,7 @@ def _texts(messages: Sequence[Message]) -> list[str]:
 
 
 def _names(value: Any, key: object = None) -> Iterator[str]:
-    """Strings that reach the template as they are: roles, types and keys."""
+    """Strings that the template receives unchanged: roles, types and keys."""
     if isinstance(value, str) and key in _NAMING_KEYS:
         yield value
     elif isinstance(value, Mapping):

@@ -1,7 +1,6 @@
-"""Reading tensors by name from a model folder: safetensors or .bin, one file or many.
+"""Reads tensors by name from a model folder with one or many safetensors or .bin files.
 
-What lives here: which files hold which tensor, and opening them lazily. Not here: what the tensors mean
-(`specray.models.llama`), GGUF (converted to safetensors by `gguf_files`).
+`gguf_files` converts GGUF files to safetensors first.
 """
 
 import json
@@ -18,9 +17,9 @@ from specray.errors import ConfigError
 
 
 class WeightReader:
-    """Tensors of one checkpoint folder, read on demand; files are memory-mapped and opened once.
+    """Tensors of a checkpoint folder, read on demand. Each file is memory-mapped and opened once.
 
-    A tensor may outlive the reader: it keeps its own mapping alive.
+    A tensor keeps its mapping alive and may outlive the reader.
     """
 
     def __init__(self, folder: Path, load_format: str = "auto") -> None:
@@ -41,7 +40,7 @@ class WeightReader:
         return _open(self._folder / file, self._shards).get(name)
 
     def path(self, name: str) -> Path:
-        """The file that holds tensor `name`, which must be there."""
+        """The file of tensor `name`, which must exist."""
         return self._folder / self._file_of[name]
 
     def close(self) -> None:
@@ -55,9 +54,9 @@ class WeightReader:
 
 
 def read_torch_file(path: Path, remedy: str) -> object:
-    """What torch.save wrote into `path`: tensors, numbers and containers of them. `remedy` ends the ConfigError."""
+    """Content of a torch.save file: tensors, numbers and containers of them. `remedy` ends the ConfigError."""
     try:
-        # weights_only: such a file is a pickle, and only this mode refuses to run what it names.
+        # The file is a pickle. weights_only refuses to run code from it.
         loaded: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -148,11 +147,9 @@ def _read_index(path: Path) -> dict[str, str]:
         content = json.loads(path.read_text(encoding="utf-8"))
         weight_map: dict[str, str] = {str(name): str(file) for name, file in content["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is not a readable index (no map from tensors to files): {error!r}; fetch it again"
-        ) from error
+        raise ConfigError(f"{path} is not a readable index of tensors and files: {error!r}; fetch it again") from error
     for file in sorted(set(weight_map.values())):
-        # A file name out of an index is data: it must not lead out of the folder.
+        # The index is untrusted: its file names must not point outside the folder.
         if Path(file).name != file or not (path.parent / file).is_file():
             raise ConfigError(
                 f"{path} names the file {file!r}, which is not in {path.parent}; fetch the missing weight files"

@@ -120,7 +120,7 @@ def test_hub_errors_become_config_errors(error: Exception, monkeypatch: pytest.M
         raise error
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(ConfigError, match="neither a local path nor"):
+    with pytest.raises(ConfigError, match="is not a local path and could not be fetched"):
         resolve("owner/name")
 
 
@@ -149,7 +149,7 @@ def test_a_missing_local_token_map_is_not_searched_on_the_hub(name: str, monkeyp
         raise AssertionError("the hub was asked")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    with pytest.raises(ConfigError, match=rf"token_map='{name}' is no file; give a path, a file on the hub"):
+    with pytest.raises(ConfigError, match=rf"token_map='{name}' does not exist; give a path, a file on the hub"):
         resolve_token_map(name)
 
 
@@ -158,5 +158,5 @@ def test_a_token_map_that_the_hub_does_not_have_is_one_error(monkeypatch: pytest
         raise OSError("offline")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    with pytest.raises(ConfigError, match="nor could it be fetched from the Hugging Face hub: offline; check the name"):
+    with pytest.raises(ConfigError, match="and could not be fetched from the Hugging Face hub: offline; check the name"):
         resolve_token_map("owner/name/map.json")
