@@ -158,5 +158,5 @@ def test_a_token_map_that_the_hub_does_not_have_is_one_error(monkeypatch: pytest
         raise OSError("offline")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    with pytest.raises(ConfigError, match="and could not be fetched from the Hugging Face hub: offline; check the name"):
+    with pytest.raises(ConfigError, match="could not be fetched from the Hugging Face hub: offline; check the name"):
         resolve_token_map("owner/name/map.json")
