@@ -1,0 +1,1 @@
+"""Benchmarks of this project. `python -m benchmarks` measures the figures in README.md and docs/benchmarks.md."""

@@ -1,7 +1,6 @@
-"""`make bench`: the README's figures on this machine, as one table. Each row: what, measured, to reach.
+"""`make bench`: measures the figures of the documentation on this machine and prints them as one table.
 
-Rows are measured with the parts of `specray bench`, arms interleaved. Takes minutes; wants an idle machine. Not here:
-the rows about EAGLE heads (`eagle`) and about whole servers (`servers`).
+Rows use `specray.bench` with interleaved variants. It takes tens of minutes and needs an idle machine.
 """
 
 import argparse
@@ -33,13 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures: list[Figure] = []
     failed = False
     for section in SECTIONS:
-        try:  # figures so far took minutes: a section that fails must not take them along
+        try:  # keep the figures of other sections if one fails
             for figure in _measured(section, effort, options.only):
                 figures.append(figure)
         except (SpecRayError, OSError) as error:
             print(f"error: {', '.join(section.names)}: {error}", file=sys.stderr)
             failed = True
-    headers = ("figure", "reached", "measured", "to reach")
+    headers = ("figure", "reached", "measured", "goal")
     print(f"\n{format_table(headers, [figure.row() for figure in figures])}\n\n{machine.one_line()}")
     if options.json is not None:
         _write_json(options.json, figures)
@@ -52,7 +51,7 @@ def _measured(section: Section, effort: Effort, only: set[str] | None) -> Iterat
 
 
 def exactness(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
-    del wanted  # one comparison, all of its rows
+    del wanted  # both rows come from one comparison
     session = _session("float32")
     variants = [TRANSFORMERS, PLAIN, NGRAM]
     records = session.compare(variants, load_prompts(limit=effort.num_exact), Settings(max_tokens=64), progress=True)
@@ -106,7 +105,7 @@ def _speculation(session: Session, effort: Effort) -> Iterator[Figure]:
 
 
 def _concurrency(session: Session, effort: Effort) -> Figure:
-    """Alternating, because the two cannot be arms of one comparison."""
+    """Measured alternately, because one comparison has one concurrency."""
     settings = Settings(max_tokens=effort.max_tokens, ignore_eos=True)
     many = Settings(concurrency=CONCURRENCY, max_tokens=effort.max_tokens, ignore_eos=True)
     prompts = prompts_of("chat", 2 * CONCURRENCY)
@@ -119,7 +118,7 @@ def _concurrency(session: Session, effort: Effort) -> Figure:
 
 
 def int8(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
-    """Another target cannot be an arm of the same comparison either: rounds of each in turn."""
+    """Measured alternately, because one comparison has one target."""
     del wanted
     usual, small = _session("bfloat16"), _session("bfloat16", quantization="int8")
     small.define(eagle.EAGLE3, eagle.served(eagle.EAGLE3))
@@ -153,18 +152,18 @@ def _session(dtype: str, quantization: str | None = None) -> Session:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m specray.bench.figures", description="Measure the README's figures.")
+    parser = argparse.ArgumentParser("python -m benchmarks", description="Measure the figures of the documentation.")
     add = parser.add_argument
-    add("--quick", action="store_true", help="a few tokens of everything, to try the bench itself")
-    add("--only", type=_rows, metavar="A,B", help=f"these rows only, of {', '.join(ROWS)}")
+    add("--quick", action="store_true", help="a few tokens of everything, to test the benchmark itself")
+    add("--only", type=_rows, metavar="A,B", help=f"only these rows, of {', '.join(ROWS)}")
     add(
         "--mt-bench",
         type=Path,
         metavar="FILE",
-        help="MT-bench's questions as JSON Lines (default: built-in prompts, and rows say so)",
+        help="MT-bench's questions as JSON Lines (default: built-in prompts, which the rows then name)",
     )
     add("--accept-tree", metavar="STEPS-TOPK-N", help="tree of the accept-length rows (default: that of configs/)")
-    add("--json", type=Path, metavar="FILE", help="write figures, machine and versions there as well")
+    add("--json", type=Path, metavar="FILE", help="also write figures, machine and versions to FILE")
     return parser
 
 

@@ -1,6 +1,6 @@
-"""The README's rows about EAGLE heads: identical output, accept lengths, speed over plain decoding.
+"""Figures of EAGLE heads: identical output, accept lengths, speed relative to plain decoding.
 
-Heads and trees are those of `configs/`, so that what is measured is what is served. Not here: the table (`figures`).
+Heads and trees are those of `configs/`.
 """
 
 import sys
@@ -17,11 +17,11 @@ from specray.bench.session import Session
 from specray.bench.variants import PLAIN, tree_name, with_tree
 from specray.config import SpeculativeConfig
 
-EAGLE3, EAGLE2, FRSPEC = "eagle3", "eagle2", "eagle2-frspec"  # arms, and the names of their files in configs/
+EAGLE3, EAGLE2, FRSPEC = "eagle3", "eagle2", "eagle2-frspec"  # variants, named like their files in configs/
 TITLES = {EAGLE3: "EAGLE-3", EAGLE2: "EAGLE-2", FRSPEC: "EAGLE-2 with FR-Spec"}
 CHAIN = "5-1-6"
 EXACT_TOKENS = 64
-EXACT_CHUNK = 16  # so short that prompts take several chunks
+EXACT_CHUNK = 16  # short, so that prompts take several chunks
 EXACT_ROWS = {"exact-eagle3": EAGLE3, "exact-eagle2": EAGLE2}
 MT_BENCH_ROWS = (
     "eagle3-accept",
@@ -36,8 +36,8 @@ MT_BENCH_ROWS = (
 def exactness(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     """Trees and chains against plain decoding, in float32, greedy and seeded.
 
-    Each answers alone on an empty cache and eight at a time on a warm one, prompts in chunks of 16, then eight at a
-    time on an empty cache with ordinary chunks. Plain decoding answers once: it is what all must equal.
+    With chunks of 16: one request at a time on an empty cache, and eight at a time on a warm one. With the default
+    chunk size: eight at a time on an empty cache. Plain decoding runs once, and all answers must equal its answers.
     """
     prompts = load_prompts(limit=effort.num_exact)
     variants = {method: _tree_and_chain(method) for row, method in EXACT_ROWS.items() if row in wanted}
@@ -69,7 +69,7 @@ def exactness(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
 
 
 def on_mt_bench(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
-    """All that is greedy and one at a time comes from one comparison of the arms that the wanted rows need."""
+    """Greedy rows with one request at a time share one comparison of the variants that they need."""
     prompts, data = mt_bench_prompts(effort)
     session, settings = _session("bfloat16"), Settings(max_tokens=effort.max_tokens)
     variants = {name: served(name) for name in TITLES}
@@ -108,7 +108,7 @@ def on_mt_bench(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
 
 
 def _accept_variant(variants: dict[str, SpeculativeConfig], method: str, effort: Effort) -> str:
-    """The arm whose accept length is shown: the served one, or one more of `variants`, with a tree of its own."""
+    """The variant whose accept length is shown: the served one, or one with the tree `effort.accept_tree`."""
     if effort.accept_tree is None:
         return method
     name = f"{method} {effort.accept_tree}"
@@ -132,12 +132,12 @@ def _concurrent(session: Session, prompts: Sequence[Prompt], data: str, settings
 
 
 def served(name: str) -> SpeculativeConfig:
-    """How a file of configs/ drafts."""
+    """The speculative options of a file in configs/."""
     return engine_config(ROOT / "configs" / f"{name}.yaml", 1).speculative
 
 
 def _tree_and_chain(method: str) -> dict[str, SpeculativeConfig]:
-    whole = with_tree(served(method), tree_name(served(method)))  # however many requests decode at once
+    whole = with_tree(served(method), tree_name(served(method)))  # without a limit on a step's draft tokens
     return {f"{method} {tree_name(config)}": config for config in (whole, with_tree(whole, CHAIN))}
 
 

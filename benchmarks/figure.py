@@ -1,7 +1,4 @@
-"""What a row of the README's table is, how much is measured for it, and where its prompts come from.
-
-Not here: any measurement (`figures`, `eagle`).
-"""
+"""A row of the table of figures, how much to measure for it, and its prompts."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +32,7 @@ class Figure(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How much to measure; `quick` only shows that everything runs."""
+    """How much to measure. QUICK only tests that everything runs."""
 
     num_exact: int
     num_chat: int
@@ -44,7 +41,7 @@ class Effort(NamedTuple):
     max_tokens: int
     rounds: int
     num_mt_bench: int | None = None  # None: all
-    mt_bench: Path | None = None  # None: the built-in chat prompts stand in, and rows say so
+    mt_bench: Path | None = None  # None: built-in chat prompts, which rows then name
     accept_tree: str | None = None  # for accept lengths; None: the served configurations' trees
 
 
@@ -53,7 +50,7 @@ QUICK = Effort(num_exact=2, num_chat=1, num_copy=1, num_code=1, max_tokens=16, r
 
 
 class Section(NamedTuple):
-    """Rows that are measured together. `measure(effort, wanted)` yields those whose names are in `wanted`."""
+    """Rows that are measured together. `measure(effort, wanted)` yields those with names in `wanted`."""
 
     names: tuple[str, ...]
     measure: Callable[[Effort, set[str]], Iterator[Figure]]
@@ -65,7 +62,7 @@ def prompts_of(category: str, count: int) -> list[Prompt]:
 
 
 def mt_bench_prompts(effort: Effort) -> tuple[list[Prompt], str]:
-    """First turns to measure EAGLE with, and what to call them in a row."""
+    """First turns to measure EAGLE with, and their description for a row."""
     if effort.mt_bench is None:
         prompts = prompts_of("chat", effort.num_mt_bench or effort.num_chat)
         return prompts, f"{len(prompts)} built-in chat prompts, not MT-bench"

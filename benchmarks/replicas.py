@@ -1,8 +1,8 @@
-"""`python -m benchmarks.replicas`: throughput of two engines over that of one, on the toy with 20 ms more a step.
+"""`python -m benchmarks.replicas`: throughput of two engines over that of one, toy model, steps 20 ms longer.
 
-The steps' pause stands for a GPU's work, which two engines do at the same time: what is left is what they share, the
-ingress and the cores below it all. Asked twice, for whole replies and for streams: a stream's every token is a message
-of its own to Serve's proxy and to the client.
+The pause stands for the work of a GPU, which two engines do at the same time. What limits the ratio is what they share:
+the ingress and the CPU cores. Measured with whole replies and with streams, because each token of a stream is a message
+to Serve's proxy and to the client.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 async def scale(service: Service, wanted: AppConfig) -> None:
-    """So many engines, all with slow steps."""
+    """Scale to the wanted number of engines, and slow their steps down."""
     if wanted != service.config:
         await asyncio.to_thread(service.deploy, wanted)
     while not await service.is_whole():
@@ -60,7 +60,7 @@ SLOW: set[int] = set()
 
 
 async def throughput(service: Service, questions: Sequence[Question], engines: int, *, is_streamed: bool) -> float:
-    """Tokens a second of so many clients that every engine is full."""
+    """Tokens a second with enough clients to fill every engine."""
     ledger = Ledger()
     await asyncio.gather(*(ask(service.url, question, ledger) for question in questions[:2]))  # warm
     start = time.perf_counter()
@@ -78,7 +78,7 @@ async def throughput(service: Service, questions: Sequence[Question], engines: i
 
 
 def config(model: Path, engines: int) -> AppConfig:
-    """Plain decoding, no more rows than streams."""
+    """Plain decoding, with as many running requests as streams."""
     return AppConfig.model_validate(
         {
             "model": str(model),

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.round_trip`: how long a plan takes from the router to its ranks and the result back.
+"""`python -m benchmarks.round_trip`: time of a plan from the router to its ranks and of the result back.
 
-Plans without rows, over real ranks on Ray: what is measured is the way, not the work. Median and 99th percentile. The
-first line is a byte between two bare processes, each on a core of its own: what the machine itself takes.
+The plans have no rows, so only the transport between real ranks on Ray is measured. Printed are the median and 99th
+percentile. The first line is a byte between two processes on separate cores, as the machine's own limit.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.chaos.ledger import quantile
 from tests.support.toy import write_toy
 
 NUM_WARM, NUM_TRIPS = 200, 5000
-PAUSE_S = 0.002  # between two plans: ranks are found waiting, as they are after a real step
+PAUSE_S = 0.002  # between two plans, so that ranks wait as they do after a real step
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def report(what: str, trips: list[float]) -> None:
 
 
 def bare() -> list[float]:
-    """Seconds of each trip over a unix socket; with a single core, of both processes on it."""
+    """Seconds of each round trip over a unix socket."""
     ours, theirs = socket.socketpair()
     cores = sorted(os.sched_getaffinity(0))
     if (child := os.fork()) == 0:
@@ -61,7 +61,7 @@ def bare() -> list[float]:
 
 
 def measure(model: str, tp_size: int) -> list[float]:
-    """Seconds of each trip, what ranks worked on it subtracted."""
+    """Seconds of each round trip, without the ranks' own work."""
     options = {"model": model, "tp_size": tp_size, "device": "cpu", "dtype": "float32", "num_threads": 1}
     executor = RayExecutor(AppConfig.model_validate({**options, "max_total_tokens": 4096}))
     try:

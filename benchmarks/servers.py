@@ -1,6 +1,6 @@
-"""The README's rows about whole servers: what Ray, router and HTTP cost, and where the drafter had better run.
+"""Figures of whole servers: the cost of Ray, router and HTTP, and colocated against inline drafters.
 
-Servers are children of this process, asked over HTTP as a client would. Not here: the table (`figures`).
+Servers are child processes, and requests go over HTTP.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from specray.cli.local_server import LocalServer, free_port
 from specray.errors import SpecRayError
 
 CONFIGS = ROOT / "configs"
-SETTLE_S = 3.0  # an idle server asks itself for a token, and copies its counters out, in less
+SETTLE_S = 3.0  # longer than a server's probe and its copy of the counters take
 PHASE_LINE = re.compile(r'^specray_step_seconds_total\{[^}]*phase="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
-HOST = "host"  # the phase that is no rank's
+HOST = "host"  # the only phase that is not a rank's
 PLACEMENTS = ("inline", "colocated")
 BATCHES = (1, CONCURRENCY)
 
 
 def host_share(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
-    """Of the time of steps and of all time: the second counts what happens between two steps as well."""
+    """Host share of the steps' time and of all time; the latter includes the time between steps."""
     del wanted
     with LocalServer(CONFIGS / "plain.yaml", free_port()) as server:
         server.wait_until_ready()
@@ -52,9 +52,9 @@ def host_share(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
 
 
 def placement(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
-    """Two servers at once that take turns: the one that is not asked does nothing but see that it could.
+    """Two running servers that take turns; the other one is idle.
 
-    A turn is short, and there are as many as prompts: what else the machine does slows it by a quarter for seconds.
+    Turns are short, one for each prompt, because other load on the machine varies within seconds.
     """
     del wanted
     prompts, data = mt_bench_prompts(effort)
@@ -73,7 +73,7 @@ def placement(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
 
 
 def _ratio(urls: dict[str, str], bodies: Sequence[Any], batch: int, number: int) -> float:
-    """Colocated / inline. Who is first changes from group to group."""
+    """Colocated / inline. The order alternates between groups."""
     rates = {}
     for name in PLACEMENTS if number % 2 else reversed(PLACEMENTS):
         num_tokens, seconds = asyncio.run(_answer(urls[name], bodies, batch))
@@ -83,7 +83,7 @@ def _ratio(urls: dict[str, str], bodies: Sequence[Any], batch: int, number: int)
 
 
 def _placed(folder: Path, name: str) -> Path:
-    """A file that serves EAGLE-3 as configs/eagle3.yaml does, with the drafter in this place."""
+    """configs/eagle3.yaml with another placement of the drafter."""
     document = yaml.safe_load((CONFIGS / "eagle3.yaml").read_text(encoding="utf-8"))
     args = document["applications"][0]["args"]
     args["draft"] = args.get("draft", {}) | {"placement": name}
@@ -104,7 +104,7 @@ def _body(text: str, max_tokens: int) -> dict[str, Any]:
 
 
 async def _answer(url: str, bodies: Sequence[Any], batch: int) -> tuple[int, float]:
-    """Tokens of all answers, so many at a time, and the seconds they took. SpecRayError if one is not whole."""
+    """(tokens, seconds) of all answers, `batch` at a time. SpecRayError if one is incomplete."""
     waiting = iter(bodies)
     num_tokens = 0
 

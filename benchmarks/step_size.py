@@ -1,8 +1,7 @@
-"""`python -m benchmarks.step_size`: how much code a decoding step runs, plain and with EAGLE-3.
+"""`python -m benchmarks.step_size`: the amount of code in a decoding step, plain and with EAGLE-3.
 
-Counted are all files of ours with a function that is called between the start and the end of `Engine.step`: the lines
-of those files, their lines of code (without blank lines, comments and docstrings), and the lines of code of the
-functions that are called.
+It counts every file of this project with a function that is called during `Engine.step`: all lines of the file, its
+lines of code (without blank lines, comments and docstrings), and the lines of code of the functions that are called.
 """
 
 import ast
@@ -108,7 +107,7 @@ def _with_eagle3(llm: LLM) -> LLM:
 
 
 def _called_in_a_step(llm: LLM) -> set[CodeType]:
-    """Our functions that a decoding step of one request calls."""
+    """The project's functions that a decoding step of one request calls."""
     called: set[CodeType] = set()
 
     def record(frame: FrameType, event: str, _: Any) -> None:

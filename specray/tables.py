@@ -1,10 +1,10 @@
-"""Text tables that are also Markdown. Not here: what stands in them."""
+"""Text tables that are valid Markdown."""
 
 from collections.abc import Sequence
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int = 2) -> str:
-    """Aligned columns: the first `num_text_columns` to the left, the others, numbers, to the right."""
+    """A table whose first `num_text_columns` columns are left-aligned and whose others (numbers) are right-aligned."""
     widths = [max(len(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
     rule = ["-" * width if i < num_text_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
     lines = [_aligned(headers, widths, num_text_columns), rule]

@@ -1,5 +1,5 @@
-"""Measuring: drafting methods compared in one process, interleaved, over the same weights.
+"""`specray bench`, `specray tune` and `specray load`.
 
-`command` is `specray bench`, `tune_command` is `specray tune`; `figures` prints the README's table. Not here: anything
-that serves.
+`bench` and `tune` compare drafting methods in one process, interleaved, over the same weights. `load` sends requests to
+a server.
 """

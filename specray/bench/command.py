@@ -1,7 +1,4 @@
-"""`specray bench`: options, and from them a comparison, its table and its JSON file.
-
-Light to import, for the command line reads its options here before torch is needed. Not here: measuring (`session`).
-"""
+"""Options of `specray bench`. Imports no torch, so that `--help` is quick."""
 
 import argparse
 from pathlib import Path
@@ -14,10 +11,10 @@ from specray.cli.arguments import positive
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 
-HELP = "Compare drafting methods on this machine: arms take turns in one process, over the same weights."
+HELP = "Compare drafting methods on this machine: variants take turns in one process, over the same weights."
 IMPORT_PATH = "cluster.app:build"
-DEFAULT_DRAFTER = "eagle3"  # of `specray tune`, where nothing else is said
-POOL_TOKENS = 8192  # an arm's KV room for each request under way, where the configuration does not say
+DEFAULT_DRAFTER = "eagle3"  # of `specray tune`, unless --method is given
+POOL_TOKENS = 8192  # a variant's KV tokens for each running request, unless the configuration sets max_total_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config = engine_config(options.config, options.concurrency, model=options.model, dtype=options.dtype)
-    from specray.bench.session import run_and_report  # torch and transformers: seconds that --help need not wait for
+    from specray.bench.session import run_and_report  # imports torch, which takes seconds
 
     run_and_report(options, config)
     return 0
@@ -61,16 +58,16 @@ def variant_names(text: str) -> list[str]:
     stripped = [name.strip() for name in text.split(",")]
     names = [name if {"@", "+"} & set(name) else name.lower() for name in stripped]  # file names keep their case
     if len(set(names)) != len(names) or "" in names:
-        raise argparse.ArgumentTypeError(f"{text!r} names an arm twice or an empty one; separate names by commas")
+        raise argparse.ArgumentTypeError(f"{text!r} names a variant twice or an empty one; separate names by commas")
     return names
 
 
 def engine_config(
     path: Path | None, concurrency: int, pool_tokens: int = POOL_TOKENS, **over: str | int | None
 ) -> EngineConfig:
-    """The engine part of a file (none: defaults) with what is not None in `over` put over it. Raises ConfigError.
+    """The engine options of a file (None: defaults), overridden by those in `over` that are not None.
 
-    `pool_tokens` is the KV room for each request under way, where neither says how much in all.
+    `pool_tokens` is the KV capacity for each running request if neither sets max_total_tokens. Raises ConfigError.
     """
     fields = {**_engine_fields(path), **{name: value for name, value in over.items() if value is not None}}
     fields.setdefault("max_total_tokens", pool_tokens * concurrency)

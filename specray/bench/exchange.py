@@ -1,6 +1,6 @@
-"""One HTTP/1.1 exchange on a connection of its own, byte by byte: it may be cut anywhere, or read slowly.
+"""One HTTP/1.1 exchange on its own connection, which can be cut at any byte or read slowly.
 
-Ordinary clients cannot hang up in the middle of a header. Not here: what a reply means (`ledger`).
+Ordinary HTTP clients cannot disconnect in the middle of a header.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ READ_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A reply, as far as it came."""
+    """A reply, as far as it was received."""
 
     seconds: float  # from connecting to the end
     status: int | None = None  # None: no status line arrived
     headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
-    body: bytes = b""  # without its chunks' frames
+    body: bytes = b""  # without chunk framing
     is_whole: bool = False
     was_cut: bool = False  # by us
-    error: str = ""  # what the connection ended with
+    error: str = ""  # the error that ended the connection
     was_connected: bool = True
     longest_gap: float = 0.0  # seconds between two pieces of the reply
 
@@ -48,9 +48,9 @@ async def exchange(
 ) -> Exchange:
     """Send `request` to the host of `url` and read the reply to its end.
 
-    `cut_at`: hang up after so many bytes, those sent and those received together; a reply that ends before is whole.
-    One that is read at `read_bytes_per_s` and takes longer than `timeout_s` counts as cut.
-    Never raises for what the network or the server does.
+    `cut_at`: disconnect after this many bytes, sent and received together; a reply that ends earlier is complete.
+    A reply read at `read_bytes_per_s` that takes longer than `timeout_s` counts as cut. Network and server errors are
+    returned and not raised.
     """
     start = time.perf_counter()
     received = _Received()
@@ -59,7 +59,7 @@ async def exchange(
         async with asyncio.timeout(timeout_s):
             was_cut = await _converse(url, request, received, cut_at, read_bytes_per_s)
     except TimeoutError:
-        was_cut = read_bytes_per_s is not None  # whoever reads so slowly has no end in mind
+        was_cut = read_bytes_per_s is not None  # a reader this slow does not wait for the end
         error = f"no end within {timeout_s:g} s"
     except OSError as problem:
         error = str(problem)
@@ -68,7 +68,7 @@ async def exchange(
 
 
 class _Received:
-    """What has come of a reply, and its longest silence so far."""
+    """The part of a reply received so far, and the longest pause in it."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -126,7 +126,7 @@ def _parsed(data: bytes, seconds: float, was_cut: bool, error: str) -> Exchange:
 
 
 def _body(headers: Mapping[str, str], data: bytes) -> tuple[bytes, bool]:
-    """(content, whether all of it is there)."""
+    """(content, whether it is complete)."""
     if headers.get("transfer-encoding", "").lower() == "chunked":
         return _dechunked(data)
     length = headers.get("content-length")

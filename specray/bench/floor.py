@@ -1,7 +1,7 @@
-"""The floor under plain decoding: the time of one token's weight matmuls and nothing else.
+"""A lower bound for plain decoding: the time of one token's weight matmuls alone.
 
-Matrices of the target's shapes and type, one row of random activations; no attention, norms or sampling. Timed with
-torch's own `F.linear` and with the engine's kernel; the floor is the faster of the two.
+The matrices have the target's shapes and type, and the activations are one random row. Timed with torch's `F.linear`
+and with the engine's kernel; the bound is the faster of the two.
 """
 
 import time
@@ -21,7 +21,7 @@ Pass = list[Callable[[], Tensor]]
 
 
 class Floor:
-    """Samples the floor, some passes at a time, between an arm's runs."""
+    """Times the matmuls, a few passes at a time, between the variants' runs."""
 
     def __init__(self, model: TargetModel) -> None:
         assert isinstance(model.shape, LlamaShape)
@@ -52,7 +52,7 @@ class Floor:
 
     @property
     def linear_milliseconds(self) -> float:
-        """The same with `F.linear` alone, for comparison with engines that call it."""
+        """The time with `F.linear`, for comparison with engines that call it."""
         return 1000 * median(self._seconds[0])
 
 

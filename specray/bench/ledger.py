@@ -1,7 +1,7 @@
-"""What became of every request: a ledger that a client keeps, and how a reply is read for it.
+"""The outcome of every request of a load, as its client sees it.
 
-Each request ends in exactly one way. Whatever is none of the four that a server may choose between, a stream that
-simply stops among them, is `broken`: a promise was. Not here: sending (`open_loop`), sockets (`exchange`).
+Each request ends in exactly one way. A reply that is not one of the valid outcomes, such as a stream that stops in the
+middle, is `broken`.
 """
 
 import json
@@ -18,11 +18,11 @@ REFUSALS = (429, 503)
 
 
 class Outcome(StrEnum):
-    """How a request ended, as its client saw it."""
+    """How a request ended."""
 
     COMPLETE = "complete"
-    ERROR = "error"  # said so: an error body, or an error event in its stream
-    REFUSED = "refused"  # said so, and when to come again; nothing was begun
+    ERROR = "error"  # an error body, or an error event in its stream
+    REFUSED = "refused"  # refused, with a Retry-After
     ABORTED = "aborted"  # by the client
     BROKEN = "broken"
 
@@ -33,14 +33,14 @@ class Ending:
 
     outcome: Outcome
     status: int | None  # of HTTP; None if none arrived
-    seconds: float  # since it was begun
+    seconds: float  # since it was sent
     num_tokens: int = 0  # by the server's count; 0 unless complete
-    text: str = ""  # of its first choice, as far as it came
-    detail: str = ""  # what an error said, or what was wrong with a broken reply
+    text: str = ""  # of its first choice, as far as it was received
+    detail: str = ""  # the error message, or what was wrong with a broken reply
 
 
 class Ledger:
-    """Requests that were begun, and the one ending of each."""
+    """The requests that were sent, and how each ended."""
 
     def __init__(self) -> None:
         self.endings: dict[str, Ending] = {}
@@ -48,11 +48,11 @@ class Ledger:
 
     def begin(self, request_id: str) -> None:
         if request_id in self._open or request_id in self.endings:
-            raise ValueError(f"request {request_id!r} was begun before")
+            raise ValueError(f"request {request_id!r} was already sent")
         self._open.add(request_id)
 
     def end(self, request_id: str, ending: Ending) -> None:
-        """ValueError if the request was never begun or has ended before."""
+        """ValueError if the request was not sent or has ended before."""
         if request_id not in self._open:
             raise ValueError(f"request {request_id!r} ended as {ending.outcome}, but it is not open")
         self._open.remove(request_id)
@@ -72,25 +72,25 @@ class Ledger:
         return Counter(ending.status for ending in self.endings.values())
 
     def violations(self) -> list[str]:
-        """Requests that have not ended, or not as a request may: none, if all promises were kept."""
+        """Requests without an ending or with a broken one; empty if all went well."""
         broken = [(name, end) for name, end in self.endings.items() if end.outcome is Outcome.BROKEN]
         return [f"{name}: {end.detail}" for name, end in broken] + [f"{name}: no end" for name in sorted(self._open)]
 
 
 def ending_of(exchange: Exchange) -> Ending:
-    """The ending that one HTTP exchange was."""
-    outcome, num_tokens, text, detail = _judge(exchange)
+    """The ending of one HTTP exchange."""
+    outcome, num_tokens, text, detail = _classify(exchange)
     return Ending(outcome, exchange.status, exchange.seconds, num_tokens, text, detail)
 
 
-def _judge(exchange: Exchange) -> tuple[Outcome, int, str, str]:
+def _classify(exchange: Exchange) -> tuple[Outcome, int, str, str]:
     """(outcome, tokens, text, detail)."""
     if exchange.was_cut:
         return Outcome.ABORTED, 0, "", ""
     if exchange.status is None or not exchange.is_whole:
         return Outcome.BROKEN, 0, "", f"the connection ended within the reply: {exchange.error or 'no error'}"
     if exchange.headers.get("content-type", "").startswith("text/event-stream"):
-        return _judge_stream(exchange.body)
+        return _classify_stream(exchange.body)
     try:
         body = json.loads(exchange.body)
     except ValueError:
@@ -103,7 +103,7 @@ def _judge(exchange: Exchange) -> tuple[Outcome, int, str, str]:
     return (Outcome.REFUSED if is_refusal else Outcome.ERROR), 0, "", str(body["error"].get("message"))
 
 
-def _judge_stream(body: bytes) -> tuple[Outcome, int, str, str]:
+def _classify_stream(body: bytes) -> tuple[Outcome, int, str, str]:
     lines = [line.removeprefix("data: ") for line in body.decode(errors="replace").split("\n\n") if line]
     try:
         events = [json.loads(line) for line in lines if line != DONE]

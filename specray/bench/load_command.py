@@ -1,7 +1,4 @@
-"""`specray load`: options, and from them a load on a running server and a table of how its requests ended.
-
-Light to import, for the command line reads its options here. Not here: the load (`open_loop`).
-"""
+"""`specray load`: sends load to a running server and prints how its requests ended."""
 
 import argparse
 import asyncio
@@ -18,7 +15,7 @@ HELP = (
     "Exit status 1 if one did not end as it may: complete, refused, with an error that says so, or cut by this command."
 )
 KEY_VARIABLE = "SPECRAY_API_KEY"
-SHOWN = 10  # violations in the output
+SHOWN = 10  # violations that are printed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Where a figure was measured: processor, cores, memory, GPU, and the versions that matter."""
+"""A description of this machine: processor, cores, memory, GPU, and versions of the main packages."""
 
 import os
 import platform

@@ -1,6 +1,6 @@
-"""One comparison: every arm answers the same prompts, a few at a time and in turn, so that a drifting machine is fair.
+"""One comparison: all variants answer the same prompts, a few at a time and in turn.
 
-Not here: what an arm does (`variants`), and what the numbers mean (`report`).
+Interleaving keeps the comparison fair if the machine's speed drifts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to measure. Prompt i is answered with seed `seed + i`, the same in every arm and at any concurrency."""
+    """How to measure. Prompt i is answered with seed `seed + i`, in every variant and at any concurrency."""
 
     concurrency: int = 1
     max_tokens: int = 128
@@ -31,11 +31,11 @@ class Settings:
     repeats: int = 1
     seed: int = 0
     ignore_eos: bool = False
-    cache_salt: str = ""  # nothing measured under another one is found in a prefix cache
+    cache_salt: str = ""  # runs with different salts share no prefix cache
 
 
 class Key(NamedTuple):
-    """What runs of different arms must share to be compared."""
+    """Runs of different variants with equal keys are compared."""
 
     category: str
     chunk: int
@@ -50,11 +50,11 @@ class Record(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Prompts of one category that one arm answers before the next arm's turn."""
+    """Prompts of one category that a variant answers before the next variant's turn."""
 
     category: str
     number: int
-    first: int  # the first prompt's place among all
+    first: int  # the first prompt's index among all
     prompts: list[Prompt]
 
 
@@ -67,7 +67,7 @@ def compare(
     progress: bool = False,
     title: str = "measuring",
 ) -> list[Record]:
-    """All records. The order of arms rotates from chunk to chunk; `floor` is sampled once after each arm."""
+    """All records. The order of variants rotates from chunk to chunk; `floor` is sampled after each variant."""
     interview = Interview(tokenizer, settings)
     chunks = list(_chunks(prompts, settings.concurrency))
     for variant in variants:
@@ -87,20 +87,20 @@ def compare(
 
 
 class Interview:
-    """Asks one arm the turns of some prompts, each after the arm's own answers."""
+    """Sends a variant the turns of some prompts, each after the variant's own answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, settings: Settings) -> None:
         self._tokenizer = tokenizer
         self._settings = settings
 
     def warm_up(self, variant: Variant, chunk: Chunk) -> None:
-        """Let everything that happens once happen before the first record."""
+        """Run one prompt, so that one-time costs are not measured."""
         job = self._job([{"role": "user", "content": chunk.prompts[0].turns[0]}], chunk.first)
         short = job._replace(params=replace(job.params, max_tokens=WARM_UP_TOKENS))
         variant.run([short], self._settings.concurrency, cache_salt=f"{self._settings.cache_salt}warm-up")
 
     def hold(self, variant: Variant, chunk: Chunk, repeat: int) -> Iterator[Record]:
-        """One record per turn. A salt of its own keeps a repeat from finding the last one's answers in a cache."""
+        """One record per turn. Repeats have different cache salts, so that they share no cached answers."""
         talks: list[list[dict[str, str]]] = [[] for _ in chunk.prompts]
         for turn in range(self._settings.turns):
             asked = [i for i, prompt in enumerate(chunk.prompts) if turn < len(prompt.turns)]
@@ -128,7 +128,7 @@ class Interview:
 
 
 def _chunks(prompts: Sequence[Prompt], concurrency: int) -> Iterator[Chunk]:
-    """One prompt at a time, or enough of them that `concurrency` are under way most of the time."""
+    """One prompt at a time, or enough of them to keep `concurrency` running most of the time."""
     size = 1 if concurrency == 1 else 4 * concurrency
     numbers, first = count(), 0
     for category, members in by_category(prompts).items():

@@ -1,7 +1,4 @@
-"""Load as the world makes it: requests arrive when they arrive, however the server copes with those before.
-
-Not here: options and the printed table (`load_command`), what a reply means (`ledger`).
-"""
+"""Open-loop load: requests arrive at given times, whether or not the server has finished earlier ones."""
 
 import asyncio
 import random
@@ -15,13 +12,13 @@ from specray.bench.exchange import exchange, request_bytes
 from specray.bench.ledger import Ledger, Outcome, ending_of
 
 GAUGES = ("specray_num_requests_running", "specray_num_requests_waiting", "specray_kv_cache_usage_perc")
-REPLY_OVERHEAD = 600  # bytes of a reply that do not depend on its length, roughly: a cut may fall behind its end
-BYTES_PER_TOKEN = 250  # in a stream, roughly
+REPLY_OVERHEAD = 600  # estimate of the bytes of a reply that do not depend on its length; a cut may be past its end
+BYTES_PER_TOKEN = 250  # estimate, in a stream
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent."""
+    """The load to send."""
 
     url: str  # of the server, without a path
     rate: float  # requests a second, on average
@@ -29,27 +26,27 @@ class Load:
     max_tokens: int = 32
     prompt: str = "Once upon a time"
     stream: bool = True
-    timeout_s: float = 60.0  # the server's deadline for each; the client waits twice as long
-    cut_share: float = 0.0  # of requests that hang up at a random byte, 0 to 1
-    slow_share: float = 0.0  # of requests that read a byte a second
+    timeout_s: float = 60.0  # the server's time limit for each; the client waits twice as long
+    cut_share: float = 0.0  # share of requests that disconnect at a random byte
+    slow_share: float = 0.0  # share of requests that read one byte a second
     key: str | None = None
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of it."""
+    """The outcome of a load."""
 
     ledger: Ledger
     seconds: float  # until the last request had ended
 
     @property
     def goodput(self) -> float:
-        """Tokens a second of replies that arrived whole."""
+        """Tokens a second of complete replies."""
         return sum(ending.num_tokens for ending in self.ledger.of(Outcome.COMPLETE)) / self.seconds
 
     def refusal_s(self, quantile: float) -> float:
-        """Seconds until a refused request knew, at a quantile; inf if none was refused."""
+        """Seconds until a request was refused, at a quantile; inf if none was."""
         times = sorted(ending.seconds for ending in self.ledger.of(Outcome.REFUSED))
         return times[min(len(times) - 1, int(quantile * len(times)))] if times else inf
 
@@ -61,7 +58,7 @@ def arrivals(rate: float, seconds: float, rng: random.Random) -> list[float]:
 
 
 async def run(load: Load) -> Report:
-    """Send everything at its time and wait for the last end."""
+    """Send every request at its time, and wait until all have ended."""
     rng, ledger = random.Random(load.seed), Ledger()
     start = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
@@ -106,5 +103,5 @@ def _body(load: Load, index: int) -> dict[str, Any]:
 
 
 def _longest(load: Load, request: bytes) -> int:
-    """Bytes of a whole exchange and a little more, roughly."""
+    """An estimate of the bytes of a whole exchange, rounded up."""
     return len(request) + REPLY_OVERHEAD + (BYTES_PER_TOKEN * load.max_tokens if load.stream else 0)

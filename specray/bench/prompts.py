@@ -1,4 +1,4 @@
-"""Prompts to measure with: a file of the user's, or the small set that comes with the package."""
+"""Prompts for benchmarks: the user's file, or the small built-in set."""
 
 import json
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from specray.errors import ConfigError
 
 
 class Prompt(BaseModel):
-    """One conversation: turn 2 is asked after the model's own answer to turn 1."""
+    """One conversation. Turn 2 is sent after the model's own answer to turn 1."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")  # data sets carry fields of their own
+    model_config = ConfigDict(frozen=True, extra="ignore")  # data sets have further fields
 
     id: str | int
     category: str = "all"
@@ -25,7 +25,7 @@ class Prompt(BaseModel):
 def load_prompts(path: Path | None = None, limit: int | None = None) -> list[Prompt]:
     """The prompts of a JSON Lines file, or the built-in ones (chat, copy and code). Raises ConfigError naming the line.
 
-    `limit` takes that many, from each category in turn.
+    `limit`: at most this many, from each category in turn.
     """
     if path is None:
         text, name = files("specray.bench").joinpath("prompts.jsonl").read_text(encoding="utf-8"), "prompts.jsonl"

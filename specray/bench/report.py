@@ -1,4 +1,4 @@
-"""From records to figures, and from figures to tables or JSON. Medians, except for counts, which add up."""
+"""Figures of records, as tables and JSON: medians, and sums of counts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,12 +11,12 @@ from specray.outputs import acceptance_per_depth, add_histograms
 from specray.tables import format_table
 
 ALL = "all"
-HEADERS = ("arm", "prompts", "tok/s", "x plain", "TTFT ms", "TPOT ms", "accept len", "host share", "same as plain")
+HEADERS = ("variant", "prompts", "tok/s", "x plain", "TTFT ms", "TPOT ms", "accept len", "host share", "same as plain")
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of one arm over some prompts; None where the arm has no such thing."""
+    """Figures of one variant over some prompts; None where the variant does not have them."""
 
     output_tokens_per_s: float  # prefill included; median over runs
     ratio_to_plain: float | None  # median over pairs of runs of the same prompts
@@ -24,15 +24,15 @@ class Summary:
     tpot_ms: float | None
     accept_length: float | None  # tokens per verify step, bonus included
     accept_histogram: list[int]  # [k]: verified trees with drafts of which exactly k were accepted
-    acceptance_per_depth: list[float]  # accepted to this depth, of those accepted to the one above
+    acceptance_per_depth: list[float]  # trees accepted to this depth, of those accepted to the one above
     host_share: float | None  # of a step's time, median over steps
-    identical_to_plain: float | None  # share of answers whose tokens equal the plain arm's
+    identical_to_plain: float | None  # share of answers whose tokens equal plain decoding's
     num_requests: int
     num_output_tokens: int
 
 
 def summarise(records: Sequence[Record]) -> dict[str, dict[str, Summary]]:
-    """arm -> category -> figures; the category `all` is every prompt together."""
+    """variant -> category -> figures; the category `all` has all prompts."""
     plain = {record.key: record.run for record in records if record.variant == PLAIN}
     variants: dict[str, dict[str, list[Record]]] = {}
     for record in records:
@@ -46,14 +46,14 @@ def summarise(records: Sequence[Record]) -> dict[str, dict[str, Summary]]:
 
 
 def identical_share(records: Sequence[Record], variant: str, base: str) -> float:
-    """Share of the answers of `variant` whose tokens equal those of `base`, both among the records."""
+    """Share of the answers of `variant` whose tokens equal those of `base`."""
     share = _identical(_pairs(records, variant, base))
     assert share is not None, f"{variant} and {base} were compared"
     return share
 
 
 def speed_ratios(records: Sequence[Record], variant: str, base: str) -> list[float]:
-    """Output tokens/s of `variant` over those of `base`, both among the records, for each run of the same prompts."""
+    """Output tokens/s of `variant` over those of `base`, for each run of the same prompts."""
     return [run.tokens_per_s / base_run.tokens_per_s for run, base_run in _pairs(records, variant, base)]
 
 
@@ -75,7 +75,7 @@ def to_table(summaries: dict[str, dict[str, Summary]]) -> str:
 
 
 def depth_table(summaries: dict[str, dict[str, Summary]]) -> str | None:
-    """How often drafts are accepted at each depth, given the depth above was; None where nothing was drafted."""
+    """Acceptance at each depth, given that the depth above was accepted; None if nothing was drafted."""
     drafting = {variant: groups[ALL] for variant, groups in summaries.items() if groups[ALL].accept_histogram}
     if not drafting:
         return None
@@ -89,7 +89,7 @@ def depth_table(summaries: dict[str, dict[str, Summary]]) -> str | None:
 
 
 def sorted_variants(variants: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Plain first, then by name: the order of measuring rotates and says nothing."""
+    """Plain first, then by name."""
     return sorted(variants.items(), key=lambda item: (item[0] != PLAIN, item[0]))
 
 

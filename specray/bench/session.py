@@ -1,4 +1,4 @@
-"""A bench in this process: models loaded, arms made, the comparison run, its figures shown and kept."""
+"""A benchmark in this process: loads the models, runs the comparison, prints and writes its figures."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from specray.models.files import resolve_model
 
 
 class Session:
-    """One target, loaded once, and arms over it, made when first asked for."""
+    """One loaded target, and variants over it, which are made on first use."""
 
     def __init__(self, config: EngineConfig, progress: bool = False) -> None:
         self._config = config
@@ -30,11 +30,11 @@ class Session:
         self._defined: dict[str, SpeculativeConfig] = {}
 
     def define(self, name: str, speculative: SpeculativeConfig) -> None:
-        """Give an arm a name of the caller's, whatever `parse_method` would make of it."""
+        """Define a variant by name, instead of by `parse_method`."""
         self._defined[name] = speculative
 
     def variant(self, name: str) -> Variant:
-        """The arm of that name. Raises ConfigError if there is no such method."""
+        """The variant of that name. Raises ConfigError if there is no such method."""
         if name not in self._variants:
             self._variants[name] = self._make(name)
         return self._variants[name]
@@ -43,7 +43,7 @@ class Session:
         return Floor(target_of(self._llm))
 
     def drop(self, name: str) -> None:
-        """Forget an arm, its head and its KV pool."""
+        """Free a variant, its head and its KV pool."""
         self._variants.pop(name, None)
 
     def compare(
@@ -65,7 +65,7 @@ class Session:
         return EngineVariant(name, self._llm if name == PLAIN else self._llm.with_speculative(method))
 
     def _yardstick(self) -> Variant:
-        from specray.bench.transformers_variant import TransformersVariant  # seconds of imports that no other arm needs
+        from specray.bench.transformers_variant import TransformersVariant  # imports that take seconds
 
         config, weight = self._config, target_of(self._llm).embedding.weight
         folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
@@ -73,7 +73,7 @@ class Session:
 
 
 def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
-    """The command's work: load, measure, print, write."""
+    """Run the command: load, measure, print, write."""
     settings = Settings(
         options.concurrency,
         options.max_tokens,
@@ -118,17 +118,17 @@ def write_json(
 
 
 def _check_variant(name: str, settings: Settings, config: EngineConfig) -> None:
-    """Refuse what cannot be measured before anything is loaded."""
+    """ConfigError for what cannot be measured, before anything is loaded."""
     if name != TRANSFORMERS:
         parse_method(name, config)
     elif settings.concurrency != 1 or settings.temperature > 0:
         raise ConfigError(
-            f"the arm {TRANSFORMERS} answers one prompt at a time, greedily, but concurrency={settings.concurrency} "
-            f"and temperature={settings.temperature}; use --concurrency 1 --temperature 0 or leave the arm out"
+            f"{TRANSFORMERS} answers one prompt at a time, greedily, but concurrency={settings.concurrency} "
+            f"and temperature={settings.temperature}; use --concurrency 1 --temperature 0 or leave it out"
         )
 
 
 def _floor_line(floor: Floor, summaries: dict[str, dict[str, Summary]]) -> str:
     line = f"weight matmuls of one token: {floor.milliseconds:.1f} ms"
     tpot = summaries[PLAIN][ALL].tpot_ms if PLAIN in summaries else None
-    return line if tpot is None else f"{line}; plain decoding reaches {floor.milliseconds / tpot:.2f} of that floor"
+    return line if tpot is None else f"{line}; plain decoding reaches {floor.milliseconds / tpot:.2f} of that bound"

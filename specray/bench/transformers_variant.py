@@ -1,4 +1,4 @@
-"""The yardstick: `generate` of transformers, greedy, one prompt at a time, from the same files in the same dtype."""
+"""The baseline: transformers' `generate`, greedy, one prompt at a time, with the same files and dtype."""
 
 import time
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from specray.sampling_params import SamplingParams
 
 
 class TransformersVariant:
-    """An arm (see `variants.Variant`) over a model folder."""
+    """A `Variant` over a model folder."""
 
     name = TRANSFORMERS
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, eos_token_ids: Sequence[int]) -> None:
-        disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs has no types; one bar, ours, is enough
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped; our own progress bar is shown instead
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False
         )
@@ -28,8 +28,8 @@ class TransformersVariant:
         self._eos_token_ids = list(eos_token_ids)
 
     def run(self, jobs: Sequence[Job], concurrency: int, cache_salt: str) -> Run:
-        assert concurrency == 1, "the bench refuses this arm beside concurrency"
-        del cache_salt  # it keeps nothing
+        assert concurrency == 1, "refused by `Session` otherwise"
+        del cache_salt  # there is no cache between prompts
         start = time.perf_counter()
         replies = [self._answer(job) for job in jobs]
         return Run(replies, time.perf_counter() - start, [])
@@ -61,7 +61,7 @@ class TransformersVariant:
 
 
 class _FirstToken(BaseStreamer):
-    """Notes when the first new token came; the prompt itself is streamed first."""
+    """Records the time of the first new token; the prompt is streamed before it."""
 
     def __init__(self) -> None:
         self._num_calls = 0

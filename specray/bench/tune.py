@@ -1,7 +1,6 @@
-"""The search for the fastest draft tree: rounds of measuring, and what is decided after each of them.
+"""The search for the fastest draft tree, by successive halving.
 
-Plain decoding is the baseline, and in every round all that are left take turns on the same prompts; then the slower
-half leaves. Not here: options (`tune_command`), measuring (`measure`, `session`), the plot (`tune_plot`).
+In every round plain decoding and the remaining trees take turns on the same prompts. Then the slower half is dropped.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from specray.errors import ConfigError
 from specray.spec_decode import DRAFTERS
 from specray.tables import format_table
 
-# From a short chain, which a busy machine can still afford, to trees that only pay where many rows cost like one.
+# From a short chain for busy machines to trees that pay only where many rows cost as much as one.
 TREES = (
     "2-1-3",
     "3-1-4",
@@ -42,12 +41,12 @@ TREES = (
     "6-8-24",
     "7-8-32",
 )
-NODES = ("4", "6", "8", "12", "16", "24")  # for methods that know no other tree option
+NODES = ("4", "6", "8", "12", "16", "24")  # for methods without other tree options
 
 
 @dataclass(slots=True)
 class Candidate:
-    """One tree and what was measured of it, by batch size; a run is some prompts answered at that size."""
+    """One tree and its measurements by batch size; a run is some prompts answered at that size."""
 
     tree: str
     speculative: SpeculativeConfig
@@ -61,7 +60,7 @@ class Candidate:
 
     @property
     def score(self) -> float:
-        """Geometric mean over the batch sizes: being twice as fast at one makes up for half as fast at another."""
+        """Geometric mean over the batch sizes: twice as fast at one makes up for half as fast at another."""
         return geometric_mean(self.ratio(size) for size in self.ratios)
 
     def note(self, batch_size: int, records: Sequence[Record]) -> None:
@@ -74,7 +73,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Candidates, the best first; those that left early come last and were measured less."""
+    """Candidates, best first. Those dropped early are last and were measured less."""
 
     ranking: list[Candidate]
     plain_tokens_per_s: dict[int, float]
@@ -85,7 +84,7 @@ class Outcome:
 
 
 def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
-    """The command's work: load, search, print, write."""
+    """Run the command: load, search, print, write."""
     method = options.method or (None if config.speculative.algorithm else DEFAULT_DRAFTER)
     speculative = parse_method(method, config) if method else config.speculative
     contenders = make_candidates(speculative, options.candidates)
@@ -99,7 +98,7 @@ def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def make_candidates(speculative: SpeculativeConfig, trees: Sequence[str] | None = None) -> list[Candidate]:
-    """The trees to try with a method; the configured one is always among them. Raises ConfigError."""
+    """The trees to try with a method, including the configured one. Raises ConfigError."""
     if speculative.algorithm is None:
         raise ConfigError("plain decoding has no draft tree to tune; choose a drafting method with --method")
     names = list(trees or (TREES if "eagle_topk" in DRAFTERS[speculative.algorithm].options else NODES))
@@ -118,7 +117,7 @@ def search(
     num_rounds: int,
     num_prompts: int,
 ) -> Outcome:
-    """Measure in rounds and let the slower half go after each but the last."""
+    """Measure in rounds, and drop the slower half after each but the last."""
     plain: dict[int, list[float]] = {size: [] for size in batch_sizes}
     for candidate in candidates:
         session.define(candidate.tree, candidate.speculative)
@@ -149,14 +148,14 @@ def search(
 
 
 def prompts_of_round(prompts: Sequence[Prompt], number: int, count: int) -> list[Prompt]:
-    """`count` prompts, or all if there are fewer; each round goes on where the last one ended."""
+    """`count` prompts, or all if there are fewer; each round continues where the last one ended."""
     count = min(count, len(prompts))
     start = (number - 1) * count % len(prompts)
     return [*prompts[start:], *prompts[:start]][:count]
 
 
 def survivors(ratios: Mapping[str, Mapping[int, float]]) -> set[str]:
-    """Trees that stay for the next round: the better half by mean ratio, and the best one at each batch size.
+    """Trees for the next round: the better half by mean ratio, and the best one at each batch size.
 
     `ratios` is tree -> batch size -> tokens/s over plain decoding's.
     """
@@ -195,7 +194,7 @@ def output(outcome: Outcome) -> str:
 
 
 def yaml_block(best: Candidate) -> str:
-    """The option group of a configuration, with what was measured in its first line."""
+    """The `speculative` options as YAML, with the measurement in the first line."""
     measured = ", ".join(f"{best.ratio(size):.2f} x plain at batch size {size}" for size in best.ratios)
     options = {"speculative": best.speculative.model_dump(exclude_defaults=True)}
     return f"# specray tune: {measured}\n{yaml.safe_dump(options, sort_keys=False)}"
@@ -209,7 +208,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def write_files(folder: Path, outcome: Outcome, config: EngineConfig, settings: Settings, block: str) -> None:
-    """tune.json, speculative.yaml and, where matplotlib is there, tune.png."""
+    """Write tune.json, speculative.yaml and, if matplotlib is installed, tune.png."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {
         **to_json(outcome),
@@ -231,7 +230,7 @@ def write_files(folder: Path, outcome: Outcome, config: EngineConfig, settings: 
 
 
 def _prompts(path: Path | None, batch_size: int) -> list[Prompt]:
-    """All in one category, so that a batch is filled from any."""
+    """Prompts in one category, so that batches mix all of them."""
     prompts = by_category(load_prompts())["chat"] if path is None else load_prompts(path)
     if len(prompts) < batch_size:
         raise ConfigError(

@@ -1,7 +1,4 @@
-"""`specray tune`: options, and from them a search for the fastest draft tree, its table and its files.
-
-Light to import, for the command line reads its options here before torch is needed. Not here: the search (`tune`).
-"""
+"""Options of `specray tune`. Imports no torch, so that `--help` is quick."""
 
 import argparse
 import re
@@ -14,7 +11,7 @@ HELP = (
     "Find the draft tree that is fastest on this machine, by measuring: plain decoding and all candidates take turns, "
     "the slower half of the candidates leaves after each round, and the best one is written as YAML to paste."
 )
-POOL_TOKENS = 4096  # many arms at once: less KV room for each request than a bench gives
+POOL_TOKENS = 4096  # less than for `specray bench`, because many variants are loaded at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     most = max(options.batch_sizes)
     config = engine_config(options.config, most, POOL_TOKENS, model=options.model, dtype=options.dtype)
-    from specray.bench.tune import run_and_report  # torch and transformers: seconds that --help need not wait for
+    from specray.bench.tune import run_and_report  # imports torch, which takes seconds
 
     run_and_report(options, config)
     return 0

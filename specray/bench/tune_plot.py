@@ -1,4 +1,4 @@
-"""A bar chart of trees, as PNG; needs matplotlib, which is optional. Not here: what was measured."""
+"""A bar chart of trees as PNG; needs matplotlib, which is optional."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ BAR_HEIGHT = 0.8
 
 
 def save_plot(path: Path, ratios: Mapping[str, Mapping[int, float]], title: str) -> bool:
-    """Draw tree -> batch size -> tokens/s over plain decoding's, first tree on top; False without matplotlib."""
+    """Draw `ratios`: tree -> batch size -> tokens/s over plain decoding. False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,7 +1,6 @@
-"""What an arm of a comparison is, and the one that measures: our engine with one drafting method.
+"""Variants of a comparison: an engine with one drafting method that answers jobs and times them.
 
-An arm answers jobs and times them; it knows nothing of other arms. Not here: the yardstick (`transformers_variant`),
-order and repeats (`measure`), statistics (`report`).
+`transformers_variant` has the baseline, `measure` order and repeats, `report` the statistics.
 """
 
 import re
@@ -24,8 +23,8 @@ from specray.worker.local import LocalExecutor
 
 PLAIN = "plain"
 TRANSFORMERS = "transformers"
-ALIASES = {"eagle2": "EAGLE"}  # names that people use, and that of DRAFTERS
-# Heads for the embedded model that come with the package: what an arm drafts with if nobody names another.
+ALIASES = {"eagle2": "EAGLE"}  # other names of methods, and their keys in DRAFTERS
+# Heads of the package for the embedded model: the default for these methods.
 EMBEDDED_HEADS = {"EAGLE3": f"{EMBEDDED_MODEL}-eagle3", "EAGLE": f"{EMBEDDED_MODEL}-eagle2"}
 VARIANT = re.compile(
     r"(?P<method>[a-z0-9]+)(@(?P<head>[^+]+?))?(\+(?P<token_map>.+?))?(:(?P<tree>[^:]*))?", re.IGNORECASE | re.DOTALL
@@ -47,7 +46,7 @@ class Reply:
     token_ids: list[int] = field(default_factory=list)
     ttft: float = 0.0  # from submission to the first token
     seconds: float = 0.0  # from submission to the last token
-    usage: RequestUsage | None = None  # None: the arm does not verify
+    usage: RequestUsage | None = None  # None: the variant does not verify
 
     @property
     def tpot(self) -> float | None:
@@ -57,7 +56,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One arm's pass over some jobs."""
+    """One variant's pass over some jobs."""
 
     replies: list[Reply]
     seconds: float
@@ -73,15 +72,15 @@ class Variant(Protocol):
     def name(self) -> str: ...
 
     def run(self, jobs: Sequence[Job], concurrency: int, cache_salt: str) -> Run:
-        """Answer `jobs` in order, at most `concurrency` at once. Nothing learnt under another salt may help."""
+        """Answer `jobs` in order, at most `concurrency` at once, sharing nothing between cache salts."""
         ...
 
 
 def parse_method(name: str, config: EngineConfig = EngineConfig()) -> SpeculativeConfig:  # noqa: B008
-    """The speculation an arm's name stands for: `plain`, or METHOD[@HEAD][+MAP][:TREE] (see `bench --help`).
+    """The speculative options named by `plain` or METHOD[@HEAD][+MAP][:TREE] (see `bench --help`).
 
-    Options of `config.speculative` hold for an arm of the same method, those in the name come before them. Raises
-    ConfigError for a name that stands for nothing.
+    Options of `config.speculative` apply to the same method; those in the name override them. Raises ConfigError for an
+    unknown name.
     """
     if name.lower() == PLAIN:
         return SpeculativeConfig()
@@ -90,20 +89,20 @@ def parse_method(name: str, config: EngineConfig = EngineConfig()) -> Speculativ
     if match is None or algorithm is None:
         known = ", ".join([PLAIN, TRANSFORMERS, *(drafter.lower() for drafter in DRAFTERS), *ALIASES])
         raise ConfigError(
-            f"arm {name!r} is not known; choose from {known}, with @HEAD for a draft head, +FILE for a token map and "
+            f"variant {name!r} is unknown; choose from {known}, with @HEAD for a draft head, +FILE for a token map and "
             ":N or :STEPS-TOPK-N for a tree of N nodes (ngram:8, eagle3:5-4-16)"
         )
     return _speculative(name, _base(algorithm, config) | _named_files(match) | tree_options(match["tree"], name))
 
 
 def algorithm_of(method: str) -> str | None:
-    """The key of DRAFTERS that a method's name means, in any case; None for no method."""
+    """The key of DRAFTERS for a method's name, in any case; None if there is none."""
     algorithm = ALIASES.get(method.lower(), method.upper())
     return algorithm if algorithm in DRAFTERS else None
 
 
 def tree_options(tree: str | None, place: str) -> dict[str, int | None]:
-    """Options of a tree written `N` or `STEPS-TOPK-N`, which no bound of a step cuts; none for None.
+    """Options of a tree written `N` or `STEPS-TOPK-N`, without a limit on a step's draft tokens; none for None.
 
     Raises ConfigError naming `place`.
     """
@@ -128,7 +127,7 @@ def with_tree(config: SpeculativeConfig, tree: str) -> SpeculativeConfig:
 
 
 def tree_name(config: SpeculativeConfig) -> str:
-    """The tree as `tree_options` reads it; `auto` where the method chooses."""
+    """The tree in the format of `tree_options`; `auto` if the method chooses it."""
     if config.num_steps and config.eagle_topk and config.num_draft_tokens:
         return f"{config.num_steps}-{config.eagle_topk}-{config.num_draft_tokens}"
     return str(config.num_draft_tokens or "auto")
@@ -142,7 +141,7 @@ def _base(algorithm: str, config: EngineConfig) -> dict[str, Any]:
 
 
 def _named_files(match: re.Match[str]) -> dict[str, str | None]:
-    """A head named in an arm has nothing of the configured one's revision and format."""
+    """A head named in a variant does not use the configured revision and format."""
     defaults = SpeculativeConfig()
     fields: dict[str, str | None] = {}
     if match["head"]:
@@ -155,16 +154,16 @@ def _named_files(match: re.Match[str]) -> dict[str, str | None]:
 
 
 def _speculative(name: str, fields: dict[str, Any]) -> SpeculativeConfig:
-    """The options as a whole, checked as far as that goes without a model."""
+    """The validated options."""
     try:
         config = SpeculativeConfig.model_validate(fields)
         check_speculative(config)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"arm {name!r}: {place}={first['input']!r}: {first['msg']}; choose another") from None
+        raise ConfigError(f"variant {name!r}: {place}={first['input']!r}: {first['msg']}; choose another") from None
     except ConfigError as error:
-        raise ConfigError(f"arm {name!r}: {error}") from None
+        raise ConfigError(f"variant {name!r}: {error}") from None
     return config
 
 
@@ -197,7 +196,7 @@ class EngineVariant:
                 running[request.request_id], replies[request.request_id] = time.perf_counter(), Reply()
             host_shares += self._step(running, replies)
         seconds = time.perf_counter() - start
-        self._engine.step()  # give the last rows back
+        self._engine.step()  # frees the last slots
         return Run([replies[request_id] for request_id in order], seconds, host_shares)
 
     def _step(self, running: dict[str, float], replies: dict[str, Reply]) -> list[float]:

@@ -1,1 +1,1 @@
-"""What a running cluster shows: panels and alerts as data, and the files and pictures made of them."""
+"""Dashboards: panels and alerts as data, and the files and pictures generated from them."""

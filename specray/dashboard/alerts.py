@@ -1,4 +1,4 @@
-"""Alert rules of Prometheus as data, and the file made of them. Not here: where alerts are sent (Alertmanager)."""
+"""Prometheus alert rules as data, and the file generated from them."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from specray.dashboard.panels import DRAFTER_INFO, DRAFTS, GENERATED, accept_len
 
 
 class Alert(NamedTuple):
-    """Fires once its expression has given a series for as long as `after` says."""
+    """Fires after its expression has returned a series for the time `after`."""
 
     name: str
     expression: str
@@ -77,7 +77,7 @@ HEADER = "# Made by `specray dashboard --write`; edits here would be lost.\n"
 
 
 def rules_yaml() -> str:
-    """The file's text: the same for the same table."""
+    """The file's text; deterministic."""
     rules = [_rule(alert) for alert in ALERTS]
     return HEADER + yaml.safe_dump({"groups": [{"name": "specray", "rules": rules}]}, sort_keys=False, width=120)
 

@@ -1,6 +1,6 @@
-"""`specray dashboard`: options, and from them the files of dashboards/ or a picture of what is running.
+"""`specray dashboard`: writes the files of dashboards/, or draws a running cluster's panels.
 
-Light to import; Grafana's SDK and matplotlib are needed only once there is work for them.
+Grafana's SDK and matplotlib are imported only when they are used.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write(folder: Path) -> None:
-    """Make the files of the tables, over older ones."""
+    """Write the generated files, replacing older ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in ((DASHBOARD, dashboard_json()), (ALERTS, rules_yaml())):
         (folder / name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The panels as a Grafana dashboard, through Grafana's SDK, which is optional. Not here: what they show (`panels`)."""
+"""The panels as a Grafana dashboard, through Grafana's SDK, which is optional."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, DataSourceRef
 
 UID = "specray"
-DATASOURCE = "datasource"  # a variable of the dashboard, so that it fits any Prometheus
+DATASOURCE = "datasource"  # a dashboard variable, so that any Prometheus can be chosen
 PANEL_HEIGHT, PANEL_WIDTH = 8, 8  # of a grid 24 wide
 FILL_PERCENT = 60  # of stacked areas
 
 
 def dashboard_json() -> str:
-    """The file's text: the same for the same table. ConfigError if the SDK is not installed."""
+    """The file's text; deterministic. ConfigError if the SDK is not installed."""
     try:
         from grafana_foundation_sdk.cog.encoder import JSONEncoder
     except ImportError as error:
@@ -38,7 +38,7 @@ def build() -> "Dashboard":
         .description("Speculative decoding on Ray. Made by `specray dashboard --write`; edits here would be lost.")
         .tags(["specray"])
         .time("now-30m", "now")
-        .refresh("10s")  # Ray's metrics are no fresher
+        .refresh("10s")  # the interval of Ray's metrics
         .with_variable(dashboard.DatasourceVariable(DATASOURCE).label("Prometheus").type("prometheus"))
     )
     for row in ROWS:

@@ -1,23 +1,22 @@
-"""The panels of the dashboard: what each shows, its unit and its PromQL, in one table. Adding a panel is one entry.
+"""The panels of the dashboard in one table: title, description, unit and PromQL.
 
-They read Ray's metrics (`ray_specray_…`), not the ingress's /metrics: each node exports the engines that run on it, so
-the labels `replica` and `instance` (the node) tell them apart, however many there are. Not here: Grafana's JSON
-(`grafana`), alerts (`alerts`), pictures (`png`), names of our metrics (`specray.metrics`).
+They read Ray's metrics (`ray_specray_…`) and not the ingress's /metrics. Each node exports the engines that run on it,
+so the labels `replica` and `instance` (the node) distinguish them.
 """
 
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-WINDOW = "$__rate_interval"  # Grafana fills it in, with at least four scrapes
-PREFIX = "ray_"  # which Ray puts before each name
+WINDOW = "$__rate_interval"  # filled in by Grafana with at least four scrape intervals
+PREFIX = "ray_"  # added by Ray to each name
 DRAFTER_INFO = f"{PREFIX}specray_drafter_info"
-NUM_DEPTHS = 8  # shown; the EAGLE trees of configs/ end at 5, n-gram chains often later
+NUM_DEPTHS = 8  # deepest position shown; the EAGLE trees of configs/ end at 5
 
 TOKENS_PER_SECOND = "suffix: tokens/s"
 PER_MINUTE = "suffix: /min"
 
-# Ray's own metrics that the panels use, beside those of specray.metrics.
+# Ray's own metrics that the panels use.
 RAY_METRICS = frozenset(
     {
         "ray_node_cpu_utilization",
@@ -31,13 +30,13 @@ RAY_METRICS = frozenset(
 
 
 class Query(NamedTuple):
-    """Curves: one for each series that the expression gives, named by `legend` with the labels in {{…}} filled in."""
+    """Curves: one for each series of the expression, named by `legend` with its labels filled in."""
 
     expression: str
     legend: str
 
     def over(self, window: str) -> str:
-        """The expression for Prometheus itself, which does not know Grafana's WINDOW."""
+        """The expression for Prometheus, with Grafana's WINDOW replaced."""
         return self.expression.replace(WINDOW, window)
 
     def name(self, labels: Mapping[str, str]) -> str:
@@ -59,7 +58,7 @@ class Row(NamedTuple):
 
 
 def rate(name: str, by: str, where: str = "", window: str = WINDOW) -> str:
-    """Growth per second of one of our counters, summed by labels; `drafter` may be one of them."""
+    """Rate of one of our counters, summed by labels, which may include `drafter`."""
     each = f"rate({PREFIX}{name}{where}[{window}])"
     if "drafter" in by.split(", "):
         each = f"{each} * on (replica) group_left (drafter) ({DRAFTER_INFO} == 1)"
@@ -75,7 +74,7 @@ def accept_length(by: str, window: str = WINDOW) -> str:
 
 
 def _conditional_acceptance(depth: int) -> str:
-    """Of the drafts whose token at the depth before was accepted (at depth 1: of all), the share accepted here."""
+    """Share of drafts accepted at a depth, of those accepted at the depth before (at depth 1: of all)."""
     return f"{_accepted_at(depth)} / {_accepted_at(depth - 1) if depth > 1 else rate(DRAFTS, 'drafter')}"
 
 
@@ -84,7 +83,7 @@ def _accepted_at(depth: int) -> str:
 
 
 def _speed_up(node_cost: str) -> str:
-    """Tokens a step, times what a plain step would take of a step's time: all but drafting and the draft nodes."""
+    """Tokens per step, times the share of a step's time that a plain step would take."""
     steps = rate(STEP_SECONDS, "drafter")
     return f"({accept_length('drafter')}) * (1 - ({rate(STEP_SECONDS, 'drafter', DRAFTING)}{node_cost}) / {steps})"
 

@@ -1,7 +1,4 @@
-"""The main panels drawn from a live Prometheus, as one PNG; needs matplotlib, which is optional.
-
-For a README, a report, or a machine without Grafana. Not here: the panels (`panels`), the asking (`query`).
-"""
+"""The main panels drawn from a live Prometheus as one PNG; needs matplotlib, which is optional."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +13,11 @@ if TYPE_CHECKING:
 WINDOW = "1m"  # Ray's metrics change every ten seconds
 NUM_POINTS = 200  # of a curve
 NUM_COLUMNS = 3
-HEADROOM = 1.1  # above the highest point
-MAX_NAMES = 10  # in a legend; more would hide the curves
+HEADROOM = 1.1  # space above the highest point
+MAX_NAMES = 10  # entries in a legend; more would hide the curves
 UNITS = {"s": "seconds", "percentunit": "share", "none": ""}
 
-Curves = dict[str, Series]  # by name; times in minutes from the picture's start
+Curves = dict[str, Series]  # by name; times in minutes from the start
 
 
 def save_png(path: Path, url: str, start: float, end: float) -> None:
@@ -76,7 +73,7 @@ def _draw_panel(axes: "Axes", panel: Panel, curves: Curves) -> None:
 
 
 def _stack(axes: "Axes", curves: Curves) -> None:
-    """Areas on top of each other; a curve without a point at some time has height 0 there."""
+    """Stacked areas; a curve without a point at some time has height 0 there."""
     times = sorted({time for series in curves.values() for time in series.times})
     heights = [dict(zip(series.times, series.values, strict=True)) for series in curves.values()]
     axes.stackplot(times, *([points.get(time, 0.0) for time in times] for points in heights), labels=list(curves))

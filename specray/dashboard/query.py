@@ -1,4 +1,4 @@
-"""Questions to a live Prometheus, over its HTTP API. Not here: what is asked (`panels`) and what is drawn (`png`)."""
+"""Queries to a live Prometheus over its HTTP API."""
 
 import json
 import math
@@ -13,7 +13,7 @@ TIMEOUT_S = 30.0
 
 
 class Series(NamedTuple):
-    """One curve; points that are no number (a rate over nothing) are left out."""
+    """One curve, without points that are not numbers."""
 
     labels: dict[str, str]
     times: list[float]  # seconds since 1970
@@ -21,7 +21,7 @@ class Series(NamedTuple):
 
 
 def query_range(url: str, expression: str, start: float, end: float, step: float) -> list[Series]:
-    """Series of an expression that have a number in the time asked for. ConfigError if nothing answers there."""
+    """Series of an expression that have a number in this time. ConfigError if no server answers."""
     question = urlencode({"query": expression, "start": start, "end": end, "step": step})
     answer = _get(url, f"api/v1/query_range?{question}")
     series = [_series(item["metric"], item["values"]) for item in answer["data"]["result"]]
@@ -30,11 +30,11 @@ def query_range(url: str, expression: str, start: float, end: float, step: float
 
 def _get(url: str, path: str) -> Any:
     try:
-        # No proxy from the environment: this Prometheus is ours, mostly on this machine.
+        # No proxy from the environment: this Prometheus is usually on the same machine.
         with build_opener(ProxyHandler({})).open(f"{url.rstrip('/')}/{path}", timeout=TIMEOUT_S) as reply:
             return json.load(reply)
     except HTTPError as error:
-        raise ConfigError(f"{url} refuses the question: {error.read().decode(errors='replace')}") from None
+        raise ConfigError(f"{url} rejects the query: {error.read().decode(errors='replace')}") from None
     except (URLError, ValueError) as error:
         raise ConfigError(
             f"no Prometheus answers at {url} ({error}); start one with dashboards/prometheus.yaml, or name another"

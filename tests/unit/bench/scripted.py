@@ -1,4 +1,4 @@
-"""A bench session whose arms have speeds instead of models."""
+"""A benchmark session whose variants have speeds instead of models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ USAGE = RequestUsage(1, 0, 6, 2, 8, 4, 0, (0, 0, 2))
 
 
 class ScriptedSession(Session):
-    """`speed(arm, concurrency)` is what an arm makes; `answer(arm, settings)` its tokens."""
+    """`speed(variant, concurrency)` is in tokens/s; `answer(variant, settings)` are the tokens of its answers."""
 
     def __init__(
         self,

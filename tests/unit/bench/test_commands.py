@@ -1,4 +1,4 @@
-"""`specray bench` and `specray tune` from the command line to their files, on the toy model and heads of no skill."""
+"""`specray bench` and `specray tune` from the command line to their files, on the toy model and random heads."""
 
 import json
 from pathlib import Path

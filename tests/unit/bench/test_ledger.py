@@ -1,4 +1,4 @@
-"""Each request has one ending, and a reply that ends in none of the right ways is called broken."""
+"""Each request has one ending, and a reply without a valid ending is broken."""
 
 import json
 from typing import Any
@@ -54,7 +54,7 @@ def test_the_text_of_a_stream_is_joined() -> None:
     assert ending_of(Exchange(1.0, 200, EVENTS, stream(opening, CHUNK, delta, b"[DONE]"), True)).text == "abc"
 
 
-def test_a_request_ends_once_and_none_is_forgotten() -> None:
+def test_a_request_ends_once_and_open_requests_are_violations() -> None:
     ledger, end = Ledger(), Ending(Outcome.COMPLETE, 200, 1.0)
     for name in "abc":
         ledger.begin(name)

@@ -1,4 +1,4 @@
-"""`specray load` against servers that keep their promises and one that does not."""
+"""`specray load` against scripted servers."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ IDLE = b"specray_num_requests_running 0.0\nspecray_kv_cache_usage_perc 0.0\n"
 
 @contextmanager
 def serving(answer: Callable[[int, str | None], Reply]) -> Iterator[str]:
-    """A server that answers its nth request, and shows an idle engine's metrics."""
+    """A server that answers its nth request, with an idle engine's metrics."""
     numbers = count()
 
     class Handler(BaseHTTPRequestHandler):
@@ -64,7 +64,7 @@ def good(number: int, _: str | None) -> Reply:
 
 
 def silent(number: int, key: str | None) -> Reply:
-    """Its streams just stop."""
+    """A server whose streams stop without an end."""
     if number < 3:
         return good(0, key)
     return 200, {"content-type": "text/event-stream"}, b'data: {"choices": []}\n\n'
@@ -85,7 +85,7 @@ def test_every_request_is_counted_once(capsys: pytest.CaptureFixture[str]) -> No
     assert figures["refusal p99"].endswith(" ms")
 
 
-def test_a_stream_that_just_stops_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_without_an_end_is_a_violation(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(silent) as url:
         assert cli.main([*ARGUMENTS, "--url", url]) == 1
     assert "the stream stopped without [DONE] or an error" in capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(keys) == {f"Bearer {'k' * 20}"}
 
 
-def test_an_exchange_is_cut_where_it_is_told() -> None:
+def test_an_exchange_is_cut_at_the_given_byte() -> None:
     with serving(lambda *_: good(0, None)) as url:
         request = request_bytes(f"{url}/v1/completions", {"prompt": "a"})
         whole = asyncio.run(exchange(url, request))
@@ -120,13 +120,13 @@ def test_an_exchange_is_cut_where_it_is_told() -> None:
         assert slow.was_cut
 
 
-def test_a_server_that_is_not_there_shows_in_the_exchange() -> None:
+def test_a_refused_connection_is_an_error_of_the_exchange() -> None:
     with serving(good) as url:
         pass
     assert asyncio.run(exchange(url, b"")).error
 
 
-def test_arrivals_come_as_often_as_asked_for_and_not_in_step() -> None:
+def test_arrivals_are_a_poisson_process() -> None:
     times = arrivals(50.0, 100.0, Random(1))
     assert times == sorted(times)
     assert times[-1] < 100.0

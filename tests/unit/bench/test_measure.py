@@ -1,4 +1,4 @@
-"""Order, seeds and turns of a comparison, with arms that only note what they were asked."""
+"""Order, seeds and turns of a comparison, with variants that record their jobs."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ PROMPTS = [Prompt(id=i, category="ab"[i % 2], turns=(f"question {i}", f"more {i}
 
 
 class Tokenizer(PreTrainedTokenizerFast):
-    """One token per character; only what a comparison needs."""
+    """One token per character."""
 
     def __init__(self) -> None:
         pass
@@ -56,7 +56,7 @@ def test_every_variant_answers_every_prompt_and_the_order_rotates() -> None:
     assert all(one != next_ for one, next_ in pairwise(firsts))
 
 
-def test_records_of_two_variants_meet_under_one_key() -> None:
+def test_runs_of_the_same_prompts_have_equal_keys() -> None:
     records = compare(
         [NotingVariant("x", []), NotingVariant("y", [])], PROMPTS, Tokenizer(), Settings(repeats=2, turns=2)
     )

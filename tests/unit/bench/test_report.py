@@ -31,7 +31,7 @@ def test_plain_comes_first() -> None:
     assert list(summarise(RECORDS)) == ["plain", "ngram", "transformers"]
 
 
-def test_figures_of_an_arm() -> None:
+def test_figures_of_a_variant() -> None:
     ngram = summarise(RECORDS)["ngram"]
     assert ngram["chat"].output_tokens_per_s == 8.0
     assert ngram["chat"].ratio_to_plain == 2.0
@@ -62,20 +62,20 @@ def test_speeds_are_compared_run_by_run() -> None:
     assert speed_ratios(RECORDS, "ngram", "plain") == [2.0, 1.0]
 
 
-def test_a_yardstick_has_no_accept_length() -> None:
+def test_the_baseline_has_no_accept_length() -> None:
     assert summarise(RECORDS)["transformers"]["all"].accept_length is None
 
 
-def test_without_plain_there_is_nothing_to_compare_with() -> None:
+def test_without_plain_there_are_no_ratios() -> None:
     ngram = summarise([r for r in RECORDS if r.variant == "ngram"])["ngram"]["all"]
     assert (ngram.ratio_to_plain, ngram.identical_to_plain) == (None, None)
 
 
-def test_variants_can_be_compared_with_another_than_plain() -> None:
+def test_variants_can_be_compared_with_any_other() -> None:
     assert identical_share([r for r in RECORDS if r.key.chunk == 0], "ngram", "transformers") == 1.0
 
 
-def test_json_has_the_promised_fields() -> None:
+def test_json_has_the_documented_fields() -> None:
     variants = to_json(summarise(RECORDS))
     promised = {"output_tokens_per_s", "ttft_ms", "tpot_ms", "accept_length", "host_share", "identical_to_plain"}
     assert promised <= set(variants["plain"])

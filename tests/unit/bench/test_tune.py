@@ -1,4 +1,4 @@
-"""What the tuner decides and writes, given speeds; nothing is measured here."""
+"""What the tuner selects and writes, with scripted speeds."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def outcome_of(session: ScriptedSession, num_rounds: int = 3) -> Outcome:
     return search(session, candidates, PROMPTS, Settings(max_tokens=6), [1, 8], num_rounds, num_prompts=4)
 
 
-def test_the_slower_half_leaves_but_never_the_best_of_a_batch_size() -> None:
+def test_the_slower_half_is_dropped_except_the_best_of_a_batch_size() -> None:
     ratios = {tree: {1: one / 10, 8: many / 40} for tree, (one, many) in SPEEDS.items()}
     assert survivors(ratios) == {"5-4-8", "4-2-8", "5-4-16", "3-1-4"}  # three by mean, one by batch size 8
     assert survivors({"a": {1: 1.0}, "b": {1: 2.0}}) == {"b"}
@@ -50,7 +50,7 @@ def test_rounds_narrow_down_to_the_best_mean() -> None:
     assert [candidate.num_rounds for candidate in outcome.ranking] == [3, 3, 3, 3, 1]
 
 
-def test_rounds_and_batch_sizes_ask_other_prompts_on_empty_caches() -> None:
+def test_rounds_and_batch_sizes_use_different_prompts_and_empty_caches() -> None:
     session = ScriptedSession(speed)
     outcome_of(session, num_rounds=2)
     asked = [[prompt.id for prompt in prompts] for _, prompts, _ in session.calls]
@@ -60,7 +60,7 @@ def test_rounds_and_batch_sizes_ask_other_prompts_on_empty_caches() -> None:
     assert len({settings.cache_salt for _, _, settings in session.calls}) == 4
 
 
-def test_prompts_go_round_and_none_is_asked_twice() -> None:
+def test_rounds_take_prompts_in_turn() -> None:
     assert [p.id for p in prompts_of_round(PROMPTS, 3, 8)] == [*range(16, 20), *range(4)]
     assert [p.id for p in prompts_of_round(PROMPTS[:3], 2, 8)] == [0, 1, 2]
 
@@ -91,14 +91,14 @@ def test_the_block_is_what_a_configuration_takes() -> None:
     assert config.speculative == METHOD.model_copy(update={"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 8})
 
 
-def test_the_verify_output_names_a_better_tree_for_one_batch_size() -> None:
+def test_the_result_names_a_better_tree_for_one_batch_size() -> None:
     said = output(outcome_of(ScriptedSession(speed)))
     assert said.startswith("Best: 5-4-8, 1.47 times plain decoding.")
     assert "At batch size 1 alone 5-4-16 is faster (2.20)." in said
     assert "At batch size 8 alone 3-1-4 is faster (1.30)." in said
 
 
-def test_the_verify_output_says_when_speculation_does_not_pay() -> None:
+def test_the_result_reports_that_speculation_does_not_pay() -> None:
     outcome = outcome_of(ScriptedSession(lambda variant, _: 10.0 if variant == PLAIN else 8.0))
     assert "No tree is faster than plain decoding here" in output(outcome)
     assert "0.80" in output(outcome)
@@ -111,7 +111,7 @@ def test_the_table_has_plain_first_then_the_ranking() -> None:
 
 
 @pytest.mark.parametrize("has_matplotlib", [True, False])
-def test_files_hold_everything(has_matplotlib: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_have_all_measurements(has_matplotlib: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if has_matplotlib:
         pytest.importorskip("matplotlib")
     else:

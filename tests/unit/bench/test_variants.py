@@ -1,4 +1,4 @@
-"""An engine arm answers like `LLM.generate`, in order, and measures what it says; on the small trained model."""
+"""An engine variant answers like `LLM.generate`, in order, and measures times, on the small trained model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def llm(stories: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_an_variant_answers_like_generate_in_order(llm: LLM, concurrency: int) -> None:
+def test_a_variant_answers_like_generate_in_order(llm: LLM, concurrency: int) -> None:
     run = EngineVariant("plain", llm).run(JOBS, concurrency, "")
     expected = [generation.choices[0].token_ids for generation in llm.generate(PROMPTS, PARAMS)]
     assert [reply.token_ids for reply in run.replies] == expected
@@ -45,7 +45,7 @@ def test_two_variants_share_the_weights(llm: LLM) -> None:
     assert [reply.token_ids for reply in plain.replies] == [reply.token_ids for reply in ngram.replies]
 
 
-def test_the_yardstick_answers_the_same(llm: LLM, stories: Path) -> None:
+def test_the_baseline_answers_the_same(llm: LLM, stories: Path) -> None:
     weight = target_of(llm).embedding.weight
     variant = TransformersVariant(stories, weight.dtype, weight.device, llm.engine.capacity.eos_token_ids)
     replies = variant.run(JOBS, 1, "").replies
@@ -55,7 +55,7 @@ def test_the_yardstick_answers_the_same(llm: LLM, stories: Path) -> None:
     assert all(0 < reply.ttft < reply.seconds for reply in replies)
 
 
-def test_the_floor_is_below_a_step(llm: LLM) -> None:
+def test_the_matmuls_alone_take_less_than_a_step(llm: LLM) -> None:
     floor = Floor(target_of(llm))
     floor.sample()
     step = EngineVariant("plain", llm).run(JOBS, 1, "c").replies[0].tpot
@@ -71,7 +71,7 @@ def test_the_floor_is_below_a_step(llm: LLM) -> None:
         ("ngram:8", SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=8)),
     ],
 )
-def test_names_of_arms(name: str, expected: SpeculativeConfig) -> None:
+def test_names_of_variants(name: str, expected: SpeculativeConfig) -> None:
     configured = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=6)
     assert parse_method(name, EngineConfig(speculative=configured)) == expected
 
@@ -110,11 +110,11 @@ def test_names_of_arms(name: str, expected: SpeculativeConfig) -> None:
         ),
     ],
 )
-def test_an_variant_names_head_map_and_tree(name: str, options: dict[str, object]) -> None:
+def test_a_variant_names_head_map_and_tree(name: str, options: dict[str, object]) -> None:
     assert parse_method(name) == SpeculativeConfig.model_validate(options)
 
 
-def test_an_variant_inherits_the_options_of_its_own_method_only() -> None:
+def test_a_variant_inherits_the_options_of_its_own_method_only() -> None:
     configured = SpeculativeConfig(
         algorithm="EAGLE3",
         draft_model_path="mine",
@@ -128,15 +128,17 @@ def test_an_variant_inherits_the_options_of_its_own_method_only() -> None:
     assert parse_method("eagle3", config) == configured
     assert parse_method("eagle3:4-2-8", config) == with_tree(configured, "4-2-8")
     bounded = configured.model_copy(update={"max_step_draft_tokens": 3})
-    assert with_tree(bounded, "4-2-8") == with_tree(configured, "4-2-8")  # a tree that is named is tried whole
+    assert with_tree(bounded, "4-2-8") == with_tree(
+        configured, "4-2-8"
+    )  # a named tree has no limit on a step's draft tokens
     other = parse_method("eagle3@theirs", config)
     assert (other.draft_model_path, other.draft_model_revision, other.draft_dtype) == ("theirs", None, "float32")
     assert tree_name(other) == "3-2-6"
     assert parse_method("eagle2", config).num_steps is None
 
 
-def test_only_the_embedded_model_has_heads_of_its_own() -> None:
-    with pytest.raises(ConfigError, match=r"arm 'eagle3': .*draft_model_path is null"):
+def test_only_the_embedded_model_has_default_heads() -> None:
+    with pytest.raises(ConfigError, match=r"variant 'eagle3': .*draft_model_path is null"):
         parse_method("eagle3", EngineConfig(model="./another"))
 
 
@@ -167,13 +169,13 @@ def test_unknown_variants_are_refused(name: str) -> None:
         parse_method(name)
 
 
-def test_a_tree_that_is_not_whole_is_refused_for_a_head() -> None:
-    with pytest.raises(ConfigError, match=r"arm 'eagle3:16': .*not set"):
+def test_an_incomplete_tree_is_refused_for_a_head() -> None:
+    with pytest.raises(ConfigError, match=r"variant 'eagle3:16': .*not set"):
         parse_method("eagle3:16")
 
 
 @pytest.mark.parametrize(
     ("tree", "name"), [({}, "auto"), ({"num_draft_tokens": 8}, "8"), ({"num_steps": 5, "eagle_topk": 4}, "auto")]
 )
-def test_a_tree_that_is_not_whole_has_a_name_as_well(tree: dict[str, int], name: str) -> None:
+def test_an_incomplete_tree_has_a_name(tree: dict[str, int], name: str) -> None:
     assert tree_name(SpeculativeConfig(algorithm="EAGLE3", **tree)) == name

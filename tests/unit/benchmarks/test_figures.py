@@ -1,4 +1,4 @@
-"""Rows of the README's table: what each needs to be measured, and what it says; sessions are scripted."""
+"""The rows of the table of figures, with scripted sessions."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def measure(wanted: set[str], effort: Effort = QUICK) -> list[Figure]:
     return list(eagle.on_mt_bench(effort, wanted))
 
 
-def test_every_row_has_a_name_of_its_own() -> None:
+def test_row_names_are_unique() -> None:
     assert len(set(figures.ROWS)) == len(figures.ROWS)
 
 
@@ -61,7 +61,7 @@ def test_wanted_rows_share_one_comparison(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def test_a_row_measures_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_measures_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     session = eagle_session(monkeypatch)
     (row,) = measure({"eagle3-accept-t1"})
     assert [(names, settings.temperature) for names, _, settings in session.calls] == [(["eagle3"], 0), (["eagle3"], 1)]
@@ -77,7 +77,7 @@ def test_concurrent_requests_are_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.measured == 2.0
 
 
-def test_accept_lengths_may_have_a_tree_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accept_lengths_can_have_another_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     session = eagle_session(monkeypatch)
     rows = measure({"eagle3-accept", "eagle3-speed"}, QUICK._replace(accept_tree="7-8-32"))
     assert set(session.calls[0][0]) == {"plain", "eagle3", "eagle3 7-8-32"}
@@ -93,7 +93,7 @@ def test_exactness_compares_every_pass_with_plain(monkeypatch: pytest.MonkeyPatc
 
     session = script(ScriptedSession(answer=answer), monkeypatch)
     third, second = eagle.exactness(QUICK, {"exact-eagle3", "exact-eagle2"})
-    assert third.measured == pytest.approx(1 - 1 / 12)  # 2 arms x 2 temperatures x 3 passes
+    assert third.measured == pytest.approx(1 - 1 / 12)  # 2 variants x 2 temperatures x 3 passes
     assert (second.measured, third.is_reached, second.is_reached) == (1.0, False, True)
     assert "24 answers" in third.what
     assert sum("plain" in names for names, _, _ in session.calls) == 2
@@ -102,7 +102,7 @@ def test_exactness_compares_every_pass_with_plain(monkeypatch: pytest.MonkeyPatc
     assert len({salt for _, salt in salts}) == 4
 
 
-def test_a_row_says_what_it_was_measured_with(tmp_path: Path) -> None:
+def test_a_row_names_its_prompts(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text('{"id": 1, "category": "x", "turns": ["a"]}\n{"id": 2, "category": "x", "turns": ["b"]}\n')
     assert mt_bench_prompts(QUICK)[1] == "2 built-in chat prompts, not MT-bench"

@@ -1,4 +1,4 @@
-"""`specray dashboard`: the files, the picture from a scripted Prometheus, and what goes wrong."""
+"""`specray dashboard`: the files, the picture from a scripted Prometheus, and errors."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ from specray.errors import ConfigError
 
 
 class Prometheus(BaseHTTPRequestHandler):
-    """Answers every question with `series`, whose second point is no number."""
+    """Answers every query with `series`, whose second point is NaN."""
 
     series: tuple[str, ...] = ()
     asked: list[dict[str, str]]
@@ -66,7 +66,7 @@ def test_write_makes_both_files(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"specray.json", "alerts.yaml"}
 
 
-def test_no_number_is_no_point(prometheus: Any) -> None:
+def test_points_that_are_not_numbers_are_left_out(prometheus: Any) -> None:
     first, _ = query_range(prometheus.url, "up", 100.0, 130.0, 10.0)
     assert first.labels == {"phase": "host", "drafter": "host"}
     assert first.times == [100.0, 120.0]
@@ -92,7 +92,7 @@ def test_curves_of_unequal_length_are_stacked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "message"), [("wrong(", "refuses the question.*parse error"), (None, "no Prometheus answers at")]
+    ("question", "message"), [("wrong(", "rejects the query.*parse error"), (None, "no Prometheus answers at")]
 )
 def test_a_prometheus_that_does_not_answer_is_named(prometheus: Any, question: str | None, message: str) -> None:
     url = prometheus.url if question else "http://127.0.0.1:9"

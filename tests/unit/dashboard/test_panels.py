@@ -1,4 +1,4 @@
-"""What the panels' expressions say: tested on the text, for live data see tests/cluster/test_dashboard.py."""
+"""The text of the panels' expressions. tests/cluster/test_dashboard.py tests them on live data."""
 
 from specray.dashboard.panels import WINDOW, Query, accept_length, rate
 
@@ -15,12 +15,12 @@ def test_the_drafter_is_joined_by_replica() -> None:
     )
 
 
-def test_a_query_is_asked_over_a_window() -> None:
+def test_a_query_has_a_window() -> None:
     query = Query(accept_length("replica"), "{{replica}}")
     assert query.over("5m") == accept_length("replica", window="5m")
 
 
-def test_a_curve_is_named_by_its_labels() -> None:
+def test_a_legend_has_its_labels_filled_in() -> None:
     query = Query("x", "{{drafter}} depth 1 of {{replica}}")
     assert query.name({"drafter": "EAGLE3", "replica": "r1"}) == "EAGLE3 depth 1 of r1"
     assert query.name({"replica": "r1"}) == " depth 1 of r1"
