@@ -1,15 +1,31 @@
-"""Attention of unrolled draft steps: what the served head does with its KV cache, for all positions of a batch at once.
+"""Attention of training batches: unrolled draft steps, and whole sequences.
 
-A chain starts at every position i. Its step 0 reads the keys of step 0 at positions <= i, as served after a verify;
-its step s reads those and the keys of its own steps 1 … s. Not here: projections and norms (`heads`).
+A chain of draft steps starts at every position i. Its step 0 reads the keys of step 0 at positions <= i, as in serving
+after a verification. Its step s reads those and the keys of its own steps 1 … s.
 """
 
+from typing import Protocol
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
-class ChainMemory:
-    """Keys and values of one unrolled batch. Chains start at positions `start` … L-1; earlier ones are context."""
+class TrainingKV(Protocol):
+    """What `heads.Attention` attends to."""
+
+    def rows_with_queries(self, x: Tensor) -> Tensor:
+        """The part of x [B, n, …] whose queries are computed."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, queries, heads * dim] from q [B, queries, heads, dim] and new k and v [B, n, kv_heads, dim]."""
+
+
+class ChainKV:
+    """Keys and values of one unrolled batch. Chains start at positions `start` … L-1; earlier ones are context.
+
+    In step 0, n is L, and the chains have queries; later, n is the number of chains.
+    """
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -18,18 +34,13 @@ class ChainMemory:
 
     @property
     def is_empty(self) -> bool:
-        """Whether step 0, which runs over all positions, is still to come."""
+        """Whether the next step is step 0, which covers all positions."""
         return self._shared is None
 
     def rows_with_queries(self, x: Tensor) -> Tensor:
-        """The part of x [B, L or chains, …] that belongs to chains."""
         return x[:, self.start :] if self._shared is None else x
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Add this step's k and v [B, L or chains, kv_heads, dim] and attend with q [B, chains, heads, dim].
-
-        Returns [B, chains, heads * dim].
-        """
         batch, chains, heads, dim = q.shape
         kv_heads = k.shape[2]
         k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -45,7 +56,7 @@ class ChainMemory:
         assert self._shared is not None
         keys, values = self._shared
         length = keys.shape[2]
-        scores = q.flatten(2, 3) @ keys.transpose(-1, -2)  # a KV head's queries as rows of one product
+        scores = q.flatten(2, 3) @ keys.transpose(-1, -2)  # all queries of a KV head in one product
         scores = scores.view(*q.shape[:-1], length).float()
         scores = scores.masked_fill(self._future(q.shape[3], length, q.device), float("-inf"))
         own = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k, _ in self._own]
@@ -58,3 +69,15 @@ class ChainMemory:
     def _future(self, chains: int, length: int, device: torch.device) -> Tensor:
         """bool [chains, L]: the positions after each chain's start."""
         return torch.ones(chains, length, dtype=torch.bool, device=device).triu(self.start + 1)
+
+
+class SequenceKV:
+    """Causal attention over whole sequences. Padding is at their ends, so no other position reads it."""
+
+    def rows_with_queries(self, x: Tensor) -> Tensor:
+        return x
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = q.shape[2] // k.shape[2]
+        k, v = (t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2).flatten(2)

@@ -1,27 +1,27 @@
-"""A draft model cut out of the target: some of its layers, between its own embeddings and output matrix.
+"""A draft model made of some of the target's layers, with the target's embeddings and output matrix.
 
-The layers learn to do without those that were left out; embeddings and output matrix stay the target's, so that the two
-share them when they serve in one process. Parameter names are those of the checkpoint. Not here: batches and the loop
-(`trainer`), the files of an ordinary model folder (`draft_export`).
+Training adapts the layers to the missing ones. Embeddings and output matrix are frozen, so that draft model and target
+share them when they are served in one process. Parameter names are those of the checkpoint.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specray.errors import ConfigError
+from specray.layers.module import Layer
 from specray.models.llama import LlamaShape
 from specray.models.loading import Loader
-from specray.train.heads import FeedForward, Norm, TrainedHead, linear, rotated
+from specray.train.attention import SequenceKV
+from specray.train.heads import Attention, DecoderLayer, Norm, TrainedHead
 from specray.train.target import Target
 from specray.train.unroll import Batch
 
 
 class DraftModel(nn.Module):
-    """A language model. Training looks at the most frequent ids only (`draft_ids`), as the output matrix is frozen."""
+    """A language model. Training uses only the output rows of the most frequent ids (`draft_ids`)."""
 
     draft_ids: Tensor
     target_rows: Tensor
@@ -37,7 +37,7 @@ class DraftModel(nn.Module):
 
     @torch.no_grad()
     def start_from(self, target: Target) -> None:
-        """Begin as the target with layers left out."""
+        """Initialize with the target's weights of the kept layers."""
         loader = Loader(target.folder, "auto", torch.float32, target.device)
         try:
             for name, parameter in self.named_parameters():
@@ -47,7 +47,7 @@ class DraftModel(nn.Module):
         self.target_rows = target.head[self.draft_ids]
 
     def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
-        """The states after one, two, … of the sequence's own tokens: what a chain reads as long as it is right."""
+        """Yield the states after one, two, … of the sequence's own tokens, which a correct chain reads."""
         length = batch.token_ids.shape[1]
         positions = torch.arange(length, device=batch.token_ids.device)
         states = self.model(target.embed(batch.token_ids), *target.rotary.at(positions))
@@ -55,15 +55,14 @@ class DraftModel(nn.Module):
             yield states[:, (positions[batch.start :] + 1 + step).clamp(max=length - 1)]
 
     def outputs(self, states: Tensor) -> Tensor:
-        normed: Tensor = self.model.norm(states)
-        return normed
+        return self.model.norm(states)
 
     @property
     def output_weight(self) -> Tensor:
         return self.target_rows
 
     def _in_target(self, name: str) -> str:
-        """The target's name of a parameter."""
+        """The name of a parameter in the target's checkpoint."""
         model, part, *rest = name.split(".")
         if part != "layers":
             return name
@@ -74,10 +73,12 @@ TrainedModel = TrainedHead | DraftModel
 
 
 def kept_layers(wanted: str, num_layers: int) -> list[int]:
-    """`wanted` is a number of layers, spaced evenly from the first to the last, or a list of layers such as 0,9,29."""
+    """Parse --layers: a number of evenly spaced layers from the first to the last, or a list such as 0,9,29."""
     parts = wanted.split(",")
     if not all(part.strip().isdigit() for part in parts):
-        raise ConfigError(f"--layers {wanted!r} is neither a number nor a list of layers; give such as 4 or 0,9,19,29")
+        raise ConfigError(
+            f"--layers {wanted!r} is neither a number nor a list of layers; give for example 4 or 0,9,19,29"
+        )
     numbers = [int(part) for part in parts]
     if len(parts) == 1:
         numbers = torch.linspace(0, num_layers - 1, numbers[0]).round().int().tolist()
@@ -89,53 +90,18 @@ def kept_layers(wanted: str, num_layers: int) -> list[int]:
     return numbers
 
 
-class _Body(nn.Module):
-    """The layers and the norm behind them, which `outputs` applies."""
+class _Body(Layer):
+    """The layers, and the final norm, which `DraftModel.outputs` applies."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
+        options = (shape.qkv_bias, shape.output_bias, shape.qk_norm)
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape, Attention(shape, shape.hidden_size, *options)) for _ in range(shape.num_layers)
+        )
         self.norm = Norm(shape.hidden_size, shape.eps)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin)
+            hidden = layer(hidden, cos, sin, SequenceKV())
         return hidden
-
-
-class _Layer(nn.Module):
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self.input_layernorm = Norm(shape.hidden_size, shape.eps)
-        self.self_attn = _Attention(shape)
-        self.post_attention_layernorm = Norm(shape.hidden_size, shape.eps)
-        self.mlp = FeedForward(shape)
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
-        fed: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return fed
-
-
-class _Attention(nn.Module):
-    """Causal grouped-query attention over whole sequences; padding at their ends is seen by padding alone."""
-
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        size, self.head_dim, self.fold = shape.hidden_size, shape.head_dim, shape.heads_per_group
-        self.q_proj = linear(size, shape.num_heads * shape.head_dim, shape.qkv_bias)
-        self.k_proj = linear(size, shape.num_kv_heads * shape.head_dim, shape.qkv_bias)
-        self.v_proj = linear(size, shape.num_kv_heads * shape.head_dim, shape.qkv_bias)
-        self.o_proj = linear(shape.num_heads * shape.head_dim, size, shape.output_bias)
-        self.q_norm = Norm(shape.head_dim, shape.eps) if shape.qk_norm else None
-        self.k_norm = Norm(shape.head_dim, shape.eps) if shape.qk_norm else None
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = rotated(q, cos, sin).transpose(1, 2)
-        k, v = (t.transpose(1, 2).repeat_interleave(self.fold, 1) for t in (rotated(k, cos, sin), v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return out

@@ -1,7 +1,7 @@
-"""The draft heads as they are trained; parameter names are those of the checkpoints, so saving is `state_dict`.
+"""Trainable EAGLE-3 and EAGLE-2 heads and MiMo's MTP layer, and their initialization.
 
-What lives here: the modules of EAGLE-3, EAGLE-2 and MiMo's MTP layer, and how they start. Not here: running them in the
-engine (`specray.models`), the unrolled steps (`unroll`), config.json (`export`).
+Parameter names are those of the checkpoints, so that `state_dict` is what is saved. `specray.models` has the inference
+modules of the same heads: with fused and packed weights, in-place operations and paged attention.
 """
 
 from abc import ABC, abstractmethod
@@ -11,18 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specray.layers.module import Layer
 from specray.models.llama import LlamaShape
-from specray.train.attention import ChainMemory
+from specray.train.attention import ChainKV, TrainingKV
 from specray.train.norm import rms_norm
 from specray.train.target import Target
 from specray.train.unroll import Batch, hidden_state_rollout
 
-_SPREAD = 0.02  # standard deviation of matrices that start at random
-_QUIET = 0.002  # of those that write into the residual stream, so that the start is what the identity gives
+_STD = 0.02  # standard deviation of randomly initialized matrices
+_SMALL_STD = 0.002  # of matrices that write into the residual stream, so that a layer starts as the identity
 
 
 class Eagle3Head(nn.Module):
-    """Three target features and the next token in; one layer with queries, keys and values of [embedding; state]."""
+    """Input: three aux hidden states and the next token. One layer whose attention reads [embedding; state]."""
 
     draft_ids: Tensor
     d2t: Tensor
@@ -42,8 +43,8 @@ class Eagle3Head(nn.Module):
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, draft_ids, True))
 
     def start_from(self, target: Target) -> None:
-        """Begin as: the state is the highest feature, and the output is the target's."""
-        _begin_as_last_block(self.fc.weight)
+        """Initialize so that the state is the last aux hidden state and the output matrix is the target's."""
+        _start_as_last_block(self.fc.weight)
         with torch.no_grad():
             self.lm_head.weight.copy_(target.head[self.draft_ids])
             self.norm.weight.copy_(target.norm)
@@ -53,20 +54,18 @@ class Eagle3Head(nn.Module):
         return states
 
     def normed_hidden_states(self, aux_hidden_states: Tensor) -> Tensor:
-        """What fc reads: every feature with a norm of its own."""
+        """The input of fc: each aux hidden state after its own norm."""
         chunks = aux_hidden_states.chunk(len(self.fc_norm), -1)
         return torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
 
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
-        stepped: Tensor = self.midlayer(embeds, states, cos, sin, memory)
-        return stepped
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor:
+        return self.midlayer(embeds, states, cos, sin, kv)
 
     def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
         return hidden_state_rollout(self, target, batch, steps)
 
     def outputs(self, states: Tensor) -> Tensor:
-        normed: Tensor = self.norm(states)
-        return normed
+        return self.norm(states)
 
     @property
     def output_weight(self) -> Tensor:
@@ -74,9 +73,9 @@ class Eagle3Head(nn.Module):
 
 
 class _FrozenOutputHead(nn.Module, ABC):
-    """A head that states the target's final state and leaves the token to the target's own output matrix.
+    """A head that predicts the target's final hidden state and uses the target's frozen output matrix.
 
-    Training looks at the most frequent ids only (`draft_ids`): the matrix is frozen, so nothing depends on the others.
+    Training uses only the matrix's rows of the most frequent ids (`draft_ids`).
     """
 
     draft_ids: Tensor
@@ -90,7 +89,7 @@ class _FrozenOutputHead(nn.Module, ABC):
         self.register_buffer("target_rows", rows, persistent=False)
 
     @abstractmethod
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor: ...
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor: ...
 
     def take_output_of(self, target: Target) -> None:
         self.target_rows = target.head[self.draft_ids]
@@ -110,25 +109,25 @@ class _FrozenOutputHead(nn.Module, ABC):
 
 
 class Eagle2Head(_FrozenOutputHead):
-    """The target's final hidden state and the next token in; a Llama layer without its first norm."""
+    """Input: the target's final hidden state and the next token. A Llama layer without its input norm."""
 
     def __init__(self, shape: LlamaShape, draft_ids: Tensor, bias: bool = False) -> None:
         super().__init__(shape, draft_ids)
         self.fc = linear(2 * shape.hidden_size, shape.hidden_size, bias)
-        self.layers = nn.ModuleList([Eagle2Layer(shape)])
+        self.layers = nn.ModuleList([DecoderLayer(shape, Attention(shape, shape.hidden_size), input_norm=False)])
 
     def start_from(self, target: Target) -> None:
-        """Begin as: the layer is fed the feature."""
-        _begin_as_last_block(self.fc.weight)
+        """Initialize so that the layer's input is the hidden state."""
+        _start_as_last_block(self.fc.weight)
         self.take_output_of(target)
 
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
-        stepped: Tensor = self.layers[0](self.fc(torch.cat((embeds, states), -1)), cos, sin, memory)
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor:
+        stepped: Tensor = self.layers[0](self.fc(torch.cat((embeds, states), -1)), cos, sin, kv)
         return stepped
 
 
 class MtpHead(_FrozenOutputHead):
-    """MiMo's MTP layer: the target's final state and the next token in, each normed; the target's head."""
+    """MiMo's MTP layer. Input: the target's final hidden state and the next token, each normed."""
 
     def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
         super().__init__(shape, draft_ids)
@@ -143,10 +142,10 @@ class MtpHead(_FrozenOutputHead):
         self.final_layernorm = Norm(size, shape.eps)
 
     def start_from(self, target: Target) -> None:
-        """Begin as: the state passes through, for the first norm takes away what the last one gives it."""
+        """Initialize so that the state passes through: the first norm's weight is the inverse of the last one's."""
         norm, size = target.norm.float(), self.shape.hidden_size
         with torch.no_grad():
-            self.input_proj.weight.mul_(_QUIET / _SPREAD)
+            self.input_proj.weight.mul_(_SMALL_STD / _STD)
             self.input_proj.weight[:, :size].copy_(torch.eye(size))
             self.hidden_layernorm.weight.copy_(norm.square().mean().sqrt() / norm)
             self.final_layernorm.weight.copy_(norm)
@@ -154,25 +153,23 @@ class MtpHead(_FrozenOutputHead):
 
     @property
     def fc(self) -> nn.Linear:
-        """What makes one vector of the two inputs, as in other heads."""
+        """The projection of the two inputs, under the name that other heads give it."""
         return self.input_proj
 
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
-        x = self.input_proj(self.joined(embeds, states, masks_first=memory.is_empty))
-        residual = memory.rows_with_queries(x)
-        x = residual + self.self_attn(self.input_layernorm(x), cos, sin, memory)
-        stepped: Tensor = self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
-        return stepped
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor:
+        x = self.input_proj(self.joined(embeds, states, masks_first=kv.is_empty))
+        x = kv.rows_with_queries(x) + self.self_attn(self.input_layernorm(x), cos, sin, kv)
+        return self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
 
     def joined(self, embeds: Tensor, states: Tensor, masks_first: bool) -> Tensor:
-        """[B, n, 2 * H]: state, then embedding; at the sequence's first position there is none."""
+        """[B, n, 2 * H]: state, then embedding, which is zero at the sequence's first position."""
         if masks_first:
             embeds = torch.cat((torch.zeros_like(embeds[:, :1]), embeds[:, 1:]), 1)
         return torch.cat((self.hidden_layernorm(states), self.token_layernorm(embeds)), -1)
 
 
-class Eagle3Layer(nn.Module):
-    """The residual is the state as it came, un-normed."""
+class Eagle3Layer(Layer):
+    """EAGLE-3's decoder layer. The residual is the state before its norm."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -183,68 +180,73 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = Norm(size, shape.eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
+    def forward(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor:
         x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(states)), -1)
-        residual = memory.rows_with_queries(states)
-        states = residual + self.self_attn(x, cos, sin, memory)
-        fed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return fed
+        states = kv.rows_with_queries(states) + self.self_attn(x, cos, sin, kv)
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class Eagle2Layer(nn.Module):
-    """Attention reads the states as they are."""
+class DecoderLayer(Layer):
+    """A Llama layer, or EAGLE-2's, which has no input norm."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: LlamaShape, attention: "Attention", input_norm: bool = True) -> None:
         super().__init__()
-        self.self_attn = Attention(shape, shape.hidden_size)
+        self.input_layernorm = Norm(shape.hidden_size, shape.eps) if input_norm else nn.Identity()
+        self.self_attn = attention
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
-        residual = memory.rows_with_queries(states)
-        states = residual + self.self_attn(states, cos, sin, memory)
-        fed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return fed
+    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, kv: TrainingKV) -> Tensor:
+        states = kv.rows_with_queries(states) + self.self_attn(self.input_layernorm(states), cos, sin, kv)
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class Attention(nn.Module):
-    """Grouped-query attention over a ChainMemory."""
+class Attention(Layer):
+    """Grouped-query attention over a TrainingKV."""
 
-    def __init__(self, shape: LlamaShape, in_size: int, qkv_bias: bool = False) -> None:
+    def __init__(
+        self,
+        shape: LlamaShape,
+        in_size: int,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.q_proj = linear(in_size, shape.num_heads * shape.head_dim, qkv_bias)
         self.k_proj = linear(in_size, shape.num_kv_heads * shape.head_dim, qkv_bias)
         self.v_proj = linear(in_size, shape.num_kv_heads * shape.head_dim, qkv_bias)
-        self.o_proj = linear(shape.num_heads * shape.head_dim, shape.hidden_size, spread=_QUIET)
+        self.o_proj = linear(shape.num_heads * shape.head_dim, shape.hidden_size, output_bias, std=_SMALL_STD)
+        self.q_norm = Norm(shape.head_dim, shape.eps) if qk_norm else nn.Identity()
+        self.k_norm = Norm(shape.head_dim, shape.eps) if qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
-        """x [B, L or chains, in_size]; cos and sin [L or chains, 1, dim] are of x's positions."""
-        heads = (*x.shape[:2], -1, self.head_dim)
-        k = rotated(self.k_proj(x).view(heads), cos, sin)
-        v = self.v_proj(x).view(heads)
-        asking = memory.rows_with_queries(x)
-        skipped = x.shape[1] - asking.shape[1]
-        q = self.q_proj(asking).view(*asking.shape[:2], -1, self.head_dim)
-        out: Tensor = self.o_proj(memory.attend(rotated(q, cos[skipped:], sin[skipped:]), k, v))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: TrainingKV) -> Tensor:
+        """x is [B, n, in_size]; cos and sin [n, 1, dim] are those of its positions."""
+        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        rows = kv.rows_with_queries(x)
+        skipped = x.shape[1] - rows.shape[1]
+        q = self.q_norm(self.q_proj(rows).unflatten(-1, (-1, self.head_dim)))
+        q, k = rotated(q, cos[skipped:], sin[skipped:]), rotated(self.k_norm(k), cos, sin)
+        out: Tensor = self.o_proj(kv.attend(q, k, v))
         return out
 
 
-class FeedForward(nn.Module):
+class FeedForward(Layer):
     """down(silu(gate(x)) * up(x))"""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.gate_proj = linear(shape.hidden_size, shape.ffn_size)
         self.up_proj = linear(shape.hidden_size, shape.ffn_size)
-        self.down_proj = linear(shape.ffn_size, shape.hidden_size, spread=_QUIET)
+        self.down_proj = linear(shape.ffn_size, shape.hidden_size, std=_SMALL_STD)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
-class Norm(nn.Module):
+class Norm(Layer):
     """Root-mean-square norm."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -259,22 +261,22 @@ class Norm(nn.Module):
 TrainedHead = Eagle3Head | Eagle2Head | MtpHead
 
 
-def linear(in_size: int, out_size: int, bias: bool = False, spread: float = _SPREAD) -> nn.Linear:
+def linear(in_size: int, out_size: int, bias: bool = False, std: float = _STD) -> nn.Linear:
     made = nn.Linear(in_size, out_size, bias)
-    nn.init.normal_(made.weight, std=spread)
+    nn.init.normal_(made.weight, std=std)
     if bias:
         nn.init.zeros_(made.bias)
     return made
 
 
-def _begin_as_last_block(weight: Tensor) -> None:
-    """Let [H, n * H] pass its last block through, and next to nothing of the others."""
+def _start_as_last_block(weight: Tensor) -> None:
+    """Make the last block of weight [H, n * H] the identity and the others small."""
     size = weight.shape[0]
     with torch.no_grad():
-        weight.mul_(_QUIET / _SPREAD)
+        weight.mul_(_SMALL_STD / _STD)
         weight[:, -size:].copy_(torch.eye(size))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, n, heads, dim] turned to its positions; rolling by half swaps the pairs, and the sign is in `sin`."""
+    """Rotate x [B, n, heads, dim], out of place (see `specray.layers.rotary.rotate_`)."""
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

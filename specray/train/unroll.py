@@ -1,8 +1,8 @@
-"""Training-time test: a head's steps unrolled over a batch, each on the states the step before put out.
+"""Training-time test: unrolls a head's draft steps over a batch, each on the output states of the previous step.
 
-With tokens t and features f of a sequence, step s of the chain that starts at position i reads the embedding of
-t[i+1+s] and the state of step s-1 (step 0: from f[i]) and predicts the law of t[i+2+s], which the target's final state
-at position i+1+s teaches. Not here: reading batches (`batches`), the loss (`loss`), what is measured (`validation`).
+For a sequence with tokens t and aux hidden states f, step s of the chain that starts at position i reads the embedding
+of t[i+1+s] and the state of step s-1 (step 0: from f[i]). It predicts the distribution of t[i+2+s]; its label is the
+target's final hidden state at position i+1+s.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specray.train.attention import ChainMemory
+from specray.train.attention import ChainKV
 from specray.train.target import Target
 
 
@@ -23,25 +23,25 @@ class Batch:
     token_ids: Tensor  # int64 [B, L]
     lengths: Tensor  # int64 [B]
     prompt_lengths: Tensor  # int64 [B]
-    aux_hidden_states: Tensor  # [B, L, columns]: what the head reads
+    aux_hidden_states: Tensor  # [B, L, columns]: the head's input
     final: Tensor  # [B, L, H]: hidden states after the target's final norm
 
     @property
     def start(self) -> int:
-        """The first position with a chain in any row: it predicts a token the target wrote itself."""
+        """The first position with a chain in any row. It predicts the first token that the target generated."""
         return max(int(self.prompt_lengths.min()) - 2, 0)
 
 
 class DraftHead(Protocol):
-    """What the trainer asks of whatever drafts."""
+    """A head or draft model, as the trainer uses it."""
 
-    draft_ids: Tensor  # int64 [draft vocab], ascending: the target's ids of the output rows
+    draft_ids: Tensor  # int64 [draft vocab], ascending: the target's id of each output row
 
     def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
-        """The states [B, chains, H] after each step in turn; chains start at positions `batch.start` … L-1."""
+        """Yield the states [B, chains, H] after each step; chains start at positions `batch.start` … L-1."""
 
     def outputs(self, states: Tensor) -> Tensor:
-        """What is multiplied with `output_weight`."""
+        """The states to multiply with `output_weight`."""
 
     @property
     def output_weight(self) -> Tensor:
@@ -49,65 +49,67 @@ class DraftHead(Protocol):
 
 
 class HiddenStateHead(Protocol):
-    """A head that reads the target's features; states are [B, L, H]."""
+    """A head that reads aux hidden states; its own states are [B, L, H]."""
 
     def enter(self, aux_hidden_states: Tensor) -> Tensor:
-        """The first state, from target features [B, L, columns it was built for]."""
+        """The first state, from aux hidden states [B, L, columns]."""
 
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, memory: ChainMemory) -> Tensor:
-        """One draft step; at step 0 over all L positions, and only those with chains come back."""
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor:
+        """One draft step. Step 0 reads all L positions and returns those with chains."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lessons:
-    """The positions whose final states teach, numbered row by row."""
+class LabeledPositions:
+    """The positions whose final hidden state is a label, numbered row by row."""
 
     final: Tensor  # [n, H]
-    next_ids: Tensor  # int64 [n]: the token that followed
+    next_ids: Tensor  # int64 [n]: the token after it
     number: Tensor  # int64 [B, L]: a position's index in the above, or -1
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One unrolled step, of the chains that have something to learn from."""
+    """The output of one unrolled step for the chains that have a label."""
 
-    outputs: Tensor  # [n, H], to be multiplied with the head's output weight
-    lessons: Tensor  # int64 [n], indexes into Lessons
-    chains: Tensor  # int64 [n], which chain of the batch each row is; the same number at every step
+    outputs: Tensor  # [n, H], to multiply with the head's output weight
+    labels: Tensor  # int64 [n], indexes into LabeledPositions
+    chains: Tensor  # int64 [n], the chain of each row, numbered equally at every step
 
 
-def lessons(batch: Batch, usable_ids: Tensor | None = None) -> Lessons:
-    """What the target teaches in this batch; only where the next token is one of `usable_ids` (bool [V]), if given."""
+def labeled_positions(batch: Batch, usable_ids: Tensor | None = None) -> LabeledPositions:
+    """The batch's labels; with `usable_ids` (bool [V]), only those whose next token is one of them."""
     positions = torch.arange(batch.token_ids.shape[1], device=batch.token_ids.device)
     next_ids = batch.token_ids.roll(-1, 1)
-    taught = (positions >= batch.prompt_lengths[:, None] - 1) & (positions <= batch.lengths[:, None] - 2)
+    has_label = (positions >= batch.prompt_lengths[:, None] - 1) & (positions <= batch.lengths[:, None] - 2)
     if usable_ids is not None:
-        taught &= usable_ids[next_ids]
-    number = taught.flatten().cumsum(0).view_as(taught) - 1
-    return Lessons(batch.final[taught], next_ids[taught], number.masked_fill(~taught, -1))
+        has_label &= usable_ids[next_ids]
+    number = has_label.flatten().cumsum(0).view_as(has_label) - 1
+    return LabeledPositions(batch.final[has_label], next_ids[has_label], number.masked_fill(~has_label, -1))
 
 
-def unroll(head: DraftHead, target: Target, batch: Batch, taught: Lessons, steps: int) -> Iterator[StepOutput]:
-    """The outputs of each step in turn."""
+def unroll(
+    head: DraftHead, target: Target, batch: Batch, labeled: LabeledPositions, steps: int
+) -> Iterator[StepOutput]:
+    """Yield the outputs of each step."""
     device = batch.token_ids.device
     first = torch.arange(batch.start, batch.token_ids.shape[1], device=device)
     chain_of = torch.arange(batch.token_ids.shape[0] * len(first), device=device).view(-1, len(first))
     begins = first >= batch.prompt_lengths[:, None] - 2
     for step, states in enumerate(head.rollout(target, batch, steps)):
-        number = _shifted(taught.number, first + 1 + step, fill=-1)
+        number = _shifted(labeled.number, first + 1 + step, fill=-1)
         counts = begins & (number >= 0)
         yield StepOutput(head.outputs(states[counts]), number[counts], chain_of[counts])
 
 
 def hidden_state_rollout(head: HiddenStateHead, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
-    """`DraftHead.rollout` of a head that reads features."""
+    """`DraftHead.rollout` of a head that reads aux hidden states."""
     start, length = batch.start, batch.token_ids.shape[1]
-    memory = ChainMemory(start)
+    kv = ChainKV(start)
     states = head.enter(batch.aux_hidden_states)
     for step in range(steps):
         positions = torch.arange(start if step else 0, length, device=batch.token_ids.device) + step
         embeds = target.embed(_shifted(batch.token_ids, positions + 1))
-        states = head.step(embeds, states, *target.rotary.at(positions), memory)
+        states = head.step(embeds, states, *target.rotary.at(positions), kv)
         yield states
 
 

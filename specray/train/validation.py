@@ -1,8 +1,7 @@
-"""How good a head is on sequences it never saw: agreement with the target's best token of the *whole* vocabulary.
+"""Validates a head on held-out sequences: its agreement with the target's best token of the whole vocabulary.
 
-Depth s is the s-th unrolled step (0: from target features). "Accepted" at a depth means that this and all smaller
-depths agreed, so 1 + the sum over depths is the accept length of a drafted chain at temperature 0. Not here: when to
-validate (`trainer`), the plot (`plot`).
+Depth s is the s-th unrolled step (0: from the target's hidden states). A chain is "accepted" at a depth if that and
+all smaller depths agree, so 1 + the sum over depths is the accept length of a drafted chain at temperature 0.
 """
 
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from torch import Tensor
 from specray.train.batches import AnswerFolder, Collate
 from specray.train.shards import Answer
 from specray.train.target import Target
-from specray.train.unroll import Batch, DraftHead, Lessons, lessons, unroll
+from specray.train.unroll import Batch, DraftHead, LabeledPositions, labeled_positions, unroll
 
 DEPTHS = 5
 _TOP = (4, 8)
@@ -26,17 +25,17 @@ _ABSENT = 1 << 40  # the rank of a token outside the draft vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Figures of one pass; lists go by depth."""
+    """Metrics of one pass; lists have one value per depth."""
 
     num_sequences: int
     num_positions: int
-    top1: list[float]  # agrees, whatever came before
+    top1: list[float]  # agrees, regardless of smaller depths
     conditional: list[float]  # agrees, given that all smaller depths did
     accepted: list[float]  # this and all smaller depths agree
     accept_length: float  # of a chain: 1 + sum of `accepted`
     top4: list[float]  # the target's token is among the best 4
     top8: list[float]
-    accept_length_top4: float  # 1 + sum of the share of chains on which it is among the best 4 at every depth so far
+    accept_length_top4: float  # 1 + sum of the share of chains with it among the best 4 at every depth so far
     accept_length_top8: float
     covered: float  # the target's token is in the draft vocabulary
 
@@ -45,21 +44,21 @@ class Validation:
 
 
 class Validator:
-    """The held-out sequences (the first of the folder, at most 100) and the target's best tokens on them."""
+    """Up to 100 held-out sequences of a folder, and the target's best tokens on them."""
 
     def __init__(self, folder: AnswerFolder, target: Target, collate: Collate) -> None:
         self._folder = folder
         self._target = target
         self._collate = collate
-        self._best: dict[int, Tensor] = {}  # by number of the sequence
+        self._best: dict[int, Tensor] = {}  # by the number of the sequence
 
     @torch.no_grad()
     def __call__(self, head: DraftHead, depths: int = DEPTHS) -> Validation | None:
-        """None if no sequence is held out yet."""
+        """The metrics, or None if no sequence is held out yet."""
         hits = [
             self._hits(number, self._collate([answer]), head, depths) for number, answer in enumerate(self._held_out())
         ]
-        # Every depth is judged on the same chains: those that have all depths before their sequence ends.
+        # All depths are measured on the same chains: those with all depths before their sequence ends.
         rows = [part[(part >= 0).all(1)] for part in hits]
         return _figures(torch.cat(rows), len(rows)) if any(len(part) for part in rows) else None
 
@@ -74,28 +73,28 @@ class Validator:
         return list(islice(found, _MAX_SEQUENCES))
 
     def _hits(self, number: int, batch: Batch, head: DraftHead, depths: int) -> Tensor:
-        """int64 [chains, depths]: the rank of the target's token among the draft's; -1 past the sequence's end."""
-        taught = lessons(batch)
+        """int64 [chains, depths]: rank of the target's token among the draft's; -1 past the end of the sequence."""
+        labeled = labeled_positions(batch)
         if number not in self._best:
-            self._best[number] = _best_tokens(taught, self._target.head)
+            self._best[number] = _best_tokens(labeled, self._target.head)
         best = self._best[number]
         chains = batch.token_ids.shape[1] - batch.start
         ranks = torch.full((chains, depths), -1, device=best.device)
         output_weight = head.output_weight.to(batch.aux_hidden_states.dtype)
         column_of = torch.full((self._target.head.shape[0],), -1, device=best.device)
         column_of[head.draft_ids] = torch.arange(len(head.draft_ids), device=best.device)
-        for depth, step in enumerate(unroll(head, self._target, batch, taught, depths)):
+        for depth, step in enumerate(unroll(head, self._target, batch, labeled, depths)):
             logits = (step.outputs @ output_weight.T).float()
-            column = column_of[best[step.lessons]]
+            column = column_of[best[step.labels]]
             wanted = logits.gather(1, column.clamp(min=0)[:, None])
             better = (logits > wanted).sum(-1)
             ranks[step.chains, depth] = better.masked_fill(column < 0, _ABSENT)
         return ranks
 
 
-def _best_tokens(taught: Lessons, target_head: Tensor) -> Tensor:
-    """The target's best token of the whole vocabulary at every lesson, int64 [n]."""
-    parts = [(rows @ target_head.T).argmax(-1) for rows in torch.split(taught.final, _CHUNK)]
+def _best_tokens(labeled: LabeledPositions, target_head: Tensor) -> Tensor:
+    """The target's best token of the whole vocabulary at every labeled position, int64 [n]."""
+    parts = [(rows @ target_head.T).argmax(-1) for rows in torch.split(labeled.final, _CHUNK)]
     return torch.cat(parts)
 
 
@@ -119,7 +118,7 @@ def _figures(rows: Tensor, num_sequences: int) -> Validation:
 
 
 def _shares(ranks: Tensor, count: int) -> tuple[list[float], list[float]]:
-    """By depth: the share of rows in the best `count`, and in them at this and all smaller depths."""
+    """By depth: the share of rows with a rank below `count`, and with one at this and all smaller depths."""
     hits = (ranks < count).float()
     every = hits.cumprod(1)
     return [round(share, 4) for share in hits.mean(0).tolist()], [round(share, 4) for share in every.mean(0).tolist()]

@@ -15,11 +15,11 @@ from specray.train.batches import AnswerFolder, Collate
 from specray.train.draft_model import DraftModel, kept_layers
 from specray.train.shards import TokenSequence, write_shard
 from specray.train.target import Target, load_target
-from specray.train.unroll import Batch, lessons, unroll
+from specray.train.unroll import Batch, labeled_positions, unroll
 from specray.train.validation import DEPTHS, Validator
 from tests.support.engine import make_llm
-from tests.support.lessons import HIDDEN, write_answers
 from tests.support.toy import VOCAB_SIZE, oracle_logits, oracle_states, write_toy
+from tests.support.training_data import HIDDEN, write_answers
 
 CPU = torch.device("cpu")
 ALL_IDS = torch.arange(VOCAB_SIZE)
@@ -58,12 +58,12 @@ def test_every_lesson_is_taught_once(tmp_path: Path) -> None:
     token_ids = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(5))
     aux_hidden_states, final = torch.zeros(2, 9, 0), torch.randn(2, 9, HIDDEN)
     batch = Batch(token_ids, torch.tensor([9, 7]), torch.tensor([4, 3]), aux_hidden_states, final)
-    taught = lessons(batch)
+    labeled = labeled_positions(batch)
     model = whole(target)
-    [step] = unroll(model, target, batch, taught, 1)
-    assert sorted(step.lessons.tolist()) == list(range(len(taught.final)))
-    for output, lesson in zip(step.outputs, step.lessons.tolist(), strict=True):
-        [[row, position]] = (taught.number == lesson).nonzero().tolist()
+    [step] = unroll(model, target, batch, labeled, 1)
+    assert sorted(step.labels.tolist()) == list(range(len(labeled.final)))
+    for output, label in zip(step.outputs, step.labels.tolist(), strict=True):
+        [[row, position]] = (labeled.number == label).nonzero().tolist()
         tokens = token_ids[row, : position + 1].tolist()
         expected = torch.from_numpy(oracle_logits(tmp_path, tokens)[-1]).float()
         torch.testing.assert_close(output @ model.output_weight.T, expected, atol=1e-4, rtol=1e-4)

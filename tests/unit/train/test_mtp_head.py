@@ -15,11 +15,11 @@ from specray.train.heads import MtpHead
 from specray.train.settings import TrainSettings
 from specray.train.target import Target, load_target
 from specray.train.trainer import Trainer
-from specray.train.unroll import Batch, lessons, unroll
+from specray.train.unroll import Batch, labeled_positions, unroll
 from tests.support.engine import make_llm
-from tests.support.lessons import HIDDEN, write_answers
 from tests.support.naive_eagle import attend_to_the_past
 from tests.support.toy import VOCAB_SIZE
+from tests.support.training_data import HIDDEN, write_answers
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -53,7 +53,7 @@ def test_unrolled_steps_are_those_that_are_served(trainer: Trainer, tmp_path: Pa
     assert isinstance(head, MtpHead)
     served = ServedHead(load_mtp_layers(tmp_path / "run" / "head", "auto", matrices(target)))
     per_row, seen = batch.token_ids.shape[1] - batch.start, 0
-    for depth, step in enumerate(unroll(head, target, batch, lessons(batch), STEPS)):
+    for depth, step in enumerate(unroll(head, target, batch, labeled_positions(batch), STEPS)):
         for output, chain in zip(step.outputs, step.chains.tolist(), strict=True):
             row, start = chain // per_row, batch.start + chain % per_row
             torch.testing.assert_close(output, chain_of(served, batch, row, start, depth), rtol=1e-3, atol=1e-3)
@@ -82,7 +82,7 @@ def test_the_start_passes_the_targets_state_on(tmp_path: Path) -> None:
     head.start_from(target)
     states = torch.nn.functional.rms_norm(batch.aux_hidden_states, (HIDDEN,)) * target.norm
     final = Batch(batch.token_ids, batch.lengths, batch.prompt_lengths, states, batch.final)
-    [step] = unroll(head, target, final, lessons(final), 1)
+    [step] = unroll(head, target, final, labeled_positions(final), 1)
     whole = states[:, batch.start :].flatten(0, 1)
     # Next to nothing is added: a direction, for what is left is 1 % of noise from matrices that start small.
     alike = torch.cosine_similarity(step.outputs, whole[step.chains], dim=-1)

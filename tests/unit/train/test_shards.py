@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from specray.errors import ConfigError
 from specray.train.batches import AnswerFolder, BatchStream, Progress
 from specray.train.shards import Shard, TokenSequence, list_shards, read_description, write_shard, written_indexes
-from tests.support.lessons import HIDDEN, a_sequence, write_answers
+from tests.support.training_data import HIDDEN, a_sequence, write_answers
 
 COLUMNS = 4 * HIDDEN
 

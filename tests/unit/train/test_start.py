@@ -9,7 +9,7 @@ from specray.train.batches import AnswerFolder
 from specray.train.heads import Eagle2Head
 from specray.train.settings import TrainSettings
 from specray.train.trainer import Trainer
-from tests.support.lessons import write_answers
+from tests.support.training_data import write_answers
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from specray.errors import ConfigError
 from specray.train.batches import AnswerFolder
 from specray.train.shards import TokenSequence, write_shard
 from specray.train.token_map import frequent_ids
-from tests.support.lessons import HIDDEN, write_answers
 from tests.support.toy import EOS, VOCAB_SIZE
+from tests.support.training_data import HIDDEN, write_answers
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from specray.train.checkpoint import read_log
 from specray.train.learner import Learner
 from specray.train.settings import TrainSettings
 from specray.train.trainer import Trainer
-from tests.support.lessons import HIDDEN, write_answers
 from tests.support.toy import EOS, VOCAB_SIZE
+from tests.support.training_data import HIDDEN, write_answers
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from specray.train.heads import Eagle2Head, Eagle3Head
 from specray.train.target import Target, load_target
-from specray.train.unroll import Batch, lessons, unroll
+from specray.train.unroll import Batch, labeled_positions, unroll
 from tests.support.toy import VOCAB_SIZE, write_toy
 
 STEPS = 3
@@ -108,8 +108,8 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
 @pytest.mark.parametrize("kind", ["eagle3", "eagle2"])
 def test_unrolled_steps_equal_one_chain_at_a_time(kind: str, target: Target) -> None:
     head, batch = a_head(kind, target), a_batch(target, 3 if kind == "eagle3" else 1)
-    taught = lessons(batch)
-    steps = list(unroll(head, target, batch, taught, STEPS))
+    labeled = labeled_positions(batch)
+    steps = list(unroll(head, target, batch, labeled, STEPS))
     per_row = batch.token_ids.shape[1] - batch.start
     seen = 0
     for depth, step in enumerate(steps):
@@ -125,26 +125,26 @@ def test_unrolled_steps_equal_one_chain_at_a_time(kind: str, target: Target) -> 
 
 def test_lessons_are_the_final_states_one_step_ahead(target: Target) -> None:
     batch = a_batch(target, 1)
-    taught = lessons(batch)
+    labeled = labeled_positions(batch)
     head = a_head("eagle2", target)
     per_row = batch.token_ids.shape[1] - batch.start
-    for depth, step in enumerate(unroll(head, target, batch, taught, STEPS)):
-        for lesson, chain in zip(step.lessons.tolist(), step.chains.tolist(), strict=True):
+    for depth, step in enumerate(unroll(head, target, batch, labeled, STEPS)):
+        for label, chain in zip(step.labels.tolist(), step.chains.tolist(), strict=True):
             row, start = chain // per_row, batch.start + chain % per_row
-            assert torch.equal(taught.final[lesson], batch.final[row, start + 1 + depth])
-            assert taught.next_ids[lesson] == batch.token_ids[row, start + 2 + depth]
+            assert torch.equal(labeled.final[label], batch.final[row, start + 1 + depth])
+            assert labeled.next_ids[label] == batch.token_ids[row, start + 2 + depth]
 
 
 def test_lessons_skip_tokens_a_draft_vocabulary_lacks(target: Target) -> None:
     batch = a_batch(target, 1)
     usable = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
     usable[batch.token_ids[0, 5]] = True
-    taught = lessons(batch, usable)
-    assert set(taught.next_ids.tolist()) == {int(batch.token_ids[0, 5])}
+    labeled = labeled_positions(batch, usable)
+    assert set(labeled.next_ids.tolist()) == {int(batch.token_ids[0, 5])}
 
 
 def test_gradients_reach_every_parameter_through_all_steps(target: Target) -> None:
     head, batch = a_head("eagle3", target), a_batch(target, 3)
-    last = list(unroll(head, target, batch, lessons(batch), STEPS))[-1]
+    last = list(unroll(head, target, batch, labeled_positions(batch), STEPS))[-1]
     (last.outputs @ head.output_weight.T).sum().backward()
     assert [name for name, parameter in head.named_parameters() if parameter.grad is None] == []
