@@ -1,7 +1,6 @@
-"""From a folder of answers to batches, in an order that a checkpoint can take up again.
+"""Batches from a folder of answers, in an order that resumes from a checkpoint.
 
-The folder may grow while a head trains: each round takes the shards that were visited least, so fresh text goes first.
-Not here: the files (`shards`), what is learnt from a batch (`unroll`).
+The folder may grow during training. Each round reads the shards with the fewest visits, so that new ones come first.
 """
 
 from collections.abc import Sequence
@@ -16,12 +15,12 @@ from specray.errors import ConfigError
 from specray.train.shards import Answer, Shard, list_shards, read_description
 from specray.train.unroll import Batch
 
-_ROUND_SHARDS = 8  # mixed together; more would read more files at random
-_POOL_BATCHES = 32  # sequences of so many batches are sorted by length together
+_ROUND_SHARDS = 8  # read together in random order
+_POOL_BATCHES = 32  # batches whose sequences are sorted by length together
 
 
 class AnswerFolder:
-    """The shards of a folder, opened when they are first used."""
+    """The shards of a folder, opened on first use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,14 +30,14 @@ class AnswerFolder:
         self._shards: dict[str, Shard] = {}
 
     def names(self) -> list[str]:
-        """Shards there are by now. ConfigError if there is none."""
+        """Names of the current shards. ConfigError if there are none."""
         names = list_shards(self.path)
         if not names:
-            raise ConfigError(f"{self.path} holds no shards yet; make answers first, or wait for the first shard")
+            raise ConfigError(f"{self.path} has no shards yet; make answers first, or wait for the first shard")
         return names
 
     def size(self) -> dict[str, int]:
-        """What there is by now, for people to read."""
+        """Numbers of sequences and tokens in the current shards."""
         shards = [self[name] for name in self.names()]
         return {"sequences": sum(map(len, shards)), "tokens": sum(shard.num_tokens for shard in shards)}
 
@@ -50,16 +49,16 @@ class AnswerFolder:
 
 @dataclass(slots=True)
 class Progress:
-    """Where in the data a run is; plain values, so that a checkpoint can hold it."""
+    """A run's position in the data; plain values for the checkpoint."""
 
     round: int = 0
     names: list[str] = field(default_factory=list)  # shards of this round
-    batch: int = 0  # of this round, the next one
+    batch: int = 0  # the next one of this round
     visits: dict[str, int] = field(default_factory=dict)  # finished rounds by shard
 
 
 class BatchStream:
-    """An endless stream of batches; each is a list of (shard, index in it)."""
+    """An endless stream of batches."""
 
     def __init__(self, folder: AnswerFolder, progress: Progress, seed: int, batch_tokens: int, max_length: int) -> None:
         self._folder = folder
@@ -124,9 +123,9 @@ class BatchStream:
 
 @dataclass(frozen=True, slots=True)
 class Collate:
-    """Pads answers into one batch on the device that trains."""
+    """Pads answers into one batch on the training device."""
 
-    columns: slice  # of the features: what the head reads
+    columns: slice  # of the hidden states: the head's input
     hidden_size: int
     max_length: int
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""A run's files: the checkpoint that it goes on from, and the log of its figures."""
+"""A run's checkpoint and its log of metrics."""
 
 import json
 import os
@@ -15,20 +15,20 @@ LOG = "log.jsonl"
 
 
 def write_checkpoint(run: Path, content: dict[str, Any]) -> None:
-    """Replace the run's checkpoint; an interrupted write leaves the old one."""
+    """Replace the run's checkpoint atomically."""
     unfinished = run / f".{CHECKPOINT}.tmp"
     torch.save(content, unfinished)
     os.replace(unfinished, run / CHECKPOINT)
 
 
 def read_checkpoint(run: Path) -> dict[str, Any] | None:
-    """What was written last, None in a new run. ConfigError if the file is broken."""
+    """The run's checkpoint, or None in a new run. ConfigError if the file is damaged."""
     path = run / CHECKPOINT
     if not path.is_file():
         return None
     content = read_torch_file(path, "delete it to start again")
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no checkpoint; delete it to start again")
+        raise ConfigError(f"{path} is not a checkpoint; delete it to start again")
     return content
 
 
@@ -38,11 +38,11 @@ def append_log(run: Path, line: dict[str, Any]) -> None:
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """The run's lines so far, oldest first."""
+    """The lines of the log, oldest first."""
     path = run / LOG
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def last_validation(run: Path) -> dict[str, Any] | None:
-    """The newest line that has validation figures."""
+    """The newest line with validation metrics."""
     return next((line for line in reversed(read_log(run)) if line["validation"]), None)

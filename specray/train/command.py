@@ -1,7 +1,6 @@
-"""`specray train`: options, and from them a draft head or a token map.
+"""`specray train`: trains a head or draft model, or writes a token map.
 
-Light to import, for the command line reads its options here before torch is needed. Not here: training (`trainer`),
-making answers (`answers`).
+torch is imported only when a command runs, so that the command line starts quickly.
 """
 
 import argparse
@@ -15,22 +14,24 @@ from specray.train.answer_options import AnswerOptions, add_answer_arguments
 if TYPE_CHECKING:
     import torch
 
-HELP = "Train a draft head or model for any served target, or count a token map, from answers the target writes itself."
+HELP = "Train a draft head or model for any supported target, or write a token map, from the target's own answers."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to make", required=True, metavar="KIND", dest="kind")
-    for kind, method in (("eagle3", "EAGLE-3 head"), ("eagle2", "EAGLE-2 head"), ("mtp", "MTP layer, as MiMo has it")):
+    for kind, method in (("eagle3", "EAGLE-3 head"), ("eagle2", "EAGLE-2 head"), ("mtp", "MTP layer in MiMo's layout")):
         making = kinds.add_parser(kind, help=f"an {method}", description=f"Train an {method}.")
         add_answer_arguments(making)
         _add_training(making, kind)
     drafting = kinds.add_parser(
-        "draft", help="a draft model out of the target's layers", description="Train a draft model (STANDALONE)."
+        "draft", help="a draft model made of the target's layers", description="Train a draft model (STANDALONE)."
     )
     add_answer_arguments(drafting)
     _add_training(drafting, "draft")
     mapping = kinds.add_parser(
-        "token-map", help="ids by frequency, for speculative.token_map", description="Count the target's own tokens."
+        "token-map",
+        help="ids by frequency, for speculative.token_map",
+        description="Rank token ids by their frequency in the target's answers.",
     )
     add_answer_arguments(mapping)
     mapping.add_argument(
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answers(options: argparse.Namespace) -> Path:
-    """The folder of answers; made first, or completed, if the options say what to ask."""
+    """The folder of answers, after generating missing ones if the options ask for it."""
     folder: Path = options.answers
     if options.prompts or options.self_prompts:
         from specray.train.answers import make_answers
@@ -64,48 +65,79 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
         required=True,
         dest="run_folder",
         metavar="FOLDER",
-        help="checkpoint, log, plot and what was made; the same command goes on where it stopped",
+        help="folder for checkpoint, log, plot and result; the same command resumes an interrupted run",
     )
-    add("--tokens", type=positive, required=True, metavar="N", help="positions to learn from in all; may change later")
-    add("--max-minutes", type=float, metavar="M", help="checkpoint and stop after M minutes")
+    add(
+        "--tokens",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="total training positions; may change when a run resumes",
+    )
+    add("--max-minutes", type=float, metavar="M", help="save a checkpoint and stop after M minutes")
     if kind == "draft":
         _add_draft_options(parser)
     else:
         _add_head_options(parser, kind)
-    add("--batch-tokens", type=positive, default=1024, metavar="N", help="positions of a batch (default: %(default)s)")
+    add("--batch-tokens", type=positive, default=1024, metavar="N", help="positions in a batch (default: %(default)s)")
     add(
-        "--max-length", type=positive, default=2048, metavar="N", help="longer sequences are cut (default: %(default)s)"
+        "--max-length",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="truncate longer sequences (default: %(default)s)",
     )
-    add("--learning-rate", type=float, default=1e-3, metavar="X", help="the highest (default: %(default)s)")
-    add("--optimizer", choices=("adamw", "muon"), default="muon", help="muon: for the matrices (default: %(default)s)")
-    add("--weight-decay", type=float, default=0.0, metavar="X", help="of muon's matrices (default: %(default)s)")
-    add("--warmup", type=float, default=0.02, metavar="X", help="share of --tokens (default: %(default)s)")
-    add("--decay", type=float, default=0.25, metavar="X", help="last share of --tokens (default: %(default)s)")
-    add("--clip", type=float, default=1.0, metavar="X", help="largest norm of the gradient (default: %(default)s)")
+    add("--learning-rate", type=float, default=1e-3, metavar="X", help="highest learning rate (default: %(default)s)")
+    add(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="muon",
+        help="muon applies to matrices, the rest uses AdamW (default: %(default)s)",
+    )
+    add(
+        "--weight-decay",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="weight decay of Muon's matrices (default: %(default)s)",
+    )
+    add("--warmup", type=float, default=0.02, metavar="X", help="warm-up as a share of --tokens (default: %(default)s)")
+    add(
+        "--decay",
+        type=float,
+        default=0.25,
+        metavar="X",
+        help="decay as the last share of --tokens (default: %(default)s)",
+    )
+    add("--clip", type=float, default=1.0, metavar="X", help="maximum gradient norm (default: %(default)s)")
     add("--init-head", metavar="FOLDER", help="start from this head's weights")
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="of the arithmetic; the weights that are trained stay float32 (default: %(default)s)",
+        help="type of the arithmetic; trained weights stay float32 (default: %(default)s)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--threads", type=positive, metavar="N", help="CPU threads (default: all cores)")
-    add("--seed", type=int, default=0, help="of the start and of the order of the data (default: %(default)s)")
-    add("--validate-every", type=positive, default=500_000, metavar="N", help="tokens (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the initialization and of the data order (default: %(default)s)")
+    add("--validate-every", type=positive, default=500_000, metavar="N", help="in tokens (default: %(default)s)")
     add(
-        "--checkpoint-minutes", type=float, default=10.0, metavar="M", help="between checkpoints (default: %(default)s)"
+        "--checkpoint-minutes",
+        type=float,
+        default=10.0,
+        metavar="M",
+        help="minutes between checkpoints (default: %(default)s)",
     )
 
 
 def _add_draft_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(unroll=1)  # a draft model has nothing of its last step but KV: every step is like the first
+    parser.set_defaults(unroll=1)  # a draft model's steps depend on each other only through KV
     add = parser.add_argument
     add(
         "--layers",
         default="4",
         metavar="N|LIST",
-        help="layers of the target that are kept: so many, spaced evenly, or these, such as 0,9,29 "
+        help="layers of the target to keep: a number of evenly spaced ones or a list such as 0,9,29 "
         "(default: %(default)s)",
     )
     _add_train_vocab(parser)
@@ -113,13 +145,13 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
     add = parser.add_argument
-    add("--unroll", type=positive, default=3, metavar="N", help="draft steps trained together (default: %(default)s)")
+    add("--unroll", type=positive, default=3, metavar="N", help="draft steps per training step (default: %(default)s)")
     add(
         "--step-decay",
         type=float,
         default=0.8,
         metavar="X",
-        help="weight of each step over that of the one before (default: %(default)s)",
+        help="weight of each draft step relative to the previous one (default: %(default)s)",
     )
     if kind == "eagle3":
         add(
@@ -132,13 +164,13 @@ def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
     else:
         _add_train_vocab(parser)
     if kind == "eagle2":
-        add("--bias", action="store_true", help="let fc have a bias")
+        add("--bias", action="store_true", help="give fc a bias")
     add("--intermediate-size", type=positive, metavar="N", help="width of the feed-forward (default: the target's)")
     add(
         "--start",
         choices=("identity", "linear"),
         default="identity",
-        help="identity: fc passes the highest feature on; linear: it is fitted by least squares (default: %(default)s)",
+        help="identity: fc passes the hidden state on; linear: fc is fitted by least squares (default: %(default)s)",
     )
 
 
@@ -149,12 +181,12 @@ def _add_train_vocab(parser: argparse.ArgumentParser) -> None:
         default=8192,
         dest="draft_vocab_size",
         metavar="N",
-        help="most frequent ids trained on; serving uses all (default: %(default)s)",
+        help="train on the N most frequent ids; serving uses all (default: %(default)s)",
     )
 
 
 def _train(options: argparse.Namespace, answers: Path) -> int:
-    import torch  # seconds that --help need not wait for
+    import torch  # takes seconds, which --help does not need
 
     from specray.train.settings import TrainSettings
     from specray.train.trainer import Trainer
@@ -168,7 +200,7 @@ def _train(options: argparse.Namespace, answers: Path) -> int:
         print(f"done: the {'model' if options.kind == 'draft' else 'head'} is in {options.run_folder / 'head'}")
     else:
         seen = trainer.counters.tokens
-        print(f"stopped after {seen:,} of {settings.tokens:,} tokens; run the same command again to go on")
+        print(f"stopped after {seen:,} of {settings.tokens:,} tokens; run the same command again to resume")
     return 0
 
 

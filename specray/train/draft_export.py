@@ -1,5 +1,4 @@
-"""A trained draft model as an ordinary model folder: all tensors, the target's config.json with fewer layers, and its
-tokenizer."""
+"""Exports a trained draft model as an ordinary model folder with config.json and tokenizer."""
 
 import json
 import shutil
@@ -25,7 +24,7 @@ _SIDE_FILES = (
 
 
 def draft_tensors(model: DraftModel, target: Target) -> dict[str, Tensor]:
-    """What was trained, and the matrices that the model has of its target."""
+    """The trained tensors and the target's embeddings and output matrix."""
     shared = {"model.embed_tokens.weight": target.embedding}
     if not target.shape.tied:
         shared["lm_head.weight"] = target.head
@@ -33,7 +32,7 @@ def draft_tensors(model: DraftModel, target: Target) -> dict[str, Tensor]:
 
 
 def draft_config(model: DraftModel, target: Target) -> dict[str, Any]:
-    """config.json: the target's, but for the number of layers and what goes by layer."""
+    """The target's config.json with the kept layers only."""
     config: dict[str, Any] = json.loads((target.folder / "config.json").read_text(encoding="utf-8"))
     by_layer = {name: config[name] for name in ("layer_types",) if config.get(name)}
     chosen = {name: [values[layer] for layer in model.kept] for name, values in by_layer.items()}
@@ -41,7 +40,7 @@ def draft_config(model: DraftModel, target: Target) -> dict[str, Any]:
 
 
 def copy_side_files(target: Target, folder: Path) -> None:
-    """The tokenizer's files and what says when a text ends."""
+    """Copy the tokenizer and the generation config."""
     for name in _SIDE_FILES:
         if (target.folder / name).is_file():
             shutil.copyfile(target.folder / name, folder / name)

@@ -1,7 +1,4 @@
-"""What was trained as files: model.safetensors and config.json in the layout of public EAGLE heads, and a model card.
-
-Not here: what only a draft model's folder has (`draft_export`).
-"""
+"""Exports trained heads: model.safetensors and config.json in the layout of public heads, and a model card."""
 
 import json
 import os
@@ -36,7 +33,7 @@ def export_head(
     counters: Counters,
     validation: dict[str, Any] | None,
 ) -> None:
-    """Write the head; each file appears whole."""
+    """Write the folder of a head or draft model. The weights are replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{WEIGHTS}.tmp"
     tensors = draft_tensors(head, target) if isinstance(head, DraftModel) else head.state_dict()
@@ -51,7 +48,7 @@ def export_head(
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     card = model_card(config, settings, answers.description | answers.size(), counters, validation)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    if (folder.parent / LOG).is_file():  # so that a run which starts from this head knows what came before
+    if (folder.parent / LOG).is_file():  # a run that starts from this head continues the log
         shutil.copyfile(folder.parent / LOG, folder / LOG)
 
 
@@ -86,7 +83,7 @@ def head_config(head: TrainedHead, target: Target, aux_hidden_state_layers: list
         **common,
         "draft_vocab_size": len(head.draft_ids),
         "fc_norm": True,
-        # Outputs of layers, as public heads have it: what enters layer l is the output of layer l - 1.
+        # Public heads list layer outputs: the input of layer l is the output of layer l - 1.
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_hidden_state_layers],
             "use_aux_hidden_state": True,
@@ -95,10 +92,10 @@ def head_config(head: TrainedHead, target: Target, aux_hidden_state_layers: list
 
 
 def load_exported(head: TrainedModel, folder: Path) -> None:
-    """Take the weights of a head that was written before. A draft vocabulary of its own stays: rows go by target id."""
+    """Load an exported head into `head`, which keeps its draft vocabulary: output rows are matched by target id."""
     path = folder / WEIGHTS
     if not path.is_file():
-        raise ConfigError(f"--init-head {folder} has no {WEIGHTS}; name a folder that this trainer wrote")
+        raise ConfigError(f"--init-head {folder} has no {WEIGHTS}; give a folder that this trainer wrote")
     tensors = {name.removeprefix(_MTP_PREFIX): tensor for name, tensor in load_file(path).items()}
     if isinstance(head, Eagle3Head):
         _move_output_rows(head, tensors, path)
@@ -111,13 +108,13 @@ def load_exported(head: TrainedModel, folder: Path) -> None:
 
 
 def _move_output_rows(head: Eagle3Head, tensors: dict[str, Tensor], path: Path) -> None:
-    """Make the stored output rows those of this head's draft vocabulary.
+    """Replace the stored output rows by rows for this head's draft vocabulary.
 
-    Rows of ids it did not have are guessed from the target's, by the linear map that fits the ids it had: the target's
-    own, among rows that have been trained, would outbid all others.
+    Rows of new ids are the target's rows after the linear map that fits the stored ids. The target's rows themselves
+    have another scale than trained ones and would get higher logits.
     """
     if "d2t" not in tensors or "lm_head.weight" not in tensors:
-        raise ConfigError(f"{path} has no d2t and lm_head.weight; it is not an EAGLE-3 head with a draft vocabulary")
+        raise ConfigError(f"{path} has no d2t and lm_head.weight; give an EAGLE-3 head with a draft vocabulary")
     stored_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
     place = {int(token): index for index, token in enumerate(stored_ids)}
     kept = [row for row, token in enumerate(head.draft_ids.tolist()) if token in place]
@@ -134,7 +131,7 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def _rope(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The target's rotary positions in the names of public heads."""
+    """The target's RoPE settings under the names that public heads use."""
     rope = dict(parameters or {})
     theta = rope.pop("rope_theta", 10000.0)
     scaled = rope.get("rope_type", "default") != "default"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish, so that a training step is whole before its run is checkpointed."""
+"""Defers Ctrl-C and SIGTERM until the current training step is complete."""
 
 import signal
 from types import FrameType, TracebackType
@@ -8,10 +8,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """While it is open a first signal is only noted in `wanted`; a second one interrupts at once."""
+    """Context in which a first signal only sets `requested`; a second one raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
-        self.wanted = False
+        self.requested = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -26,6 +26,6 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        if self.wanted:
+        if self.requested:
             raise KeyboardInterrupt
-        self.wanted = True
+        self.requested = True

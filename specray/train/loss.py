@@ -1,7 +1,7 @@
-"""The loss: cross-entropy of a head's logits against the target's soft labels, over the draft vocabulary.
+"""Cross-entropy of a head's logits against the target's soft labels, over the draft vocabulary.
 
-Logits never exist as a whole: rows go through in chunks, and each chunk's gradient is made while its logits are at
-hand, so that backward has nothing left to compute. Not here: which rows count (`unroll`).
+Rows are processed in chunks, so that the logits of a whole batch never exist in memory. The forward pass computes the
+gradient of each chunk with its logits, and backward only scales it.
 """
 
 from typing import Any
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK = 256  # rows; with 8 K draft tokens a chunk's logits stay in the cache
-_BLOCK = 2048  # rows whose errors are multiplied at once: few passes over the weight's gradient
+_CHUNK = 256  # rows; with 8K draft tokens a chunk's logits fit in the CPU cache
+_BLOCK = 2048  # rows per product with the errors, to limit passes over the weight's gradient
 
 
 def soft_labels(final: Tensor, target_rows: Tensor) -> Tensor:
-    """The target's law over the draft vocabulary, renormalised: [n, V] from final [n, H] and target_rows [V, H]."""
+    """The target's probabilities over the draft vocabulary [n, V], from final [n, H] and target_rows [V, H]."""
     labels = final.new_empty(len(final), len(target_rows))
     for begin in range(0, len(final), _CHUNK):
         rows = slice(begin, begin + _CHUNK)
@@ -25,10 +25,10 @@ def soft_labels(final: Tensor, target_rows: Tensor) -> Tensor:
 def soft_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, label_of: Tensor, importance: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(sum over rows of importance * cross-entropy, bool [n]: the row's best token is that of its labels).
+    """(sum of importance * cross-entropy over rows, bool [n]: whether a row's best token is its labels').
 
-    Row r has the logits hidden[r] @ weight.T and the labels labels[label_of[r]]; hidden [n, H] and weight [V, H] in one
-    type, labels [m, V] with rows that sum to 1, label_of int64 [n], importance float32 [n].
+    Row r has the logits hidden[r] @ weight.T and the labels labels[label_of[r]]. hidden [n, H] and weight [V, H] have
+    one type; rows of labels [m, V] sum to 1; label_of is int64 [n], importance float32 [n].
     """
     loss, agrees = _SoftCrossEntropy.apply(hidden, weight, labels, label_of, importance)  # type: ignore[no-untyped-call]
     return loss, agrees
@@ -39,14 +39,14 @@ class _SoftCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, label_of: Tensor, importance: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Passes over a chunk's logits cost as much as its products: each one here has to earn its place."""
+        """A pass over a chunk's logits costs as much as its matrix products, so there are as few as possible."""
         size = (min(_BLOCK, len(hidden)), len(weight))
         errors, hidden_grad = hidden.new_empty(size), torch.empty_like(hidden)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         losses = torch.empty(len(hidden), device=hidden.device)
         agrees = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
         best = labels.argmax(-1)
-        # Importance multiplies what is H wide, not what is V wide.
+        # Importance is applied to [n, H] instead of [n, V].
         scaled = hidden * importance[:, None].to(hidden.dtype)
         for begin in range(0, len(hidden), _BLOCK):
             block = slice(begin, min(begin + _BLOCK, len(hidden)))
@@ -72,7 +72,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def _compare(logits: Tensor, wanted: Tensor, best: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """(cross-entropy, whether the best token is `best`) of each row; writes softmax(logits) - wanted into `errors`."""
+    """(cross-entropy, whether the best token is `best`) of each row. Writes softmax(logits) - wanted to `errors`."""
     drafted = logits.softmax(-1, dtype=torch.float32)
     highest = logits.amax(-1)
     normaliser = highest.float() - drafted.amax(-1).log()  # log(sum(exp(logits)))

@@ -1,4 +1,4 @@
-"""Root-mean-square norm with a backward of few passes: torch's own is a chain of ten on CPU."""
+"""Root-mean-square norm whose backward takes few passes; torch's own runs ten operations on a CPU."""
 
 from typing import Any
 

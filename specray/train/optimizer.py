@@ -1,4 +1,4 @@
-"""How a head's parameters move: AdamW, or Muon for its matrices."""
+"""The optimizer: AdamW, or Muon for matrices and AdamW for the rest."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from torch import nn
 
 
 class Optimizer:
-    """One or two torch optimizers that step together."""
+    """One or two torch optimizers used as one."""
 
     def __init__(self, head: nn.Module, name: str, weight_decay: float = 0.0) -> None:
         trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
-        # The output matrix has a row for each token: Muon is for matrices that turn states into states.
+        # Muon is for matrices between hidden states, so the output matrix uses AdamW.
         turned = [p for n, p in trained.items() if name == "muon" and p.ndim == 2 and n != "lm_head.weight"]
         others = [p for p in trained.values() if all(p is not other for other in turned)]
         self._parameters = list(trained.values())
@@ -22,7 +22,7 @@ class Optimizer:
             self._parts.append(torch.optim.Muon(turned, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
 
     def step(self, rate: float, clip: float) -> None:
-        """Move by the gradients there are, and clear them."""
+        """Update the parameters and clear the gradients."""
         nn.utils.clip_grad_norm_(self._parameters, clip)
         for part in self._parts:
             for group in part.param_groups:

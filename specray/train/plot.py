@@ -1,4 +1,4 @@
-"""The picture of a run: acceptance against tokens seen."""
+"""Plots a run's validation metrics over training tokens."""
 
 from pathlib import Path
 from typing import Any

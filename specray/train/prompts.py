@@ -1,7 +1,6 @@
-"""What the target is asked while training data is made: rows of prompt files, and turns it writes itself.
+"""Prompts for training data: rows of prompt files, and prompts that the target generates itself.
 
-A self-written turn needs no data set: the target is given the chat template up to where a user speaks, and whatever it
-says is the prompt. Not here: asking (`answers`).
+The latter need no data set: given the chat template up to the start of the user's words, the target generates a turn.
 """
 
 import hashlib
@@ -16,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 from specray.errors import ConfigError
 from specray.models.tokenizer import render_chat
 
-MAX_SHOWN = 60  # characters of a bad row
+MAX_SHOWN = 60  # characters of a bad row in errors
 
 
 @dataclass(slots=True)
 class PromptFile:
-    """One file's usable prompts, and what the model card says of it."""
+    """A file's usable prompts, with details for the model card."""
 
     path: Path
     texts: list[str] = field(default_factory=list)
@@ -29,7 +28,7 @@ class PromptFile:
     bad_rows: list[str] = field(default_factory=list)  # "line 7: why"
 
     def describe(self) -> dict[str, Any]:
-        """For answers.json; the file's name without its folder."""
+        """The file's entry in answers.json, with its name but not its folder."""
         digest = hashlib.sha256(self.path.read_bytes()).hexdigest()
         return {
             "file": self.path.name,
@@ -41,45 +40,45 @@ class PromptFile:
 
 
 def read_prompt_file(path: Path, max_bad_rows: int) -> PromptFile:
-    """Rows of a JSON Lines file with `turns` (the first is taken), `messages` or `prompt`; `license` is counted.
+    """Read a JSON Lines file whose rows have `turns` (the first is used), `messages` or `prompt`, and maybe `license`.
 
-    A row that cannot be used is noted with its line number. ConfigError if there are more than `max_bad_rows` or
-    nothing is left.
+    Unusable rows are recorded with their line numbers. ConfigError if there are more than `max_bad_rows`, or if no
+    prompt is left.
     """
     file = PromptFile(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error}); convert it, one JSON object a line") from None
+        raise ConfigError(f"{path} is not UTF-8 text ({error}); convert it to one JSON object per line") from None
     for number, line in enumerate(lines, start=1):
         if line.strip():
             _read_row(file, number, line)
         if len(file.bad_rows) > max_bad_rows:
             listed = "; ".join(file.bad_rows)
             raise ConfigError(
-                f"{path} has more than {max_bad_rows} unusable rows ({listed}); mend them or raise --max-bad-rows"
+                f"{path} has more than {max_bad_rows} unusable rows ({listed}); correct them or raise --max-bad-rows"
             )
     if not file.texts:
-        raise ConfigError(f'{path} holds no prompts; write rows such as {{"turns": ["What is a tree?"]}}')
+        raise ConfigError(f'{path} contains no prompts; write rows such as {{"turns": ["What is a tree?"]}}')
     return file
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Token ids of `text` as a user's turn, up to where the answer begins; of a model without chat, the bare text."""
+    """Token ids of `text` as a user's turn, up to the start of the answer. Without a chat template: the bare text."""
     if tokenizer.chat_template is None:
         return list(tokenizer.encode(text))
     return render_chat(tokenizer, [{"role": "user", "content": text}])
 
 
 def user_header(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Token ids of the chat template up to where a user's words begin; of a model without chat, its first token."""
+    """Token ids of the chat template up to the user's words. Without a chat template: the BOS token."""
     if tokenizer.chat_template is None and tokenizer.bos_token_id is not None:
         return [tokenizer.bos_token_id]
     first, second = (chat_prompt(tokenizer, text) for text in ("Alpha", "Zoo"))
     common = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
     if common == 0:
         raise ConfigError(
-            "this model's prompts begin with the user's first word, so there is nothing to let it write a turn from; "
+            "this model's chat template begins with the user's words, so the target cannot generate prompts; "
             "give --prompts files and --self-prompts 0"
         )
     return first[:common]
@@ -98,7 +97,7 @@ def _read_row(file: PromptFile, number: int, line: str) -> None:
 
 
 def _first_turn(row: Any) -> str:
-    """ValueError, with what was looked for, where there is none."""
+    """The first user turn of a row. ValueError if there is none."""
     try:
         if "turns" in row:
             text = row["turns"][0]
@@ -114,5 +113,5 @@ def _first_turn(row: Any) -> str:
 
 
 def _shown(line: str) -> str:
-    """A bad row's beginning."""
+    """The beginning of a bad row."""
     return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}…"

@@ -1,6 +1,6 @@
-"""A drafter that drafts nothing and records what the target computed: every request's tokens and hidden states.
+"""A drafter that proposes nothing and records every request's tokens and hidden states.
 
-The training data comes from the run that generates the answers, through the interface that every drafter uses.
+Training data is recorded in the run that generates the answers, through the interface of drafters.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from specray.spec_decode.request_table import RequestState
 class Recording(NamedTuple):
     """One request from its first to its last token."""
 
-    seed: int  # the request's, by which the caller knows it
+    seed: int  # the request's; identifies it for the caller
     token_ids: list[int]  # prompt and answer, n tokens
     aux_hidden_states: Tensor  # [n, width]; zeros for the last token, which was sampled and not computed
 

@@ -1,4 +1,4 @@
-"""What a training run depends on besides its data. The meaning of each option is in `specray train eagle3 --help`."""
+"""Options and counters of a training run. `specray train eagle3 --help` describes the options."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """One run's options; checkpoints and model cards hold them."""
+    """Options of a run, stored in checkpoints and model cards."""
 
     kind: str  # eagle3, eagle2, mtp or draft
     tokens: int
@@ -14,7 +14,7 @@ class TrainSettings:
     step_decay: float = 0.8
     draft_vocab_size: int = 8192
     intermediate_size: int | None = None
-    layers: str = "4"  # of the target, in a draft model: how many, or which
+    layers: str = "4"  # of the target, in a draft model: their number, or a list
     batch_tokens: int = 1024
     max_length: int = 2048
     learning_rate: float = 1e-3
@@ -33,20 +33,20 @@ class TrainSettings:
     max_minutes: float | None = None
 
     def changed(self, saved: dict[str, Any]) -> str | None:
-        """The first option that must stay as it was while a run goes on, but did not."""
+        """The first option that differs from a checkpoint's and must not change when a run resumes."""
         return next(
             (
                 name
                 for name in ("kind", "seed", "bias", "optimizer", "intermediate_size", "layers")
-                if saved.get(name, getattr(self, name)) != getattr(self, name)  # older checkpoints know fewer
+                if saved.get(name, getattr(self, name)) != getattr(self, name)  # older checkpoints have fewer options
             ),
             None,
         )
 
     def rate(self, tokens: int) -> float:
-        """Learning rate: up over the first share of the run, level, down to 1 % over the last.
+        """Learning rate after `tokens` tokens: linear warm-up, constant, then linear decay to 1 %.
 
-        Depends on --tokens alone, so a later run with another number moves the end.
+        The schedule depends on --tokens, which may change when a run resumes.
         """
         warm = self.warmup * self.tokens
         left = (self.tokens - tokens) / max(self.decay * self.tokens, 1.0)
@@ -56,13 +56,13 @@ class TrainSettings:
 
 @dataclass(slots=True)
 class Counters:
-    """How far a run is; in every checkpoint."""
+    """A run's progress, stored in checkpoints."""
 
     steps: int = 0
-    tokens: int = 0  # positions that taught, those seen twice counted twice
-    next_validation: int = 0  # by tokens
+    tokens: int = 0  # labels used, repeated ones counted each time
+    next_validation: int = 0  # in tokens
     seconds: float = 0.0
-    tokens_before: int = 0  # what the head that the run started from had seen
+    tokens_before: int = 0  # of the head that the run started from
 
     @property
     def all_tokens(self) -> int:

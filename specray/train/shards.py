@@ -1,16 +1,16 @@
-"""Training data on disk: the target's answers with the features a head learns from.
+"""Training data on disk: the target's answers with their hidden states.
 
-A folder of answers holds `answers.json` ({"model", "feature_layers", "hidden_size", "num_layers", …}: what wrote them)
-and shards, `shard-PART-NUMBER.safetensors`, each complete from the moment it has its name. A shard has
+A folder of answers contains `answers.json` ({"model", "feature_layers", "hidden_size", "num_layers", …}) and shards,
+`shard-PART-NUMBER.safetensors`, which are written atomically. A shard has
 
-    token_ids       int32 [T]      its sequences one after another
+    token_ids       int32 [T]      its sequences, concatenated
     lengths         int32 [n]      tokens of each sequence, sum T
-    prompt_lengths  int32 [n]      tokens before the first one that the target wrote itself
-    indexes         int64 [n]      which request of the run each sequence answers
+    prompt_lengths  int32 [n]      tokens before the first one that the target generated
+    indexes         int64 [n]      the request of the run that each sequence belongs to
     features        bfloat16 [T, len(feature_layers) * hidden_size], columns in the order of `aux_hidden_state_layers`
 
-Feature layers are those of EAGLE-3, then `num_layers`: the hidden state after the final norm. The last position of
-every sequence has zeros: its features were not computed. Not here: making answers (`answers`), batches (`batches`).
+`feature_layers` are those of EAGLE-3, then `num_layers`: the hidden states after the final norm. The last position of
+every sequence is zeros, because its hidden states were not computed.
 """
 
 import json
@@ -31,14 +31,14 @@ from specray.errors import ConfigError
 DESCRIPTION = "answers.json"
 _PATTERN = "shard-*.safetensors"
 _FIELDS = {"model": str, "feature_layers": list, "hidden_size": int, "num_layers": int}
-# Enough tokens to be past the header that all sampled conversations share.
+# Longer than the header that all generated conversations share.
 _KEY_TOKENS = 48
 _HELD_OUT_PERCENT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """One request as it was recorded: a prompt and what the target wrote after it."""
+    """A recorded request: a prompt and the target's answer."""
 
     token_ids: Sequence[int]  # n
     prompt_length: int
@@ -48,7 +48,7 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One sequence as a trainer reads it; views of the mapped file."""
+    """One sequence as views of the memory-mapped file."""
 
     token_ids: Tensor  # int32 [n]
     prompt_length: int
@@ -56,7 +56,7 @@ class Answer:
 
 
 def write_shard(folder: Path, sequences: Sequence[TokenSequence], part: int = 0) -> Path:
-    """Write the next shard of process `part`; it appears under its name when it is complete."""
+    """Write the next shard of process `part` atomically."""
     tensors = {
         "token_ids": torch.tensor([token for row in sequences for token in row.token_ids], dtype=torch.int32),
         "lengths": torch.tensor([len(row.token_ids) for row in sequences], dtype=torch.int32),
@@ -72,7 +72,7 @@ def write_shard(folder: Path, sequences: Sequence[TokenSequence], part: int = 0)
 
 
 def written_indexes(folder: Path) -> set[int]:
-    """Requests of the run that some shard holds."""
+    """Requests of the run that are in a shard."""
     opener: Any = safe_open  # untyped in its package
     indexes: set[int] = set()
     for name in list_shards(folder):
@@ -85,12 +85,12 @@ def written_indexes(folder: Path) -> set[int]:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """What answers.json says. ConfigError if it is not there or lacks a field."""
+    """The content of answers.json. ConfigError if the file or a field is missing."""
     path = folder / DESCRIPTION
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); name a folder that answers were written to") from None
+        raise ConfigError(f"{path} cannot be read ({error}); give a folder of answers") from None
     for name, kind in _FIELDS.items():
         if not isinstance(content, dict) or not isinstance(content.get(name), kind):
             raise ConfigError(f"{path}: {name} is missing or not a {kind.__name__}; write the answers again")
@@ -98,15 +98,15 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def list_shards(folder: Path) -> list[str]:
-    """Names of the shards there are by now, in order."""
+    """Sorted names of the current shards."""
     return sorted(path.name for path in folder.glob(_PATTERN))
 
 
 class Shard:
-    """One shard, memory-mapped: features are read when a sequence is taken."""
+    """One memory-mapped shard. Hidden states are read when a sequence is used."""
 
     def __init__(self, path: Path, columns: int) -> None:
-        """ConfigError if the file is broken or does not have `columns` columns of features."""
+        """ConfigError if the file is damaged or its hidden states do not have `columns` columns."""
         self.path = path
         tensors = _open(path)
         self._token_ids = tensors["token_ids"]
@@ -138,8 +138,10 @@ class Shard:
         return Answer(self._token_ids[rows], self.prompt_lengths[index], self._aux_hidden_states[rows])
 
     def is_held_out(self, index: int) -> bool:
-        """Whether this sequence is for validation only: a function of its prompt, so that no answer to it is trained
-        on, whatever the temperature."""
+        """Whether this sequence is for validation only.
+
+        Depends on the prompt alone, so that no other answer to it is trained on.
+        """
         key = self.tokens_of(index)[: max(self.prompt_lengths[index], _KEY_TOKENS)]
         return zlib.crc32(key.numpy().tobytes()) % 100 < _HELD_OUT_PERCENT
 

@@ -1,7 +1,6 @@
-"""A start that already predicts: the matrix that enters the head as a least-squares fit to the target's next state.
+"""Linear initialization: a head's input matrix as a least-squares fit to the target's next hidden state.
 
-Costs seconds, needs no labels, and only the first stretch of a run is shorter for it. Not here: the other start, which
-needs no data (`heads`).
+It takes seconds and shortens the beginning of a run.
 """
 
 from collections.abc import Iterator
@@ -22,23 +21,23 @@ _RIDGE = 0.03  # added to the inputs' mean squares, which are 1
 
 @torch.no_grad()
 def start_linear(head: TrainedHead, target: Target, folder: AnswerFolder, collate: Collate) -> None:
-    """Set fc so that the first state is the best linear guess of the target's final state one position ahead."""
+    """Set fc to the best linear prediction of the target's final hidden state one position ahead."""
     pairs = [_pairs(head, target, collate([answer])) for answer in islice(_training_answers(folder), _ANSWERS)]
     inputs, wanted = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
     weight = _ridge(inputs, wanted)
     head.fc.weight.copy_(weight)
     if isinstance(head, Eagle3Head):
-        # The norm before the output matrix takes the guess's size away; its weight gives it back.
+        # The norm before the output matrix removes the prediction's scale; its weight restores it.
         head.norm.weight.fill_(float((inputs @ weight.T).square().mean().sqrt()))
 
 
 def _pairs(head: TrainedHead, target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What fc reads at each position of one answer, and the final state one position ahead."""
+    """The input of fc at each position of an answer, and the final hidden state one position ahead."""
     aux_hidden_states = batch.aux_hidden_states[0, :-2].float()
     embeds, wanted = target.embed(batch.token_ids[0, 1:-1]).float(), batch.final[0, 1:-1].float()
     if isinstance(head, Eagle2Head):
         return torch.cat((embeds, aux_hidden_states), -1), wanted
-    if isinstance(head, MtpHead):  # its own norm, which begins as the target's, comes behind the guess
+    if isinstance(head, MtpHead):  # its final norm, initialized as the target's, follows the prediction
         return head.joined(embeds[None], aux_hidden_states[None], masks_first=True)[0], wanted / target.norm.float()
     return head.normed_hidden_states(aux_hidden_states), wanted
 

@@ -1,7 +1,4 @@
-"""What the trainer needs of a target: its embeddings, output matrix, final norm, shape and rotary positions.
-
-Works for every served target. Not here: running the target (the engine does), its features (`shards`).
-"""
+"""The parts of a target that training uses. Its hidden states come from `shards`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +18,7 @@ from specray.models.registry import load_config
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Frozen parts of the target, in the type trained in."""
+    """Frozen parts of the target, in the training type."""
 
     name: str
     folder: Path
@@ -43,7 +40,7 @@ class Target:
 
 
 def load_target(name: str, dtype: torch.dtype, device: torch.device, num_positions: int) -> Target:
-    """Load the target called `name` as the engine would find it."""
+    """Load the target `name`, which is resolved as in the engine."""
     folder = resolve_model(name, None, "auto", progress=True)
     config = load_config(folder)
     shape = LlamaShape.of(config, RankGroup())

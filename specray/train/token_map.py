@@ -1,4 +1,4 @@
-"""Which tokens the target uses, counted in its answers, not in prompts: draft vocabularies and FR-Spec maps."""
+"""Token frequencies in the target's answers, for draft vocabularies and FR-Spec token maps."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from specray.train.batches import AnswerFolder
 
 
 def frequent_ids(folder: AnswerFolder, count: int, vocab_size: int, forced: Sequence[int]) -> Tensor:
-    """int64 [count]: the most frequent ids, most frequent first, ties by id; `forced` ones are always in."""
+    """int64 [count]: the most frequent ids in descending order, ties by id. `forced` ids are always included."""
     if not 1 <= count <= vocab_size:
         raise ConfigError(
             f"a draft vocabulary of {count} does not fit the target's {vocab_size}; give 1 … {vocab_size}"
@@ -25,7 +25,7 @@ def frequent_ids(folder: AnswerFolder, count: int, vocab_size: int, forced: Sequ
 
 
 def token_counts(folder: AnswerFolder, vocab_size: int) -> Tensor:
-    """int64 [vocab]: how often the target wrote each id."""
+    """int64 [vocab]: number of times the target generated each id."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for part in _written_tokens(folder):
         counts += torch.bincount(part, minlength=vocab_size)
@@ -33,7 +33,7 @@ def token_counts(folder: AnswerFolder, vocab_size: int) -> Tensor:
 
 
 def write_token_map(path: Path, ids: Tensor) -> None:
-    """A list of ids by frequency: torch-saved if the name ends in .pt, else JSON."""
+    """Write a list of ids by frequency, with torch.save if the name ends in .pt, else as JSON."""
     if path.suffix == ".pt":
         torch.save(ids.tolist(), path)
     else:

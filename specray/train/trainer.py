@@ -1,8 +1,7 @@
-"""The training loop: one head or draft model, one device, from a folder of answers to a served head.
+"""The training loop of one head or draft model on one device.
 
-A run folder holds `checkpoint.pt` (all that is needed to go on), `log.jsonl` (losses and validations), `plot.png` and
-`head/` (what the engine serves, as of the last checkpoint). Not here: options (`command`), the files of a head
-(`export`), what is learnt from a batch (`learner`).
+A run folder contains `checkpoint.pt`, `log.jsonl` (losses and validation metrics), `plot.png` and `head/` (the head of
+the last checkpoint, as the engine loads it).
 """
 
 import shutil
@@ -39,11 +38,11 @@ from specray.train.token_map import frequent_ids
 from specray.train.validation import DEPTHS, Validator
 
 HEAD = "head"
-_SHOWN_STEPS = 20  # the bar's figures are the mean of so many
+_SHOWN_STEPS = 20  # the progress bar shows the mean over these steps
 
 
 class Trainer:
-    """One run. Building it loads the target and, where the run folder has one, the checkpoint."""
+    """One run. The constructor loads the target and the run's checkpoint, if there is one."""
 
     def __init__(self, settings: TrainSettings, answers: Path, run: Path, device: torch.device) -> None:
         self._settings = settings
@@ -59,7 +58,7 @@ class Trainer:
         if saved is not None and (name := settings.changed(saved["settings"])):
             raise ConfigError(
                 f"{run / CHECKPOINT} was made with {name}={saved['settings'][name]!r}, and now it is "
-                f"{getattr(settings, name)!r}; use the same option to go on, or another run folder"
+                f"{getattr(settings, name)!r}; use the same option to resume, or another run folder"
             )
         if saved is not None:
             _check_same_answers(self._folder, saved["answers"], run)
@@ -75,19 +74,19 @@ class Trainer:
             self._restore(saved)
         self._stream = BatchStream(self._folder, progress, settings.seed, settings.batch_tokens, settings.max_length)
         self._seen = last_validation(run)
-        self._recent: list[Tensor] = []  # figures of the steps since the last line of the log
+        self._recent: list[Tensor] = []  # metrics of the steps since the last line of the log
         self._resumed_at = time.monotonic() - self.counters.seconds
 
     def run(self) -> bool:
-        """Train until the budget is spent; False if --max-minutes ended it before.
+        """Train for `tokens` tokens. False if --max-minutes ended the run before.
 
-        Ctrl-C checkpoints after the step under way, then raises KeyboardInterrupt.
+        Ctrl-C saves a checkpoint after the current step and raises KeyboardInterrupt.
         """
         counters, total = self.counters, self._settings.tokens
         clock = _Clock(self._settings)
         bar = tqdm(total=total, initial=counters.tokens, desc=self._settings.kind, unit="token", unit_scale=True)
         with bar, Interrupts() as interrupts:
-            while counters.tokens < total and not clock.is_over() and not interrupts.wanted:
+            while counters.tokens < total and not clock.is_over() and not interrupts.requested:
                 bar.update(self._step())
                 self._show(bar)
                 if counters.tokens >= min(counters.next_validation, total):
@@ -95,12 +94,12 @@ class Trainer:
                 if clock.wants_checkpoint():
                     self._save()
             self._save()
-            if interrupts.wanted:
+            if interrupts.requested:
                 raise KeyboardInterrupt
         return counters.tokens >= total
 
     def _tokens_before(self) -> int:
-        """What the head that this run starts from has seen; its log becomes the beginning of this run's."""
+        """Training tokens of the head that this run starts from. Copies its log to the run."""
         if self._settings.init_head is None or not (Path(self._settings.init_head) / LOG).is_file():
             return 0
         shutil.copyfile(Path(self._settings.init_head) / LOG, self._run / LOG)
@@ -138,11 +137,11 @@ class Trainer:
         }
         append_log(self._run, line)
         self._seen = last_validation(self._run)
-        self._recent = self._recent[-1:]  # the bar goes on from here
+        self._recent = self._recent[-1:]  # for the progress bar
         plot_run(self._run)
 
     def _save(self) -> None:
-        """The checkpoint first, then the head that is served; each file appears whole or not at all."""
+        """Write the checkpoint, then the exported head."""
         content = {
             "settings": asdict(self._settings),
             "answers": _identity(self._folder),
@@ -169,7 +168,7 @@ class Trainer:
 
 
 class _Clock:
-    """When to checkpoint and when to stop, by the time since this process began to train."""
+    """Schedules checkpoints and the end of the run by wall-clock time."""
 
     def __init__(self, settings: TrainSettings) -> None:
         self._settings = settings
@@ -180,7 +179,7 @@ class _Clock:
         return minutes is not None and time.monotonic() - self._began > 60 * minutes
 
     def wants_checkpoint(self) -> bool:
-        """Says so once every `checkpoint_minutes`."""
+        """True once every `checkpoint_minutes`."""
         now = time.monotonic()
         if now - self._saved_at < 60 * self._settings.checkpoint_minutes:
             return False
@@ -189,24 +188,24 @@ class _Clock:
 
 
 def _identity(folder: AnswerFolder) -> dict[str, Any]:
-    """What makes a folder of answers this one; it may grow."""
+    """The description of a folder of answers, without what may change as it grows."""
     return {name: value for name, value in folder.description.items() if name != "self_prompts"}
 
 
 def _check_same_answers(folder: AnswerFolder, saved: dict[str, Any], run: Path) -> None:
-    """A checkpoint says which shards were read how often: of other answers that would be nonsense."""
+    """ConfigError if the checkpoint was trained on another folder: its counts of visits belong to those shards."""
     own = _identity(folder)
     if changed := [name for name in own if own[name] != saved.get(name)]:
         raise ConfigError(
             f"{run / CHECKPOINT} was trained on other answers than {folder.path} holds ({', '.join(changed)} differ); "
-            f"to go on with these, use another run folder and --init-head {run / HEAD}"
+            f"to continue with these, use another run folder and --init-head {run / HEAD}"
         )
 
 
 def _build_head(
     settings: TrainSettings, folder: AnswerFolder, target: Target, draft_ids: Tensor | None
 ) -> TrainedModel:
-    """A head as it starts. Its draft vocabulary is counted from the answers there are, if it is not given."""
+    """An initialized head. Unless `draft_ids` is given, its draft vocabulary is counted from the current answers."""
     shape = replace(target.shape, ffn_size=settings.intermediate_size or target.shape.ffn_size)
     if draft_ids is None:
         draft_ids = frequent_ids(folder, settings.draft_vocab_size, shape.vocab_size, target.eos_ids)
@@ -226,14 +225,14 @@ def _build_head(
 
 
 def _head_columns(kind: str, folder: AnswerFolder) -> slice:
-    """EAGLE-2 and MTP read the final state, the features' last columns; EAGLE-3 all before; a draft model none."""
+    """The head's input columns: the final state for EAGLE-2 and MTP, all others for EAGLE-3, none for a draft model."""
     last = (len(folder.aux_hidden_state_layers) - 1) * folder.hidden_size
     read = {"eagle2": slice(last, None), "mtp": slice(last, None), "eagle3": slice(0, last), "draft": slice(0, 0)}
     return read[kind]
 
 
 def _resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 where the hardware multiplies it faster than float32."""
+    """auto: bfloat16 if the hardware multiplies it faster than float32."""
     if name == "auto":
         quick = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if quick else torch.float32

@@ -59,7 +59,7 @@ def test_too_many_bad_rows_are_refused_with_their_lines(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_and_one_that_is_not_text_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no prompts"):
+    with pytest.raises(ConfigError, match="contains no prompts"):
         read_prompt_file(write(tmp_path / "p.jsonl"), max_bad_rows=0)
     (tmp_path / "q.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not UTF-8"):
