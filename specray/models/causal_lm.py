@@ -21,6 +21,8 @@ from specray.layers.rotary import RotaryEmbedding
 from specray.models.loading import Loader
 from specray.ops.attention import Attend
 
+BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -51,8 +53,8 @@ class TargetModel(Protocol):
     ) -> tuple[Tensor, list[Tensor]]:
         """(hidden states after the final norm, aux hidden states), each [T, hidden]; inputs are int64 [T].
 
-        The aux hidden state of layer i is the residual stream that enters it; that of layer `num_layers`, one past the
-        last, is the hidden states after the final norm.
+        The aux hidden state of layer i is the residual stream that enters it, that of BEFORE_FINAL_NORM the one that
+        leaves the last layer, and that of layer `num_layers` the hidden states after the final norm.
         """
 
     def logits(self, hidden_states: Tensor) -> Tensor:
@@ -117,6 +119,7 @@ class CausalLM(nn.Module):
             if index in aux_hidden_state_layers:
                 aux_hidden_states[index] = hidden
             hidden = layer(hidden, cos, sin, attend)
+        aux_hidden_states[BEFORE_FINAL_NORM] = hidden
         aux_hidden_states[len(self.layers)] = final = self.norm(hidden)
         return final, [aux_hidden_states[index] for index in aux_hidden_state_layers]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from specray.errors import ConfigError
-from specray.models.causal_lm import ModelShape
+from specray.models.causal_lm import BEFORE_FINAL_NORM, ModelShape
 from specray.models.llama import LlamaShape
 from specray.models.loading import Loader
 
@@ -59,6 +59,7 @@ class HeadConfig(BaseModel):
     bias: bool | None = None
     fusion_bias: bool | None = None  # speculators' word for `bias`
     eagle_aux_hidden_state_layer_ids: list[int] = []
+    aux_ids_are_nested: bool = False  # in `eagle_config`; set by `read`
     num_aux_hidden_states: _Size | None = None
     use_aux_hidden_state: bool = True
     norm_before_fc: bool = False
@@ -70,7 +71,9 @@ class HeadConfig(BaseModel):
     def read(cls, folder: Path) -> Self:
         """The settings in `folder`, wherever they are nested. ConfigError for a setting we do not compute."""
         path = folder / "config.json"
-        settings = _flat(_read_object(path))
+        content = _read_object(path)
+        settings = _flat(content)
+        settings["aux_ids_are_nested"] = not content.get(_AUX_IDS)
         for name, harmless in _UNSUPPORTED.items():
             if name in settings and settings[name] not in harmless:
                 raise ConfigError(
@@ -97,23 +100,29 @@ class HeadConfig(BaseModel):
                 )
 
     def aux_hidden_state_layers(self, folder: Path, num_layers: int) -> tuple[int, ...]:
-        """Layers of a target of `num_layers` whose entering state EAGLE-3 reads; the config lists layer outputs."""
+        """Aux hidden states (see TargetModel) that EAGLE-3 reads of a target of `num_layers`.
+
+        Ids nested in `eagle_config` (SafeAILab, SpecForge) are layers whose output is read. Ids at top level
+        (speculators, vLLM) are layers whose input is read, except for SafeAILab's triple, which speculators' converter
+        copies.
+        """
         if not self.use_aux_hidden_state:
             return (num_layers,)
-        named = tuple(index + 1 for index in self.eagle_aux_hidden_state_layer_ids)
-        layers = named or (2, num_layers // 2, num_layers - 3)
+        named, triple = self.eagle_aux_hidden_state_layer_ids, [1, num_layers // 2 - 1, num_layers - 4]
+        are_outputs = self.aux_ids_are_nested or named == triple
+        layers = tuple(index + are_outputs for index in named or triple)
         problem = None
         if self.num_aux_hidden_states not in (None, len(layers)):
-            problem = f"num_aux_hidden_states={self.num_aux_hidden_states}, but there are {len(layers)} feature layers"
+            problem = f"num_aux_hidden_states={self.num_aux_hidden_states}, but there are {len(layers)} aux layers"
         elif not all(0 <= layer <= num_layers for layer in layers):
-            problem = f"features of the outputs of layers {[layer - 1 for layer in layers]} do not exist in the target"
+            problem = f"the target has no {'outputs' if are_outputs else 'inputs'} of layers {named or triple}"
         if problem:
+            first = -1 if are_outputs else 0
             raise ConfigError(
-                f"{folder / 'config.json'}: {problem} ({num_layers} layers, "
-                f"{'by' if named else 'without'} eagle_aux_hidden_state_layer_ids); set that key to the layers the "
-                f"head was trained on, each from -1 (the embedding) to {num_layers - 1}"
+                f"{folder / 'config.json'}: {problem} ({num_layers} layers, {'by' if named else 'without'} {_AUX_IDS}"
+                f"); set that key to the layers the head was trained on, each from {first} to {first + num_layers}"
             )
-        return layers
+        return tuple(layer if layer < num_layers else BEFORE_FINAL_NORM for layer in layers)
 
     def rope(self) -> PretrainedConfig:
         """The settings `RotaryEmbedding` reads; without any in the file, transformers' defaults."""
@@ -228,6 +237,7 @@ def check_rest(loader: Loader, names: TensorNames, shape: LlamaShape) -> None:
         )
 
 
+_AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 _LAYERS = ("midlayer.", "layers.0.", "transformer.")
 
 

@@ -18,7 +18,10 @@ from tests.support.toy import _LLAMA3_ROPE, VOCAB_SIZE, _attention, _ffn, _norm
 
 TARGET_SIZE, NUM_LAYERS = 32, 2  # of the toy target
 DRAFT_VOCAB = 24
-AUX = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}  # the defaults need more layers than the toy target has
+# The default layers need more layers than the toy target has. Nested ids are layers whose output is read, ids at top
+# level (speculators) layers whose input is read; all outputs and inputs of the toy target.
+AUX = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}}
+TOP_LEVEL_AUX = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 
 Tensors = dict[str, torch.Tensor]
 Save = Callable[[Tensors, Path], None]
@@ -76,14 +79,14 @@ _OWN_VOCAB = {"draft_vocab_size": DRAFT_VOCAB}
 _THIRD = {"architectures": ["LlamaForCausalLMEagle3"]}
 
 LAYOUTS: dict[str, Layout] = {
-    "eagle3-safeailab": Layout(3, _OWN_VOCAB | {"eagle_config": AUX}, layer="midlayer.", save=save_bin),
+    "eagle3-safeailab": Layout(3, _OWN_VOCAB | AUX, layer="midlayer.", save=save_bin),
     "eagle3-layers": Layout(3, _OWN_VOCAB | AUX | _THIRD, copies=("embed_tokens.weight",)),
     "eagle3-no-mask": Layout(3, _OWN_VOCAB | AUX | _THIRD, without=("t2d",)),
     "eagle3-prefixed": Layout(3, _OWN_VOCAB | AUX, prefix="model.", save=save_sharded_safetensors),
     "eagle3-speculators": Layout(
         3,
         _OWN_VOCAB
-        | AUX
+        | TOP_LEVEL_AUX
         | {"architectures": ["Eagle3Speculator"], "norm_before_residual": True, "target_hidden_size": None}
         | {"speculators_config": {"algorithm": "eagle3"}, "rope_theta": 5e5, "rope_scaling": _LLAMA3_ROPE},
         is_nested=True,

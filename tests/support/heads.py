@@ -35,7 +35,7 @@ def write_random_head(
         config |= {
             "draft_vocab_size": draft_vocab_size,
             # Layer outputs: of the embedding, the middle and the last layer, which even the smallest target has.
-            "eagle_aux_hidden_state_layer_ids": [-1, num_layers // 2 - 1, num_layers - 1],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, num_layers // 2 - 1, num_layers - 1]},
         }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

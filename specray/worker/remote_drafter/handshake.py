@@ -101,7 +101,7 @@ def _is_valid(handshake: DrafterHandshake, num_layers: int) -> bool:
         type(handshake.max_draft_tokens) is int
         and 0 <= handshake.max_draft_tokens < MAX_TREE_NODES
         and type(layers) is list
-        and all(type(layer) is int and 0 <= layer <= num_layers for layer in layers)
+        and all(type(layer) is int and -1 <= layer <= num_layers for layer in layers)
         and len(set(layers)) == len(layers)
         and type(handshake.reads_next_token) is bool
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.layers.linear import VocabEmbedding
 from specray.layers.parallel import RankGroup
+from specray.models.causal_lm import BEFORE_FINAL_NORM
 from specray.models.eagle import ALGORITHMS, EagleHead, TargetMatrices, load_eagle_head
 from specray.models.eagle_files import HeadConfig
 from specray.models.llama import Llama
@@ -22,6 +23,8 @@ from tests.support.toy import CONTEXT, VOCAB_SIZE, write_toy
 
 CPU = torch.device("cpu")
 TOKENS = [5, 63, 0, 17, 17, 40, 2]
+ALL_STATES = (0, 1, BEFORE_FINAL_NORM)
+AUX_LAYERS = {"eagle3-two-layers": (0, 1), "eagle3-last-state": (NUM_LAYERS,)}  # unlike the other EAGLE-3 layouts
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +120,9 @@ def test_attributes(name: str, tmp_path: Path, target_folder: Path, target: Llam
     toy = toy_head(name)
     head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
     assert (head.num_heads, head.num_kv_heads, head.head_dim, head.dtype) == (2, 1, 16, torch.float32)
-    ids = toy.settings.get("eagle_aux_hidden_state_layer_ids")
-    assert head.aux_hidden_state_layers == (tuple(index + 1 for index in ids) if ids else (NUM_LAYERS,))
+    assert head.aux_hidden_state_layers == AUX_LAYERS.get(
+        name, ALL_STATES if name.startswith("eagle3") else (NUM_LAYERS,)
+    )
     has_own_vocabulary = "d2t" in toy.tensors
     assert head.vocab_size == (DRAFT_VOCAB if has_own_vocabulary else VOCAB_SIZE)
     columns = torch.arange(head.vocab_size)
@@ -199,12 +203,45 @@ def test_token_map_is_ignored_by_eagle3_with_a_warning(
         caplog.clear()
 
 
-def test_default_aux_hidden_states_enter_layers_two_half_and_third_from_last(tmp_path: Path) -> None:
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_layers", "layers"),
+    [
+        ({}, 30, (2, 15, 27)),
+        ({}, 33, (2, 16, 30)),
+        ({"eagle_config": {IDS: [-1, 3, 20]}}, 30, (0, 4, 21)),
+        ({"eagle_config": {IDS: [1, 14, 29]}}, 30, (2, 15, BEFORE_FINAL_NORM)),
+        ({IDS: [2, 18, 33]}, 36, (2, 18, 33)),  # speculators since April 2026
+        ({IDS: [0, 15, 30]}, 30, (0, 15, BEFORE_FINAL_NORM)),
+        ({IDS: [1, 15, 28]}, 32, (2, 16, 29)),  # converted from SafeAILab's by speculators
+        ({IDS: [1, 14, 26]}, 32, (1, 14, 26)),
+        ({"eagle_config": {IDS: [4, 5, 6]}, IDS: [0, 1, 2]}, 30, (0, 1, 2)),
+    ],
+)
+def test_aux_ids_are_outputs_when_nested_and_inputs_at_top_level(
+    settings: dict[str, Any], num_layers: int, layers: tuple[int, ...], tmp_path: Path
+) -> None:
     toy = toy_head("eagle3-safeailab")
     del toy.config["eagle_config"]
+    toy.config |= settings
     config = HeadConfig.read(toy.write(tmp_path))
-    assert config.aux_hidden_state_layers(tmp_path, 30) == (2, 15, 27)
-    assert config.aux_hidden_state_layers(tmp_path, 33) == (2, 16, 30)
+    assert config.aux_hidden_state_layers(tmp_path, num_layers) == layers
+
+
+def test_the_state_before_the_final_norm_is_that_of_the_last_layer(target: Llama) -> None:
+    """The aux hidden states of a target: entering each layer, leaving the last one, after the final norm."""
+    tokens, positions = torch.tensor(TOKENS), torch.arange(len(TOKENS))
+
+    def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        return causal(0, q, kv) if layer >= 0 else q
+
+    with torch.inference_mode():
+        final, states = target(tokens, positions, attend, [0, 1, BEFORE_FINAL_NORM, NUM_LAYERS])
+        torch.testing.assert_close(states[0], target.embedding(tokens))
+        torch.testing.assert_close(target.norm(states[2]), final)
+    torch.testing.assert_close(states[3], final)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
@@ -262,13 +299,13 @@ REFUSED: dict[str, tuple[str, Break, str]] = {
     "bias claimed": ("eagle2", setting(bias=True), r"no tensor 'fc.bias' in pytorch_model.bin"),
     "fc_norm not configured": ("eagle3-fc-norm", setting(fc_norm=False), r"3 tensors .*fc_norm.0.weight"),
     "fc_norm claimed": ("eagle3-layers", setting(fc_norm=True), r"no tensor 'fc_norm.0.weight'"),
-    "no ids of features": ("eagle3-safeailab", no_aux_ids, r"\[1, 0, -2\] do not exist .*without eagle_aux"),
+    "no aux ids": ("eagle3-safeailab", no_aux_ids, r"no outputs of layers \[1, 0, -2\] .*without eagle_aux"),
     "ids past the target": (
         "eagle3-layers",
-        setting(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
-        r"\[0, 1, 2\] do not exist in the target \(2 layers, by eagle_aux",
+        setting(eagle_aux_hidden_state_layer_ids=[0, 1, 3]),
+        r"no inputs of layers \[0, 1, 3\] \(2 layers, by eagle_aux.* each from 0 to 2",
     ),
-    "number of features": ("eagle3-layers", setting(num_aux_hidden_states=2), r"num_aux_hidden_states=2, but .* 3"),
+    "number of aux layers": ("eagle3-layers", setting(num_aux_hidden_states=2), r"num_aux_hidden_states=2, but .* 3"),
     "two layers": ("eagle2", setting(num_hidden_layers=2), r"num_hidden_layers=2 is not supported .*only 1"),
     "activation": ("eagle2", setting(hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
     "mlp bias": ("eagle2", setting(mlp_bias=True), r"mlp_bias=True is not supported"),

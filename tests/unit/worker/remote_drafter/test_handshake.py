@@ -49,7 +49,7 @@ def test_a_handshake_survives_the_wire() -> None:
         [2.5, [0], True],
         [True, [0], True],
         [7, 0, True],
-        [7, [-1], True],
+        [7, [-2], True],
         [7, [NUM_LAYERS + 1], True],
         [7, ["0"], True],
         [7, [2] * 1000, True],
