@@ -1,4 +1,4 @@
-"""Norm, rotary positions, linear layers and the division of work over ranks, each against its definition."""
+"""Layers compared with their definitions."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ DIM = 8
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
-def test_norm_is_x_over_its_root_mean_square(dtype: torch.dtype, tolerance: float, scale: float) -> None:
+def test_norm_equals_its_definition(dtype: torch.dtype, tolerance: float, scale: float) -> None:
     torch.manual_seed(0)
     x, weight = (torch.randn(5, 3, 64) * scale + scale).to(dtype), torch.rand(64).to(dtype)
     wide = x.double()
@@ -32,19 +32,19 @@ def test_norm_is_x_over_its_root_mean_square(dtype: torch.dtype, tolerance: floa
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
 )
 @pytest.mark.parametrize("shape", [(1, 64), (7, 576), (3, 9, 64)])
-def test_norm_equals_torchs_own(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
+def test_norm_equals_torch(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
     expected = F.rms_norm(x, (shape[-1],), weight, 1e-6)
     torch.testing.assert_close(RMSNorm(weight, 1e-6)(x), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_norm_of_nothing_is_nothing() -> None:
+def test_norm_of_zeros_and_of_no_rows() -> None:
     assert torch.equal(RMSNorm(torch.ones(16), 1e-5)(torch.zeros(2, 16)), torch.zeros(2, 16))
     assert RMSNorm(torch.ones(16), 1e-5)(torch.zeros(0, 16)).shape == (0, 16)
 
 
-def test_a_norms_broken_row_is_broken_alone() -> None:
+def test_nan_in_one_row_does_not_affect_other_rows_of_a_norm() -> None:
     x = torch.randn(3, 16)
     x[1, 4] = torch.nan
     out = RMSNorm(torch.ones(16), 1e-5)(x)
@@ -52,7 +52,7 @@ def test_a_norms_broken_row_is_broken_alone() -> None:
     assert out[[0, 2]].isfinite().all()
 
 
-def test_norm_leaves_its_input_alone() -> None:
+def test_norm_does_not_change_its_input() -> None:
     x = torch.randn(4, 16)
     before = x.clone()
     RMSNorm(torch.ones(16), 1e-5)(x)
@@ -66,7 +66,7 @@ def rotated(positions: list[int], x: Tensor) -> Tensor:
     return turned
 
 
-def test_pairs_are_turned_by_position_times_frequency() -> None:
+def test_pairs_are_rotated_by_position_times_frequency() -> None:
     x, positions = torch.randn(4, 3, DIM), [0, 1, 7, 63]
     halves = x[..., : DIM // 2].double().numpy() + 1j * x[..., DIM // 2 :].double().numpy()
     turn = np.exp(1j * np.outer(positions, 100.0 ** (-np.arange(DIM // 2) / (DIM // 2))))[:, None]
@@ -74,7 +74,7 @@ def test_pairs_are_turned_by_position_times_frequency() -> None:
     np.testing.assert_allclose(rotated(positions, x).numpy(), expected, atol=1e-5)
 
 
-def test_a_turned_product_depends_on_the_distance_alone() -> None:
+def test_product_of_rotated_vectors_depends_only_on_their_distance() -> None:
     q, k = torch.randn(1, 1, DIM), torch.randn(1, 1, DIM)
     products = [float((rotated([p + 5], q) * rotated([p], k)).sum()) for p in (0, 10, 50)]
     assert products == pytest.approx([products[0]] * 3, abs=1e-5)
@@ -101,7 +101,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_every_kind_of_rope_turns_as_transformers_does(kind: str) -> None:
+def test_every_rope_type_equals_transformers(kind: str) -> None:
     config = LlamaConfig(
         hidden_size=128, num_attention_heads=2, max_position_embeddings=256, rope_parameters=dict(ROPES[kind])
     )
@@ -113,7 +113,7 @@ def test_every_kind_of_rope_turns_as_transformers_does(kind: str) -> None:
     torch.testing.assert_close(turned, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
-def test_an_unknown_kind_of_rope_is_refused_by_name() -> None:
+def test_unknown_rope_type_is_refused() -> None:
     config = LlamaConfig(max_position_embeddings=64)
     config.rope_parameters = {"rope_type": "spiral", "rope_theta": 1.0}
     with pytest.raises(ConfigError, match="spiral"):
@@ -122,7 +122,7 @@ def test_an_unknown_kind_of_rope_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_layers_are_a_product_and_a_sum(rows: int, has_bias: bool) -> None:
+def test_linear_layers_equal_their_definition(rows: int, has_bias: bool) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40) if has_bias else None
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
@@ -130,7 +130,7 @@ def test_linear_layers_are_a_product_and_a_sum(rows: int, has_bias: bool) -> Non
         torch.testing.assert_close(layer(x).double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_embedding_and_head_are_rows_of_their_matrix() -> None:
+def test_embedding_and_head_use_the_rows_of_their_matrix() -> None:
     weight = torch.randn(10, 6)
     assert torch.equal(VocabEmbedding(weight, RankGroup())(torch.tensor([3, 9, 3])), weight[[3, 9, 3]])
     logits = VocabHead(weight, 9, RankGroup())(torch.eye(6))
@@ -138,7 +138,7 @@ def test_embedding_and_head_are_rows_of_their_matrix() -> None:
 
 
 @pytest.mark.parametrize(("total", "size"), [(8, 1), (8, 2), (9, 4), (3, 3), (7, 2)])
-def test_ranks_share_everything_once_and_nearly_evenly(total: int, size: int) -> None:
+def test_ranks_share_units_without_overlap_and_nearly_evenly(total: int, size: int) -> None:
     shares = [RankGroup.share(_group(rank, size), total) for rank in range(size)]
     assert [unit for share in shares for unit in range(total)[share]] == list(range(total))
     lengths = [share.stop - share.start for share in shares]
@@ -146,13 +146,13 @@ def test_ranks_share_everything_once_and_nearly_evenly(total: int, size: int) ->
 
 
 def _group(rank: int, size: int) -> RankGroup:
-    """A member of a group that is never built: sharing needs only numbers."""
+    """A RankGroup without processes, which `share` does not need."""
     group = RankGroup()
     group.rank, group.size = rank, size
     return group
 
 
-def test_one_rank_talks_to_nobody() -> None:
+def test_collectives_of_one_rank_are_no_ops() -> None:
     group, tensor = RankGroup(), torch.randn(3, 2)
     assert group.leads
     assert torch.equal(group.sum(tensor), tensor)

@@ -1,4 +1,4 @@
-"""Ranks in two processes: what one tells the other arrives as it was, short or long."""
+"""Collectives between ranks in two processes."""
 
 import multiprocessing
 from multiprocessing.queues import Queue
@@ -9,7 +9,7 @@ from specray.layers.parallel import RankGroup
 SIZES = (0, 1, 4087, 4088, 4089, 8192, 100_000)  # around the 4,096 bytes that go at once, 8 of them the length
 
 
-def test_bytes_of_any_length_reach_the_other_rank(tmp_path: Path) -> None:
+def test_broadcast_of_bytes_of_any_length(tmp_path: Path) -> None:
     meeting = f"file://{tmp_path}/ranks"
     spawn = multiprocessing.get_context("spawn")
     heard: Queue[list[bytes]] = spawn.Queue()

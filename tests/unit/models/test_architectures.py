@@ -1,4 +1,4 @@
-"""Mixtures of experts and latent attention, logit by logit against transformers, and through the whole engine."""
+"""Mixtures of experts and latent attention, compared with transformers, alone and in the engine."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def logits(model: Llama, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference = write_architecture(name, tmp_path)
     with torch.inference_mode():
         expected = reference(torch.tensor([TOKENS])).logits[0]
@@ -45,8 +45,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"])
-def test_text_does_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
-    """Each request alone and eight together; greedy and sampled; and greedy is what transformers would say."""
+def test_output_does_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
+    """Requests alone and in a batch of eight, greedy and sampled. Greedy output equals that of transformers."""
     reference = write_architecture(name, tmp_path)
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12, ignore_eos=True) for i in range(8)]
     together = generate(tmp_path, PROMPTS, params)
@@ -60,7 +60,7 @@ def test_text_does_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
-def test_what_a_step_computes_for_a_token_is_the_same_alone(name: str, tmp_path: Path) -> None:
+def test_experts_output_of_a_token_does_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
     write_architecture(name, tmp_path)
     model = load(tmp_path)
     layer = model.layers[-1].ffn
@@ -69,14 +69,14 @@ def test_what_a_step_computes_for_a_token_is_the_same_alone(name: str, tmp_path:
     torch.testing.assert_close(torch.cat([layer(row[None]) for row in x]), together, atol=1e-6, rtol=1e-5)
 
 
-def test_the_pool_holds_a_latent_and_not_every_head(tmp_path: Path) -> None:
+def test_kv_pool_stores_one_latent_head(tmp_path: Path) -> None:
     write_architecture("deepseek-v3", tmp_path)
     shape = load(tmp_path).shape
     assert (shape.num_local_kv_heads, shape.head_dim, shape.num_local_heads) == (1, 12 + 4, 4)
 
 
-def test_mimo_is_qwen2_beside_layers_that_are_skipped(tmp_path: Path) -> None:
-    """The extra layers cost the target nothing: its own tensors alone are read, and its text is Qwen2's."""
+def test_mimo_equals_qwen2_without_its_mtp_layers(tmp_path: Path) -> None:
+    """The target reads only its own tensors."""
     plain = write_toy(tmp_path, "qwen2")
     expected = logits(load(plain), TOKENS)
     change_config(
@@ -86,29 +86,29 @@ def test_mimo_is_qwen2_beside_layers_that_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "message"),
     [
         ("deepseek-v3", {"topk_method": "aux_tc"}, "topk_method='aux_tc'.*'noaux_tc'"),
         ("deepseek-v2", {"attention_bias": True}, "attention_bias=True"),
         ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "quantized.*fp8.*bfloat16"),
     ],
 )
-def test_what_is_not_computed_is_refused(name: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_architecture(name, tmp_path)
     change_config(tmp_path, **changes)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load(tmp_path)
 
 
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+def test_error_for_a_missing_expert_names_its_tensor(tmp_path: Path) -> None:
     write_architecture("mixtral", tmp_path)
     change_config(tmp_path, num_local_experts=5)
     with pytest.raises(ConfigError, match=r"no tensor 'model.layers.0.block_sparse_moe.experts.4.w2.weight'"):
         load(tmp_path)
 
 
-def test_checkpoints_are_in_the_layout_of_the_hub(tmp_path: Path) -> None:
-    """Otherwise the tests above would read what only newer transformers writes."""
+def test_written_checkpoints_have_the_layout_of_the_hub(tmp_path: Path) -> None:
+    """The tests above must not read a layout that only newer versions of transformers write."""
     write_architecture("mixtral", tmp_path / "a")
     write_architecture("deepseek-v3", tmp_path / "b")
     assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in load_file(tmp_path / "a" / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Names become folders: embedded, local, hub; nothing but a hub name touches the network."""
+"""Resolving model names: embedded, local and hub. Only hub names use the network."""
 
 import socket
 import sys
@@ -25,7 +25,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Stands in for the conversion; remembers what was converted."""
+    """Replaces the GGUF conversion and records its calls."""
     seen: list[Path] = []
 
     def convert(path: Path, *, progress: bool) -> Path:
@@ -53,7 +53,7 @@ def test_embedded_model_without_its_package_names_the_extra(monkeypatch: pytest.
         resolve(EMBEDDED_MODEL)
 
 
-def test_folder_with_config_is_taken_as_it_is(tmp_path: Path, converted: list[Path]) -> None:
+def test_folder_with_config_is_used_as_is(tmp_path: Path, converted: list[Path]) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "extra.gguf").write_bytes(b"")
     assert resolve(tmp_path) == tmp_path
@@ -87,7 +87,7 @@ def test_files_of_other_kinds_and_formats_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "~/nothing-here", "missing.gguf", "a/b/c"])
-def test_missing_paths_are_not_taken_for_hub_names(model: str) -> None:
+def test_missing_path_is_not_looked_up_on_the_hub(model: str) -> None:
     with pytest.raises(ConfigError, match="looks like a local path"):
         resolve(model)
 
@@ -124,7 +124,7 @@ def test_hub_errors_become_config_errors(error: Exception, monkeypatch: pytest.M
         resolve("owner/name")
 
 
-def test_gguf_from_the_hub_asks_for_a_path() -> None:
+def test_load_format_gguf_with_a_hub_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="give its path"):
         resolve("owner/name", "gguf")
 
@@ -153,7 +153,7 @@ def test_a_missing_local_token_map_is_not_searched_on_the_hub(name: str, monkeyp
         resolve_token_map(name)
 
 
-def test_a_token_map_that_the_hub_does_not_have_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_map_missing_on_the_hub_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: str) -> str:
         raise OSError("offline")
 

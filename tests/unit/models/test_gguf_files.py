@@ -1,4 +1,4 @@
-"""GGUF files become model folders that transformers reads the same way, and lying ones are refused."""
+"""Conversion of GGUF files to model folders, and errors for malformed files."""
 
 import json
 import struct
@@ -93,13 +93,13 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp does to q and k: rows i and i + half of a head side by side."""
+    """Reorder rows of q or k as llama.cpp does: rows i and i + half of a head are adjacent."""
     rows = len(tensor) // heads
     order = [head * rows + i + half for head in range(heads) for i in range(rows // 2) for half in (0, rows // 2)]
     return tensor[order]
 
 
-def test_llama_gets_its_rows_of_q_and_k_back(tmp_path: Path) -> None:
+def test_llama_rows_of_q_and_k_are_restored_to_half_split_order(tmp_path: Path) -> None:
     original = tensors()
     stored = original | {
         "blk.0.attn_q.weight": interleaved(original["blk.0.attn_q.weight"], HEADS),
@@ -114,7 +114,7 @@ def test_llama_gets_its_rows_of_q_and_k_back(tmp_path: Path) -> None:
     assert len(converted) == len(original)
 
 
-def test_qwen3_keeps_its_rows_and_its_norms(tmp_path: Path) -> None:
+def test_qwen3_rows_and_norms_are_unchanged(tmp_path: Path) -> None:
     original = tensors(untied=True, qk_norm=True)
     folder = convert_gguf(write_gguf(tmp_path / "m.gguf", "qwen3", original), progress=False)
     converted = load_file(folder / "model.safetensors")
@@ -128,7 +128,7 @@ def test_qwen3_keeps_its_rows_and_its_norms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_stored_types_come_back_as_float32(kind: str, tmp_path: Path) -> None:
+def test_stored_types_are_dequantized_to_float32(kind: str, tmp_path: Path) -> None:
     stored_as = gguf.GGMLQuantizationType[kind]
     folder = convert_gguf(write_gguf(tmp_path / "m.gguf", "qwen2", kind=stored_as), progress=False)
     expected = gguf.dequantize(gguf.quantize(tensors()["blk.0.ffn_down.weight"], stored_as), stored_as)
@@ -137,7 +137,7 @@ def test_stored_types_come_back_as_float32(kind: str, tmp_path: Path) -> None:
 
 
 def llama31_divisors(factor: float) -> np.ndarray:
-    """Wavelengths under 2048 stay, over 8192 are stretched by `factor`, a blend between."""
+    """Wavelengths under 2048 are unchanged, those over 8192 are scaled by `factor`, others are interpolated."""
     waves = 2 * np.pi * 10_000.0 ** (np.arange(0, HIDDEN // HEADS, 2) / (HIDDEN // HEADS))
     kept = [(8192 / wave - 1) / 3 for wave in waves]
     return np.array(
@@ -145,7 +145,7 @@ def llama31_divisors(factor: float) -> np.ndarray:
     )
 
 
-def test_llama31_scaling_is_found_again(tmp_path: Path) -> None:
+def test_llama31_scaling_is_recovered(tmp_path: Path) -> None:
     weights = tensors() | {"rope_freqs.weight": llama31_divisors(32.0)}
     folder = convert_gguf(write_gguf(tmp_path / "m.gguf", weights=weights), progress=False)
     assert config_of(folder)["rope_parameters"] == {
@@ -159,13 +159,13 @@ def test_llama31_scaling_is_found_again(tmp_path: Path) -> None:
     assert len(load_file(folder / "model.safetensors")) == len(tensors())
 
 
-def test_other_frequency_divisors_are_refused_not_guessed(tmp_path: Path) -> None:
+def test_other_frequency_divisors_are_refused(tmp_path: Path) -> None:
     weights = tensors() | {"rope_freqs.weight": llama31_divisors(32.0)[::-1].copy()}
     with pytest.raises(ConfigError, match="rope_freqs"):
         convert_gguf(write_gguf(tmp_path / "m.gguf", weights=weights), progress=False)
 
 
-def test_transformers_reads_the_folder(tmp_path: Path) -> None:
+def test_transformers_reads_the_converted_folder(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     def with_template(writer: gguf.GGUFWriter) -> None:
@@ -184,7 +184,7 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0, 1]
 
 
-def test_sentencepiece_vocabulary_goes_through_transformers(tmp_path: Path) -> None:
+def test_sentencepiece_vocabulary_is_converted_by_transformers(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "h", "i", "hi", "▁hi"]
@@ -207,7 +207,7 @@ def test_sentencepiece_vocabulary_goes_through_transformers(tmp_path: Path) -> N
     assert config_of(folder)["model_type"] == "llama"
 
 
-def test_conversion_is_kept_and_keyed_by_content(tmp_path: Path) -> None:
+def test_conversion_is_cached_by_content(tmp_path: Path) -> None:
     first = convert_gguf(write_gguf(tmp_path / "a.gguf"), progress=False)
     written = (first / "model.safetensors").stat().st_mtime_ns
     (tmp_path / "copy.gguf").write_bytes((tmp_path / "a.gguf").read_bytes())
@@ -216,7 +216,7 @@ def test_conversion_is_kept_and_keyed_by_content(tmp_path: Path) -> None:
     assert convert_gguf(write_gguf(tmp_path / "b.gguf", weights=tensors(seed=1)), progress=False) != first
 
 
-def test_racing_conversions_agree_and_leave_nothing_behind(tmp_path: Path) -> None:
+def test_concurrent_conversions_give_one_folder(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
     folders: list[Path] = []
     threads = [threading.Thread(target=lambda: folders.append(convert_gguf(path, progress=False))) for _ in range(4)]
@@ -229,14 +229,14 @@ def test_racing_conversions_agree_and_leave_nothing_behind(tmp_path: Path) -> No
     assert [entry.name for entry in folders[0].parent.iterdir()] == [folders[0].name]
 
 
-def test_failed_conversion_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failed_conversion_leaves_no_files(tmp_path: Path) -> None:
     weights = tensors() | {"blk.0.ffn_gate_exps.weight": np.zeros((2, 2), np.float32)}
     with pytest.raises(ConfigError, match="ffn_gate_exps"):
         convert_gguf(write_gguf(tmp_path / "m.gguf", weights=weights), progress=False)
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []
 
 
-def test_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECRAY_CACHE", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="SPECRAY_CACHE"):
@@ -272,17 +272,17 @@ TENSOR = struct.pack("<Q", 1) + b"t" + struct.pack("<IQ", 1, 2**40) + struct.pac
         HEADER.pack(b"GGUF", 3, 0, 1) + struct.pack("<Q", 2**63),  # key longer than the file
         HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<I", 77),  # unknown type
         HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 0, 2**62),  # array longer than the file
-        HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 8, 2**40),  # strings without number
+        HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 8, 2**40),  # too many strings
         HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 9, 1),  # array of arrays
         HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IQ", 8, 2) + b"\xff\xff",  # not UTF-8
         HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR,  # tensor larger than the file
         HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR[:-24] + struct.pack("<IQIQ", 1, 8, 0, 2**63),  # offset beyond the file
         HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR[:-24] + struct.pack("<IQIQ", 1, 0, 0, 0),  # empty tensor
         HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR[:-24] + struct.pack("<IQIQ", 1, 8, 999, 0),  # unknown quantisation
-        HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR[:9] + struct.pack("<I", 2**31),  # dimensions without number
+        HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR[:9] + struct.pack("<I", 2**31),  # too many dimensions
     ],
 )
-def test_lying_headers_are_refused_at_once(content: bytes, tmp_path: Path) -> None:
+def test_malformed_headers_are_refused_at_once(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
     begin = time.monotonic()
     with pytest.raises(ConfigError, match=r"m\.gguf is not a usable GGUF file"):
@@ -292,7 +292,7 @@ def test_lying_headers_are_refused_at_once(content: bytes, tmp_path: Path) -> No
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_damaged_files_are_read_or_refused_but_never_crash(data: st.DataObject, tmp_path: Path) -> None:
+def test_damaged_files_are_converted_or_raise_a_config_error(data: st.DataObject, tmp_path: Path) -> None:
     whole = tmp_path / "whole.gguf"
     if not whole.exists():
         write_gguf(whole)
@@ -314,7 +314,7 @@ def test_damaged_files_are_read_or_refused_but_never_crash(data: st.DataObject, 
         ("qwen2", ["ĊĊ", "1", "1"]),
     ],
 )
-def test_text_is_cut_as_the_vocabulary_was_learned(pre: str, expected: list[str], tmp_path: Path) -> None:
+def test_pre_tokenizer_splits_text_as_the_model_expects(pre: str, expected: list[str], tmp_path: Path) -> None:
     def name_pre(writer: gguf.GGUFWriter) -> None:
         writer.kv_data[0]["tokenizer.ggml.pre"].value = pre
 
@@ -322,8 +322,8 @@ def test_text_is_cut_as_the_vocabulary_was_learned(pre: str, expected: list[str]
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("\n\n11").tokens == expected
 
 
-def test_embedded_vocabulary_cuts_digits_as_the_model_learned_it(embedded: Path) -> None:
-    """smollm splits every digit off before its merges apply, which "\\n\\n1." shows."""
+def test_embedded_tokenizer_splits_digits_as_the_model_expects(embedded: Path) -> None:
+    """smollm splits off every digit before the merges, for example in "\\n\\n1."."""
     tokenizer = Tokenizer.from_file(str(embedded / "tokenizer.json"))
     reference = Tokenizer.from_str(tokenizer.to_str())
     reference.pre_tokenizer = pre_tokenizers.Sequence(
@@ -366,5 +366,5 @@ def gguf_path() -> Path:
 @pytest.fixture(scope="module")
 def embedded(gguf_path: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("SPECRAY_CACHE", raising=False)  # the user's own cache: converted once, not once per run
+        patch.delenv("SPECRAY_CACHE", raising=False)  # the user's cache, to convert once and not in every run
         return convert_gguf(gguf_path, progress=False)

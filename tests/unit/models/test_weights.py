@@ -1,4 +1,4 @@
-"""Tensors come out of every layout of files; broken and hostile files are refused with a clear error."""
+"""Reading tensors from every file layout, and errors for damaged and malicious files."""
 
 import json
 import pickle
@@ -56,7 +56,7 @@ def test_every_layout_gives_the_same_tensors(layout: Any, tmp_path: Path) -> Non
         assert torch.equal(read[name], tensor)
 
 
-def test_auto_prefers_safetensors_and_a_format_can_be_named(tmp_path: Path) -> None:
+def test_auto_prefers_safetensors_unless_load_format_names_another(tmp_path: Path) -> None:
     one_safetensors(tmp_path)
     torch.save({"other": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     assert set(WeightReader(tmp_path).names()) == set(TENSORS)
@@ -64,13 +64,13 @@ def test_auto_prefers_safetensors_and_a_format_can_be_named(tmp_path: Path) -> N
     assert set(WeightReader(tmp_path, "bin").names()) == {"other"}
 
 
-def test_missing_tensor_is_named_with_the_files(tmp_path: Path) -> None:
+def test_error_for_a_missing_tensor_names_the_files(tmp_path: Path) -> None:
     sharded_safetensors(tmp_path)
     with pytest.raises(ConfigError, match=r"'c' in model-a\.safetensors, model-b\.safetensors"):
         WeightReader(tmp_path).get("c")
 
 
-def test_tensor_the_index_puts_into_the_wrong_file_is_named(tmp_path: Path) -> None:
+def test_tensor_missing_from_its_indexed_file_is_an_error(tmp_path: Path) -> None:
     sharded_safetensors(tmp_path)
     write_index(tmp_path, "model.safetensors.index.json", {"a": "model-b.safetensors"})
     with pytest.raises(ConfigError, match=r"'a' into .*model-b\.safetensors"):
@@ -84,7 +84,7 @@ def test_folder_without_weights_is_refused(load_format: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "missing.safetensors"])
-def test_index_cannot_lead_out_of_the_folder(file: str, tmp_path: Path) -> None:
+def test_index_cannot_name_files_outside_the_folder(file: str, tmp_path: Path) -> None:
     inside = tmp_path / "model"
     inside.mkdir()
     save_file(TENSORS, tmp_path / "outside.safetensors")
@@ -94,7 +94,7 @@ def test_index_cannot_lead_out_of_the_folder(file: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
-def test_broken_index_is_refused(content: str, tmp_path: Path) -> None:
+def test_malformed_index_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ConfigError, match="not a readable index"):
         WeightReader(tmp_path)
@@ -112,7 +112,7 @@ def test_damaged_safetensors_are_refused(damage: Any, tmp_path: Path) -> None:
 
 
 class Canary:
-    """Leaves a file behind when it is unpickled by anything that runs code."""
+    """Writes a file if unpickling runs its code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,7 +121,7 @@ class Canary:
         return Path.touch, (self.path,)
 
 
-def test_code_in_a_bin_file_never_runs(tmp_path: Path) -> None:
+def test_code_in_a_bin_file_is_not_run(tmp_path: Path) -> None:
     torch.save({"a": TENSORS["a"], "x": Canary(tmp_path / "fired")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="safetensors"):
         WeightReader(tmp_path)
@@ -131,6 +131,6 @@ def test_code_in_a_bin_file_never_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "fired").exists()
 
 
-def test_entries_that_are_no_tensors_are_left_out(tmp_path: Path) -> None:
+def test_entries_that_are_not_tensors_are_ignored(tmp_path: Path) -> None:
     torch.save({"a": TENSORS["a"], "step": 3}, tmp_path / "pytorch_model.bin")
     assert set(WeightReader(tmp_path).names()) == {"a"}

@@ -1,4 +1,4 @@
-"""Answers: every request once, the same whoever makes it and however often it was stopped."""
+"""Generating answers: every request once, with the same output after interruptions and with several processes."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ def complete(options: AnswerOptions, tmp_path_factory: pytest.TempPathFactory) -
     return make_answers(replace(options, folder=tmp_path_factory.mktemp("answers")), progress=False)
 
 
-def test_every_prompt_is_answered_as_often_as_asked(complete: Path) -> None:
+def test_every_prompt_is_answered_once_per_sample(complete: Path) -> None:
     found = read(complete)
     assert {0, 1, 2, 3, 4, 5} <= found.keys() <= set(range(9))
     assert written_indexes(complete) == found.keys()
@@ -64,7 +64,7 @@ def test_every_prompt_is_answered_as_often_as_asked(complete: Path) -> None:
         assert aux_hidden_states[:-1].abs().sum(-1).all()
 
 
-def test_a_stopped_run_goes_on_and_gives_the_same(options: AnswerOptions, complete: Path, tmp_path: Path) -> None:
+def test_resumed_run_gives_the_same_answers(options: AnswerOptions, complete: Path, tmp_path: Path) -> None:
     folder = make_answers(replace(options, folder=tmp_path, self_prompts=0), progress=False)
     assert written_indexes(folder) == set(range(6))
     make_answers(replace(options, folder=tmp_path), progress=False)
@@ -75,7 +75,7 @@ def test_a_stopped_run_goes_on_and_gives_the_same(options: AnswerOptions, comple
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_same(options: AnswerOptions, complete: Path, tmp_path: Path) -> None:
+def test_two_processes_give_the_same_answers(options: AnswerOptions, complete: Path, tmp_path: Path) -> None:
     folder = make_answers(replace(options, folder=tmp_path, generators=2), progress=False)
     assert len(list_shards(folder)) == 2
     assert_same(read(folder), read(complete))
@@ -83,7 +83,7 @@ def test_two_processes_give_the_same(options: AnswerOptions, complete: Path, tmp
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_process_behind(options: AnswerOptions, tmp_path: Path) -> None:
-    """Seen: two of them, computing answers for half an hour after their run was killed."""
+    """Child processes once kept generating for half an hour after their run was killed."""
     command = [sys.executable, "-m", "specray.cli.main", "train", "token-map"]
     command += ["--size", "64", "--out", str(tmp_path / "map")]
     command += ["--model", options.model, "--prompts", str(options.prompts[0]), "--samples", "1000000"]
@@ -102,22 +102,22 @@ def test_a_killed_run_leaves_no_process_behind(options: AnswerOptions, tmp_path:
 
 
 def generators_of(pid: int) -> list[int]:
-    """Processes that make answers for this one."""
+    """Child processes that generate answers."""
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [child for child in children if "spawn_main" in read_text(Path(f"/proc/{child}/cmdline"))]
 
 
-def test_other_options_over_the_same_folder_are_refused(options: AnswerOptions, complete: Path) -> None:
+def test_changed_options_for_the_same_folder_are_refused(options: AnswerOptions, complete: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_tokens=12, and now max_tokens=13 is asked for"):
         make_answers(replace(options, folder=complete, max_tokens=13), progress=False)
 
 
-def test_nothing_to_ask_is_refused(options: AnswerOptions, tmp_path: Path) -> None:
+def test_no_prompts_are_refused(options: AnswerOptions, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to ask"):
         make_answers(replace(options, folder=tmp_path, prompts=(), self_prompts=0), progress=False)
 
 
-def test_a_target_too_shallow_is_refused() -> None:
+def test_shallow_target_is_refused() -> None:
     with pytest.raises(ConfigError, match="2 layers"):
         aux_hidden_state_layers(2)
     assert aux_hidden_state_layers(30) == [2, 15, 27, 30]

@@ -1,4 +1,4 @@
-"""Draft models cut out of a target: what they compute, what they learn from, and the folder they end in."""
+"""Draft models made of a target's layers: outputs, labels and the exported folder."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def whole(target: Target) -> DraftModel:
 
 @pytest.mark.parametrize("variant", ["llama", "tied", "qwen2", "qwen3"])
 @torch.no_grad()
-def test_with_all_layers_it_is_the_target(variant: str, tmp_path: Path) -> None:
+def test_draft_model_with_all_layers_equals_the_target(variant: str, tmp_path: Path) -> None:
     target = target_at(write_toy(tmp_path, variant))
     model, rows = whole(target), [[0, 9, 8, 7, 30, 31, 32], [5, 4, 3, 2]]
     token_ids = torch.tensor([rows[0], rows[1] + [0] * 3])
@@ -53,7 +53,7 @@ def test_with_all_layers_it_is_the_target(variant: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_every_lesson_is_taught_once(tmp_path: Path) -> None:
+def test_every_label_is_used_once(tmp_path: Path) -> None:
     target = target_at(write_toy(tmp_path))
     token_ids = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(5))
     aux_hidden_states, final = torch.zeros(2, 9, 0), torch.randn(2, 9, HIDDEN)
@@ -69,7 +69,7 @@ def test_every_lesson_is_taught_once(tmp_path: Path) -> None:
         torch.testing.assert_close(output @ model.output_weight.T, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_targets_own_copy_is_validated_as_perfect(tmp_path: Path) -> None:
+def test_validation_of_a_copy_of_the_target_is_perfect(tmp_path: Path) -> None:
     answers = write_answers(tmp_path, shards=0)
     target = target_at(tmp_path / "target")
     write_shard(answers, [a_true_sequence(target.folder, index) for index in range(300)])
@@ -77,7 +77,7 @@ def test_the_targets_own_copy_is_validated_as_perfect(tmp_path: Path) -> None:
     validator = Validator(AnswerFolder(answers), target, collate)
     figures = validator(whole(target))
     assert figures is not None
-    assert figures.accept_length > 0.97 * (1 + DEPTHS)  # answers are kept in bfloat16
+    assert figures.accept_length > 0.97 * (1 + DEPTHS)  # answers are stored in bfloat16
     half = DraftModel(target.shape, ALL_IDS, [0])
     half.start_from(target)
     worse = validator(half)
@@ -92,7 +92,7 @@ def a_true_sequence(target: Path, index: int) -> TokenSequence:
     return TokenSequence(tokens, 3, aux_hidden_states.bfloat16(), index)
 
 
-def test_the_command_ends_in_a_folder_that_loads_as_any_model_and_drafts(
+def test_train_draft_makes_a_folder_that_loads_as_a_model_and_drafts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers, run = write_answers(tmp_path), tmp_path / "run"
@@ -126,8 +126,8 @@ def test_the_command_ends_in_a_folder_that_loads_as_any_model_and_drafts(
     assert tensors.keys() == {name for name in theirs if not name.startswith("model.layers.1.")}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(tensors[name], theirs[name].bfloat16())
-    learnt = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(tensors[learnt], theirs[learnt].bfloat16())
+    trained = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(tensors[trained], theirs[trained].bfloat16())
     assert json.loads((made / "config.json").read_text())["num_hidden_layers"] == 1
     assert "Draft model for" in (made / "README.md").read_text()
 
@@ -146,11 +146,11 @@ def test_the_command_ends_in_a_folder_that_loads_as_any_model_and_drafts(
     ("wanted", "layers"),
     [("1", [0]), ("2", [0, 29]), ("4", [0, 10, 19, 29]), ("30", list(range(30))), ("0,1, 29", [0, 1, 29])],
 )
-def test_layers_are_a_number_or_a_list(wanted: str, layers: list[int]) -> None:
+def test_layers_option_is_a_number_or_a_list(wanted: str, layers: list[int]) -> None:
     assert kept_layers(wanted, 30) == layers
 
 
 @pytest.mark.parametrize("wanted", ["", "0", "31", "a", "1,30", "2,1", "1,1", "1,", "-1"])
-def test_other_layers_are_refused(wanted: str) -> None:
+def test_invalid_layers_are_refused(wanted: str) -> None:
     with pytest.raises(ConfigError, match=r"--layers.*give"):
         kept_layers(wanted, 30)

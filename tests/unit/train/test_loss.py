@@ -39,7 +39,7 @@ def test_frozen_output_weight_gets_no_gradient() -> None:
     assert weight.grad is None
 
 
-def test_soft_labels_are_the_renormalised_law() -> None:
+def test_soft_labels_are_renormalized_probabilities() -> None:
     final, rows = torch.randn(300, 8), torch.randn(12, 8)
     torch.testing.assert_close(soft_labels(final, rows), (final @ rows.T).softmax(-1))
 

@@ -1,4 +1,4 @@
-"""An MTP layer is served as it was trained: unrolled steps equal those of the engine's own layer, file in between."""
+"""Trained MTP layers: unrolled steps equal those of the engine's layer loaded from the exported files."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ STEPS = 3
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
-    """One that has made its files, of random weights: norms around 1, biases that matter."""
+    """A trainer that has exported random weights, with norms around 1 and biases that are not zero."""
     settings = TrainSettings(
         kind="mtp", tokens=1, draft_vocab_size=VOCAB_SIZE, batch_tokens=64, dtype="float32", validate_every=10_000
     )
@@ -35,7 +35,7 @@ def trainer(tmp_path: Path) -> Trainer:
     torch.manual_seed(3)
     for name, parameter in trainer.head.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
-        parameter.data = parameter.data.bfloat16().float()  # what the files hold
+        parameter.data = parameter.data.bfloat16().float()  # the files' type
     trainer._save()
     return trainer
 
@@ -48,7 +48,7 @@ def a_batch() -> Batch:
 
 
 @torch.no_grad()
-def test_unrolled_steps_are_those_that_are_served(trainer: Trainer, tmp_path: Path) -> None:
+def test_unrolled_steps_equal_served_ones(trainer: Trainer, tmp_path: Path) -> None:
     target, head, batch = load_target(str(tmp_path / "target"), torch.float32, CPU, 64), trainer.head, a_batch()
     assert isinstance(head, MtpHead)
     served = ServedHead(load_mtp_layers(tmp_path / "run" / "head", "auto", matrices(target)))
@@ -58,12 +58,12 @@ def test_unrolled_steps_are_those_that_are_served(trainer: Trainer, tmp_path: Pa
             row, start = chain // per_row, batch.start + chain % per_row
             torch.testing.assert_close(output, chain_of(served, batch, row, start, depth), rtol=1e-3, atol=1e-3)
             seen += 1
-    assert batch.start == 0, "the first position, whose embedding counts as nothing, is among them"
+    assert batch.start == 0, "the batch must have a chain at position 0, where the embedding is masked"
     assert seen > 20
 
 
 def chain_of(served: ServedHead, batch: Batch, row: int, start: int, depth: int) -> torch.Tensor:
-    """The state behind the last of `depth` + 1 steps, each computed with the whole prefix anew."""
+    """The state after `depth` + 1 steps, each computed from the whole prefix."""
     states = batch.aux_hidden_states[row, : start + 1]
     for _ in range(depth + 1):
         length = len(states)
@@ -76,7 +76,7 @@ def matrices(target: Target) -> TargetMatrices:
     return TargetMatrices(target.shape, 64, target.folder, "auto", torch.float32, CPU, None)
 
 
-def test_the_start_passes_the_targets_state_on(tmp_path: Path) -> None:
+def test_initial_mtp_layer_passes_the_targets_state_on(tmp_path: Path) -> None:
     target = load_target(str(write_answers(tmp_path).parent / "target"), torch.float32, CPU, 64)
     head, batch = MtpHead(target.shape, torch.arange(VOCAB_SIZE)), a_batch()
     head.start_from(target)
@@ -84,7 +84,7 @@ def test_the_start_passes_the_targets_state_on(tmp_path: Path) -> None:
     final = Batch(batch.token_ids, batch.lengths, batch.prompt_lengths, states, batch.final)
     [step] = unroll(head, target, final, labeled_positions(final), 1)
     whole = states[:, batch.start :].flatten(0, 1)
-    # Next to nothing is added: a direction, for what is left is 1 % of noise from matrices that start small.
+    # Directions are compared: matrices with small initial values add about 1 % of noise.
     alike = torch.cosine_similarity(step.outputs, whole[step.chains], dim=-1)
     assert alike.min() > 0.95
 

@@ -1,4 +1,4 @@
-"""Prompt files: usable rows, counted licences, bad rows by line number; and where a user's words begin."""
+"""Prompt files and the header of a user turn."""
 
 import json
 from pathlib import Path
@@ -45,20 +45,20 @@ BAD = [
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_a_bad_row_is_skipped_and_named(tmp_path: Path, line: str) -> None:
+def test_bad_row_is_skipped_and_reported(tmp_path: Path, line: str) -> None:
     file = read_prompt_file(write(tmp_path / "p.jsonl", {"prompt": "good"}, line), max_bad_rows=1)
     assert file.texts == ["good"]
     reason = "not JSON" if line == "{" else "no text in turns[0], a user's message or prompt"
     assert file.bad_rows == [f"line 2: {reason} (it is {line})"]
 
 
-def test_too_many_bad_rows_are_refused_with_their_lines(tmp_path: Path) -> None:
+def test_too_many_bad_rows_are_refused_with_line_numbers(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", "{", {"prompt": "good"}, "{", "{")
     with pytest.raises(ConfigError, match=r"more than 2 unusable rows \(line 1: .*line 3: .*line 4: .*--max-bad-rows"):
         read_prompt_file(path, max_bad_rows=2)
 
 
-def test_an_empty_file_and_one_that_is_not_text_are_refused(tmp_path: Path) -> None:
+def test_empty_and_non_text_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="contains no prompts"):
         read_prompt_file(write(tmp_path / "p.jsonl"), max_bad_rows=0)
     (tmp_path / "q.jsonl").write_bytes(b"\xff\xfe\x00")
@@ -66,7 +66,7 @@ def test_an_empty_file_and_one_that_is_not_text_are_refused(tmp_path: Path) -> N
         read_prompt_file(tmp_path / "q.jsonl", max_bad_rows=0)
 
 
-def test_the_header_is_what_every_chat_prompt_begins_with(toy: Path) -> None:
+def test_every_chat_prompt_begins_with_the_header(toy: Path) -> None:
     tokenizer = load_tokenizer(toy)
     header = user_header(tokenizer)
     assert tokenizer.decode(header) == "<|user|>"
@@ -74,7 +74,7 @@ def test_the_header_is_what_every_chat_prompt_begins_with(toy: Path) -> None:
         assert chat_prompt(tokenizer, text)[: len(header)] == header
 
 
-def test_a_model_without_chat_is_given_the_bare_text(stories: Path) -> None:
+def test_model_without_chat_template_gets_the_bare_text(stories: Path) -> None:
     tokenizer = load_tokenizer(stories)
     assert tokenizer.chat_template is None
     assert chat_prompt(tokenizer, "Once") == tokenizer.encode("Once")

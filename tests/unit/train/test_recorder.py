@@ -1,4 +1,4 @@
-"""What is recorded for training is what the target computes: every request's tokens, once, with their features."""
+"""Recorded training data: every request's tokens with the target's hidden states, once."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def assert_close_to_a_plain_forward(recording: Recording, llm_folder: Path) -> N
     [{}, {"max_running_requests": 1}, {"chunked_prefill_size": 4, "max_prefill_tokens": 6}, {"page_size": 1}],
     ids=["together", "alone", "chunks", "pages-of-1"],
 )
-def test_recorded_aux_hidden_states_are_those_of_a_plain_forward(options: dict[str, int], toy: Path) -> None:
+def test_recorded_aux_hidden_states_equal_a_plain_forward(options: dict[str, int], toy: Path) -> None:
     taken: list[Recording] = []
     choices = generate(
         toy, PROMPTS, PARAMS, HiddenStateRecorder(LAYERS, taken.append), disable_radix_cache=True, **options
@@ -46,13 +46,13 @@ def test_recorded_aux_hidden_states_are_those_of_a_plain_forward(options: dict[s
         assert_close_to_a_plain_forward(recording, toy)
 
 
-def test_recording_changes_no_text(toy: Path) -> None:
+def test_recording_does_not_change_output(toy: Path) -> None:
     seen = generate(toy, PROMPTS, PARAMS, HiddenStateRecorder(LAYERS, lambda _: None), disable_radix_cache=True)
     plain = generate(toy, PROMPTS, PARAMS, ScriptedDrafter(DRAWS["empty"]))
     assert [choice.token_ids for choice in seen] == [choice.token_ids for choice in plain]
 
 
-def test_a_slots_next_request_is_another_recording(toy: Path) -> None:
+def test_requests_in_one_slot_are_recorded_separately(toy: Path) -> None:
     taken: list[Recording] = []
     with make_llm(
         toy, HiddenStateRecorder((2,), taken.append), disable_radix_cache=True, max_running_requests=1

@@ -18,7 +18,7 @@ def sequences(count: int, seed: int = 0) -> list[TokenSequence]:
     return [a_sequence(generator, index) for index in range(count)]
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_shard_round_trip(tmp_path: Path) -> None:
     written = sequences(5)
     shard = Shard(write_shard(tmp_path, written), COLUMNS)
     assert len(shard) == 5
@@ -30,7 +30,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         assert torch.equal(answer.aux_hidden_states, row.aux_hidden_states)
 
 
-def test_processes_write_shards_of_their_own_and_all_indexes_are_found(tmp_path: Path) -> None:
+def test_each_process_writes_its_own_shards_and_all_indexes_are_found(tmp_path: Path) -> None:
     rows = sequences(6)
     for part in (0, 1, 1):
         write_shard(tmp_path, [rows.pop(), rows.pop()], part)
@@ -39,7 +39,7 @@ def test_processes_write_shards_of_their_own_and_all_indexes_are_found(tmp_path:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_broken_shard_is_named(tmp_path: Path) -> None:
+def test_error_for_a_damaged_shard_names_it(tmp_path: Path) -> None:
     path = write_shard(tmp_path, sequences(2))
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ConfigError, match=f"{path.name} is not a readable shard"):
@@ -52,7 +52,7 @@ def test_aux_hidden_states_of_another_width_are_refused(tmp_path: Path) -> None:
         Shard(path, 3 * HIDDEN)
 
 
-def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+def test_inconsistent_lengths_are_refused(tmp_path: Path) -> None:
     path = write_shard(tmp_path, sequences(2))
     tensors = load_file(path)
     save_file({**tensors, "lengths": tensors["lengths"] + 1}, path)
@@ -61,14 +61,14 @@ def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "cannot be read"), ("{", "cannot be read"), ("{}", "model is")])
-def test_a_folder_needs_its_description(content: str | None, reason: str, tmp_path: Path) -> None:
+def test_missing_or_malformed_description_is_refused(content: str | None, reason: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "answers.json").write_text(content)
     with pytest.raises(ConfigError, match=reason):
         read_description(tmp_path)
 
 
-def test_what_is_held_out_follows_from_the_prompt_alone(tmp_path: Path) -> None:
+def test_held_out_sequences_depend_only_on_the_prompt(tmp_path: Path) -> None:
     prompt = list(range(60))
 
     def answers(token: int) -> TokenSequence:
@@ -78,7 +78,7 @@ def test_what_is_held_out_follows_from_the_prompt_alone(tmp_path: Path) -> None:
     assert len({shard.is_held_out(index) for index in range(20)}) == 1
 
 
-def test_about_two_percent_are_held_out_and_never_in_a_batch(tmp_path: Path) -> None:
+def test_about_two_percent_are_held_out_of_batches(tmp_path: Path) -> None:
     folder = AnswerFolder(write_answers(tmp_path, sequences=1000))
     (name,) = folder.names()
     held_out = {index for index in range(1000) if folder[name].is_held_out(index)}
@@ -89,10 +89,10 @@ def test_about_two_percent_are_held_out_and_never_in_a_batch(tmp_path: Path) -> 
         seen += [len(answer.token_ids) for answer in next(stream)]
     trained = [folder[name].lengths[index] for index in range(1000) if index not in held_out]
     assert sorted(seen)[: len(trained)] != []
-    assert abs(len(seen) - len(trained)) <= 8  # the last batch is of the next round
+    assert abs(len(seen) - len(trained)) <= 8  # the last batch belongs to the next round
 
 
-def test_new_shards_are_trained_on_before_old_ones_again(tmp_path: Path) -> None:
+def test_new_shards_come_before_old_ones_repeat(tmp_path: Path) -> None:
     path = write_answers(tmp_path, shards=2)
     stream = BatchStream(AnswerFolder(path), Progress(), 0, 256, 100)
     while stream.progress.round < 1 or stream.progress.batch < 3:
@@ -106,7 +106,7 @@ def test_new_shards_are_trained_on_before_old_ones_again(tmp_path: Path) -> None
     assert len(stream.progress.names) == 3
 
 
-def test_batches_keep_to_their_size_and_the_order_to_its_seed(tmp_path: Path) -> None:
+def test_batch_size_is_limited_and_order_depends_on_the_seed(tmp_path: Path) -> None:
     folder = AnswerFolder(write_answers(tmp_path))
     streams = [BatchStream(folder, Progress(), seed, 256, 100) for seed in (0, 0, 1)]
     batches = [[next(stream) for _ in range(6)] for stream in streams]
@@ -116,7 +116,7 @@ def test_batches_keep_to_their_size_and_the_order_to_its_seed(tmp_path: Path) ->
     assert all(len(batch) * max(map(len, batch)) <= 256 for batch in first)
 
 
-def test_a_folder_without_shards_says_what_to_do(tmp_path: Path) -> None:
+def test_error_for_a_folder_without_shards_says_what_to_do(tmp_path: Path) -> None:
     description = {"model": "x", "feature_layers": [0, 1], "hidden_size": 4, "num_layers": 1}
     (tmp_path / "answers.json").write_text(json.dumps(description))
     with pytest.raises(ConfigError, match="make answers first"):

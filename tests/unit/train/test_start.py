@@ -23,12 +23,12 @@ def test_linear_start_predicts_the_next_final_state(kind: str, tmp_path: Path) -
     for start in ("identity", "linear"):
         settings = TrainSettings(kind=kind, tokens=1000, draft_vocab_size=40, dtype="float32", start=start)
         errors[start] = first_error(Trainer(settings, answers, tmp_path / start, CPU), folder)
-    # Half of what the next state depends on is not known yet by any head.
+    # Half of the next state's variance depends on a token that no head knows yet.
     assert errors["linear"] < 0.75 * errors["identity"]
 
 
 def first_error(trainer: Trainer, folder: AnswerFolder) -> float:
-    """How far the first guess of the next final state is off, on one answer."""
+    """Mean squared error of the first prediction of the next final state, on one answer."""
     head, target = trainer.head, trainer._target
     answer = folder[folder.names()[0]][0]
     batch = trainer._collate([answer])
@@ -40,7 +40,7 @@ def first_error(trainer: Trainer, folder: AnswerFolder) -> float:
     return float((guess - batch.final[:, 1:-1]).square().mean())
 
 
-def test_train_command_goes_from_answers_to_a_head_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_command_stops_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers, run = write_answers(tmp_path), tmp_path / "run"
     command = [
         "train",
@@ -67,7 +67,7 @@ def test_train_command_goes_from_answers_to_a_head_and_on(tmp_path: Path, capsys
     assert json.loads((run / "head" / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle"]
 
 
-def test_a_missing_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_answers_are_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["train", "eagle3", "--answers", str(tmp_path / "no"), "--run", str(tmp_path), "--tokens", "1"])
     assert status == 2
     assert "answers.json cannot be read" in capsys.readouterr().err

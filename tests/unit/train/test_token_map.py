@@ -22,21 +22,21 @@ def answers(tmp_path: Path) -> Path:
     return folder
 
 
-def test_ids_come_by_frequency_in_what_the_target_wrote(answers: Path) -> None:
+def test_ids_are_ordered_by_frequency_in_answers(answers: Path) -> None:
     assert frequent_ids(AnswerFolder(answers), 3, VOCAB_SIZE, []).tolist() == [7, 5, 6]
 
 
-def test_forced_ids_take_the_place_of_the_rarest(answers: Path) -> None:
+def test_forced_ids_replace_the_rarest(answers: Path) -> None:
     assert frequent_ids(AnswerFolder(answers), 3, VOCAB_SIZE, [EOS, 7]).tolist() == [7, 5, EOS]
 
 
-def test_more_ids_than_the_target_has_are_refused(answers: Path) -> None:
+def test_more_ids_than_the_vocabulary_are_refused(answers: Path) -> None:
     with pytest.raises(ConfigError, match="does not fit the target's 64"):
         frequent_ids(AnswerFolder(answers), VOCAB_SIZE + 1, VOCAB_SIZE, [])
 
 
 @pytest.mark.parametrize("name", ["map.json", "map.pt"])
-def test_command_writes_a_map_with_eos(name: str, answers: Path, tmp_path: Path) -> None:
+def test_token_map_command_includes_eos(name: str, answers: Path, tmp_path: Path) -> None:
     path = tmp_path / name
     assert main(["train", "token-map", "--answers", str(answers), "--out", str(path), "--size", "4"]) == 0
     ids = json.loads(path.read_text()) if name.endswith("json") else torch.load(path, weights_only=True)

@@ -67,7 +67,7 @@ def test_a_stopped_run_ends_with_the_weights_of_an_uninterrupted_one(
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-def test_a_tiny_head_learns_its_text_by_heart(tmp_path: Path) -> None:
+def test_a_tiny_head_overfits_its_data(tmp_path: Path) -> None:
     answers = write_answers(tmp_path, sequences=4)
     trainer = Trainer(
         settings(tokens=60_000, learning_rate=5e-3, draft_vocab_size=VOCAB_SIZE), answers, tmp_path / "run", CPU
@@ -78,7 +78,7 @@ def test_a_tiny_head_learns_its_text_by_heart(tmp_path: Path) -> None:
     assert figures[2] > 0.9
 
 
-def test_max_minutes_stops_with_a_checkpoint_and_the_rest_still_to_do(tmp_path: Path) -> None:
+def test_max_minutes_stops_with_a_checkpoint_that_resumes(tmp_path: Path) -> None:
     answers = write_answers(tmp_path)
     assert not Trainer(settings(max_minutes=0.0), answers, tmp_path / "run", CPU).run()
     assert (tmp_path / "run" / "checkpoint.pt").is_file()
@@ -119,7 +119,7 @@ def test_eagle3_is_exported_in_the_public_layout(tmp_path: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == 40
     assert config["fc_norm"] is True
-    # The answers' layers 0, 1, 1 are entered; the layers whose outputs those are come one before.
+    # The answers record the inputs of layers 0, 1, 1, which are the outputs of the layers before.
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 0]
     card = (run / "head" / "README.md").read_text()
     assert "EAGLE-3 draft head" in card
@@ -139,7 +139,7 @@ def test_eagle2_is_exported_without_the_targets_head(bias: bool, tmp_path: Path)
     assert config["bias"] is bias
 
 
-def test_init_head_starts_from_its_weights(tmp_path: Path) -> None:
+def test_init_head_loads_its_weights(tmp_path: Path) -> None:
     answers = write_answers(tmp_path)
     first = Trainer(settings(), answers, tmp_path / "run", CPU)
     first.run()
@@ -151,8 +151,8 @@ def test_init_head_starts_from_its_weights(tmp_path: Path) -> None:
     torch.testing.assert_close(second.head.output_weight, first.head.output_weight[rows].bfloat16().float())
 
 
-def test_rows_of_new_ids_follow_the_map_that_training_gave_the_others(tmp_path: Path) -> None:
-    """The target's own rows would be of another size than trained ones, and outbid them."""
+def test_output_rows_of_new_ids_are_mapped_like_the_trained_ones(tmp_path: Path) -> None:
+    """The target's own rows have another scale than trained ones and would get higher logits."""
     answers = write_answers(tmp_path)
     first = Trainer(settings(draft_vocab_size=HIDDEN + 8), answers, tmp_path / "run", CPU)
     turn = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -169,7 +169,7 @@ def load_target_rows(trainer: Trainer) -> torch.Tensor:
     return trainer._target.head[trainer.head.draft_ids].float()
 
 
-def test_a_checkpoint_of_other_answers_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_other_answers_is_refused(tmp_path: Path) -> None:
     Trainer(settings(), write_answers(tmp_path), tmp_path / "run", CPU).run()
     other = tmp_path / "other"
     other.mkdir()
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_other_answers_is_refused(tmp_path: Path) -> None:
         Trainer(settings(), answers, tmp_path / "run", CPU)
 
 
-def test_validation_is_logged_and_drawn(tmp_path: Path) -> None:
+def test_validation_is_logged_and_plotted(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Trainer(settings(validate_every=500), write_answers(tmp_path, sequences=150), run, CPU).run()
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
@@ -192,14 +192,14 @@ def test_validation_is_logged_and_drawn(tmp_path: Path) -> None:
     assert "| depth |" in (run / "head" / "README.md").read_text()
 
 
-def test_another_kind_does_not_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     answers = write_answers(tmp_path)
     Trainer(settings(), answers, tmp_path / "run", CPU).run()
     with pytest.raises(ConfigError, match="kind='eagle3'"):
         Trainer(settings(kind="eagle2"), answers, tmp_path / "run", CPU)
 
 
-def test_a_checkpoint_cut_short_is_named(tmp_path: Path) -> None:
+def test_truncated_checkpoint_is_refused(tmp_path: Path) -> None:
     answers = write_answers(tmp_path)
     Trainer(settings(), answers, tmp_path / "run", CPU).run()
     path = tmp_path / "run" / "checkpoint.pt"
@@ -208,7 +208,7 @@ def test_a_checkpoint_cut_short_is_named(tmp_path: Path) -> None:
         Trainer(settings(), answers, tmp_path / "run", CPU)
 
 
-def test_a_run_that_starts_from_a_head_goes_on_counting(tmp_path: Path) -> None:
+def test_run_with_init_head_continues_its_log_and_token_count(tmp_path: Path) -> None:
     answers = write_answers(tmp_path)
     first = Trainer(settings(), answers, tmp_path / "first", CPU)
     first.run()

@@ -23,7 +23,7 @@ def a_head(kind: str, target: Target) -> Head:
     ids = torch.arange(0, VOCAB_SIZE, 2)
     head: Head = Eagle3Head(target.shape, ids) if kind == "eagle3" else Eagle2Head(target.shape, ids, bias=True)
     head.start_from(target)
-    for parameter in head.parameters():  # no part of it near 0 or 1, where a mistake would not show
+    for parameter in head.parameters():  # values near 0 or 1 would hide mistakes
         torch.nn.init.normal_(parameter, std=0.3)
     return head
 
@@ -45,7 +45,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int) -> list[Tensor]:
-    """The outputs of the chain at position `start`, one position and one step at a time, as a server would."""
+    """Outputs of the chain at position `start`, computed one position and one step at a time as in serving."""
     weights = {name: tensor.float() for name, tensor in head.state_dict().items()}
     eagle3 = isinstance(head, Eagle3Head)
     prefix = "midlayer." if eagle3 else "layers.0."
@@ -106,7 +106,7 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle2"])
-def test_unrolled_steps_equal_one_chain_at_a_time(kind: str, target: Target) -> None:
+def test_unrolled_steps_equal_single_chains(kind: str, target: Target) -> None:
     head, batch = a_head(kind, target), a_batch(target, 3 if kind == "eagle3" else 1)
     labeled = labeled_positions(batch)
     steps = list(unroll(head, target, batch, labeled, STEPS))
@@ -119,11 +119,12 @@ def test_unrolled_steps_equal_one_chain_at_a_time(kind: str, target: Target) -> 
                 output, naive_outputs(head, target, batch, row, start)[depth], rtol=1e-4, atol=1e-4
             )
             seen += 1
-    # Chains begin two before the first token of the target's own; row 0: 2 … 6 teach at step 0, row 1: 1 … 4.
+    # Chains start two positions before the first generated token. At step 0, row 0 has labels for chains 2 … 6 and
+    # row 1 for 1 … 4.
     assert seen == (5 + 4 + 3) + (4 + 3 + 2)
 
 
-def test_lessons_are_the_final_states_one_step_ahead(target: Target) -> None:
+def test_labels_are_the_final_states_one_step_ahead(target: Target) -> None:
     batch = a_batch(target, 1)
     labeled = labeled_positions(batch)
     head = a_head("eagle2", target)
@@ -135,7 +136,7 @@ def test_lessons_are_the_final_states_one_step_ahead(target: Target) -> None:
             assert labeled.next_ids[label] == batch.token_ids[row, start + 2 + depth]
 
 
-def test_lessons_skip_tokens_a_draft_vocabulary_lacks(target: Target) -> None:
+def test_tokens_outside_the_draft_vocabulary_have_no_label(target: Target) -> None:
     batch = a_batch(target, 1)
     usable = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
     usable[batch.token_ids[0, 5]] = True
