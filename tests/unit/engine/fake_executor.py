@@ -1,7 +1,7 @@
-"""An Executor without a model that keeps rows as a worker does and asserts what every plan must hold.
+"""An Executor without a model: it keeps rows as a worker does and checks the invariants of every plan.
 
-Its target continues a text by `next_token`, and `accepts` says how many drafts each verify proposes and
-keeps, in turn. A request is known to it by its seed, so tests give every request another one.
+Its target model is the function `next_token`. `accepts` lists, for successive verifications, the numbers of drafted and
+accepted tokens. Requests are identified by their seeds, so each request of a test needs its own seed.
 """
 
 from collections import Counter
@@ -21,16 +21,16 @@ from specray.step import NewRequest, RequestResult, ScheduledRow, StepPlan, Step
 
 VOCAB_SIZE = 32
 EOS = 1
-BROKEN = "the row's logits are NaN"
+ROW_ERROR = "the row's logits are NaN"
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """What the target says after `token_ids`: any function of all of them, so that a lost or doubled one is seen."""
+    """The target's next token: a function of all `token_ids`, so that a missing or repeated one changes the output."""
     return hash(tuple(token_ids)) % VOCAB_SIZE
 
 
 def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """At most `num_tokens` tokens after `prompt`, up to the end token."""
+    """The expected output for `prompt`: up to `num_tokens` tokens, or up to the end token."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + num_tokens and (len(tokens) == len(prompt) or tokens[-1] != EOS):
         tokens.append(next_token(tokens))
@@ -38,7 +38,7 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def letters_tokenizer() -> Tokenizer:
-    """Token i is one letter."""
+    """Each token is one character."""
     tokenizer = Tokenizer(models.WordLevel({chr(0x61 + i): i for i in range(VOCAB_SIZE)}, unk_token="a"))
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
@@ -54,11 +54,11 @@ def run_to_end(engine: Engine, max_steps: int = 2000) -> list[RequestOutput]:
         if not engine.has_work:
             return outputs
         outputs += engine.step()
-    raise AssertionError(f"still working after {max_steps} steps")
+    raise AssertionError(f"requests left after {max_steps} steps")
 
 
-def free_blocks_are_accounted_for(engine: Engine) -> None:
-    """Each block is free, cached or held by one request."""
+def check_block_accounting(engine: Engine) -> None:
+    """Check that each block is free, cached or held by exactly one request."""
     scheduler = engine.scheduler
     held = [block for running in scheduler.running for block in running.private_blocks()]
     assert len(set(held)) == len(held)
@@ -67,7 +67,7 @@ def free_blocks_are_accounted_for(engine: Engine) -> None:
 
 @dataclass
 class Row:
-    """One slot of the worker."""
+    """A request in its slot."""
 
     seed: int
     salt: str
@@ -78,13 +78,13 @@ class Row:
 
 
 @dataclass
-class Ledger:
-    """What a test may compare the engine's counters with."""
+class ExecutorCounts:
+    """Counts to compare the engine's metrics with."""
 
     steps: int = 0
-    entries: Counter[int] = field(default_factory=Counter)  # by seed: how often the request got a row
-    cached: dict[int, int] = field(default_factory=dict)  # by seed: tokens found in the cache at its first row
-    first_tokens: set[int] = field(default_factory=set)  # seeds whose prompt is answered: from now on they verify
+    entries: Counter[int] = field(default_factory=Counter)  # by seed: how often the request was given a slot
+    cached: dict[int, int] = field(default_factory=dict)  # by seed: cached tokens when it first started
+    first_tokens: set[int] = field(default_factory=set)  # seeds that have emitted their first token
     verifies: Counter[int] = field(default_factory=Counter)  # by seed
     drafts: Counter[int] = field(default_factory=Counter)  # by seed
     accepted: Counter[int] = field(default_factory=Counter)  # by seed
@@ -93,7 +93,7 @@ class Ledger:
 
 
 class FakeExecutor:
-    """Checks and answers plans; `broken` seeds get an error row, `limits` are the requests' longest lengths."""
+    """Checks and runs plans. Rows of `broken` seeds fail; `limits` are the maximum lengths by seed."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class FakeExecutor:
         self.rows: dict[int, Row] = {}
         self.limits: dict[int, int] = {}
         self.broken: set[int] = set()
-        self.ledger = Ledger()
+        self.counts = ExecutorCounts()
         self._config = config
         self._accepts: Iterator[tuple[int, int]] = cycle(accepts)
         self._results: list[StepResult] = []
@@ -118,8 +118,8 @@ class FakeExecutor:
         return sorted(row.seed for row in self.rows.values())
 
     def submit(self, plan: StepPlan) -> None:
-        assert plan.rows or plan.freed_slots, "an empty plan is not worth a round trip"
-        self.ledger.steps += 1
+        assert plan.rows or plan.freed_slots, "the plan is empty"
+        self.counts.steps += 1
         for slot in plan.freed_slots:
             del self.rows[slot]
         for new in plan.new_requests:
@@ -130,7 +130,7 @@ class FakeExecutor:
             self._extend(step)
         for step in plan.rows:
             self._check_writes(step)
-        results = [self._answer(step) for step in plan.rows]
+        results = [self._run(step) for step in plan.rows]
         self._results.append(StepResult(plan.step_id, results, StepTimes(0.0, 0.0, 0.0, 0.0)))
 
     def collect(self) -> StepResult:
@@ -148,8 +148,8 @@ class FakeExecutor:
         row = Row(new.sampling.seed, new.cache_salt, list(new.token_ids), new.num_computed_tokens, list(new.block_ids))
         check_block_ids(row.blocks, self.capacity.num_blocks)
         self.rows[new.slot] = row
-        self.ledger.entries[row.seed] += 1
-        self.ledger.cached.setdefault(row.seed, new.num_computed_tokens)
+        self.counts.entries[row.seed] += 1
+        self.counts.cached.setdefault(row.seed, new.num_computed_tokens)
 
     def _check_budgets(self, plan: StepPlan) -> None:
         slots = [step.slot for step in plan.rows]
@@ -167,7 +167,7 @@ class FakeExecutor:
         check_block_ids(row.blocks, self.capacity.num_blocks)
 
     def _check_writes(self, step: ScheduledRow) -> None:
-        """Everything the row may write lies in its own blocks; what it shares is full, computed and equal."""
+        """Check that a row writes to its own blocks only, and that shared blocks are full, computed and equal."""
         row, size = self.rows[step.slot], self._config.page_size
         end = row.num_computed + step.num_tokens + step.draft_limit.num_tokens
         assert end <= len(row.blocks) * size, "a token is written beyond the row's blocks"
@@ -186,35 +186,35 @@ class FakeExecutor:
                     needed = full + self.capacity.reads_next_token
                     assert other.tokens[:needed] == row.tokens[:needed]
 
-    def _answer(self, step: ScheduledRow) -> RequestResult:
+    def _run(self, step: ScheduledRow) -> RequestResult:
         row = self.rows[step.slot]
         if row.seed in self.broken:
-            return RequestResult(step.slot, [], 0, None, BROKEN)
+            return RequestResult(step.slot, [], 0, None, ROW_ERROR)
         row.num_computed += step.num_tokens
         if row.num_computed < len(row.tokens):
             return RequestResult(step.slot, [], 0, None, None)
-        wanted, kept = next(self._accepts) if row.seed in self.ledger.first_tokens else (0, 0)
-        num_drafts = min(wanted, step.draft_limit.num_tokens)
-        num_accepted = min(kept, num_drafts)
-        said: list[int] = []
+        num_wanted, num_kept = next(self._accepts) if row.seed in self.counts.first_tokens else (0, 0)
+        num_drafts = min(num_wanted, step.draft_limit.num_tokens)
+        num_accepted = min(num_kept, num_drafts)
+        emitted: list[int] = []
         for _ in range(num_accepted + 1):
-            said.append(next_token(row.tokens + said))
-        row.tokens += said
+            emitted.append(next_token(row.tokens + emitted))
+        row.tokens += emitted
         row.num_computed += num_accepted
-        self._note(row.seed, num_drafts, num_accepted)
-        return RequestResult(step.slot, said, num_drafts, None, None)
+        self._count(row.seed, num_drafts, num_accepted)
+        return RequestResult(step.slot, emitted, num_drafts, None, None)
 
-    def _note(self, seed: int, num_drafts: int, num_accepted: int) -> None:
-        if seed not in self.ledger.first_tokens:
-            self.ledger.first_tokens.add(seed)
+    def _count(self, seed: int, num_drafts: int, num_accepted: int) -> None:
+        if seed not in self.counts.first_tokens:
+            self.counts.first_tokens.add(seed)
             return
-        self.ledger.verifies[seed] += 1
-        self.ledger.drafts[seed] += num_drafts
-        self.ledger.accepted[seed] += num_accepted
-        self.ledger.trees += num_drafts > 0
-        self.ledger.per_position.update(str(position) for position in range(num_accepted))
+        self.counts.verifies[seed] += 1
+        self.counts.drafts[seed] += num_drafts
+        self.counts.accepted[seed] += num_accepted
+        self.counts.trees += num_drafts > 0
+        self.counts.per_position.update(str(position) for position in range(num_accepted))
 
 
 def check_block_ids(blocks: list[int], num_blocks: int) -> None:
-    assert len(set(blocks)) == len(blocks), f"a block is in the row twice: {blocks}"
+    assert len(set(blocks)) == len(blocks), f"a row lists a block twice: {blocks}"
     assert all(0 < block < num_blocks for block in blocks)

@@ -1,4 +1,4 @@
-"""The alarm for drafts that are hardly ever accepted: when it starts and ends, and that it logs once."""
+"""The alarm for low acceptance: when it starts and ends, and that it logs once."""
 
 import logging
 from pathlib import Path
@@ -20,15 +20,15 @@ from tests.support.drafters import ScriptedDrafter, draw_wrong
 from tests.support.engine import make_llm
 
 
-class Watched:
-    """An alarm and its counts."""
+class AlarmHarness:
+    """An alarm with the statistics that it reads."""
 
     def __init__(self) -> None:
         self.stats = EngineStats("EAGLE3")
         self.alarm = AcceptanceAlarm(self.stats)
 
     def verify(self, num_trees: int, num_accepted: int) -> bool:
-        """Count `num_trees` trees with `num_accepted` tokens each; returns whether the alarm is on."""
+        """Count `num_trees` trees with `num_accepted` accepted tokens each. Returns whether the alarm is on."""
         for _ in range(num_trees):
             self.stats.accepted(num_draft_tokens=7, num_accepted=num_accepted)
             self.alarm.check()
@@ -50,29 +50,29 @@ def test_a_short_accept_length_is_a_collapse(accept_length: float, was_collapsed
 
 
 def test_the_alarm_starts_and_ends_after_enough_trees(caplog: pytest.LogCaptureFixture) -> None:
-    watched = Watched()
+    harness = AlarmHarness()
     with caplog.at_level(logging.WARNING):
-        assert not watched.verify(NUM_TREES, 2)
-        assert not watched.verify(NUM_TREES - 1, 0)
-        assert watched.verify(3 * NUM_TREES, 0)
-        assert not watched.verify(NUM_TREES + 1, 2)
+        assert not harness.verify(NUM_TREES, 2)
+        assert not harness.verify(NUM_TREES - 1, 0)
+        assert harness.verify(3 * NUM_TREES, 0)
+        assert not harness.verify(NUM_TREES + 1, 2)
     assert ["hardly ever accepted" in message for message in caplog.messages] == [True, False]
 
 
 def test_plain_decoding_does_not_raise_the_alarm() -> None:
-    watched = Watched()
+    harness = AlarmHarness()
     for _ in range(3 * NUM_TREES):
-        watched.stats.accepted(num_draft_tokens=0, num_accepted=0)
-        watched.alarm.check()
-    assert watched.stats.values[COLLAPSED] == 0
+        harness.stats.accepted(num_draft_tokens=0, num_accepted=0)
+        harness.alarm.check()
+    assert harness.stats.values[COLLAPSED] == 0
 
 
 def test_reset_starts_a_new_window() -> None:
-    watched = Watched()
-    assert watched.verify(2 * NUM_TREES - 1, 0)
-    watched.alarm.reset()
-    assert not watched.verify(NUM_TREES - 1, 0)
-    assert watched.verify(1, 0)
+    harness = AlarmHarness()
+    assert harness.verify(2 * NUM_TREES - 1, 0)
+    harness.alarm.reset()
+    assert not harness.verify(NUM_TREES - 1, 0)
+    assert harness.verify(1, 0)
 
 
 def test_a_new_drafter_resets_the_alarm(toy: Path) -> None:

@@ -1,4 +1,4 @@
-"""Block pool and radix cache together, driven at random beside a plain model of what they should hold."""
+"""Random operations on a block pool and a radix cache, compared with a simple reference model."""
 
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,12 +12,12 @@ from specray.engine.radix_cache import CacheNode, RadixCache
 
 NUM_BLOCKS = 14
 Key = tuple[int, ...]
-Path = tuple[str, tuple[Key, ...]]  # namespace and the blocks' tokens from the root
+Path = tuple[str, tuple[Key, ...]]  # namespace, and the keys of blocks from the root
 
 
 @dataclass(eq=False)
 class Holder:
-    """A request as the scheduler keeps it: a locked cached path and blocks of its own."""
+    """A running request: a locked path of cached blocks, and its private blocks."""
 
     namespace: str
     tokens: list[int]
@@ -31,7 +31,7 @@ class Holder:
 
 @dataclass(eq=False)
 class Expected:
-    """One cached block in the model."""
+    """A cached block of the reference model."""
 
     block_id: int
     users: int = 0
@@ -71,7 +71,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
     @rule(holder=holders)
     def commit(self, holder: Holder) -> None:
-        """Everything the holder has blocks for was computed: its full blocks enter the cache."""
+        """Insert the holder's full blocks into the cache."""
         if holder not in self.alive:
             return
         full = min((len(holder.tokens) - self.key_size) // self.size + 1, len(holder.blocks))
@@ -94,7 +94,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.cached = {key: block for key, block in self.cached.items() if block.users}
 
     @invariant()
-    def every_block_is_in_one_place(self) -> None:
+    def every_block_is_free_cached_or_held_once(self) -> None:
         held = [block for holder in self.alive for block in holder.private()]
         cached = [block.block_id for block in self.cached.values()]
         assert len(set(held + cached)) == len(held) + len(cached)
@@ -102,7 +102,7 @@ class BlocksMachine(RuleBasedStateMachine):
         assert 0 not in held + cached
 
     @invariant()
-    def the_cache_holds_what_the_model_holds(self) -> None:
+    def the_cache_equals_the_reference_model(self) -> None:
         assert self.cache.num_cached == len(self.cached)
         assert self.cache.num_idle == sum(block.users == 0 for block in self.cached.values())
         for (namespace, keys), block in self.cached.items():
@@ -110,7 +110,7 @@ class BlocksMachine(RuleBasedStateMachine):
             assert path[len(keys) - 1].block_id == block.block_id
 
     def take(self, holder: Holder, num_blocks: int) -> None:
-        """Take blocks, evicting as the model says; a holder that gets none goes away, as when preempted."""
+        """Take blocks, evicting in the reference model's order. A holder that gets none is dropped."""
         num_idle = sum(block.users == 0 for block in self.cached.values())
         fits = num_blocks <= self.pool.num_free + num_idle
         for _ in range(num_blocks - self.pool.num_free if fits else 0):
@@ -158,8 +158,8 @@ TestBlocks = BlocksMachine.TestCase
 TestBlocks.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
-def test_a_prefix_that_is_read_for_ever_leaves_no_growing_trace() -> None:
-    """A pool that never fills never evicts: what is remembered for eviction must not grow with the requests served."""
+def test_repeated_use_of_a_prefix_does_not_grow_the_eviction_heap() -> None:
+    """Without evictions, entries of the heap are never popped."""
     cache = RadixCache(BlockPool(10), 2)
     [block] = cache.take_blocks(1) or []
     path = [cache.insert("", [], (1, 2), block)]
@@ -170,12 +170,12 @@ def test_a_prefix_that_is_read_for_ever_leaves_no_growing_trace() -> None:
     assert len(cache._evictable) < 100
 
 
-def test_a_disabled_cache_finds_nothing() -> None:
+def test_a_disabled_cache_matches_nothing() -> None:
     cache = RadixCache(BlockPool(10), 2, enabled=False)
     assert cache.match("", [1, 2, 3, 4]) == []
 
 
-def test_a_namespace_shares_nothing_with_another() -> None:
+def test_namespaces_share_no_blocks() -> None:
     cache = RadixCache(BlockPool(10), 2)
     [block] = cache.take_blocks(1) or []
     cache.insert("tenant", [], (1, 2), block)
@@ -183,5 +183,5 @@ def test_a_namespace_shares_nothing_with_another() -> None:
     assert cache.match("", [1, 2]) == cache.match("other", [1, 2]) == []
 
 
-def test_blocks_come_in_ascending_runs() -> None:
+def test_blocks_are_taken_in_ascending_order() -> None:
     assert BlockPool(10).take(4) == [1, 2, 3, 4]

@@ -1,4 +1,7 @@
-"""Text and its end do not depend on how tokens were grouped into steps; an oracle decodes whole texts each time."""
+"""Streamed text and stop conditions do not depend on how tokens are grouped into steps.
+
+The reference decodes the whole text after each token.
+"""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,8 +18,8 @@ from tests.support.stories import stories_tokenizer
 from tests.support.toy import toy_tokenizer
 
 TOKENIZERS: dict[str, Tokenizer] = {
-    "byte-level": toy_tokenizer().backend_tokenizer,  # é, ☃ and 😀 are two to four tokens
-    "byte-fallback": stories_tokenizer().backend_tokenizer,  # spaces belong to words, the first one is stripped
+    "byte-level": toy_tokenizer().backend_tokenizer,  # é, ☃ and 😀 have two to four tokens
+    "byte-fallback": stories_tokenizer().backend_tokenizer,  # words include their spaces; the first space is stripped
 }
 EOS = {"byte-level": [1], "byte-fallback": [2]}
 WORDS = ["the", "a", "aa", "aab", "é", "☃", "😀", " ", "\n", "on", "in", ". "]
@@ -31,7 +34,7 @@ class Case(NamedTuple):
     max_tokens: int
 
 
-class Ending(NamedTuple):
+class StreamResult(NamedTuple):
     token_ids: list[int]
     text: str
     reason: FinishReason | None
@@ -42,7 +45,7 @@ class Ending(NamedTuple):
 def cases(draw: st.DrawFn, any_tokens: bool, kinds: tuple[str, ...] = ("byte-level", "byte-fallback")) -> Case:
     kind = draw(st.sampled_from(kinds))
     tokenizer = TOKENIZERS[kind]
-    if any_tokens:  # half characters, broken ones, special tokens in the middle
+    if any_tokens:  # incomplete and invalid characters, and special tokens
         token_ids = draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=24))
     else:
         words = draw(st.lists(st.sampled_from(WORDS), min_size=1, max_size=10))
@@ -60,10 +63,10 @@ def cases(draw: st.DrawFn, any_tokens: bool, kinds: tuple[str, ...] = ("byte-lev
     return Case(kind, token_ids, params, draw(st.integers(1, 26)))
 
 
-def oracle(case: Case) -> Ending:
-    """One token at a time, each time decoding all of them; only whole characters count, except at the very end.
+def oracle(case: Case) -> StreamResult:
+    """The expected result: decode all tokens after each one, and return whole characters except at the end.
 
-    What was shown stays: a byte-fallback decoder that takes it back decodes the tokens after it alone.
+    Text once returned stays, even if a byte-fallback decoder would change it: then the later tokens are decoded alone.
     """
     kind, token_ids, params, max_tokens = case
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else EOS[kind])}
@@ -71,7 +74,7 @@ def oracle(case: Case) -> Ending:
     for count, token_id in enumerate(token_ids, 1):
         kept, may_stop = token_ids[:count], count >= max(1, params.min_tokens)
         if may_stop and token_id in stop_ids:
-            return Ending(kept, extend(case, shown, kept[:-1], num_shown_tokens), FinishReason.STOP, token_id)
+            return StreamResult(kept, extend(case, shown, kept[:-1], num_shown_tokens), FinishReason.STOP, token_id)
         whole = extend(case, shown, kept, num_shown_tokens)
         if whole.endswith(SPLIT_CHARACTER) and count < max_tokens:
             continue
@@ -79,15 +82,15 @@ def oracle(case: Case) -> Ending:
         if stop is not None:
             start, text = stop
             end = start + (len(text) if params.include_stop_str_in_output else 0)
-            return Ending(kept, whole[:end], FinishReason.STOP, text)
+            return StreamResult(kept, whole[:end], FinishReason.STOP, text)
         shown, num_shown_tokens = whole, count
         if count == max_tokens:
-            return Ending(kept, whole, FinishReason.LENGTH, None)
-    return Ending(token_ids, shown, None, None)
+            return StreamResult(kept, whole, FinishReason.LENGTH, None)
+    return StreamResult(token_ids, shown, None, None)
 
 
 def extend(case: Case, shown: str, token_ids: list[int], num_shown_tokens: int) -> str:
-    """`shown`, the text of the first `num_shown_tokens`, and what the others add to it."""
+    """`shown`, the text of the first `num_shown_tokens` tokens, extended by the text of the others."""
     whole = decode(case, token_ids)
     return whole if whole.startswith(shown) else shown + decode(case, token_ids[num_shown_tokens:])
 
@@ -98,14 +101,14 @@ def decode(case: Case, token_ids: list[int]) -> str:
 
 
 def first_stop(text: str, num_old: int, stops: list[str]) -> tuple[int, str] | None:
-    """The stop string that begins first, of those that end in the new part of the text; of two, the shorter."""
+    """The start and text of the first stop string that ends after `num_old` characters; the shorter of two."""
     starts = range(len(text))
     found = [(s, stop) for s in starts for stop in stops if text.startswith(stop, s) and s + len(stop) > num_old]
     return min(found, key=lambda match: (match[0], len(match[1])), default=None)
 
 
-def feed(case: Case, cuts: list[int]) -> tuple[Ending, list[str]]:
-    """The stream's ending and deltas when tokens come in the runs between `cuts`."""
+def feed(case: Case, cuts: list[int]) -> tuple[StreamResult, list[str]]:
+    """The result and text deltas of a stream whose tokens arrive in the groups between `cuts`."""
     kind, token_ids, params, max_tokens = case
     stream = TextStream(TOKENIZERS[kind], params, EOS[kind], max_tokens)
     kept: list[int] = []
@@ -115,8 +118,8 @@ def feed(case: Case, cuts: list[int]) -> tuple[Ending, list[str]]:
         kept += token_ids[start : start + cut.num_kept]
         deltas.append(cut.text)
         if cut.finish_reason is not None:
-            return Ending(kept, "".join(deltas), cut.finish_reason, cut.stop_reason), deltas
-    return Ending(kept, "".join(deltas), None, None), deltas
+            return StreamResult(kept, "".join(deltas), cut.finish_reason, cut.stop_reason), deltas
+    return StreamResult(kept, "".join(deltas), None, None), deltas
 
 
 def cut_lists() -> st.SearchStrategy[list[int]]:
@@ -125,51 +128,53 @@ def cut_lists() -> st.SearchStrategy[list[int]]:
 
 @given(cases(any_tokens=False), cut_lists())
 @settings(max_examples=250)
-def test_runs_of_any_length_end_where_single_tokens_end(case: Case, cuts: list[int]) -> None:
-    expected, (seen, _) = oracle(case), feed(case, cuts)
-    assert (seen.token_ids, seen.reason, seen.stop) == (expected.token_ids, expected.reason, expected.stop)
+def test_groups_of_any_length_give_the_result_of_single_tokens(case: Case, cuts: list[int]) -> None:
+    expected, (result, _) = oracle(case), feed(case, cuts)
+    assert (result.token_ids, result.reason, result.stop) == (expected.token_ids, expected.reason, expected.stop)
     if expected.reason is not None:
-        assert seen.text == expected.text
-    else:  # what may still become a stop string is held back
-        assert expected.text.startswith(seen.text)
+        assert result.text == expected.text
+    else:  # a possible start of a stop string is withheld
+        assert expected.text.startswith(result.text)
 
 
 @given(cases(any_tokens=True, kinds=("byte-level",)), cut_lists())
 @settings(max_examples=250)
-def test_broken_characters_and_special_tokens_end_alike_too(case: Case, cuts: list[int]) -> None:
-    """Byte-level only: a byte-fallback decoder rewrites earlier bytes when a later one breaks their run."""
-    expected, (seen, _) = oracle(case), feed(case, cuts)
-    assert seen.token_ids == expected.token_ids
+def test_groups_with_invalid_characters_and_special_tokens_give_the_same_result(case: Case, cuts: list[int]) -> None:
+    """Byte-level only: an invalid byte changes how a byte-fallback decoder decodes the bytes before it."""
+    expected, (result, _) = oracle(case), feed(case, cuts)
+    assert result.token_ids == expected.token_ids
     if expected.reason is not None:
-        assert seen == expected
+        assert result == expected
 
 
 @given(cases(any_tokens=True), cut_lists(), cut_lists())
 @settings(max_examples=200)
 @example(Case("byte-fallback", [3, 131, 0], SamplingParams(), 4), [], [])  # <0x00> <0x80> <unk>
 @example(Case("byte-fallback", [100, 3, 131, 131, 300, 131, 261], SamplingParams(), 9), [], [2, 5])
-def test_two_ways_to_cut_a_stream_end_alike(case: Case, cuts: list[int], others: list[int]) -> None:
-    assert feed(case, cuts)[0] == feed(case, others)[0]
+def test_the_result_does_not_depend_on_the_grouping(case: Case, cuts: list[int], other_cuts: list[int]) -> None:
+    assert feed(case, cuts)[0] == feed(case, other_cuts)[0]
 
 
 @given(cases(any_tokens=False), cut_lists())
 @settings(max_examples=200)
-def test_no_delta_holds_half_a_character(case: Case, cuts: list[int]) -> None:
+def test_deltas_contain_whole_characters(case: Case, cuts: list[int]) -> None:
     if SPLIT_CHARACTER not in oracle(case).text:
         assert SPLIT_CHARACTER not in "".join(feed(case, cuts)[1])
 
 
 @given(cases(any_tokens=False), cut_lists())
 @settings(max_examples=200)
-def test_a_stop_string_is_never_shown_unless_asked_for(case: Case, cuts: list[int]) -> None:
+def test_stop_strings_are_excluded_unless_requested(case: Case, cuts: list[int]) -> None:
     params = case.params
     if params.min_tokens == 0 and not params.include_stop_str_in_output:
         text = feed(case, cuts)[0].text
-        stops = [stop for stop in params.stop if stop != SPLIT_CHARACTER]  # an end token may leave half a character
+        stops = [
+            stop for stop in params.stop if stop != SPLIT_CHARACTER
+        ]  # an end token may follow an incomplete character
         assert not any(stop in text for stop in stops)
 
 
-def test_text_is_shown_at_once_where_no_stop_string_can_begin() -> None:
+def test_text_is_withheld_only_where_a_stop_string_may_begin() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     stream = TextStream(tokenizer, SamplingParams(stop=["xyz"]), [1], 100)
     ids = tokenizer.encode("abxyq").ids
@@ -177,7 +182,7 @@ def test_text_is_shown_at_once_where_no_stop_string_can_begin() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
-def test_an_unfinished_character_at_the_end_is_shown_as_a_replacement(kind: str) -> None:
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     ids = tokenizer.encode("a😀", add_special_tokens=False).ids
     cut = TextStream(tokenizer, SamplingParams(), EOS[kind], len(ids) - 1).feed(ids)
@@ -186,11 +191,11 @@ def test_an_unfinished_character_at_the_end_is_shown_as_a_replacement(kind: str)
     assert SPLIT_CHARACTER in cut.text
 
 
-def test_a_byte_that_breaks_a_run_of_bytes_takes_nothing_back_and_ends_nobody() -> None:
-    """A byte-fallback decoder turns the whole run into U+FFFD; the character that was shown stays shown."""
+def test_an_invalid_byte_changes_no_text_returned_before() -> None:
+    """A byte-fallback decoder turns all adjacent bytes into U+FFFD, also those of a valid character."""
     tokenizer = TOKENIZERS["byte-fallback"]
     snowman = tokenizer.encode("☃", add_special_tokens=False).ids
-    assert len(snowman) == 4  # the space before it, three bytes
+    assert len(snowman) == 4  # a space and three bytes
     stream = TextStream(tokenizer, SamplingParams(), EOS["byte-fallback"], 100)
     word, broken = tokenizer.encode("the end", add_special_tokens=False).ids[-1], snowman[-1]
     shown = [stream.feed([token]).text for token in [*snowman, broken, word, word]]

@@ -1,4 +1,4 @@
-"""After any run the engine's counters equal a ledger that the executor and the caller kept."""
+"""After any run, the engine's metrics equal the counts of the executor and the caller."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ TOKENIZER = letters_tokenizer()
     reuse=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
-def test_counters_equal_the_ledger(
+def test_metrics_equal_the_executors_counts(
     prompts: list[list[int]],
     accepts: list[tuple[int, int]],
     spare_blocks: int,
@@ -51,41 +51,40 @@ def test_counters_equal_the_ledger(
 
 
 def check(engine: Engine, executor: FakeExecutor, prompts: list[list[int]], outputs: list[RequestOutput]) -> None:
-    stats, ledger = engine.stats.snapshot(), executor.ledger
-    preemptions = {seed: entries - 1 for seed, entries in ledger.entries.items()}
+    stats, counts = engine.stats.snapshot(), executor.counts
+    preemptions = {seed: entries - 1 for seed, entries in counts.entries.items()}
     reasons = Counter(output.finish_reason.value for output in outputs if output.finish_reason)
     assert stats["specray_prompt_tokens_total"] == sum(map(len, prompts))
     assert stats["specray_generation_tokens_total"] == sum(len(output.token_ids) for output in outputs)
-    assert stats["specray_prefix_cache_queries_total"] == sum(len(prompts[seed]) for seed in ledger.cached)
-    assert stats["specray_prefix_cache_hits_total"] == sum(ledger.cached.values())
-    assert stats["specray_steps_total"] == ledger.steps
-    assert stats["specray_verify_steps_total"] == ledger.verifies.total()
-    assert stats["specray_spec_decode_num_drafts_total"] == ledger.trees
-    assert stats["specray_spec_decode_num_draft_tokens_total"] == ledger.drafts.total()
-    assert stats["specray_spec_decode_num_accepted_tokens_total"] == ledger.accepted.total()
-    assert stats["specray_spec_decode_num_accepted_tokens_per_pos_total"] == dict(ledger.per_position)
+    assert stats["specray_prefix_cache_queries_total"] == sum(len(prompts[seed]) for seed in counts.cached)
+    assert stats["specray_prefix_cache_hits_total"] == sum(counts.cached.values())
+    assert stats["specray_steps_total"] == counts.steps
+    assert stats["specray_verify_steps_total"] == counts.verifies.total()
+    assert stats["specray_spec_decode_num_drafts_total"] == counts.trees
+    assert stats["specray_spec_decode_num_draft_tokens_total"] == counts.drafts.total()
+    assert stats["specray_spec_decode_num_accepted_tokens_total"] == counts.accepted.total()
+    assert stats["specray_spec_decode_num_accepted_tokens_per_pos_total"] == dict(counts.per_position)
     assert stats["specray_request_finished_total"] == {reason: reasons[reason] for reason in REASONS}
     assert reasons.total() == len(prompts)
     for output in outputs:
         if output.finish_reason is not None:
             seed, usage = int(output.request_id[1:]), output.usage
             assert usage.num_prompt_tokens == len(prompts[seed])
-            assert usage.num_cached_tokens == ledger.cached.get(seed, 0)
-            assert (usage.num_verify_steps, usage.num_draft_tokens) == (ledger.verifies[seed], ledger.drafts[seed])
-            assert usage.num_accepted == ledger.accepted[seed]
+            assert usage.num_cached_tokens == counts.cached.get(seed, 0)
+            assert (usage.num_verify_steps, usage.num_draft_tokens) == (counts.verifies[seed], counts.drafts[seed])
+            assert usage.num_accepted == counts.accepted[seed]
             assert sum(k * count for k, count in enumerate(usage.accept_histogram)) == usage.num_accepted
             assert sum(usage.accept_histogram) <= usage.num_verify_steps
-            # a request that was preempted and then aborted never came back for its last row
+            # a request aborted while preempted is not entered again
             assert usage.num_preemptions in (preemptions.get(seed, 0), preemptions.get(seed, 0) + 1)
-    waits = stats["specray_request_queue_time_seconds"]
-    assert sum(waits.buckets) == len(ledger.cached)
+    assert sum(stats["specray_request_queue_time_seconds"].buckets) == len(counts.cached)
     assert sum(stats["specray_e2e_request_latency_seconds"].buckets) == len(prompts)
-    assert sum(stats["specray_time_to_first_token_seconds"].buckets) == len(ledger.first_tokens)
+    assert sum(stats["specray_time_to_first_token_seconds"].buckets) == len(counts.first_tokens)
     for gauge in ("specray_num_requests_running", "specray_num_requests_waiting", "specray_kv_cache_usage_perc"):
         assert stats[gauge] == 0
 
 
-def test_preemptions_are_counted_each_time() -> None:
+def test_every_preemption_is_counted() -> None:
     config = EngineConfig(page_size=4, max_running_requests=3, disable_radix_cache=True)
     executor = FakeExecutor(config, CONTEXT // 4 + 1, context_length=CONTEXT)
     engine = Engine(config, executor, TOKENIZER)
@@ -94,5 +93,5 @@ def test_preemptions_are_counted_each_time() -> None:
         engine.add_request(request(seed, [2, 3, seed + 4] * 3))
     run_to_end(engine)
     engine.update_gauges()
-    returns = executor.ledger.entries.total() - len(executor.ledger.entries)
-    assert engine.stats.snapshot()["specray_num_preemptions_total"] == returns > 0
+    num_returns = executor.counts.entries.total() - len(executor.counts.entries)
+    assert engine.stats.snapshot()["specray_num_preemptions_total"] == num_returns > 0

@@ -1,4 +1,4 @@
-"""Order of starts: first come first served within a tenant, equal shares between tenants, nobody left waiting."""
+"""The order in which requests start: FCFS within a tenant, fair shares among tenants, no starvation."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tests.support.ranks import SimulatedRanks
 from tests.support.toy import VOCAB_SIZE, toy_tokenizer
 
 ARRIVALS = count()
-STEP_S = 0.02  # of SmolLM2-135M on two cores
+STEP_S = 0.02  # a step of SmolLM2-135M on two cores
 LIGHT = [f"light{index}" for index in range(8)]
 
 
@@ -32,7 +32,7 @@ def request(tenant: str, prompt: int = 1, output: int = 1) -> Request:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """A caller who remembers who waits; `returned` were put back, the last one first."""
+    """Random calls, compared with lists of the waiting requests. `returned` is in reverse order of return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,18 +60,18 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.started)
     @rule(data=st.data())
-    def put_back(self, data: st.DataObject) -> None:
-        back = data.draw(st.sampled_from(self.started))
-        self.started.remove(back)
-        self.returned.insert(0, back)
-        self.queue.appendleft(back)
+    def return_to_queue(self, data: st.DataObject) -> None:
+        returned = data.draw(st.sampled_from(self.started))
+        self.started.remove(returned)
+        self.returned.insert(0, returned)
+        self.queue.appendleft(returned)
 
     @precondition(lambda self: self.waiting or self.returned)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        gone = data.draw(st.sampled_from(self.waiting + self.returned))
-        self.queue.remove(gone)
-        (self.waiting if gone in self.waiting else self.returned).remove(gone)
+        removed = data.draw(st.sampled_from(self.waiting + self.returned))
+        self.queue.remove(removed)
+        (self.waiting if removed in self.waiting else self.returned).remove(removed)
 
     @precondition(lambda self: self.started)
     @rule(data=st.data(), num_tokens=st.integers(0, 60))
@@ -79,7 +79,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.charge(data.draw(st.sampled_from(self.started)), num_tokens)
 
     @invariant()
-    def holds_exactly_those_that_wait(self) -> None:
+    def the_queue_contains_the_waiting_requests(self) -> None:
         assert len(self.queue) == len(self.waiting) + len(self.returned)
         assert bool(self.queue) is bool(self.waiting or self.returned)
         assert Counter(self.queue) == Counter(self.waiting + self.returned)
@@ -90,8 +90,8 @@ TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-class Server:
-    """`num_slots` requests run, each emits up to three tokens a step; whoever ends makes room for the next."""
+class SimulatedServer:
+    """Runs up to `num_slots` requests, each of which generates up to three tokens per step."""
 
     def __init__(self, num_slots: int, seed: int = 0) -> None:
         self.queue = FairQueue()
@@ -108,7 +108,7 @@ class Server:
         self.queue.append(new)
 
     def step(self) -> Iterator[Request]:
-        """One step; those that ended in it."""
+        """Run one step. Yields the requests that end in it."""
         self.now += 1
         while self.queue and len(self._running) < self._num_slots:
             self._start(self.queue.popleft())
@@ -128,13 +128,13 @@ class Server:
         self.waits[tenant] = max(self.waits.get(tenant, 0.0), STEP_S * (self.now - self._since.pop(started)))
 
     def longest_wait(self, tenant: str) -> float:
-        """Those that still wait included."""
-        still = [STEP_S * (self.now - since) for waits, since in self._since.items() if waits.spec.tenant == tenant]
-        return max([self.waits.get(tenant, 0.0), *still])
+        """In seconds, including requests that still wait."""
+        waiting = [STEP_S * (self.now - since) for each, since in self._since.items() if each.spec.tenant == tenant]
+        return max([self.waits.get(tenant, 0.0), *waiting])
 
 
-def closed_loop(server: Server, clients: dict[str, int], prompt: int, output: int, num_steps: int) -> None:
-    """Each tenant has that many clients; each sends its next request as soon as its last one has ended."""
+def closed_loop(server: SimulatedServer, clients: dict[str, int], prompt: int, output: int, num_steps: int) -> None:
+    """Serve `clients[tenant]` clients per tenant. A client sends its next request as soon as its last one has ended."""
     for tenant, number in clients.items():
         for _ in range(number):
             server.add(request(tenant, prompt, output))
@@ -143,28 +143,28 @@ def closed_loop(server: Server, clients: dict[str, int], prompt: int, output: in
             server.add(request(ended.spec.tenant, prompt, output))
 
 
-def test_light_keys_get_their_fair_share_beside_a_heavy_one_and_all_start_in_time() -> None:
-    """Q3: one key with 64 requests at once and eight with a few, every one of which would take more than its share."""
-    server = Server(num_slots=16)
+def test_light_tenants_beside_a_heavy_one_get_their_fair_share() -> None:
+    """One tenant has 64 clients and eight have four each; each of them could use more than its share."""
+    server = SimulatedServer(num_slots=16)
     closed_loop(server, {"heavy": 64} | dict.fromkeys(LIGHT, 4), prompt=20, output=40, num_steps=6000)
     fair = server.served.total() / 9
     assert all(server.served[tenant] >= 0.9 * fair for tenant in LIGHT), server.served
     assert max(map(server.longest_wait, ["heavy", *LIGHT])) <= 30.0
 
 
-def test_light_keys_that_take_less_than_their_share_do_not_wait_for_the_heavy_one() -> None:
-    """With one request at a time a light key starts at the next free slot; the heavy one gets what is left."""
-    server = Server(num_slots=16)
+def test_tenants_below_their_share_do_not_wait() -> None:
+    """With one client, a light tenant starts at the next free slot. The heavy tenant gets the remaining capacity."""
+    server = SimulatedServer(num_slots=16)
     closed_loop(server, {"heavy": 64} | dict.fromkeys(LIGHT, 1), prompt=20, output=40, num_steps=6000)
-    alone = 6000 * 60 / 20  # tokens of a client that never waits: 20 steps for 20 + 40 tokens
+    alone = 6000 * 60 / 20  # tokens of a client that never waits: 60 tokens in 20 steps
     assert all(server.served[tenant] >= 0.9 * alone for tenant in LIGHT), server.served
     assert max(map(server.longest_wait, LIGHT)) <= 0.2
     assert server.longest_wait("heavy") <= 30.0
 
 
-def test_a_flood_with_a_huge_prompt_each_leaves_the_others_their_share() -> None:
-    """Shares are of tokens, not of requests, also where the flood is always the oldest to wait."""
-    server = Server(num_slots=4)
+def test_a_flood_of_long_prompts_leaves_others_their_share() -> None:
+    """Shares are counted in tokens, not in requests, although the flood's requests are always the oldest."""
+    server = SimulatedServer(num_slots=4)
     for _ in range(400):
         server.add(request("flood", 900, 100))
     closed_loop(server, dict.fromkeys(LIGHT[:3], 4), prompt=10, output=10, num_steps=8000)
@@ -174,12 +174,12 @@ def test_a_flood_with_a_huge_prompt_each_leaves_the_others_their_share() -> None
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=2, max_size=6), st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
-def test_tenants_that_always_wait_are_served_nine_tenths_of_an_equal_share(
+def test_tenants_that_always_wait_get_at_least_90_percent_of_an_equal_share(
     sizes: list[tuple[int, int]], seed: int
 ) -> None:
-    """Whatever a tenant's requests look like; those in flight, and one more, are what shares may be apart by."""
+    """With requests of any sizes. Shares may differ by the requests in flight and one more."""
     num_slots = 3
-    server = Server(num_slots, seed)
+    server = SimulatedServer(num_slots, seed)
     size_of = {str(index): size for index, size in enumerate(sizes)}
     for tenant, size in size_of.items():
         for _ in range(num_slots + 1):
@@ -194,35 +194,35 @@ def test_tenants_that_always_wait_are_served_nine_tenths_of_an_equal_share(
 
 @given(st.integers(0, 2**32), st.integers(0, 5000))
 @settings(max_examples=60, deadline=None)
-def test_nobody_starves_whatever_his_tenant_was_served_before(seed: int, debt: int) -> None:
-    """A request starts once AGE_SHARE times the tokens have been served that it and all older ones may fill."""
+def test_no_request_starves_however_much_its_tenant_was_served_before(seed: int, debt: int) -> None:
+    """A request starts before AGE_SHARE times as many tokens are served as it and all older requests may generate."""
     random, queue = Random(seed), FairQueue()
     for tenant in ("debtor", "a", "b"):
         queue.append(request(tenant))
     first = [queue.popleft() for _ in range(2)]
-    queue.append(request("c"))  # somebody waits all the time, so nothing is forgotten
+    queue.append(request("c"))  # the queue is never empty, so charges are kept
     queue.charge(next(r for r in [*first, *queue] if r.spec.tenant == "debtor"), debt)
     older = list(queue)
-    long_job = request("debtor", random.randint(1, 100), random.randint(1, 100))
-    queue.append(long_job)
+    last = request("debtor", random.randint(1, 100), random.randint(1, 100))
+    queue.append(last)
     num_served, largest = 0, 0
-    while long_job in list(queue):
+    while last in list(queue):
         queue.append(request(random.choice("abc"), random.randint(1, 20), random.randint(1, 20)))
         started = queue.popleft()
         queue.charge(started, started.max_length - started.num_prompt_tokens)
         num_served += started.max_length
         largest = max(largest, started.max_length)
-    assert num_served - 2 * largest <= AGE_SHARE * sum(r.max_length for r in [*older, long_job])
+    assert num_served - 2 * largest <= AGE_SHARE * sum(r.max_length for r in [*older, last])
 
 
-def test_without_tenants_it_is_first_come_first_served() -> None:
+def test_requests_of_one_tenant_start_in_order_of_arrival() -> None:
     queue, requests = FairQueue(), [request("", index % 7 + 1, index % 5 + 1) for index in range(100)]
     for each in requests:
         queue.append(each)
     assert [queue.popleft() for _ in requests] == requests
 
 
-def test_an_abort_costs_its_tenant_nothing() -> None:
+def test_aborted_requests_are_not_charged() -> None:
     queue, aborted = FairQueue(), [request("a", prompt=1000) for _ in range(5)]
     for each in aborted:
         queue.append(each)
@@ -230,12 +230,12 @@ def test_an_abort_costs_its_tenant_nothing() -> None:
     queue.append(late := request("a"))
     for each in aborted:
         queue.remove(each)
-    assert queue.popleft().spec.tenant == "b"  # it is the oldest now
+    assert queue.popleft().spec.tenant == "b"  # now the oldest
     assert queue.popleft() is late
     assert not queue
 
 
-def test_what_is_put_back_goes_first_and_is_charged_once() -> None:
+def test_returned_requests_go_first_and_are_charged_once() -> None:
     queue = FairQueue()
     for tenant in "aabb":
         queue.append(request(tenant, prompt=10))
@@ -247,9 +247,9 @@ def test_what_is_put_back_goes_first_and_is_charged_once() -> None:
     assert (first.spec.tenant, order) == ("a", ["b", "a", "b"])
 
 
-def test_a_newcomer_saves_nothing_up_and_a_loner_owes_nothing() -> None:
+def test_tenants_gain_no_credit_while_absent_and_no_debt_while_alone() -> None:
     queue = FairQueue()
-    for _ in range(50):  # `a` has the server to itself
+    for _ in range(50):  # only `a` has requests
         queue.append(request("a", prompt=100))
         queue.popleft()
     for tenant in "aaabbb":
@@ -258,12 +258,12 @@ def test_a_newcomer_saves_nothing_up_and_a_loner_owes_nothing() -> None:
     for tenant in "aaa":
         queue.append(request(tenant, prompt=100))
     queue.popleft()
-    for tenant in "cccc":  # `c` was never there: it goes before `a`, but not four times
+    for tenant in "cccc":  # `c` is new: it starts level with `a`
         queue.append(request(tenant, prompt=100))
     assert [queue.popleft().spec.tenant for _ in range(4)] in (list("caca"), list("acac"))
 
 
-def test_tenants_that_are_served_and_gone_are_forgotten() -> None:
+def test_state_of_inactive_tenants_is_dropped() -> None:
     queue = FairQueue()
     queue.append(request("always", prompt=5))
     for index in range(2000):
@@ -276,10 +276,10 @@ def test_tenants_that_are_served_and_gone_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [60, 14])
-def test_the_order_of_tenants_changes_no_text(num_blocks: int) -> None:
-    """Also where requests are preempted, on a pool of 14 blocks; every tenant gets something early on."""
+def test_tenants_change_the_order_and_no_output(num_blocks: int) -> None:
+    """With 14 blocks, requests are preempted. Every tenant has a request among the first six to end."""
     config = EngineConfig(page_size=4, max_running_requests=4, chunked_prefill_size=8, disable_radix_cache=True)
-    texts = {}
+    outputs = {}
     early: set[str] = set()
     for tenants in ([""], ["heavy"] * 6 + LIGHT[:2]):
         ranks = SimulatedRanks(config, Capacity(num_blocks, 3, 40, VOCAB_SIZE, [1]), _text, Random(1))
@@ -288,22 +288,22 @@ def test_the_order_of_tenants_changes_no_text(num_blocks: int) -> None:
             params = SamplingParams(seed=index, max_tokens=16, ignore_eos=True)
             prompt = [4 + index % 3] * (4 + index % 8)
             engine.add_request(EngineRequest(str(index), prompt, params, tenant=tenants[index % len(tenants)]))
-        said: dict[str, list[int]] = {str(index): [] for index in range(24)}
+        tokens: dict[str, list[int]] = {str(index): [] for index in range(24)}
         ended: list[int] = []
         while engine.has_work:
             for output in engine.step():
-                said[output.request_id] += output.token_ids
+                tokens[output.request_id] += output.token_ids
                 ended += [int(output.request_id)] if output.finish_reason else []
-        texts[len(tenants)] = said
+        outputs[len(tenants)] = tokens
         early = {tenants[index % len(tenants)] for index in ended[:6]}
         assert (engine.scheduler.num_preemptions > 0) is (num_blocks == 14)
-    assert texts[1] == texts[8]
-    assert all(len(said) == 16 for said in texts[8].values())
+    assert outputs[1] == outputs[8]
+    assert all(len(tokens) == 16 for tokens in outputs[8].values())
     assert early == {"heavy", *LIGHT[:2]}
 
 
-def test_the_scheduler_charges_what_was_generated() -> None:
-    """By prompts alone `a`, with its short prompts and long answers, would start five times as often as `b`."""
+def test_generated_tokens_are_charged() -> None:
+    """If only prompts were charged, `a` with short prompts and long outputs would start five times as often as `b`."""
     config = EngineConfig(page_size=4, max_running_requests=1)
     ranks = SimulatedRanks(config, Capacity(60, 0, 40, VOCAB_SIZE, [1]), _text, Random(1))
     engine = Engine(config, ranks, toy_tokenizer().backend_tokenizer)

@@ -1,4 +1,4 @@
-"""Ids, text, logprobs, usage and the reason of an end are one: accepted runs of any length change none of them."""
+"""Outputs of a request do not depend on how many drafts are accepted: token ids, text, logprobs, usage, end."""
 
 from random import Random
 
@@ -19,7 +19,7 @@ STOPS = ["a", "the", "on", "é", "0 ", "!\n", "😀a", "b1"]
 
 
 def run(script: list[int], params: SamplingParams, max_draft_tokens: int, seed: int) -> list[RequestOutput]:
-    """The outputs of one request whose target says `script`."""
+    """The outputs of one request whose target generates `script`."""
     capacity = Capacity(40, max_draft_tokens, 100, VOCAB_SIZE, [1])
     config = EngineConfig(page_size=4)
     ranks = SimulatedRanks(config, capacity, lambda tokens: script[len(tokens) - 2], Random(seed))
@@ -32,7 +32,7 @@ def run(script: list[int], params: SamplingParams, max_draft_tokens: int, seed: 
 
 
 def summary(outputs: list[RequestOutput]) -> tuple[object, ...]:
-    """What the caller has in hand at the end; counts of steps and drafts are left out."""
+    """The parts of outputs that must not depend on drafts: all but counts of steps and drafts."""
     last = outputs[-1]
     return (
         [token for output in outputs for token in output.token_ids],
@@ -52,7 +52,7 @@ def summary(outputs: list[RequestOutput]) -> tuple[object, ...]:
     st.integers(0, 99),
 )
 @settings(max_examples=120)
-def test_accepted_runs_change_nothing_a_caller_sees(
+def test_accepted_drafts_do_not_change_outputs(
     script: list[int],
     stop: list[str],
     min_tokens: int,

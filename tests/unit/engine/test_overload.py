@@ -1,4 +1,4 @@
-"""More work than there is time for: what waits is bounded and sheds what is late, and long prompts go in by chunks."""
+"""Overload: limits of the queue, deadlines, and chunks of long prompts."""
 
 import time
 
@@ -17,8 +17,8 @@ from tests.support.toy import VOCAB_SIZE, toy_tokenizer
 CHUNK = 64
 
 
-class NotedRanks:
-    """Ranks that keep the plans they got, and say one token per row whose known tokens are computed."""
+class PlanRecorder:
+    """An executor that records plans. Each row whose known tokens are computed emits one token."""
 
     def __init__(self, context: int) -> None:
         self.capacity = Capacity(2000, 0, context, VOCAB_SIZE, [1])
@@ -30,13 +30,13 @@ class NotedRanks:
         self._pending |= {row.slot: len(row.token_ids) - row.num_computed_tokens for row in plan.new_requests}
 
     def collect(self) -> StepResult:
-        rows = [self._answer(row) for row in self.plans[-1].rows]
+        rows = [self._run(row) for row in self.plans[-1].rows]
         return StepResult(self.plans[-1].step_id, rows, StepTimes(0.0, 0.0, 0.0, 0.0))
 
     def close(self) -> None:
         pass
 
-    def _answer(self, row: ScheduledRow) -> RequestResult:
+    def _run(self, row: ScheduledRow) -> RequestResult:
         self._pending[row.slot] -= row.num_tokens
         if self._pending[row.slot] > 0:
             return RequestResult(row.slot, [], 0, None, None)
@@ -44,9 +44,9 @@ class NotedRanks:
         return RequestResult(row.slot, [4], 0, None, None)
 
 
-def engine_of(context: int = 40, **options: int) -> tuple[Engine, NotedRanks]:
+def make_engine(context: int = 40, **options: int) -> tuple[Engine, PlanRecorder]:
     config = EngineConfig(page_size=16, disable_radix_cache=True, **options)  # type: ignore[arg-type]
-    ranks = NotedRanks(context)
+    ranks = PlanRecorder(context)
     return Engine(config, ranks, toy_tokenizer().backend_tokenizer), ranks
 
 
@@ -55,8 +55,8 @@ def request(name: str, prompt: int = 4, tenant: str = "", max_tokens: int = 30, 
     return EngineRequest(name, [5] * prompt, params, tenant=tenant, **options)  # type: ignore[arg-type]
 
 
-def test_what_is_late_ends_without_a_step_and_what_runs_ends_in_the_next() -> None:
-    engine, ranks = engine_of(max_running_requests=1)
+def test_waiting_and_running_requests_end_at_their_deadline() -> None:
+    engine, ranks = make_engine(max_running_requests=1)
     engine.add_request(request("runs", timeout_s=0.05))
     engine.step()
     engine.add_request(request("waits", timeout_s=0.02))
@@ -66,23 +66,23 @@ def test_what_is_late_ends_without_a_step_and_what_runs_ends_in_the_next() -> No
     ended = {output.request_id: output.finish_reason for output in engine.step() if output.finish_reason}
     assert ended == {"runs": FinishReason.ABORT, "waits": FinishReason.ABORT}
     plan = ranks.plans[before]
-    assert [len(row.token_ids) for row in plan.new_requests] == [4]  # its place is the next one's in the same step
+    assert [len(row.token_ids) for row in plan.new_requests] == [4]  # the freed slot is used in the same step
     while engine.has_work:
         engine.step()
     assert sum(len(plan.new_requests) for plan in ranks.plans) == 2
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
 
 
-def test_a_request_without_a_deadline_takes_its_time() -> None:
-    engine, _ = engine_of()
+def test_a_request_without_a_deadline_runs_to_its_end() -> None:
+    engine, _ = make_engine()
     engine.add_request(request("r", max_tokens=3))
     assert [o.finish_reason for _ in range(9) if engine.has_work for o in engine.step()][-1] is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(("own_limit", "allowed"), [(None, 2), (1, 1), (0, 0), (3, 3)])
-def test_a_tenant_has_a_part_of_the_queue(own_limit: int | None, allowed: int) -> None:
+def test_a_tenant_may_use_a_part_of_the_queue(own_limit: int | None, allowed: int) -> None:
     options = {} if own_limit is None else {"max_queued_requests_per_tenant": own_limit}
-    engine, _ = engine_of(max_running_requests=1, max_queued_requests=4, **options)
+    engine, _ = make_engine(max_running_requests=1, max_queued_requests=4, **options)
     engine.add_request(request("first", tenant="a"))
     engine.step()
     for index in range(allowed):
@@ -90,13 +90,13 @@ def test_a_tenant_has_a_part_of_the_queue(own_limit: int | None, allowed: int) -
     with pytest.raises(QueueFullError, match=f"with this key are waiting and max_queued_of_tenant is {allowed}"):
         engine.add_request(request("too many", tenant="a"))
     for index in range(4 - allowed):
-        engine.add_request(request(f"b{index}"))  # without a key there is only the queue's own limit
+        engine.add_request(request(f"b{index}"))  # without a tenant only the limit of the queue holds
     with pytest.raises(QueueFullError, match="max_queued_requests is 4"):
         engine.add_request(request("last", tenant="c"))
 
 
-def test_those_that_arrive_within_a_step_count() -> None:
-    engine, _ = engine_of(max_running_requests=1, max_queued_requests=4)
+def test_requests_that_arrive_during_a_step_count() -> None:
+    engine, _ = make_engine(max_running_requests=1, max_queued_requests=4)
     engine.add_request(request("first", tenant="a"))
     engine.step()
     arriving = [request(f"b{index}", tenant="b") for index in range(2)]
@@ -105,8 +105,8 @@ def test_those_that_arrive_within_a_step_count() -> None:
         engine.check(request("b2", tenant="b"), arriving)
 
 
-def test_the_tokens_of_others_wait_for_two_chunks_at_most() -> None:
-    engine, ranks = engine_of(9000, max_running_requests=12, chunked_prefill_size=CHUNK, max_prefill_tokens=4 * CHUNK)
+def test_decoding_rows_wait_for_at_most_two_chunks() -> None:
+    engine, ranks = make_engine(9000, max_running_requests=12, chunked_prefill_size=CHUNK, max_prefill_tokens=4 * CHUNK)
     names = [f"short{index}" for index in range(6)]
     for name in names:
         engine.add_request(request(name, max_tokens=600))
@@ -116,18 +116,18 @@ def test_the_tokens_of_others_wait_for_two_chunks_at_most() -> None:
     decoding = {running.slot for running in engine.scheduler.running}
     prefills = []
     for _ in range(100):
-        said = {output.request_id for output in engine.step() if output.token_ids}
+        emitted = {output.request_id for output in engine.step() if output.token_ids}
         plan = ranks.plans[-1]
         assert {row.slot for row in plan.rows if row.num_tokens == 1} >= decoding
-        assert said >= set(names), "every step gives everybody who decodes a token"
+        assert emitted >= set(names), "a decoding request got no token"
         prefills.append([row.num_tokens for row in plan.rows if row.num_tokens > 1])
     assert all(size <= CHUNK for sizes in prefills for size in sizes)
     assert all(sum(sizes) <= 2 * CHUNK for sizes in prefills)
-    assert [CHUNK, CHUNK] in prefills, "a second prompt does not wait for the first one's end"
+    assert [CHUNK, CHUNK] in prefills, "the second prompt waited for the end of the first"
 
 
-def test_one_long_prompt_adds_a_chunk_to_a_step() -> None:
-    engine, ranks = engine_of(9000, max_running_requests=4, chunked_prefill_size=CHUNK, max_prefill_tokens=4 * CHUNK)
+def test_one_long_prompt_adds_one_chunk_per_step() -> None:
+    engine, ranks = make_engine(9000, max_running_requests=4, chunked_prefill_size=CHUNK, max_prefill_tokens=4 * CHUNK)
     engine.add_request(request("short", max_tokens=400))
     engine.step()
     engine.add_request(request("long", prompt=8000, max_tokens=1))
@@ -136,8 +136,8 @@ def test_one_long_prompt_adds_a_chunk_to_a_step() -> None:
         assert sorted(row.num_tokens for row in ranks.plans[-1].rows) == [1, CHUNK]
 
 
-def test_alone_prompts_may_fill_a_step() -> None:
-    engine, ranks = engine_of(9000, max_running_requests=4, chunked_prefill_size=CHUNK, max_prefill_tokens=4 * CHUNK)
+def test_without_decoding_rows_prompts_may_fill_a_step() -> None:
+    engine, ranks = make_engine(9000, max_running_requests=4, chunked_prefill_size=CHUNK, max_prefill_tokens=4 * CHUNK)
     for index in range(4):
         engine.add_request(request(f"long{index}", prompt=1000, max_tokens=1))
     engine.step()

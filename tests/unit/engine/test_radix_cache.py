@@ -1,11 +1,11 @@
-"""What the random walk of test_block_cache does not ask: order of eviction by example, and tenants without end."""
+"""Examples of eviction order, lookahead and many namespaces; test_block_cache has random operations."""
 
 from specray.engine.block_pool import BlockPool
 from specray.engine.radix_cache import CacheNode, RadixCache
 
 
 def store(cache: RadixCache, namespace: str, token_ids: list[int]) -> list[CacheNode]:
-    """Cache a text as a finished request leaves it."""
+    """Cache a text, as a finished request does."""
     size = cache.block_size
     path = cache.match(namespace, token_ids)
     cache.lock(path)
@@ -19,16 +19,16 @@ def store(cache: RadixCache, namespace: str, token_ids: list[int]) -> list[Cache
 
 
 def evict(cache: RadixCache, num_blocks: int) -> None:
-    """Make room beyond what is free, and give it back."""
+    """Evict `num_blocks` blocks."""
     blocks = cache.take_blocks(cache.pool.num_free + num_blocks)
     assert blocks is not None
     cache.pool.give(blocks)
 
 
-def test_a_million_tenants_leave_only_the_roots_that_still_hold_blocks() -> None:
+def test_roots_without_blocks_are_removed() -> None:
     cache = RadixCache(BlockPool(9), 2)
     for salt in range(5000):
-        cache.match(f"asked {salt}", [1, 2])
+        cache.match(f"unknown {salt}", [1, 2])
         store(cache, f"tenant {salt}", [1, 2, 3, 4])
         assert len(cache._roots) <= 4
         assert len(cache._evictable) <= 8
@@ -38,7 +38,7 @@ def test_a_million_tenants_leave_only_the_roots_that_still_hold_blocks() -> None
     assert cache.pool.num_free == cache.pool.num_usable
 
 
-def test_an_emptied_namespace_can_be_filled_again() -> None:
+def test_a_cleared_namespace_can_be_used_again() -> None:
     cache = RadixCache(BlockPool(9), 2)
     store(cache, "tenant", [1, 2])
     cache.clear()
@@ -47,7 +47,7 @@ def test_an_emptied_namespace_can_be_filled_again() -> None:
     assert cache.match("tenant", [1, 2, 3]) == path
 
 
-def test_the_end_of_a_text_goes_before_its_beginning() -> None:
+def test_the_end_of_a_text_is_evicted_before_its_beginning() -> None:
     cache = RadixCache(BlockPool(9), 2)
     path = store(cache, "", [1, 2, 3, 4, 5, 6])
     for left in (2, 1, 0):
@@ -55,20 +55,20 @@ def test_the_end_of_a_text_goes_before_its_beginning() -> None:
         assert cache.match("", [1, 2, 3, 4, 5, 6]) == path[:left]
 
 
-def test_the_text_not_read_for_longest_goes_first_in_whatever_namespace() -> None:
+def test_the_least_recently_used_text_of_any_namespace_is_evicted_first() -> None:
     cache = RadixCache(BlockPool(9), 2)
     texts = [("a", [1, 2]), ("b", [3, 4]), ("a", [5, 6])]
     for namespace, token_ids in texts:
         store(cache, namespace, token_ids)
-    store(cache, "a", [1, 2])  # read again
-    gone = []
+    store(cache, "a", [1, 2])  # used again
+    evicted = []
     for _ in texts:
         evict(cache, 1)
-        gone += [text for text in texts if not cache.match(*text) and text not in gone]
-    assert gone == [texts[1], texts[2], texts[0]]
+        evicted += [text for text in texts if not cache.match(*text) and text not in evicted]
+    assert evicted == [texts[1], texts[2], texts[0]]
 
 
-def test_what_is_read_at_the_moment_stays_and_too_much_is_refused_without_harm() -> None:
+def test_locked_blocks_are_not_evicted_and_a_refusal_evicts_nothing() -> None:
     cache = RadixCache(BlockPool(5), 2)
     in_use = store(cache, "", [1, 2, 3, 4])
     store(cache, "", [5, 6])
@@ -80,7 +80,7 @@ def test_what_is_read_at_the_moment_stays_and_too_much_is_refused_without_harm()
     assert cache.match("", [5, 6]) == []
 
 
-def test_an_equal_block_that_came_second_stays_its_owners() -> None:
+def test_a_second_block_with_equal_tokens_is_not_cached() -> None:
     cache = RadixCache(BlockPool(9), 2)
     first, second = cache.pool.take(2)
     node = cache.insert("", [], (1, 2), first)
@@ -96,7 +96,7 @@ def test_only_full_blocks_match() -> None:
     assert cache.match("", [1, 2, 3, 5]) == []
 
 
-def test_with_lookahead_a_block_is_found_by_the_token_after_it_too() -> None:
+def test_with_lookahead_a_key_includes_the_next_token() -> None:
     cache = RadixCache(BlockPool(9), 2, lookahead=1)
     first, second = store(cache, "", [1, 2, 3, 4, 5])
     assert cache.match("", [1, 2, 3, 4, 5]) == [first, second]
@@ -104,8 +104,8 @@ def test_with_lookahead_a_block_is_found_by_the_token_after_it_too() -> None:
     assert cache.match("", [1, 2, 7, 4, 5]) == []
 
 
-def test_with_lookahead_the_rest_of_a_text_is_left_to_be_computed() -> None:
-    """Of a full block whose next token is not known, the drafter's KV of the last token is not known either."""
+def test_with_lookahead_a_block_without_a_known_next_token_does_not_match() -> None:
+    """The drafter's KV of a block's last token depends on the next token."""
     cache = RadixCache(BlockPool(9), 2, lookahead=1)
     first, second = store(cache, "", [1, 2, 3, 4, 5])
     assert cache.match("", [1, 2]) == []
@@ -113,7 +113,7 @@ def test_with_lookahead_the_rest_of_a_text_is_left_to_be_computed() -> None:
     assert cache.match("", [1, 2, 3, 4, 5, 9, 9]) == [first, second]
 
 
-def test_with_lookahead_one_prefix_before_two_tokens_is_two_blocks() -> None:
+def test_with_lookahead_a_prefix_before_two_tokens_has_two_blocks() -> None:
     cache = RadixCache(BlockPool(9), 2, lookahead=1)
     [one], [other] = store(cache, "", [1, 2, 3]), store(cache, "", [1, 2, 4])
     assert one.block_id != other.block_id
@@ -123,9 +123,9 @@ def test_with_lookahead_one_prefix_before_two_tokens_is_two_blocks() -> None:
     assert cache.match("", [1, 2, 4]) == [other]
 
 
-def test_a_text_of_pages_of_one_with_lookahead() -> None:
+def test_lookahead_with_blocks_of_one_token() -> None:
     cache = RadixCache(BlockPool(9), 1, lookahead=1)
     path = store(cache, "", [5, 5, 5, 6])
     assert [node.key for node in path] == [(5, 5), (5, 5), (5, 6)]
-    assert cache.match("", [5, 5, 6]) == path[:1]  # its second 5 stands before another token
+    assert cache.match("", [5, 5, 6]) == path[:1]  # the second 5 has another next token
     assert cache.match("", [5, 5, 5]) == path[:2]

@@ -1,4 +1,4 @@
-"""The engine driven at random, one call at a time, over an executor that checks every plan as a worker would."""
+"""Random calls of the engine, on an executor that checks the invariants of every plan."""
 
 from collections import Counter
 
@@ -17,12 +17,12 @@ from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.step import RequestResult, StepResult, StepTimes
 from tests.unit.engine.fake_executor import (
-    BROKEN,
     EOS,
+    ROW_ERROR,
     VOCAB_SIZE,
     FakeExecutor,
+    check_block_accounting,
     continuation,
-    free_blocks_are_accounted_for,
     letters_tokenizer,
     request,
     run_to_end,
@@ -50,7 +50,7 @@ prompts = st.lists(st.integers(2, 3), min_size=1, max_size=CONTEXT - 1)
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """A caller of the engine who knows what each request must say."""
+    """Compares each request's output with the expected text."""
 
     @initialize(
         config=configs(),
@@ -62,7 +62,9 @@ class EngineMachine(RuleBasedStateMachine):
     def start(
         self, config: EngineConfig, accepts: list[tuple[int, int]], drafts: int, spare: int, bigrams: bool
     ) -> None:
-        num_blocks = -(-CONTEXT // config.page_size) + 1 + spare  # the longest request just fits: pressure is likely
+        num_blocks = (
+            -(-CONTEXT // config.page_size) + 1 + spare
+        )  # the longest request just fits, so preemption is likely
         self.executor = FakeExecutor(config, num_blocks, drafts, accepts, CONTEXT, bigrams)
         self.engine = Engine(config, self.executor, TOKENIZER)
         self.added: list[EngineRequest] = []
@@ -107,17 +109,17 @@ class EngineMachine(RuleBasedStateMachine):
             self.step_once()
 
     def step_once(self) -> None:
-        alive, had_work, num_steps = sorted(self.alive), self.engine.has_work, self.executor.ledger.steps
+        alive, had_work, num_steps = sorted(self.alive), self.engine.has_work, self.executor.counts.steps
         outputs = self.engine.step()
-        ran = self.executor.ledger.steps > num_steps
+        ran = self.executor.counts.steps > num_steps
         assert had_work or not (outputs or ran)
-        assert ran or not alive, "requests wait and nothing runs"
-        if ran:  # first come, first served: whoever has a row came before all who wait
+        assert ran or not alive, "requests are waiting but none is running"
+        if ran:  # first come, first served
             assert self.executor.seeds == alive[: len(self.executor.seeds)]
         assert len({output.request_id for output in outputs}) == len(outputs)
         for output in outputs:
             self.take(output)
-        free_blocks_are_accounted_for(self.engine)
+        check_block_accounting(self.engine)
 
     def take(self, output: RequestOutput) -> None:
         seen = self.outputs[output.request_id]
@@ -129,7 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_is_accounted_for(self) -> None:
         if hasattr(self, "engine"):
-            free_blocks_are_accounted_for(self.engine)
+            check_block_accounting(self.engine)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -149,19 +151,19 @@ class EngineMachine(RuleBasedStateMachine):
 
     def check_end(self, seed: int, spec: EngineRequest) -> None:
         outputs = self.outputs[spec.request_id]
-        said = [token for output in outputs for token in output.token_ids]
+        tokens = [token for output in outputs for token in output.token_ids]
         expected = continuation(spec.prompt_token_ids, self.executor.limits[seed] - len(spec.prompt_token_ids))
         reason = outputs[-1].finish_reason
-        assert said == expected[: len(said)]
-        assert outputs[-1].usage.num_completion_tokens == len(said)
+        assert tokens == expected[: len(tokens)]
+        assert outputs[-1].usage.num_completion_tokens == len(tokens)
         if reason is FinishReason.ABORT:
             assert seed in self.aborted
         elif reason is FinishReason.ERROR:
             assert seed in self.executor.broken
-            assert outputs[-1].error == BROKEN
+            assert outputs[-1].error == ROW_ERROR
         else:
             assert seed not in self.aborted
-            assert said == expected
+            assert tokens == expected
             stopped = expected[-1] == EOS
             assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
             assert outputs[-1].stop_reason == (EOS if stopped else None)
@@ -173,9 +175,7 @@ TestEngine.settings = settings(max_examples=100, stateful_step_count=40, deadlin
 
 @given(accepts=accept_counts, page_size=st.sampled_from([1, 4]), reuse=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_a_preempted_request_says_the_same_as_one_left_alone(
-    accepts: list[tuple[int, int]], page_size: int, reuse: bool
-) -> None:
+def test_preemption_does_not_change_outputs(accepts: list[tuple[int, int]], page_size: int, reuse: bool) -> None:
     config = EngineConfig(page_size=page_size, disable_radix_cache=not reuse, max_running_requests=4)
     num_blocks = -(-CONTEXT // page_size) + 1
     executor = FakeExecutor(config, num_blocks, 4, accepts, CONTEXT)
@@ -184,22 +184,22 @@ def test_a_preempted_request_says_the_same_as_one_left_alone(
     for seed, prompt in enumerate(prompts):
         executor.limits[seed] = len(prompt) + 30
         engine.add_request(EngineRequest(f"r{seed}", prompt, SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)))
-    said: dict[str, list[int]] = {f"r{seed}": [] for seed in range(4)}
+    outputs: dict[str, list[int]] = {f"r{seed}": [] for seed in range(4)}
     for output in run_to_end(engine):
-        said[output.request_id] += output.token_ids
+        outputs[output.request_id] += output.token_ids
     assert engine.scheduler.num_preemptions > 0
     for seed, prompt in enumerate(prompts):
-        tokens = prompt + said[f"r{seed}"]
+        tokens = prompt + outputs[f"r{seed}"]
         assert len(tokens) == len(prompt) + 30
         alone = FakeExecutor(config, num_blocks, 0, context_length=CONTEXT)
         alone.limits[seed] = len(tokens)
         engine = Engine(config, alone, TOKENIZER)
         engine.add_request(EngineRequest("alone", prompt, SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)))
-        assert [t for output in run_to_end(engine) for t in output.token_ids] == said[f"r{seed}"]
+        assert [t for output in run_to_end(engine) for t in output.token_ids] == outputs[f"r{seed}"]
 
 
 def test_lookahead_blocks_of_a_new_row_are_sent_once() -> None:
-    """A row that enters and verifies in the same step gets its lookahead in the row's step, not in NewRow as well."""
+    """A request that starts and drafts in one step gets its lookahead blocks in ScheduledRow, not in NewRequest."""
     config = EngineConfig(page_size=1)
     executor = FakeExecutor(config, 40, 4, context_length=CONTEXT)
     executor.limits[0] = 20
@@ -211,17 +211,17 @@ def test_lookahead_blocks_of_a_new_row_are_sent_once() -> None:
     executor.submit(plan)
 
 
-def test_an_older_row_does_not_draft_into_the_block_a_younger_one_needs() -> None:
+def test_drafts_of_an_older_request_do_not_use_a_block_that_a_later_one_needs() -> None:
     config = EngineConfig(page_size=4, disable_radix_cache=True)
     scheduler = Scheduler(config, Capacity(6, 4, CONTEXT, VOCAB_SIZE, [EOS]))
-    old, young, brief = (_waiting(seed, length) for seed, length in enumerate((5, 8, 1)))
-    for each in (old, young, brief):
+    old, young, short = (_waiting(seed, length) for seed, length in enumerate((5, 8, 1)))
+    for each in (old, young, short):
         scheduler.add(each)
-    plan = scheduler.schedule()  # 2 + 2 + 1 blocks: nothing is left for drafts
+    plan = scheduler.schedule()  # 2 + 2 + 1 blocks: none is left for drafts
     results = [RequestResult(row.slot, [2], 0, None, None) for row in plan.rows]
     for emitted in scheduler.emitted(plan, StepResult(1, results, StepTimes(0, 0, 0, 0))):
         scheduler.commit(emitted, num_kept=1)
-    scheduler.finish(brief)
+    scheduler.finish(short)
     plan = scheduler.schedule()  # one block: `old` could draft into it, `young` has a ninth token
     assert [row.slot for row in plan.rows] == [old.slot, young.slot]
     assert [len(each.block_ids) for each in (old, young)] == [2, 3]
@@ -232,8 +232,8 @@ def _waiting(seed: int, num_tokens: int) -> Request:
     return Request(request(seed, [2] * num_tokens), CONTEXT, 0.0, [2] * num_tokens, num_tokens)
 
 
-def test_drafts_stop_where_the_last_token_would_be_wasted() -> None:
-    """With three tokens to go two drafts are useful: the bonus token is the third."""
+def test_no_more_drafts_than_the_request_can_emit() -> None:
+    """With three tokens left, two drafts are useful; the third is the bonus token."""
     config = EngineConfig(page_size=16)
     executor = FakeExecutor(config, max_draft_tokens=6)
     executor.limits[0] = 5
@@ -242,7 +242,7 @@ def test_drafts_stop_where_the_last_token_would_be_wasted() -> None:
     assert engine.scheduler.schedule().rows[0].draft_limit.num_tokens == 2
 
 
-def test_an_aborted_row_is_gone_from_the_ranks_one_step_later_while_others_run() -> None:
+def test_the_next_step_frees_the_slot_of_an_aborted_request() -> None:
     executor = FakeExecutor(EngineConfig(page_size=4))
     engine = Engine(EngineConfig(page_size=4), executor, TOKENIZER)
     for seed in range(2):
@@ -268,7 +268,7 @@ def test_an_aborted_row_is_gone_from_the_ranks_one_step_later_while_others_run()
         ([2], {"stop_token_ids": [77]}, ["stop_token_ids", "77"]),
     ],
 )
-def test_a_refusal_names_the_value_and_the_fix(
+def test_the_error_for_an_invalid_request_has_the_value_and_the_fix(
     prompt: list[int], options: dict[str, object], expected: list[str]
 ) -> None:
     engine = Engine(EngineConfig(), FakeExecutor(EngineConfig()), TOKENIZER)
@@ -278,7 +278,7 @@ def test_a_refusal_names_the_value_and_the_fix(
     assert not engine.has_work
 
 
-def test_a_refusal_of_an_id_in_use_leaves_the_first_request_alone() -> None:
+def test_a_duplicate_id_is_refused_without_effect_on_the_first_request() -> None:
     executor = FakeExecutor(EngineConfig())
     executor.limits[0] = 5
     engine = Engine(EngineConfig(), executor, TOKENIZER)
@@ -286,10 +286,10 @@ def test_a_refusal_of_an_id_in_use_leaves_the_first_request_alone() -> None:
     with pytest.raises(InvalidRequestError, match="'r0' is already in use; choose another"):
         engine.add_request(request(0, [5], max_tokens=1))
     assert [t for o in run_to_end(engine) for t in o.token_ids] == continuation([2, 3], 3)
-    engine.add_request(request(0, [2, 3], max_tokens=3))  # free again once it has ended
+    engine.add_request(request(0, [2, 3], max_tokens=3))  # its id can be used again after its end
 
 
-def test_a_refusal_of_a_full_queue_says_the_limit_and_to_come_back() -> None:
+def test_the_error_for_a_full_queue_has_the_limit_and_suggests_a_retry() -> None:
     config = EngineConfig(max_running_requests=2, max_queued_requests=1)
     engine = Engine(config, FakeExecutor(config), TOKENIZER)
     for seed in range(3):
@@ -317,15 +317,15 @@ def test_fail_all_ends_running_waiting_and_aborted_requests_once() -> None:
     }
     assert ends["r0"].error == ends["r2"].error == "rank 0 is gone"
     assert engine.fail_all("again") == []
-    free_blocks_are_accounted_for(engine)
+    check_block_accounting(engine)
 
 
-def test_an_abort_is_told_even_if_the_ranks_die_in_the_step_that_would_have_told_it() -> None:
-    class Dying(FakeExecutor):
+def test_an_abort_is_reported_even_if_the_next_step_fails() -> None:
+    class FailingExecutor(FakeExecutor):
         def collect(self) -> object:  # type: ignore[override]
             raise RuntimeError("gone")
 
-    executor = Dying(EngineConfig())
+    executor = FailingExecutor(EngineConfig())
     engine = Engine(EngineConfig(), executor, TOKENIZER)
     for seed in range(2):
         executor.limits[seed] = 40

@@ -1,4 +1,4 @@
-"""Any mix of requests, accepted runs, aborts and preemptions: every request ends once, whole, and nothing leaks."""
+"""Random requests, drafts, aborts and preemptions: every request ends once with its full text, and no block leaks."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ from specray.sampling_params import SamplingParams
 from specray.step import StepPlan, StepResult
 from tests.support.ranks import SimulatedRanks
 from tests.support.toy import VOCAB_SIZE, toy_tokenizer
+from tests.unit.engine.fake_executor import check_block_accounting
 
 TOKENIZER = toy_tokenizer().backend_tokenizer
 CONTEXT = 40
 
 
 def text(token_ids: list[int]) -> int:
-    """A known text: any function of all that was said before will do. It never ends by itself."""
+    """The target's next token, a function of all tokens before it. It is never the end token."""
     return 4 + hash(tuple(token_ids)) % (VOCAB_SIZE - 4)
 
 
@@ -69,7 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 class Run:
-    """One engine over simulated ranks, fed at random by `case.seed`."""
+    """An engine on simulated ranks, with random requests from `case.seed`."""
 
     def __init__(self, case: Case, abort_share: float = 0.0) -> None:
         self.random = Random(case.seed)
@@ -91,7 +92,7 @@ class Run:
                 self.engine.abort([self.random.choice(list(self.requests))])
             for output in self.engine.step():
                 self.outputs[output.request_id].append(output)
-            self.check_blocks()
+            check_block_accounting(self.engine)
 
     def request(self, index: int) -> EngineRequest:
         prompt = [4 + self.random.randrange(2) for _ in range(self.random.randint(1, CONTEXT - 1))]
@@ -100,20 +101,13 @@ class Run:
         params = SamplingParams(seed=index, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
         return EngineRequest(str(index), prompt, params, self.random.choice(["", "tenant"]))
 
-    def check_blocks(self) -> None:
-        """Free, cached and held blocks are all blocks, each once."""
-        scheduler = self.engine.scheduler
-        held = [block for request in scheduler.running for block in request.private_blocks()]
-        assert len(set(held)) == len(held)
-        assert scheduler.pool.num_free + scheduler.cache.num_cached + len(held) == scheduler.pool.num_usable
-
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.token_ids]
 
 
 @given(cases())
 @settings(max_examples=120)
-def test_every_request_gets_its_whole_text_whatever_was_accepted_cached_or_preempted(case: Case) -> None:
+def test_every_request_gets_its_full_text(case: Case) -> None:
     run = Run(case)
     run.play(num_requests=8)
     for request_id, request in run.requests.items():
@@ -124,12 +118,12 @@ def test_every_request_gets_its_whole_text_whatever_was_accepted_cached_or_preem
 
 @given(cases())
 @settings(max_examples=80)
-def test_aborts_end_once_with_a_prefix_of_the_text_and_leave_no_block(case: Case) -> None:
+def test_an_aborted_request_ends_once_with_a_prefix_of_its_text_and_frees_its_blocks(case: Case) -> None:
     run = Run(case, abort_share=0.3)
     run.play(num_requests=8)
     for request_id, request in run.requests.items():
-        said = run.tokens(request_id)
-        assert said == continuation(request.prompt_token_ids, len(said))
+        tokens = run.tokens(request_id)
+        assert tokens == continuation(request.prompt_token_ids, len(tokens))
         assert len([o for o in run.outputs[request_id] if o.finish_reason]) == 1
         assert run.outputs[request_id][-1].finish_reason is not None
     scheduler = run.engine.scheduler
@@ -140,7 +134,7 @@ def test_aborts_end_once_with_a_prefix_of_the_text_and_leave_no_block(case: Case
 
 @given(cases())
 @settings(max_examples=40)
-def test_usage_and_metrics_add_up(case: Case) -> None:
+def test_metrics_are_the_sums_of_usage(case: Case) -> None:
     run = Run(case)
     run.play(num_requests=6)
     run.engine.update_gauges()
@@ -158,7 +152,7 @@ def test_usage_and_metrics_add_up(case: Case) -> None:
     assert stats["specray_prefix_cache_hits_total"] == sum(u.num_cached_tokens for u in usages)
 
 
-def test_a_small_pool_preempts_and_all_still_finish() -> None:
+def test_all_requests_finish_despite_preemption() -> None:
     config = EngineConfig(page_size=4, max_running_requests=4, disable_radix_cache=True)
     run = Run(Case(config, 12, 4, seed=1))
     run.play(num_requests=12)
@@ -167,8 +161,8 @@ def test_a_small_pool_preempts_and_all_still_finish() -> None:
 
 
 @pytest.mark.parametrize(("length", "cached"), [(19, 16), (20, 16), (21, 20), (3, 0)])
-def test_a_second_request_with_the_same_prompt_computes_only_its_end(length: int, cached: int) -> None:
-    """The last prompt token is always computed: its logits are needed."""
+def test_a_second_request_with_the_same_prompt_uses_the_cache(length: int, cached: int) -> None:
+    """The last prompt token is always computed, because its logits are needed."""
     run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
     prompt = list(range(4, 4 + length))
     for request_id in ("cold", "warm"):
@@ -179,7 +173,7 @@ def test_a_second_request_with_the_same_prompt_computes_only_its_end(length: int
     assert run.tokens("cold") == run.tokens("warm")
 
 
-def test_first_come_first_served() -> None:
+def test_requests_start_in_order_of_arrival() -> None:
     run = Run(Case(EngineConfig(page_size=4, max_running_requests=1), 40, 0, seed=1))
     for index in range(4):
         run.engine.add_request(EngineRequest(str(index), [5, 6], SamplingParams(seed=1, max_tokens=3)))
@@ -199,7 +193,7 @@ def test_a_preempted_request_waits_before_later_ones() -> None:
     assert [request.request_id for request in run.engine.scheduler.waiting] == ["second", "third"]
 
 
-def test_a_long_prompt_does_not_keep_running_requests_from_their_tokens() -> None:
+def test_running_requests_get_a_token_in_every_step_of_a_long_prompt() -> None:
     config = EngineConfig(page_size=4, chunked_prefill_size=4, max_prefill_tokens=4)
     run = Run(Case(config, 60, 0, seed=1))
     run.engine.add_request(EngineRequest("short", [5], SamplingParams(seed=1, max_tokens=12)))
@@ -209,7 +203,7 @@ def test_a_long_prompt_does_not_keep_running_requests_from_their_tokens() -> Non
         assert [o.request_id for o in run.engine.step() if o.token_ids] == ["short"]
 
 
-def test_an_abort_is_reported_by_the_next_step_and_frees_its_slot_on_the_ranks() -> None:
+def test_an_abort_is_reported_by_the_next_step_and_frees_its_slot() -> None:
     run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
     run.engine.add_request(EngineRequest("a", [5, 6], SamplingParams(seed=1, max_tokens=30)))
     run.engine.step()
@@ -220,18 +214,18 @@ def test_an_abort_is_reported_by_the_next_step_and_frees_its_slot_on_the_ranks()
     assert not run.ranks._rows
 
 
-def test_an_abort_while_waiting_never_reaches_the_ranks() -> None:
+def test_an_aborted_waiting_request_never_starts() -> None:
     run = Run(Case(EngineConfig(page_size=4, max_running_requests=1), 40, 0, seed=1))
-    for request_id in ("runs", "waits"):
+    for request_id in ("running", "waiting"):
         run.engine.add_request(EngineRequest(request_id, [5, 6], SamplingParams(seed=1, max_tokens=3)))
     run.engine.step()
-    run.engine.abort(["waits"])
+    run.engine.abort(["waiting"])
     outputs = []
     while run.engine.has_work:
         outputs += run.engine.step()
     assert [(o.request_id, o.finish_reason) for o in outputs if o.finish_reason] == [
-        ("waits", FinishReason.ABORT),
-        ("runs", FinishReason.LENGTH),
+        ("waiting", FinishReason.ABORT),
+        ("running", FinishReason.LENGTH),
     ]
 
 
@@ -248,9 +242,7 @@ def test_an_abort_while_waiting_never_reaches_the_ranks() -> None:
         ([5], {"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
     ],
 )
-def test_what_can_never_be_served_is_refused_and_nothing_is_queued(
-    prompt: list[int], options: dict[str, object], param: str
-) -> None:
+def test_invalid_requests_are_refused_and_not_queued(prompt: list[int], options: dict[str, object], param: str) -> None:
     run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
     with pytest.raises(InvalidRequestError) as caught:
         run.engine.add_request(EngineRequest("x", prompt, SamplingParams(seed=1, **options)))
@@ -266,14 +258,14 @@ def test_a_request_larger_than_the_pool_is_refused() -> None:
     assert run.engine.step()[0].finish_reason is FinishReason.LENGTH
 
 
-def test_an_id_in_use_is_refused() -> None:
+def test_a_duplicate_id_is_refused() -> None:
     run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
     run.engine.add_request(EngineRequest("x", [5], SamplingParams(seed=1)))
     with pytest.raises(InvalidRequestError, match="already in use"):
         run.engine.add_request(EngineRequest("x", [5], SamplingParams(seed=1)))
 
 
-def test_a_full_queue_refuses_and_keeps_what_it_has() -> None:
+def test_a_full_queue_refuses_requests_and_serves_those_it_has() -> None:
     config = EngineConfig(page_size=4, max_running_requests=1, max_queued_requests=2)
     run = Run(Case(config, 40, 0, seed=1))
     added = Counter[bool]()
@@ -283,40 +275,40 @@ def test_a_full_queue_refuses_and_keeps_what_it_has() -> None:
             added[True] += 1
         except QueueFullError:
             added[False] += 1
-    assert added == {True: 3, False: 3}  # one to run, two to wait
+    assert added == {True: 3, False: 3}  # one runs, two wait
     ended = 0
     while run.engine.has_work:
         ended += sum(output.finish_reason is not None for output in run.engine.step())
     assert ended == 3
 
 
-def test_a_broken_row_ends_in_an_error_and_its_neighbours_go_on() -> None:
-    class OneBroken(SimulatedRanks):
+def test_a_row_with_an_error_ends_and_others_continue() -> None:
+    class OneFailingRow(SimulatedRanks):
         def collect(self) -> StepResult:
             result = super().collect()
             rows = [row._replace(token_ids=[], error="NaN") if row.slot == 0 else row for row in result.rows]
             return result._replace(rows=rows)
 
     run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
-    run.engine.executor = OneBroken(run.engine.config, run.ranks.capacity, text, Random(0))
-    for request_id in ("broken", "sound"):
+    run.engine.executor = OneFailingRow(run.engine.config, run.ranks.capacity, text, Random(0))
+    for request_id in ("failing", "other"):
         run.engine.add_request(EngineRequest(request_id, [5, 6], SamplingParams(seed=1, max_tokens=4)))
     outputs = []
     while run.engine.has_work:
         outputs += run.engine.step()
     ends = {output.request_id: output for output in outputs if output.finish_reason}
-    assert (ends["broken"].finish_reason, ends["broken"].error) == (FinishReason.ERROR, "NaN")
-    assert ends["sound"].finish_reason is FinishReason.LENGTH
-    run.check_blocks()
+    assert (ends["failing"].finish_reason, ends["failing"].error) == (FinishReason.ERROR, "NaN")
+    assert ends["other"].finish_reason is FinishReason.LENGTH
+    check_block_accounting(run.engine)
 
 
-def test_when_the_ranks_die_every_request_ends_in_an_error() -> None:
-    class Dead(SimulatedRanks):
+def test_every_request_ends_with_an_error_when_the_ranks_fail() -> None:
+    class FailedRanks(SimulatedRanks):
         def submit(self, plan: StepPlan) -> None:  # noqa: ARG002
             raise RuntimeError("gone")
 
     run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
-    run.engine.executor = Dead(run.engine.config, run.ranks.capacity, text, Random(0))
+    run.engine.executor = FailedRanks(run.engine.config, run.ranks.capacity, text, Random(0))
     for index in range(3):
         run.engine.add_request(EngineRequest(str(index), [5, 6], SamplingParams(seed=1)))
     with pytest.raises(RuntimeError, match="gone"):
@@ -329,11 +321,11 @@ def test_when_the_ranks_die_every_request_ends_in_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bound", "shares"),
+    ("max_step_draft_tokens", "shares"),
     [(None, [4, 4, 4]), (100, [4, 4, 4]), (9, [3, 3, 3]), (8, [3, 3, 2]), (3, [1, 1, 1]), (2, [1, 1, 0])],
 )
-def test_rows_share_the_bound_on_a_steps_drafts(bound: int | None, shares: list[int]) -> None:
-    speculative = SpeculativeConfig(algorithm="NGRAM", max_step_draft_tokens=bound)
+def test_rows_share_the_maximum_of_drafts_per_step(max_step_draft_tokens: int | None, shares: list[int]) -> None:
+    speculative = SpeculativeConfig(algorithm="NGRAM", max_step_draft_tokens=max_step_draft_tokens)
     config = EngineConfig(page_size=4, speculative=speculative)
     ranks = SimulatedRanks(config, capacity(num_blocks=64), text, Random(0))
     engine = Engine(config, ranks, TOKENIZER)

@@ -1,4 +1,4 @@
-"""Streamed text of the embedded model's own tokenizer: 49,152 tokens, many of them pieces of characters."""
+"""Streamed text with the embedded model's tokenizer of 49,152 tokens, many of which are parts of characters."""
 
 from itertools import pairwise
 
@@ -16,8 +16,8 @@ from specray.outputs import FinishReason
 from specray.sampling_params import SamplingParams
 
 NO_LIMIT = 10_000
-SCRAPS = ["Hello, world. ", "  ", "\n\n", "the ", "naïve ", "日本語", "한국어", "مرحبا ", "👩‍🚀", "🇨🇭", "x = 3;"]
-texts = st.lists(st.one_of(st.sampled_from(SCRAPS), st.text(max_size=4)), min_size=1, max_size=8).map("".join)
+FRAGMENTS = ["Hello, world. ", "  ", "\n\n", "the ", "naïve ", "日本語", "한국어", "مرحبا ", "👩‍🚀", "🇨🇭", "x = 3;"]
+texts = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=4)), min_size=1, max_size=8).map("".join)
 cut_lists = st.lists(st.integers(1, 60), max_size=8)
 
 
@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text that the vocabulary can say; a few bytes are missing in it."""
+    """Token ids of a text. Rejects texts that do not survive encoding: the vocabulary lacks a few bytes."""
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     assume("�" not in text and tokenizer.decode(token_ids) == text)
     return token_ids
@@ -39,7 +39,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def stream(
     tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams, cuts: list[int], max_tokens: int = NO_LIMIT
 ) -> tuple[list[str], int, FinishReason | None, str | int | None]:
-    """Deltas, kept tokens and the ending of a stream fed in the runs between `cuts`."""
+    """Deltas, number of kept tokens, finish reason and stop reason of a stream fed in the groups between `cuts`."""
     texts, deltas, num_kept = TextStream(tokenizer, params, [], max_tokens), [], 0
     for start, end in pairwise(sorted({0, len(token_ids), *(cut for cut in cuts if cut < len(token_ids))})):
         cut = texts.feed(token_ids[start:end])
@@ -52,7 +52,9 @@ def stream(
 
 @given(text=texts, cuts=cut_lists)
 @settings(max_examples=100, deadline=None)
-def test_deltas_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
+def test_deltas_contain_whole_characters_and_add_up_to_the_text(
+    tokenizer: Tokenizer, text: str, cuts: list[int]
+) -> None:
     token_ids = encode(tokenizer, text)
     deltas = stream(tokenizer, token_ids, SamplingParams(), cuts)[0]
     assert "".join(deltas) == text
@@ -61,11 +63,11 @@ def test_deltas_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer,
 
 @given(text=texts, cuts=cut_lists, place=st.integers(0, 40), length=st.integers(1, 6), include=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_a_stop_string_cuts_where_it_first_stands(
+def test_text_ends_at_the_first_stop_string(
     tokenizer: Tokenizer, text: str, cuts: list[int], place: int, length: int, include: bool
 ) -> None:
     token_ids = encode(tokenizer, text)
-    stop = text[place : place + length] or "never said"
+    stop = text[place : place + length] or "not in the text"
     params = SamplingParams(stop=[stop], include_stop_str_in_output=include)
     deltas, num_kept, reason, stop_reason = stream(tokenizer, token_ids, params, cuts)
     assert (num_kept, reason, stop_reason) == stream(tokenizer, token_ids, params, list(range(99)))[1:]
@@ -80,7 +82,7 @@ def test_a_stop_string_cuts_where_it_first_stands(
 
 @given(token_ids=st.lists(st.integers(0, 49_151), min_size=1, max_size=20), cuts=cut_lists, skip=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_any_tokens_at_all_end_at_the_limit_with_their_whole_text(
+def test_any_tokens_end_at_the_limit_with_their_full_text(
     tokenizer: Tokenizer, token_ids: list[int], cuts: list[int], skip: bool
 ) -> None:
     params = SamplingParams(skip_special_tokens=skip)
