@@ -24,7 +24,7 @@ class SoftmaxRoute:
     """The most likely experts (Mixtral, Qwen3-MoE, DeepSeek-V2), optionally only from the best groups of experts."""
 
     num_chosen: int
-    normalise: bool = False  # the weights of a token's experts sum to 1
+    normalize: bool = False  # the weights of a token's experts sum to 1
     scale: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
@@ -34,7 +34,7 @@ class SoftmaxRoute:
         best_of_group = probs.view(len(probs), self.num_groups, -1).amax(-1)
         allowed = in_best_groups(best_of_group, self.num_chosen_groups, logits.shape[-1])
         weights, experts = probs.masked_fill(~allowed, 0.0).topk(self.num_chosen)
-        if self.normalise:
+        if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights * self.scale, experts
 
@@ -45,7 +45,7 @@ class SigmoidRoute:
 
     bias: Tensor  # float32 [experts]
     num_chosen: int
-    normalise: bool
+    normalize: bool
     scale: float
     num_groups: int
     num_chosen_groups: int
@@ -57,7 +57,7 @@ class SigmoidRoute:
         allowed = in_best_groups(best_two, self.num_chosen_groups, logits.shape[-1])
         experts = wanted.masked_fill(~allowed, float("-inf")).topk(self.num_chosen).indices
         weights = probs.gather(-1, experts)
-        if self.normalise:
+        if self.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.scale, experts
 

@@ -22,7 +22,7 @@ class Mixtral(Llama):
     def feed_forward(cls, config: PretrainedConfig, loader: Loader, prefix: str, index: int) -> Layer:  # noqa: ARG003
         place, hidden, count = prefix + "block_sparse_moe.", config.hidden_size, config.num_local_experts
         experts = load_experts(loader, place, count, hidden, config.intermediate_size, _MIXTRAL_NAMES)
-        route = SoftmaxRoute(config.num_experts_per_tok, normalise=True)
+        route = SoftmaxRoute(config.num_experts_per_tok, normalize=True)
         return MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, loader.group)
 
 
@@ -35,7 +35,7 @@ class Qwen3Moe(Llama):
         if index in config.mlp_only_layers or not count or (index + 1) % config.decoder_sparse_step:
             return super().feed_forward(config, loader, prefix, index)
         experts = load_experts(loader, place, count, hidden, config.moe_intermediate_size)
-        route = SoftmaxRoute(config.num_experts_per_tok, normalise=config.norm_topk_prob)
+        route = SoftmaxRoute(config.num_experts_per_tok, normalize=config.norm_topk_prob)
         return MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, loader.group)
 
 

@@ -75,7 +75,7 @@ def _compare(logits: Tensor, wanted: Tensor, best: Tensor, errors: Tensor) -> tu
     """(cross-entropy, whether the best token is `best`) of each row. Writes softmax(logits) - wanted to `errors`."""
     drafted = logits.softmax(-1, dtype=torch.float32)
     highest = logits.amax(-1)
-    normaliser = highest.float() - drafted.amax(-1).log()  # log(sum(exp(logits)))
-    losses = normaliser - (wanted * logits).sum(-1, dtype=torch.float32)
+    normalizer = highest.float() - drafted.amax(-1).log()  # log(sum(exp(logits)))
+    losses = normalizer - (wanted * logits).sum(-1, dtype=torch.float32)
     errors.copy_(drafted.sub_(wanted))
     return losses, logits.gather(-1, best[:, None])[:, 0] >= highest

@@ -1,5 +1,7 @@
 """Layers compared with their definitions."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -10,12 +12,32 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from specray.errors import ConfigError
 from specray.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabEmbedding, VocabHead
+from specray.layers.module import Layer
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding, rotate_
 
 CPU = torch.device("cpu")
 DIM = 8
+
+
+class Scaled(Layer):
+    """A layer with a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm(torch.ones(DIM), 1e-5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_a_replaced_submodule_is_called_and_registered() -> None:
+    layer, x = Scaled(), torch.randn(2, DIM)
+    layer.norm = RMSNorm(torch.full((DIM,), 2.0), 1e-5)
+    assert torch.equal(layer(x), layer.norm(x))
+    assert torch.equal(layer.state_dict()["norm.weight"], torch.full((DIM,), 2.0))
+    assert torch.equal(deepcopy(layer)(x), layer(x))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
