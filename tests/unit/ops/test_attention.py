@@ -1,4 +1,4 @@
-"""Attention over ragged rows, pages and trees, against a loop over single queries."""
+"""Attention over ragged rows, paged KV and trees, compared with a loop over queries and heads."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from specray.ops.backends import make_backend
 NUM_SLOTS = 400
 DIM, LAYERS = 8, 2
 KV_HEADS, FOLD = 2, 3
-GROUPINGS = [(KV_HEADS, FOLD), (3, 1), (1, 4)]  # (KV heads, query heads that share each)
+GROUPINGS = [(KV_HEADS, FOLD), (3, 1), (1, 4)]  # (KV heads, query heads per KV head)
 
 
 class RowShape(NamedTuple):
-    """A row's KV before its queries, its known queries and its tree's parents (root: the last known query)."""
+    """Lengths of a row's past KV and known queries, and the parents of its tree. The root is the last known query."""
 
     num_past: int
     num_known: int
@@ -42,8 +42,8 @@ batches = (
 
 
 def sees(shape: RowShape, query: int, key: int) -> bool:
-    """Whether a row's query (counted from its first) sees a key (counted from its first), both in the row's order."""
-    first_draft = shape.num_past + shape.num_known  # as a key
+    """Whether query `query` of a row attends to its key `key`."""
+    first_draft = shape.num_past + shape.num_known  # its key
     query_as_key = shape.num_past + query
     if key < first_draft:
         return key <= query_as_key
@@ -63,7 +63,7 @@ def ancestors(parents: list[int]) -> np.ndarray:
 
 
 def make_rows(shapes: list[RowShape], scattered: bool) -> AttentionBatch:
-    """Rows whose KV lies in one piece each, or anywhere; slot 0 to 15 stay free."""
+    """Rows with contiguous or scattered KV slots. Slots 0 to 15 stay free."""
     order = np.random.default_rng(1).permutation(np.arange(16, NUM_SLOTS)) if scattered else np.arange(16, NUM_SLOTS)
     kv_slots, query_lens, start = [], [], 0
     for shape in shapes:
@@ -78,7 +78,7 @@ def make_rows(shapes: list[RowShape], scattered: bool) -> AttentionBatch:
 def make_batch(
     query_lens: list[int], kv_slots: Sequence[np.ndarray], trees: Sequence[np.ndarray | None]
 ) -> AttentionBatch:
-    """Rows whose last `query_lens` KV slots are written now; past a row's KV slots and tree there is rubbish."""
+    """A batch that writes the last `query_lens` KV slots of each row. Padding of slots and masks is arbitrary."""
     kv_lens = [len(slots) for slots in kv_slots]
     padded = np.full((len(kv_slots), max(kv_lens) + 2), NUM_SLOTS - 1)
     for row, slots in zip(padded, kv_slots, strict=True):
@@ -100,12 +100,12 @@ def make_batch(
 
 
 def slots_of(batch: AttentionBatch) -> list[np.ndarray]:
-    """Each row's own KV slots."""
+    """KV slots of each row, without padding."""
     return [slots[:length].numpy() for slots, length in zip(batch.kv_slots, batch.kv_lens, strict=True)]
 
 
 def naive(shapes: list[RowShape], rows: AttentionBatch, layer_pool: Tensor, q: Tensor) -> Tensor:
-    """float64 attention of one query and one head after the other."""
+    """Attention in float64, one query and one head at a time."""
     out, at, fold = torch.zeros(q.shape, dtype=torch.float64), 0, q.shape[1] // layer_pool.shape[2]
     for shape, slots, length in zip(shapes, slots_of(rows), rows.query_lens, strict=True):
         for query in range(length):
@@ -120,7 +120,7 @@ def naive(shapes: list[RowShape], rows: AttentionBatch, layer_pool: Tensor, q: T
 
 @given(batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS))
 @settings(max_examples=60)
-def test_every_query_attends_to_its_past_and_its_branch(
+def test_every_query_attends_to_its_past_and_its_ancestors(
     shapes: list[RowShape], scattered: bool, layer: int, grouping: tuple[int, int]
 ) -> None:
     torch.manual_seed(0)
@@ -130,14 +130,14 @@ def test_every_query_attends_to_its_past_and_its_branch(
     rows = make_rows(shapes, scattered)
     q, kv = torch.randn(sum(rows.query_lens), num_heads, DIM), torch.randn(sum(rows.query_lens), 2, kv_heads, DIM)
     before = pool.clone()
-    seen = make_backend("torch", pool, num_heads).plan(rows)(layer, q, kv)
+    result = make_backend("torch", pool, num_heads).plan(rows)(layer, q, kv)
     before[layer, rows.slot_mapping] = kv
-    assert torch.equal(pool, before)  # the new KV is written, and nothing else
-    torch.testing.assert_close(seen.double(), naive(shapes, rows, pool[layer], q), atol=2e-5, rtol=1e-4)
+    assert torch.equal(pool, before)  # only the new KV is written
+    torch.testing.assert_close(result.double(), naive(shapes, rows, pool[layer], q), atol=2e-5, rtol=1e-4)
 
 
-def test_what_lies_in_other_rows_slots_does_not_matter() -> None:
-    """Rubbish, even not-a-number, outside a row's own KV changes nothing, padding included."""
+def test_kv_of_other_rows_is_not_read() -> None:
+    """NaN in slots of other rows and of padding does not change the result."""
     shapes = [RowShape(3, 1, [-1, 0, 0]), RowShape(30, 2, [-1]), RowShape(0, 80, [-1])]
     rows = make_rows(shapes, scattered=True)
     torch.manual_seed(0)
@@ -150,23 +150,23 @@ def test_what_lies_in_other_rows_slots_does_not_matter() -> None:
     assert torch.equal(*outs)
 
 
-def test_a_row_that_is_not_a_number_leaves_its_neighbours_alone() -> None:
+def test_nan_in_a_row_does_not_change_others() -> None:
     shapes = [RowShape(3, 1, [-1, 0]), RowShape(5, 1, [-1]), RowShape(9, 1, [-1, 0, 1])]
     rows = make_rows(shapes, scattered=False)
     torch.manual_seed(0)
     q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
     outs = []
-    for poison in (False, True):
+    for has_nan in (False, True):
         pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
         q_in, kv_in = q.clone(), kv.clone()
-        if poison:
+        if has_nan:
             q_in[2] = kv_in[2] = torch.nan
         outs.append(make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q_in, kv_in))
     assert outs[1][2].isnan().all()
     assert torch.equal(outs[0][[0, 1, 3, 4, 5]], outs[1][[0, 1, 3, 4, 5]])
 
 
-def test_one_plan_serves_every_layer() -> None:
+def test_one_plan_is_used_for_every_layer() -> None:
     shapes = [RowShape(5, 1, [-1, 0, 0]), RowShape(0, 70, [-1])]
     rows = make_rows(shapes, scattered=True)
     torch.manual_seed(0)
@@ -174,38 +174,38 @@ def test_one_plan_serves_every_layer() -> None:
     attend = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)
     for layer in (1, 0, 1):
         q = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM)
-        seen = attend(layer, q, torch.randn(len(q), 2, KV_HEADS, DIM))
-        torch.testing.assert_close(seen.double(), naive(shapes, rows, pool[layer], q), atol=2e-5, rtol=1e-4)
+        result = attend(layer, q, torch.randn(len(q), 2, KV_HEADS, DIM))
+        torch.testing.assert_close(result.double(), naive(shapes, rows, pool[layer], q), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("num_queries", [63, 64, 65, 66])
-def test_rows_on_both_sides_of_the_bound_of_a_shared_batch(num_queries: int) -> None:
+def test_rows_around_the_length_limit_of_a_padded_batch(num_queries: int) -> None:
     shapes = [RowShape(9, 1, [-1]), RowShape(4, num_queries, [-1]), RowShape(2, num_queries - 2, [-1, 0, 0])]
     rows = make_rows(shapes, scattered=False)
     torch.manual_seed(0)
     pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
-    seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv)
-    torch.testing.assert_close(seen.double(), naive(shapes, rows, pool[0], q), atol=2e-5, rtol=1e-4)
+    result = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv)
+    torch.testing.assert_close(result.double(), naive(shapes, rows, pool[0], q), atol=2e-5, rtol=1e-4)
 
 
-def test_slots_out_of_order_are_read_in_the_rows_order() -> None:
-    """The first and the last slot look like one piece; those between are swapped, so causality tells them apart."""
+def test_keys_are_read_in_the_order_of_the_row() -> None:
+    """First and last slot are those of a contiguous range, but slots between them are swapped."""
     shape = RowShape(0, 6, [-1])
     slots = np.array([20, 23, 22, 21, 24, 25])
     rows = make_batch([6], [slots], [None])
     torch.manual_seed(0)
     pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     q, kv = torch.randn(6, KV_HEADS * FOLD, DIM), torch.randn(6, 2, KV_HEADS, DIM)
-    seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv)
-    torch.testing.assert_close(seen.double(), naive([shape], rows, pool[0], q), atol=2e-5, rtol=1e-4)
+    result = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv)
+    torch.testing.assert_close(result.double(), naive([shape], rows, pool[0], q), atol=2e-5, rtol=1e-4)
 
 
-# ---- levels of a drafter's tree: n new nodes, of the last m keys each sees its ancestors -----------------------------
+# ---- levels of a drafter's tree: n new nodes, each with its ancestors among the last m keys --------------------------
 
 
 class Level(NamedTuple):
-    """A row of n new nodes; their KV and that of m - n earlier ones comes behind `num_past` keys all can see."""
+    """A row of n new nodes. The keys are `num_past` keys visible to all, m - n earlier nodes, and the n new nodes."""
 
     num_past: int
     tree: np.ndarray  # bool [n, m]
@@ -221,7 +221,7 @@ def levels(draw: st.DrawFn) -> Level:
 
 @given(st.lists(levels(), min_size=1, max_size=5), st.booleans(), st.sampled_from([_BATCH_BYTES, 20_000, 1]))
 @settings(max_examples=60)
-def test_nodes_of_a_level_see_the_past_and_their_ancestors_of_earlier_levels(
+def test_nodes_of_a_level_attend_to_the_past_and_their_ancestors(
     rows: list[Level], scattered: bool, batch_bytes: int
 ) -> None:
     order = np.arange(16, NUM_SLOTS)
@@ -238,15 +238,15 @@ def test_nodes_of_a_level_see_the_past_and_their_ancestors_of_earlier_levels(
     q, kv = torch.randn(sum(query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(query_lens), 2, KV_HEADS, DIM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specray.ops.attention_torch._BATCH_BYTES", batch_bytes)
-        seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(ragged)(0, q, kv)
-    torch.testing.assert_close(seen.double(), naive_levels(rows, kv_slots, pool[0], q), atol=2e-5, rtol=1e-4)
+        result = make_backend("torch", pool, KV_HEADS * FOLD).plan(ragged)(0, q, kv)
+    torch.testing.assert_close(result.double(), naive_levels(rows, kv_slots, pool[0], q), atol=2e-5, rtol=1e-4)
 
 
 def naive_levels(rows: list[Level], kv_slots: list[np.ndarray], layer_pool: Tensor, q: Tensor) -> Tensor:
     out, queries = [], iter(q.double())
     for row, slots in zip(rows, kv_slots, strict=True):
-        for sight in row.tree:
-            keys = [*slots[: row.num_past], *(slots[row.num_past + j] for j in np.flatnonzero(sight))]
+        for mask in row.tree:
+            keys = [*slots[: row.num_past], *(slots[row.num_past + j] for j in np.flatnonzero(mask))]
             query = next(queries)
             for head in range(len(query)):
                 k, v = layer_pool[keys, :, head // FOLD].double().unbind(1)
@@ -254,30 +254,30 @@ def naive_levels(rows: list[Level], kv_slots: list[np.ndarray], layer_pool: Tens
     return torch.cat(out).view(len(q), -1)
 
 
-# ---- which rows share a padded batch --------------------------------------------------------------------------------
+# ---- grouping of rows into padded batches ---------------------------------------------------------------------------
 
 lengths = st.lists(st.tuples(st.integers(1, 100), st.integers(0, 400)), min_size=1, max_size=12)
 
 
 @given(lengths, st.integers(1, 3000))
-def test_groups_hold_each_row_once_and_long_rows_alone(rows: list[tuple[int, int]], most_keys: int) -> None:
+def test_groups_have_each_row_once_and_long_rows_alone(rows: list[tuple[int, int]], max_keys: int) -> None:
     query_lens, key_lens = [queries for queries, _ in rows], [queries + past for queries, past in rows]
-    groups = _grouped(query_lens, key_lens, most_keys)
+    groups = _grouped(query_lens, key_lens, max_keys)
     assert sorted(r for group in groups for r in group) == list(range(len(rows)))
     for group in groups:
         assert len(group) == 1 or max(query_lens[r] for r in group) <= _SHORT
-        assert len(group) == 1 or len(group) * max(key_lens[r] for r in group) <= most_keys
+        assert len(group) == 1 or len(group) * max(key_lens[r] for r in group) <= max_keys
 
 
-def test_rows_of_like_lengths_share_a_batch() -> None:
-    """Padding a short row to a long one's keys is work for nothing."""
+def test_rows_of_similar_lengths_share_a_batch() -> None:
+    """This bounds the padding of short rows."""
     assert _grouped([1] * 6, [10, 90, 11, 80, 12, 85], most_keys=100) == [[1], [5], [3], [4, 2, 0]]
     assert _grouped([1] * 6, [10, 90, 11, 80, 12, 85], most_keys=540) == [[0, 1, 2, 3, 4, 5]]
 
 
 @given(batches, st.booleans(), st.integers(1, 30_000))
 @settings(max_examples=40)
-def test_grouping_changes_no_result(shapes: list[RowShape], scattered: bool, batch_bytes: int) -> None:
+def test_results_do_not_depend_on_the_grouping(shapes: list[RowShape], scattered: bool, batch_bytes: int) -> None:
     torch.manual_seed(0)
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     pool[:, :16] = 0
@@ -297,17 +297,17 @@ def after(pool: Tensor, rows: AttentionBatch, kv: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near(dtype: torch.dtype) -> None:
+def test_half_precision_is_close_to_float64(dtype: torch.dtype) -> None:
     shapes = [RowShape(20, 1, [-1, 0, 0, 1]), RowShape(7, 3, [-1])]
     rows = make_rows(shapes, scattered=True)
     torch.manual_seed(0)
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM).to(dtype)
     q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
-    seen = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q.to(dtype), kv.to(dtype))
-    torch.testing.assert_close(seen.double(), naive(shapes, rows, pool[0], q.to(dtype)), atol=0.05, rtol=0.05)
+    result = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q.to(dtype), kv.to(dtype))
+    torch.testing.assert_close(result.double(), naive(shapes, rows, pool[0], q.to(dtype)), atol=0.05, rtol=0.05)
 
 
-def test_moves_that_overlap_read_what_was_there_before() -> None:
+def test_overlapping_moves_read_the_old_values() -> None:
     pool = torch.arange(10.0).view(1, 10, 1, 1, 1).clone()
     move_kv(pool, torch.tensor([4, 5, 7]), torch.tensor([3, 4, 5]))
     assert pool.flatten().tolist() == [0, 1, 2, 4, 5, 7, 6, 7, 8, 9]

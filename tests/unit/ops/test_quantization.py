@@ -1,4 +1,4 @@
-"""Quantised linears are near the exact ones, and a row's result is its own; what has no kernel is refused by name."""
+"""Quantized linear layers: accuracy, results independent of the batch, and refusal of unsupported devices."""
 
 from collections.abc import Callable
 
@@ -18,38 +18,38 @@ TYPES = [torch.float32, torch.bfloat16]
 
 
 def problem(rows: int = 16, inputs: int = 96, outputs: int = 80) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, weight, bias), float32; rows and channels of unlike sizes."""
+    """(x, weight, bias) in float32, with rows and channels of very different magnitudes."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, inputs, generator=generator) * torch.logspace(-3, 3, rows)[:, None]
     weight = torch.randn(outputs, inputs, generator=generator) * torch.logspace(-2, 1, outputs)[:, None]
     return x, weight, torch.randn(outputs, generator=generator)
 
 
-def relative_error(seen: Tensor, exact: Tensor) -> Tensor:
-    """Size of the error in terms of what is right."""
-    return (seen.double() - exact).norm() / exact.norm()
+def relative_error(result: Tensor, exact: Tensor) -> Tensor:
+    """Norm of the error, divided by the norm of `exact`."""
+    return (result.double() - exact).norm() / exact.norm()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_each_rows_result_is_within_two_percent(has_bias: bool, dtype: torch.dtype) -> None:
+def test_the_error_of_each_row_is_below_2_percent(has_bias: bool, dtype: torch.dtype) -> None:
     x, weight, bias = (tensor.to(dtype) for tensor in problem())
     linear = make_linear(weight, bias if has_bias else None, "int8")
     y = linear(x)
     exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     assert y.dtype == dtype
-    assert all(relative_error(mine, truth) < 0.02 for mine, truth in zip(y, exact, strict=True))
+    assert all(relative_error(result, expected) < 0.02 for result, expected in zip(y, exact, strict=True))
 
 
-def test_a_small_channel_beside_a_large_one_keeps_its_digits() -> None:
+def test_channels_of_different_magnitudes_keep_their_precision() -> None:
     x, weight, _ = problem()
     x /= x.norm(dim=-1, keepdim=True)
     y, exact = make_linear(weight, quantization="int8")(x), x.double() @ weight.double().T
-    assert all(relative_error(mine, truth) < 0.03 for mine, truth in zip(y.T, exact.T, strict=True))
+    assert all(relative_error(result, expected) < 0.03 for result, expected in zip(y.T, exact.T, strict=True))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_row_is_the_same_bit_for_bit_alone_and_in_any_batch(dtype: torch.dtype) -> None:
+def test_a_rows_result_is_bitwise_independent_of_the_batch(dtype: torch.dtype) -> None:
     x, weight, bias = (tensor.to(dtype) for tensor in problem(rows=33, inputs=576, outputs=192))
     linear = make_linear(weight, bias, "int8")
     together = linear(x)
@@ -58,15 +58,15 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_in_any_batch(dtype: torch.dtype
     assert torch.equal(linear(x[order]), together[order])
 
 
-def test_a_row_that_is_not_finite_stays_so_and_harms_no_other() -> None:
+def test_a_non_finite_row_stays_non_finite_and_does_not_change_others() -> None:
     x, weight, _ = problem(rows=4)
     linear = make_linear(weight, quantization="int8")
-    sound = linear(x)
+    expected = linear(x)
     x[1, 3], x[2, 5] = float("nan"), float("inf")
     y = linear(x)
     assert not y[1].isfinite().any()
     assert not y[2].isfinite().any()
-    assert torch.equal(y[[0, 3]], sound[[0, 3]])
+    assert torch.equal(y[[0, 3]], expected[[0, 3]])
 
 
 def test_rows_and_channels_of_zeros_give_zeros() -> None:
@@ -77,8 +77,8 @@ def test_rows_and_channels_of_zeros_give_zeros() -> None:
     assert not y[:, 7].any()
 
 
-class OneOfTwo(RankGroup):
-    """A rank of two that keeps its sums to itself."""
+class RankWithoutReduction(RankGroup):
+    """A rank that returns its partial sums."""
 
     leads = False
 
@@ -86,29 +86,32 @@ class OneOfTwo(RankGroup):
         return tensor
 
 
-def test_ranks_that_hold_outputs_give_what_one_gives_and_ranks_that_hold_inputs_nearly() -> None:
+def test_column_parallel_equals_one_rank_and_row_parallel_is_close() -> None:
     x, weight, _ = problem()
     whole = ColumnParallelLinear(weight, quantization="int8")(x)
     columns = [ColumnParallelLinear(part, quantization="int8")(x) for part in weight.chunk(2)]
     assert torch.equal(torch.cat(columns, 1), whole)
     halves = zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)
-    rows = [RowParallelLinear(part.contiguous(), OneOfTwo(), quantization="int8")(mine) for mine, part in halves]
+    rows = [
+        RowParallelLinear(part.contiguous(), RankWithoutReduction(), quantization="int8")(inputs)
+        for inputs, part in halves
+    ]
     assert relative_error(sum(rows, torch.zeros(())), x.double() @ weight.double().T) < 0.02
     assert torch.equal(VocabHead(weight, 70, RankGroup(), "int8")(x), whole[:, :70])
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "words"),
+    ("name", "device", "expected"),
     [("fp8", CPU, "int8"), ("int8", CUDA, "fp8"), ("int3", CPU, "int8, fp8")],
 )
-def test_what_has_no_kernel_on_the_device_is_refused_with_the_alternative(
-    name: str, device: torch.device, words: str
+def test_a_quantization_without_a_kernel_is_refused_with_the_alternative(
+    name: str, device: torch.device, expected: str
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=expected):
         check_quantization(name, device, torch.bfloat16)
 
 
-def test_the_quantization_of_choice_runs_where_it_is_chosen() -> None:
+def test_the_default_quantization_is_supported() -> None:
     assert quantization_of_choice(CUDA, torch.bfloat16) is None
     check_quantization(quantization_of_choice(CPU, torch.float32), CPU, torch.float32)
 
@@ -126,15 +129,15 @@ def fp8_draft() -> EngineConfig:
 
 
 @pytest.mark.parametrize("build", [fp8_target, int8_target_on_a_gpu, fp8_draft])
-def test_a_configuration_that_names_the_wrong_device_is_refused(build: Callable[[], EngineConfig]) -> None:
+def test_a_configuration_for_the_wrong_device_is_refused(build: Callable[[], EngineConfig]) -> None:
     with pytest.raises(ValueError, match="has kernels for"):
         build()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_fp8_is_within_six_percent() -> None:
+def test_the_error_of_fp8_is_below_6_percent() -> None:
     x, weight, bias = (tensor.to(CUDA, torch.bfloat16) for tensor in problem())
     y = make_linear(weight, bias, "fp8")(x)
     exact = x.double() @ weight.double().T + bias.double()
-    assert all(relative_error(mine, truth) < 0.06 for mine, truth in zip(y, exact, strict=True))
+    assert all(relative_error(result, expected) < 0.06 for result, expected in zip(y, exact, strict=True))

@@ -1,4 +1,4 @@
-"""The coupled sampler draws from the processed distribution; wrong samplers fail the same test."""
+"""Samples follow the processed distribution; incorrect samplers fail the same test."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,14 +18,14 @@ from tests.support.sampling import CPU, noise_of, sample_rows, state_of
 
 VOCAB_SIZE = 64
 LOGITS = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 1.5
-PEAKED = LOGITS.index_add(0, torch.tensor([7]), torch.tensor([7.7]))  # about one half of the mass on token 7
-KNOWN = [int(LOGITS.argmax()), 5, 5, 9, 11, 9, 9, 20]  # two prompt tokens, then generated ones
+PEAKED = LOGITS.index_add(0, torch.tensor([7]), torch.tensor([7.7]))  # token 7 has a probability of about one half
+KNOWN = [int(LOGITS.argmax()), 5, 5, 9, 11, 9, 9, 20]  # two prompt tokens and six generated ones
 NUM_PROMPT = 2
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "cold": {"temperature": 0.7},
-    "hot": {"temperature": 2.5},
+    "low-temperature": {"temperature": 0.7},
+    "high-temperature": {"temperature": 2.5},
     "top-k": {"top_k": 5},
     "top-p": {"top_p": 0.8},
     "min-p": {"min_p": 0.15},
@@ -36,8 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.7},
     "negative-penalties": {"presence_penalty": -1.0, "frequency_penalty": -0.5, "repetition_penalty": 0.6},
     "bias": {"logit_bias": [(7, 3.0), (0, -2.0), (9, 1.0)]},
-    "held-back": {"min_tokens": 10, "eos_token_ids": [1, 9]},
-    "no-longer-held-back": {"min_tokens": 6, "eos_token_ids": [1, 9]},
+    "min-tokens": {"min_tokens": 10, "eos_token_ids": [1, 9]},
+    "min-tokens-reached": {"min_tokens": 6, "eos_token_ids": [1, 9]},
     "everything": {
         "temperature": 0.8,
         "top_k": 25,
@@ -51,29 +51,29 @@ CASES: dict[str, dict[str, Any]] = {
         "eos_token_ids": [1],
     },
 }
-UNFILTERED = ("plain", "cold", "hot")
+UNFILTERED = ("plain", "low-temperature", "high-temperature")
 
 Sampler = Callable[[Tensor, Sequence[SamplingState], Sequence[int]], Tensor]
 
 
-def worst_of(sampler: Sampler, options: dict[str, Any], num_draws: int, logits: Tensor = LOGITS) -> float:
-    """How far `num_draws` tokens, over many seeds and four positions of each, are from the true distribution."""
+def worst_z_of(sampler: Sampler, options: dict[str, Any], num_draws: int, logits: Tensor = LOGITS) -> float:
+    """The largest z-score of token counts of `num_draws` samples, at four positions for each seed."""
     row_options, counts, size = OPTIONS._replace(**options), np.zeros(VOCAB_SIZE), 20_000
     start = state_of(row_options, KNOWN, NUM_PROMPT, VOCAB_SIZE)
     for first in range(0, num_draws, size):
-        rows = [seeded(start, seed) for seed in range(first // 4, (first + size) // 4) for _ in range(4)]
+        rows = [with_seed(start, seed) for seed in range(first // 4, (first + size) // 4) for _ in range(4)]
         tokens = sampler(logits.expand(size, -1), rows, [100, 101, 102, 103] * (size // 4))
         counts += np.bincount(tokens.numpy(), minlength=VOCAB_SIZE)
     return worst_z(counts, processed_probs(logits.numpy(), row_options, KNOWN, NUM_PROMPT))
 
 
-def seeded(row: SamplingState, seed: int) -> SamplingState:
+def with_seed(row: SamplingState, seed: int) -> SamplingState:
     return SamplingState(row.options._replace(seed=seed), row.num_output_tokens, row.output_counts, row.is_known)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_draws_follow_the_processed_distribution(case: str) -> None:
-    assert worst_of(sample_rows, CASES[case], 100_000 if case in UNFILTERED else 20_000) < MAX_Z
+def test_samples_follow_the_processed_distribution(case: str) -> None:
+    assert worst_z_of(sample_rows, CASES[case], 100_000 if case in UNFILTERED else 20_000) < MAX_Z
 
 
 def noise_shared_by_positions(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
@@ -81,12 +81,12 @@ def noise_shared_by_positions(logits: Tensor, rows: Sequence[SamplingState], pos
 
 
 def noise_shared_by_seeds(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
-    return sample_rows(logits, [seeded(row, row.options.seed // 4) for row in rows], positions)
+    return sample_rows(logits, [with_seed(row, row.options.seed // 4) for row in rows], positions)
 
 
 def noise_for_half_the_tokens(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
     noise = noise_of_rows(rows, positions)
-    noise[:, ::2] = 0.5772  # its mean
+    noise[:, ::2] = 0.5772  # the mean
     return (logits + noise).argmax(-1)
 
 
@@ -102,7 +102,7 @@ def temperature_after_noise(logits: Tensor, rows: Sequence[SamplingState], posit
     return ((logits + noise_of_rows(rows, positions)) / rows[0].options.temperature).argmax(-1)
 
 
-def one_token_in_fifty_lost(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
+def one_token_in_fifty_replaced(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
     tokens = sample_rows(logits, rows, positions)
     tokens[::50] = 7
     return tokens
@@ -127,16 +127,18 @@ def noise_of_rows(rows: Sequence[SamplingState], positions: Sequence[int]) -> Te
         (uniform_noise, {}, 20_000),
         (noise_with_swapped_sign, {}, 20_000),
         (temperature_after_noise, {"temperature": 0.7}, 20_000),
-        (one_token_in_fifty_lost, {}, 20_000),
+        (one_token_in_fifty_replaced, {}, 20_000),
         (five_percent_more_of_one_token, {}, 100_000),
     ],
 )
-def test_a_wrong_sampler_is_caught(mutant: Sampler, options: dict[str, Any], num_draws: int) -> None:
-    assert worst_of(mutant, options, num_draws, PEAKED if mutant is five_percent_more_of_one_token else LOGITS) > MAX_Z
+def test_an_incorrect_sampler_is_detected(mutant: Sampler, options: dict[str, Any], num_draws: int) -> None:
+    assert (
+        worst_z_of(mutant, options, num_draws, PEAKED if mutant is five_percent_more_of_one_token else LOGITS) > MAX_Z
+    )
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_a_nucleus_off_by_one_token_is_caught(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nucleus_off_by_one_token_is_detected(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lowest_kept = sampling._lowest_kept
 
     def shifted(scaled: Tensor, batch: SamplingBatch) -> Tensor:
@@ -145,26 +147,26 @@ def test_a_nucleus_off_by_one_token_is_caught(shift: int, monkeypatch: pytest.Mo
         return ranked.gather(1, num_kept - 1 + shift)
 
     monkeypatch.setattr(sampling, "_lowest_kept", shifted)
-    assert worst_of(sample_rows, CASES["top-p"], 20_000) > MAX_Z
+    assert worst_z_of(sample_rows, CASES["top-p"], 20_000) > MAX_Z
 
 
-@pytest.mark.parametrize("case", ["presence", "frequency", "repetition", "bias", "held-back"])
-def test_ignored_options_are_caught(case: str) -> None:
+@pytest.mark.parametrize("case", ["presence", "frequency", "repetition", "bias", "min-tokens"])
+def test_ignored_options_are_detected(case: str) -> None:
     def mutant(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
         return sample_rows(logits, [SamplingState(OPTIONS._replace(seed=row.options.seed)) for row in rows], positions)
 
-    assert worst_of(mutant, CASES[case], 20_000) > MAX_Z
+    assert worst_z_of(mutant, CASES[case], 20_000) > MAX_Z
 
 
-def test_penalties_that_count_the_prompt_are_caught() -> None:
+def test_penalties_that_count_the_prompt_are_detected() -> None:
     def mutant(logits: Tensor, rows: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
         whole = state_of(rows[0].options, KNOWN, 0, VOCAB_SIZE)
-        return sample_rows(logits, [seeded(whole, row.options.seed) for row in rows], positions)
+        return sample_rows(logits, [with_seed(whole, row.options.seed) for row in rows], positions)
 
-    assert worst_of(mutant, CASES["presence"], 20_000) > MAX_Z
+    assert worst_z_of(mutant, CASES["presence"], 20_000) > MAX_Z
 
 
-def test_a_row_is_sampled_alike_alone_and_in_any_batch() -> None:
+def test_a_rows_sample_does_not_depend_on_the_batch() -> None:
     rows = [
         state_of(OPTIONS._replace(seed=i, **case), KNOWN, NUM_PROMPT, VOCAB_SIZE)
         for i, case in enumerate([*CASES.values(), {"temperature": 0.0}])
@@ -175,7 +177,7 @@ def test_a_row_is_sampled_alike_alone_and_in_any_batch() -> None:
     assert together.tolist() == [int(token) for token in alone]
 
 
-def test_sampling_changes_no_logits() -> None:
+def test_sampling_does_not_modify_logits() -> None:
     logits = LOGITS.repeat(len(CASES), 1)
     rows = [state_of(OPTIONS._replace(**case), KNOWN, NUM_PROMPT, VOCAB_SIZE) for case in CASES.values()]
     sample_rows(logits, rows, [9] * len(rows))
@@ -190,11 +192,11 @@ def test_sampling_changes_no_logits() -> None:
     st.sampled_from([0.0, 0.001, 0.3, 1.0]),
 )
 @settings(max_examples=60)
-@example(seed=0, spread=4.0, top_k=9_999, top_p=1.0, min_p=0.0)  # a float32 sum reached 1 before the last token
+@example(seed=0, spread=4.0, top_k=9_999, top_p=1.0, min_p=0.0)  # here a float32 sum reaches 1 before the last token
 def test_filters_keep_the_right_tokens_of_a_large_vocabulary(
     seed: int, spread: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """Also where the nucleus is wider than the part that is sorted first. Tokens at the very edge may go either way."""
+    """Also if the nucleus is larger than the part that is sorted first. Tokens within 1e-5 of an edge may be either."""
     logits = np.random.default_rng(seed).normal(size=3_000).astype(np.float32) * spread
 
     def allowed(edge: float) -> np.ndarray:
@@ -209,37 +211,37 @@ def test_filters_keep_the_right_tokens_of_a_large_vocabulary(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 9e-6])
-def test_a_temperature_near_zero_takes_the_best_token_whatever_is_filtered(temperature: float) -> None:
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     options = CASES["all-filters"] | {"temperature": temperature}
     rows = [SamplingState(OPTIONS._replace(seed=seed, **options)) for seed in range(20)]
     assert sample_rows(LOGITS.expand(20, -1), rows, [3] * 20).tolist() == [int(LOGITS.argmax())] * 20
 
 
-def test_a_row_that_is_not_a_number_does_not_change_its_neighbours() -> None:
+def test_a_non_finite_row_does_not_change_others() -> None:
     rows = [SamplingState(OPTIONS._replace(seed=s, **case)) for s, case in enumerate(list(CASES.values())[:8])]
     logits, positions = LOGITS.repeat(8, 1), list(range(8))
-    sound = sample_rows(logits, rows, positions)
-    for broken in (torch.nan, torch.inf, -torch.inf):
-        logits[4] = broken
+    expected = sample_rows(logits, rows, positions)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        logits[4] = value
         tokens = sample_rows(logits, rows, positions)
-        assert torch.equal(tokens[torch.arange(8) != 4], sound[torch.arange(8) != 4])
+        assert torch.equal(tokens[torch.arange(8) != 4], expected[torch.arange(8) != 4])
         assert 0 <= int(tokens[4]) < VOCAB_SIZE
 
 
-def test_filters_keep_whole_ties() -> None:
-    """A threshold, not a sort: equal logits are kept or dropped together, so no sort's order can matter."""
+def test_tied_logits_are_all_kept_and_sampled() -> None:
+    """Filters are thresholds, so equal logits are kept or dropped together, in whatever order they are sorted."""
     logits = torch.tensor([[2.0, 2.0, 2.0, 0.0]])
     rows = [SamplingState(OPTIONS._replace(seed=seed, top_k=1)) for seed in range(200)]
     assert set(sample_rows(logits.expand(200, -1), rows, [5] * 200).tolist()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.99}, {"top_k": 3, "top_p": 0.5}])
-def test_a_tie_at_the_edge_of_a_filter_is_kept_whole(options: dict[str, Any]) -> None:
+def test_ties_at_the_edge_of_a_filter_are_kept(options: dict[str, Any]) -> None:
     logits = torch.tensor([[0.0, 1.0, -3.0, 1.0, 1.0]])
     kept = kept_by(OPTIONS._replace(**options), logits)
     assert kept.tolist() == [False, True, False, True, True]
 
 
 def kept_by(options: SamplingOptions, logits: Tensor) -> Tensor:
-    """bool [V]: tokens of one row's logits [1, V] that its filters keep."""
+    """bool [V]: the tokens that the filters keep, for the logits [1, V] of one row."""
     return sampling.scores(logits, SamplingBatch.of([SamplingState(options)], CPU))[0].isfinite()

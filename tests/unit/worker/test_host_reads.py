@@ -12,7 +12,7 @@ from tests.support.host_reads import HostReads
 from tests.support.methods import METHODS
 
 VERIFY, DRAFT = "worker/step_output.py", "spec_decode/inline_drafts.py"
-NUM_PROMPT_STEPS = 2  # the prompt, and the first draft tree
+NUM_PROMPT_STEPS = 2  # the prefill, and the step that makes the first drafts
 
 
 def reads_of_steps(
@@ -33,7 +33,7 @@ def reads_of_steps(
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=16, ignore_eos=True)
     with make_llm(toy, **options) as llm:
         llm.generate([[5, 6, 7 + row] for row in range(batch_size)], params)
-    return [step for step in steps[NUM_PROMPT_STEPS:] if step]  # the last one only frees slots
+    return [step for step in steps[NUM_PROMPT_STEPS:] if step]  # the last step only frees slots
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -50,7 +50,7 @@ def test_a_greedy_step_reads_once_for_verification_and_once_for_drafts(
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
-def test_plain_decoding_reads_once_a_step(
+def test_plain_decoding_reads_once_per_step(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
     steps = reads_of_steps(toy, tmp_path, monkeypatch, None, batch_size, temperature=0.0)
@@ -58,7 +58,7 @@ def test_plain_decoding_reads_once_a_step(
     assert {tuple(step) for step in steps} == {(VERIFY,)}
 
 
-def test_reads_of_a_walk_by_depth_are_counted(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU sampled requests are walked depth by depth."""
+def test_verification_by_depth_reads_at_each_depth(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, sampled requests are verified depth by depth."""
     steps = reads_of_steps(toy, tmp_path, monkeypatch, "EAGLE3", 1, temperature=1.0)
     assert all("spec_decode/verifier.py" in step for step in steps), steps

@@ -1,4 +1,4 @@
-"""Requests and trees flattened into one batch, against what each request is by itself."""
+"""Requests and their trees flattened into one batch, compared with each request alone."""
 
 from typing import NamedTuple
 
@@ -17,13 +17,13 @@ NUM_SLOTS, PAGE_SIZE, MAX_TOKENS = 6, 4, 24
 
 
 class Case(NamedTuple):
-    """A request in its slot."""
+    """One request of the batch."""
 
     slot: int
     token_ids: list[int]
     num_computed: int
     num_tokens: int  # scheduled
-    tree: TreeLists  # its root alone if known tokens are left after the step
+    tree: TreeLists  # the root alone unless the step computes all known tokens
 
     @property
     def known(self) -> list[int]:
@@ -44,15 +44,15 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> list[Case]:
-    made = []
+    rows = []
     for slot in draw(st.permutations(range(NUM_SLOTS)))[: draw(st.integers(1, 4))]:
         tokens = draw(st.lists(st.integers(0, 50), min_size=1, max_size=9))
         computed, scheduled = draw(st.integers(0, len(tokens) - 1)), draw(st.integers(1, 10))
         case = Case(slot, tokens, computed, scheduled, TreeLists([], []))
         size = draw(st.integers(0, 6)) if case.samples else 0
         parents = [NONE] + [draw(st.integers(0, node)) for node in range(size)]
-        made.append(case._replace(tree=TreeLists([case.known[-1], *range(60, 60 + size)], parents)))
-    return made
+        rows.append(case._replace(tree=TreeLists([case.known[-1], *range(60, 60 + size)], parents)))
+    return rows
 
 
 def flattened(rows: list[Case]) -> InputBatch:
@@ -67,7 +67,7 @@ def flattened(rows: list[Case]) -> InputBatch:
 
 
 @given(cases())
-def test_tokens_positions_and_kv_slots_are_each_requests_own(rows: list[Case]) -> None:
+def test_tokens_positions_and_kv_slots_of_each_request(rows: list[Case]) -> None:
     batch = flattened(rows)
     tokens, positions, kv_slots = [], [], []
     for row in rows:
@@ -84,7 +84,7 @@ def test_tokens_positions_and_kv_slots_are_each_requests_own(rows: list[Case]) -
 
 
 @given(cases())
-def test_nodes_are_found_again_in_the_batch(rows: list[Case]) -> None:
+def test_node_places_and_roots_index_the_batch(rows: list[Case]) -> None:
     batch = flattened(rows)
     at_nodes = batch.token_ids[batch.node_places].tolist()
     assert at_nodes == [token for row in rows if row.samples for token in row.tree.tokens]
@@ -92,7 +92,7 @@ def test_nodes_are_found_again_in_the_batch(rows: list[Case]) -> None:
 
 
 @given(cases())
-def test_attention_sees_each_requests_past_and_tree(rows: list[Case]) -> None:
+def test_attention_metadata_describes_each_requests_past_and_tree(rows: list[Case]) -> None:
     attention = flattened(rows).attention
     for place, row in enumerate(rows):
         num_nodes = len(row.tree.tokens)

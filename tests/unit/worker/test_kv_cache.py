@@ -1,4 +1,4 @@
-"""Accepted paths become prefixes; the pool is as large as was asked for."""
+"""KV of accepted nodes is moved behind the root; the pool has the configured size."""
 
 from random import Random
 
@@ -17,16 +17,16 @@ CPU = torch.device("cpu")
 
 @st.composite
 def paths(draw: st.DrawFn) -> list[int]:
-    """Nodes of a path from the root: each comes after its parent."""
+    """Nodes of a path from the root, in ascending order."""
     return [0, *sorted(draw(st.sets(st.integers(1, 12), max_size=6)))]
 
 
 @given(st.lists(paths(), min_size=1, max_size=3), st.randoms(use_true_random=False))
-def test_accepted_nodes_move_behind_their_roots_in_order(accepted: list[list[int]], random: Random) -> None:
+def test_kv_of_accepted_nodes_is_moved_behind_the_root(accepted: list[list[int]], random: Random) -> None:
     cache = KVCache(2, 1, 1, num_blocks=16, page_size=4, dtype=torch.float32, device=CPU)
     slots = list(range(4, 64))
     random.shuffle(slots)
-    kv_slots = torch.tensor(slots[: 13 * len(accepted)]).view(-1, 13)  # of the root and its nodes
+    kv_slots = torch.tensor(slots[: 13 * len(accepted)]).view(-1, 13)  # of the root and 12 drafts
     cache.pool[:] = torch.arange(64.0).view(1, 64, 1, 1, 1)
     depth = max(map(len, accepted))
     nodes = torch.tensor([path + [random.randint(0, 12)] * (depth - len(path)) for path in accepted])
@@ -41,25 +41,23 @@ def test_accepted_nodes_move_behind_their_roots_in_order(accepted: list[list[int
         assert all(float(pool[slot]) == slot for slot in untouched)
 
 
-def test_a_pool_starts_as_zeros() -> None:
+def test_the_pool_is_initialized_with_zeros() -> None:
     cache = KVCache(2, 3, 4, num_blocks=5, page_size=4, dtype=torch.bfloat16, device=CPU)
     assert cache.pool.shape == (2, 20, 2, 3, 4)
     assert not cache.pool.any()
 
 
 @pytest.mark.parametrize(("max_total_tokens", "page_size", "blocks"), [(64, 16, 5), (70, 16, 5), (10, 1, 11)])
-def test_the_pool_holds_the_tokens_asked_for_beside_its_null_block(
-    max_total_tokens: int, page_size: int, blocks: int
-) -> None:
+def test_the_pool_has_max_total_tokens_and_a_null_block(max_total_tokens: int, page_size: int, blocks: int) -> None:
     config = EngineConfig(max_total_tokens=max_total_tokens, page_size=page_size)
     assert count_blocks(config, 1000, 4096, CPU) == blocks
 
 
-def test_memory_too_small_for_one_block_is_an_error_that_says_what_to_do() -> None:
+def test_too_little_memory_for_one_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="mem_fraction_static=1e-06"):
         count_blocks(EngineConfig(mem_fraction_static=1e-6), 1000, 4096, CPU)
 
 
-def test_no_more_blocks_than_all_requests_could_use() -> None:
+def test_the_pool_is_no_larger_than_all_requests_can_use() -> None:
     config = EngineConfig(max_running_requests=2, page_size=16, mem_fraction_static=0.9)
     assert count_blocks(config, 1, 100, CPU) <= 2 * (100 + 16) // 16 + 1

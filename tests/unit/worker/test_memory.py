@@ -1,4 +1,4 @@
-"""Short of memory: the next step down, in the configuration's own numbers, whichever allocator failed and when."""
+"""Out-of-memory errors of all allocators name the next option to lower, with values for the configuration."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    ("options", "rung"),
+    ("options", "expected"),
     [
         ({"device": "cpu"}, "lower mem_fraction_static=0.4 to 0.2"),
         ({"device": "cuda"}, "lower mem_fraction_static=0.85 to 0.5"),
@@ -54,33 +54,31 @@ SMALL = {
         (SMALL, "take a smaller model or a machine with more memory"),
     ],
 )
-def test_the_next_step_down_is_the_first_that_is_left(options: dict[str, Any], rung: str) -> None:
+def test_options_are_lowered_in_order(options: dict[str, Any], expected: str) -> None:
     config = EngineConfig(**options)
-    assert ladder(config)[0] == rung
-    assert advice(config).startswith(f"next, {rung}")
+    assert ladder(config)[0] == expected
+    assert advice(config).startswith(f"next, {expected}")
 
 
-def test_a_pool_that_does_not_fit_names_the_next_step_down(toy: Path) -> None:
-    """More than any address space holds."""
+def test_a_pool_larger_than_memory_is_refused_with_advice(toy: Path) -> None:
+    """The pool is larger than any address space."""
     with pytest.raises(ConfigError, match=r"out of memory while loading .* next, lower max_total_tokens=1000000000 to"):
         LLM(model=str(toy), max_total_tokens=10**9, max_running_requests=4096, page_size=1, device="cpu")
 
 
-def test_a_step_that_finds_no_memory_ends_the_engine_with_the_same_words(
-    toy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_in_a_step_ends_the_engine_with_advice(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_llm(toy) as llm:
         monkeypatch.setattr(llm._executor.worker, "execute", lambda _: torch.empty(2**50))
         with pytest.raises(EngineDeadError, match=r"out of memory while computing a step: .* next, lower"):
             llm.generate([[0, 1]])
 
 
-@pytest.mark.parametrize("failing", [lambda: torch.empty(2**50), lambda: np.zeros(2**50)])
-def test_every_allocator_is_understood(failing: Any) -> None:
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**50), lambda: np.zeros(2**50)])
+def test_errors_of_every_allocator_are_recognized(allocate: Any) -> None:
     with pytest.raises(ConfigError, match="next, lower"), enough_memory(EngineConfig(), "trying", ConfigError):
-        failing()
+        allocate()
 
 
-def test_other_failures_pass() -> None:
-    with pytest.raises(RuntimeError, match="something else"), enough_memory(EngineConfig(), "trying", ConfigError):
-        raise RuntimeError("something else")
+def test_other_errors_are_not_changed() -> None:
+    with pytest.raises(RuntimeError, match="another error"), enough_memory(EngineConfig(), "trying", ConfigError):
+        raise RuntimeError("another error")
