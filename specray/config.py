@@ -29,7 +29,8 @@ class SpeculativeConfig(Options):
 
     algorithm: str | None = Field(
         None,
-        description="Drafting method: EAGLE3, EAGLE (or NEXTN), MTP, STANDALONE, NGRAM; null decodes without drafts.",
+        description="Drafting method: EAGLE3, EAGLE (or NEXTN), MTP, STANDALONE, NGRAM, or the import path of a "
+        "drafter (package.module:Class); null decodes without drafts.",
     )
     num_steps: Annotated[int, Field(ge=1, le=32)] | None = Field(
         None,
@@ -187,7 +188,15 @@ class SpeculativeConfig(Options):
         return min(self.accept_threshold_single, self.accept_threshold_acc) < 1.0
 
     def check_successor(self, other: "SpeculativeConfig") -> None:
-        """ConfigError if `other` cannot replace this configuration without a restart: the verifier is fixed."""
+        """ConfigError if `other` cannot replace this configuration without a restart.
+
+        The verifier is fixed. So is the code: only the operator's configuration names a module to import.
+        """
+        if other.algorithm is not None and ":" in other.algorithm and other.algorithm != self.algorithm:
+            raise ConfigError(
+                f"speculative.algorithm={other.algorithm!r} is an import path that this server was not started with, "
+                "and a running server imports no code; restart it with this algorithm, or choose a built-in one"
+            )
         for name in (
             "verification",
             "accept_threshold_single",

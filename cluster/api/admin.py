@@ -46,9 +46,13 @@ def new_options(config: AppConfig, body: bytes) -> SpeculativeConfig:
     if not isinstance(group, dict) or "algorithm" not in group:
         raise ApiError(400, "the body must be a JSON object with `algorithm`; null turns drafting off", "algorithm")
     try:
-        return AppConfig.model_validate(config.model_dump() | {"speculative": group}).speculative
+        speculative = AppConfig.model_validate(config.model_dump() | {"speculative": group}).speculative
+        config.speculative.check_successor(speculative)  # every engine checks it again
     except ValidationError as error:
         raise _error(error) from None
+    except ConfigError as error:
+        raise ApiError(400, str(error)) from None
+    return speculative
 
 
 def _error(error: ValidationError) -> ApiError:

@@ -161,7 +161,7 @@ class Speculation(Body):
     model_config = ConfigDict(extra="forbid")
 
     enabled: bool | None = None
-    algorithm: Annotated[str, Field(max_length=64)] | None = None
+    algorithm: Annotated[str, Field(max_length=256)] | None = None  # only ever compared with the server's own
     num_steps: Annotated[int, Field(ge=1)] | None = None
     num_draft_tokens: Annotated[int, Field(ge=2)] | None = None  # root included
 

@@ -24,7 +24,7 @@ from specray.bench.tune_plot import save_plot
 from specray.bench.variants import PLAIN, parse_method, tree_name, with_tree
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
-from specray.spec_decode import DRAFTERS
+from specray.spec_decode import method_of
 from specray.tables import format_table
 
 # From a short chain for busy machines to trees that pay only where many rows cost as much as one.
@@ -101,7 +101,7 @@ def make_candidates(speculative: SpeculativeConfig, trees: Sequence[str] | None 
     """The trees to try with a method, including the configured one. Raises ConfigError."""
     if speculative.algorithm is None:
         raise ConfigError("plain decoding has no draft tree to tune; choose a drafting method with --method")
-    names = list(trees or (TREES if "eagle_topk" in DRAFTERS[speculative.algorithm].options else NODES))
+    names = list(trees or (TREES if "eagle_topk" in method_of(speculative.algorithm).options else NODES))
     configured = tree_name(speculative)
     if configured not in (*names, "auto"):
         names.append(configured)

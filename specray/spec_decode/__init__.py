@@ -1,6 +1,7 @@
 """Drafting methods and the verifier. This table is the only place that knows the methods' names.
 
-Drafters are imported when they are made, so that a configuration can be checked without importing torch.
+Drafters are imported when they are made, so that a configuration can be checked without importing torch. A name with a
+colon is the import path of a drafter outside this package (`custom`).
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
+from specray.spec_decode.custom import check_attributes, check_custom, load_custom
 from specray.spec_decode.ngram_rules import NGRAM_OPTIONS, check_ngram, check_override
 from specray.spec_decode.tree_shape import check_tree, check_tree_drafter
 
@@ -80,6 +82,13 @@ def _ngram(config: SpeculativeConfig, _target: "TargetView") -> "Drafter":
     return NgramDrafter.of(config)
 
 
+def _custom(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
+    path = config.algorithm or ""
+    drafter: Drafter = load_custom(path)(config, target)
+    check_attributes(path, drafter, target.shape.num_layers)
+    return drafter
+
+
 DRAFTERS: dict[str, Method] = {
     "EAGLE3": Method(_eagle3, _HEAD | _TREE | {"token_map"}, check_tree_drafter),
     "EAGLE": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree),
@@ -89,17 +98,29 @@ DRAFTERS: dict[str, Method] = {
     "NGRAM": Method(_ngram, NGRAM_OPTIONS | {"num_draft_tokens"}, check_ngram),
 }
 
+_CUSTOM = Method(_custom, frozenset(SpeculativeConfig.model_fields) - _ALL, check_custom)  # it may read any option
+
+
+def method_of(algorithm: str) -> Method:
+    """The method of this name or import path. Raises ConfigError if there is none."""
+    if ":" in algorithm:
+        return _CUSTOM
+    if algorithm not in DRAFTERS:
+        raise ConfigError(
+            f"speculative.algorithm={algorithm!r} is not known; choose one of {', '.join(DRAFTERS)}, the import path "
+            "of a drafter (package.module:Class), or null for plain decoding"
+        )
+    return DRAFTERS[algorithm]
+
 
 def check_speculative(config: SpeculativeConfig) -> None:
-    """ConfigError if `speculative.algorithm` is unknown or contradicts the other options."""
+    """ConfigError if `speculative.algorithm` is unknown or contradicts the other options.
+
+    This imports the module of a drafter that is named by its import path.
+    """
     if config.algorithm is None:
         return
-    method = DRAFTERS.get(config.algorithm)
-    if method is None:
-        raise ConfigError(
-            f"speculative.algorithm={config.algorithm!r} is not known; choose one of {', '.join(DRAFTERS)}, "
-            "or null for plain decoding"
-        )
+    method = method_of(config.algorithm)
     read = _ALL | method.options
     if config.ngram_override_min_match is not None:
         read |= NGRAM_OPTIONS
@@ -120,4 +141,4 @@ def make_drafter(config: SpeculativeConfig, target: "TargetView") -> "Drafter | 
     if config.algorithm is None:
         return None
     seen = replace(target, attention_backend=config.draft_attention_backend or target.attention_backend)
-    return with_override(DRAFTERS[config.algorithm].make(config, seen), config)
+    return with_override(method_of(config.algorithm).make(config, seen), config)

@@ -50,6 +50,13 @@ class DraftTree:
         """Trees without drafts: one node each, from int64 [B]."""
         return cls(tokens[:, None], torch.full_like(tokens[:, None], NONE), torch.ones_like(tokens), 0)
 
+    @classmethod
+    def chains(cls, tokens: Tensor) -> "DraftTree":
+        """Trees of one branch each, from int64 [B, N] with their roots first."""
+        num_rows, size = tokens.shape
+        parents = torch.arange(-1, size - 1, device=tokens.device).expand(num_rows, -1)
+        return cls(tokens, parents, torch.full_like(tokens[:, 0], size), size - 1)
+
     def to_lists(self) -> list[TreeLists]:
         """The trees on the host."""
         rows = zip(self.tokens.tolist(), self.parents.tolist(), self.num_nodes.tolist(), strict=True)

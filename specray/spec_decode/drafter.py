@@ -1,7 +1,9 @@
 """The interfaces of drafting: a `Drafter` is a method, a `DraftSource` is where it runs.
 
-A method implements `Drafter` and is listed in `DRAFTERS`. Wrong, late or missing drafts cost speed and never change the
-output.
+A method implements `Drafter` and is listed in `DRAFTERS`, or is a class outside this package that
+`speculative.algorithm` names by its import path (`package.module:Class`). Such a class is called with (config:
+SpeculativeConfig, target: TargetView). Wrong, late or missing drafts cost speed and never change the output.
+`specray.testing` checks a drafter against this interface.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """Replacing drafters while serving: access, rejected options, and convergence of all engines."""
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ def test_a_lost_engine_does_not_block_the_others(serve: Serve, admin: dict[str, 
         ('{"algorithm": "NGRAM", "num_draft_tokens": 1}', "num_draft_tokens=1"),
         ('{"algorithm": "NGRAM", "depth": 1}', "speculative.depth"),
         ('{"algorithm": "NGRAM", "num_draft_tokens": 100}', "max_total_tokens"),
+        ('{"algorithm": "antigravity:Drafter"}', "imports no code"),
     ],
 )
 def test_invalid_options_are_rejected_before_anything_is_loaded(
@@ -159,6 +161,7 @@ def test_invalid_options_are_rejected_before_anything_is_loaded(
             assert reply.status_code == 400
             assert part in reply.json()["error"]["message"]
             assert loaded(server) == [[]]
+            assert "antigravity" not in sys.modules
 
     asyncio.run(scenario())
 
