@@ -77,7 +77,7 @@ class InlineDrafts:
     """DraftSource in the target's process and thread. Without a drafter, every tree is its root."""
 
     def __init__(self, drafter: Drafter | None, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._drafter = drafter
+        self.drafter = drafter
         self._pending = PendingTrees(num_slots, vocab_size, device)
         self._faults: list[DraftFault] = []
         self.max_draft_tokens = drafter.max_draft_tokens if drafter else 0
@@ -86,11 +86,11 @@ class InlineDrafts:
         self.seconds = 0.0
 
     def submit(self, context: ProposeContext) -> None:
-        if self._drafter is None:
+        if self.drafter is None:
             return
         start = time.perf_counter()
         try:
-            tree = limited(self._drafter.propose(context), context)
+            tree = limited(self.drafter.propose(context), context)
         except DraftFaultError as fault:
             self._faults.append(fault.kind)
             return
@@ -107,8 +107,8 @@ class InlineDrafts:
 
     def release(self, slots: Sequence[int]) -> None:
         self._pending.drop(slots)
-        if self._drafter is not None:
-            self._drafter.release(slots)
+        if self.drafter is not None:
+            self.drafter.release(slots)
 
     def take_faults(self) -> list[DraftFault]:
         faults, self._faults = self._faults, []

@@ -105,7 +105,7 @@ def test_a_target_drafts_for_itself_without_a_draft_path(algorithm: str, tmp_pat
     plain = [choice.token_ids for choice in generate(tmp_path, prompts, params)]
     speculative = SpeculativeConfig(algorithm=algorithm)
     with make_llm(tmp_path, speculative=speculative) as llm:
-        assert isinstance(llm._executor.worker._drafts._drafter, EagleDrafter)  # type: ignore[attr-defined]
+        assert isinstance(llm._executor.worker._drafts.drafter, EagleDrafter)  # type: ignore[attr-defined]
         assert [g.choices[0].token_ids for g in llm.generate(prompts, params)] == plain
 
 
