@@ -48,9 +48,9 @@ def check_attributes(path: str, drafter: object, num_layers: int) -> None:
     most, layers, reads_next_token = (getattr(drafter, name) for name in _ATTRIBUTES)
     if type(most) is not int or not 1 <= most < MAX_TREE_NODES:
         raise _error(path, f"has max_draft_tokens={most!r}", f"set it to an int from 1 to {MAX_TREE_NODES - 1}")
-    if not isinstance(layers, tuple) or not all(type(layer) is int and 0 <= layer <= num_layers for layer in layers):
+    if not isinstance(layers, tuple) or not all(type(layer) is int and -1 <= layer <= num_layers for layer in layers):
         raise _error(
-            path, f"has aux_hidden_state_layers={layers!r}", f"set it to a tuple of ints from 0 to {num_layers}"
+            path, f"has aux_hidden_state_layers={layers!r}", f"set it to a tuple of ints from -1 to {num_layers}"
         )
     if type(reads_next_token) is not bool:
         raise _error(path, f"has reads_next_token={reads_next_token!r}", "set it to True or False")

@@ -7,6 +7,7 @@ import pytest
 
 from specray.config import SpeculativeConfig
 from specray.llm import LLM
+from specray.spec_decode import DRAFTERS
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.spec_decode.drafter import ProposeContext, TargetView
 from specray.testing import CHECKS, Check, trees_are_valid
@@ -55,7 +56,7 @@ def llm(toy: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*DRAFTERS, "MTP-stack", "EAGLE3-ngram"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_our_methods(check: Check, method: str, llm: LLM, toy: Path, tmp_path: Path) -> None:
     check(llm, METHODS[method](toy, tmp_path))

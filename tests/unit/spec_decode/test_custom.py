@@ -116,7 +116,7 @@ def test_a_path_without_a_drafter_is_refused(path: str, parts: list[str]) -> Non
     [
         ("NoAttributes", ["lacks max_draft_tokens"]),
         ("NoDrafts", ["max_draft_tokens=0", "from 1 to 127"]),
-        ("Layers", ["aux_hidden_state_layers=(0, 3)", "from 0 to 2"]),
+        ("Layers", ["aux_hidden_state_layers=(0, 3)", "from -1 to 2"]),
         ("Flag", ["reads_next_token=1"]),
     ],
 )
