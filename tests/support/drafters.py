@@ -78,6 +78,14 @@ def make_context(requests: Sequence[Tokens], unfinished: Sequence[Tokens] = ()) 
     return ProposeContext(table, drafted, read)
 
 
+def paths_of(tree: TreeLists) -> list[tuple[int, ...]]:
+    """Tokens from below the root to each node but the root, in the order of nodes."""
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tree.tokens)):
+        paths.append((*paths[tree.parents[node]], tree.tokens[node]))
+    return paths[1:]
+
+
 def chain(root: int, tokens: Sequence[int]) -> TreeLists:
     return TreeLists([root, *tokens], [NONE, *range(len(tokens))])
 

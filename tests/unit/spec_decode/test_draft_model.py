@@ -1,7 +1,6 @@
-"""The draft model inside real runs, call by call, against a reference that keeps no cache and shares no batch.
+"""The draft model in engine runs, compared at each call with a reference that has no KV cache and no batching.
 
-Every tree of every row that gets one, and all draft KV behind it, is compared, whatever steps the drafter missed or
-had to leave for later.
+All trees and all draft KV are compared, also after steps that the drafter missed or deferred.
 """
 
 import json
@@ -40,7 +39,7 @@ MODELS: dict[str, Make] = {
 
 
 class CheckedDrafter:
-    """The drafter; each of its calls is compared with the reference. While `is_called` is false, calls are left out."""
+    """A drafter whose calls are compared with the reference. Calls for which `is_called` returns False are skipped."""
 
     def __init__(self, drafter: StandaloneDrafter, shape: TreeShape) -> None:
         self.max_draft_tokens, self.aux_hidden_state_layers = drafter.max_draft_tokens, drafter.aux_hidden_state_layers
@@ -80,27 +79,27 @@ Start = Callable[..., tuple[LLM, CheckedDrafter]]
 
 @pytest.fixture
 def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """(an engine whose drafter is checked, the checked drafter) of a model's name and the engine's options."""
-    made: list[CheckedDrafter] = []
+    """A function (name in MODELS, engine options) -> (engine, its checked drafter)."""
+    drafters: list[CheckedDrafter] = []
     method = DRAFTERS["STANDALONE"]
 
     def make(config: SpeculativeConfig, target: TargetView) -> Drafter:
         drafter = method.make(config, target)
         assert isinstance(drafter, StandaloneDrafter)
-        made.append(CheckedDrafter(drafter, TreeShape.of(config, "")))
-        return made[-1]
+        drafters.append(CheckedDrafter(drafter, TreeShape.of(config, "")))
+        return drafters[-1]
 
     monkeypatch.setitem(DRAFTERS, "STANDALONE", method._replace(make=make))
 
     def start(name: str, **options: Any) -> tuple[LLM, CheckedDrafter]:
         llm = make_llm(toy, speculative=MODELS[name](toy, tmp_path), **options)
-        return llm, made[-1]
+        return llm, drafters[-1]
 
     return start
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_cold_and_warm_every_tree_is_the_naive_one(name: str, start: Start) -> None:
+def test_trees_equal_the_reference_with_and_without_a_cached_prefix(name: str, start: Start) -> None:
     llm, drafter = start(name, page_size=4)
     with llm:
         cold, warm = run(llm), run(llm)
@@ -112,18 +111,18 @@ def test_cold_and_warm_every_tree_is_the_naive_one(name: str, start: Start) -> N
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_pages_chunks_and_preemption_change_no_tree(name: str, start: Start) -> None:
+def test_trees_equal_the_reference_with_any_pages_chunks_and_preemption(name: str, start: Start) -> None:
     llm, drafter = start("tree", **RUNS[name])
     with llm:
         choices = run(llm) + run(llm, PROMPTS[::-1])
         assert (total(choices, "num_preemptions") > 0) == (name == "preemption")
         llm.engine.step()
-        assert not drafter.drafter._hashes._known  # slots that were freed are forgotten
+        assert not drafter.drafter._hashes._known  # no entry for freed slots
     assert_checked(drafter, at_least=40)
     assert drafter.num_bare == 0
 
 
-def test_steps_that_were_missed_are_caught_up_with(start: Start) -> None:
+def test_missed_steps_are_read_later(start: Start) -> None:
     llm, drafter = start("tree", page_size=4)
     with llm:
         called = iter([False, False, True, False, False, True, True] * 20)
@@ -134,7 +133,7 @@ def test_steps_that_were_missed_are_caught_up_with(start: Start) -> None:
     assert drafter.num_bare == 0
 
 
-def test_a_prefix_from_before_it_was_born_is_read(start: Start) -> None:
+def test_a_prefix_cached_before_the_drafter_started_is_read(start: Start) -> None:
     llm, drafter = start("tree", page_size=4)
     with llm:
         drafter.is_called = lambda: False
@@ -165,14 +164,14 @@ def test_a_long_prefix_is_read_in_parts_while_others_draft(start: Start, monkeyp
         choices = run(llm, [long, [5]], max_tokens=30)
     assert choices[0].usage is not None
     assert choices[0].usage.num_cached_tokens == 56
-    assert 2 <= drafter.num_bare <= 56 // 8  # of the long row alone, which takes so many steps
-    assert 8 < max(num_read) <= 8 + 2 * (4 + 1)  # a part, and what a step adds to two rows
+    assert 2 <= drafter.num_bare <= 56 // 8  # of the long prompt only
+    assert 8 < max(num_read) <= 8 + 2 * (4 + 1)  # one part, and the new tokens of two requests
     assert_checked(drafter, at_least=10)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [None, (3, 2, 7)])
-def test_the_target_itself_drafts_what_is_accepted(
+def test_drafts_of_the_target_itself_are_accepted(
     shape: tuple[int, int, int] | None, temperature: float, toy: Path
 ) -> None:
     steps, topk, nodes = shape or (None, None, None)
@@ -185,11 +184,11 @@ def test_the_target_itself_drafts_what_is_accepted(
         assert choice.usage is not None
         if shape is None:
             assert choice.usage.num_accepted == choice.usage.num_draft_tokens == 30
-        else:  # a branch of a tree may be cut short for another that scores more
+        else:  # a branch may be cut for another with higher scores
             assert choice.usage.num_accepted >= 1.5 * choice.usage.num_verify_steps
 
 
-def test_drafts_stop_where_the_draft_models_context_ends(toy: Path, tmp_path: Path) -> None:
+def test_nothing_is_drafted_beyond_the_draft_models_context(toy: Path, tmp_path: Path) -> None:
     speculative = MODELS["tree"](toy, tmp_path)
     change_config(tmp_path / "draft", max_position_embeddings=20)
     prompts = [[0, 9, 8, 7], [0, *range(4, 40)]]
@@ -200,12 +199,12 @@ def test_drafts_stop_where_the_draft_models_context_ends(toy: Path, tmp_path: Pa
     assert [short.token_ids, long.token_ids] == expected
     assert short.usage is not None
     assert long.usage is not None
-    assert 0 < short.usage.num_draft_tokens <= 8 * 16  # the last tree grows from the 16th position
+    assert 0 < short.usage.num_draft_tokens <= 8 * 16  # the last tree starts at position 16
     assert long.usage.num_draft_tokens == 0
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
-def test_its_type_is_its_own(dtype: str, toy: Path, tmp_path: Path) -> None:
+def test_draft_dtype_does_not_change_output(dtype: str, toy: Path, tmp_path: Path) -> None:
     speculative = MODELS["tree"](toy, tmp_path).model_copy(update={"draft_dtype": dtype})
     with make_llm(toy) as llm:
         expected = [choice.token_ids for choice in run(llm)]
@@ -215,12 +214,12 @@ def test_its_type_is_its_own(dtype: str, toy: Path, tmp_path: Path) -> None:
         assert [choice.token_ids for choice in run(llm)] == expected
 
 
-def test_nothing_to_read_is_nothing_to_draft(toy: Path, tmp_path: Path) -> None:
+def test_no_requests_give_no_trees(toy: Path, tmp_path: Path) -> None:
     with make_llm(toy, speculative=MODELS["chain"](toy, tmp_path)) as llm:
         assert drafter_of(llm).propose(make_context([])).to_lists() == []
 
 
-def test_numbers_that_are_none_are_a_fault(toy: Path, tmp_path: Path) -> None:
+def test_nan_logits_are_a_draft_fault(toy: Path, tmp_path: Path) -> None:
     speculative = MODELS["chain"](toy, tmp_path)
     path = tmp_path / "draft" / "model.safetensors"
     weights = load_file(path)
@@ -243,7 +242,7 @@ def test_vocabularies_may_differ_in_padding(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Output is that of plain decoding, with padding ids in it; none of these is drafted."""
+    """Output may contain padding ids, as with plain decoding, but drafts do not."""
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
     target = write_toy(tmp_path / "target", vocab_size=target_size)
@@ -278,7 +277,7 @@ def test_vocabularies_may_differ_in_padding(
     assert max(drafted) < VOCAB_SIZE
 
 
-def test_a_token_map_may_name_ids_that_the_draft_model_does_not_have(tmp_path: Path) -> None:
+def test_a_token_map_may_contain_ids_beyond_the_draft_models_vocabulary(tmp_path: Path) -> None:
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
     target = write_toy(tmp_path / "target", vocab_size=80)
@@ -295,10 +294,10 @@ def test_a_token_map_may_name_ids_that_the_draft_model_does_not_have(tmp_path: P
         assert [choice.token_ids for choice in run(llm)] == expected
         ids = drafter_of(llm)._model.draft_token_ids
         assert ids is not None
-        assert sorted(ids.tolist()) == list(range(1, 64))  # with the end token, without padding
+        assert sorted(ids.tolist()) == list(range(1, 64))  # with the end token and without padding
 
 
-def test_a_token_that_only_the_draft_model_has_is_refused(toy: Path, tmp_path: Path) -> None:
+def test_a_token_of_the_draft_model_only_is_refused(toy: Path, tmp_path: Path) -> None:
     (tmp_path / "draft").mkdir()
     draft = resized_copy(toy, tmp_path / "draft", 72)
     path = draft / "tokenizer.json"
@@ -310,39 +309,39 @@ def test_a_token_that_only_the_draft_model_has_is_refused(toy: Path, tmp_path: P
         make_llm(toy, speculative=speculative)
 
 
-def test_another_vocabulary_of_the_same_size_is_refused(toy: Path, tmp_path: Path) -> None:
+def test_a_different_vocabulary_of_the_same_size_is_refused(toy: Path, tmp_path: Path) -> None:
     speculative = MODELS["chain"](toy, tmp_path)
-    ours = toy_tokenizer().convert_ids_to_tokens(30)
+    token = toy_tokenizer().convert_ids_to_tokens(30)
     path = tmp_path / "draft" / "tokenizer.json"
     content = json.loads(path.read_text())
-    content["model"]["vocab"]["☂"] = content["model"]["vocab"].pop(ours)
+    content["model"]["vocab"]["☂"] = content["model"]["vocab"].pop(token)
     path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=rf"token 30 is '☂' in the draft model's vocabulary, but '{ours}' in the"):
+    with pytest.raises(ConfigError, match=rf"token 30 is '☂' in the draft model's vocabulary, but '{token}' in the"):
         make_llm(toy, speculative=speculative)
 
 
-@pytest.mark.parametrize("is_cut_from_target", [True, False])
-def test_matrices_of_the_target_are_used_twice(is_cut_from_target: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_equal_weights", [True, False])
+def test_equal_embeddings_are_shared_with_the_target(has_equal_weights: bool, tmp_path: Path) -> None:
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
     target = write_toy(tmp_path / "target", "tied")
-    draft = write_toy(tmp_path / "draft", "tied", seed=0 if is_cut_from_target else 1)
+    draft = write_toy(tmp_path / "draft", "tied", seed=0 if has_equal_weights else 1)
     speculative = SpeculativeConfig(algorithm="STANDALONE", draft_model_path=str(draft))
     with make_llm(target, speculative=speculative) as llm:
-        ours, theirs = drafter_of(llm)._model, worker_of(llm).model
-        assert (ours._model.embedding is theirs.embedding) == is_cut_from_target
-        assert (ours._head is theirs.head) == is_cut_from_target
+        model, target_model = drafter_of(llm)._model, worker_of(llm).model
+        assert (model._model.embedding is target_model.embedding) == has_equal_weights
+        assert (model._head is target_model.head) == has_equal_weights
 
 
 @pytest.mark.parametrize(
     ("sizes", "budget", "counts"),
     [([], 4, []), ([3, 0, 2], 9, [3, 0, 2]), ([700, 2, 3], 10, [5, 2, 3]), ([9, 9], 10, [9, 1]), ([1, 1], 0, [0, 0])],
 )
-def test_the_smallest_come_first(sizes: list[int], budget: int, counts: list[int]) -> None:
+def test_the_token_budget_is_shared_smallest_first(sizes: list[int], budget: int, counts: list[int]) -> None:
     assert share_out(sizes, budget) == counts
 
 
-def test_prefixes_have_the_same_hash_only_if_all_their_tokens_are_the_same() -> None:
+def test_hashes_are_equal_for_equal_prefixes_only() -> None:
     hashes = PrefixHashes(max_tokens=100)
 
     def hashes_of(slot: int, token_ids: list[int]) -> np.ndarray:
@@ -352,7 +351,7 @@ def test_prefixes_have_the_same_hash_only_if_all_their_tokens_are_the_same() -> 
     tokens = np.random.default_rng(0).integers(60, size=41).tolist()
     whole = hashes_of(0, tokens).copy()
     assert len(set(whole.tolist())) == 40
-    for length in (3, 11, 41):  # a row that grows
+    for length in (3, 11, 41):  # a growing request
         assert np.array_equal(hashes_of(1, tokens[:length]), whole[: length - 1])
     changed = hashes_of(2, [*tokens[:20], tokens[20] + 1, *tokens[21:]])
     assert np.array_equal(changed[:20], whole[:20])
@@ -362,7 +361,7 @@ def test_prefixes_have_the_same_hash_only_if_all_their_tokens_are_the_same() -> 
 
 
 def resized_copy(model: Path, folder: Path, vocab_size: int) -> Path:
-    """The model with a vocabulary padded or cut to `vocab_size` rows. Padding rows make their tokens likely."""
+    """A copy with the vocabulary padded or cut to `vocab_size` rows. Padding tokens are likely to be sampled."""
     weights = load_file(model / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         rows = weights[name][:vocab_size]

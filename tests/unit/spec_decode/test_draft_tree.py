@@ -1,4 +1,4 @@
-"""What follows from a tree's shape, against loops that walk parents one by one."""
+"""Operations on trees, compared with loops over parents."""
 
 from random import Random
 
@@ -12,7 +12,7 @@ from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 
 @st.composite
 def row_trees(draw: st.DrawFn, max_draft_tokens: int = 20) -> TreeLists:
-    """Any tree: each node's parent is any earlier node."""
+    """Any tree: a node's parent is any earlier node."""
     size = draw(st.integers(0, max_draft_tokens))
     parents = [NONE] + [draw(st.integers(0, node)) for node in range(size)]
     return TreeLists(draw(st.lists(st.integers(0, 99), min_size=size + 1, max_size=size + 1)), parents)
@@ -37,14 +37,14 @@ def path_to_root(tree: TreeLists, node: int) -> list[int]:
 
 
 @given(batches)
-def test_rows_come_back_as_they_went_in(rows: list[TreeLists]) -> None:
+def test_lists_survive_the_conversion_to_tensors_and_back(rows: list[TreeLists]) -> None:
     tree = DraftTree.from_lists(rows)
     assert tree.to_lists() == rows
     assert tree.num_nodes.tolist() == [len(row.tokens) for row in rows]
 
 
 @given(batches)
-def test_a_node_sees_itself_and_its_ancestors(rows: list[TreeLists]) -> None:
+def test_ancestors_are_the_nodes_on_the_path_to_the_root(rows: list[TreeLists]) -> None:
     ancestors = DraftTree.from_lists(rows).ancestors()
     for row, mask in zip(rows, ancestors, strict=True):
         for node in range(len(row.tokens)):
@@ -52,13 +52,13 @@ def test_a_node_sees_itself_and_its_ancestors(rows: list[TreeLists]) -> None:
 
 
 @given(batches)
-def test_depth_counts_the_edges_to_the_root(rows: list[TreeLists]) -> None:
+def test_depth_is_the_number_of_edges_to_the_root(rows: list[TreeLists]) -> None:
     for row, depths in zip(rows, depths_of(rows), strict=True):
         assert depths[: len(row.tokens)] == [len(path_to_root(row, n)) - 1 for n in range(len(row.tokens))]
 
 
 @given(batches)
-def test_past_a_rows_end_there_is_nothing(rows: list[TreeLists]) -> None:
+def test_padding_is_minus_one(rows: list[TreeLists]) -> None:
     tree = DraftTree.from_lists(rows)
     for index, row in enumerate(rows):
         assert (tree.tokens[index, len(row.tokens) :] == NONE).all()
@@ -66,7 +66,7 @@ def test_past_a_rows_end_there_is_nothing(rows: list[TreeLists]) -> None:
 
 
 @given(row_trees(), st.integers(1, 21))
-def test_any_cut_of_a_tree_is_a_tree(row: TreeLists, length: int) -> None:
+def test_the_first_nodes_of_a_tree_are_a_tree(row: TreeLists, length: int) -> None:
     cut = TreeLists(row.tokens[:length], row.parents[:length])
     assert is_valid(cut)
     whole, part = DraftTree.from_lists([row]).ancestors()[0], DraftTree.from_lists([cut]).ancestors()[0]
@@ -74,7 +74,7 @@ def test_any_cut_of_a_tree_is_a_tree(row: TreeLists, length: int) -> None:
 
 
 @given(row_trees())
-def test_parents_before_children_and_known_tokens_are_valid(row: TreeLists) -> None:
+def test_every_tree_with_parents_before_children_is_valid(row: TreeLists) -> None:
     assert is_valid(row)
 
 
@@ -88,28 +88,28 @@ def test_a_child_before_its_parent_is_invalid(parents: list[int]) -> None:
     assert not is_valid(TreeLists([5, 1, 2], parents))
 
 
-def test_a_batch_of_no_rows_is_a_tree_of_none() -> None:
+def test_an_empty_batch() -> None:
     tree = DraftTree.from_lists([])
     assert tree.to_lists() == []
     assert tree.tokens.shape[0] == 0
     assert tree.ancestors().shape[0] == 0
 
 
-def test_the_deepest_chain_has_full_depth() -> None:
+def test_a_chain_of_64_drafts() -> None:
     rows = [TreeLists(list(range(65)), [NONE, *range(64)])]
     assert depths_of(rows) == [list(range(65))]
     assert torch.equal(DraftTree.from_lists(rows).ancestors()[0], torch.ones(65, 65).tril().bool())
 
 
 def limited(tree: TreeLists, num_steps: int) -> TreeLists:
-    """The tree without deeper nodes, by a loop."""
+    """The tree without nodes deeper than `num_steps`."""
     kept = [node for node in range(len(tree.tokens)) if len(path_to_root(tree, node)) - 1 <= num_steps]
     parents = [NONE if tree.parents[node] == NONE else kept.index(tree.parents[node]) for node in kept]
     return TreeLists([tree.tokens[node] for node in kept], parents)
 
 
 @given(batches, st.data())
-def test_limiting_the_depth_keeps_the_other_nodes_in_order(rows: list[TreeLists], data: st.DataObject) -> None:
+def test_limiting_the_depth_keeps_the_order_of_nodes(rows: list[TreeLists], data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.integers(0, 6), min_size=len(rows), max_size=len(rows)))
     cut = DraftTree.from_lists(rows).limited_to_depth(torch.tensor(steps))
     assert cut.to_lists() == [limited(row, num_steps) for row, num_steps in zip(rows, steps, strict=True)]
@@ -117,7 +117,7 @@ def test_limiting_the_depth_keeps_the_other_nodes_in_order(rows: list[TreeLists]
 
 
 @given(batches, batches, st.randoms(use_true_random=False))
-def test_scattered_trees_replace_those_at_their_places(
+def test_scattered_trees_replace_those_at_the_given_places(
     rows: list[TreeLists], others: list[TreeLists], random: Random
 ) -> None:
     places = random.sample(range(len(others)), min(len(rows), len(others)))
@@ -126,12 +126,12 @@ def test_scattered_trees_replace_those_at_their_places(
     expected = list(others)
     for place, row in zip(places, rows, strict=True):
         expected[place] = row
-    if len(places) < len(others):  # otherwise the trees are taken as they are, in their own order
+    if len(places) < len(others):  # otherwise the trees are returned in their own order
         assert merged.to_lists() == expected
 
 
 @given(batches, st.randoms(use_true_random=False))
-def test_selected_trees_come_in_the_order_asked_for(rows: list[TreeLists], random: Random) -> None:
+def test_selected_trees_are_in_the_given_order(rows: list[TreeLists], random: Random) -> None:
     places = random.sample(range(len(rows)), random.randint(1, len(rows)))
     if len(places) < len(rows):
         selected = DraftTree.from_lists(rows).select(torch.tensor(places))

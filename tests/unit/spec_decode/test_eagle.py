@@ -1,7 +1,7 @@
-"""The EAGLE drafter inside real runs, call by call, against a reference that keeps no cache and shares no batch.
+"""The EAGLE drafter in engine runs, compared at each call with a reference that has no KV cache and no batching.
 
-Every tree and every draft KV of every row is compared, so any wrong input of the drafter shows here: hidden states of
-other tokens, a cached block with another draft state, a mask that sees a neighbour's branch.
+All trees and all draft KV are compared, so these tests detect wrong hidden states, wrong masks, and cached blocks with
+wrong draft KV.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ HEADS: dict[str, Make] = {
 
 
 class CheckedDrafter:
-    """The drafter; each of its calls is compared with the reference."""
+    """A drafter whose calls are compared with the reference."""
 
     reads_next_token = True
 
@@ -80,15 +80,15 @@ Start = Callable[..., tuple[LLM, CheckedDrafter]]
 
 @pytest.fixture
 def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """(an engine whose drafter is checked, the checked drafter) of a head's name and the engine's options."""
-    made: list[CheckedDrafter] = []
+    """A function (name in HEADS, engine options) -> (engine, its checked drafter)."""
+    drafters: list[CheckedDrafter] = []
 
     def checked(method: Method) -> Method:
         def make(config: SpeculativeConfig, target: TargetView) -> Drafter:
             drafter = method.make(config, target)
             assert isinstance(drafter, EagleDrafter)
-            made.append(CheckedDrafter(drafter, TreeShape.of(config, target.architecture), target))
-            return made[-1]
+            drafters.append(CheckedDrafter(drafter, TreeShape.of(config, target.architecture), target))
+            return drafters[-1]
 
         return method._replace(make=make)
 
@@ -97,13 +97,13 @@ def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
     def start(head: str, **options: Any) -> tuple[LLM, CheckedDrafter]:
         llm = make_llm(toy, speculative=HEADS[head](toy, tmp_path), **options)
-        return llm, made[-1]
+        return llm, drafters[-1]
 
     return start
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_cold_and_warm_every_tree_is_the_naive_one(head: str, start: Start) -> None:
+def test_trees_equal_the_reference_with_and_without_a_cached_prefix(head: str, start: Start) -> None:
     llm, drafter = start(head, page_size=4)
     with llm:
         cold = run(llm)
@@ -116,7 +116,7 @@ def test_cold_and_warm_every_tree_is_the_naive_one(head: str, start: Start) -> N
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("head", ["EAGLE3", "EAGLE"])
-def test_pages_chunks_and_preemption_change_no_tree(head: str, name: str, start: Start) -> None:
+def test_trees_equal_the_reference_with_any_pages_chunks_and_preemption(head: str, name: str, start: Start) -> None:
     llm, drafter = start(head, **RUNS[name])
     with llm:
         choices = run(llm) + run(llm, PROMPTS[::-1])
@@ -125,8 +125,8 @@ def test_pages_chunks_and_preemption_change_no_tree(head: str, name: str, start:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_cached_prefix_before_another_token_is_not_the_same_draft_state(page_size: int, start: Start) -> None:
-    """The draft KV of a block's last token was made with the token after it."""
+def test_a_cached_block_is_not_used_before_a_different_token(page_size: int, start: Start) -> None:
+    """The draft KV of a block's last token depends on the next token."""
     llm, drafter = start("EAGLE3", page_size=page_size)
     with llm:
         [first, again, other] = [run(llm, [[*PREFIX, token, 20]], max_tokens=3)[0] for token in (40, 40, 50)]
@@ -138,7 +138,7 @@ def test_a_cached_prefix_before_another_token_is_not_the_same_draft_state(page_s
 
 @pytest.mark.parametrize("head", ["EAGLE3", "EAGLE"])
 def test_trees_at_the_end_of_the_context(head: str, start: Start) -> None:
-    """Nodes past the last position have nowhere to go, and never come to be verified."""
+    """Nodes beyond the last position are never verified."""
     llm, drafter = start(head, page_size=16)
     with llm:
         [choice] = run(llm, [[*[7] * (CONTEXT - 6), 5]], max_tokens=5)
@@ -147,8 +147,8 @@ def test_trees_at_the_end_of_the_context(head: str, start: Start) -> None:
 
 
 @pytest.mark.parametrize("head", ["EAGLE3-chain", "EAGLE-chain"])
-def test_noise_that_outweighs_all_logits_is_drafted_to_the_end(head: str, start: Start) -> None:
-    """It is the noise the target samples with, so nearly every draft is right, however bad the head."""
+def test_nearly_all_drafts_are_accepted_at_a_very_high_temperature(head: str, start: Start) -> None:
+    """Noise then outweighs the logits, and drafter and target use the same noise."""
     llm, drafter = start(head, page_size=4)
     with llm:
         choices = run(llm, PROMPTS[:3], max_tokens=41, temperatures=[100.0] * 3)
@@ -156,13 +156,13 @@ def test_noise_that_outweighs_all_logits_is_drafted_to_the_end(head: str, start:
     assert_checked(drafter, at_least=20)
 
 
-def test_nothing_to_read_is_nothing_to_draft(start: Start) -> None:
+def test_no_requests_give_no_trees(start: Start) -> None:
     llm, drafter = start("EAGLE3")
     with llm:
         assert drafter.propose(make_context([])).to_lists() == []
 
 
-def test_levels_that_would_not_be_verified_are_not_computed(start: Start) -> None:
+def test_levels_beyond_every_limit_are_not_computed(start: Start) -> None:
     llm, drafter = start("EAGLE3", page_size=4)
     grower = drafter._drafter._grower
     levels: list[int] = []

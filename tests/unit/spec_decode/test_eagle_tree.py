@@ -1,4 +1,4 @@
-"""EAGLE's dynamic tree against a naive loop that follows the rules word by word, ties and certainties included."""
+"""EAGLE's dynamic tree, compared with a simple loop, also with tied scores and probabilities of 1."""
 
 import logging
 from random import Random
@@ -15,12 +15,12 @@ from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.tree_shape import TreeShape
 from tests.support.naive_eagle import Distribution, naive_pool, naive_tree
 
-# Powers of two: products are exact, so that ties are ties. 1.0 ties a child with its parent.
+# Products of powers of two are exact, so equal scores are tied. With 1.0, a child is tied with its parent.
 PROBABILITIES = [1.0, 1.0, 0.5, 0.5, 0.25, 0.0]
 
 
 def probs_of(seed: int, topk: int) -> Distribution:
-    """Any distribution that is a function of the path."""
+    """A random distribution as a function of the path."""
 
     def probs(path: tuple[int, ...]) -> list[tuple[float, int]]:
         random = Random(f"{seed} {path}")
@@ -31,7 +31,7 @@ def probs_of(seed: int, topk: int) -> Distribution:
 
 
 def grown(probs_list: list[Distribution], shape: TreeShape) -> CandidatePool:
-    """The pool of several rows, their children looked up by the paths that the pool itself names."""
+    """The candidates of several rows. Children are looked up by the paths that the pool reports."""
     pool = CandidatePool.of_roots(*tensors([[probs(()) for probs in probs_list]], shape.topk))
     frontier = torch.arange(shape.topk).expand(len(probs_list), shape.topk)
     for level in range(1, shape.num_steps):
@@ -69,7 +69,7 @@ def shapes(draw: st.DrawFn) -> TreeShape:
 
 @given(shapes(), st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
 @settings(max_examples=150)
-def test_a_tree_is_the_naive_one(shape: TreeShape, seeds: list[int]) -> None:
+def test_candidates_and_tree_equal_the_reference(shape: TreeShape, seeds: list[int]) -> None:
     probs_list = [probs_of(seed, shape.topk) for seed in seeds]
     pool = grown(probs_list, shape)
     roots = list(range(1000, 1000 + len(probs_list)))
@@ -84,21 +84,21 @@ def test_a_tree_is_the_naive_one(shape: TreeShape, seeds: list[int]) -> None:
 @given(shapes(), st.integers(0, 10_000))
 @example(TreeShape(5, 3, 5), 0)
 @settings(max_examples=100)
-def test_parents_come_first_and_none_is_left_out(shape: TreeShape, seed: int) -> None:
+def test_parents_are_included_and_precede_their_children(shape: TreeShape, seed: int) -> None:
     probs = probs_of(seed, shape.topk)
     [tree] = grown([probs], shape).tree(torch.tensor([7]), shape.num_draft_tokens - 1).to_lists()
     paths: list[tuple[int, ...]] = [()]
     for node in range(1, shape.num_draft_tokens):
         assert 0 <= tree.parents[node] < node
-        above = paths[tree.parents[node]]
-        assert tree.tokens[node] in [token for _, token in probs(above)]  # drafted below this very path
-        paths.append((*above, tree.tokens[node]))
+        parent_path = paths[tree.parents[node]]
+        assert tree.tokens[node] in [token for _, token in probs(parent_path)]
+        paths.append((*parent_path, tree.tokens[node]))
     assert len(set(paths)) == len(paths)
 
 
 @given(shapes(), st.integers(0, 10_000))
 @settings(max_examples=50)
-def test_the_beginning_of_a_tree_is_the_best_smaller_tree(shape: TreeShape, seed: int) -> None:
+def test_the_first_nodes_are_the_best_smaller_tree(shape: TreeShape, seed: int) -> None:
     pool = grown([probs_of(seed, shape.topk)], shape)
     [whole] = pool.tree(torch.tensor([7]), shape.num_draft_tokens - 1).to_lists()
     for size in range(1, shape.num_draft_tokens):
@@ -106,15 +106,15 @@ def test_the_beginning_of_a_tree_is_the_best_smaller_tree(shape: TreeShape, seed
         assert smaller == TreeLists(whole.tokens[:size], whole.parents[:size])
 
 
-def test_of_equal_scores_the_first_is_taken() -> None:
-    """Everything is certain: the tree is the pool's beginning, and a child never comes without its parent."""
+def test_the_first_of_tied_candidates_is_selected() -> None:
+    """With all scores equal, the tree consists of the first candidates, and parents precede their children."""
     shape = TreeShape(3, 2, 6)
     probs = probs_from({(): [(1.0, 10), (1.0, 20)]}, default=[(1.0, 1), (1.0, 2)])
     [tree] = grown([probs], shape).tree(torch.tensor([0]), 5).to_lists()
     assert tree == TreeLists([0, 10, 20, 1, 2, 1], [NONE, 0, 0, 1, 1, 2])
 
 
-def test_a_frontier_is_expanded_best_first() -> None:
+def test_the_frontier_is_expanded_in_order_of_score() -> None:
     probs_list = {(): [(0.5, 10), (0.5, 20)], (10,): [(0.25, 1), (0.125, 2)], (20,): [(0.5, 3), (0.0, 4)]}
     pool = grown([probs_from(probs_list, default=[(1.0, 5), (1.0, 6)])], TreeShape(3, 2, 2))
     assert pool.expanded.tolist() == [[NONE, 0, 1, 4, 2]]
@@ -126,7 +126,7 @@ def probs_from(table: dict[tuple[int, ...], list[tuple[float, int]]], default: l
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
-def test_one_child_a_node_makes_a_chain(num_steps: int) -> None:
+def test_a_topk_of_1_gives_a_chain(num_steps: int) -> None:
     shape = TreeShape(num_steps, 1, num_steps + 1)
     trees = grown([probs_of(seed, 1) for seed in (1, 2)], shape).tree(torch.tensor([8, 9]), num_steps)
     assert isinstance(trees, DraftTree)
@@ -148,12 +148,12 @@ def shape_of(
     ("architecture", "shape"),
     [("LlamaForCausalLM", TreeShape(5, 4, 8)), ("Qwen3ForCausalLM", TreeShape(3, 1, 4)), ("", TreeShape(3, 1, 4))],
 )
-def test_without_any_size_the_architecture_decides(architecture: str, shape: TreeShape) -> None:
+def test_default_sizes_depend_on_the_architecture(architecture: str, shape: TreeShape) -> None:
     assert shape_of(None, None, None, architecture) == shape
 
 
 @pytest.mark.parametrize("bits", range(1, 7))
-def test_all_three_sizes_or_none(bits: int) -> None:
+def test_setting_some_of_the_three_sizes_is_refused(bits: int) -> None:
     sizes = [value if bits >> bit & 1 else None for bit, value in enumerate((3, 2, 4))]
     missing = ", ".join(
         name for name, size in zip(("num_steps", "eagle_topk", "num_draft_tokens"), sizes, strict=True) if size is None
@@ -162,7 +162,7 @@ def test_all_three_sizes_or_none(bits: int) -> None:
         shape_of(*sizes)
 
 
-def test_a_chains_length_follows_from_its_steps_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_num_draft_tokens_of_a_chain_is_num_steps_plus_1(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert shape_of(4, 1, 5) == TreeShape(4, 1, 5)
         assert not caplog.records
@@ -172,7 +172,7 @@ def test_a_chains_length_follows_from_its_steps_and_says_so(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(("steps", "topk", "size"), [(1, 4, 4), (2, 4, 20), (3, 2, 10), (2, 1, 2)])
-def test_a_tree_has_at_most_as_many_drafts_as_candidates(
+def test_num_draft_tokens_is_limited_to_the_number_of_candidates(
     steps: int, topk: int, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""Token maps: what is read from either kind of file, and what is refused."""
+"""Token maps in .pt and .json files, and errors for invalid files."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def write(folder: Path, content: object, name: str) -> Path:
 
 @pytest.mark.parametrize("name", ["map.pt", "map.json"])
 @pytest.mark.parametrize(
-    ("ids", "eos", "wanted"),
+    ("ids", "eos", "expected"),
     [
         ([9, 2, 63], [2], [9, 2, 63]),
         ([9, 2, 63], [1], [9, 2, 63, 1]),
@@ -30,20 +30,20 @@ def write(folder: Path, content: object, name: str) -> Path:
         ([9], [], [9]),
     ],
 )
-def test_order_is_kept_and_end_tokens_are_forced_in(
-    name: str, ids: list[int], eos: list[int], wanted: list[int], tmp_path: Path
+def test_order_is_kept_and_end_tokens_are_added(
+    name: str, ids: list[int], eos: list[int], expected: list[int], tmp_path: Path
 ) -> None:
-    found = load_token_map(write(tmp_path, ids, name), VOCAB_SIZE, eos)
-    assert (found.tolist(), found.dtype) == (wanted, torch.int64)
+    loaded = load_token_map(write(tmp_path, ids, name), VOCAB_SIZE, eos)
+    assert (loaded.tolist(), loaded.dtype) == (expected, torch.int64)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_saved_tensor_is_a_map_too(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_map_may_be_a_tensor(dtype: torch.dtype, tmp_path: Path) -> None:
     path = write(tmp_path, torch.tensor([5, 3], dtype=dtype), "map.pt")
     assert load_token_map(path, VOCAB_SIZE, [1]).tolist() == [5, 3, 1]
 
 
-def test_repeated_ids_are_used_once_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_ids_are_removed_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path, [5, 3, 5, 5], "map.json")
     assert load_token_map(path, VOCAB_SIZE, [3]).tolist() == [5, 3]
     assert "repeats 2 ids" in caplog.text
@@ -62,7 +62,7 @@ def test_repeated_ids_are_used_once_and_reported(tmp_path: Path, caplog: pytest.
         ({"ids": [1]}, r"holds a dict instead of a list"),
     ],
 )
-def test_other_content_is_refused(name: str, content: object, message: str, tmp_path: Path) -> None:
+def test_invalid_content_is_refused(name: str, content: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"map\.\w+' (holds )?.*{message}"):
         load_token_map(write(tmp_path, content, name), VOCAB_SIZE, [1])
 
@@ -81,14 +81,14 @@ def test_unreadable_files_are_refused(name: str, tmp_path: Path) -> None:
         load_token_map(tmp_path / name, VOCAB_SIZE, [1])
 
 
-def test_code_in_a_map_is_not_run(tmp_path: Path) -> None:
+def test_pickled_code_in_a_map_is_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "was run"
 
-    class Hostile:
+    class Malicious:
         def __reduce__(self) -> tuple[object, ...]:
             return marker.touch, ()
 
-    torch.save(Hostile(), tmp_path / "map.pt")
+    torch.save(Malicious(), tmp_path / "map.pt")
     with pytest.raises(ValueError, match="cannot be read as plain tensors"):
         load_token_map(tmp_path / "map.pt", VOCAB_SIZE, [1])
     assert not marker.exists()

@@ -1,4 +1,4 @@
-"""Drafts made inline: given once, only for the token they were made for, and never beyond the limit."""
+"""Inline drafts: returned once, only for the root they were made for, and within the limits."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,8 @@ NUM_SLOTS, VOCAB_SIZE = 6, 10
 TREE = TreeLists([5, 6, 7, 8], [NONE, 0, 0, 2])
 
 
-class CannedDrafter:
-    """Gives each slot the tree that it was made with."""
+class FixedDrafter:
+    """Proposes a fixed tree for each slot."""
 
     max_draft_tokens = 3
     aux_hidden_state_layers = (1, 2)
@@ -34,13 +34,13 @@ class CannedDrafter:
         self.released += slots
 
 
-def source_of(drafter: CannedDrafter | None) -> InlineDrafts:
+def source_of(drafter: FixedDrafter | None) -> InlineDrafts:
     return InlineDrafts(drafter, NUM_SLOTS, VOCAB_SIZE, CPU)
 
 
-def drafts_of(trees: dict[int, TreeLists], limit: DraftLimit = UNLIMITED) -> InlineDrafts:
-    """A source that has drafted for all slots of `trees`."""
-    source = source_of(CannedDrafter(trees))
+def submitted(trees: dict[int, TreeLists], limit: DraftLimit = UNLIMITED) -> InlineDrafts:
+    """A source after drafting for all slots of `trees`."""
+    source = source_of(FixedDrafter(trees))
     source.submit(context(*trees, limit=limit))
     return source
 
@@ -50,7 +50,7 @@ def context(*slots: int, limit: DraftLimit = UNLIMITED) -> ProposeContext:
 
 
 def collect(source: DraftSource, roots: dict[int, int], limit: DraftLimit = UNLIMITED) -> list[TreeLists]:
-    """Trees of slots whose last known tokens are `roots`."""
+    """Collect the trees of slots with their last known tokens."""
     slots, tokens = torch.tensor([list(roots), list(roots.values())], dtype=torch.int64)
     tree, num_nodes = source.collect(slots, tokens, [limit] * len(roots))
     assert num_nodes == tree.num_nodes.tolist()
@@ -58,43 +58,43 @@ def collect(source: DraftSource, roots: dict[int, int], limit: DraftLimit = UNLI
     return tree.to_lists()
 
 
-def bare(root: int) -> TreeLists:
+def root_only(root: int) -> TreeLists:
     return TreeLists([root], [NONE])
 
 
-def test_trees_are_given_to_the_requests_they_were_made_for() -> None:
-    source = drafts_of({3: TREE, 1: TreeLists([9, 2], [NONE, 0])})
-    assert collect(source, {1: 9, 3: 5, 2: 4}) == [TreeLists([9, 2], [NONE, 0]), TREE, bare(4)]
+def test_each_request_gets_its_own_tree() -> None:
+    source = submitted({3: TREE, 1: TreeLists([9, 2], [NONE, 0])})
+    assert collect(source, {1: 9, 3: 5, 2: 4}) == [TreeLists([9, 2], [NONE, 0]), TREE, root_only(4)]
 
 
-def test_a_tree_with_another_root_is_dropped_for_good() -> None:
-    source = drafts_of({3: TREE})
-    assert collect(source, {3: 6}) == [bare(6)]
-    assert collect(source, {3: 5}) == [bare(5)]
+def test_a_tree_with_a_different_root_is_dropped() -> None:
+    source = submitted({3: TREE})
+    assert collect(source, {3: 6}) == [root_only(6)]
+    assert collect(source, {3: 5}) == [root_only(5)]
 
 
 @pytest.mark.parametrize(
     "tree", [TreeLists([5, 10], [NONE, 0]), TreeLists([5, -2], [NONE, 0]), TreeLists([5, 1, 2], [NONE, 2, 0])]
 )
-def test_an_invalid_tree_is_its_root(tree: TreeLists) -> None:
-    source = drafts_of({3: tree, 4: TREE})
-    assert collect(source, {3: 5, 4: 5}) == [bare(5), TREE]
+def test_an_invalid_tree_is_reduced_to_its_root(tree: TreeLists) -> None:
+    source = submitted({3: tree, 4: TREE})
+    assert collect(source, {3: 5, 4: 5}) == [root_only(5), TREE]
     assert source.take_faults() == []
 
 
-def test_a_tree_is_given_once() -> None:
-    source = drafts_of({3: TREE})
+def test_a_tree_is_returned_once() -> None:
+    source = submitted({3: TREE})
     collect(source, {3: 5})
-    assert collect(source, {3: 5}) == [bare(5)]
+    assert collect(source, {3: 5}) == [root_only(5)]
 
 
-def test_a_tree_is_cut_to_its_requests_limit() -> None:
+def test_a_tree_is_cut_to_the_token_limit() -> None:
     for limit in range(5):
-        [row] = collect(drafts_of({3: TREE}), {3: 5}, UNLIMITED._replace(num_tokens=limit))
+        [row] = collect(submitted({3: TREE}), {3: 5}, UNLIMITED._replace(num_tokens=limit))
         assert row == TreeLists(TREE.tokens[: limit + 1], TREE.parents[: limit + 1])
 
 
-def test_a_tree_loses_its_lower_levels_first() -> None:
+def test_the_depth_limit_applies_before_the_token_limit() -> None:
     tree = TreeLists([5, 1, 2, 3, 4, 6], [NONE, 0, 1, 2, 0, 4])
     cuts = {
         1: TreeLists([5, 1, 4], [NONE, 0, 0]),
@@ -103,22 +103,22 @@ def test_a_tree_loses_its_lower_levels_first() -> None:
     }
     for num_steps, expected in cuts.items():
         limit = UNLIMITED._replace(num_steps=num_steps)
-        assert collect(drafts_of({3: tree}, limit), {3: 5}) == [expected]
+        assert collect(submitted({3: tree}, limit), {3: 5}) == [expected]
     limit = DraftLimit(3, 2)
-    assert collect(drafts_of({3: tree}, limit), {3: 5}, limit) == [TreeLists([5, 1, 2, 4], [NONE, 0, 1, 0])]
+    assert collect(submitted({3: tree}, limit), {3: 5}, limit) == [TreeLists([5, 1, 2, 4], [NONE, 0, 1, 0])]
 
 
-def test_released_slots_have_no_tree_and_reach_the_drafter() -> None:
-    drafter = CannedDrafter({3: TREE, 4: TREE})
+def test_released_slots_lose_their_tree_and_are_released_by_the_drafter() -> None:
+    drafter = FixedDrafter({3: TREE, 4: TREE})
     source = source_of(drafter)
     source.submit(context(3, 4))
     source.release([3])
-    assert collect(source, {3: 5, 4: 5}) == [bare(5), TREE]
+    assert collect(source, {3: 5, 4: 5}) == [root_only(5), TREE]
     assert drafter.released == [3]
 
 
-def test_the_newest_draft_of_a_slot_counts() -> None:
-    drafter = CannedDrafter({3: TREE})
+def test_a_new_draft_replaces_the_previous_one() -> None:
+    drafter = FixedDrafter({3: TREE})
     source = source_of(drafter)
     source.submit(context(3))
     drafter.trees = {3: TreeLists([5, 1], [NONE, 0])}
@@ -126,42 +126,42 @@ def test_the_newest_draft_of_a_slot_counts() -> None:
     assert collect(source, {3: 5}) == [TreeLists([5, 1], [NONE, 0])]
 
 
-def test_a_source_reads_what_its_drafter_reads() -> None:
-    source = drafts_of({})
+def test_the_inputs_are_those_of_the_drafter() -> None:
+    source = submitted({})
     assert (source.max_draft_tokens, source.aux_hidden_state_layers, source.reads_next_token) == (3, (1, 2), True)
 
 
 def test_no_requests_give_no_trees() -> None:
-    assert collect(drafts_of({}), {}) == []
+    assert collect(submitted({}), {}) == []
 
 
-def test_without_a_drafter_every_tree_is_its_root() -> None:
+def test_without_a_drafter_trees_have_only_roots() -> None:
     source = source_of(None)
     source.submit(context(1))
     source.release([1])
     assert (source.max_draft_tokens, source.aux_hidden_state_layers, source.reads_next_token) == (0, (), False)
     assert source.seconds == 0.0
-    assert collect(source, {1: 5, 2: 6}) == [bare(5), bare(6)]
+    assert collect(source, {1: 5, 2: 6}) == [root_only(5), root_only(6)]
 
 
-def test_logits_that_are_not_finite_are_a_fault_and_cost_one_tree() -> None:
-    class Broken(CannedDrafter):
+def test_nan_logits_are_reported_and_affect_one_tree() -> None:
+    class DrafterWithNan(FixedDrafter):
         def propose(self, context: ProposeContext) -> DraftTree:
             tree = super().propose(context)
             return DraftTree(tree.tokens, tree.parents, torch.tensor([0, 4]), tree.max_depth)
 
-    source = source_of(Broken({3: TREE, 4: TREE}))
+    source = source_of(DrafterWithNan({3: TREE, 4: TREE}))
     source.submit(context(3, 4))
-    assert collect(source, {3: 5, 4: 5}) == [bare(5), TREE]
+    assert collect(source, {3: 5, 4: 5}) == [root_only(5), TREE]
     assert source.take_faults() == [DraftFault.NOT_A_NUMBER]
     assert source.take_faults() == []
 
 
-def test_probabilities_come_with_the_trees_they_belong_to() -> None:
+def test_draft_probabilities_are_returned_with_their_trees() -> None:
     pending = PendingTrees(NUM_SLOTS, VOCAB_SIZE, CPU)
-    made = DraftTree.from_lists([TREE, TREE])
+    drafted = DraftTree.from_lists([TREE, TREE])
     probs = torch.rand(2, 4, VOCAB_SIZE)
-    tree = DraftTree(made.tokens, made.parents, made.num_nodes, made.max_depth, probs)
+    tree = DraftTree(drafted.tokens, drafted.parents, drafted.num_nodes, drafted.max_depth, probs)
     pending.put(torch.tensor([3, 1]), tree)
     taken, _, _ = pending.take(torch.tensor([1, 2, 3]), torch.tensor([5, 5, 5]), [UNLIMITED] * 3)
     assert taken.draft_probs is not None

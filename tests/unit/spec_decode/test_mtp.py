@@ -1,4 +1,4 @@
-"""Several MTP layers inside real runs, call by call, against layers that read the whole text anew for every node."""
+"""Several MTP layers in engine runs, compared with layers that read the whole text again for each node."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from specray.spec_decode.drafter import Drafter, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.mtp import StackDrafter, stack_shape
 from specray.spec_decode.tree_shape import TreeShape
-from tests.support.checked_runs import CLOSE, PROMPTS, RUNS, TEMPERATURES, is_grown_to
+from tests.support.checked_runs import CLOSE, RUNS, is_grown_to, run, total
 from tests.support.engine import generate, make_llm
 from tests.support.heads import write_random_head
 from tests.support.methods import mtp
@@ -29,10 +29,10 @@ SHAPES = {"tree": (3, (3, 3, 8)), "chain": (3, (3, 1, 4)), "fewer-steps": (3, (2
 
 
 class NaiveStack(NaiveDraft):
-    """Layer k reads tokens k + 1 … of text and path and the states of layer k - 1, at positions 0 … as in training."""
+    """Layer k reads the tokens from k + 1 on and the states of layer k - 1, at positions from 0 on, as in training."""
 
     def _output(self, path: NodePath) -> torch.Tensor:
-        """[1, hidden] of the layer that predicts what comes after `path`."""
+        """[1, hidden]: the output that predicts the token after `path`."""
         stack, end = self._head, self._end
         assert isinstance(stack, MtpStack)
         self._last_kv = torch.empty(0)
@@ -44,7 +44,7 @@ class NaiveStack(NaiveDraft):
 
 
 class CheckedStack:
-    """The drafter; each of its calls is compared with the reference."""
+    """A drafter whose trees are compared with the reference."""
 
     reads_next_token = True
 
@@ -58,7 +58,7 @@ class CheckedStack:
         with torch.inference_mode():
             for request, tree in zip(context.requests, proposed.to_lists(), strict=True):
                 if request.end < self._drafter._stack.num_layers:
-                    continue  # too short for every layer to have read something: there the drafter guesses
+                    continue  # too short for all layers to have an input
                 model, stack = self._target.model, self._drafter._stack
                 expected = NaiveStack(context, request, model, stack, self._shape, 10**9)  # type: ignore[arg-type]
                 is_same = is_grown_to(tree, expected.tree, context, self._shape.num_steps)
@@ -71,34 +71,31 @@ class CheckedStack:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [*(("tree", run) for run in RUNS), ("chain", "pages-of-1"), ("fewer-steps", "chunks")]
+    ("name", "options"), [*(("tree", name) for name in RUNS), ("chain", "pages-of-1"), ("fewer-steps", "chunks")]
 )
-def test_every_tree_is_the_one_of_layers_that_read_all(
+def test_trees_equal_the_reference(
     name: str, options: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_layers, shape = SHAPES[name]
-    made: list[CheckedStack] = []
+    drafters: list[CheckedStack] = []
     method = DRAFTERS["MTP"]
 
     def make(config: SpeculativeConfig, target: TargetView) -> Drafter:
         drafter = method.make(config, target)
         assert isinstance(drafter, StackDrafter)
-        made.append(CheckedStack(drafter, TreeShape.of(config, ""), target))
-        return made[-1]
+        drafters.append(CheckedStack(drafter, TreeShape.of(config, ""), target))
+        return drafters[-1]
 
     monkeypatch.setitem(DRAFTERS, "MTP", method._replace(make=make))
-    params = [
-        SamplingParams(temperature=TEMPERATURES[i], seed=i, max_tokens=8, ignore_eos=True) for i in range(len(PROMPTS))
-    ]
     with make_llm(toy, speculative=mtp(num_layers, shape)(toy, tmp_path), **RUNS[options]) as llm:
-        for _ in range(2):  # the second time with what is cached
-            generations = llm.generate(PROMPTS, params)
-    assert made[0].num_checked > 20
-    assert sum(g.choices[0].usage.num_accepted for g in generations if g.choices[0].usage) > 0
+        for _ in range(2):  # the second time with cached prefixes
+            choices = run(llm)
+    assert drafters[0].num_checked > 20
+    assert total(choices, "num_accepted") > 0
 
 
 @pytest.mark.parametrize("algorithm", ["MTP", "EAGLE", "NEXTN"])
-def test_a_target_drafts_for_itself_without_a_draft_path(algorithm: str, tmp_path: Path) -> None:
+def test_without_a_draft_path_the_targets_own_mtp_layers_draft(algorithm: str, tmp_path: Path) -> None:
     write_deepseek(tmp_path, num_layers=1)
     prompts = [[0, *range(4, 30)], [5, 6]]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -110,23 +107,23 @@ def test_a_target_drafts_for_itself_without_a_draft_path(algorithm: str, tmp_pat
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN"])
-def test_an_eagle_head_is_found_under_both_names(algorithm: str, toy: Path, tmp_path: Path) -> None:
+def test_an_eagle_head_is_loaded_under_both_names(algorithm: str, toy: Path, tmp_path: Path) -> None:
     head = write_random_head(tmp_path / "head", toy, 2)
     with make_llm(toy, speculative=SpeculativeConfig(algorithm=algorithm, draft_model_path=str(head))) as llm:
         assert llm.engine.capacity.max_draft_tokens == 7
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "said"), [("MTP", "holds no MTP layers"), ("EAGLE", "draft_model_path is null and the target")]
+    ("algorithm", "expected"), [("MTP", "holds no MTP layers"), ("EAGLE", "draft_model_path is null and the target")]
 )
-def test_a_target_without_layers_of_its_own_is_refused(algorithm: str, said: str, toy: Path) -> None:
+def test_a_target_without_mtp_layers_is_refused(algorithm: str, expected: str, toy: Path) -> None:
     speculative = SpeculativeConfig(algorithm=algorithm)
     check_speculative(speculative)
-    with pytest.raises(ConfigError, match=f"{said}.*draft_model_path"):
+    with pytest.raises(ConfigError, match=f"{expected}.*draft_model_path"):
         make_llm(toy, speculative=speculative)
 
 
-def test_more_steps_than_layers_are_refused_and_automatic_ones_cut() -> None:
+def test_num_steps_is_limited_to_the_number_of_layers() -> None:
     steps: dict[str, Any] = {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
     with pytest.raises(ConfigError, match=r"num_steps=3 is more than the checkpoint's 2 MTP layers.*num_steps <= 2"):
         stack_shape(SpeculativeConfig(algorithm="MTP", **steps), "", 2)

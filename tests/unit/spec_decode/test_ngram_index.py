@@ -1,4 +1,4 @@
-"""The index of suffixes finds what a search by hand finds, and no more than it may keep."""
+"""The suffix index, compared with a linear search, and its capacity."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def find(index: SuffixIndex, level: int, suffix: list[int]) -> list[tuple[int, M
 
 
 def search(text: list[int], capacity: int, level: int, suffix: list[int]) -> list[tuple[int, Match]]:
-    """The last places of `text`, the last first, that end with the last 2 ** level symbols of `suffix`."""
+    """Matches of the last 2 ** level symbols of `suffix` in `text`, the latest first, by linear search."""
     stretch = 1 << level
     if len(suffix) < stretch:
         return []
@@ -33,12 +33,12 @@ def search(text: list[int], capacity: int, level: int, suffix: list[int]) -> lis
         follows = text[end + 1 : end + 1 + REACH]
         follows = follows[: follows.index(GAP)] if GAP in follows else follows
         if follows and end >= len(text) - capacity:
-            found.append((end + 1, Match(length, follows)))  # place 0 is nowhere
+            found.append((end + 1, Match(length, follows)))  # place 0 means none
     return found
 
 
 @given(texts, suffixes)
-def test_the_index_finds_what_a_search_finds(text: list[int], suffix: list[int]) -> None:
+def test_the_index_equals_a_linear_search(text: list[int], suffix: list[int]) -> None:
     index = SuffixIndex(100, WINDOW, REACH)
     index.extend(text)
     assert len(index) == len(text)
@@ -47,7 +47,7 @@ def test_the_index_finds_what_a_search_finds(text: list[int], suffix: list[int])
 
 
 @given(texts)
-def test_the_keys_of_the_end_find_the_places_that_end_alike(text: list[int]) -> None:
+def test_end_keys_find_matches_of_the_end(text: list[int]) -> None:
     index = SuffixIndex(100, WINDOW, REACH)
     index.extend(text)
     suffix = text[-WINDOW:]
@@ -60,9 +60,9 @@ def test_the_keys_of_the_end_find_the_places_that_end_alike(text: list[int]) -> 
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 40])
-def test_an_index_keeps_no_more_than_its_capacity(capacity: int) -> None:
+def test_only_the_last_symbols_within_the_capacity_are_found(capacity: int) -> None:
     class Stream(RuleBasedStateMachine):
-        """Texts of any length arrive; whatever else there was, the last `capacity` symbols are found, and only they."""
+        """Adds texts of any length and compares matches with a search of the last `capacity` symbols."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -87,13 +87,13 @@ def test_an_index_keeps_no_more_than_its_capacity(capacity: int) -> None:
     run_state_machine_as_test(Stream, settings=settings(max_examples=15, stateful_step_count=20, deadline=None))
 
 
-def test_of_a_text_longer_than_the_capacity_the_end_is_kept() -> None:
+def test_the_end_of_a_text_longer_than_the_capacity_is_kept() -> None:
     index = SuffixIndex(10, WINDOW, REACH)
     index.extend([1, 2] * 20 + [3] * 4 + [1, 2, 3])
     assert [match.follows for _, match in find(index, 0, [2])] == [[3], [3, 3, 3, 3, 1], [1, 2, 3, 3, 3]]
 
 
-def test_of_a_frequent_stretch_the_last_places_are_looked_at() -> None:
+def test_the_latest_matches_of_a_frequent_sequence_are_returned() -> None:
     index = SuffixIndex(1000, WINDOW, REACH)
     index.extend([1, 2, 1, 3] * 100)
     found = find(index, 0, [1])

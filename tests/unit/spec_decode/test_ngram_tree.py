@@ -1,4 +1,4 @@
-"""BFS, PROB and SUFFIX against a trie that is built node by node."""
+"""BFS, PROB and SUFFIX drafts, compared with a trie that is built node by node."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from specray.spec_decode import ngram_index
 from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.spec_decode.ngram import NgramDrafter
 from specray.spec_decode.ngram_rules import NgramRules, ngram_rules
-from tests.support.drafters import Tokens, make_context
+from tests.support.drafters import Tokens, make_context, paths_of
 
 
 @dataclass
 class Node:
-    """Of the naive trie; children are in order of recency."""
+    """A node of the reference trie. Children are in order of recency."""
 
     freq: int = 0
     children: dict[int, "Node"] = field(default_factory=dict)
@@ -48,7 +48,7 @@ def trie(texts: list[list[int]], depth: int) -> Node:
 
 
 def naive_draft(shared: list[list[int]], own: list[int], rules: NgramRules) -> list[tuple[int, ...]]:
-    """Paths of the tree's nodes in their order."""
+    """Paths of the expected tree's nodes, in order."""
     if rules.match_type == "SUFFIX":
         return naive_suffix(shared, own, rules)
     root = trie([*shared, own], rules.depth)
@@ -126,16 +126,9 @@ def greedy_path(node: Node | None, window: int, rules: NgramRules) -> tuple[list
     return tokens, score
 
 
-def paths_of(tree: TreeLists) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = [()]
-    for node in range(1, len(tree.tokens)):
-        paths.append((*paths[tree.parents[node]], tree.tokens[node]))
-    return paths[1:]
-
-
 @st.composite
 def options(draw: st.DrawFn) -> dict[str, Any]:
-    """Any that go together."""
+    """Any valid options."""
     match_type = draw(st.sampled_from(["BFS", "PROB", "SUFFIX"]))
     least, most = sorted(draw(st.tuples(st.integers(1, 9), st.integers(1, 9))))
     narrow, wide = sorted(draw(st.tuples(st.integers(1, 6), st.integers(1, 6))))
@@ -162,10 +155,12 @@ DEFAULTS = {"ngram_match_type": "BFS"}
 @example([], [1, 2, 5, 6, 0, 1, 2, 5, 7, 0, 1, 2], DEFAULTS)
 @example([[1, 2, 3, 4, 5]], [9, 1, 2, 3], {"ngram_match_type": "SUFFIX"})
 @example([[1, 2, 3] * 5], [1, 2, 3] * 4, {"ngram_match_type": "PROB", "ngram_max_spec_factor": None})
-def test_the_tree_is_that_of_the_naive_trie(shared: list[list[int]], own: list[int], options: dict[str, Any]) -> None:
+def test_trees_equal_those_of_the_reference_trie(
+    shared: list[list[int]], own: list[int], options: dict[str, Any]
+) -> None:
     config = SpeculativeConfig(algorithm="NGRAM", **options)
     rules = ngram_rules(config)
-    with pytest.MonkeyPatch.context() as patch:  # the naive trie knows all places of a stretch
+    with pytest.MonkeyPatch.context() as patch:  # the reference considers all matches
         patch.setattr(ngram_index, "MOST_PLACES", 1000)
         patch.setattr(ngram_index, "_MOST_STEPS", 1000)
         drafter = NgramDrafter(rules)
@@ -177,7 +172,7 @@ def test_the_tree_is_that_of_the_naive_trie(shared: list[list[int]], own: list[i
     assert (tree.tokens[0], tree.parents[0]) == (own[-1], NONE)
 
 
-# ---- what the options do --------------------------------------------------------------------------------------------
+# ---- effects of options ---------------------------------------------------------------------------------------------
 
 
 def tree_of(text: list[int], **options: Any) -> TreeLists:
@@ -187,45 +182,45 @@ def tree_of(text: list[int], **options: Any) -> TreeLists:
     return tree
 
 
-def test_bfs_prefers_what_came_last_and_prob_what_came_most() -> None:
+def test_bfs_prefers_recent_tokens_and_prob_frequent_ones() -> None:
     text = [1, 2, 5, 1, 2, 5, 1, 2, 6, 1, 2]
     assert tree_of(text, ngram_max_match_window_size=2, ngram_max_bfs_breadth=1).tokens[1] == 6
     assert tree_of(text, ngram_match_type="PROB").tokens[1] == 5
 
 
-def test_a_match_earns_drafts_by_its_length() -> None:
+def test_max_spec_factor_limits_drafts_by_the_length_of_the_match() -> None:
     text = [1, 2, 5, 6, 7, 8, 9, 3, 1, 2]
     assert tree_of(text).tokens == [2, 5, 6, 7, 8]
     assert tree_of(text, ngram_max_spec_factor=1.0).tokens == [2, 5, 6]
     assert tree_of(text, ngram_max_spec_factor=None).tokens == [2, 5, 6, 7, 8, 9, 3, 1, 2]
 
 
-def test_matches_outside_the_window_sizes_do_not_count() -> None:
+def test_matches_outside_the_window_sizes_are_ignored() -> None:
     text = [1, 2, 5, 6, 3, 1, 2]
     assert tree_of(text, ngram_min_match_window_size=3) == TreeLists([2], [NONE])
     assert tree_of(text, ngram_max_match_window_size=1).tokens == [2, 5, 6]
 
 
-def test_a_branch_is_match_and_drafts_together() -> None:
+def test_branch_length_includes_match_and_drafts() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2, 3]
     options: dict[str, Any] = {"ngram_min_match_window_size": 3, "ngram_max_match_window_size": 3}
     assert tree_of(text, **options, ngram_branch_length=5).tokens == [3, 4, 5]
     assert tree_of(text, **options, ngram_branch_length=7).tokens == [3, 4, 5, 6, 7]
 
 
-def test_max_trie_depth_is_branch_length_and_windows_in_one() -> None:
+def test_max_trie_depth_sets_branch_length_and_window() -> None:
     rules = ngram_rules(SpeculativeConfig(algorithm="NGRAM", ngram_max_trie_depth=8))
     assert (rules.depth, rules.min_window, rules.max_window, rules.max_draft_tokens) == (8, 1, 7, 7)
 
 
-def test_the_defaults_are_sglangs() -> None:
+def test_the_defaults_are_those_of_sglang() -> None:
     rules = ngram_rules(SpeculativeConfig(algorithm="NGRAM"))
     assert (rules.match_type, rules.max_draft_tokens + 1, rules.depth) == ("BFS", 12, 18)
     assert (rules.min_window, rules.max_window, rules.min_breadth, rules.max_breadth) == (1, 12, 1, 10)
     assert rules.capacity == 10_000_000 // 18
 
 
-def test_suffix_ends_its_chain_where_too_few_agree() -> None:
+def test_suffix_stops_below_min_token_prob() -> None:
     text = [1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 5, 7, 0, 1, 2]
     suffix = {"ngram_match_type": "SUFFIX", "ngram_max_match_window_size": 2}
     assert tree_of(text, **suffix).tokens == [2, 5, 7, 0, 1]
@@ -233,7 +228,7 @@ def test_suffix_ends_its_chain_where_too_few_agree() -> None:
     assert tree_of(text, **suffix, ngram_min_token_prob=0.9).tokens == [2]
 
 
-def test_suffix_prefers_the_requests_own_text_where_scores_are_equal() -> None:
+def test_suffix_prefers_the_requests_own_text_if_scores_are_equal() -> None:
     drafter = NgramDrafter.of(SpeculativeConfig(algorithm="NGRAM", ngram_match_type="SUFFIX"))
     drafter.propose(make_context([Tokens(0, [1, 2, 8, 8, 8, 8])]))
     drafter.release([0])

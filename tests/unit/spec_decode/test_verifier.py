@@ -1,4 +1,4 @@
-"""The walk takes the target's own token at every node; a Python oracle walks beside it."""
+"""Verification emits the target's tokens along the tree, as does a Python reference."""
 
 from collections import Counter
 from random import Random
@@ -46,8 +46,8 @@ def node_logits(tree: TreeLists, seed: int) -> Tensor:
     return torch.randn(len(tree.tokens), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-def oracle(tree: TreeLists, logits: Tensor, options: SamplingOptions, known: list[int]) -> list[int]:
-    """Tokens emitted: sample from float64 probabilities with the same noise; descend where a child has the token."""
+def reference(tree: TreeLists, logits: Tensor, options: SamplingOptions, known: list[int]) -> list[int]:
+    """The expected tokens: sample in float64 with the same noise, and continue at the child with that token."""
     node, known, emitted = 0, list(known), []
     while node is not None:
         probs = processed_probs(
@@ -65,24 +65,24 @@ def oracle(tree: TreeLists, logits: Tensor, options: SamplingOptions, known: lis
 
 
 def verify_all(rows: list[tuple[TreeLists, dict[str, Any], int]]) -> tuple[list[Verified], list[list[int]]]:
-    """The outcome of all rows in one batch, and the oracle's tokens."""
+    """The outcome of all rows in one batch, and the reference's tokens."""
     logits = [node_logits(tree, seed) for tree, _, seed in rows]
     options = [OPTIONS._replace(seed=seed, **choice) for _, choice, seed in rows]
     known = [[3, 4, *range(seed % 3), tree.tokens[0]] for tree, _, seed in rows]
     states = [state_of(o, k, 2) for o, k in zip(options, known, strict=True)]
     verified = verify_rows(torch.cat(logits), [row[0] for row in rows], states, [len(k) for k in known])
-    truth = [oracle(row[0], *rest) for row, *rest in zip(rows, logits, options, known, strict=True)]
-    return verified, truth
+    expected = [reference(row[0], *rest) for row, *rest in zip(rows, logits, options, known, strict=True)]
+    return verified, expected
 
 
 @given(rows_of)
-def test_the_walk_emits_what_the_oracle_emits(rows: list[tuple[TreeLists, dict[str, Any], int]]) -> None:
-    verified, truth = verify_all(rows)
-    assert [output.token_ids for output in verified] == truth
+def test_emitted_tokens_equal_the_reference(rows: list[tuple[TreeLists, dict[str, Any], int]]) -> None:
+    verified, expected = verify_all(rows)
+    assert [output.token_ids for output in verified] == expected
 
 
 @given(rows_of)
-def test_the_path_spells_the_accepted_tokens(rows: list[tuple[TreeLists, dict[str, Any], int]]) -> None:
+def test_the_path_has_the_accepted_tokens(rows: list[tuple[TreeLists, dict[str, Any], int]]) -> None:
     for (tree, _, _), output in zip(rows, verify_all(rows)[0], strict=True):
         assert output.path[0] == 0
         assert [tree.parents[node] for node in output.path[1:]] == output.path[:-1]
@@ -90,26 +90,26 @@ def test_the_path_spells_the_accepted_tokens(rows: list[tuple[TreeLists, dict[st
 
 
 def test_a_tree_of_one_node_emits_one_token() -> None:
-    verified, truth = verify_all([(TreeLists([5], [NONE]), {"temperature": 1.0}, 3)])
-    assert verified[0].token_ids == truth[0]
-    assert len(truth[0]) == 1
+    verified, expected = verify_all([(TreeLists([5], [NONE]), {"temperature": 1.0}, 3)])
+    assert verified[0].token_ids == expected[0]
+    assert len(expected[0]) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_broken_row_emits_nothing_and_its_neighbours_are_unchanged(bad: float, temperature: float) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_non_finite_row_emits_nothing_and_others_are_unchanged(value: float, temperature: float) -> None:
     rows = [(TreeLists([1, 2, 3], [NONE, 0, 1]), {"temperature": 1.0}, seed) for seed in range(3)]
     logits = torch.cat([node_logits(tree, seed) for tree, _, seed in rows])
     trees, options = [row[0] for row in rows], [OPTIONS._replace(seed=s, temperature=temperature) for s in range(3)]
-    sound = verify_rows(logits, trees, [state_of(o, [4, 1], 1) for o in options], [2, 2, 2])
-    logits[3:6] = bad
+    clean = verify_rows(logits, trees, [state_of(o, [4, 1], 1) for o in options], [2, 2, 2])
+    logits[3:6] = value
     broken = verify_rows(logits, trees, [state_of(o, [4, 1], 1) for o in options], [2, 2, 2])
     assert [output.is_broken for output in broken] == [False, True, False]
-    assert [broken[0], broken[2]] == [sound[0], sound[2]]
+    assert [broken[0], broken[2]] == [clean[0], clean[2]]
 
 
 @pytest.mark.parametrize("num_top", [0, 3])
-def test_logprobs_are_those_of_the_unprocessed_logits_along_the_path(num_top: int) -> None:
+def test_logprobs_are_those_of_unprocessed_logits_along_the_path(num_top: int) -> None:
     tree, options = TreeLists([1, 2, 3], [NONE, 0, 0]), OPTIONS._replace(seed=4, temperature=0.5, logprobs=num_top)
     logits = node_logits(tree, 9)
     [output] = verify_rows(logits, [tree], [state_of(options, [1], 1)], [1])
@@ -123,7 +123,7 @@ def test_logprobs_are_those_of_the_unprocessed_logits_along_the_path(num_top: in
         assert [p for _, p in reported.top] == pytest.approx(np.log(probs[best]).tolist(), abs=1e-5)
 
 
-# ---- the joint distribution of several tokens, whatever was drafted --------------------------------------------------
+# ---- joint distribution of several tokens ---------------------------------------------------------------------------
 
 MARKOV = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
 NUM_TEXTS = 15_000
@@ -137,16 +137,16 @@ def random_tree(root: int, rng: np.random.Generator, seed: int, length: int) -> 
 
 
 def coupled_chain(root: int, rng: np.random.Generator, seed: int, length: int) -> TreeLists:
-    """A good drafter: nearly the target's distribution, and the target's own noise."""
+    """A good drafter: nearly the target's distribution, and the target's noise."""
     tokens = [root]
     for position in range(length, length + 3):
-        guess = MARKOV[tokens[-1]] + 0.3 * torch.from_numpy(rng.normal(size=VOCAB_SIZE)).float()
-        tokens.append(int((guess + noise_of([seed], [position], VOCAB_SIZE)[0]).argmax()))
+        scores = MARKOV[tokens[-1]] + 0.3 * torch.from_numpy(rng.normal(size=VOCAB_SIZE)).float()
+        tokens.append(int((scores + noise_of([seed], [position], VOCAB_SIZE)[0]).argmax()))
     return TreeLists(tokens, [NONE, 0, 1, 2])
 
 
 def triples(draw: Any, num_texts: int) -> np.ndarray:
-    """Counts [V, V, V] of the first three tokens of texts whose next token depends on the last one."""
+    """Counts [V, V, V] of the first three tokens of texts from a Markov chain."""
     rng, counts = np.random.default_rng(0), np.zeros((VOCAB_SIZE,) * 3)
     texts = [[FIRST] for _ in range(num_texts)]
     states = [state_of(OPTIONS._replace(seed=s), [FIRST], 1) for s in range(num_texts)]
@@ -168,18 +168,18 @@ def true_triples() -> np.ndarray:
 
 
 @pytest.mark.parametrize("draw", [random_tree, coupled_chain])
-def test_three_tokens_have_the_targets_joint_probs_whatever_is_drafted(draw: Any) -> None:
+def test_three_tokens_have_the_targets_joint_distribution(draw: Any) -> None:
     assert worst_z(triples(draw, NUM_TEXTS if draw is random_tree else 6_000), true_triples()) < MAX_Z
 
 
-def test_noise_shared_by_neighbouring_depths_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_shared_by_adjacent_depths_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     true_keys = verifier.noise_keys
     monkeypatch.setattr(verifier, "noise_keys", lambda seeds, positions: true_keys(seeds, positions // 2))
     assert worst_z(triples(random_tree, NUM_TEXTS), true_triples()) > MAX_Z
 
 
-def test_noise_that_depends_on_the_draft_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keyed by how much the step has emitted instead of by position: texts then depend on what was drafted."""
+def test_noise_that_depends_on_drafts_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here noise depends on the number of calls instead of the position, so output depends on the drafts."""
     calls, true_sample = [0], node_sampler.sample
 
     def by_call(logits: Tensor, batch: SamplingBatch, _keys: Tensor) -> Tensor:
@@ -197,12 +197,12 @@ def _state(seed: int) -> SamplingState:
     return state_of(OPTIONS._replace(seed=seed), [1], 1)
 
 
-# ---- both ways of verifying ------------------------------------------------------------------------------------------
+# ---- verification of all nodes at once, and by depth ----------------------------------------------------------------
 
 
 @given(rows_of)
-def test_all_nodes_at_once_and_depth_by_depth_give_the_same(rows: list[tuple[TreeLists, dict[str, Any], int]]) -> None:
-    """Greedy requests are verified at once on a CPU, sampled ones only on a GPU; here both ways, for both kinds."""
+def test_verification_at_once_and_by_depth_agree(rows: list[tuple[TreeLists, dict[str, Any], int]]) -> None:
+    """On a CPU, only greedy requests are verified at once; here both methods are used for all requests."""
     rows = [row for row in rows if set(row[1]) <= {"temperature", "top_p", "min_p"}]
     if not rows:
         return
@@ -217,13 +217,11 @@ def test_all_nodes_at_once_and_depth_by_depth_give_the_same(rows: list[tuple[Tre
 
 
 @given(rows_of, st.randoms(use_true_random=False))
-def test_a_grammars_mask_acts_at_its_own_node(
-    rows: list[tuple[TreeLists, dict[str, Any], int]], random: Random
-) -> None:
-    """Masked tokens are never emitted, and the result is that of logits that were masked before."""
+def test_a_grammar_mask_applies_to_its_node(rows: list[tuple[TreeLists, dict[str, Any], int]], random: Random) -> None:
+    """Masked tokens are never emitted. The result is that of masked logits."""
     logits = torch.cat([node_logits(tree, seed) for tree, _, seed in rows])
     allowed = torch.tensor([[random.random() < 0.7 for _ in range(VOCAB_SIZE)] for _ in logits])
-    allowed[:, random.randrange(VOCAB_SIZE)] = True  # end tokens may be masked by min_tokens: leave one more
+    allowed[:, random.randrange(VOCAB_SIZE)] = True  # one more than 5: min_tokens may mask end tokens
     allowed[:, 5] = True
 
     def verified(node_logits: Tensor, mask: Tensor | None) -> list[Verified]:
