@@ -110,10 +110,10 @@ class Eagle2Head:
         self.dtype = shared.dtype
         self.draft_token_ids = None if token_map is None else token_map.to(shared.device, torch.int64)
         self.vocab_size = shape.vocab_size if token_map is None else len(token_map)
-        self._embedding = shared.embedding()
+        self._embedding = _embedding(shape, loader, names, shared)
         self._fc = _fusion(config, loader, names, 2 * size, size)
         self._layer = _Layer(shape, loader, names.layer, size)
-        self._head = shared.head(self.draft_token_ids)
+        self._head = shared.head(self.draft_token_ids, _full_head(shape, loader, names))
         self._rotary = _rotary(config, shape, loader, shared.max_positions)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Eagle3Head:
         self.vocab_size = config.draft_vocab_size or shape.vocab_size
         ids = read_draft_vocabulary(loader, names, self.vocab_size, shape.vocab_size)
         self.draft_token_ids = None if ids is None else ids.to(shared.device)
-        self._embedding = _own_embedding(shape, loader, names, width) or shared.embedding()
+        self._embedding = _embedding(shape, loader, names, shared)
         self._fuse = _Fusion(config, shape, loader, names, len(self.aux_hidden_state_layers), width)
         self._token_norm = RMSNorm(loader.tensor(layer + "input_layernorm.weight", (size,)), eps)
         self._state_norm = RMSNorm(loader.tensor(layer + "hidden_norm.weight", (size,)), eps)
@@ -154,7 +154,7 @@ class Eagle3Head:
         self._layer = _Layer(shape, loader, layer, 2 * size)
         self._norm = RMSNorm(loader.tensor(names.of_plain("norm.weight"), (size,)), eps)
         self._normed_output = config.norm_output
-        self._head = _own_head(config, shape, loader, names, width) or shared.head(self.draft_token_ids)
+        self._head = _eagle3_head(self.vocab_size, ids, shape, loader, names, shared)
         self._rotary = _rotary(config, shape, loader, shared.max_positions)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
@@ -203,16 +203,20 @@ class TargetMatrices:
         self._load_format = load_format
         self._target = target if target is not None and _is_usable(target.embedding.weight, self) else None
 
-    def embedding(self) -> VocabEmbedding:
-        if self._target is not None:
+    def embedding(self, own: Tensor | None = None) -> VocabEmbedding:
+        """The target's embedding, or the head's `own` [vocab, hidden] where that is another matrix."""
+        if self._target is not None and (own is None or torch.equal(own, self._target.embedding.weight)):
             return self._target.embedding
-        return VocabEmbedding(self._matrix(_EMBEDDING), RankGroup())
+        return VocabEmbedding(self._matrix(_EMBEDDING) if own is None else own, RankGroup())
 
-    def head(self, ids: Tensor | None) -> VocabHead:
-        """The output matrix, or its rows `ids` [n]."""
-        if self._target is not None and ids is None:
+    def head(self, ids: Tensor | None, own: Tensor | None = None) -> VocabHead:
+        """The target's output matrix, or the head's `own` [vocab, hidden] where that is another; of these rows `ids`.
+
+        `ids` is int64 [n]; None: all rows.
+        """
+        if self._target is not None and ids is None and (own is None or torch.equal(own, self._matrix(_HEAD))):
             return self._target.head
-        matrix = self._matrix("lm_head.weight")
+        matrix = self._matrix(_HEAD) if own is None else own
         rows = matrix if ids is None else matrix.index_select(0, ids)
         return VocabHead(rows, len(rows), RankGroup(), self.quantization)
 
@@ -230,6 +234,7 @@ class TargetMatrices:
 
 
 _EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 
 
 def _is_usable(weight: Tensor, wanted: TargetMatrices) -> bool:
@@ -288,24 +293,34 @@ def _fusion(config: HeadConfig, loader: Loader, names: TensorNames, width: int, 
     return ColumnParallelLinear(matrix, added, loader.quantization)
 
 
-def _own_embedding(shape: LlamaShape, loader: Loader, names: TensorNames, target_size: int) -> VocabEmbedding | None:
-    """The checkpoint's embedding, for heads narrower or wider than their target; all others take the target's."""
-    if shape.hidden_size == target_size:
-        return None
+def _embedding(shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices) -> VocabEmbedding:
+    """The target's embedding, unless the checkpoint has another one or its width is not the target's."""
     name = names.of_plain("embed_tokens.weight")
-    return VocabEmbedding(loader.tensor(name, (shape.vocab_size, shape.hidden_size)), RankGroup())
+    if shape.hidden_size == shared.shape.hidden_size and name not in names.stored:
+        return shared.embedding()
+    own = loader.tensor(name, (shape.vocab_size, shape.hidden_size))
+    if shape.hidden_size != shared.shape.hidden_size:
+        return VocabEmbedding(own, RankGroup())
+    return shared.embedding(own)
 
 
-def _own_head(
-    config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, target_size: int
-) -> VocabHead | None:
-    """The checkpoint's output matrix. None: it says to use the target's, which an unequal width rules out."""
-    name, num_ids = names.of_plain("lm_head.weight"), config.draft_vocab_size
-    is_left_out = num_ids is None or (num_ids == shape.vocab_size and name not in names.stored)
-    if is_left_out and shape.hidden_size == target_size:
-        return None
-    num_ids = num_ids or shape.vocab_size
-    return VocabHead(loader.tensor(name, (num_ids, shape.hidden_size)), num_ids, RankGroup(), loader.quantization)
+def _full_head(shape: LlamaShape, loader: Loader, names: TensorNames) -> Tensor | None:
+    """The checkpoint's output matrix over the target's vocabulary, if it has one."""
+    name = names.of_plain(_HEAD)
+    return loader.tensor(name, (shape.vocab_size, shape.hidden_size)) if name in names.stored else None
+
+
+def _eagle3_head(
+    num_ids: int, ids: Tensor | None, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
+) -> VocabHead:
+    """The output matrix over the draft vocabulary of `num_ids`, whose target ids are `ids` (None: the same).
+
+    A full one that the checkpoint leaves out is the target's.
+    """
+    if num_ids == shape.vocab_size and ids is None and shape.hidden_size == shared.shape.hidden_size:
+        return shared.head(None, _full_head(shape, loader, names))
+    own = loader.tensor(names.of_plain(_HEAD), (num_ids, shape.hidden_size))
+    return VocabHead(own, num_ids, RankGroup(), loader.quantization)
 
 
 def _rotary(config: HeadConfig, shape: LlamaShape, loader: Loader, max_positions: int) -> RotaryEmbedding:

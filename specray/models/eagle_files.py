@@ -220,13 +220,10 @@ def read_draft_vocabulary(loader: Loader, names: TensorNames, size: int, target_
 
 
 def check_rest(loader: Loader, names: TensorNames, shape: LlamaShape) -> None:
-    """ConfigError if the checkpoint holds a tensor that nothing has read, other than copies of the target's."""
-    matrix = (shape.vocab_size, shape.hidden_size)
-    copies = {"embed_tokens.weight": matrix, "lm_head.weight": matrix, "t2d": (shape.vocab_size,)}
-    unread = loader.unread()
-    for plain, size in copies.items():
-        if names.of_plain(plain) in unread:
-            loader.stored(names.of_plain(plain), size)
+    """ConfigError if the checkpoint holds a tensor that nothing has read, other than the mask of a full vocabulary."""
+    mask = names.of_plain("t2d")
+    if mask in loader.unread():
+        loader.stored(mask, (shape.vocab_size,))
     # Tables of positions, and what speculators' trainer keeps of the target.
     extra = [n for n in loader.unread() if not (n.endswith("rotary_emb.inv_freq") or n.startswith("verifier_"))]
     if extra:

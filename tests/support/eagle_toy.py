@@ -72,7 +72,7 @@ class Layout:
     save: Save = save_safetensors
     without: tuple[str, ...] = ()
     omitted: tuple[str, ...] = ()  # settings that config.json omits, because the tensors imply them
-    copies: tuple[str, ...] = ()  # matrices of the target's that the checkpoint repeats (and nobody may use)
+    own: tuple[str, ...] = ()  # trained matrices of the size of the target's
 
 
 _OWN_VOCAB = {"draft_vocab_size": DRAFT_VOCAB}
@@ -80,7 +80,7 @@ _THIRD = {"architectures": ["LlamaForCausalLMEagle3"]}
 
 LAYOUTS: dict[str, Layout] = {
     "eagle3-safeailab": Layout(3, _OWN_VOCAB | AUX, layer="midlayer.", save=save_bin),
-    "eagle3-layers": Layout(3, _OWN_VOCAB | AUX | _THIRD, copies=("embed_tokens.weight",)),
+    "eagle3-layers": Layout(3, _OWN_VOCAB | AUX | _THIRD, own=("embed_tokens.weight",)),
     "eagle3-no-mask": Layout(3, _OWN_VOCAB | AUX | _THIRD, without=("t2d",)),
     "eagle3-prefixed": Layout(3, _OWN_VOCAB | AUX, prefix="model.", save=save_sharded_safetensors),
     "eagle3-speculators": Layout(
@@ -90,10 +90,10 @@ LAYOUTS: dict[str, Layout] = {
         | {"architectures": ["Eagle3Speculator"], "norm_before_residual": True, "target_hidden_size": None}
         | {"speculators_config": {"algorithm": "eagle3"}, "rope_theta": 5e5, "rope_scaling": _LLAMA3_ROPE},
         is_nested=True,
-        copies=("embed_tokens.weight",),
+        own=("embed_tokens.weight",),
     ),
     "eagle3-target-head": Layout(3, {"draft_vocab_size": None} | AUX, layer="midlayer.", without=("lm_head.weight",)),
-    "eagle3-target-head-repeated": Layout(3, AUX, layer="midlayer.", without=(), copies=("lm_head.weight",)),
+    "eagle3-own-full-head": Layout(3, AUX, layer="midlayer.", own=("lm_head.weight",)),
     "eagle3-full-vocabulary": Layout(3, {"draft_vocab_size": VOCAB_SIZE} | AUX),
     "eagle3-fc-norm": Layout(3, _OWN_VOCAB | AUX | {"fc_norm": True}, layer="midlayer."),
     "eagle3-norm-before-fc": Layout(3, _OWN_VOCAB | AUX | {"norm_before_fc": True}),
@@ -109,7 +109,7 @@ LAYOUTS: dict[str, Layout] = {
         3, _OWN_VOCAB | {"eagle_config": {"use_aux_hidden_state": False}}, without=("fc.weight",)
     ),
     "eagle3-wider": Layout(3, _OWN_VOCAB | AUX | {"hidden_size": 48, "target_hidden_size": TARGET_SIZE}),
-    "eagle2": Layout(2, {"bias": False}, save=save_bin, copies=("embed_tokens.weight",)),
+    "eagle2": Layout(2, {"bias": False}, save=save_bin, own=("embed_tokens.weight",)),
     "eagle2-bias-omitted": Layout(2, {"architectures": ["LlamaForCausalLMEagle"], "bias": True}, omitted=("bias",)),
     "eagle2-qkv-bias-omitted": Layout(
         2, {"attention_bias": True}, omitted=("attention_bias",), without=("layer.self_attn.o_proj.bias",)
@@ -121,7 +121,7 @@ LAYOUTS: dict[str, Layout] = {
         layer="transformer.",
         spelling={"fc.": "fusion_fc."},
         is_nested=True,
-        copies=("embed_tokens.weight", "lm_head.weight"),
+        own=("embed_tokens.weight", "lm_head.weight"),
     ),
 }
 
@@ -192,7 +192,7 @@ def toy_head(name: str, seed: int = 0) -> ToyHead:
     settings = {**_BASE, **layout.settings.get("eagle_config", {}), **layout.settings}
     tensors = _tensors(layout, settings, torch.Generator().manual_seed(seed))
     kept = {n: t for n, t in tensors.items() if n not in layout.without}
-    weights = {n: t.double().numpy() for n, t in kept.items() if n not in layout.copies}
+    weights = {n: t.double().numpy() for n, t in kept.items()}
     stored = {_spelled(n, layout): t for n, t in kept.items()}
     return ToyHead(layout, {"rope_theta": 1e4, **settings}, weights, stored, _config(layout))
 
@@ -230,7 +230,7 @@ def _tensors(layout: Layout, s: dict[str, Any], generator: torch.Generator) -> T
         tensors |= {f"layer.self_attn.{n}_proj.bias": normal(length) for n, length in sizes.items()}
     if s.get("bias"):
         tensors["fc.bias"] = normal(size)
-    tensors |= {name: normal(VOCAB_SIZE, size) for name in layout.copies}
+    tensors |= {name: normal(VOCAB_SIZE, size) for name in layout.own}
     if layout.version == 2:
         return tensors | {"fc.weight": normal(size, 2 * size)}
     return tensors | _third(s, normal, scale)

@@ -94,7 +94,7 @@ def reference(
 
 def expected(toy: ToyHead, head: EagleHead, target_folder: Path) -> dict[str, np.ndarray]:
     embedding, target_head = target_matrices(target_folder)
-    own = toy.weights.get("embed_tokens.weight", embedding)  # only where the target's does not fit
+    own = toy.weights.get("embed_tokens.weight", embedding)
     return reference(toy, aux_hidden_states_for(head).double().numpy(), own[TOKENS], target_head)
 
 
@@ -169,6 +169,34 @@ def test_the_targets_matrices_are_shared_not_read_again(name: str, tmp_path: Pat
     toy = toy_head(name)
     head = load(toy.write(tmp_path / "head"), tmp_path / "nothing here", target, toy.layout.version)
     assert head.vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("name", ["eagle3-own-full-head", "eagle2", "eagle2-speculators"])
+@pytest.mark.parametrize("variant", ["llama", "tied"])
+def test_a_copy_of_the_targets_matrices_is_not_kept(name: str, variant: str, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    target_folder = write_toy(tmp_path / "target", variant)
+    target, toy = load_target(target_folder), toy_head(name)
+    matrices = target_matrices(target_folder)
+    for matrix, values in zip(("embed_tokens.weight", "lm_head.weight"), matrices, strict=True):
+        if matrix in toy.tensors:
+            toy.tensors[matrix] = torch.from_numpy(values).float()
+    head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
+    assert head._embedding is target.embedding  # type: ignore[attr-defined]
+    assert head._head is target.head  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("token_ids", [None, [9, 2, 63]])
+def test_an_own_output_matrix_of_eagle2_is_used(
+    token_ids: list[int] | None, tmp_path: Path, target_folder: Path, target: Llama
+) -> None:
+    """Also for the rows of a token map."""
+    toy = toy_head("eagle2-speculators")
+    ids = None if token_ids is None else torch.tensor(token_ids)
+    head = load(toy.write(tmp_path / "head"), target_folder, target, 2, ids)
+    output = torch.randn(3, TARGET_SIZE, generator=torch.Generator().manual_seed(1))
+    rows = toy.tensors["lm_head.weight"] if ids is None else toy.tensors["lm_head.weight"][ids]
+    torch.testing.assert_close(head.logits(output), output @ rows.T)
 
 
 @pytest.mark.parametrize("variant", ["llama", "tied"])
