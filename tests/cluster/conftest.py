@@ -1,4 +1,4 @@
-"""A real Ray cluster with one application over a tiny random model; one for the whole folder."""
+"""A real Ray cluster with an application over a tiny random model, shared by all tests of this folder."""
 
 import os
 import shutil
@@ -56,12 +56,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[int]:
-    """A started Serve instance; its HTTP port."""
+    """The HTTP port of a started Serve instance."""
     import ray
     from ray import serve
 
     paths = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{paths}"  # workers import this checkout, installed or not
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{paths}"  # so that workers import this checkout
     port = free_port()
     ray.init(
         address="local",
@@ -69,7 +69,7 @@ def ray_cluster() -> Iterator[int]:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=200 * 2**20,
-        _system_config={"metrics_report_interval_ms": 1000},  # not ten seconds, for which test_dashboard would wait
+        _system_config={"metrics_report_interval_ms": 1000},  # the default of ten seconds would delay test_dashboard
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield port
@@ -86,7 +86,7 @@ class App:
         self.http = httpx.Client(base_url=url, timeout=120.0)
 
     def wait_until_ready(self) -> float:
-        """Seconds until /health says 200."""
+        """Seconds until /health returns 200."""
         start = time.monotonic()
         while time.monotonic() - start < START_TIMEOUT_S:
             if self._status() == 200:
@@ -107,7 +107,7 @@ class App:
 
 
 class Deployer:
-    """Starts applications by their configuration."""
+    """Starts applications."""
 
     def __init__(self, port: int, model: Path) -> None:
         self._port = port
@@ -138,7 +138,7 @@ def deployer(ray_cluster: int, tiny_model: Path) -> Deployer:
 
 @pytest.fixture(scope="session")
 def app(deployer: Deployer) -> App:
-    """One rank, n-gram drafts, room for two running and two waiting requests."""
+    """One rank with n-gram drafts, for two running and two waiting requests."""
     return deployer.deploy(
         "one",
         "/",

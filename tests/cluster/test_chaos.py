@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: a cluster of its own, in a process of its own."""
+"""A short run of `make chaos`, with its own cluster in its own process."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_request_is_accounted_for_whatever_breaks() -> None:
+def test_every_request_is_accounted_for_under_faults() -> None:
     chaos = subprocess.run(
         [sys.executable, "-m", "tests.chaos", "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=600
     )

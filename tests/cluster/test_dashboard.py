@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a serving cluster: every expression of the dashboard gives data, and it can be drawn."""
+"""A real Prometheus scrapes a serving cluster: every expression of the dashboard has data, and panels can be drawn."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prom
 
 @pytest.fixture(scope="module")
 def prometheus(app: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:  # noqa: ARG001  # Ray runs
-    """The URL of a Prometheus with our rules that scrapes the nodes of this Ray cluster, on loopback."""
+    """The URL of a Prometheus with our rules that scrapes this Ray cluster on loopback."""
     import ray
 
     folder = tmp_path_factory.mktemp("prometheus")
@@ -53,7 +53,7 @@ def prometheus(app: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 @pytest.fixture(scope="module")
 def answers(app: Any, prometheus: str) -> dict[Query, list[Series]]:
-    """Each query's series up to one time, when all had some or too much time had passed under a few requests."""
+    """Each query's series, once all have data or a time limit has passed, under a few requests."""
     start = time.time()
     found: dict[Query, list[Series]] = {query: [] for query in QUERIES}
     assert app.http.get("/v2").status_code == 404  # an HTTP error to count
@@ -72,12 +72,12 @@ def test_every_expression_gives_data(query: Query, answers: dict[Query, list[Ser
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.legend)
-def test_curves_have_the_labels_they_are_named_by(query: Query, answers: dict[Query, list[Series]]) -> None:
+def test_curves_have_the_labels_of_their_legends(query: Query, answers: dict[Query, list[Series]]) -> None:
     for label in re.findall(r"\{\{(\w+)\}\}", query.legend):
         assert all(series.labels.get(label) for series in answers[query])
 
 
-def test_the_figures_are_those_of_drafting(answers: dict[Query, list[Series]]) -> None:
+def test_the_values_are_those_of_drafting(answers: dict[Query, list[Series]]) -> None:
     accept_length, at_most, at_least = (
         next(series for query in QUERIES if query.legend == legend for series in answers[query])
         for legend in ("{{drafter}}", "{{drafter}} at most", "{{drafter}} at least")
@@ -89,7 +89,7 @@ def test_the_figures_are_those_of_drafting(answers: dict[Query, list[Series]]) -
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
 @pytest.mark.usefixtures("answers")
-def test_alerts_are_silent_where_nothing_is_wrong(alert: Any, prometheus: str) -> None:
+def test_no_alert_fires_on_a_healthy_cluster(alert: Any, prometheus: str) -> None:
     now = time.time()
     assert not query_range(prometheus, f'ALERTS{{alertname="{alert.name}", alertstate="firing"}}', now - 60, now, 2.0)
 

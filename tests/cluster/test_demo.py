@@ -1,4 +1,4 @@
-"""`make demo` from start to end, on a real Ray cluster and the embedded model."""
+"""`make demo` on a real Ray cluster with the embedded model."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_demo_answers_both_ways_and_leaves_nothing_behind() -> None:
+def test_the_demo_compares_answers_and_leaves_no_process_behind() -> None:
     before = set(Path("/tmp").glob("specray-serve-*"))
     demo = subprocess.run(
         [sys.executable, "-m", "specray.cli.demo", "--port", str(free_port())],

@@ -1,4 +1,4 @@
-"""A drafter's actor beside its target: it drafts, may die, freeze or be replaced, and nobody's text shows it."""
+"""A colocated drafter: it drafts, freezes or is replaced, and the text stays that of plain decoding."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from tests.support.processes import own_processes
 
 KEY = "the-operators-key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
-BACK_S = 30.0  # a drafter is replaced in so long
+BACK_S = 30.0  # within which a drafter is replaced
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 
 
@@ -40,7 +40,7 @@ def drafted(deployer: Any, eagle: dict[str, Any], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def expected(deployer: Any) -> str:
-    """What plain decoding says to LONG."""
+    """The text of plain decoding for LONG."""
     from ray import serve
 
     text = text_of(deployer.deploy("plain", "/plain").complete(**LONG))
@@ -58,7 +58,7 @@ def metric(app: Any, name: str) -> float:
 
 
 def faults(app: Any) -> float:
-    """Those that end a drafter: on a busy machine a sound one may be late."""
+    """Faults that end a drafter; lateness is not one, because a busy machine may cause it."""
     return metric(app, "specray_draft_faults_total") - metric(app, 'specray_draft_faults_total{kind="late"')
 
 
@@ -66,7 +66,7 @@ def num_drafts(app: Any) -> float:
     return metric(app, "specray_spec_decode_num_draft_tokens_total")
 
 
-def test_the_actor_drafts_and_the_text_is_that_of_plain_decoding(drafted: Any, expected: str) -> None:
+def test_the_text_equals_plain_decoding(drafted: Any, expected: str) -> None:
     before = num_drafts(drafted)
     assert text_of(drafted.complete(**LONG)) == expected
     assert num_drafts(drafted) > before
@@ -78,16 +78,16 @@ def replace(app: Any, options: dict[str, Any]) -> Any:
 
 
 def drafter_of(reply: Any) -> Any:
-    """The only replica's drafter."""
+    """The drafter's report of the only replica."""
     assert reply.status_code == 200, reply.text
     (report,) = reply.json()["replicas"].values()
     return report
 
 
-def test_drafters_are_replaced_under_running_requests(drafted: Any, expected: str, eagle: dict[str, Any]) -> None:
+def test_drafters_are_replaced_while_requests_run(drafted: Any, expected: str, eagle: dict[str, Any]) -> None:
     stopped = threading.Event()
 
-    def ask_on() -> list[str]:
+    def send_requests() -> list[str]:
         texts = []
         while not stopped.is_set():
             texts.append(text_of(drafted.complete(**LONG)))
@@ -96,7 +96,7 @@ def test_drafters_are_replaced_under_running_requests(drafted: Any, expected: st
     faults_before, drafters_before = faults(drafted), len(own_processes("ray::DraftActor"))
     deeper = eagle | {"num_steps": 5, "eagle_topk": 3, "num_draft_tokens": 16}
     with ThreadPoolExecutor(2) as pool:
-        asking = [pool.submit(ask_on) for _ in range(2)]
+        senders = [pool.submit(send_requests) for _ in range(2)]
         try:
             for options in ({"algorithm": "NGRAM"}, {"algorithm": None}, deeper):
                 drafter = drafter_of(replace(drafted, options))
@@ -108,12 +108,10 @@ def test_drafters_are_replaced_under_running_requests(drafted: Any, expected: st
         finally:
             stopped.set()
         deadline = time.monotonic() + BACK_S
-        while (
-            len(own_processes("ray::DraftActor")) > drafters_before
-        ):  # the old ones end once their target has dismissed them
+        while len(own_processes("ray::DraftActor")) > drafters_before:  # the old ones end after their dismissal
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        texts = [text for asked in asking for text in asked.result()]
+        texts = [text for sender in senders for text in sender.result()]
     assert set(texts) == {expected}
     assert faults(drafted) == faults_before
     assert drafted.http.get("/server_info").json()["max_draft_tokens"] == 15
@@ -132,8 +130,8 @@ def test_a_drafter_that_does_not_load_changes_nothing(drafted: Any, eagle: dict[
     assert num_drafts(drafted) > drafts
 
 
-def test_a_frozen_drafter_costs_nothing_but_time_and_is_replaced(drafted: Any, expected: str) -> None:
-    """Dead ones: tests/chaos."""
+def test_a_frozen_drafter_is_replaced_and_the_text_stays(drafted: Any, expected: str) -> None:
+    """tests/chaos kills drafters."""
     faults_before = faults(drafted)
     with ThreadPoolExecutor(4) as pool:
         replies = [pool.submit(drafted.complete, **LONG) for _ in range(4)]
@@ -142,10 +140,10 @@ def test_a_frozen_drafter_costs_nothing_but_time_and_is_replaced(drafted: Any, e
             os.kill(process, signal.SIGSTOP)
         assert [text_of(reply.result()) for reply in replies] == [expected] * 4
     deadline = time.monotonic() + BACK_S
-    lost = num_drafts(drafted)
-    while num_drafts(drafted) == lost and time.monotonic() < deadline:
+    num_before = num_drafts(drafted)
+    while num_drafts(drafted) == num_before and time.monotonic() < deadline:
         assert expected.startswith(text_of(drafted.complete(**LONG | {"max_tokens": 8})))
         time.sleep(0.2)
-    assert num_drafts(drafted) > lost
+    assert num_drafts(drafted) > num_before
     assert faults(drafted) > faults_before
     assert text_of(drafted.complete(**LONG)) == expected

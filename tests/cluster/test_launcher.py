@@ -1,6 +1,5 @@
-"""`specray serve` as its user sees it: it answers, nothing but its API could be reached from outside, and it goes."""
+"""`specray serve` from a user's side: it answers, exposes nothing but its API, and stops."""
 
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 
 from specray.cli.local_server import free_port
@@ -20,14 +20,13 @@ from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 240.0  # of a machine with much else to do
+START_TIMEOUT_S = 240.0  # for a busy machine
 STOP_TIMEOUT_S = 90.0
-LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}  # as /proc/net has them
-LISTENING = "0A"
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 class Served:
-    """A `specray serve` of our own, with its log."""
+    """A running `specray serve` and its log."""
 
     def __init__(self, model: Path, log: Path) -> None:
         self.port = free_port()
@@ -51,7 +50,7 @@ class Served:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
 
     def announcement(self) -> str:
-        """The line that says it is ready."""
+        """The line printed when it is ready."""
         give_up = time.monotonic() + START_TIMEOUT_S
         while not (found := re.search(r"^ready: .*$", self.log, re.MULTILINE)):
             assert self.process.poll() is None, self.log
@@ -65,7 +64,7 @@ class Served:
 
     @property
     def folder(self) -> str:
-        """Where its Ray keeps everything."""
+        """The folder of its Ray session."""
         return self.environment()["RAY_TMPDIR"]
 
     def environment(self) -> dict[str, str]:
@@ -85,8 +84,8 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         server.process.wait()
 
 
-def test_it_serves_what_the_flags_said(served: Served, tiny_model: Path) -> None:
-    """Two ranks, and they write what one writes."""
+def test_flags_configure_the_server(served: Served, tiny_model: Path) -> None:
+    """Two ranks give the text of one."""
     url = f"http://127.0.0.1:{served.port}"
     assert f"NGRAM, tensor parallel 2 at {url}; try: curl {url}/v1/chat/completions " in served.announcement()
     params = [SamplingParams(max_tokens=48, temperature=temperature, seed=4) for temperature in (0.0, 0.8)]
@@ -99,8 +98,8 @@ def test_it_serves_what_the_flags_said(served: Served, tiny_model: Path) -> None
         assert reply.json()["choices"][0]["text"] == text
 
 
-def test_all_but_serves_own_ports_listen_on_loopback(served: Served) -> None:
-    """The API too, as --host is not given. One port of each Serve replica is open to all, and asks for the token."""
+def test_only_ports_of_serve_listen_beyond_loopback(served: Served) -> None:
+    """The API listens on loopback without --host. Each Serve replica has one open port, which requires the token."""
     sockets = [(process, *where) for process in family(served.folder) for where in listening(process)]
     assert served.port in {port for _, _, port in sockets}
     outside = [(command_lines([process]), port) for process, address, port in sockets if address not in LOOPBACK]
@@ -113,20 +112,20 @@ def test_all_but_serves_own_ports_listen_on_loopback(served: Served) -> None:
         assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_nobody_gets_into_ray_without_the_token(served: Served) -> None:
+def test_ray_requires_the_token(served: Served) -> None:
     found = re.search(r"--gcs-address=(\d\S+)", command_lines(family(served.folder)))
     assert found is not None
     ray = [str(Path(sys.executable).parent / "ray"), "status", "--address", found.group(1)]
-    ours = served.environment()
-    stranger = {name: value for name, value in ours.items() if not name.startswith("RAY_AUTH_")}
-    refused = subprocess.run(ray, env=stranger, capture_output=True, text=True, check=False)
+    environment = served.environment()
+    without_token = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH_")}
+    refused = subprocess.run(ray, env=without_token, capture_output=True, text=True, check=False)
     assert refused.returncode != 0
     assert "InvalidAuthToken" in refused.stdout + refused.stderr
-    assert subprocess.run(ray, env=ours, capture_output=True, check=False).returncode == 0
-    assert Path(ours["RAY_AUTH_TOKEN_PATH"]).parent.stat().st_mode & 0o077 == 0
+    assert subprocess.run(ray, env=environment, capture_output=True, check=False).returncode == 0
+    assert Path(environment["RAY_AUTH_TOKEN_PATH"]).parent.stat().st_mode & 0o077 == 0
 
 
-def test_sigterm_lets_a_stream_finish_and_leaves_nothing(served: Served) -> None:
+def test_sigterm_lets_a_stream_finish_and_leaves_no_process(served: Served) -> None:
     folder = served.folder
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 250, "stream": True, "ignore_eos": True}
     url = f"http://127.0.0.1:{served.port}/v1/completions"
@@ -138,14 +137,14 @@ def test_sigterm_lets_a_stream_finish_and_leaves_nothing(served: Served) -> None
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert served.process.wait(STOP_TIMEOUT_S) == 0, served.log
     give_up = time.monotonic() + 5.0
-    while (left := family(folder)) and time.monotonic() < give_up:  # Ray's own watchers end after those they watch
+    while (left := family(folder)) and time.monotonic() < give_up:  # Ray's monitors end last
         time.sleep(0.1)
     assert not left, command_lines(left)
     assert not Path(folder).exists()
 
 
 def until_refused(url: str, body: dict[str, Any]) -> Any:
-    """What new requests are told once the signal has come through."""
+    """The error of new requests after the signal."""
     give_up = time.monotonic() + 10.0
     while (reply := httpx.post(url, json=body | {"stream": False, "max_tokens": 1}, timeout=60.0)).status_code == 200:
         assert time.monotonic() < give_up
@@ -154,34 +153,26 @@ def until_refused(url: str, body: dict[str, Any]) -> Any:
 
 
 def family(folder: str) -> list[int]:
-    """Processes that have the folder's name in their environment: the server and all it started."""
-    marker, found = f"RAY_TMPDIR={folder}".encode(), []
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdecimal() and marker in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
+    """The server and all processes that it started: those with the folder in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("RAY_TMPDIR") == folder:
+                found.append(process.pid)
     return found
 
 
 def listening(process: int) -> set[tuple[str, int]]:
     """(address, port) of every TCP socket on which a process listens."""
-    held = set()
-    with suppress(OSError):
-        for entry in Path(f"/proc/{process}/fd").iterdir():
-            held.add(os.readlink(entry))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *others = line.split()
-            if state == LISTENING and f"socket:[{others[5]}]" in held:
-                address, port = local.split(":")
-                found.add((address, int(port, 16)))
-    return found
+    with suppress(psutil.Error):
+        sockets = psutil.Process(process).net_connections("tcp")
+        return {(socket.laddr.ip, socket.laddr.port) for socket in sockets if socket.status == psutil.CONN_LISTEN}
+    return set()
 
 
 def command_lines(processes: list[int]) -> str:
     lines = []
     for process in processes:
-        with suppress(OSError):
-            lines.append(Path(f"/proc/{process}/cmdline").read_text().replace("\0", " "))
+        with suppress(psutil.Error):
+            lines.append(" ".join(psutil.Process(process).cmdline()))
     return "\n".join(lines)

@@ -1,5 +1,4 @@
-"""Engines on two nodes, one of them split over both: the same text, and what a frozen rank, a lost node or a cut link
-costs."""
+"""Engines on two nodes, one of them across both: the same text, also with a frozen rank, a lost node or a cut link."""
 
 import json
 import os
@@ -25,15 +24,15 @@ from tests.support.networks import Network
 from tests.support.processes import own_processes
 from tests.support.two_nodes import STORE_BYTES, TwoNodes, environment
 
-TORN_DOWN_S = 5.0  # a broken group's ranks end in so long,
-SLACK_S = 5.0  # on a machine that has time for them
-ORPHANS_END_S = 6.0  # ranks whom nobody reaches end themselves
+TORN_DOWN_S = 5.0  # within which ranks of a broken group end
+SLACK_S = 5.0  # for a busy machine
+ORPHANS_END_S = 6.0  # within which unreachable ranks exit
 SMALL = {"max_total_tokens": 4096, "num_threads": 1, "dtype": "float32", "device": "cpu"}
 LONG = {"max_tokens": 250, "temperature": 0.8, "ignore_eos": True}
 PROMPTS = [f"Story number {number}:" for number in range(9)]
 
-# The head has room for one engine and a half, the second node for as many, and only the head for the ingress. So each
-# has an engine of its own, the third is split, and its router is on the head: that of a second one would not fit there.
+# Each node has seats for three of the six ranks, and only the head can hold the ingress. So each node has one engine,
+# and the third is across both with its router on the head.
 SPLIT = {
     "tp_size": 2,
     "placement": {"across_nodes": True, "rank_resources": {"seat": 1}},
@@ -45,7 +44,7 @@ SECOND = {"num_cpus": 4, "resources": {"seat": 3}}
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[str]:
-    """What one rank without a cluster writes."""
+    """The texts of one rank without a cluster."""
     llm = LLM(model=str(tiny_model), **SMALL)
     params = [SamplingParams(seed=seed, **LONG) for seed in range(len(PROMPTS))]
     return [generation.choices[0].text for generation in llm.generate(PROMPTS, params)]
@@ -53,7 +52,7 @@ def expected(tiny_model: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def nodes(tiny_model: Path) -> Iterator[TwoNodes]:
-    """Three engines, the third on both nodes."""
+    """Three engines, the third across both nodes."""
     config = {"model": str(tiny_model), **SMALL, **SPLIT, "server": {**SPLIT["server"], "num_replicas": 3}}
     with TwoNodes(config, free_port(), head=HEAD, second=SECOND) as nodes:
         nodes.await_ready()
@@ -61,7 +60,7 @@ def nodes(tiny_model: Path) -> Iterator[TwoNodes]:
 
 
 class Streams:
-    """A stream for each prompt; what they wrote is known at the end."""
+    """A stream for each prompt; `texts` waits for all."""
 
     def __init__(self, url: str, count: int) -> None:
         self._url = url
@@ -77,7 +76,7 @@ class Streams:
         return texts
 
     def _write(self, number: int) -> str:
-        """The text if its end was announced, as it is when nothing is missing; the error otherwise."""
+        """The complete text, or the error event."""
         body = {"prompt": PROMPTS[number], "seed": number, "stream": True, **LONG}
         text = ""
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=120.0) as reply:
@@ -88,18 +87,18 @@ class Streams:
                 assert "error" not in chunk, chunk
                 text += chunk["choices"][0]["text"]
                 self._begun[number].set()
-        raise AssertionError(f"the stream ended in silence after {text!r}")
+        raise AssertionError(f"the stream ended without an end event after {text!r}")
 
 
 def writing_replicas(url: str) -> set[str]:
-    """Routers that have written tokens."""
+    """Replicas that have generated tokens."""
     metrics = httpx.get(f"{url}/metrics").text
     counts = re.findall(r'^specray_generation_tokens_total\{.*?replica="(\w+)".*?\} (\S+)$', metrics, re.MULTILINE)
     return {replica for replica, count in counts if float(count)}
 
 
 def lone_follower() -> int:
-    """Rank 1 of the split engine: its heartbeat file is in a folder of its node, which has no other rank's."""
+    """Rank 1 of the engine across nodes: its heartbeat file is alone in a folder of its node."""
     folders = defaultdict[str, dict[int, int]](dict)
     for pid in own_processes("ray::TargetActor"):
         for folder, rank in re.findall(r"(\S+/specray-\w+)/heartbeat-(\d+)", Path(f"/proc/{pid}/maps").read_text()):
@@ -132,7 +131,7 @@ def network() -> Iterator[Network]:
 
 @contextmanager
 def node_at_the_far_end(network: Network, address: str) -> Iterator[None]:
-    """A second node, on the other side of the wire."""
+    """A second node behind a network link."""
     ray = Path(sys.executable).with_name("ray")
     command = [str(ray), "start", f"--address={address}", f"--node-ip-address={network.far_address}", "--block"]
     command += ["--num-cpus=1", '--resources={"seat": 1}', f"--object-store-memory={STORE_BYTES}"]
@@ -143,12 +142,12 @@ def node_at_the_far_end(network: Network, address: str) -> Iterator[None]:
             network.end_processes()
 
 
-def test_an_engine_on_two_nodes_writes_the_same_text(nodes: TwoNodes, expected: list[str]) -> None:
+def test_an_engine_on_two_nodes_gives_the_same_text(nodes: TwoNodes, expected: list[str]) -> None:
     assert Streams(nodes.url, len(PROMPTS)).texts() == expected
     assert len(writing_replicas(nodes.url)) == 3
 
 
-def test_a_frozen_rank_on_another_node_is_ended_and_its_streams_go_on(nodes: TwoNodes, expected: list[str]) -> None:
+def test_a_frozen_rank_on_another_node_is_killed_and_its_streams_continue(nodes: TwoNodes, expected: list[str]) -> None:
     frozen = lone_follower()
     streams = Streams(nodes.url, len(PROMPTS))
     os.kill(frozen, signal.SIGSTOP)
@@ -156,17 +155,17 @@ def test_a_frozen_rank_on_another_node_is_ended_and_its_streams_go_on(nodes: Two
     assert streams.texts() == expected
 
 
-def test_streams_of_a_lost_node_go_on_elsewhere(nodes: TwoNodes, expected: list[str]) -> None:
+def test_streams_of_a_lost_node_continue_elsewhere(nodes: TwoNodes, expected: list[str]) -> None:
     streams = Streams(nodes.url, len(PROMPTS))
     nodes.kill_second_node()
     assert streams.texts() == expected
 
 
 @pytest.mark.slow
-def test_streams_outlive_a_cut_link_and_nobody_stays_behind_it(
+def test_streams_survive_a_cut_link_and_unreachable_ranks_exit(
     tiny_model: Path, expected: list[str], network: Network
 ) -> None:
-    """Two engines on the head, but for a rank of the second one."""
+    """Two engines on the head, except one rank of the second."""
     config = {"model": str(tiny_model), **SMALL, **SPLIT, "server": {**SPLIT["server"], "num_replicas": 2}}
     head = HEAD | {"node_ip_address": network.near_address}
     with (

@@ -1,4 +1,4 @@
-"""Ray Serve with more to do than it can, clients that leave at any byte, and a new version under way."""
+"""Ray Serve under overload, with clients that disconnect at any byte, and during a redeployment."""
 
 import asyncio
 import json
@@ -16,14 +16,14 @@ from specray.bench.ledger import Outcome
 from specray.bench.open_loop import Load, idle_after, run
 from tests.support.processes import own_processes
 
-IDLE_S = 10.0  # on two cores that others use too; 2 s is the aim
+IDLE_S = 10.0  # for a busy machine; the goal is 2 s
 LONG = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0, "seed": 1}
 KEY = "k" * 40
-SPARE = 5  # descriptors that Ray opens and closes for itself
+SPARE = 5  # descriptors that Ray itself opens and closes
 
 
-def test_a_full_queue_says_so_at_once(app: Any) -> None:
-    """Four requests find a place; the others hear of it before any of the four has ended, and none is forgotten."""
+def test_a_full_queue_refuses_at_once(app: Any) -> None:
+    """Four requests are admitted; the others are refused before any of the four has ended."""
     report = asyncio.run(run(Load(app.url, 20.0, 4.0, max_tokens=400)))
     ledger = report.ledger
     print(f"{ledger.num_begun} sent, {ledger.statuses()}, refused in {report.refusal_s(0.5):.3f} s")
@@ -43,7 +43,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def roomy(deployer: Any, key_file: str) -> Iterator[Any]:
-    """Room for more than these tests send, and a key on every route."""
+    """An application with room for all requests of these tests, and API keys."""
     from ray import serve
 
     app = deployer.deploy("roomy", "/roomy", server={"api_key_file": key_file})
@@ -52,15 +52,17 @@ def roomy(deployer: Any, key_file: str) -> Iterator[Any]:
     serve.delete("roomy")
 
 
-def test_keys_hold_behind_serves_proxy(roomy: Any) -> None:
+def test_keys_are_required_behind_serves_proxy(roomy: Any) -> None:
     statuses = [httpx.get(f"{roomy.url}{path}").status_code for path in ("/v1/models", "/metrics", "/livez")]
     assert statuses == [401, 401, 200]
     assert ask(roomy, LONG | {"max_tokens": 2}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_hang_up_at_any_byte_leave_nothing_behind(roomy: Any, stream: bool) -> None:
-    asyncio.run(run(Load(roomy.url, 20.0, 1.0, max_tokens=2, key=KEY)))  # all processes open what they keep open
+def test_clients_that_disconnect_at_any_byte_leak_nothing(roomy: Any, stream: bool) -> None:
+    asyncio.run(
+        run(Load(roomy.url, 20.0, 1.0, max_tokens=2, key=KEY))
+    )  # warm up: every process opens its long-lived files
     before = descriptors()
     load = Load(roomy.url, 20.0, 3.0, max_tokens=150, stream=stream, cut_share=1.0, key=KEY, seed=stream)
     ledger = asyncio.run(run(load)).ledger
@@ -75,14 +77,14 @@ def test_clients_that_hang_up_at_any_byte_leave_nothing_behind(roomy: Any, strea
 
 
 def descriptors() -> dict[int, int]:
-    """Open files and sockets of the proxy and of every replica."""
+    """Numbers of open files and sockets of the proxy and every replica."""
     titles = ("ray::ProxyActor", "ray::ServeReplica:roomy:OpenAIIngress", "ray::ServeReplica:roomy:Router")
     processes = [process for title in titles for process in own_processes(title)]
     return {process: len(os.listdir(f"/proc/{process}/fd")) for process in processes}
 
 
-def test_a_new_version_lets_the_old_one_finish(roomy: Any, deployer: Any, key_file: str) -> None:
-    """Streams that began before go on to their end; every request meanwhile is served, or told when to come again."""
+def test_a_redeployment_lets_streams_finish(roomy: Any, deployer: Any, key_file: str) -> None:
+    """Open streams finish, and every other request is served or refused with Retry-After."""
     expected = roomy.complete(**LONG)["choices"][0]["text"]
     new = {"api_key_file": key_file, "request_timeout_s": 500.0}
     with ThreadPoolExecutor(8) as pool:

@@ -1,4 +1,4 @@
-"""The whole path through Ray Serve: the openai client, limits, counts, and what happens when processes die."""
+"""The whole path through Ray Serve: the openai client, limits, counters, and lost processes."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def client(app: Any) -> openai.OpenAI:
 
 
 def samples(app: Any) -> dict[str, float]:
-    """Of all replicas together."""
+    """Samples of a metric, summed over replicas."""
     families = text_string_to_metric_families(app.http.get("/metrics").text)
     found = Counter[str]()
     for sample in (sample for family in families for sample in family.samples):
@@ -80,7 +80,7 @@ def test_stream_equals_whole(client: openai.OpenAI) -> None:
         (openai.NotFoundError, {"model": "other"}),
     ],
 )
-def test_errors_have_the_clients_classes(client: openai.OpenAI, error: type[Exception], options: Any) -> None:
+def test_errors_map_to_the_clients_exceptions(client: openai.OpenAI, error: type[Exception], options: Any) -> None:
     with pytest.raises(error):
         client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES} | options)
 
@@ -108,7 +108,7 @@ def test_excess_requests_get_429(app: Any) -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"x-request-disconnect-disabled": "1"}])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_leaving_client_frees_what_it_held(app: Any, stream: bool, headers: dict[str, str]) -> None:
+def test_a_disconnected_client_frees_its_slots_and_blocks(app: Any, stream: bool, headers: dict[str, str]) -> None:
     before = samples(app)["specray_request_finished_totalabort"] if stream is False else None
     try:
         with app.http.stream(
@@ -135,8 +135,8 @@ def test_counters_match_the_replies(app: Any) -> None:
         assert after[name] - before[name] == sum(map(count, usages)), name
 
 
-def test_requests_outlive_a_lost_rank(app: Any) -> None:
-    """There is one engine: its requests wait for the next one, and go on where they were."""
+def test_requests_survive_a_lost_rank(app: Any) -> None:
+    """There is one engine: its requests wait for the next one and continue there."""
     expected = app.complete(**LONG)
     with ThreadPoolExecutor(2) as pool:
         whole = pool.submit(app.complete, **LONG)
