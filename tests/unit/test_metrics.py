@@ -47,12 +47,12 @@ def test_accepted_drafts_are_counted_by_depth() -> None:
     stats.accepted(num_draft_tokens=5, num_accepted=2)
     stats.accepted(num_draft_tokens=5, num_accepted=0)
     stats.accepted(num_draft_tokens=0, num_accepted=0)  # a bare root is a verify, not a draft
-    seen = stats.snapshot()
-    assert seen["specray_verify_steps_total"] == 3
-    assert seen["specray_spec_decode_num_drafts_total"] == 2
-    assert seen["specray_spec_decode_num_draft_tokens_total"] == 10
-    assert seen["specray_spec_decode_num_accepted_tokens_total"] == 2
-    assert seen["specray_spec_decode_num_accepted_tokens_per_pos_total"] == {"0": 1, "1": 1}
+    values = stats.snapshot()
+    assert values["specray_verify_steps_total"] == 3
+    assert values["specray_spec_decode_num_drafts_total"] == 2
+    assert values["specray_spec_decode_num_draft_tokens_total"] == 10
+    assert values["specray_spec_decode_num_accepted_tokens_total"] == 2
+    assert values["specray_spec_decode_num_accepted_tokens_per_pos_total"] == {"0": 1, "1": 1}
 
 
 def test_the_drafter_is_a_label() -> None:

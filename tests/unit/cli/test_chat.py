@@ -79,10 +79,10 @@ def test_a_piped_conversation(
     assert (
         chat(server, monkeypatch, "Capital of France?\n\nSure?\n", "--temperature", "0", "--system", "Be short.") == 0
     )
-    seen = capsys.readouterr()
-    assert seen.out == "Paris.\nParis.\n"
-    assert "3 tokens" in seen.err
-    assert "accept length 1.50" in seen.err
+    captured = capsys.readouterr()
+    assert captured.out == "Paris.\nParis.\n"
+    assert "3 tokens" in captured.err
+    assert "accept length 1.50" in captured.err
     second = Handler.requests[1]
     assert [message["content"] for message in second["messages"]] == [
         "Be short.",

@@ -73,11 +73,11 @@ def test_errors_are_one_line_and_exit_status_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 2
-    seen = capsys.readouterr()
-    assert seen.err.startswith("error: ")
-    assert message in seen.err
-    assert seen.err.count("\n") == 1
-    assert seen.out == ""
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 def test_ctrl_c_exits_with_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

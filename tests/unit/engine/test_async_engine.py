@@ -143,7 +143,7 @@ def test_aborts_from_other_threads_end_each_request_once() -> None:
         assert Counter(outputs.reasons.values()) == {FinishReason.ABORT: 20}
         engine.submit(request(99, [2], max_tokens=1))
         outputs.wait(21)
-        assert executor.seeds in ([], [99])  # the aborted rows are gone
+        assert executor.seeds in ([], [99])  # the aborted rows were freed
 
 
 def test_an_aborted_request_keeps_the_tokens_generated_so_far() -> None:
@@ -162,13 +162,13 @@ def test_a_failed_step_ends_every_request_and_refuses_new_ones() -> None:
         for seed in range(5):
             engine.submit(long_request(seed))
         outputs.wait_for_tokens("r0")
-        executor.error = EngineDeadError("rank 1 is gone")
+        executor.error = EngineDeadError("rank 1 exited")
         outputs.wait(5)
         assert set(outputs.reasons.values()) == {FinishReason.ERROR}
-        assert {end.error for end in outputs.ends} == {"rank 1 is gone"}
+        assert {end.error for end in outputs.ends} == {"rank 1 exited"}
         engine._thread.join(TIMEOUT)
-        assert engine.error == "rank 1 is gone"
-        with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+        assert engine.error == "rank 1 exited"
+        with pytest.raises(EngineDeadError, match="rank 1 exited"):
             engine.submit(long_request(9))
         engine.abort(["r0"])  # has no effect
 
@@ -180,7 +180,7 @@ def test_requests_that_arrive_during_a_failing_step_are_ended() -> None:
         assert executor.is_stepping.wait(TIMEOUT)
         engine.submit(long_request(1))
         engine.abort(["r0"])
-        executor.error = RuntimeError("gone")
+        executor.error = RuntimeError("rank 1 exited")
         executor.gate.set()
         outputs.wait(2)
         assert set(outputs.reasons) == {"r0", "r1"}

@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn, any_tokens: bool, kinds: tuple[str, ...] = ("byte-lev
     return Case(kind, token_ids, params, draw(st.integers(1, 26)))
 
 
-def oracle(case: Case) -> StreamResult:
+def reference(case: Case) -> StreamResult:
     """The expected result: decode all tokens after each one, and return whole characters except at the end.
 
     Text once returned stays, even if a byte-fallback decoder would change it: then the later tokens are decoded alone.
@@ -129,7 +129,7 @@ def cut_lists() -> st.SearchStrategy[list[int]]:
 @given(cases(any_tokens=False), cut_lists())
 @settings(max_examples=250)
 def test_groups_of_any_length_give_the_result_of_single_tokens(case: Case, cuts: list[int]) -> None:
-    expected, (result, _) = oracle(case), feed(case, cuts)
+    expected, (result, _) = reference(case), feed(case, cuts)
     assert (result.token_ids, result.reason, result.stop) == (expected.token_ids, expected.reason, expected.stop)
     if expected.reason is not None:
         assert result.text == expected.text
@@ -141,7 +141,7 @@ def test_groups_of_any_length_give_the_result_of_single_tokens(case: Case, cuts:
 @settings(max_examples=250)
 def test_groups_with_invalid_characters_and_special_tokens_give_the_same_result(case: Case, cuts: list[int]) -> None:
     """Byte-level only: an invalid byte changes how a byte-fallback decoder decodes the bytes before it."""
-    expected, (result, _) = oracle(case), feed(case, cuts)
+    expected, (result, _) = reference(case), feed(case, cuts)
     assert result.token_ids == expected.token_ids
     if expected.reason is not None:
         assert result == expected
@@ -158,7 +158,7 @@ def test_the_result_does_not_depend_on_the_grouping(case: Case, cuts: list[int],
 @given(cases(any_tokens=False), cut_lists())
 @settings(max_examples=200)
 def test_deltas_contain_whole_characters(case: Case, cuts: list[int]) -> None:
-    if SPLIT_CHARACTER not in oracle(case).text:
+    if SPLIT_CHARACTER not in reference(case).text:
         assert SPLIT_CHARACTER not in "".join(feed(case, cuts)[1])
 
 

@@ -122,9 +122,9 @@ class EngineMachine(RuleBasedStateMachine):
         check_block_accounting(self.engine)
 
     def take(self, output: RequestOutput) -> None:
-        seen = self.outputs[output.request_id]
-        assert not seen or seen[-1].finish_reason is None, "a request ended twice"
-        seen.append(output)
+        outputs = self.outputs[output.request_id]
+        assert not outputs or outputs[-1].finish_reason is None, "a request ended twice"
+        outputs.append(output)
         if output.finish_reason is not None:
             self.alive.discard(int(output.request_id[1:]))
 
@@ -309,13 +309,13 @@ def test_fail_all_ends_running_waiting_and_aborted_requests_once() -> None:
         engine.add_request(EngineRequest(f"r{seed}", [2], SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)))
     engine.step()
     engine.abort(["r1"])
-    ends = {output.request_id: output for output in engine.fail_all("rank 0 is gone")}
+    ends = {output.request_id: output for output in engine.fail_all("rank 0 exited")}
     assert {name: end.finish_reason for name, end in ends.items()} == {
         "r0": FinishReason.ERROR,
         "r1": FinishReason.ABORT,
         "r2": FinishReason.ERROR,
     }
-    assert ends["r0"].error == ends["r2"].error == "rank 0 is gone"
+    assert ends["r0"].error == ends["r2"].error == "rank 0 exited"
     assert engine.fail_all("again") == []
     check_block_accounting(engine)
 
@@ -323,7 +323,7 @@ def test_fail_all_ends_running_waiting_and_aborted_requests_once() -> None:
 def test_an_abort_is_reported_even_if_the_next_step_fails() -> None:
     class FailingExecutor(FakeExecutor):
         def collect(self) -> object:  # type: ignore[override]
-            raise RuntimeError("gone")
+            raise RuntimeError("rank 0 exited")
 
     executor = FailingExecutor(EngineConfig())
     engine = Engine(EngineConfig(), executor, TOKENIZER)
@@ -331,7 +331,7 @@ def test_an_abort_is_reported_even_if_the_next_step_fails() -> None:
         executor.limits[seed] = 40
         engine.add_request(request(seed, [2], max_tokens=30))
     engine.abort(["r0"])
-    with pytest.raises(RuntimeError, match="gone"):
+    with pytest.raises(RuntimeError, match="rank 0 exited"):
         engine.step()
-    ends = [(output.request_id, output.finish_reason) for output in engine.fail_all("gone")]
+    ends = [(output.request_id, output.finish_reason) for output in engine.fail_all("rank 0 exited")]
     assert sorted(ends) == [("r0", FinishReason.ABORT), ("r1", FinishReason.ERROR)]

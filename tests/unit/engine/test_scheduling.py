@@ -305,17 +305,17 @@ def test_a_row_with_an_error_ends_and_others_continue() -> None:
 def test_every_request_ends_with_an_error_when_the_ranks_fail() -> None:
     class FailedRanks(SimulatedRanks):
         def submit(self, plan: StepPlan) -> None:  # noqa: ARG002
-            raise RuntimeError("gone")
+            raise RuntimeError("rank 0 exited")
 
     run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
     run.engine.executor = FailedRanks(run.engine.config, run.ranks.capacity, text, Random(0))
     for index in range(3):
         run.engine.add_request(EngineRequest(str(index), [5, 6], SamplingParams(seed=1)))
-    with pytest.raises(RuntimeError, match="gone"):
+    with pytest.raises(RuntimeError, match="rank 0 exited"):
         run.engine.step()
-    outputs = run.engine.fail_all("the ranks are gone")
+    outputs = run.engine.fail_all("rank 0 exited")
     assert {(o.request_id, o.finish_reason, o.error) for o in outputs} == {
-        (str(i), FinishReason.ERROR, "the ranks are gone") for i in range(3)
+        (str(i), FinishReason.ERROR, "rank 0 exited") for i in range(3)
     }
     assert not run.engine._requests
 

@@ -221,8 +221,8 @@ def test_a_grammar_mask_applies_to_its_node(rows: list[tuple[TreeLists, dict[str
     """Masked tokens are never emitted. The result is that of masked logits."""
     logits = torch.cat([node_logits(tree, seed) for tree, _, seed in rows])
     allowed = torch.tensor([[random.random() < 0.7 for _ in range(VOCAB_SIZE)] for _ in logits])
-    allowed[:, random.randrange(VOCAB_SIZE)] = True  # one more than 5: min_tokens may mask end tokens
-    allowed[:, 5] = True
+    allowed[:, random.randrange(VOCAB_SIZE)] = True
+    allowed[:, 5] = True  # not an end token, which min_tokens may mask
 
     def verified(node_logits: Tensor, mask: Tensor | None) -> list[Verified]:
         states = [state_of(OPTIONS._replace(seed=seed, **choice), [3, 4], 2) for _, choice, seed in rows]

@@ -225,7 +225,7 @@ def test_a_request_with_nan_ends_and_others_are_unchanged(draw: str, broken: int
     assert len(faulty[broken]) == 3
     for slot in set(range(len(PROMPTS))) - {broken}:
         texts = [[token for row in results[slot] for token in row.token_ids] for results in (clean, faulty)]
-        length = min(map(len, texts))  # random drafts differ without the request, and so does the tokens' number
+        length = min(map(len, texts))  # random drafts differ without the request, so the number of tokens does, too
         assert length >= 12
         assert texts[0][:length] == texts[1][:length]
         assert all(row.error is None for row in faulty[slot])

@@ -102,9 +102,9 @@ def test_errors_are_one_line_and_exit_status_2(
 ) -> None:
     monkeypatch.setattr(serve, "_become_launcher", start_nothing)
     assert main(arguments) == 2
-    seen = capsys.readouterr()
-    assert message in seen.err
-    assert (seen.err.count("\n"), seen.out) == (1, "")
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert (captured.err.count("\n"), captured.out) == (1, "")
 
 
 def test_a_port_in_use_is_an_error_before_ray_starts(

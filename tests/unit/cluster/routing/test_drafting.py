@@ -176,7 +176,7 @@ def test_an_inline_drafter_cannot_be_replaced(serve: Serve, admin: dict[str, Any
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer another-key-of-nobody"}])
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer unknown-key"}])
 def test_replacing_requires_an_admin_key(serve: Serve, admin: dict[str, Any], headers: dict[str, str]) -> None:
     async def scenario() -> None:
         async with serve(**admin) as server:
