@@ -54,14 +54,14 @@ def test_wrong_usage_exits_with_status_2(arguments: list[str], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "--arms", "magic"], "arm 'magic' is not known; choose from plain, transformers, eagle3, "),
+        (["bench", "--arms", "magic"], "variant 'magic' is unknown; choose from plain, transformers, eagle3, "),
         (["bench", "--arms", "transformers", "--temperature", "0.5"], "temperature=0.5"),
         (["bench", "--prompts", "missing.jsonl"], "missing.jsonl"),
         (["bench", "--config", "missing.yaml"], "missing.yaml"),
         (["bench", "--model", "./missing", "--limit", "1"], "missing"),
         (["bench", "--concurrency", "1000"], "max_running_requests=48"),
         (["tune", "--method", "plain"], "plain decoding has no draft tree"),
-        (["tune", "--method", "magic"], "arm 'magic' is not known"),
+        (["tune", "--method", "magic"], "variant 'magic' is unknown"),
         (["tune", "--method", "ngram", "--candidates", "1"], "num_draft_tokens=1"),
         (["tune", "--method", "ngram", "--batch-sizes", "40"], "batch size 40 needs as many prompts"),
         (["tune", "--config", "missing.yaml"], "missing.yaml"),
