@@ -69,7 +69,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_a_drafter_of_ones_own_is_made_with_the_configuration(toy: Path) -> None:
+def test_a_custom_drafter_is_made_with_the_configuration(toy: Path) -> None:
     speculative = SpeculativeConfig(algorithm="own_drafters:Repeat", num_draft_tokens=5)
     with make_llm(toy, speculative=speculative) as llm:
         assert llm.engine.capacity.max_draft_tokens == 4
@@ -78,7 +78,7 @@ def test_a_drafter_of_ones_own_is_made_with_the_configuration(toy: Path) -> None
     assert choice.usage.num_draft_tokens > 4
 
 
-def test_it_runs_in_a_process_of_its_own(toy: Path, tmp_path: Path) -> None:
+def test_a_custom_drafter_runs_in_a_colocated_process(toy: Path, tmp_path: Path) -> None:
     params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True)
     with make_llm(toy) as llm:
         expected = llm.generate([[0, 5]], params)[0].choices[0].token_ids
