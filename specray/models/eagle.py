@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from specray.config import SpeculativeConfig
@@ -285,10 +286,15 @@ class _Fusion:
 
 
 def _fusion(config: HeadConfig, loader: Loader, names: TensorNames, width: int, size: int) -> ColumnParallelLinear:
-    """The linear `fc` [size, width]; the checkpoint decides on a bias that config.json does not mention."""
+    """The linear `fc` [size, width].
+
+    The checkpoint decides on a bias that config.json does not mention. EAGLE-3's original code never makes one, so that
+    `bias: true`, left over from EAGLE-2's configs, is no promise there.
+    """
     weight, bias = (names.of_plain(f"fc.{part}", f"fusion_fc.{part}") for part in ("weight", "bias"))
     stated = config.bias if config.fusion_bias is None else config.fusion_bias
-    has_bias = bias in names.stored if stated is None else stated
+    is_open = stated is None or (stated and names.kind == 3)
+    has_bias = bias in names.stored if is_open else stated
     matrix, added = loader.tensor(weight, (size, width)), loader.tensor(bias, (size,)) if has_bias else None
     return ColumnParallelLinear(matrix, added, loader.quantization)
 
@@ -326,12 +332,12 @@ def _eagle3_head(
 def _rotary(config: HeadConfig, shape: LlamaShape, loader: Loader, max_positions: int) -> RotaryEmbedding:
     """Tables as long as the target's: a head's own max_position_embeddings is that of its training data."""
     try:
-        return RotaryEmbedding(config.rope(), shape.head_dim, max_positions, loader.dtype, loader.device)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        config_of_rope = config.rope(shape.head_dim)
+        return RotaryEmbedding(config_of_rope, shape.head_dim, max_positions, loader.dtype, loader.device)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(
-            f"{loader.folder / 'config.json'}: its RoPE settings cannot be used ({error}); correct rope_scaling"
+            f"{loader.folder / 'config.json'}: its RoPE settings cannot be used ({error}); correct rope_scaling or "
+            "choose another head"
         ) from error
 
 

@@ -49,6 +49,7 @@ class HeadConfig(BaseModel):
     head_dim: _Size | None = None
     vocab_size: _Size
     draft_vocab_size: _Size | None = None
+    truncated_vocab_size: _Size | None = None  # vLLM's EAGLE-1 and -2 with a token map in the checkpoint
     target_hidden_size: _Size | None = None
     rms_norm_eps: Annotated[float, Field(gt=0.0)] = 1e-6
     max_position_embeddings: _Size = 2048
@@ -56,6 +57,7 @@ class HeadConfig(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     attention_bias: bool | None = None
+    qkv_bias: bool | None = None  # SafeAILab's EAGLE-1 and -2 for Qwen2 targets
     bias: bool | None = None
     fusion_bias: bool | None = None  # speculators' word for `bias`
     eagle_aux_hidden_state_layer_ids: list[int] = []
@@ -81,10 +83,16 @@ class HeadConfig(BaseModel):
                     f"{f' (only {harmless[0]!r})' if harmless else ''}; choose another head"
                 )
         try:
-            return cls.model_validate(settings)
+            config = cls.model_validate(settings)
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ConfigError(f"{path} does not describe an EAGLE head ({problems}); correct it") from error
+        if config.truncated_vocab_size not in (None, config.vocab_size):
+            raise ConfigError(
+                f"{path}: truncated_vocab_size={config.truncated_vocab_size} is not supported; choose a head with "
+                f"all {config.vocab_size} tokens and set speculative.token_map"
+            )
+        return config
 
     def check_target(self, folder: Path, target: ModelShape) -> None:
         """ConfigError unless the head was made for a target of this width and vocabulary."""
@@ -124,12 +132,16 @@ class HeadConfig(BaseModel):
             )
         return tuple(layer if layer < num_layers else BEFORE_FINAL_NORM for layer in layers)
 
-    def rope(self) -> PretrainedConfig:
+    def rope(self, head_dim: int) -> PretrainedConfig:
         """The settings `RotaryEmbedding` reads; without any in the file, transformers' defaults."""
-        names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
-        rope = ("rope_theta", "rope_scaling", "rope_parameters")
-        chosen = self.model_dump(include={*names, *rope}, exclude_none=True)
-        return LlamaConfig(**chosen)
+        chosen = self.model_dump(include={"max_position_embeddings", "rope_theta", "rope_scaling"}, exclude_none=True)
+        if self.rope_parameters is not None:
+            # Of parameters by layer type, speculators uses those of sliding attention in all layers.
+            chosen["rope_parameters"] = parameters = self.rope_parameters.get("sliding_attention", self.rope_parameters)
+            if "full_attention" in parameters:
+                raise ConfigError("rope_parameters has full_attention without sliding_attention")
+        # transformers wants a hidden_size that the heads divide, which gpt-oss and its heads do not have.
+        return LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, **chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +179,22 @@ class TensorNames:
 
 
 def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaShape:
-    """Sizes of the head's layer. A bias that config.json does not settle is there if the checkpoint has it."""
+    """Sizes of the head's layer.
+
+    Configs often repeat the target's `attention_bias`, which SafeAILab and SpecForge ignore, so that the tensors decide
+    unless it is false. `qkv_bias` is read by the code that reads EAGLE-1 and -2 heads.
+    """
     heads = config.num_attention_heads
     kv_heads, head_dim = config.num_key_value_heads or heads, config.head_dim or config.hidden_size // heads
-    if heads % kv_heads or head_dim % 2 or not head_dim:
+    is_divided = config.head_dim is not None or config.hidden_size % heads == 0
+    if heads % kv_heads or head_dim % 2 or not head_dim or not is_divided:
         raise ConfigError(
-            f"{folder / 'config.json'}: {heads} heads, {kv_heads} KV heads and head_dim {head_dim} do not fit; "
-            "heads must be a multiple of KV heads and head_dim even"
+            f"{folder / 'config.json'}: {heads} heads, {kv_heads} KV heads, head_dim {config.head_dim} and hidden_size "
+            f"{config.hidden_size} do not fit; heads must be a multiple of KV heads, head_dim even, and without "
+            "head_dim hidden_size a multiple of heads"
         )
-    found = {part: names.in_layer(f"self_attn.{part}_proj.bias") for part in "qo"}
+    found = [part for part in "qkvo" if names.in_layer(f"self_attn.{part}_proj.bias")]
+    is_denied = config.attention_bias is False
     return LlamaShape(
         num_layers=1,
         hidden_size=config.hidden_size,
@@ -187,8 +206,8 @@ def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaSha
         ffn_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         eps=config.rms_norm_eps,
-        qkv_bias=found["q"] if config.attention_bias is None else config.attention_bias,
-        output_bias=found["o"] if config.attention_bias is None else config.attention_bias,
+        qkv_bias=bool(config.qkv_bias) or (bool(set(found) & set("qkv")) and not is_denied),
+        output_bias="o" in found and not is_denied,
         qk_norm=names.in_layer("self_attn.q_norm.weight"),
         tied=False,
     )
@@ -207,9 +226,10 @@ def read_draft_vocabulary(loader: Loader, names: TensorNames, size: int, target_
     if int(ids.min()) < 0 or int(ids.max()) >= target_size or len(set(ids.tolist())) != size:
         problem = f"must give {size} different ids below {target_size}, but gives {int(ids.min())} … {int(ids.max())}"
     elif names.has("t2d"):
-        mask = torch.zeros(target_size, dtype=torch.bool)
-        mask[ids] = True
-        if not torch.equal(mask, loader.stored(names.of_plain("t2d"), (target_size,)).to(torch.bool)):
+        stored = loader.stored(names.of_plain("t2d"), (target_size,)).to(torch.bool)
+        mask = torch.zeros(target_size, dtype=torch.bool).index_fill_(0, ids, True)
+        # SafeAILab's code creates an empty mask and fills it only for a smaller vocabulary.
+        if not torch.equal(mask, stored) and (stored.any() or size < target_size):
             problem = "names other target ids than the mask t2d"
     if problem:
         raise ConfigError(

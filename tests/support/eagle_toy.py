@@ -108,6 +108,8 @@ LAYOUTS: dict[str, Layout] = {
     "eagle3-last-state": Layout(
         3, _OWN_VOCAB | {"eagle_config": {"use_aux_hidden_state": False}}, without=("fc.weight",)
     ),
+    # gpt-oss: 64 heads of 64 for a hidden size of 2880
+    "eagle3-indivisible-heads": Layout(3, _OWN_VOCAB | AUX | {"num_attention_heads": 3, "num_key_value_heads": 3}),
     "eagle3-wider": Layout(3, _OWN_VOCAB | AUX | {"hidden_size": 48, "target_hidden_size": TARGET_SIZE}),
     "eagle2": Layout(2, {"bias": False}, save=save_bin, own=("embed_tokens.weight",)),
     "eagle2-bias-omitted": Layout(2, {"architectures": ["LlamaForCausalLMEagle"], "bias": True}, omitted=("bias",)),

@@ -119,7 +119,8 @@ def test_every_layout_computes_what_the_definition_says(
 def test_attributes(name: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
     toy = toy_head(name)
     head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
-    assert (head.num_heads, head.num_kv_heads, head.head_dim, head.dtype) == (2, 1, 16, torch.float32)
+    heads = (3, 3) if name == "eagle3-indivisible-heads" else (2, 1)
+    assert (head.num_heads, head.num_kv_heads, head.head_dim, head.dtype) == (*heads, 16, torch.float32)
     assert head.aux_hidden_state_layers == AUX_LAYERS.get(
         name, ALL_STATES if name.startswith("eagle3") else (NUM_LAYERS,)
     )
@@ -272,13 +273,60 @@ def test_the_state_before_the_final_norm_is_that_of_the_last_layer(target: Llama
     torch.testing.assert_close(states[3], final)
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------
+# ---- settings that public configs and their tensors disagree on ---------------------------------------------------
 
 Break = Callable[[ToyHead], object]
 
 
 def setting(**changes: Any) -> Break:
     return lambda toy: toy.config.update(changes)
+
+
+def without(*names: str) -> Break:
+    """Remove tensors from the checkpoint and from the reference."""
+
+    def apply(toy: ToyHead) -> None:
+        for name in names:
+            del toy.tensors[toy.stored(name)], toy.weights[name]
+
+    return apply
+
+
+def unset_vocabulary(mask: bool) -> Break:
+    """The buffers of a head without a draft vocabulary, as SafeAILab (False) and SpecForge (True) create them."""
+
+    def apply(toy: ToyHead) -> None:
+        toy.tensors["d2t"] = torch.zeros(VOCAB_SIZE, dtype=torch.int64)
+        toy.tensors["t2d"] = torch.full((VOCAB_SIZE,), mask)
+
+    return apply
+
+
+_BIASES = [f"layer.self_attn.{part}_proj.bias" for part in "qkvo"]
+LENIENT: dict[str, tuple[str, list[Break]]] = {
+    "attention_bias of the target, no biases": ("eagle3-safeailab", [setting(attention_bias=True)]),
+    "attention_bias without an output bias": ("eagle3-biases", [without(_BIASES[3])]),
+    "qkv_bias": ("eagle2-qkv-bias-omitted", [setting(qkv_bias=True)]),
+    "qkv_bias beside attention_bias": ("eagle2-qkv-bias-omitted", [setting(qkv_bias=True, attention_bias=False)]),
+    "bias of EAGLE-2 in EAGLE-3": ("eagle3-safeailab", [setting(bias=True)]),
+    "unset full vocabulary, SafeAILab": ("eagle3-full-vocabulary", [unset_vocabulary(False)]),
+    "unset full vocabulary, SpecForge": ("eagle3-full-vocabulary", [unset_vocabulary(True)]),
+    "truncated_vocab_size of the whole vocabulary": ("eagle2", [setting(truncated_vocab_size=VOCAB_SIZE)]),
+    "rope_type default": ("eagle3-safeailab", [setting(rope_scaling={"rope_type": "default"})]),
+}
+
+
+@pytest.mark.parametrize("case", LENIENT)
+def test_settings_that_the_original_code_ignores(case: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
+    name, changes = LENIENT[case]
+    toy = toy_head(name)
+    for change in changes:
+        change(toy)
+    head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
+    assert_close(ours(head), expected(toy, head, target_folder), 1e-5)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
 
 
 def tensor(name: str, change: Callable[[Tensor], Tensor]) -> Break:
@@ -340,6 +388,31 @@ REFUSED: dict[str, tuple[str, Break, str]] = {
     "quantized": ("eagle3-layers", setting(quantization_config={"bits": 4}), r"quantization_config="),
     "heads": ("eagle2", setting(num_key_value_heads=3), r"2 heads, 3 KV heads"),
     "rope kind": ("eagle2", setting(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), r"rope_type='dynamic'"),
+    "rope kind, old spelling": (
+        "eagle2",
+        setting(rope_scaling={"type": "dynamic", "factor": 2.0}),
+        r"config.json: .*rope_type='dynamic'.* choose another head",
+    ),
+    "rope by layer type": (
+        "eagle2",
+        setting(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}}),
+        r"config.json: its RoPE settings",
+    ),
+    "rope of a wrong type": ("eagle2", setting(rope_parameters={"rope_type": "yarn", "factor": "2"}), r"RoPE settings"),
+    "truncated vocabulary": ("eagle2", setting(truncated_vocab_size=40), r"truncated_vocab_size=40 .*token_map"),
+    "no biases for qkv_bias": ("eagle2", setting(qkv_bias=True), r"no tensor 'layers.0.self_attn.q_proj.bias'"),
+    "some biases": ("eagle2-qkv-bias-omitted", without(_BIASES[1]), r"no tensor 'layers.0.self_attn.k_proj.bias'"),
+    "biases denied": ("eagle2-qkv-bias-omitted", setting(attention_bias=False), r"3 tensors .*k_proj.bias"),
+    "unset draft vocabulary": (
+        "eagle3-layers",
+        lambda toy: toy.tensors.update(d2t=torch.zeros(24, dtype=torch.int64), t2d=torch.zeros(64, dtype=torch.bool)),
+        r"d2t .* mask t2d",
+    ),
+    "hidden size and heads": (
+        "eagle2",
+        setting(num_attention_heads=3, num_key_value_heads=3, head_dim=None),
+        r"3 heads",
+    ),
     "rope settings": ("eagle2", setting(rope_scaling={"rope_type": "llama3"}), r"config.json: its RoPE settings"),
     "a word for a number": ("eagle2", setting(hidden_size="32"), r"hidden_size: Input should be a valid integer"),
 }
