@@ -34,9 +34,15 @@ METRICS = (
     Metric(
         "specray_drafter_info", "gauge", "1 for the drafting method in use (or none), 0 for those before.", "drafter"
     ),
-    Metric("specray_acceptance_collapsed", "gauge", "1 while drafts are made and hardly ever accepted, else 0."),
-    Metric("specray_verification_is_lossy", "gauge", "1 if thresholds accept what the target does not say, else 0."),
-    Metric("specray_acceptance_is_simulated", "gauge", "1 if acceptance is made up and output meaningless, else 0."),
+    Metric("specray_acceptance_collapsed", "gauge", "1 while drafts are hardly ever accepted, else 0."),
+    Metric(
+        "specray_verification_is_lossy",
+        "gauge",
+        "1 if thresholds accept tokens that the target did not sample, else 0.",
+    ),
+    Metric(
+        "specray_acceptance_is_simulated", "gauge", "1 if acceptance is simulated and the output meaningless, else 0."
+    ),
     Metric("specray_num_requests_running", "gauge", "Requests being computed."),
     Metric("specray_num_requests_waiting", "gauge", "Requests in the queue."),
     Metric("specray_kv_cache_usage_perc", "gauge", "Share of KV blocks held by running requests, 0 to 1."),
@@ -45,7 +51,7 @@ METRICS = (
     Metric("specray_generation_tokens_total", "counter", "Tokens emitted."),
     Metric("specray_prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache."),
     Metric("specray_prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache."),
-    Metric("specray_num_preemptions_total", "counter", "Times a running request gave its KV blocks up."),
+    Metric("specray_num_preemptions_total", "counter", "Number of times a running request was preempted."),
     Metric("specray_request_finished_total", "counter", "Requests ended.", "finished_reason", REASONS),
     Metric("specray_requests_refused_total", "counter", "Requests refused because the queue was full."),
     Metric("specray_steps_total", "counter", "Engine steps."),
@@ -58,7 +64,7 @@ METRICS = (
     Metric(
         "specray_verify_steps_total",
         "counter",
-        "Trees verified, bare roots included; one a row and step after the first token.",
+        "Trees verified, including those without drafts; one per request and step after the first token.",
     ),
     Metric("specray_spec_decode_num_drafts_total", "counter", "Verified trees with at least one draft token."),
     Metric("specray_spec_decode_num_draft_tokens_total", "counter", "Draft tokens verified, root not counted."),
@@ -72,7 +78,7 @@ METRICS = (
     Metric(
         "specray_draft_faults_total",
         "counter",
-        "Steps that went without drafts because the drafter was late, frozen, gone, or answered nonsense.",
+        "Steps that went without drafts because the drafter was late, frozen, gone or sent invalid data.",
         "kind",
         FAULTS,
     ),

@@ -11,8 +11,8 @@ from specray.cli.arguments import positive
 from specray.tables import format_table
 
 HELP = (
-    "Send requests to a running server at a fixed rate, whether it keeps up or not, and say how each of them ended. "
-    "Exit status 1 if one did not end as it may: complete, refused, with an error that says so, or cut by this command."
+    "Send requests to a running server at a fixed rate, whether it keeps up or not, and print how each of them ended. "
+    "Exit status 1 if one ended in another way than complete, refused, with an error, or cut by this command."
 )
 KEY_VARIABLE = "SPECRAY_API_KEY"
 SHOWN = 10  # violations that are printed

@@ -52,7 +52,7 @@ ALERTS = (
         "1m",
         "critical",
         "{{ $labels.replica }} has running requests and has emitted no token for minutes.",
-        "A rank hangs, or a prompt takes that long. The log of the ranks says which.",
+        "A rank hangs, or a prompt takes that long. See the log of the ranks.",
     ),
     Alert(
         "SpecRayErrors",
@@ -68,7 +68,7 @@ ALERTS = (
         "1m",
         "critical",
         "{{ $labels.application }} had an engine ten minutes ago and has none now.",
-        "It was shut down, or cannot start again: `serve status` says why.",
+        "It was shut down, or cannot start again; `serve status` shows the reason.",
     ),
 )
 

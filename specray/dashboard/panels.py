@@ -320,7 +320,7 @@ FAULTS = Row(
         Panel(
             "Output that is not the target's own",
             "none",
-            "1 where thresholds accept what the target does not say (lossy), or acceptance is made up (simulated).",
+            "1 where thresholds accept tokens that the target did not sample (lossy), or acceptance is simulated.",
             (
                 Query(gauge("specray_verification_is_lossy", "replica"), "{{replica}} lossy"),
                 Query(gauge("specray_acceptance_is_simulated", "replica"), "{{replica}} simulated"),

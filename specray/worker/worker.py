@@ -31,7 +31,7 @@ from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.step_output import StepOutput, broadcast_output, broadcast_tree
 
 NO_DRAFTS = DraftLimit(0, 0)
-NOT_A_NUMBER = "the model's output for this request is not a number (NaN or infinity); the request cannot go on"
+NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"
 
 
 class Worker:

@@ -31,5 +31,5 @@ def test_the_demo_compares_answers_and_leaves_no_process_behind() -> None:
     assert "speculation on (EAGLE-3)" in demo.stdout
     assert "speculation off" in demo.stdout
     assert demo.stdout.count("times plain decoding.") == 2
-    assert "identical" in demo.stdout  # or says why not
+    assert "identical" in demo.stdout  # also in the explanation of a difference
     assert set(Path("/tmp").glob("specray-serve-*")) <= before

@@ -34,7 +34,7 @@ SERVE_FILES = [DOCKER / "serve.yaml", DOCKER / "serve-cuda.yaml", DEPLOY / "ray/
 UNIT = DEPLOY / "systemd/specray.service"
 RAY_START_OPTIONS = {option for parameter in ray_start.params for option in parameter.opts}
 
-needs_crd = pytest.mark.skipif(not CRD.is_file(), reason="the RayService definition of KubeRay is not at hand")
+needs_crd = pytest.mark.skipif(not CRD.is_file(), reason="the RayService definition of KubeRay is not available")
 Json = dict[str, Any]
 
 

@@ -92,10 +92,10 @@ def test_the_block_is_what_a_configuration_takes() -> None:
 
 
 def test_the_result_names_a_better_tree_for_one_batch_size() -> None:
-    said = output(outcome_of(ScriptedSession(speed)))
-    assert said.startswith("Best: 5-4-8, 1.47 times plain decoding.")
-    assert "At batch size 1 alone 5-4-16 is faster (2.20)." in said
-    assert "At batch size 8 alone 3-1-4 is faster (1.30)." in said
+    text = output(outcome_of(ScriptedSession(speed)))
+    assert text.startswith("Best: 5-4-8, 1.47 times plain decoding.")
+    assert "At batch size 1 alone 5-4-16 is faster (2.20)." in text
+    assert "At batch size 8 alone 3-1-4 is faster (1.30)." in text
 
 
 def test_the_result_reports_that_speculation_does_not_pay() -> None:

@@ -12,21 +12,21 @@ SIZES = (0, 1, 4087, 4088, 4089, 8192, 100_000)  # around the 4,096 bytes that g
 def test_broadcast_of_bytes_of_any_length(tmp_path: Path) -> None:
     meeting = f"file://{tmp_path}/ranks"
     spawn = multiprocessing.get_context("spawn")
-    heard: Queue[list[bytes]] = spawn.Queue()
-    follower = spawn.Process(target=_listen, args=(meeting, heard), daemon=True)
+    received: Queue[list[bytes]] = spawn.Queue()
+    follower = spawn.Process(target=_listen, args=(meeting, received), daemon=True)
     follower.start()
     group = RankGroup(0, 2, meeting)
-    told = [_message(size) for size in SIZES]
-    assert [group.broadcast_bytes(message) for message in told] == told
-    assert heard.get(timeout=30) == told
+    sent = [_message(size) for size in SIZES]
+    assert [group.broadcast_bytes(message) for message in sent] == sent
+    assert received.get(timeout=30) == sent
     group.close()
     follower.join(30)
     assert follower.exitcode == 0
 
 
-def _listen(meeting: str, heard: "Queue[list[bytes]]") -> None:
+def _listen(meeting: str, received: "Queue[list[bytes]]") -> None:
     group = RankGroup(1, 2, meeting)
-    heard.put([group.broadcast_bytes(None) for _ in SIZES])
+    received.put([group.broadcast_bytes(None) for _ in SIZES])
     group.close()
 
 

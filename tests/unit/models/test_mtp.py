@@ -85,7 +85,7 @@ def _of_layer(wanted: int) -> Any:
 
 
 def test_a_target_skips_its_mtp_layers(tmp_path: Path) -> None:
-    """Behind its own layers, under the next number: they change nothing of what it says."""
+    """After its own layers, under the next index: they do not change its output."""
     write_deepseek(tmp_path, num_layers=1)
     model = load_target(tmp_path)
     assert len(model.layers) == model.shape.num_layers == 3
@@ -124,7 +124,7 @@ def test_a_checkpoint_without_layers_is_refused(toy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"self_attn.q_proj.bias": None}, r"no tensor 'model\.mtp_layers\.0\.self_attn\.q_proj\.bias'"),
         ({"final_layernorm.weight": torch.ones(31)}, r"final_layernorm\.weight has shape \[31\].*implies \[32\]"),
@@ -133,12 +133,12 @@ def test_a_checkpoint_without_layers_is_refused(toy: Path) -> None:
     ids=["missing", "misshapen", "unknown"],
 )
 def test_a_layer_that_is_not_whole_is_refused(
-    change: dict[str, torch.Tensor | None], said: str, toy: Path, tmp_path: Path
+    change: dict[str, torch.Tensor | None], message: str, toy: Path, tmp_path: Path
 ) -> None:
     path = write_mimo_layers(tmp_path, toy) / "model.safetensors"
     tensors: dict[str, Any] = load_file(path) | {f"model.mtp_layers.0.{name}": part for name, part in change.items()}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load(tmp_path, toy)
 
 
