@@ -12,6 +12,7 @@ from statistics import median
 
 from benchmarks import eagle, servers, step_size
 from benchmarks.figure import CONCURRENCY, FULL, QUICK, Effort, Figure, Section, mt_bench_prompts, prompts_of
+from benchmarks.floor import Floor
 from specray.bench import machine
 from specray.bench.command import engine_config
 from specray.bench.measure import Settings
@@ -71,9 +72,10 @@ def in_process(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
 
 
 def _against_transformers(session: Session, effort: Effort) -> Iterator[Figure]:
-    floor = session.floor()
+    floor = Floor(session.target)
     prompts, settings = prompts_of("chat", effort.num_chat), Settings(max_tokens=effort.max_tokens)
-    summaries = summarise(session.compare([PLAIN, TRANSFORMERS], prompts, settings, floor, progress=True))
+    records = session.compare([PLAIN, TRANSFORMERS], prompts, settings, progress=True, between=floor.sample)
+    summaries = summarise(records)
     plain, yardstick = summaries[PLAIN]["all"], summaries[TRANSFORMERS]["all"]
     assert plain.tpot_ms is not None, "answers have more than one token"
     assert plain.host_share is not None, "the engine has steps"

@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", type=Path, metavar="FILE", help="Serve configuration, or YAML with engine options, to start from")
     add("--model", help="over that of --config: embedded name, folder, .gguf file or hub name")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="over that of --config")
-    add("--floor", action="store_true", help="also time the bare weight matmuls of one token")
     add("--json", type=Path, metavar="FILE", help="write figures, machine, versions and settings there as well")
 
 

@@ -3,7 +3,7 @@
 Interleaving keeps the comparison fair if the machine's speed drifts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
@@ -11,7 +11,6 @@ from typing import NamedTuple
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from specray.bench.floor import Floor
 from specray.bench.prompts import Prompt, by_category
 from specray.bench.variants import Job, Run, Variant
 from specray.models.tokenizer import render_chat
@@ -63,11 +62,11 @@ def compare(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerFast,
     settings: Settings,
-    floor: Floor | None = None,
     progress: bool = False,
     title: str = "measuring",
+    between: Callable[[], None] | None = None,
 ) -> list[Record]:
-    """All records. The order of variants rotates from chunk to chunk; `floor` is sampled after each variant."""
+    """All records. The order of variants rotates from chunk to chunk; `between` is called after each variant."""
     interview = Interview(tokenizer, settings)
     chunks = list(_chunks(prompts, settings.concurrency))
     for variant in variants:
@@ -80,8 +79,8 @@ def compare(
                 for variant in _rotated(variants, chunk.number + repeat):
                     bar.set_postfix_str(variant.name, refresh=True)
                     records += interview.hold(variant, chunk, repeat)
-                    if floor is not None:
-                        floor.sample()
+                    if between is not None:
+                        between()
                     bar.update()
     return records
 

@@ -3,20 +3,20 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from specray.bench import machine
-from specray.bench.floor import Floor
 from specray.bench.measure import Record, Settings, compare
 from specray.bench.prompts import Prompt, load_prompts
-from specray.bench.report import ALL, Summary, depth_table, summarise, to_json, to_table
+from specray.bench.report import Summary, depth_table, summarise, to_json, to_table
 from specray.bench.variants import PLAIN, TRANSFORMERS, EngineVariant, Variant, parse_method, target_of
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
+from specray.models.causal_lm import TargetModel
 from specray.models.files import resolve_model
 
 
@@ -39,8 +39,9 @@ class Session:
             self._variants[name] = self._make(name)
         return self._variants[name]
 
-    def floor(self) -> Floor:
-        return Floor(target_of(self._llm))
+    @property
+    def target(self) -> TargetModel:
+        return target_of(self._llm)
 
     def drop(self, name: str) -> None:
         """Free a variant, its head and its KV pool."""
@@ -51,12 +52,12 @@ class Session:
         names: Sequence[str],
         prompts: Sequence[Prompt],
         settings: Settings,
-        floor: Floor | None = None,
         progress: bool = False,
         title: str = "measuring",
+        between: Callable[[], None] | None = None,
     ) -> list[Record]:
         variants = [self.variant(name) for name in names]
-        return compare(variants, prompts, self._llm.tokenizer, settings, floor, progress, title)
+        return compare(variants, prompts, self._llm.tokenizer, settings, progress, title, between)
 
     def _make(self, name: str) -> Variant:
         if name == TRANSFORMERS:
@@ -87,28 +88,23 @@ def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
         _check_variant(name, settings, config)
     prompts = load_prompts(options.prompts, options.limit)
     session = Session(config, progress=sys.stderr.isatty())
-    floor = session.floor() if options.floor else None
-    summaries = summarise(session.compare(options.variants, prompts, settings, floor, progress=True))
+    summaries = summarise(session.compare(options.variants, prompts, settings, progress=True))
     print(to_table(summaries))
     if depths := depth_table(summaries):
         print(f"\n{depths}")
-    if floor is not None:
-        print(f"\n{_floor_line(floor, summaries)}")
     print(f"\n{machine.one_line()}")
     if options.json is not None:
-        write_json(options.json, summaries, floor, config, settings)
+        write_json(options.json, summaries, config, settings)
 
 
 def write_json(
     path: Path,
     summaries: dict[str, dict[str, Summary]],
-    floor: Floor | None,
     config: EngineConfig,
     settings: Settings,
 ) -> None:
     document: dict[str, Any] = {
         "arms": to_json(summaries),
-        "floor_ms": None if floor is None else floor.milliseconds,
         "machine": machine.describe_machine(),
         "versions": machine.versions(),
         "settings": {**asdict(settings), "engine": config.model_dump()},
@@ -126,9 +122,3 @@ def _check_variant(name: str, settings: Settings, config: EngineConfig) -> None:
             f"{TRANSFORMERS} answers one prompt at a time, greedily, but concurrency={settings.concurrency} "
             f"and temperature={settings.temperature}; use --concurrency 1 --temperature 0 or leave it out"
         )
-
-
-def _floor_line(floor: Floor, summaries: dict[str, dict[str, Summary]]) -> str:
-    line = f"weight matmuls of one token: {floor.milliseconds:.1f} ms"
-    tpot = summaries[PLAIN][ALL].tpot_ms if PLAIN in summaries else None
-    return line if tpot is None else f"{line}; plain decoding reaches {floor.milliseconds / tpot:.2f} of that bound"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from specray.bench.floor import Floor
 from specray.bench.measure import Key, Record, Settings
 from specray.bench.prompts import Prompt
 from specray.bench.session import Session
@@ -39,11 +38,11 @@ class ScriptedSession(Session):
         names: Sequence[str],
         prompts: Sequence[Prompt],
         settings: Settings,
-        floor: Floor | None = None,
         progress: bool = False,
         title: str = "",
+        between: Callable[[], None] | None = None,
     ) -> list[Record]:
-        del floor, progress, title
+        del progress, title, between
         self.calls.append((list(names), list(prompts), replace(settings)))
         return [
             Record(name, Key(prompt.category, number, 0, 0), self._run(name, settings))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specray.bench.floor import Floor
+from benchmarks.floor import Floor
 from specray.bench.transformers_variant import TransformersVariant
 from specray.bench.variants import EngineVariant, Job, parse_method, target_of, tree_name, with_tree
 from specray.config import EngineConfig, SpeculativeConfig
