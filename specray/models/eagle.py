@@ -42,6 +42,7 @@ class EagleHead(Protocol):
     dtype: torch.dtype
     vocab_size: int  # columns of `logits`
     draft_token_ids: Tensor | None  # int64 [vocab_size]: target id of each column; None: the same id
+    window: int | None  # positions that a query attends to, its own included; None: all
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """States [T, H] from the target's features [T, len(feature_layers) * target hidden], of any type."""
@@ -108,7 +109,7 @@ class Eagle2Head:
             )
         self.aux_hidden_state_layers: tuple[int, ...] = (shared.shape.num_layers,)
         self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.dtype = shared.dtype
+        self.dtype, self.window = shared.dtype, config.window
         self.draft_token_ids = None if token_map is None else token_map.to(shared.device, torch.int64)
         self.vocab_size = shape.vocab_size if token_map is None else len(token_map)
         self._embedding = _embedding(shape, loader, names, shared)
@@ -143,7 +144,7 @@ class Eagle3Head:
         size, width, layer, eps = shape.hidden_size, shared.shape.hidden_size, names.layer, shape.eps
         self.aux_hidden_state_layers = config.aux_hidden_state_layers(loader.folder, shared.shape.num_layers)
         self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.dtype = shared.dtype
+        self.dtype, self.window = shared.dtype, config.window
         self.vocab_size = config.draft_vocab_size or shape.vocab_size
         ids = read_draft_vocabulary(loader, names, self.vocab_size, shape.vocab_size)
         self.draft_token_ids = None if ids is None else ids.to(shared.device)

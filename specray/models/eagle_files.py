@@ -68,6 +68,9 @@ class HeadConfig(BaseModel):
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    layer_types: list[Literal["full_attention", "sliding_attention"]] = []
+    sliding_window: _Size | None = None
+    use_sliding_window: bool = True
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -93,6 +96,12 @@ class HeadConfig(BaseModel):
                 f"all {config.vocab_size} tokens and set speculative.token_map"
             )
         return config
+
+    @property
+    def window(self) -> int | None:
+        """Positions that a query attends to, its own included; None: all. Without `layer_types`, attention is full."""
+        is_sliding = self.use_sliding_window and self.layer_types[:1] == ["sliding_attention"]
+        return self.sliding_window if is_sliding else None
 
     def check_target(self, folder: Path, target: ModelShape) -> None:
         """ConfigError unless the head was made for a target of this width and vocabulary."""

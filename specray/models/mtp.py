@@ -165,6 +165,8 @@ class _Drafting:
 class MtpHead(_Drafting):
     """One layer that goes on from its own output: an EAGLE-like head (see `specray.models.eagle.EagleHead`)."""
 
+    window: int | None = None
+
     def __init__(self, layers: MtpLayers, token_map: Tensor | None = None) -> None:
         super().__init__(layers, token_map)
         self._layer = layers.layers[0]

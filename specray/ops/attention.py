@@ -19,6 +19,9 @@ class AttentionBatch:
 
     Query j of a request attends to the KV before its queries and to its queries up to j. If `tree_sizes[r]` is (n, m),
     the last n queries are nodes of a tree: of the last m keys, node i attends to key j iff `tree_mask[r, i, j]`.
+
+    With a `window`, a query attends only to KV less than `window` positions before its own. KV before a tree is
+    counted in the order of `kv_slots`, and the nodes of a tree by their depth.
     """
 
     query_lens: list[int]
@@ -27,6 +30,7 @@ class AttentionBatch:
     slot_mapping: Tensor  # int64 [T]: the KV slot each query's KV is written to
     tree_sizes: list[tuple[int, int]]  # (0, 0): no tree
     tree_mask: Tensor | None = None  # bool [R, n, m]: each node attends to itself and its ancestors
+    window: int | None = None
 
 
 # attend(layer, q [T, heads, dim], kv [T, 2, kv_heads, dim]) -> [T, heads * dim]; writes kv, then reads the pool

@@ -109,16 +109,25 @@ class TorchAttention:
         key, query = (torch.arange(size, device=self._pool.device) for size in (num_keys, num_queries))
         if min(kv_lens) < num_keys:
             kv_slots = torch.where(key < kv_len, kv_slots, 0)  # KV slot 0 is zero, so padding is finite
-        visible = None
+        visible, position = None, kv_len - query_len + query
         if num_queries > 1 or min(kv_lens) < num_keys:
-            visible = key <= (kv_len - query_len + query)[:, :, None]
+            visible = key <= position[:, :, None]
         if batch.tree_mask is not None and any(batch.tree_sizes[r][0] for r in members):
+            tree_mask = batch.tree_mask
             node, tree_key = query - (query_len - num_nodes), key - (kv_len - num_tree_keys)
             is_inside = (node >= 0)[:, :, None] & (tree_key >= 0)[:, None, :] & (num_nodes > 0)[:, :, None]
-            _, n, m = batch.tree_mask.shape
-            node, tree_key = node.clamp(0, n - 1)[:, :, None], tree_key.clamp(0, m - 1)[:, None, :]
-            sees = batch.tree_mask[rows[:, :, None], node, tree_key] & (key < kv_len)[:, None, :]
+            _, n, m = tree_mask.shape
+            is_node, node, tree_key = (node >= 0) & (num_nodes > 0), node.clamp(0, n - 1), tree_key.clamp(0, m - 1)
+            if batch.window is not None:
+                tree_mask, depths = _windowed(tree_mask, batch.tree_sizes, batch.window)
+                position = torch.where(is_node, kv_len - num_tree_keys + depths[rows, node], position)
+            sees = tree_mask[rows[:, :, None], node[:, :, None], tree_key[:, None, :]] & (key < kv_len)[:, None, :]
             visible = sees | ~is_inside if visible is None else torch.where(is_inside, sees, visible)
+            if batch.window is not None:
+                visible &= is_inside | (key > position[:, :, None] - batch.window)
+        elif batch.window is not None and num_keys > batch.window:
+            is_near = key > position[:, :, None] - batch.window
+            visible = is_near if visible is None else visible & is_near
         is_whole = len(members) == len(batch.query_lens) and min(lens) == num_queries
         written = torch.from_numpy(np.flatnonzero(np.arange(num_queries) < np.array(lens)[:, None]))
         return _Group(
@@ -135,6 +144,16 @@ class TorchAttention:
         """0 where visible, else -inf, [B, 1, fold * Q, K]; in the pool's type, so that layers need not convert it."""
         mask = torch.zeros(visible.shape, dtype=self._pool.dtype, device=self._pool.device)
         return mask.masked_fill_(~visible, -torch.inf).repeat(1, self._fold, 1)[:, None]
+
+
+def _windowed(tree_mask: Tensor, tree_sizes: list[tuple[int, int]], window: int) -> tuple[Tensor, Tensor]:
+    """(masks [R, n, m] without ancestors `window` or more levels above, int64 [R, n]: depths of the nodes)."""
+    sizes = torch.tensor([num_keys for _, num_keys in tree_sizes], device=tree_mask.device)[:, None, None]
+    sees = tree_mask & (torch.arange(tree_mask.shape[-1], device=tree_mask.device) < sizes)
+    depths = sees.sum(-1) - 1
+    # Parents precede their children, so the n-th ancestor of a row of the mask has depth n - 1.
+    levels_above = depths[:, :, None] + 1 - sees.cumsum(-1)
+    return sees & (levels_above < window), depths
 
 
 def _grouped(query_lens: list[int], key_lens: list[int], most_keys: int) -> list[list[int]]:

@@ -48,7 +48,8 @@ class EagleDrafter:
         num_slots = target.num_slots + scratch.numel()
         pool = make_pool(1, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
         self._attention = make_backend(target.attention_backend, pool, head.num_heads)
-        self._grower = TreeGrower(head, shape, self._attention, scratch, target.context_length - 1, target.device)
+        last_position = target.context_length - 1
+        self._grower = TreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
         self._written = WrittenSlots(target.num_slots)
 
     @torch.inference_mode()
@@ -83,7 +84,12 @@ class EagleDrafter:
         index = RaggedIndex.of(ends - starts, sum(lengths))
         rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
         batch = AttentionBatch(
-            lengths, kv_lens, kv_slots, table.kv_slots_at(rows, positions), tree_sizes=[(0, 0)] * len(requests)
+            lengths,
+            kv_lens,
+            kv_slots,
+            table.kv_slots_at(rows, positions),
+            tree_sizes=[(0, 0)] * len(requests),
+            window=self._head.window,
         )
         assert context.aux_hidden_states is not None
         states = self._head.fuse(context.aux_hidden_states)

@@ -53,7 +53,10 @@ class TreePrefix(NamedTuple):
 
 
 class TreeGrower:
-    """Grows trees of one shape. `scratch` int64 [rows, at least topk * (num_steps - 1)] are KV slots for the nodes."""
+    """Grows trees of one shape. `scratch` int64 [rows, at least topk * (num_steps - 1)] are KV slots for the nodes.
+
+    `window` is that of the model's attention (see AttentionBatch).
+    """
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class TreeGrower:
         scratch: Tensor,
         last_position: int,
         device: torch.device,
+        window: int | None = None,
     ) -> None:
         assert shape.topk <= model.vocab_size
         self._model = model
@@ -71,6 +75,7 @@ class TreeGrower:
         self._scratch = scratch
         self._last_position = last_position
         self._device = device
+        self._window = window
 
     def grow(self, context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
         """Trees below the last known tokens; `output` [B, H] predicts the roots' children."""
@@ -124,6 +129,7 @@ class TreeGrower:
                     slot_mapping=written,
                     tree_sizes=[(topk, level * topk)] * num_rows,
                     tree_mask=sees,
+                    window=self._window,
                 )
             )
             for kv_slots, (_, kv_lens) in zip(keys, prefix.visible, strict=True)

@@ -13,7 +13,12 @@ from specray.models.registry import load_config
 
 
 def write_random_head(
-    folder: Path, target_folder: Path, version: int, draft_vocab_size: int | None = None, seed: int = 0
+    folder: Path,
+    target_folder: Path,
+    version: int,
+    draft_vocab_size: int | None = None,
+    seed: int = 0,
+    window: int | None = None,
 ) -> Path:
     """Write a head of EAGLE-`version`; an EAGLE-3 head can have its own draft vocabulary."""
     target = load_config(target_folder)
@@ -37,6 +42,8 @@ def write_random_head(
             # Layer outputs: of the embedding, the middle and the last layer, which even the smallest target has.
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, num_layers // 2 - 1, num_layers - 1]},
         }
+    if window is not None:
+        config |= {"layer_types": ["sliding_attention"], "sliding_window": window}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_tensors(config, version, torch.Generator().manual_seed(seed)), folder / "model.safetensors")

@@ -22,11 +22,12 @@ def eagle(
     shape: tuple[int, int, int] | None = None,
     draft_vocab_size: int | None = None,
     token_map: range | None = None,
+    window: int | None = None,
 ) -> Make:
     """EAGLE-`version` with a random head; `shape` is (num_steps, eagle_topk, num_draft_tokens), None automatic."""
 
     def make(target: Path, folder: Path) -> SpeculativeConfig:
-        head = write_random_head(folder / "head", target, version, draft_vocab_size)
+        head = write_random_head(folder / "head", target, version, draft_vocab_size, window=window)
         steps, topk, nodes = shape or (None, None, None)
         path = folder / "map.json"
         if token_map:

@@ -148,7 +148,7 @@ class NaiveDraft(NaiveTree):
 
     def _remembering(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         self._last_kv = kv.clone()
-        return attend_to_the_past(layer, q, kv)
+        return attend_to_the_past(layer, q, kv, self._head.window)
 
 
 class NaiveStandalone(NaiveTree):
@@ -171,8 +171,9 @@ class NaiveStandalone(NaiveTree):
         return attend_to_the_past(layer, q, kv)
 
 
-def attend_to_the_past(layer: int, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
-    """Causal attention without a cache."""
+def attend_to_the_past(layer: int, q: Tensor, kv: Tensor, window: int | None = None) -> Tensor:  # noqa: ARG001
+    """Causal attention without a cache, to the last `window` positions."""
     k, v = kv.transpose(0, 1).transpose(1, 2)[:, None]
-    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, is_causal=True, enable_gqa=True)
+    mask = torch.ones(len(q), len(q), dtype=torch.bool).tril().triu(-len(q) if window is None else 1 - window)
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, mask, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)

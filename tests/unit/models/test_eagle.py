@@ -259,6 +259,26 @@ def test_aux_ids_are_outputs_when_nested_and_inputs_at_top_level(
     assert config.aux_hidden_state_layers(tmp_path, num_layers) == layers
 
 
+@pytest.mark.parametrize(
+    ("settings", "window"),
+    [
+        ({"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": True}, 2048),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 2048}, 2048),
+        ({"layer_types": ["full_attention"], "sliding_window": 2048}, None),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": False}, None),
+        ({"layer_types": ["sliding_attention"], "sliding_window": None}, None),
+        ({"sliding_window": 4096}, None),
+    ],
+)
+@pytest.mark.parametrize("name", ["eagle3-speculators", "eagle3-layers", "eagle2"])
+def test_the_window_of_sliding_layers_is_read(
+    name: str, settings: dict[str, Any], window: int | None, tmp_path: Path, target_folder: Path, target: Llama
+) -> None:
+    toy = toy_head(name)
+    toy.config.get("transformer_layer_config", toy.config).update(settings)
+    assert load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version).window == window
+
+
 def test_the_state_before_the_final_norm_is_that_of_the_last_layer(target: Llama) -> None:
     """The aux hidden states of a target: entering each layer, leaving the last one, after the final norm."""
     tokens, positions = torch.tensor(TOKENS), torch.arange(len(TOKENS))
@@ -383,6 +403,7 @@ REFUSED: dict[str, tuple[str, Break, str]] = {
     ),
     "number of aux layers": ("eagle3-layers", setting(num_aux_hidden_states=2), r"num_aux_hidden_states=2, but .* 3"),
     "two layers": ("eagle2", setting(num_hidden_layers=2), r"num_hidden_layers=2 is not supported .*only 1"),
+    "layer type": ("eagle2", setting(layer_types=["chunked_attention"]), r"layer_types.0: Input should be 'full_at"),
     "activation": ("eagle2", setting(hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
     "mlp bias": ("eagle2", setting(mlp_bias=True), r"mlp_bias=True is not supported"),
     "quantized": ("eagle3-layers", setting(quantization_config={"bits": 4}), r"quantization_config="),

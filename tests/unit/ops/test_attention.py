@@ -1,6 +1,7 @@
 """Attention over ragged rows, paged KV and trees, compared with a loop over queries and heads."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -41,18 +42,18 @@ batches = (
 )
 
 
-def sees(shape: RowShape, query: int, key: int) -> bool:
+def sees(shape: RowShape, query: int, key: int, window: int | None) -> bool:
     """Whether query `query` of a row attends to its key `key`."""
     first_draft = shape.num_past + shape.num_known  # its key
     query_as_key = shape.num_past + query
-    if key < first_draft:
-        return key <= query_as_key
-    node = query_as_key - first_draft + 1  # node 0 is the root
+    window = window or query_as_key + 1
+    node, depth = query_as_key - first_draft + 1, 0  # node 0 is the root
     while node > 0:
         if key == first_draft + node - 1:
-            return True
-        node = shape.parents[node]
-    return False
+            return depth < window
+        node, depth = shape.parents[node], depth + 1
+    position = min(query_as_key, first_draft - 1) + depth
+    return position - window < key <= position and key < first_draft
 
 
 def ancestors(parents: list[int]) -> np.ndarray:
@@ -104,12 +105,15 @@ def slots_of(batch: AttentionBatch) -> list[np.ndarray]:
     return [slots[:length].numpy() for slots, length in zip(batch.kv_slots, batch.kv_lens, strict=True)]
 
 
+windows = st.none() | st.integers(1, 50)
+
+
 def naive(shapes: list[RowShape], rows: AttentionBatch, layer_pool: Tensor, q: Tensor) -> Tensor:
     """Attention in float64, one query and one head at a time."""
     out, at, fold = torch.zeros(q.shape, dtype=torch.float64), 0, q.shape[1] // layer_pool.shape[2]
     for shape, slots, length in zip(shapes, slots_of(rows), rows.query_lens, strict=True):
         for query in range(length):
-            keys = [int(slot) for key, slot in enumerate(slots) if sees(shape, query, key)]
+            keys = [int(slot) for key, slot in enumerate(slots) if sees(shape, query, key, rows.window)]
             for head in range(q.shape[1]):
                 k, v = layer_pool[keys, 0, head // fold].double(), layer_pool[keys, 1, head // fold].double()
                 probs = (k @ q[at + query, head].double() / DIM**0.5).softmax(0)
@@ -118,16 +122,16 @@ def naive(shapes: list[RowShape], rows: AttentionBatch, layer_pool: Tensor, q: T
     return out.flatten(1)
 
 
-@given(batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS))
+@given(batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS), windows)
 @settings(max_examples=60)
-def test_every_query_attends_to_its_past_and_its_ancestors(
-    shapes: list[RowShape], scattered: bool, layer: int, grouping: tuple[int, int]
+def test_every_query_attends_to_its_past_and_its_ancestors_in_the_window(
+    shapes: list[RowShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
 ) -> None:
     torch.manual_seed(0)
     kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
     pool = torch.randn(LAYERS, NUM_SLOTS, 2, kv_heads, DIM)
     pool[:, :16] = 0
-    rows = make_rows(shapes, scattered)
+    rows = replace(make_rows(shapes, scattered), window=window)
     q, kv = torch.randn(sum(rows.query_lens), num_heads, DIM), torch.randn(sum(rows.query_lens), 2, kv_heads, DIM)
     before = pool.clone()
     result = make_backend("torch", pool, num_heads).plan(rows)(layer, q, kv)
@@ -219,10 +223,10 @@ def levels(draw: st.DrawFn) -> Level:
     return Level(draw(st.integers(0, 50)), np.concatenate((before, np.eye(nodes, dtype=bool)), 1))
 
 
-@given(st.lists(levels(), min_size=1, max_size=5), st.booleans(), st.sampled_from([_BATCH_BYTES, 20_000, 1]))
+@given(st.lists(levels(), min_size=1, max_size=5), st.booleans(), st.sampled_from([_BATCH_BYTES, 20_000, 1]), windows)
 @settings(max_examples=60)
-def test_nodes_of_a_level_attend_to_the_past_and_their_ancestors(
-    rows: list[Level], scattered: bool, batch_bytes: int
+def test_nodes_of_a_level_attend_to_the_past_and_their_ancestors_in_the_window(
+    rows: list[Level], scattered: bool, batch_bytes: int, window: int | None
 ) -> None:
     order = np.arange(16, NUM_SLOTS)
     if scattered:
@@ -231,7 +235,7 @@ def test_nodes_of_a_level_attend_to_the_past_and_their_ancestors(
     ends = np.cumsum(lengths)
     kv_slots = [order[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     query_lens = [len(row.tree) for row in rows]
-    ragged = make_batch(query_lens, kv_slots, [row.tree for row in rows])
+    ragged = replace(make_batch(query_lens, kv_slots, [row.tree for row in rows]), window=window)
     torch.manual_seed(0)
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     pool[:, :16] = 0
@@ -239,14 +243,18 @@ def test_nodes_of_a_level_attend_to_the_past_and_their_ancestors(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specray.ops.attention_torch._BATCH_BYTES", batch_bytes)
         result = make_backend("torch", pool, KV_HEADS * FOLD).plan(ragged)(0, q, kv)
-    torch.testing.assert_close(result.double(), naive_levels(rows, kv_slots, pool[0], q), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(result.double(), naive_levels(rows, kv_slots, pool[0], q, window), atol=2e-5, rtol=1e-4)
 
 
-def naive_levels(rows: list[Level], kv_slots: list[np.ndarray], layer_pool: Tensor, q: Tensor) -> Tensor:
+def naive_levels(
+    rows: list[Level], kv_slots: list[np.ndarray], layer_pool: Tensor, q: Tensor, window: int | None
+) -> Tensor:
     out, queries = [], iter(q.double())
     for row, slots in zip(rows, kv_slots, strict=True):
         for mask in row.tree:
+            # Past and ancestors are consecutive positions, of which the node has the last.
             keys = [*slots[: row.num_past], *(slots[row.num_past + j] for j in np.flatnonzero(mask))]
+            keys = keys[-(window or len(keys)) :]
             query = next(queries)
             for head in range(len(query)):
                 k, v = layer_pool[keys, :, head // FOLD].double().unbind(1)

@@ -31,6 +31,9 @@ HEADS: dict[str, Make] = {
     "EAGLE3": eagle(3, shape=(3, 3, 8), draft_vocab_size=40),
     "EAGLE3-full": eagle(3, shape=(4, 2, 9)),
     "EAGLE3-chain": eagle(3, shape=(4, 1, 5)),
+    "EAGLE3-sliding": eagle(3, shape=(3, 3, 8), window=7),
+    "EAGLE3-sliding-below-depth": eagle(3, shape=(4, 2, 9), window=2),
+    "EAGLE-sliding": eagle(2, shape=(3, 3, 8), window=5),
     "EAGLE": eagle(2, shape=(3, 3, 8)),
     "EAGLE-map": eagle(2, shape=(4, 2, 12), token_map=range(3, 60, 2)),
     "EAGLE-chain": eagle(2, shape=(4, 1, 5)),
@@ -115,7 +118,7 @@ def test_trees_equal_the_reference_with_and_without_a_cached_prefix(head: str, s
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("head", ["EAGLE3", "EAGLE"])
+@pytest.mark.parametrize("head", ["EAGLE3", "EAGLE3-sliding", "EAGLE"])
 def test_trees_equal_the_reference_with_any_pages_chunks_and_preemption(head: str, name: str, start: Start) -> None:
     llm, drafter = start(head, **RUNS[name])
     with llm:
