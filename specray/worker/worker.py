@@ -62,22 +62,22 @@ class Worker:
         max_tokens = self._runner.context_length + MAX_TREE_NODES + config.page_size
         self._table = RequestTable(config.max_running_requests, max_tokens, config.page_size, vocab_size, device)
         eos_ids = eos_token_ids(folder, load_tokenizer(folder))
-        self._drafts: DraftSource
+        self.drafts: DraftSource
         if colocate is not None and self._group.leads:
-            self._drafts = RemoteDrafts(colocate, self._runner.ring_limits(config), self._table)
+            self.drafts = RemoteDrafts(colocate, self._runner.ring_limits(config), self._table)
         else:
             if drafter is None and self._group.leads:
                 drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
-            self._drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
+            self.drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
         self._sampler = make_sampler(config.speculative)
         self._context = ProposeContext(self._table, [])
         self.capacity = Capacity(
             num_blocks=self._runner.num_blocks,
-            max_draft_tokens=self._drafts.max_draft_tokens,
+            max_draft_tokens=self.drafts.max_draft_tokens,
             context_length=self._runner.context_length,
             vocab_size=vocab_size,
             eos_token_ids=eos_ids,
-            reads_next_token=self._drafts.reads_next_token,
+            reads_next_token=self.drafts.reads_next_token,
             dtype=str(self.model.embedding.weight.dtype).removeprefix("torch."),
         )
 
@@ -94,7 +94,7 @@ class Worker:
 
     def propose(self) -> None:
         """Draft for the next step; called after the step's result was sent to the scheduler."""
-        self._drafts.submit(self._context)
+        self.drafts.submit(self._context)
 
     @torch.inference_mode()
     def follow(self) -> None:
@@ -108,21 +108,21 @@ class Worker:
     def _execute(self, plan: StepPlan) -> StepResult:
         start = time.perf_counter()
         rows = StepRows.of(self._table, plan)
-        self._drafts.release(plan.freed_slots)
+        self.drafts.release(plan.freed_slots)
         self._context = ProposeContext(self._table, [])  # the last step's may name slots that were just freed
         if not rows.states:
             return StepResult(plan.step_id, [], StepTimes(time.perf_counter() - start, 0.0, 0.0, 0.0))
         batch = self._build(plan, rows)
-        draft_seconds = self._drafts.seconds
+        draft_seconds = self.drafts.seconds
         prepared = time.perf_counter()
-        hidden, logits, aux_hidden_states = self._runner.forward(batch, self._drafts.aux_hidden_state_layers)
+        hidden, logits, aux_hidden_states = self._runner.forward(batch, self.drafts.aux_hidden_state_layers)
         forwarded = time.perf_counter()
         output = self._verify(batch, hidden, logits)
         results = self._commit(batch, output)
         self._context = self._draft_context(plan, batch, output, aux_hidden_states)
         verified = time.perf_counter()
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
-        return StepResult(plan.step_id, results, times, self._drafts.take_faults())
+        return StepResult(plan.step_id, results, times, self.drafts.take_faults())
 
     def _build(self, plan: StepPlan, rows: StepRows) -> InputBatch:
         """Collect the draft trees of the rows that sample, and flatten everything."""
@@ -130,7 +130,7 @@ class Worker:
         if self._group.leads:
             sampling = set(rows.sampling)
             draft_limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
-            tree, num_nodes = self._drafts.collect(rows.slots, roots, draft_limits)
+            tree, num_nodes = self.drafts.collect(rows.slots, roots, draft_limits)
         if self._group.size > 1:
             tree, num_nodes = broadcast_tree(self._group, tree, num_nodes, self._table.device)
         assert tree is not None

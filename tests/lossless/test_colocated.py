@@ -58,7 +58,7 @@ def faults_of(llm: LLM) -> dict[str, float]:
 
 def recorded(llm: LLM) -> Recorded:
     worker = worker_of(llm)
-    worker._drafts = record = Recorded(worker._drafts)  # type: ignore[assignment]
+    worker.drafts = record = Recorded(worker.drafts)  # type: ignore[assignment]
     return record
 
 
@@ -101,7 +101,7 @@ def test_replacing_the_drafter_between_steps_does_not_change_the_output(
             if plan.step_id % 2 == 0:
                 colocated.start(speculative=made[name]) if name else colocated.dismiss()
             result = execute(plan)
-            sizes.add((worker._drafts.max_draft_tokens, worker._drafts.aux_hidden_state_layers))
+            sizes.add((worker.drafts.max_draft_tokens, worker.drafts.aux_hidden_state_layers))
             return result
 
         monkeypatch.setattr(worker, "execute", switching)

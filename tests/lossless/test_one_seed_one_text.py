@@ -1,6 +1,9 @@
-"""Output for a seed does not depend on drafter, batch, prefix cache, chunks, page size or preemption."""
+"""Output for a seed does not depend on drafts, batch, prefix cache, chunks, page size or preemption.
 
-from collections.abc import Callable, Sequence
+test_conformance compares every drafting method with plain decoding.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,40 +11,10 @@ import pytest
 
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
-from specray.step import UNLIMITED, DraftLimit
+from specray.testing.conformance import DRAFT_LIMITS, PREFIX, PROMPTS, SAMPLED, SAMPLING_OPTIONS, require_equal
 from tests.support.drafters import DRAWS, ScriptedDrafter
-from tests.support.engine import generate, make_llm, visible
+from tests.support.engine import generate, make_llm
 from tests.support.methods import METHODS, SOME_METHODS
-
-PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4, 30, 31]  # repetitive, so that NGRAM finds matches
-PROMPTS = [[*PREFIX[: 3 + 2 * (i % 8)], 4 + i, 9, 8] for i in range(12)]
-OPTIONS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.7},
-    {"temperature": 1.0, "top_p": 0.9},
-    {"temperature": 1.0, "top_k": 8, "min_p": 0.05},
-    {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
-    {"temperature": 1.0, "presence_penalty": 0.8, "frequency_penalty": 0.4},
-    {"temperature": 0.7, "repetition_penalty": 1.3},
-    {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.2},
-    {"temperature": 1.0, "logit_bias": {10: 4.0, 11: -100.0}},
-    {"temperature": 1.0, "min_tokens": 10, "logit_bias": {1: 3.0}},
-    {"temperature": 1.0, "stop": ["a", "th"], "logprobs": 3},
-    {
-        "temperature": 0.9,
-        "top_p": 0.9,
-        "top_k": 30,
-        "min_p": 0.01,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.2,
-        "repetition_penalty": 1.1,
-        "logit_bias": {12: 2.0},
-        "min_tokens": 5,
-        "stop": ["on"],
-        "logprobs": 0,
-    },
-]
-PARAMS = [SamplingParams(seed=100 + i, max_tokens=30, **options) for i, options in enumerate(OPTIONS)]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +22,7 @@ def plain(toy: Path) -> list[Completion]:
     """Expected outputs: one request at a time, without drafts, prefix cache or chunks."""
     return [
         generate(toy, [prompt], params, disable_radix_cache=True)[0]
-        for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+        for prompt, params in zip(PROMPTS, SAMPLED, strict=True)
     ]
 
 
@@ -58,19 +31,9 @@ def texts(toy: Path) -> list[list[int]]:
     """Outputs without stops and limits, so that correct drafts extend beyond these."""
     unending = [
         SamplingParams(seed=100 + i, max_tokens=60, **{k: v for k, v in o.items() if k not in ("stop", "min_tokens")})
-        for i, o in enumerate(OPTIONS)
+        for i, o in enumerate(SAMPLING_OPTIONS)
     ]
     return [p + c.token_ids for p, c in zip(PROMPTS, generate(toy, PROMPTS, unending), strict=True)]
-
-
-def assert_same(seen: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    assert [visible(choice) for choice in seen] == [visible(choice) for choice in expected]
-    for actual, truth in zip(seen, expected, strict=True):
-        assert (actual.logprobs is None) == (truth.logprobs is None)
-        for entry, true_entry in zip(actual.logprobs or [], truth.logprobs or [], strict=True):
-            assert entry.token_id == true_entry.token_id
-            assert entry.logprob == pytest.approx(true_entry.logprob, abs=2e-4)
-            assert [token for token, _ in entry.top] == [token for token, _ in true_entry.top]
 
 
 Drafting = Callable[[str], dict[str, Any]]
@@ -90,23 +53,23 @@ def drafting(toy: Path, texts: list[list[int]], tmp_path_factory: pytest.TempPat
     return options
 
 
-EVERY_DRAFTER = ["none", *METHODS, *DRAWS]
-SOME_DRAFTERS = ["none", *SOME_METHODS, "right", "random", "right-last"]
+SCRIPTED = ["right", "random", "right-last"]
+SOME_DRAFTERS = ["none", *SOME_METHODS, *SCRIPTED]
 
 
-@pytest.mark.parametrize("name", EVERY_DRAFTER)
-def test_output_does_not_depend_on_the_drafter(
+@pytest.mark.parametrize("name", ["none", *DRAWS])
+def test_output_does_not_depend_on_the_drafts(
     name: str, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
-    assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name)), plain)
+    require_equal(generate(toy, PROMPTS, SAMPLED, **drafting(name)), plain)
 
 
-@pytest.mark.parametrize("name", SOME_DRAFTERS)
+@pytest.mark.parametrize("name", ["none", *SCRIPTED])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_output_does_not_depend_on_the_batch_size(
     name: str, batch: int, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
-    assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name), max_running_requests=batch), plain)
+    require_equal(generate(toy, PROMPTS, SAMPLED, **drafting(name), max_running_requests=batch), plain)
 
 
 @pytest.mark.parametrize("name", ["EAGLE3", "NGRAM"])
@@ -116,20 +79,18 @@ def test_output_does_not_depend_on_max_step_draft_tokens(
 ) -> None:
     options = drafting(name)
     speculative = options["speculative"].model_copy(update={"max_step_draft_tokens": bound})
-    assert_same(generate(toy, PROMPTS, PARAMS, **options | {"speculative": speculative}), plain)
+    require_equal(generate(toy, PROMPTS, SAMPLED, **options | {"speculative": speculative}), plain)
 
 
-@pytest.mark.parametrize("name", [*METHODS, "right", "right-last"])
+@pytest.mark.parametrize("name", ["right", "right-last"])
 def test_output_does_not_depend_on_draft_limits(
     name: str, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
-    kinds = [DraftLimit(0, 0), DraftLimit(1, 1), DraftLimit(2, 9), DraftLimit(9, 2), DraftLimit(9, 0), UNLIMITED]
-    draft_limits = [kinds[i % len(kinds)] for i in range(len(PROMPTS))]
     options = drafting(name)
     with make_llm(toy, options.pop("drafter", None), **options) as llm:
-        choices = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS, draft_limits=draft_limits)]
-    assert_same(choices, plain)
-    for choice, limit in zip(choices, draft_limits, strict=True):
+        choices = [generation.choices[0] for generation in llm.generate(PROMPTS, SAMPLED, draft_limits=DRAFT_LIMITS)]
+    require_equal(choices, plain)
+    for choice, limit in zip(choices, DRAFT_LIMITS, strict=True):
         assert choice.usage is not None
         assert len(choice.usage.accept_histogram) <= min(limit) + 1
         assert choice.usage.num_draft_tokens <= limit.num_tokens * choice.usage.num_verify_steps
@@ -141,7 +102,7 @@ def test_output_does_not_depend_on_draft_limits(
 def test_output_does_not_depend_on_the_page_size(
     name: str, page_size: int, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
-    assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name), page_size=page_size), plain)
+    require_equal(generate(toy, PROMPTS, SAMPLED, **drafting(name), page_size=page_size), plain)
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
@@ -150,7 +111,7 @@ def test_output_does_not_depend_on_the_prefill_chunk(
     name: str, chunk: int, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
     options = {"chunked_prefill_size": chunk, "max_prefill_tokens": chunk + 3, "page_size": 4}
-    assert_same(generate(toy, PROMPTS, PARAMS, **drafting(name), **options), plain)
+    require_equal(generate(toy, PROMPTS, SAMPLED, **drafting(name), **options), plain)
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
@@ -160,8 +121,8 @@ def test_output_does_not_depend_on_the_prefix_cache(
 ) -> None:
     with make_llm(toy, **drafting(name), page_size=page_size) as llm:
         for is_warm in (False, True, True):
-            seen = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS)]
-            assert_same(seen, plain)
+            seen = [generation.choices[0] for generation in llm.generate(PROMPTS, SAMPLED)]
+            require_equal(seen, plain)
             hits = sum(choice.usage.num_cached_tokens for choice in seen if choice.usage)
             assert (hits > 60) or not is_warm
 
@@ -173,10 +134,10 @@ def test_output_does_not_depend_on_preemption(
 ) -> None:
     options = {"page_size": 4, "max_total_tokens": 96, "disable_radix_cache": disable_radix_cache}
     with make_llm(toy, **drafting(name), **options) as llm:
-        seen = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS)]
+        seen = [generation.choices[0] for generation in llm.generate(PROMPTS, SAMPLED)]
         llm.engine.update_gauges()
         assert llm.engine.stats.snapshot()["specray_num_preemptions_total"] > 0
-    assert_same(seen, plain)
+    require_equal(seen, plain)
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
@@ -185,8 +146,8 @@ def test_output_does_not_depend_on_the_cache_salt(
 ) -> None:
     with make_llm(toy, **drafting(name), page_size=2) as llm:
         for salt in ("", "a", "b"):
-            seen = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS, cache_salt=salt)]
-            assert_same(seen, plain)
+            seen = [generation.choices[0] for generation in llm.generate(PROMPTS, SAMPLED, cache_salt=salt)]
+            require_equal(seen, plain)
 
 
 def test_correct_drafts_are_accepted_and_wrong_ones_rejected(toy: Path) -> None:

@@ -34,7 +34,7 @@ class Colocated:
         self._num_slots = worker._runner.num_blocks * llm.config.page_size
         self._threads: list[threading.Thread] = []
         self.drafts = RemoteDrafts(self._endpoint, worker._runner.ring_limits(llm.config), worker._table)
-        worker._drafts = self.drafts
+        worker.drafts = self.drafts
 
     def start(self, drafter: Drafter | None = None, speculative: SpeculativeConfig | None = None) -> None:
         """Connect this drafter, one with these options, or the configured one; returns once it is connected."""
