@@ -107,6 +107,11 @@ class Eagle2Head:
                 f"{loader.folder}: an EAGLE-2 head of hidden_size={size} cannot use the output matrix of a target of "
                 f"{shared.shape.hidden_size}; choose a head made for this target"
             )
+        if config.num_draft_ids != shape.vocab_size:
+            raise ConfigError(
+                f"{loader.folder / 'config.json'}: a vocabulary of {config.num_draft_ids} tokens is not supported in "
+                "EAGLE-2 heads; choose one with the target's vocabulary and set speculative.token_map"
+            )
         self.aux_hidden_state_layers: tuple[int, ...] = (shared.shape.num_layers,)
         self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.dtype, self.window = shared.dtype, config.window
@@ -145,7 +150,7 @@ class Eagle3Head:
         self.aux_hidden_state_layers = config.aux_hidden_state_layers(loader.folder, shared.shape.num_layers)
         self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.dtype, self.window = shared.dtype, config.window
-        self.vocab_size = config.draft_vocab_size or shape.vocab_size
+        self.vocab_size = config.num_draft_ids
         ids = read_draft_vocabulary(loader, names, self.vocab_size, shape.vocab_size)
         self.draft_token_ids = None if ids is None else ids.to(shared.device)
         self._embedding = _embedding(shape, loader, names, shared)

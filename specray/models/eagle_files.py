@@ -49,7 +49,7 @@ class HeadConfig(BaseModel):
     head_dim: _Size | None = None
     vocab_size: _Size
     draft_vocab_size: _Size | None = None
-    truncated_vocab_size: _Size | None = None  # vLLM's EAGLE-1 and -2 with a token map in the checkpoint
+    truncated_vocab_size: _Size | None = None  # another name for it, used by nebius
     target_hidden_size: _Size | None = None
     rms_norm_eps: Annotated[float, Field(gt=0.0)] = 1e-6
     max_position_embeddings: _Size = 2048
@@ -90,12 +90,17 @@ class HeadConfig(BaseModel):
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ConfigError(f"{path} does not describe an EAGLE head ({problems}); correct it") from error
-        if config.truncated_vocab_size not in (None, config.vocab_size):
+        if config.truncated_vocab_size not in (None, config.vocab_size, config.num_draft_ids):
             raise ConfigError(
-                f"{path}: truncated_vocab_size={config.truncated_vocab_size} is not supported; choose a head with "
-                f"all {config.vocab_size} tokens and set speculative.token_map"
+                f"{path}: truncated_vocab_size={config.truncated_vocab_size} is not draft_vocab_size="
+                f"{config.draft_vocab_size}; choose another head"
             )
         return config
+
+    @property
+    def num_draft_ids(self) -> int:
+        """Size of an EAGLE-3 head's own vocabulary, that of the target by default."""
+        return self.draft_vocab_size or self.truncated_vocab_size or self.vocab_size
 
     @property
     def window(self) -> int | None:

@@ -332,6 +332,11 @@ LENIENT: dict[str, tuple[str, list[Break]]] = {
     "unset full vocabulary, SafeAILab": ("eagle3-full-vocabulary", [unset_vocabulary(False)]),
     "unset full vocabulary, SpecForge": ("eagle3-full-vocabulary", [unset_vocabulary(True)]),
     "truncated_vocab_size of the whole vocabulary": ("eagle2", [setting(truncated_vocab_size=VOCAB_SIZE)]),
+    "truncated_vocab_size beside draft_vocab_size": ("eagle3-layers", [setting(truncated_vocab_size=DRAFT_VOCAB)]),
+    "truncated_vocab_size in place of draft_vocab_size": (
+        "eagle3-layers",
+        [setting(truncated_vocab_size=DRAFT_VOCAB, draft_vocab_size=None)],
+    ),
     "rope_type default": ("eagle3-safeailab", [setting(rope_scaling={"rope_type": "default"})]),
 }
 
@@ -420,7 +425,8 @@ REFUSED: dict[str, tuple[str, Break, str]] = {
         r"config.json: its RoPE settings",
     ),
     "rope of a wrong type": ("eagle2", setting(rope_parameters={"rope_type": "yarn", "factor": "2"}), r"RoPE settings"),
-    "truncated vocabulary": ("eagle2", setting(truncated_vocab_size=40), r"truncated_vocab_size=40 .*token_map"),
+    "two draft vocabularies": ("eagle3-layers", setting(truncated_vocab_size=40), r"truncated_vocab_size=40 .*=24"),
+    "truncated vocabulary": ("eagle2", setting(truncated_vocab_size=40), r"vocabulary of 40 tokens .*token_map"),
     "no biases for qkv_bias": ("eagle2", setting(qkv_bias=True), r"no tensor 'layers.0.self_attn.q_proj.bias'"),
     "some biases": ("eagle2-qkv-bias-omitted", without(_BIASES[1]), r"no tensor 'layers.0.self_attn.k_proj.bias'"),
     "biases denied": ("eagle2-qkv-bias-omitted", setting(attention_bias=False), r"3 tensors .*k_proj.bias"),
