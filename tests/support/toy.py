@@ -64,12 +64,14 @@ _TEMPLATE = (
 )
 
 
-def write_toy(folder: Path, variant: str = "llama", seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Path:
+def write_toy(
+    folder: Path, variant: str = "llama", seed: int = 0, vocab_size: int = VOCAB_SIZE, num_layers: int = 2
+) -> Path:
     """A model folder of `variant` with weights drawn from `seed`; its logits differ by several units.
 
     The tokenizer has VOCAB_SIZE tokens; a larger `vocab_size` pads the embedding and the output matrix.
     """
-    config = _BASE | VARIANTS[variant] | {"vocab_size": vocab_size}
+    config = _BASE | VARIANTS[variant] | {"vocab_size": vocab_size, "num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_weights(config, torch.Generator().manual_seed(seed)), folder / "model.safetensors")
     toy_tokenizer().save_pretrained(folder)
@@ -166,7 +168,7 @@ def _norm(x: np.ndarray, weight: np.ndarray, config: dict[str, Any]) -> np.ndarr
 
 
 def _attention(x: np.ndarray, layer: dict[str, np.ndarray], config: dict[str, Any]) -> np.ndarray:
-    """Query head h reads KV head h // (heads / KV heads); token i sees tokens 0 … i."""
+    """Query head h reads KV head h // (heads / KV heads); token i sees tokens 0 … i, or the last of a window."""
     num_tokens, dim, fold = len(x), config["head_dim"], config["num_attention_heads"] // config["num_key_value_heads"]
     q, k, v = ((x @ layer[f"self_attn.{n}_proj.weight"].T + layer.get(f"self_attn.{n}_proj.bias", 0)) for n in "qkv")
     q, k, v = (t.reshape(num_tokens, -1, dim) for t in (q, k, v))
@@ -174,11 +176,13 @@ def _attention(x: np.ndarray, layer: dict[str, np.ndarray], config: dict[str, An
         q, k = (_norm(t, layer[f"self_attn.{n}_norm.weight"], config) for t, n in ((q, "q"), (k, "k")))
     q, k = _rotate(q, config), _rotate(k, config)
     out = np.zeros_like(q)
+    window = config["sliding_window"] if config.get("layer_types") == ["sliding_attention"] else num_tokens
     for i in range(num_tokens):
+        seen = slice(max(0, i + 1 - window), i + 1)
         for head in range(config["num_attention_heads"]):
-            scores = k[: i + 1, head // fold] @ q[i, head] / np.sqrt(dim)
+            scores = k[seen, head // fold] @ q[i, head] / np.sqrt(dim)
             probs = np.exp(scores - scores.max())
-            out[i, head] = probs / probs.sum() @ v[: i + 1, head // fold]
+            out[i, head] = probs / probs.sum() @ v[seen, head // fold]
     joined: np.ndarray = out.reshape(num_tokens, -1) @ layer["self_attn.o_proj.weight"].T
     return joined
 
@@ -186,10 +190,13 @@ def _attention(x: np.ndarray, layer: dict[str, np.ndarray], config: dict[str, An
 def _rotate(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
     """Components j and j + dim/2 form a complex number, rotated by position * frequency j."""
     half = config["head_dim"] // 2
-    frequencies = config["rope_theta"] ** (-np.arange(half) / half)
-    if scaling := config.get("rope_scaling"):
+    frequencies, scale = config["rope_theta"] ** (-np.arange(half) / half), 1.0
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "llama3":
         frequencies = np.array([_llama3(f, scaling) for f in frequencies])
-    turn = np.exp(1j * np.arange(len(x))[:, None] * frequencies)[:, None]
+    if scaling.get("rope_type") == "yarn":
+        frequencies, scale = _yarn(frequencies, config["rope_theta"], scaling)
+    turn = scale * np.exp(1j * np.arange(len(x))[:, None] * frequencies)[:, None]
     turned = (x[..., :half] + 1j * x[..., half:]) * turn
     return np.concatenate((turned.real, turned.imag), -1)
 
@@ -200,6 +207,19 @@ def _llama3(frequency: float, scaling: dict[str, Any]) -> float:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = min(1.0, max(0.0, (turns - low) / (high - low)))
     return float(share * frequency + (1 - share) * frequency / scaling["factor"])
+
+
+def _yarn(frequencies: np.ndarray, theta: float, scaling: dict[str, Any]) -> tuple[np.ndarray, float]:
+    """(frequencies, scale of queries and keys): as above, with linear interpolation between two pairs."""
+    half, original = len(frequencies), scaling["original_max_position_embeddings"]
+    low, high = (
+        half * np.log(original / (turns * 2 * np.pi)) / np.log(theta)
+        for turns in (scaling["beta_fast"], scaling["beta_slow"])
+    )
+    low, high = max(low, 0), min(high, 2 * half - 1)  # neither is rounded: `truncate` is false
+    share = np.clip((np.arange(half) - low) / (high - low), 0, 1)
+    scale = 0.1 * np.log(scaling["factor"]) + 1
+    return frequencies * (1 - share) + frequencies / scaling["factor"] * share, float(scale)
 
 
 def _ffn(x: np.ndarray, layer: dict[str, np.ndarray]) -> np.ndarray:

@@ -1,0 +1,355 @@
+"""config.json of published EAGLE heads, and small heads with these settings.
+
+The sizes of the small heads are those of a toy target, so that only sizes and ids of layers differ from the published
+files. Sources: the repositories SafeAILab/EAGLE, sgl-project/SpecForge and vllm-project/speculators, and model cards.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.support.eagle_toy import Layout, ToyHead, _spelled, _tensors, save_bin, save_safetensors
+from tests.support.toy import VOCAB_SIZE
+
+NUM_LAYERS = 8  # of the target of the small heads
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB_SIZE,
+    "draft_vocab_size": 24,
+    "truncated_vocab_size": 24,
+    "max_position_embeddings": 100,
+    "sliding_window": 7,
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A head; `small` replaces settings of its config.json beside the sizes."""
+
+    version: int
+    num_layers: int  # of its target
+    entering: tuple[int, ...]  # the target's layers whose input the head reads, by the code it was written for
+    config: dict[str, Any]
+    small: dict[str, Any] = field(default_factory=dict)
+    small_layers: tuple[int, ...] = (2, NUM_LAYERS // 2, NUM_LAYERS - 3)  # as `entering`, of the small head
+    layer: str = "layers.0."
+    own: tuple[str, ...] = ()
+    has_fc_bias: bool = False
+    is_bin: bool = False
+
+
+_LLAMA_8B = {
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 2048,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.28.1",
+    "use_cache": True,
+    "vocab_size": 128256,
+    "draft_vocab_size": 32000,
+}
+_SPECULATORS = {
+    "algorithm": "eagle3",
+    "default_proposal_method": "greedy",
+    "proposal_methods": [
+        {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
+    ],
+}
+_QWEN3_LAYER = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "vocab_size": 151936,
+}
+_GPT_OSS = {
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "model_type": "llama",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "vocab_size": 201088,
+}
+_INDIVISIBLE = {"num_attention_heads": 6, "num_key_value_heads": 2}  # 6 heads of 8 for a hidden size of 32
+
+PUBLISHED: dict[str, Published] = {
+    "SafeAILab, EAGLE-3 for Llama 3.1 8B": Published(
+        3, 32, (2, 16, 29), {"architectures": ["LlamaForCausalLM"], **_LLAMA_8B}, layer="midlayer.", is_bin=True
+    ),
+    "SafeAILab, EAGLE-1 for Vicuna 7B": Published(
+        2,
+        32,
+        (32,),
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "model_type": "llama",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 1,
+            "pad_token_id": 0,
+            "rms_norm_eps": 1e-06,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float16",
+            "transformers_version": "4.28.1",
+            "use_cache": True,
+            "vocab_size": 32000,
+        },
+        small_layers=(NUM_LAYERS,),
+        own=("embed_tokens.weight",),
+        has_fc_bias=True,
+        is_bin=True,
+    ),
+    "SpecForge, EAGLE-3 for Llama 3.1 8B": Published(
+        3,
+        32,
+        (2, 16, 29),
+        {"architectures": ["LlamaForCausalLMEagle3"], **_LLAMA_8B},
+        layer="midlayer.",
+        own=("embed_tokens.weight",),
+    ),
+    "SpecForge, EAGLE-3 for gpt-oss 20B": Published(
+        3,
+        24,
+        (2, 12, 22),
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {IDS: [1, 11, 21]},
+            **_GPT_OSS,
+            "initializer_range": 0.02,
+            "intermediate_size": 17280,
+            "max_position_embeddings": 4096,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.52.3",
+            "use_cache": True,
+            "draft_vocab_size": 32000,
+        },
+        small={**_INDIVISIBLE, IDS: [1, 3, 6]},
+        small_layers=(2, 4, 7),
+        layer="midlayer.",
+    ),
+    "SpecForge, EAGLE-3.1 for Qwen3 30B": Published(
+        3,
+        48,
+        (2, 24, 45),
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "fc_norm": True,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "initializer_range": 0.02,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 2048,
+            "max_window_layers": 48,
+            "model_type": "llama",
+            "norm_output": True,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.53.2",
+            "use_cache": True,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+            "draft_vocab_size": 32000,
+        },
+        layer="midlayer.",
+    ),
+    "nebius, EAGLE-3 for gpt-oss 20B": Published(
+        3,
+        24,
+        (2, 12, 21),
+        {
+            "architectures": ["LlamaForCausalLM"],
+            **_GPT_OSS,
+            "intermediate_size": 11520,
+            "rope_theta": 150000,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "truncated_vocab_size": 64000,
+            "draft_vocab_size": 64000,
+        },
+        small=_INDIVISIBLE,
+        layer="midlayer.",
+    ),
+    "speculators 0.2, EAGLE-3 for Qwen3 8B": Published(
+        3,
+        36,
+        (2, 18, 33),
+        {
+            "architectures": ["Eagle3Speculator"],
+            "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+            "draft_vocab_size": 32000,
+            "has_no_defaults_at_init": False,
+            "norm_before_residual": True,
+            "speculators_config": _SPECULATORS,
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.2.0.dev11",
+            "target_hidden_size": None,
+            "torch_dtype": "bfloat16",
+            "transformer_layer_config": {
+                **_QWEN3_LAYER,
+                "model_type": "llama",
+                "mlp_bias": False,
+                "pretraining_tp": 1,
+                "rope_scaling": None,
+                "rope_theta": 1000000.0,
+                "use_cache": True,
+            },
+        },
+        own=("embed_tokens.weight",),
+    ),
+    "speculators, converted from EAGLE-3 for Qwen3 235B": Published(
+        3,
+        94,
+        (2, 47, 91),
+        {
+            "architectures": ["Eagle3Speculator"],
+            "draft_vocab_size": 32000,
+            IDS: [1, 46, 90],
+            "norm_before_residual": False,
+            "speculators_config": _SPECULATORS,
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.1.0.dev42",
+            "target_hidden_size": None,
+            "transformer_layer_config": {
+                **_QWEN3_LAYER,
+                "intermediate_size": 24576,
+                "model_type": "llama",
+                "num_attention_heads": 64,
+                "num_key_value_heads": 4,
+                "rope_scaling": None,
+                "rope_theta": 1000000.0,
+            },
+        },
+        small={IDS: [1, 3, 4]},
+    ),
+    "speculators 0.5, EAGLE-3 for gpt-oss 20B": Published(
+        3,
+        24,
+        (2, 12, 21),
+        {
+            "architectures": ["Eagle3DraftModel"],
+            "draft_vocab_size": 64000,
+            IDS: None,
+            "embed_requires_grad": True,
+            "norm_before_fc": True,
+            "norm_before_residual": True,
+            "speculators_config": _SPECULATORS,
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": {**_GPT_OSS, "intermediate_size": 2880, "rope_theta": 10000.0},
+        },
+        small=_INDIVISIBLE,
+        own=("embed_tokens.weight",),
+    ),
+    "speculators 0.6, EAGLE-3 for Qwen3 8B": Published(
+        3,
+        36,
+        (2, 18, 33),
+        {
+            "architectures": ["Eagle3DraftModel"],
+            "draft_vocab_size": 151936,
+            IDS: [2, 18, 33],
+            "embed_requires_grad": False,
+            "fc_norm": True,
+            "norm_before_fc": False,
+            "norm_before_residual": False,
+            "norm_output": True,
+            "speculators_config": _SPECULATORS,
+            "speculators_model_type": "eagle3",
+            "target_hidden_size": None,
+            "transformer_layer_config": {
+                **_QWEN3_LAYER,
+                "layer_types": ["sliding_attention"],
+                "max_window_layers": 28,
+                "model_type": "qwen3",
+                "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+                "sliding_window": 2048,
+                "use_sliding_window": True,
+            },
+        },
+        small={"draft_vocab_size": VOCAB_SIZE, IDS: [2, 4, 5]},
+    ),
+}
+
+
+def small_head(name: str, seed: int = 0) -> ToyHead:
+    """A head with the settings of `name` for a toy target of NUM_LAYERS layers, with random weights."""
+    published = PUBLISHED[name]
+    config = _shrunk(published.config, _SMALL | published.small)
+    parts = [config.get("transformer_layer_config", {}), config.get("eagle_config", {}), config]
+    flat = {key: value for part in parts for key, value in part.items() if value is not None}
+    defaults = {"head_dim": 8, "num_key_value_heads": flat["num_attention_heads"], IDS: [0, 0, 0]}
+    settings: dict[str, Any] = {"rope_theta": 1e4, **defaults, **flat, "bias": published.has_fc_bias}
+    settings |= flat.get("rope_parameters", {})
+    layout = Layout(
+        published.version,
+        layer=published.layer,
+        own=published.own,
+        save=save_bin if published.is_bin else save_safetensors,
+    )
+    tensors = _tensors(layout, settings, torch.Generator().manual_seed(seed))
+    if settings["model_type"] == "qwen3":
+        tensors |= {f"layer.self_attn.{part}_norm.weight": torch.linspace(0.5, 2, 8) for part in "qk"}
+    weights = {name: tensor.double().numpy() for name, tensor in tensors.items()}
+    return ToyHead(layout, settings, weights, {_spelled(n, layout): t for n, t in tensors.items()}, config)
+
+
+def _shrunk(config: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """`config` with the values of `small` for settings that it has."""
+    return {
+        key: _shrunk(value, small) if isinstance(value, dict) else small.get(key, value) if value is not None else None
+        for key, value in config.items()
+    }
