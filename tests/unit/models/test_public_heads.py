@@ -146,7 +146,7 @@ class CheckedDrafter:
         for row, (request, tree) in enumerate(zip(context.requests, proposed.to_lists(), strict=True)):
             expected = ReferenceTree(context, request, self._reference)
             logits = expected._logits(())
-            assert (self._logits[0][row] - logits).abs().max() < 1e-5 * logits.abs().max()
+            assert (self._logits[0][row] - logits).abs().max() < 1e-4 * logits.abs().max()
             is_same = is_grown_to(tree, expected.tree, context, SHAPE.num_steps)
             self.num_checked += 1
             self.num_close_calls += not is_same
