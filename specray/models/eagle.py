@@ -1,9 +1,10 @@
-"""EAGLE draft heads: one decoder layer over the target's embedding of a token and features of what came before it.
+"""EAGLE draft heads: a decoder layer that reads a token's embedding and the target's hidden states before it.
 
-What lives here: what EAGLE-2 (and -1) and EAGLE-3 heads compute, and what they share with their target. Not here: trees
-and the draft's KV (`specray.spec_decode.eagle`), layouts of checkpoints (`eagle_files`). Found in checkpoints rather
-than in papers: the norm before `fc` over all features at once is stored as `input_norm`; EAGLE-1's code gives `fc` a
-bias where config.json does not say, so there the tensors decide.
+EAGLE-1 and EAGLE-2 heads are the same network; EAGLE-3 heads are another. `specray.spec_decode.eagle` grows trees with
+them, and `eagle_files` reads their config.json and the names of their tensors.
+
+Found in checkpoints rather than in papers: the norm over all aux hidden states before `fc` is stored as `input_norm`,
+and EAGLE-1's code creates a bias of `fc` that config.json does not mention.
 """
 
 import logging
@@ -33,7 +34,11 @@ ALGORITHMS: dict[Literal[2, 3], str] = {2: "EAGLE", 3: "EAGLE3"}
 
 
 class EagleHead(Protocol):
-    """A draft head of hidden size H. A state stands for what precedes a token; the layer's index in `attend` is 0."""
+    """A draft head of hidden size H.
+
+    A state is the head's summary of everything before a token: from the target's hidden states, or the head's own
+    output in deeper draft steps. The layer's index in `attend` is 0.
+    """
 
     aux_hidden_state_layers: tuple[int, ...]  # of the target, see TargetModel
     num_heads: int
@@ -45,13 +50,13 @@ class EagleHead(Protocol):
     window: int | None  # positions that a query attends to, its own included; None: all
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        """States [T, H] from the target's features [T, len(feature_layers) * target hidden], of any type."""
+        """States [T, H] from the target's hidden states [T, aux_hidden_state_layers * target hidden] of any type."""
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Output [T, H] of the layer, before any norm; token_ids (of the target) and positions are int64 [T]."""
 
     def recur(self, output: Tensor) -> Tensor:
-        """The state to go with the token that is drafted from `output`."""
+        """The states of the tokens that are drafted from `output`."""
 
     def logits(self, output: Tensor) -> Tensor:
         """float32 [n, vocab_size]"""
@@ -63,9 +68,9 @@ class EagleHead(Protocol):
 def load_eagle_head(
     speculative: SpeculativeConfig, shared: "TargetMatrices", version: Literal[2, 3], token_map: Tensor | None = None
 ) -> EagleHead:
-    """The head at `speculative.draft_model_path`, whole on this rank. ConfigError if it does not fit the target.
+    """Load the head at `speculative.draft_model_path`, not sharded. ConfigError if it does not fit the target.
 
-    `token_map` int64 [n] narrows an EAGLE-2 head to these ids of the target (FR-Spec).
+    `token_map` int64 [n] restricts an EAGLE-2 head to these ids of the target (FR-Spec).
     """
     folder = resolve_draft(speculative, progress=False)
     config = HeadConfig.read(folder)
@@ -90,7 +95,10 @@ def load_eagle_head(
 
 
 class Eagle2Head:
-    """EAGLE-1 and -2: fc over [embedding, feature], then a layer without input norm; the target's output matrix."""
+    """EAGLE-1 and -2: `fc` of [embedding, state], then a layer without an input norm, then the target's output matrix.
+
+    The first state is the target's hidden state after its final norm.
+    """
 
     def __init__(
         self,
@@ -141,7 +149,7 @@ class Eagle2Head:
 
 
 class Eagle3Head:
-    """EAGLE-3: several features fused into the first state; the layer reads [norm(embedding), norm(state)]."""
+    """EAGLE-3: the first state is `fc` of several aux hidden states; the layer reads [norm(embedding), norm(state)]."""
 
     def __init__(
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: "TargetMatrices"
@@ -183,11 +191,11 @@ class Eagle3Head:
 
 
 class TargetMatrices:
-    """The target's embedding and output matrix for a head on one rank: those of `target` if type and place allow, then
-    also quantised as there. `quantization` is the head's.
+    """The target's embedding and output matrix, for a draft head.
 
-    Otherwise they are read from the target's own files: a rank of several holds only its part, and a process of the
-    drafter's own has no target.
+    They are shared with `target`, quantized as there, if it holds them whole, in `dtype` and on `device`. Otherwise
+    they are read from the target's files: a tensor-parallel rank has only a part, and a drafter process has no target.
+    `quantization` is that of the head's linears.
     """
 
     def __init__(
@@ -228,7 +236,7 @@ class TargetMatrices:
         return VocabHead(rows, len(rows), RankGroup(), self.quantization)
 
     def _matrix(self, name: str) -> Tensor:
-        """[vocab, hidden]; the embedding also where the target has no output matrix of its own."""
+        """[vocab, hidden]. The embedding serves as output matrix if the target has no other."""
         if self._target is not None and self.shape.tied:
             return self._target.embedding.weight
         loader = Loader(self._folder, self._load_format, self.dtype, self.device)
@@ -245,12 +253,12 @@ _HEAD = "lm_head.weight"
 
 
 def _is_usable(weight: Tensor, wanted: TargetMatrices) -> bool:
-    """Whether a rank's embedding is the whole one, of the right type and on the right device."""
+    """Whether a rank's embedding is whole, of the wanted type and on the wanted device."""
     return len(weight) == wanted.shape.vocab_size and weight.dtype == wanted.dtype and weight.device == wanted.device
 
 
 class _Layer:
-    """Attention reading `width` inputs, then the feed-forward; what is added to the attention comes from outside."""
+    """Attention over inputs of `width` columns, then the feed-forward. The caller passes the attention's residual."""
 
     def __init__(self, shape: LlamaShape, loader: Loader, prefix: str, width: int) -> None:
         self._attention = Attention(0, shape, loader, prefix + "self_attn.", width)
@@ -258,13 +266,13 @@ class _Layer:
         self._ffn_norm = RMSNorm(weight, shape.eps)
         self._ffn = FeedForward(shape.hidden_size, shape.ffn_size, loader, prefix + "mlp.")
 
-    def __call__(self, x: Tensor, residual: Tensor, turn: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        hidden = self._attention(x, *turn, attend).add_(residual)
+    def __call__(self, x: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        hidden = self._attention(x, *cos_sin, attend).add_(residual)
         return self._ffn(self._ffn_norm(hidden)).add_(hidden)
 
 
 class _Fusion:
-    """EAGLE-3's first state from features: norms where the head has them, then fc; without fc, the feature itself."""
+    """EAGLE-3's first state: the head's norms of the aux hidden states, if any, then `fc`, if any."""
 
     def __init__(
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, count: int, width: int
@@ -294,8 +302,8 @@ class _Fusion:
 def _fusion(config: HeadConfig, loader: Loader, names: TensorNames, width: int, size: int) -> ColumnParallelLinear:
     """The linear `fc` [size, width].
 
-    The checkpoint decides on a bias that config.json does not mention. EAGLE-3's original code never makes one, so that
-    `bias: true`, left over from EAGLE-2's configs, is no promise there.
+    If config.json does not mention a bias, there is one if the checkpoint has it. For EAGLE-3 that holds for
+    `bias: true` too, because SafeAILab's code ignores that setting there.
     """
     weight, bias = (names.of_plain(f"fc.{part}", f"fusion_fc.{part}") for part in ("weight", "bias"))
     stated = config.bias if config.fusion_bias is None else config.fusion_bias
@@ -336,7 +344,7 @@ def _eagle3_head(
 
 
 def _rotary(config: HeadConfig, shape: LlamaShape, loader: Loader, max_positions: int) -> RotaryEmbedding:
-    """Tables as long as the target's: a head's own max_position_embeddings is that of its training data."""
+    """Tables for the target's context length. A head's own max_position_embeddings is that of its training data."""
     try:
         config_of_rope = config.rope(shape.head_dim)
         return RotaryEmbedding(config_of_rope, shape.head_dim, max_positions, loader.dtype, loader.device)

@@ -1,9 +1,9 @@
-"""What a draft head's folder says: its config.json in every known form, and how its tensors are named.
+"""Reads config.json of draft heads in every known form, and finds their tensors by their known names.
 
-Four layouts are read as they are: SafeAILab's (`midlayer.*`, EAGLE-3), `layers.0.*` (EAGLE-1/2 and newer EAGLE-3),
-speculators' (settings nested in `transformer_layer_config`; its EAGLE-1 says `fusion_fc` and `transformer.*`), each
-with or without `model.` before a name. The architecture string decides nothing: checkpoints of both kinds call
-themselves LlamaForCausalLM. Not here: what is computed (`specray.models.eagle`).
+Four layouts are supported: SafeAILab's (`midlayer.*`, EAGLE-3), `layers.0.*` (EAGLE-1 and -2, newer EAGLE-3), and
+speculators' (settings nested in `transformer_layer_config`; its EAGLE-1 has `fusion_fc` and `transformer.*`), each with
+or without `model.` before a name. `architectures` is not read: heads of both kinds say LlamaForCausalLM. The modules
+are in `specray.models.eagle`.
 """
 
 import json
@@ -24,7 +24,7 @@ from specray.models.loading import Loader
 
 _Size = Annotated[int, Field(ge=1)]
 
-# Settings that change what is computed in ways no served head uses, and the values that are harmless.
+# Settings that would change the computation in ways that are not implemented, and the values that do not.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "mlp_bias": (False,),
     "hidden_act": ("silu", "swish"),
@@ -38,7 +38,10 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 class HeadConfig(BaseModel):
-    """config.json of an EAGLE head; None: left out there. What only trainers or other engines read is skipped."""
+    """config.json of an EAGLE head. None: not set there.
+
+    Settings that only trainers or other engines read are ignored.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -74,7 +77,7 @@ class HeadConfig(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The settings in `folder`, wherever they are nested. ConfigError for a setting we do not compute."""
+        """Read the settings in `folder`, nested or not. ConfigError for one that is not implemented."""
         path = folder / "config.json"
         content = _read_object(path)
         settings = _flat(content)
@@ -160,15 +163,15 @@ class HeadConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """How one checkpoint names its tensors."""
+    """The names of a checkpoint's tensors."""
 
     stored: frozenset[str]
-    layer: str  # what stands before self_attn, mlp and the layer's norms
-    kind: Literal[2, 3]  # EAGLE-1 and -2 heads are the same network
+    layer: str  # prefix of self_attn, mlp and the layer's norms
+    kind: Literal[2, 3]  # 2 also for EAGLE-1
 
     @classmethod
     def of(cls, loader: Loader) -> "TensorNames":
-        """ConfigError if the tensors are those of no EAGLE head."""
+        """ConfigError if the tensors are not those of an EAGLE head."""
         stored = frozenset(loader.names())
         layers = [layer for layer in _spellings(*_LAYERS) if any(name.startswith(layer) for name in stored)]
         signs = [layer for layer in layers if f"{layer}hidden_norm.weight" in stored or "midlayer" in layer]
@@ -182,7 +185,7 @@ class TensorNames:
         return cls(stored, layers[0], 3 if is_third else 2)
 
     def of_plain(self, *plain: str) -> str:
-        """The stored spelling of a tensor outside the layer; the first of `plain` if there is none."""
+        """The stored name of a tensor outside the layer, or the first of `plain` if it is not stored."""
         return next((name for name in _spellings(*plain) if name in self.stored), plain[0])
 
     def has(self, *plain: str) -> bool:
@@ -228,9 +231,9 @@ def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaSha
 
 
 def read_draft_vocabulary(loader: Loader, names: TensorNames, size: int, target_size: int) -> Tensor | None:
-    """int64 [size]: the target id of each draft id (stored as offsets, `d2t`), checked against the mask `t2d`.
+    """int64 [size]: the target id of each draft id, from the stored offsets `d2t`. None if the ids are the same.
 
-    None if they are the same. ConfigError if ids are missing, out of range, doubled or not those of the mask.
+    ConfigError if ids are missing, out of range, duplicated, or not those of the mask `t2d`.
     """
     if size == target_size and not names.has("d2t"):
         return None
@@ -279,7 +282,7 @@ def _spellings(*plain: str) -> Iterator[str]:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Nested settings beside those at top level, which win; null is the same as left out."""
+    """All settings in one dict. Those at top level take precedence; null counts as not set."""
     parts = [config.get("transformer_layer_config"), config.get("eagle_config"), config]
     return {
         name: value for part in parts if isinstance(part, dict) for name, value in part.items() if value is not None

@@ -1,12 +1,13 @@
-"""Multi-token prediction layers: what a target's own checkpoint brings along to draft with.
+"""Multi-token prediction (MTP) layers, which some targets' checkpoints contain for drafting.
 
-A layer reads the embedding of a token and the state of what came before it, each normed, and is otherwise one of the
-target's own decoder layers; its output, normed, is the state to go on with and the input of the target's output matrix.
-Two layouts are read: MiMo's (`model.mtp_layers.0.*`: [state; embedding], and no embedding at the first position) and
-DeepSeek's NextN (`model.layers.L.*` behind the target's L layers: [embedding; state]). Both put copies of the target's
-matrices beside, which are skipped. A checkpoint with one layer uses it for every step, one with several uses each for
-its own step. The first state is the target's after its final norm, as in SGLang and transformers (vLLM feeds MiMo's
-layer the one before that norm). Not here: trees and the draft's KV (`specray.spec_decode.mtp`).
+A layer reads the embedding of a token and the state before it, each normed, and is otherwise one of the target's own
+decoder layers. Its normed output is the next state and the input of the target's output matrix.
+
+Two layouts are supported: MiMo's (`model.mtp_layers.0.*`: [state; embedding], with a zero embedding at the first
+position) and DeepSeek's NextN (`model.layers.L.*` after the target's L layers: [embedding; state]). The copies of the
+target's matrices in both are skipped. With one layer, every draft step uses it; with several, step k uses layer k. The
+first state is the target's hidden state after its final norm, as in SGLang and transformers (vLLM passes MiMo's layer
+the state before that norm). `specray.spec_decode.mtp` grows trees with these layers.
 """
 
 import re
@@ -32,7 +33,7 @@ from specray.ops.attention import Attend
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one family names the parts of a layer, and puts them together."""
+    """The names of a layer's parts in one family of models, and how they are combined."""
 
     layers: str  # before and after a layer's number
     embed_norm: str
@@ -40,10 +41,10 @@ class Layout:
     project: str
     out_norm: str
     state_first: bool  # of the two inputs of `project`
-    masks_first: bool  # the token at the first position counts as nothing
+    masks_first: bool  # the embedding at position 0 is replaced by zeros
 
     def numbers(self, names: Sequence[str]) -> list[int]:
-        """Of the layers whose projection is among tensors `names`."""
+        """Numbers of the layers whose projection is among the tensors `names`."""
         pattern = re.compile(re.escape(self.layers).replace("\\*", r"(\d+)") + re.escape(f".{self.project}.weight"))
         return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
 
@@ -62,13 +63,13 @@ _COPIES = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_fre
 
 
 def holds_mtp_layers(folder: Path, load_format: str) -> bool:
-    """Whether the checkpoint has layers to draft with."""
+    """Whether the checkpoint has MTP layers."""
     with WeightReader(folder, load_format) as reader:
         return any(layout.numbers(list(reader.names())) for layout in (MIMO, NEXTN))
 
 
 def load_mtp_layers(folder: Path, load_format: str, shared: TargetMatrices) -> "MtpLayers":
-    """All MTP layers in `folder`, whole on this rank. ConfigError if there are none, or not for this target."""
+    """Load all MTP layers in `folder`, not sharded. ConfigError if there are none, or if they do not fit the target."""
     config = load_config(folder)
     loader = Loader(folder, load_format, shared.dtype, shared.device, quantization=shared.quantization)
     try:
@@ -87,7 +88,7 @@ def load_mtp_layers(folder: Path, load_format: str, shared: TargetMatrices) -> "
 
 
 class MtpLayers:
-    """The layers with what they share; layer i keeps its KV in layer i of a pool."""
+    """The layers and what they share. Layer i keeps its KV in layer i of the drafter's pool."""
 
     def __init__(
         self, config: PretrainedConfig, loader: Loader, shared: TargetMatrices, layout: Layout, numbers: list[int]
@@ -142,7 +143,7 @@ class MtpLayer:
 
 
 class _Drafting:
-    """What a head and a stack have in common."""
+    """The common parts of MtpHead and MtpStack."""
 
     def __init__(self, layers: MtpLayers, token_map: Tensor | None) -> None:
         shape = layers.shape
@@ -163,7 +164,7 @@ class _Drafting:
 
 
 class MtpHead(_Drafting):
-    """One layer that goes on from its own output: an EAGLE-like head (see `specray.models.eagle.EagleHead`)."""
+    """One layer whose output is its next state. Implements `specray.models.eagle.EagleHead`."""
 
     window: int | None = None
 
@@ -182,11 +183,11 @@ class MtpHead(_Drafting):
 
 
 class MtpStack(_Drafting):
-    """Several layers: what the first predicts, the second goes on from, and so on.
+    """Several layers, each for its own draft step.
 
     Layer k turns the state of position i and token i + k + 1 into the state that predicts token i + k + 2. All layers
-    read a token as soon as it is there: at position p, layer k then has position i = p - k. So a tree's node carries
-    the states of all layers that are still to be used below it, the next one's first: [T, layers left, H].
+    process a token as soon as it is known: at position p, layer k is at position i = p - k. So a tree's node carries
+    the states of all layers that are used below it, the next one's first: [T, layers left, H].
     """
 
     def __init__(self, layers: MtpLayers, count: int, token_map: Tensor | None = None) -> None:
@@ -199,7 +200,7 @@ class MtpStack(_Drafting):
 
     def read(self, layer: int, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Output [T, H] of one layer; `states` [T, H] are the previous layer's one position earlier."""
-        shifted = (positions - layer).clamp(min=0)  # below a prompt shorter than the layers are many
+        shifted = (positions - layer).clamp(min=0)  # a prompt may have fewer tokens than there are layers
         return self._layers[layer](self._embed(token_ids), states, shifted, attend)
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
