@@ -1,1 +1,1 @@
-"""SpecRay on Ray: lives, places and the HTTP surface. What a step computes is `specray`'s business."""
+"""SpecRay on Ray: placement, supervision, routing and the HTTP API. The engine itself lives in `specray`."""

@@ -30,7 +30,7 @@ History = Mapping[str, Sequence[Sample]]  # samples of each running replica, in 
 
 
 class Trend(NamedTuple):
-    """A change of the number that has been due without interruption."""
+    """A change of the number of replicas that has been due without interruption."""
 
     since: float  # seconds
     num_replicas: int  # after the smallest change due in that time

@@ -1,4 +1,4 @@
-"""Background tasks of one owner in an event loop."""
+"""Background tasks in an event loop."""
 
 import asyncio
 from collections.abc import Coroutine

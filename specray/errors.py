@@ -1,4 +1,4 @@
-"""Errors that callers can act on, with their HTTP status. Messages have the value, the reason and the fix."""
+"""Errors that callers can act on, with their HTTP status. Messages contain the value, the reason and the fix."""
 
 
 class SpecRayError(Exception):

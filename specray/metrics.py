@@ -3,8 +3,8 @@
 Metrics are counters and not averages, so that PromQL can take rates of them: accept length = 1 + rate(accepted) /
 rate(verify_steps). Acceptance at position p, given that position p - 1 was accepted, is rate(per_pos{position="p"}) /
 rate(per_pos{position="p-1"}); at position 0 it is rate(per_pos{position="0"}) / rate(drafts). One engine has one
-drafter at a time: `* on (replica) group_left (drafter) (ray_specray_drafter_info == 1)` puts its name to any of these
-in Ray's metrics; `specray.dashboard` has the expressions.
+drafter at a time: `* on (replica) group_left (drafter) (ray_specray_drafter_info == 1)` adds its name as a label to any
+of these in Ray's metrics. `specray.dashboard` has the expressions.
 """
 
 from collections.abc import Iterable
@@ -78,7 +78,7 @@ METRICS = (
     Metric(
         "specray_draft_faults_total",
         "counter",
-        "Steps that went without drafts because the drafter was late, frozen, gone or sent invalid data.",
+        "Steps without drafts because the drafter was late, frozen, gone or sent invalid data.",
         "kind",
         FAULTS,
     ),

@@ -1,7 +1,7 @@
-"""What crosses between the scheduler and the worker in a step: plain, immutable data without tensors.
+"""Messages between the scheduler and the worker in a step: plain, immutable data without tensors.
 
-The types are NamedTuples because msgpack writes a tuple as it is: `pack` and `unpack_*` are the whole wire format.
-A plan carries deltas only. The worker owns the request table, by slot.
+The types are NamedTuples because msgpack serializes a tuple directly: `pack` and `unpack_*` are the whole wire format.
+A plan holds only deltas. The worker owns the request table, which is indexed by slot.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class DraftFault(StrEnum):
     LATE = "late"
     FROZEN = "frozen"  # no reply for seconds
     GONE = "gone"  # the connection was closed
-    NONSENSE = "nonsense"  # the reply is malformed
+    NONSENSE = "nonsense"  # the reply is malformed; a label value of a public metric
     NOT_A_NUMBER = "nan"  # the drafter's own logits are not finite
     NO_HANDSHAKE = "no_handshake"  # a process connected but sent no valid handshake
 
@@ -67,7 +67,7 @@ class NewRequest(NamedTuple):
     cache_salt: str
 
 
-class ScheduledRow(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """One request's work in a step: compute up to `num_tokens` known tokens; if none is left, verify its draft tree."""
 
     slot: int
@@ -77,12 +77,12 @@ class ScheduledRow(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step. It is applied in this order: free slots, enter new requests, extend blocks, run the rows."""
+    """One step. The worker frees slots, enters new requests, extends their blocks and runs `rows`, in this order."""
 
     step_id: int
     freed_slots: list[int]
     new_requests: list[NewRequest]
-    rows: list[ScheduledRow]
+    rows: list[ScheduledRequest]
 
 
 class RequestResult(NamedTuple):
@@ -122,13 +122,15 @@ def pack(message: StepPlan | StepResult) -> bytes:
 def unpack_plan(data: bytes) -> StepPlan:
     """Inverse of `pack` for a plan."""
     step_id, freed, new_requests, rows = msgpack.unpackb(data)
-    return StepPlan(step_id, freed, [new_request(*row) for row in new_requests], [_scheduled_row(*row) for row in rows])
+    return StepPlan(
+        step_id, freed, [new_request(*row) for row in new_requests], [_scheduled_request(*row) for row in rows]
+    )
 
 
 def unpack_result(data: bytes) -> StepResult:
     """Inverse of `pack` for a result."""
     step_id, rows, times, faults = msgpack.unpackb(data)
-    return StepResult(step_id, [_row_result(*row) for row in rows], StepTimes(*times), faults)
+    return StepResult(step_id, [_request_result(*row) for row in rows], StepTimes(*times), faults)
 
 
 def new_request(*fields: Any) -> NewRequest:
@@ -137,12 +139,12 @@ def new_request(*fields: Any) -> NewRequest:
     return request._replace(sampling=SamplingOptions(*request.sampling))
 
 
-def _scheduled_row(*fields: Any) -> ScheduledRow:
-    row = ScheduledRow(*fields)
+def _scheduled_request(*fields: Any) -> ScheduledRequest:
+    row = ScheduledRequest(*fields)
     return row._replace(draft_limit=DraftLimit(*row.draft_limit))
 
 
-def _row_result(*fields: Any) -> RequestResult:
+def _request_result(*fields: Any) -> RequestResult:
     slot, token_ids, num_draft_tokens, logprobs, error = fields
     if logprobs is not None:
         logprobs = [TokenLogprob(token, value, [tuple(pair) for pair in top]) for token, value, top in logprobs]

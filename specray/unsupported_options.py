@@ -83,12 +83,12 @@ _WITHOUT_EFFECT = {
 
 
 def without_effect(name: str) -> str:
-    """The description of such an option."""
+    """The description of an option that is accepted without effect."""
     return f"SGLang's option; accepted without effect: {_WITHOUT_EFFECT[name]}."
 
 
 def options_without_effect(config: object) -> Iterator[str]:
-    """`name=value: reason` for every option that is set and does nothing."""
+    """`name=value: reason` for every option that is set but has no effect."""
     for name, reason in _WITHOUT_EFFECT.items():
         if value := getattr(config, name):
             yield f"{name}={value}: {reason}"

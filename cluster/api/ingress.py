@@ -35,7 +35,7 @@ class OpenAIIngress:
         return await self._router_pool.drain()
 
     async def __del__(self) -> None:
-        """Serve awaits this when the replica stops. Closing spares the routers the wait for our lease to expire."""
+        """Serve awaits this when the replica stops. Closing lets routers free our requests before the lease expires."""
         await self._router_pool.close()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -35,7 +35,7 @@ from specray.errors import ConfigError, SpecRayError
 POLL_S = 0.3
 READY_S = 60.0  # until a running ingress answers: it connects to the engines and reads the tokenizer
 DRAIN_SLACK_S = 15.0  # to start and end a drain
-DRAIN_POLL_S = 0.6  # more than a heartbeat: by the second poll every ingress drains and its requests are counted
+DRAIN_POLL_S = 0.6  # longer than a heartbeat interval: by the second poll every ingress is draining and counted
 PROBE_S = 30.0
 ASK_S = 5.0
 

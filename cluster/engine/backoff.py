@@ -1,4 +1,4 @@
-"""The Retry-After of a full queue: the time in which the requests that wait now are expected to start."""
+"""The Retry-After of a full queue: the time until the requests now waiting are expected to have started."""
 
 from collections import deque
 from collections.abc import Callable

@@ -23,7 +23,7 @@ class DraftActor:
         set_log_level_from_environment()
         HeartbeatFile(Path(heartbeat_path)).keep_beating()
         self._config = config
-        # Takes seconds, which for an engine's first drafter pass while the target loads. `start` raises its errors.
+        # This takes seconds. An engine's first drafter loads while the target does. `start` raises its errors.
         self._target = ThreadPoolExecutor(1).submit(_load_target_view, config)
 
     def start(self, num_slots: int) -> DrafterHandshake:
@@ -32,12 +32,12 @@ class DraftActor:
         import torch
 
         from specray.worker.memory import enough_memory
-        from specray.worker.remote_drafter.server import DraftServer, far_drafter
+        from specray.worker.remote_drafter.server import DraftServer, make_remote_drafter
 
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
         with frozen_garbage_collection(), enough_memory(self._config, "loading the drafter", ConfigError):
-            self._server = DraftServer(far_drafter(self._config, target, num_slots), target.device)
+            self._server = DraftServer(make_remote_drafter(self._config, target, num_slots), target.device)
         return self._server.handshake
 
     def loop(self, address: str, epoch: int) -> None:
@@ -48,6 +48,6 @@ class DraftActor:
 def _load_target_view(config: EngineConfig) -> "TargetView":
     with frozen_garbage_collection():
         # The router imports this module and must not load torch.
-        from specray.worker.remote_drafter.server import far_view
+        from specray.worker.remote_drafter.server import remote_target_view
 
-        return far_view(config)
+        return remote_target_view(config)

@@ -184,7 +184,7 @@ class RayExecutor:
         return DraftEndpoint(f"{self._folder.name}/drafts", self._epoch)
 
     def _add_drafter(self, config: AppConfig, supervisor: DrafterSupervisor) -> None:
-        """Start the drafter beside rank 0, which drafts for all ranks."""
+        """Start the drafter, which runs beside rank 0 and drafts for all ranks."""
         supervisor.start(self._capacity.num_blocks * config.page_size)
         handshake = supervisor.replace(config.speculative)
         # The prefix cache cannot change its keys later. Keys for drafters that read the next token suit all drafters.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 def frozen_garbage_collection() -> Iterator[None]:
     """Disable garbage collection within the block, and exclude all objects created in it from later collections.
 
-    Collections would take a quarter of the time of the imports, and later tenths of a second within a step.
+    Collections would otherwise take a quarter of the import time, and later tenths of a second in single steps.
     """
     gc.disable()
     try:

@@ -13,9 +13,9 @@ from specray.metrics import METRICS, HistogramSnapshot, Snapshot, labelled, numb
 class RayExporter:
     """Exports snapshots as Ray metrics named `ray_specray_...`, with application, replica and node as labels.
 
-    All of them are gauges in Ray; PromQL differences gauges as well. Ray's counters accept no zero, so the series of a
-    rare event would begin at 1 and `rate` would miss the first event. Ray also appends `_total` to their names, even
-    after a histogram's `_bucket`, and keeps exporting them after the replica has ended.
+    All of them are gauges in Ray, because PromQL's `rate` works on gauges too and Ray's counters have three flaws. They
+    cannot be exported as zero, so the series of a rare event would begin at 1 and `rate` would miss the first event.
+    Ray appends `_total` to their names, even after a histogram's `_bucket`. Ray exports them after the replica ended.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Replacing one engine's drafter while it serves. The same for all engines lives in `cluster.routing.rollout`."""
+"""Replaces one engine's drafter while it serves. `cluster.routing.rollout` replaces the drafters of all engines."""
 
 import threading
 from typing import Any, Protocol

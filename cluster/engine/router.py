@@ -78,15 +78,15 @@ class Router:
         self._is_draining = False
         self._is_full = False  # as last sent to the ingresses
         self._backoff = Backoff(HEARTBEATS_IN_WINDOW, time.monotonic)
-        self._tokens = LocalHeartbeat()  # beats when the engine generates one
+        self._tokens = LocalHeartbeat()  # beats when the engine generates a token
         self._health_checks = LocalHeartbeat()
-        self._probes: set[str] = set()  # IDs of unfinished ones
+        self._probes: set[str] = set()  # request IDs of unfinished probes
         self._engine.start()
         self._background = [asyncio.create_task(work) for work in (self._maintain(), self._heartbeat_loop())]
         logger.info("engine ready: %s", self._info)
 
-    # `to` is the replica that a call is addressed to. Serve sends calls to a replica that is gone to another one, which
-    # refuses them.
+    # `to` is the replica that a call is addressed to. If that replica is gone, Serve sends the call to another one,
+    # which refuses it.
 
     async def outputs(self, connection_id: str, to: str | None = None) -> AsyncIterator[Item]:
         """The stream of one ingress replica: `RouterInfo`, then heartbeats and outputs. Ends only by raising."""

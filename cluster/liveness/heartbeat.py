@@ -1,7 +1,7 @@
-"""Heartbeats: something alive beats, and its watcher compares the time since the last heartbeat with a deadline.
+"""Heartbeats: a watcher compares the time since the last heartbeat of a process or connection with a deadline.
 
-`LocalHeartbeat` is for watchers that observe the signs of life themselves, such as messages and tokens.
-`HeartbeatFile` is for watching another process of the same machine.
+`LocalHeartbeat` is for watchers that observe activity themselves, such as received messages or generated tokens.
+`HeartbeatFile` is for watching another process on the same machine.
 """
 
 import mmap
@@ -19,7 +19,7 @@ _LOADED = _LAST_BEAT.size  # offset of a byte that is 0 until the process has lo
 
 
 class Heartbeat(ABC):
-    """The time of the last heartbeat of one thing."""
+    """The time of the last heartbeat of one process, connection or activity."""
 
     @abstractmethod
     def beat(self) -> None:

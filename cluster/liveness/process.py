@@ -1,4 +1,4 @@
-"""Killing processes of this machine, frozen ones included.
+"""Kills processes on this machine, including frozen ones.
 
 Ray stops an actor by sending it a message, which a frozen process does not receive.
 """
@@ -9,7 +9,7 @@ import signal
 
 
 class Process:
-    """Another process of this machine, held by a file descriptor so that a reused process ID cannot be killed."""
+    """Another process on this machine, held by a file descriptor so that a process that reuses its ID is not killed."""
 
     def __init__(self, pid: int) -> None:
         self._fd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None

@@ -1,4 +1,4 @@
-"""Watching the processes of an engine, and killing them when the engine is given up.
+"""Watches the processes of an engine, and kills them when the engine is given up.
 
 The heartbeat file of a rank can be read only on the rank's node, and only there can a frozen rank be killed. The router
 watches the ranks on its own node itself. On each other node it starts a `WatchdogActor` and polls it. Both sides have a

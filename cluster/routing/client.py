@@ -22,7 +22,7 @@ from specray.metrics import Snapshot
 from specray.outputs import RequestOutput
 
 NOT_READY = "the engine is starting or restarting; try again in a few seconds"
-HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for so long is lost
+HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for longer counts as lost
 CONNECT_TIMEOUT_S = 5.0
 DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first
 

@@ -92,9 +92,9 @@ def _is_measured(acceptance_length: float | None) -> TypeGuard[float]:
 
 def _within_bound(live: Sequence[ReplicaState], loads: Mapping[str, float], options: RoutingOptions) -> list[str]:
     """Replicas with free KV blocks (all if none has any) whose load is within the bound of the least loaded."""
-    roomy = [r.replica_id for r in live if r.kv_usage < KV_FULL] or list(loads)
-    bound = min(loads[name] for name in roomy) * options.max_load_ratio + options.load_slack
-    return [name for name in roomy if loads[name] <= bound]
+    with_free_kv = [r.replica_id for r in live if r.kv_usage < KV_FULL] or list(loads)
+    bound = min(loads[name] for name in with_free_kv) * options.max_load_ratio + options.load_slack
+    return [name for name in with_free_kv if loads[name] <= bound]
 
 
 def _rendezvous(session: str, replica_ids: Sequence[str]) -> str:

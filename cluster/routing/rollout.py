@@ -67,7 +67,7 @@ class DrafterRollout:
                 raise EngineDeadError(NOT_READY)
             before = self._latest()
             desired = DesiredDrafter(max(time.time_ns(), before.set_at + 1), speculative)
-            # One engine first: if it refuses the drafter, the others need not load it.
+            # Try one engine first: if it refuses the drafter, the others need not load it.
             for group in (clients[:1], clients[1:]):
                 answers = await asyncio.gather(*(client.apply(desired) for client in group), return_exceptions=True)
                 refusals = [answer for answer in answers if isinstance(answer, RequestRefusedError)]

@@ -136,7 +136,7 @@ class LocalServer:
         return f"was not ready after {timeout:.0f} s" if waited > timeout else None
 
     def _end_leftovers(self) -> None:
-        """Kill the Ray daemons that have not exited a while after their driver."""
+        """Kill Ray daemons that are still running some seconds after their driver has exited."""
         deadline = time.monotonic() + 5
         while (pids := list(_processes_of(self._folder))) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     status.add_arguments(looking)
     looking.set_defaults(run=status.run)
 
-    # For `specray --help` only: `main` runs these before it parses arguments.
+    # Only for `specray --help`: `main` runs these commands before it parses arguments.
     commands.add_parser("serve", help="serve a model on Ray")
     commands.add_parser("check", help="validate a configuration and print the resources it needs")
     return parser

@@ -1,1 +1,1 @@
-"""Host side of the engine: requests, blocks, scheduling, text. No torch here."""
+"""The host side of the engine: requests, KV blocks, scheduling and detokenization. Does not import torch."""

@@ -5,7 +5,7 @@ import logging
 from specray.engine.stats import EngineStats
 
 NUM_TREES = 256  # verified trees between two checks
-COLLAPSED_BELOW = 1.1  # accept length at which no tree pays for its own verification
+COLLAPSED_BELOW = 1.1  # accept length below which a tree gains less than its verification costs
 RECOVERED_FROM = 1.2
 
 DRAFTS = "specray_spec_decode_num_drafts_total"
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_collapsed(accept_length: float, was_collapsed: bool) -> bool:
-    """Whether an average accept length, the bonus token included, is too low to pay for drafting."""
+    """Whether an average accept length, bonus token included, is too low for drafting to gain time."""
     return accept_length < (RECOVERED_FROM if was_collapsed else COLLAPSED_BELOW)
 
 
 class AcceptanceAlarm:
-    """Checks each window of NUM_TREES verified trees on its own."""
+    """Checks each window of NUM_TREES verified trees."""
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats

@@ -1,4 +1,4 @@
-"""The step loop in a thread of its own: requests in, batches of outputs out.
+"""The engine's step loop in its own thread.
 
 `deliver` is called in the loop's thread with all outputs of a step; it must pass them on to the caller's event loop.
 Every submitted request ends in exactly one output with a finish reason, even if the loop fails.
@@ -54,7 +54,7 @@ class AsyncEngine:
             self._changed.notify()
 
     def queue_error(self) -> QueueFullError | None:
-        """The error that a new request would get now, whatever its tenant; None while there is room."""
+        """The error that a new request of any tenant would get now; None if the queue has space."""
         with self._changed:
             try:
                 self._engine.scheduler.check_queue(arriving=self._arrived)

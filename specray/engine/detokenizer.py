@@ -1,4 +1,4 @@
-"""Incremental detokenization, and the one place where an output is cut at a stop condition.
+"""Incremental detokenization and stop conditions.
 
 Tokens are processed one by one, however many a step accepted. Text, ids, logprobs and usage therefore end at the same
 token for any split of the same output into steps. Text that may be the start of a stop string is held back.
@@ -78,7 +78,7 @@ class TextStream:
         """Decode the pending tokens as a separate text.
 
         Byte-fallback decoders replace a run of byte tokens by U+FFFD once a later byte makes it invalid, including
-        characters that were already sent. The stream then raises. What was sent stays.
+        characters that were already sent. The stream then raises. Text that was sent is not changed.
         """
         self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
         return "".join(self._stream.step(self._tokenizer, token_id) or "" for token_id in self._undecoded)

@@ -1,6 +1,6 @@
 """The engine: `step` schedules, runs and commits one step of all running requests.
 
-Policy is in `scheduler`, text in `detokenizer`, the thread in `async_engine`; devices are behind `Executor`.
+`scheduler` plans the steps, an `Executor` runs them, and `detokenizer` makes the text. `async_engine` runs the loop.
 """
 
 import time
@@ -58,7 +58,7 @@ class Engine:
         if num_prompt + max_tokens > self.max_length:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together "
-                f"{num_prompt + max_tokens}, but this server has room for {self.max_length} per request; "
+                f"{num_prompt + max_tokens}, but this server allows {self.max_length} per request; "
                 "shorten the prompt or lower max_tokens",
                 "prompt" if num_prompt >= self.max_length else "max_tokens",
             )
@@ -96,7 +96,7 @@ class Engine:
         self._end_overdue()
         plan = self.scheduler.schedule()
         if plan.rows or plan.freed_slots:
-            self._note_queue_times(plan)
+            self._record_queue_times(plan)
             self.executor.submit(plan)
             result = self.executor.collect()
             for emitted in self.scheduler.emitted(plan, result):
@@ -105,7 +105,7 @@ class Engine:
         return self._take_outputs()
 
     def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
-        """Plan for another drafter. The worker may switch before or after: it cuts trees to what was planned."""
+        """Plan for another drafter. The worker may switch earlier or later, because it truncates trees to the plan."""
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
         self.scheduler.max_step_draft_tokens = speculative.max_step_draft_tokens
@@ -130,7 +130,7 @@ class Engine:
         self.stats.values["specray_num_preemptions_total"] = scheduler.num_preemptions
 
     def _end_overdue(self) -> None:
-        """Abort requests past their deadline, running or not; their caller may be unable to."""
+        """Abort running and waiting requests past their deadline, in case their caller no longer can."""
         now = time.monotonic()
         for request in [request for request in self._requests.values() if request.deadline <= now]:
             self._pending_outputs.append(
@@ -195,7 +195,7 @@ class Engine:
     def _stats_of(self, request: Request) -> EngineStats:
         return self._probe_stats if request.spec.is_probe else self.stats
 
-    def _note_queue_times(self, plan: StepPlan) -> None:
+    def _record_queue_times(self, plan: StepPlan) -> None:
         """Record queue times and prefix cache hits of requests that start for the first time."""
         for request in self.scheduler.running[len(self.scheduler.running) - len(plan.new_requests) :]:
             if request.num_preemptions == 0:

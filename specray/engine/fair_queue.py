@@ -2,7 +2,7 @@
 
 The tenant that was served the fewest tokens is next. A request's prompt is charged when it starts and its output as it
 is generated, so unused `max_tokens` cost nothing. A tenant gains no credit while it has nothing waiting: when it queues
-again, it starts level with the tenant whose turn it is. Use of an otherwise empty queue is not charged.
+again, its count starts at that of the tenant whose turn it is. Use of an otherwise empty queue is not charged.
 
 In addition, up to one token in AGE_SHARE is served out of turn, to the request that has waited longest. With any number
 of tenants that always have requests waiting,
@@ -27,9 +27,9 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._returned: deque[Request] = deque()  # preempted: they go first and are not charged again
-        self._lines: dict[str, deque[Request]] = {}  # by tenant, none empty
+        self._queues: dict[str, deque[Request]] = {}  # by tenant, none empty
         self._served: dict[str, int] = {}  # tokens by tenant, for those waiting or above `_level`
-        self._level = 0  # tokens served to the last tenant in turn; never falls while requests wait
+        self._level = 0  # tokens served to the last tenant in turn; never decreases while requests wait
         self._total = 0  # tokens served; `_for_age` bounds those served out of turn
         self._for_age = 0
         self._num_waiting = 0  # a counter, so that other threads can read it during a step
@@ -39,11 +39,11 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """Preempted requests first, then tenant by tenant."""
-        return chain(self._returned, *self._lines.values())
+        return chain(self._returned, *self._queues.values())
 
     def num_waiting_of(self, tenant: str) -> int:
         """New requests of one tenant. Like `len`, safe to call from another thread."""
-        return len(self._lines.get(tenant, ()))
+        return len(self._queues.get(tenant, ()))
 
     def append(self, request: Request) -> None:
         """Queue a new request."""
@@ -51,10 +51,10 @@ class FairQueue:
         if not self:
             self._served.clear()
             self._level = self._total = self._for_age = 0
-        if tenant not in self._lines:
+        if tenant not in self._queues:
             self._served[tenant] = max(self._level, self._served.get(tenant, 0))
-            self._lines[tenant] = deque()
-        self._lines[tenant].append(request)
+            self._queues[tenant] = deque()
+        self._queues[tenant].append(request)
         self._num_waiting += 1
 
     def appendleft(self, request: Request) -> None:
@@ -87,7 +87,7 @@ class FairQueue:
         self._total += num_tokens
 
     def _next(self) -> Request:
-        heads = [line[0] for line in self._lines.values()]
+        heads = [line[0] for line in self._queues.values()]
         oldest = min(heads, key=lambda request: request.arrival)
         in_turn = min(heads, key=lambda request: (self._served[request.spec.tenant], request.arrival))
         if oldest is not in_turn and (self._for_age + oldest.max_length) * AGE_SHARE <= self._total:
@@ -95,12 +95,12 @@ class FairQueue:
             return oldest
         self._level = max(self._level, self._served[in_turn.spec.tenant])
         self._served = {
-            name: served for name, served in self._served.items() if served > self._level or name in self._lines
+            name: served for name, served in self._served.items() if served > self._level or name in self._queues
         }
         return in_turn
 
     def _take(self, request: Request) -> None:
-        line = self._lines[request.spec.tenant]
+        line = self._queues[request.spec.tenant]
         line.remove(request)  # the head, unless it is aborted
         if not line:
-            del self._lines[request.spec.tenant]
+            del self._queues[request.spec.tenant]

@@ -82,13 +82,13 @@ class RadixCache:
         self.lock([node])
         return node
 
-    def take_blocks(self, num_blocks: int) -> list[int] | None:
+    def allocate(self, num_blocks: int) -> list[int] | None:
         """Free blocks, evicting idle cached ones if needed; None, without evicting, if there are not enough."""
         if num_blocks > self.pool.num_free + self.num_idle:
             return None
         while self.pool.num_free < num_blocks:
             self._evict_one()
-        return self.pool.take(num_blocks)
+        return self.pool.allocate(num_blocks)
 
     def clear(self) -> None:
         """Evict every idle block."""
@@ -125,7 +125,7 @@ class RadixCache:
         node.parent = None
         self.num_cached -= 1
         self.num_idle -= 1
-        self.pool.give([node.block_id])
+        self.pool.free([node.block_id])
         self._offer(parent)
         if parent.parent is None and not parent.children:
             del self._roots[parent.namespace]

@@ -13,7 +13,7 @@ from specray.engine.fair_queue import FairQueue
 from specray.engine.radix_cache import RadixCache
 from specray.engine.request import Emitted, EngineRequest, Request, Status
 from specray.errors import QueueFullError
-from specray.step import NewRequest, SamplingOptions, ScheduledRow, StepPlan, StepResult
+from specray.step import NewRequest, SamplingOptions, ScheduledRequest, StepPlan, StepResult
 
 
 class Scheduler:
@@ -41,7 +41,7 @@ class Scheduler:
 
     @property
     def has_freed_slots(self) -> bool:
-        """Whether the worker still has to be sent slots that were freed."""
+        """Whether freed slots have not been sent to the worker yet."""
         return bool(self._freed_slots)
 
     @property
@@ -90,7 +90,7 @@ class Scheduler:
             work.append((request, num_tokens, []))
             budget -= num_tokens
         shares = self._draft_shares([request for request, *_ in work])
-        rows = [self._row_step(*item, share) for item, share in zip(work, shares, strict=True)]
+        rows = [self._schedule_request(*item, share) for item, share in zip(work, shares, strict=True)]
         freed, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
         return StepPlan(self._num_steps, freed, new_requests, rows)
@@ -151,18 +151,20 @@ class Scheduler:
         share, num_more = divmod(self.max_step_draft_tokens, max(1, num_rows))
         return [min(self.max_draft_tokens, share + (place < num_more)) for place in range(len(requests))]
 
-    def _row_step(self, request: Request, num_tokens: int, new_block_ids: list[int], draft_share: int) -> ScheduledRow:
+    def _schedule_request(
+        self, request: Request, num_tokens: int, new_block_ids: list[int], draft_share: int
+    ) -> ScheduledRequest:
         num_known, num_drafts, limit = len(request.token_ids), 0, request.spec.draft_limit
         if num_tokens == request.num_pending_tokens and limit.allows_drafts:
             num_drafts = max(0, min(draft_share, request.max_useful_drafts, limit.num_tokens))
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
-        return ScheduledRow(request.slot, num_tokens, limit._replace(num_tokens=num_drafts), new_block_ids)
+        return ScheduledRequest(request.slot, num_tokens, limit._replace(num_tokens=num_drafts), new_block_ids)
 
     def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks to hold `num_tokens`, appended to the request; None if there are not enough."""
         missing = max(0, -(-num_tokens // self.block_size) - len(request.block_ids))
-        blocks = self.cache.take_blocks(missing)
+        blocks = self.cache.allocate(missing)
         if blocks:
             request.block_ids += blocks
         return blocks
@@ -215,7 +217,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
-        self.pool.give(request.private_blocks())
+        self.pool.free(request.private_blocks())
         self.cache.unlock(request.shared_path)
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)

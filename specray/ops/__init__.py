@@ -1,1 +1,1 @@
-"""Operations on tensors: noise, sampling, attention. Each has one reference implementation, some a faster one."""
+"""Tensor operations: noise, sampling, attention and matmuls."""

@@ -1,4 +1,4 @@
-"""The one place that chooses attention kernels."""
+"""Selection of the attention kernels."""
 
 from torch import Tensor
 

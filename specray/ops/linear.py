@@ -1,4 +1,4 @@
-"""x W^T + b with a weight that is packed once: the one place that chooses matmul kernels."""
+"""x W^T + b with a weight that is packed once, and the selection of its matmul kernel."""
 
 from collections.abc import Callable
 

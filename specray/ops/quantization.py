@@ -35,8 +35,10 @@ _SMALLEST = 1e-30  # smallest scale, for rows of zeros
 
 
 def make_int8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Function of x [T, in] -> [T, out], of x's type, for `weight` [out, in] of any type. Rows that are
-    not finite stay so."""
+    """Function of x [T, in] -> [T, out], of x's type, for `weight` [out, in] of any type.
+
+    Rows that are not finite stay not finite.
+    """
     levels, packed = _int8_levels(), _pack(weight.float())
     smallest, addend = torch.tensor(_SMALLEST), None if bias is None else bias.float()
     run = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
@@ -55,7 +57,7 @@ def make_fp8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Like `make_int8_linear`, in float8_e4m3fn on tensor cores; x is bfloat16. Not run on a GPU yet."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     scale = weight.float().abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST) / largest
-    packed = (weight / scale).to(torch.float8_e4m3fn).t()  # column-major, as the kernel wants it
+    packed = (weight / scale).to(torch.float8_e4m3fn).t()  # column-major, as the kernel requires
 
     def linear(x: Tensor) -> Tensor:
         unit = x.float().abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST) / largest
@@ -109,11 +111,11 @@ def _fp8_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"its kernels run on GPUs, and the device is {device.type}; set quantization: int8 or null"
     if torch.cuda.get_device_capability(device) < (8, 9):
         return "it needs a GPU of compute capability 8.9 (Ada, Hopper) or later; set quantization: null"
-    return None if dtype is torch.bfloat16 else f"it goes with bfloat16 alone, not {dtype}; set dtype: bfloat16"
+    return None if dtype is torch.bfloat16 else f"it works only with bfloat16, not {dtype}; set dtype: bfloat16"
 
 
 class Quantization(NamedTuple):
-    """How a linear is made, and why a device does not support it, if so."""
+    """How a linear is made, and the reason if a device does not support it."""
 
     make: Callable[[Tensor, Tensor | None], Linear]
     obstacle: Callable[[torch.device, torch.dtype], str | None]

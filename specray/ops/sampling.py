@@ -87,7 +87,7 @@ def _adjust(logits: Tensor, state: SamplingState) -> Tensor:
 
 
 def _lowest_kept(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """The smallest logit [n, 1] that top-k, then top-p over what top-k kept, and min-p let through."""
+    """The smallest logit [n, 1] that passes top-k, top-p over the tokens that top-k kept, and min-p."""
     logprobs = scaled.log_softmax(-1)  # row by row, so that no row's bits depend on the others
     vocab_size = scaled.shape[-1]
     # Sorting a prefix is enough for almost every nucleus. On a GPU the host could not check that without a copy.

@@ -1,4 +1,4 @@
-"""Drafting methods and the verifier. This table is the only place that knows the methods' names.
+"""Drafting methods and the verifier. Methods are selected by name only through the table in this module.
 
 Drafters are imported when they are made, so that a configuration can be checked without importing torch. A name with a
 colon is the import path of a drafter outside this package (`custom`).

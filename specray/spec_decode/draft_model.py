@@ -71,16 +71,16 @@ class StandaloneDrafter:
     @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:
         parts = self._parts(context)
-        bare = DraftTree.roots(context.roots()) if context.requests else DraftTree.from_lists([], self._device)
+        roots = DraftTree.roots(context.roots()) if context.requests else DraftTree.from_lists([], self._device)
         if not parts:
-            return bare
+            return roots
         output, prefix = self._read(context, parts)
         if not prefix.requests:
-            return bare
+            return roots
         tree = self._grower.grow(replace(context, requests=prefix.requests), prefix, output)
         ready = {request.slot for request in prefix.requests}
         places = [place for place, request in enumerate(context.requests) if request.slot in ready]
-        return tree.scattered(torch.tensor(places, device=self._device), bare)
+        return tree.scattered(torch.tensor(places, device=self._device), roots)
 
     def release(self, slots: Sequence[int]) -> None:
         self._hashes.forget(slots)
@@ -92,7 +92,7 @@ class StandaloneDrafter:
         starts = [self._num_read(context, request) for request in rows]
         num_added = sum(request.end - request.start for request in rows)
         sizes = [request.end - start for request, start in zip(rows, starts, strict=True)]
-        counts = share_out(sizes, num_added + CATCH_UP_TOKENS)
+        counts = split_budget(sizes, num_added + CATCH_UP_TOKENS)
         parts = [
             Part(request, start, start + count, has_root=start + count == request.end and request.slot in wants_tree)
             for request, start, count in zip(rows, starts, counts, strict=True)
@@ -100,7 +100,7 @@ class StandaloneDrafter:
         return [part for part in parts if part.has_root or part.stop > part.start]
 
     def _fits(self, context: ProposeContext, request: DraftRequest) -> bool:
-        """Whether the draft model's context has room for a tree, after the prompt if that is not complete."""
+        """Whether a tree fits in the draft model's context, after the prompt if that is not complete."""
         num_prompt_tokens = context.table.states[request.slot].num_prompt_tokens
         return max(request.end, num_prompt_tokens - 1) <= self._last_end
 
@@ -155,8 +155,8 @@ class Part(NamedTuple):
     has_root: bool
 
 
-def share_out(sizes: Sequence[int], budget: int) -> list[int]:
-    """Shares of `budget` for jobs of these sizes: the smallest first, so that a long one does not delay the others."""
+def split_budget(sizes: Sequence[int], budget: int) -> list[int]:
+    """Split `budget` among requests of these sizes, smallest first, so that a long one does not delay the others."""
     counts = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=sizes.__getitem__):
         counts[index] = min(sizes[index], budget)

@@ -1,4 +1,4 @@
-"""What drafters with a model are made of: types, matrices of the target, and scratch KV slots."""
+"""Parts shared by drafters with a model: data types, the target's matrices, and scratch KV slots."""
 
 import torch
 from torch import Tensor

@@ -2,8 +2,8 @@
 
 After every step the head first processes the tokens that the target committed (draft extend: the hidden states of token
 i with token i + 1). Then a tree grows on its outputs. Its KV of position i lies in the same KV slot as the target's, so
-blocks are shared, cached and freed together. The drafter records which KV slots it has written and attends to no
-others, so it can join running requests and can miss a step.
+blocks are shared, cached and freed together. The drafter records which KV slots it has written and attends only to
+those, so it can join running requests and can miss a step.
 """
 
 from collections.abc import Sequence

@@ -96,7 +96,7 @@ class NgramDrafter:
         return SuffixIndex(capacity, self._rules.max_window, self._rules.reach)
 
     def _salt_number(self, salt: str) -> int:
-        """A number that no other salt has had. The least recently used salt is forgotten, with its texts."""
+        """A number that was never assigned to another salt. The least recently used salt is evicted with its texts."""
         number = self._salts.pop(salt, None) or next(self._salt_numbers)
         self._salts[salt] = number  # move it to the end
         if len(self._salts) > _MOST_SALTS:  # a client may send a new salt with every request

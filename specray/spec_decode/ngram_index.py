@@ -1,9 +1,9 @@
 """An index of earlier occurrences of the last symbols of a text.
 
-A trie of all n-grams needs as many nodes a token as it is deep, so none is stored. Its node for an n-gram is the list
-of places that end with it, and the node's children are the symbols that follow there, the most recent first. The places
-are found as in zlib: n-grams of 1, 2, 4, 8, … symbols are hashed, and each place is linked to the previous one with the
-same hash. Symbols are numbers above 0; `GAP` separates texts.
+A trie of all n-grams would need as many nodes per token as it is deep, so no trie is stored. A node of that trie is
+represented by the list of places where its n-gram ends, and its children are the symbols that follow there, the most
+recent first. The places are found as in zlib: n-grams of 1, 2, 4, 8, … symbols are hashed, and each place is linked to
+the previous one with the same hash. Symbols are numbers above 0; `GAP` separates texts.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class SuffixIndex:
         self._symbols = np.zeros(size, dtype=np.int64)
         self._end = 1  # place of the next symbol, counted from the start of the stream; place 0 means none
         self._shift = _KEY_BITS - capacity.bit_length()
-        self._stretches = Stretches(levels)
+        self._keys = NgramKeys(levels)
         # Lists, because numpy is slow at single elements.
         self._symbol_view = self._symbols.data
         self._tags = [np.zeros(size, dtype=np.uint32).data for _ in range(levels)]
@@ -60,7 +60,7 @@ class SuffixIndex:
         slots = [place % self._size for place in places]
         for slot, symbol in zip(slots, new, strict=True):
             self._symbol_view[slot] = symbol
-        levels = self._stretches.read(new)
+        levels = self._keys.read(new)
         for keys, tags, previous, latest in zip(levels, self._tags, self._previous, self._latest, strict=True):
             for key, place, slot in zip(keys, places, slots, strict=True):
                 bucket = key >> self._shift
@@ -108,7 +108,7 @@ def num_levels(window: int) -> int:
     return window.bit_length()
 
 
-class Stretches:
+class NgramKeys:
     """Hashes of the n-grams of 1, 2, 4, … symbols that end at each place of a stream, `_KEY_BITS` bits each."""
 
     def __init__(self, levels: int) -> None:

@@ -1,7 +1,7 @@
 """Samplers choose the token at a node of a draft tree; `verifier` walks the tree.
 
-`coupled` is the default and ignores the drafts. `rejection`, `thresholds` and `simulation` have the others, and
-`samplers` selects one.
+`coupled` is the default and ignores the drafts. The other samplers live in `rejection`, `thresholds` and `simulation`;
+`samplers` selects the configured one.
 """
 
 from typing import NamedTuple, Protocol

@@ -73,7 +73,7 @@ class RequestTable:
         self.states: dict[int, RequestState] = {}
         self.device = device
         self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the arena, int32 values)
-        self._trash = num_slots * self._row
+        self._discard_index = num_slots * self._row
 
     def enter(self, new: NewRequest) -> None:
         """Start a request in its slot."""
@@ -106,7 +106,7 @@ class RequestTable:
         del self.states[slot]
 
     def flush(self, *rows: Sequence[int]) -> Tensor:
-        """Write all changes to the device. `rows` travel in the same copy and are returned, int64 [len(rows), n]."""
+        """Write all changes to the device. `rows` are copied along and returned as int64 [len(rows), n]."""
         changes, self._changes = self._changes, []
         extra = np.array(rows, dtype=np.int32)
         places = [np.arange(first, first + len(values), dtype=np.int32) for first, values in changes]
@@ -122,7 +122,7 @@ class RequestTable:
         lengths = self.num_tokens.index_select(0, slots).long()
         columns = torch.arange(tokens.shape[1], device=self.device)
         places = slots[:, None] * self._row + lengths[:, None] + columns
-        places = places.where(columns < num_tokens[:, None], self._trash)
+        places = places.where(columns < num_tokens[:, None], self._discard_index)
         self._arena.index_copy_(0, places.flatten(), tokens.flatten().to(torch.int32))
         self.num_tokens.index_copy_(0, slots, (lengths + num_tokens).to(torch.int32))
 

@@ -1,4 +1,4 @@
-"""The one place that chooses the sampler for verification."""
+"""Selection of the sampler for verification."""
 
 import logging
 
@@ -12,7 +12,6 @@ logger = logging.getLogger(__name__)
 
 
 def make_sampler(config: SpeculativeConfig) -> NodeSampler:
-    """The configured sampler."""
     if config.is_simulated:
         rates = config.simulate_accept_rates or rates_of(config.simulate_accept_length or 1.0)
         logger.warning("SIMULATED acceptance at rates %s by depth: the output is MEANINGLESS", rates)

@@ -1,4 +1,4 @@
-"""Simulated acceptance: drafts are accepted at random, at configured rates, whatever they are.
+"""Simulated acceptance: drafts are accepted at random and at configured rates, regardless of their content.
 
 It measures the cost of steps of a given accept length, with random weights or before a drafter is trained. The text is
 meaningless, and every reply, log line and metric of such an engine reports that.
@@ -17,7 +17,7 @@ from specray.spec_decode.node_sampler import NodeBatch
 
 
 def rates_of(accept_length: float) -> list[float]:
-    """Acceptance rates by depth for steps of this mean length, the bonus token included, each within a token of it."""
+    """Acceptance rates by depth for steps of this mean length, bonus token included, each within a token of it."""
     whole = floor(accept_length - 1)
     return [1.0] * whole + [accept_length - 1 - whole]
 

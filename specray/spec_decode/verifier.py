@@ -28,7 +28,7 @@ class VerifyOutput(NamedTuple):
     num_tokens: Tensor  # int64 [B]: accepted drafts and the bonus token; 0: the logits are not finite
     tokens: Tensor  # int64 [B, D + 1]: accepted drafts, then the bonus token; undefined past `num_tokens`
     nodes: Tensor  # int64 [B, D + 1]: accepted nodes, the root first; undefined past `num_tokens`
-    logprobs: dict[int, list[TokenLogprob]]  # of the requests that want them, by row
+    logprobs: dict[int, list[TokenLogprob]]  # of the requests with logprobs, by row
 
 
 class VerifyInput(NamedTuple):
@@ -97,15 +97,15 @@ def _verify_at_once(inputs: VerifyInput) -> VerifyOutput:
     is_finite = inputs.logits.gather(1, flat[:, None])[:, 0].isfinite()
     chosen, is_finite = flat[places], is_finite[places] & is_node
     parents = tree.parents.clamp(min=0)
-    is_chosen = (tree.tokens == chosen.gather(1, parents)) & is_node & ~twins(tree)
+    is_chosen = (tree.tokens == chosen.gather(1, parents)) & is_node & ~repeats_sibling(tree)
     is_chosen[:, ROOT] = True
     is_accepted = (is_chosen[:, None, :] | ~ancestors).all(-1) & (depths <= tree.max_depth) & is_node
-    is_sound = (is_finite | ~is_accepted).all(-1)
+    has_finite_path = (is_finite | ~is_accepted).all(-1)
     # At most one node of each depth is accepted; the others go to a column that is cut off.
     columns = torch.where(is_accepted, depths, tree.max_depth + 1)
     path = torch.zeros(num_rows, tree.max_depth + 2, dtype=torch.int64, device=device)
     path = path.scatter_(1, columns, nodes.expand(num_rows, width))[:, :-1]
-    return VerifyOutput(is_accepted.sum(-1) * is_sound, chosen.gather(1, path), path, {})
+    return VerifyOutput(is_accepted.sum(-1) * has_finite_path, chosen.gather(1, path), path, {})
 
 
 def _choose_everywhere(inputs: VerifyInput, depths: Tensor, is_node: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def _verify_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
     tree, states, device = inputs.tree, inputs.sampling.states, inputs.logits.device
     positions = inputs.lengths[:, None] + torch.arange(tree.max_depth + 1, device=device)
     keys = noise_keys(inputs.sampling.seeds[:, None], positions)
-    is_twin, starts = twins(tree), inputs.starts()
+    is_repeated, starts = repeats_sibling(tree), inputs.starts()
     paths: list[list[int]] = [[ROOT] for _ in states]
     tokens: list[list[int]] = [[] for _ in states]
     logprobs: dict[int, list[TokenLogprob]] = {
@@ -135,7 +135,7 @@ def _verify_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
         at = [paths[row][-1] for row in active]
         rows, node = torch.tensor([active, at]).to(device)
         here = inputs.logits.index_select(0, torch.from_numpy(starts[active] + at).to(device))
-        is_child = (tree.parents.index_select(0, rows) == node[:, None]) & ~is_twin.index_select(0, rows)
+        is_child = (tree.parents.index_select(0, rows) == node[:, None]) & ~is_repeated.index_select(0, rows)
         children = is_child.to(torch.int8).argsort(descending=True, stable=True)  # in order, then all other nodes
         siblings = tree.tokens.index_select(0, rows).masked_fill(~is_child, NONE).gather(1, children)
         probs = None if tree.draft_probs is None else tree.draft_probs[rows, node]
@@ -147,8 +147,8 @@ def _verify_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
         next_node = torch.where(is_next.any(-1), next_node, NONE)
         still_active = []
         results = torch.stack((chosen, is_finite.long(), next_node), 1).tolist()
-        for row, row_logits, (token, is_sound, child) in zip(active, here, results, strict=True):
-            if not is_sound:
+        for row, row_logits, (token, is_finite, child) in zip(active, here, results, strict=True):
+            if not is_finite:
                 tokens[row] = []
                 continue
             states[row].append(token)
@@ -168,7 +168,7 @@ def _verify_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
     return VerifyOutput(num_tokens, token_ids, nodes, logprobs)
 
 
-def twins(tree: DraftTree) -> Tensor:
+def repeats_sibling(tree: DraftTree) -> Tensor:
     """bool [B, N]: nodes that repeat the token of an earlier sibling. The first of equal siblings counts."""
     num_rows, width = tree.tokens.shape
     if width <= 2:

@@ -27,10 +27,10 @@ class WrittenSlots:
         """
         columns = [(request.slot, request.start, request.end) for request in requests]
         slots, first, ends = np.array(columns).T[:, :, None]
-        limits = np.array([table.states[request.slot].num_kv_slots for request in requests])[:, None]
-        positions = first + np.arange((limits - first).max())
-        kv_slots = table.host_kv_slots[slots, np.minimum(positions, limits - 1)]
-        self._is_written[kv_slots[positions < limits]] = False
+        num_kv_slots = np.array([table.states[request.slot].num_kv_slots for request in requests])[:, None]
+        positions = first + np.arange((num_kv_slots - first).max())
+        kv_slots = table.host_kv_slots[slots, np.minimum(positions, num_kv_slots - 1)]
+        self._is_written[kv_slots[positions < num_kv_slots]] = False
         self._is_written[kv_slots[(positions >= np.array(starts)[:, None]) & (positions < ends)]] = True
 
     def has(self, table: RequestTable, requests: Sequence[DraftRequest], positions: Sequence[int]) -> np.ndarray:

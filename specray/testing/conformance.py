@@ -132,12 +132,14 @@ def check_wrong_drafts(config: EngineConfig) -> None:
 
 def check_own_process(config: EngineConfig) -> None:
     """The drafter needs only what it is given in a process of its own, where `target.model` is None."""
-    from specray.worker.remote_drafter.server import far_drafter, far_view
+    from specray.worker.remote_drafter.server import make_remote_drafter, remote_target_view
 
     with _engine(config) as llm:
         capacity = llm.engine.capacity
         drafts = _drafts_of(llm)
-        drafts.drafter = far_drafter(llm.config, far_view(llm.config), capacity.num_blocks * llm.config.page_size)
+        drafts.drafter = make_remote_drafter(
+            llm.config, remote_target_view(llm.config), capacity.num_blocks * llm.config.page_size
+        )
         _require(
             drafts.drafter.max_draft_tokens == capacity.max_draft_tokens, "max_draft_tokens depends on target.model"
         )

@@ -1,1 +1,1 @@
-"""One worker per rank: the request table, the model, the KV pool and the drafts' source."""
+"""One worker per rank: the model, the KV pool, the step's input and output, and the source of drafts."""

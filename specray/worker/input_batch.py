@@ -18,8 +18,8 @@ from specray.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepRows:
-    """The R rows of a step, one for each request, in the plan's order."""
+class ScheduledBatch:
+    """The R scheduled requests of a step. Row r is the r-th request of the plan."""
 
     states: list[RequestState]
     num_known: list[int]  # known tokens to compute in this step, the root included
@@ -29,7 +29,7 @@ class StepRows:
     counts: Tensor  # int64 [R], num_known on the device
 
     @classmethod
-    def of(cls, table: RequestTable, plan: StepPlan) -> "StepRows":
+    def of(cls, table: RequestTable, plan: StepPlan) -> "ScheduledBatch":
         """Bring the table up to date with a plan; one copy to the device."""
         for slot in plan.freed_slots:
             table.free(slot)
@@ -54,7 +54,7 @@ class StepRows:
 class InputBatch:
     """A step's rows and trees, flattened to T tokens."""
 
-    rows: StepRows
+    rows: ScheduledBatch
     tree: DraftTree  # of all R rows
     num_nodes: list[int]  # the host's copy of tree.num_nodes
     token_ids: Tensor  # int64 [T]
@@ -77,7 +77,7 @@ class InputBatch:
         return self.roots.index_select(0, row) + node
 
 
-def build_batch(table: RequestTable, rows: StepRows, tree: DraftTree, num_nodes: list[int]) -> InputBatch:
+def build_batch(table: RequestTable, rows: ScheduledBatch, tree: DraftTree, num_nodes: list[int]) -> InputBatch:
     """Flatten rows and their trees."""
     lens = [known + nodes - 1 for known, nodes in zip(rows.num_known, num_nodes, strict=True)]
     kv_lens = [state.num_computed_tokens + length for state, length in zip(rows.states, lens, strict=True)]

@@ -8,7 +8,7 @@ import torch
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
-from specray.worker.memory import memory_fraction, weight_rungs
+from specray.worker.memory import memory_fraction, weight_options
 
 
 def count_blocks(config: EngineConfig, bytes_per_token: int, context_length: int, device: torch.device) -> int:
@@ -21,13 +21,13 @@ def count_blocks(config: EngineConfig, bytes_per_token: int, context_length: int
         return config.max_total_tokens // config.page_size + 1
     total, used = _memory(device)
     fraction = memory_fraction(config, device.type == "cuda")
-    room = int(total * fraction) - used
-    tokens = min(room // bytes_per_token, useful)
+    available = int(total * fraction) - used
+    tokens = min(available // bytes_per_token, useful)
     if tokens < config.page_size:
-        smaller = "; ".join(["raise it", *weight_rungs(config), "or set max_total_tokens"])
+        smaller = "; ".join(["raise it", *weight_options(config), "or set max_total_tokens"])
         raise ConfigError(
-            f"mem_fraction_static={fraction} of {total / 2**30:.1f} GiB leaves {room / 2**30:.2f} GiB for the KV pool "
-            f"after {used / 2**30:.1f} GiB already in use, less than one block of {config.page_size} tokens; "
+            f"mem_fraction_static={fraction} of {total / 2**30:.1f} GiB leaves {available / 2**30:.2f} GiB for the KV "
+            f"pool after {used / 2**30:.1f} GiB already in use, less than one block of {config.page_size} tokens; "
             f"{smaller}"
         )
     return tokens // config.page_size + 1

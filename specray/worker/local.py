@@ -1,4 +1,4 @@
-"""Executor for one rank in this process: no Ray, no sockets."""
+"""An executor for one rank in this process, without Ray or sockets."""
 
 from collections import deque
 

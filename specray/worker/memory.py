@@ -26,21 +26,21 @@ def enough_memory(config: EngineConfig, while_: str, error: type[ConfigError | E
     try:
         yield
     except (MemoryError, RuntimeError) as failure:
-        if not _is_shortage(failure):
+        if not _is_out_of_memory(failure):
             raise
         raise error(f"out of memory while {while_}: {failure}; {advice(config)}") from failure
 
 
 def advice(config: EngineConfig) -> str:
-    """The first option to lower, and those after it."""
-    first, *others = ladder(config)
+    """The first option to lower, followed by further ones."""
+    first, *others = options_to_lower(config)
     return f"next, {first}" + (f" (after that: {'; '.join(others)})" if others else "")
 
 
-def ladder(config: EngineConfig) -> list[str]:
+def options_to_lower(config: EngineConfig) -> list[str]:
     """Options to lower, in the order in which to try them."""
-    rungs = [*_pool(config), *_drafts(config), *_steps(config), *weight_rungs(config)]
-    return rungs or ["take a smaller model or a machine with more memory"]
+    options = [*_pool(config), *_drafts(config), *_steps(config), *weight_options(config)]
+    return options or ["take a smaller model or a machine with more memory"]
 
 
 def memory_fraction(config: EngineConfig, is_gpu: bool) -> float:
@@ -80,7 +80,7 @@ def _steps(config: EngineConfig) -> Iterator[str]:
         yield f"lower chunked_prefill_size={chunk} and max_prefill_tokens={config.max_prefill_tokens} to {short}"
 
 
-def weight_rungs(config: EngineConfig) -> Iterator[str]:
+def weight_options(config: EngineConfig) -> Iterator[str]:
     """Options that make the weights smaller."""
     if config.dtype == "float32":
         yield "replace dtype=float32 by bfloat16"
@@ -88,7 +88,7 @@ def weight_rungs(config: EngineConfig) -> Iterator[str]:
         yield "replace quantization=null by int8 on a CPU or fp8 on a GPU"
 
 
-def _is_shortage(failure: BaseException) -> bool:
+def _is_out_of_memory(failure: BaseException) -> bool:
     """Whether memory ran out; torch's CPU allocator has no exception class of its own."""
     is_named = isinstance(failure, MemoryError | torch.OutOfMemoryError)
     return is_named or "not enough memory" in str(failure) or "can't allocate memory" in str(failure)

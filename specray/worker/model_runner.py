@@ -62,7 +62,7 @@ class ModelRunner:
         )
 
     def ring_limits(self, config: EngineConfig) -> RingLimits:
-        """The limits of the ring of hidden states for a drafter in another process."""
+        """The size limits of the ring of hidden states for a drafter in another process."""
         shape = self.model.shape
         step_tokens = config.max_prefill_tokens + config.max_running_requests * MAX_TREE_NODES
         dtype = self.model.embedding.weight.dtype

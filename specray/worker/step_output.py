@@ -27,17 +27,17 @@ class StepOutput(NamedTuple):
     logprobs: dict[int, list[TokenLogprob]]  # by row
 
     @classmethod
-    def of(cls, is_sound: Tensor, sampling: Tensor, rows: list[int], verified: VerifyOutput | None) -> "StepOutput":
-        """`is_sound` bool [R]; `sampling` int64 are the `rows` that were verified. One copy to the host."""
+    def of(cls, is_finite: Tensor, sampling: Tensor, rows: list[int], verified: VerifyOutput | None) -> "StepOutput":
+        """`is_finite` bool [R]; `sampling` int64 are the `rows` that were verified. One copy to the host."""
         depth = 1 if verified is None else verified.tokens.shape[1]
-        outcome = torch.zeros(len(is_sound), _NUM_COUNTS + 2 * depth, dtype=torch.int64, device=is_sound.device)
+        outcome = torch.zeros(len(is_finite), _NUM_COUNTS + 2 * depth, dtype=torch.int64, device=is_finite.device)
         outcome[:, 0] = 1  # a chunk of a prompt keeps its last token, the root, and emits nothing
         logprobs = {}
         if verified is not None:
             count = verified.num_tokens[:, None]
             outcome.index_copy_(0, sampling, torch.cat((count, count, verified.tokens, verified.nodes), 1))
             logprobs = {rows[row]: probs for row, probs in verified.logprobs.items()}
-        outcome[:, :_NUM_COUNTS] *= is_sound[:, None]
+        outcome[:, :_NUM_COUNTS] *= is_finite[:, None]
         return cls(outcome, outcome.cpu().numpy(), logprobs)
 
     @property

@@ -24,7 +24,7 @@ from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.verifier import VerifyInput, verify
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes, pack, unpack_plan
 from specray.worker.devices import choose_device
-from specray.worker.input_batch import InputBatch, StepRows, build_batch
+from specray.worker.input_batch import InputBatch, ScheduledBatch, build_batch
 from specray.worker.model_runner import ModelRunner
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.remote_drafter.source import RemoteDrafts
@@ -37,8 +37,8 @@ NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no to
 class Worker:
     """Rank `rank` of `world_size`. Rank 0 is driven by `execute` and `propose`, the others by `follow`.
 
-    `drafter` replaces the configured one (tests). With `colocate`, drafters connect from processes of their own.
-    `model` is a target that is already loaded, to share its weights.
+    `drafter` replaces the configured one (tests). With `colocate`, drafters connect from their own processes.
+    `model` is a target that is already loaded and whose weights are shared.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Worker:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         start = time.perf_counter()
-        rows = StepRows.of(self._table, plan)
+        rows = ScheduledBatch.of(self._table, plan)
         self.drafts.release(plan.freed_slots)
         self._context = ProposeContext(self._table, [])  # the last step's may name slots that were just freed
         if not rows.states:
@@ -124,7 +124,7 @@ class Worker:
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self.drafts.take_faults())
 
-    def _build(self, plan: StepPlan, rows: StepRows) -> InputBatch:
+    def _build(self, plan: StepPlan, rows: ScheduledBatch) -> InputBatch:
         """Collect the draft trees of the rows that sample, and flatten everything."""
         roots, tree, num_nodes = rows.roots(self._table), None, None
         if self._group.leads:
@@ -141,7 +141,7 @@ class Worker:
         """Verify the trees of the rows that sample. The outcome of all rows is copied to the host once."""
         rows, output = batch.rows, None
         if self._group.leads:
-            is_sound = hidden.index_select(0, batch.roots).isfinite().all(-1)
+            is_finite = hidden.index_select(0, batch.roots).isfinite().all(-1)
             sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(logits.device)
             verified = None
             if rows.sampling:
@@ -151,7 +151,7 @@ class Worker:
                 options = self._table.sampling(slots, states)
                 inputs = VerifyInput(logits, batch.tree.select(sampling), num_nodes, options, lengths)
                 verified = verify(inputs, self._sampler)
-            output = StepOutput.of(is_sound, sampling, rows.sampling, verified)
+            output = StepOutput.of(is_finite, sampling, rows.sampling, verified)
         if self._group.size > 1:
             output = broadcast_output(self._group, output, self._table.device)
         assert output is not None
@@ -184,10 +184,10 @@ class Worker:
     ) -> ProposeContext:
         """The drafter's input: rows with finite logits, and the hidden states of the tokens they committed."""
         rows, num_kept = batch.rows, output.host[:, 0].tolist()
-        wants = [False] * len(num_kept)
+        gets_drafts = [False] * len(num_kept)
         for row in rows.sampling:
-            wants[row] = plan.rows[row].draft_limit.allows_drafts
-        order = sorted((row for row, kept in enumerate(num_kept) if kept), key=lambda row: not wants[row])
+            gets_drafts[row] = plan.rows[row].draft_limit.allows_drafts
+        order = sorted((row for row, kept in enumerate(num_kept) if kept), key=lambda row: not gets_drafts[row])
         lengths = [rows.num_known[row] + num_kept[row] - 1 for row in order]
         requests = []
         for row, length in zip(order, lengths, strict=True):
@@ -195,7 +195,7 @@ class Worker:
             end = state.num_computed_tokens
             useful = DraftLimit(limit.num_tokens, min(limit))  # a tree of n nodes has n levels at most
             requests.append(DraftRequest(state.slot, end - length, end, useful))
-        count = sum(wants[row] for row in order)
+        count = sum(gets_drafts[row] for row in order)
         together = None
         if aux_hidden_states:
             index = batch.committed_places(order, output.nodes, output.num_kept, lengths)

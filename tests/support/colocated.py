@@ -13,7 +13,7 @@ from specray.llm import LLM
 from specray.spec_decode.drafter import Drafter, DraftSource
 from specray.step import DraftFault
 from specray.worker.remote_drafter.handshake import DraftEndpoint, dismiss
-from specray.worker.remote_drafter.server import DraftServer, far_drafter, far_view
+from specray.worker.remote_drafter.server import DraftServer, make_remote_drafter, remote_target_view
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.worker import Worker
 
@@ -39,7 +39,9 @@ class Colocated:
     def start(self, drafter: Drafter | None = None, speculative: SpeculativeConfig | None = None) -> None:
         """Connect this drafter, one with these options, or the configured one; returns once it is connected."""
         config = self._config.model_copy(update={"speculative": speculative or self._config.speculative})
-        worker = DraftServer(drafter or far_drafter(config, far_view(config), self._num_slots), torch.device("cpu"))
+        worker = DraftServer(
+            drafter or make_remote_drafter(config, remote_target_view(config), self._num_slots), torch.device("cpu")
+        )
         connected = threading.Event()
 
         def serve() -> None:

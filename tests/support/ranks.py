@@ -11,14 +11,14 @@ from random import Random
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.outputs import TokenLogprob
-from specray.step import NewRequest, RequestResult, ScheduledRow, StepPlan, StepResult, StepTimes
+from specray.step import NewRequest, RequestResult, ScheduledRequest, StepPlan, StepResult, StepTimes
 
 # what follows `token_ids`, one token
 Text = Callable[[list[int]], int]
 
 
 @dataclass(eq=False)
-class SimulatedRow:
+class SimulatedRequest:
     token_ids: list[int]
     num_prompt_tokens: int
     num_computed: int
@@ -36,7 +36,7 @@ class SimulatedRanks:
         self._config = config
         self._text = text
         self._random = random
-        self._rows: dict[int, SimulatedRow] = {}
+        self._rows: dict[int, SimulatedRequest] = {}
         self._kv: dict[int, tuple[str, tuple[int, ...]]] = {}  # KV slot -> salt and tokens it depends on
         self._results: list[StepResult] = []
 
@@ -68,12 +68,12 @@ class SimulatedRanks:
         assert new.slot not in self._rows
         assert 0 <= new.slot < self._config.max_running_requests
         assert new.num_computed_tokens < len(new.token_ids)
-        row = SimulatedRow(
+        row = SimulatedRequest(
             list(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, list(new.block_ids), new.cache_salt
         )
         self._rows[new.slot] = row
 
-    def _run(self, step: ScheduledRow) -> RequestResult:
+    def _run(self, step: ScheduledRequest) -> RequestResult:
         row = self._rows[step.slot]
         row.block_ids += step.new_block_ids
         assert len(set(row.block_ids)) == len(row.block_ids)
@@ -88,7 +88,7 @@ class SimulatedRanks:
             return RequestResult(step.slot, [], 0, None, None)
         return self._sample(step, row, start)
 
-    def _sample(self, step: ScheduledRow, row: SimulatedRow, start: int) -> RequestResult:
+    def _sample(self, step: ScheduledRequest, row: SimulatedRequest, start: int) -> RequestResult:
         """Write a random number of drafts, accept some, and leave the KV of rejected ones."""
         assert 0 <= step.draft_limit.num_tokens <= self.capacity.max_draft_tokens
         num_drafts = self._random.randint(0, step.draft_limit.num_tokens)
@@ -105,19 +105,19 @@ class SimulatedRanks:
         assert len(row.token_ids) <= self.capacity.context_length
         return RequestResult(step.slot, tokens, num_drafts, [TokenLogprob(t, -float(t), []) for t in tokens], None)
 
-    def _read(self, row: SimulatedRow) -> None:
+    def _read(self, row: SimulatedRequest) -> None:
         for position in range(row.num_computed):
             seen = self._kv.get(self._slot(row, position))
             assert seen == self._state(row, position), (position, seen)
 
-    def _write(self, row: SimulatedRow, start: int) -> None:
+    def _write(self, row: SimulatedRequest, start: int) -> None:
         for position in range(start, row.num_computed):
             self._kv[self._slot(row, position)] = self._state(row, position)
 
-    def _state(self, row: SimulatedRow, position: int) -> tuple[str, tuple[int, ...]]:
+    def _state(self, row: SimulatedRequest, position: int) -> tuple[str, tuple[int, ...]]:
         return row.cache_salt, tuple(row.token_ids[: position + 1 + self.capacity.reads_next_token])
 
-    def _slot(self, row: SimulatedRow, position: int) -> int:
+    def _slot(self, row: SimulatedRequest, position: int) -> int:
         size = self._config.page_size
         assert position // size < len(row.block_ids), "a token is written beyond its row's blocks"
         return row.block_ids[position // size] * size + position % size

@@ -11,7 +11,7 @@ from specray.step import (
     NewRequest,
     RequestResult,
     SamplingOptions,
-    ScheduledRow,
+    ScheduledRequest,
     StepPlan,
     StepResult,
     StepTimes,
@@ -41,7 +41,7 @@ sampling = st.builds(
     st.none() | small,
 )
 new_row = st.builds(NewRequest, small, ids, small, small, ids, sampling, st.text(max_size=5))
-row_step = st.builds(ScheduledRow, small, small, st.builds(DraftLimit, small, small), ids)
+row_step = st.builds(ScheduledRequest, small, small, st.builds(DraftLimit, small, small), ids)
 plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))
 logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))
 row_result = st.builds(
@@ -60,7 +60,7 @@ def test_a_plan_survives_serialization(plan: StepPlan) -> None:
     back = unpack_plan(pack(plan))
     assert tupled(back) == tupled(plan)
     assert [type(row.sampling) for row in back.new_requests] == [SamplingOptions] * len(plan.new_requests)
-    assert all(isinstance(row, ScheduledRow) and isinstance(row.draft_limit, DraftLimit) for row in back.rows)
+    assert all(isinstance(row, ScheduledRequest) and isinstance(row.draft_limit, DraftLimit) for row in back.rows)
 
 
 @given(results)

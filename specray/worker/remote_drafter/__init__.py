@@ -1,1 +1,1 @@
-"""A drafter in a process of its own, behind `DraftSource`: handshake, wire format, shared memory, both ends."""
+"""A drafter in its own process, as a `DraftSource`: handshake, wire format, shared memory and both endpoints."""

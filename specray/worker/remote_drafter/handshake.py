@@ -84,7 +84,7 @@ def pack_handshake(handshake: DrafterHandshake) -> bytes:
 
 
 def unpack_handshake(data: bytes, num_layers: int) -> DrafterHandshake:
-    """ValueError for anything but a valid handshake for a target with `num_layers` layers."""
+    """The handshake of a drafter for a target with `num_layers` layers. ValueError if it is invalid."""
     try:
         handshake = DrafterHandshake(*msgpack.unpackb(data))
         is_valid = _is_valid(handshake, num_layers)

@@ -1,6 +1,6 @@
-"""A drafter in a process of its own: receives orders, drafts, replies. `source` is the target's side.
+"""A drafter in its own process: receives orders, drafts and replies. The target's side lives in `source`.
 
-It shares nothing with the target but the ring of hidden states. It has its own weights, its own KV for the same blocks
+It shares only the ring of hidden states with the target. It has its own weights, its own KV for the same blocks
 and its own copy of the request table. When the target dismisses it or dies, the connection closes and `serve` returns.
 """
 
@@ -80,14 +80,14 @@ class DraftServer:
         return ring, DeltaDecoder(target, self._device)
 
 
-def far_drafter(config: EngineConfig, target: TargetView, num_slots: int) -> Drafter:
-    """The configured drafter for the target of `far_view`, with the target's number of KV slots."""
+def make_remote_drafter(config: EngineConfig, target: TargetView, num_slots: int) -> Drafter:
+    """The configured drafter for the target of `remote_target_view`, with the target's number of KV slots."""
     drafter = make_drafter(config.speculative, replace(target, num_slots=num_slots))
     assert drafter is not None, "plain decoding has no drafter"
     return drafter
 
 
-def far_view(config: EngineConfig) -> TargetView:
+def remote_target_view(config: EngineConfig) -> TargetView:
     """What a drafter may know of a target in another process, from the same configuration and files.
 
     `num_slots` is 0: it is known once the target has loaded.

@@ -1,8 +1,8 @@
 """The target's side of a drafter in another process.
 
-A drafter connects when it is ready. One that connects later replaces it between two steps; that is how drafters are
-restarted and changed. A drafter that is late, gone, frozen or sends invalid data costs the step its draft trees and
-nothing else. `cluster.engine.supervisor` starts the processes, `server` runs in them.
+A drafter connects when it is ready. A drafter that connects later replaces it between two steps, which is how drafters
+are restarted and changed. If a drafter is late, gone, frozen or sends invalid data, the step runs without draft trees.
+`cluster.engine.supervisor` starts the processes, and `server` runs in them.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class RingLimits(NamedTuple):
-    """What bounds the contents of the ring."""
+    """Bounds on the contents of the ring."""
 
     num_layers: int
     hidden_size: int
@@ -84,13 +84,13 @@ class RemoteDrafts:
 
     def submit(self, context: ProposeContext) -> None:
         if self._peer is not None and (context.requests or context.unfinished):
-            with self._faults_noted():
+            with self._recorded_faults():
                 self._peer.submit(context)
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         self._admit()
         if self._peer is not None:
-            with self._faults_noted():
+            with self._recorded_faults():
                 self._peer.collect(self._pending)
         tree, num_nodes, _ = self._pending.take(slots, roots, draft_limits)
         return tree, num_nodes
@@ -127,15 +127,15 @@ class RemoteDrafts:
             channel.close()
 
     @contextlib.contextmanager
-    def _faults_noted(self) -> Iterator[None]:
+    def _recorded_faults(self) -> Iterator[None]:
         try:
             yield
         except ChannelClosedError:
-            self._note(DraftFault.GONE)
+            self._record_fault(DraftFault.GONE)
         except DraftFaultError as fault:
-            self._note(fault.kind)
+            self._record_fault(fault.kind)
 
-    def _note(self, kind: DraftFault) -> None:
+    def _record_fault(self, kind: DraftFault) -> None:
         self._faults.append(kind)
         if kind != DraftFault.LATE:
             logger.warning("dropped the drafter (%s); decoding continues without drafts until one connects", kind)
@@ -192,7 +192,7 @@ class _Peer:
 
     def submit(self, context: ProposeContext) -> None:
         self._check_frozen()
-        if not self._free:  # too far behind: it sees the missing steps in DraftRequest.start
+        if not self._free:  # too far behind; DraftRequest.start shows the drafter which steps it has missed
             return
         region = self._free.popleft()
         if context.aux_hidden_states is not None:
@@ -204,12 +204,12 @@ class _Peer:
         self._channel.send(pack(order), SEND_S)
 
     def collect(self, pending: PendingTrees) -> None:
-        """Put the last order's trees into `pending` as soon as they arrive, waiting no longer than `_patience`."""
+        """Put the last order's trees into `pending` once they arrive, waiting at most `_reply_timeout_s`."""
         while self._unanswered:
             # A late drafter is not waited for until it has replied to the earlier orders; otherwise every step would
             # wait in vain. The last order is too recent to count as late.
             is_behind = self._is_late and len(self._unanswered) > 1
-            until = 0.0 if is_behind else self._unanswered[-1].time + self._patience()
+            until = 0.0 if is_behind else self._unanswered[-1].time + self._reply_timeout_s()
             try:
                 data = self._channel.recv(max(until - time.monotonic(), _POLL_S))
             except TimeoutError:
@@ -245,7 +245,7 @@ class _Peer:
             pending.put(torch.tensor(sent.slots, dtype=torch.int64).to(self._table.device), tree.to(self._table.device))
             pending.drop(list(sent.freed))
 
-    def _patience(self) -> float:
+    def _reply_timeout_s(self) -> float:
         if not self._recent:
             return FIRST_WAIT_S
         return min(max(LEAST_WAIT_S, LATE_FACTOR * max(self._recent)), FROZEN_S)

@@ -17,7 +17,7 @@ from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest
 from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams
-from specray.step import NewRequest, RequestResult, ScheduledRow, StepPlan, StepResult, StepTimes
+from specray.step import NewRequest, RequestResult, ScheduledRequest, StepPlan, StepResult, StepTimes
 
 VOCAB_SIZE = 32
 EOS = 1
@@ -66,7 +66,7 @@ def check_block_accounting(engine: Engine) -> None:
 
 
 @dataclass
-class Row:
+class RequestState:
     """A request in its slot."""
 
     seed: int
@@ -93,7 +93,7 @@ class ExecutorCounts:
 
 
 class FakeExecutor:
-    """Checks and runs plans. Rows of `broken` seeds fail; `limits` are the maximum lengths by seed."""
+    """Checks and runs plans. Rows of `broken` seeds fail; `max_lengths` are the maximum lengths by seed."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class FakeExecutor:
         reads_next_token: bool = False,
     ) -> None:
         self.capacity = Capacity(num_blocks, max_draft_tokens, context_length, VOCAB_SIZE, [EOS], reads_next_token)
-        self.rows: dict[int, Row] = {}
-        self.limits: dict[int, int] = {}
+        self.rows: dict[int, RequestState] = {}
+        self.max_lengths: dict[int, int] = {}
         self.broken: set[int] = set()
         self.counts = ExecutorCounts()
         self._config = config
@@ -145,7 +145,9 @@ class FakeExecutor:
         assert new.slot not in self.rows
         assert new.num_computed_tokens % size == 0
         assert new.num_computed_tokens < len(new.token_ids) <= len(new.block_ids) * size
-        row = Row(new.sampling.seed, new.cache_salt, list(new.token_ids), new.num_computed_tokens, list(new.block_ids))
+        row = RequestState(
+            new.sampling.seed, new.cache_salt, list(new.token_ids), new.num_computed_tokens, list(new.block_ids)
+        )
         check_block_ids(row.blocks, self.capacity.num_blocks)
         self.rows[new.slot] = row
         self.counts.entries[row.seed] += 1
@@ -160,13 +162,13 @@ class FakeExecutor:
         assert all(count <= self._config.chunked_prefill_size for count in prefill)
         assert sum(prefill) <= self._config.max_prefill_tokens
 
-    def _extend(self, step: ScheduledRow) -> None:
+    def _extend(self, step: ScheduledRequest) -> None:
         row = self.rows[step.slot]
         row.blocks += step.new_block_ids
         row.is_new = False
         check_block_ids(row.blocks, self.capacity.num_blocks)
 
-    def _check_writes(self, step: ScheduledRow) -> None:
+    def _check_writes(self, step: ScheduledRequest) -> None:
         """Check that a row writes to its own blocks only, and that shared blocks are full, computed and equal."""
         row, size = self.rows[step.slot], self._config.page_size
         end = row.num_computed + step.num_tokens + step.draft_limit.num_tokens
@@ -174,7 +176,7 @@ class FakeExecutor:
         assert 0 <= step.draft_limit.num_tokens <= self.capacity.max_draft_tokens
         if step.draft_limit.num_tokens:
             assert row.num_computed + step.num_tokens == len(row.tokens), "only a row that verifies may draft"
-            assert len(row.tokens) + step.draft_limit.num_tokens + 1 <= self.limits[row.seed]
+            assert len(row.tokens) + step.draft_limit.num_tokens + 1 <= self.max_lengths[row.seed]
         others = [other for other in self.rows.values() if other is not row]
         for index, block in enumerate(row.blocks):
             for other in others:
@@ -186,7 +188,7 @@ class FakeExecutor:
                     needed = full + self.capacity.reads_next_token
                     assert other.tokens[:needed] == row.tokens[:needed]
 
-    def _run(self, step: ScheduledRow) -> RequestResult:
+    def _run(self, step: ScheduledRequest) -> RequestResult:
         row = self.rows[step.slot]
         if row.seed in self.broken:
             return RequestResult(step.slot, [], 0, None, ROW_ERROR)

@@ -60,7 +60,7 @@ class GatedExecutor(FakeExecutor):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config, num_blocks=400, context_length=4000)
-        self.limits = defaultdict(lambda: 4000)
+        self.max_lengths = defaultdict(lambda: 4000)
         self.gate = threading.Event()
         self.gate.set()
         self.is_stepping = threading.Event()

@@ -115,7 +115,7 @@ class BlocksMachine(RuleBasedStateMachine):
         fits = num_blocks <= self.pool.num_free + num_idle
         for _ in range(num_blocks - self.pool.num_free if fits else 0):
             del self.cached[self.oldest_leaf()]
-        blocks = self.cache.take_blocks(max(0, num_blocks))
+        blocks = self.cache.allocate(max(0, num_blocks))
         assert (blocks is not None) == fits
         if blocks is None:
             self.drop(holder)
@@ -129,7 +129,7 @@ class BlocksMachine(RuleBasedStateMachine):
             block.users -= 1
             block.last_used = now
         self.alive.remove(holder)
-        self.pool.give(holder.private())
+        self.pool.free(holder.private())
         self.cache.unlock(holder.path)
 
     def oldest_leaf(self) -> Path:
@@ -161,7 +161,7 @@ TestBlocks.settings = settings(max_examples=100, stateful_step_count=60, deadlin
 def test_repeated_use_of_a_prefix_does_not_grow_the_eviction_heap() -> None:
     """Without evictions, entries of the heap are never popped."""
     cache = RadixCache(BlockPool(10), 2)
-    [block] = cache.take_blocks(1) or []
+    [block] = cache.allocate(1) or []
     path = [cache.insert("", [], (1, 2), block)]
     cache.unlock(path)
     for _ in range(10_000):
@@ -177,11 +177,11 @@ def test_a_disabled_cache_matches_nothing() -> None:
 
 def test_namespaces_share_no_blocks() -> None:
     cache = RadixCache(BlockPool(10), 2)
-    [block] = cache.take_blocks(1) or []
+    [block] = cache.allocate(1) or []
     cache.insert("tenant", [], (1, 2), block)
     assert cache.match("tenant", [1, 2])
     assert cache.match("", [1, 2]) == cache.match("other", [1, 2]) == []
 
 
-def test_blocks_are_taken_in_ascending_order() -> None:
-    assert BlockPool(10).take(4) == [1, 2, 3, 4]
+def test_blocks_are_allocated_in_ascending_order() -> None:
+    assert BlockPool(10).allocate(4) == [1, 2, 3, 4]

@@ -38,7 +38,7 @@ def test_metrics_equal_the_executors_counts(
     executor.broken = broken
     engine = Engine(config, executor, TOKENIZER)
     for seed, prompt in enumerate(prompts):
-        executor.limits[seed] = CONTEXT
+        executor.max_lengths[seed] = CONTEXT
         engine.add_request(request(seed, prompt, CONTEXT - len(prompt)))
     outputs: list[RequestOutput] = []
     for _ in range(MAX_STEPS):
@@ -89,7 +89,7 @@ def test_every_preemption_is_counted() -> None:
     executor = FakeExecutor(config, CONTEXT // 4 + 1, context_length=CONTEXT)
     engine = Engine(config, executor, TOKENIZER)
     for seed in range(5):
-        executor.limits[seed] = CONTEXT
+        executor.max_lengths[seed] = CONTEXT
         engine.add_request(request(seed, [2, 3, seed + 4] * 3))
     run_to_end(engine)
     engine.update_gauges()

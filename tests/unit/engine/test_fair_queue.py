@@ -272,7 +272,7 @@ def test_state_of_inactive_tenants_is_dropped() -> None:
         queue.popleft()
         queue.popleft()
     assert len(queue._served) < 20
-    assert len(queue._lines) < 20
+    assert len(queue._queues) < 20
 
 
 @pytest.mark.parametrize("num_blocks", [60, 14])

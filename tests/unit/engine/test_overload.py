@@ -11,7 +11,7 @@ from specray.engine.request import EngineRequest
 from specray.errors import QueueFullError
 from specray.outputs import FinishReason
 from specray.sampling_params import SamplingParams
-from specray.step import RequestResult, ScheduledRow, StepPlan, StepResult, StepTimes
+from specray.step import RequestResult, ScheduledRequest, StepPlan, StepResult, StepTimes
 from tests.support.toy import VOCAB_SIZE, toy_tokenizer
 
 CHUNK = 64
@@ -36,7 +36,7 @@ class PlanRecorder:
     def close(self) -> None:
         pass
 
-    def _run(self, row: ScheduledRow) -> RequestResult:
+    def _run(self, row: ScheduledRequest) -> RequestResult:
         self._pending[row.slot] -= row.num_tokens
         if self._pending[row.slot] > 0:
             return RequestResult(row.slot, [], 0, None, None)

@@ -9,7 +9,7 @@ def store(cache: RadixCache, namespace: str, token_ids: list[int]) -> list[Cache
     size = cache.block_size
     path = cache.match(namespace, token_ids)
     cache.lock(path)
-    blocks = cache.take_blocks((len(token_ids) - cache.lookahead) // size - len(path))
+    blocks = cache.allocate((len(token_ids) - cache.lookahead) // size - len(path))
     assert blocks is not None
     for block_id in blocks:
         key = tuple(token_ids[len(path) * size :][: size + cache.lookahead])
@@ -20,9 +20,9 @@ def store(cache: RadixCache, namespace: str, token_ids: list[int]) -> list[Cache
 
 def evict(cache: RadixCache, num_blocks: int) -> None:
     """Evict `num_blocks` blocks."""
-    blocks = cache.take_blocks(cache.pool.num_free + num_blocks)
+    blocks = cache.allocate(cache.pool.num_free + num_blocks)
     assert blocks is not None
-    cache.pool.give(blocks)
+    cache.pool.free(blocks)
 
 
 def test_roots_without_blocks_are_removed() -> None:
@@ -73,16 +73,16 @@ def test_locked_blocks_are_not_evicted_and_a_refusal_evicts_nothing() -> None:
     in_use = store(cache, "", [1, 2, 3, 4])
     store(cache, "", [5, 6])
     cache.lock(in_use)
-    assert cache.take_blocks(3) is None  # one free, one idle
+    assert cache.allocate(3) is None  # one free, one idle
     assert cache.match("", [5, 6])
-    assert cache.take_blocks(2) is not None
+    assert cache.allocate(2) is not None
     assert cache.match("", [1, 2, 3, 4]) == in_use
     assert cache.match("", [5, 6]) == []
 
 
 def test_a_second_block_with_equal_tokens_is_not_cached() -> None:
     cache = RadixCache(BlockPool(9), 2)
-    first, second = cache.pool.take(2)
+    first, second = cache.pool.allocate(2)
     node = cache.insert("", [], (1, 2), first)
     assert cache.insert("", [], (1, 2), second) is node
     assert (node.block_id, node.num_users, cache.num_cached) == (first, 2, 1)

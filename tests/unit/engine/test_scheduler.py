@@ -76,7 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, prompt: list[int], max_tokens: int | None, salt: str) -> None:
         max_tokens = max_tokens and min(max_tokens, CONTEXT - len(prompt))
         seed, config = len(self.added), self.engine.config
-        self.executor.limits[seed] = len(prompt) + (max_tokens or CONTEXT - len(prompt))
+        self.executor.max_lengths[seed] = len(prompt) + (max_tokens or CONTEXT - len(prompt))
         new = request(seed, prompt, max_tokens, salt)
         is_full = len(self.alive) >= config.max_running_requests + config.max_queued_requests
         try:
@@ -152,7 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
     def check_end(self, seed: int, spec: EngineRequest) -> None:
         outputs = self.outputs[spec.request_id]
         tokens = [token for output in outputs for token in output.token_ids]
-        expected = continuation(spec.prompt_token_ids, self.executor.limits[seed] - len(spec.prompt_token_ids))
+        expected = continuation(spec.prompt_token_ids, self.executor.max_lengths[seed] - len(spec.prompt_token_ids))
         reason = outputs[-1].finish_reason
         assert tokens == expected[: len(tokens)]
         assert outputs[-1].usage.num_completion_tokens == len(tokens)
@@ -182,7 +182,7 @@ def test_preemption_does_not_change_outputs(accepts: list[tuple[int, int]], page
     engine = Engine(config, executor, TOKENIZER)
     prompts = [[2, 3, seed + 4] * 3 for seed in range(4)]
     for seed, prompt in enumerate(prompts):
-        executor.limits[seed] = len(prompt) + 30
+        executor.max_lengths[seed] = len(prompt) + 30
         engine.add_request(EngineRequest(f"r{seed}", prompt, SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)))
     outputs: dict[str, list[int]] = {f"r{seed}": [] for seed in range(4)}
     for output in run_to_end(engine):
@@ -192,17 +192,17 @@ def test_preemption_does_not_change_outputs(accepts: list[tuple[int, int]], page
         tokens = prompt + outputs[f"r{seed}"]
         assert len(tokens) == len(prompt) + 30
         alone = FakeExecutor(config, num_blocks, 0, context_length=CONTEXT)
-        alone.limits[seed] = len(tokens)
+        alone.max_lengths[seed] = len(tokens)
         engine = Engine(config, alone, TOKENIZER)
         engine.add_request(EngineRequest("alone", prompt, SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)))
         assert [t for output in run_to_end(engine) for t in output.token_ids] == outputs[f"r{seed}"]
 
 
 def test_lookahead_blocks_of_a_new_row_are_sent_once() -> None:
-    """A request that starts and drafts in one step gets its lookahead blocks in ScheduledRow, not in NewRequest."""
+    """A request that starts and drafts in one step gets its lookahead blocks in ScheduledRequest, not in NewRequest."""
     config = EngineConfig(page_size=1)
     executor = FakeExecutor(config, 40, 4, context_length=CONTEXT)
-    executor.limits[0] = 20
+    executor.max_lengths[0] = 20
     engine = Engine(config, executor, TOKENIZER)
     engine.add_request(request(0, [2, 3], max_tokens=18))
     plan = engine.scheduler.schedule()
@@ -236,7 +236,7 @@ def test_no_more_drafts_than_the_request_can_emit() -> None:
     """With three tokens left, two drafts are useful; the third is the bonus token."""
     config = EngineConfig(page_size=16)
     executor = FakeExecutor(config, max_draft_tokens=6)
-    executor.limits[0] = 5
+    executor.max_lengths[0] = 5
     engine = Engine(config, executor, TOKENIZER)
     engine.add_request(request(0, [2, 3], max_tokens=3))
     assert engine.scheduler.schedule().rows[0].draft_limit.num_tokens == 2
@@ -246,7 +246,7 @@ def test_the_next_step_frees_the_slot_of_an_aborted_request() -> None:
     executor = FakeExecutor(EngineConfig(page_size=4))
     engine = Engine(EngineConfig(page_size=4), executor, TOKENIZER)
     for seed in range(2):
-        executor.limits[seed] = 40
+        executor.max_lengths[seed] = 40
         engine.add_request(
             EngineRequest(f"r{seed}", [2, seed + 2], SamplingParams(seed=seed, max_tokens=30, ignore_eos=True))
         )
@@ -280,7 +280,7 @@ def test_the_error_for_an_invalid_request_has_the_value_and_the_fix(
 
 def test_a_duplicate_id_is_refused_without_effect_on_the_first_request() -> None:
     executor = FakeExecutor(EngineConfig())
-    executor.limits[0] = 5
+    executor.max_lengths[0] = 5
     engine = Engine(EngineConfig(), executor, TOKENIZER)
     engine.add_request(request(0, [2, 3], max_tokens=3))
     with pytest.raises(InvalidRequestError, match="'r0' is already in use; choose another"):
@@ -305,7 +305,7 @@ def test_fail_all_ends_running_waiting_and_aborted_requests_once() -> None:
     executor = FakeExecutor(config)
     engine = Engine(config, executor, TOKENIZER)
     for seed in range(3):
-        executor.limits[seed] = 40
+        executor.max_lengths[seed] = 40
         engine.add_request(EngineRequest(f"r{seed}", [2], SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)))
     engine.step()
     engine.abort(["r1"])
@@ -328,7 +328,7 @@ def test_an_abort_is_reported_even_if_the_next_step_fails() -> None:
     executor = FailingExecutor(EngineConfig())
     engine = Engine(EngineConfig(), executor, TOKENIZER)
     for seed in range(2):
-        executor.limits[seed] = 40
+        executor.max_lengths[seed] = 40
         engine.add_request(request(seed, [2], max_tokens=30))
     engine.abort(["r0"])
     with pytest.raises(RuntimeError, match="rank 0 exited"):

@@ -96,8 +96,8 @@ class Run:
 
     def request(self, index: int) -> EngineRequest:
         prompt = [4 + self.random.randrange(2) for _ in range(self.random.randint(1, CONTEXT - 1))]
-        room = CONTEXT - len(prompt)
-        max_tokens = self.random.choice([None, self.random.randint(1, room)])
+        max_new_tokens = CONTEXT - len(prompt)
+        max_tokens = self.random.choice([None, self.random.randint(1, max_new_tokens)])
         params = SamplingParams(seed=index, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
         return EngineRequest(str(index), prompt, params, self.random.choice(["", "tenant"]))
 
@@ -283,14 +283,14 @@ def test_a_full_queue_refuses_requests_and_serves_those_it_has() -> None:
 
 
 def test_a_row_with_an_error_ends_and_others_continue() -> None:
-    class OneFailingRow(SimulatedRanks):
+    class OneFailingRequest(SimulatedRanks):
         def collect(self) -> StepResult:
             result = super().collect()
             rows = [row._replace(token_ids=[], error="NaN") if row.slot == 0 else row for row in result.rows]
             return result._replace(rows=rows)
 
     run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
-    run.engine.executor = OneFailingRow(run.engine.config, run.ranks.capacity, text, Random(0))
+    run.engine.executor = OneFailingRequest(run.engine.config, run.ranks.capacity, text, Random(0))
     for request_id in ("failing", "other"):
         run.engine.add_request(EngineRequest(request_id, [5, 6], SamplingParams(seed=1, max_tokens=4)))
     outputs = []

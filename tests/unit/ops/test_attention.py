@@ -21,7 +21,7 @@ KV_HEADS, FOLD = 2, 3
 GROUPINGS = [(KV_HEADS, FOLD), (3, 1), (1, 4)]  # (KV heads, query heads per KV head)
 
 
-class RowShape(NamedTuple):
+class RequestShape(NamedTuple):
     """Lengths of a row's past KV and known queries, and the parents of its tree. The root is the last known query."""
 
     num_past: int
@@ -30,9 +30,9 @@ class RowShape(NamedTuple):
 
 
 @st.composite
-def row_shapes(draw: st.DrawFn, longest: int) -> RowShape:
+def row_shapes(draw: st.DrawFn, longest: int) -> RequestShape:
     parents = [-1] + [draw(st.integers(0, node)) for node in range(draw(st.integers(0, 8)))]
-    return RowShape(draw(st.integers(0, 40)), draw(st.integers(1, longest)), parents)
+    return RequestShape(draw(st.integers(0, 40)), draw(st.integers(1, longest)), parents)
 
 
 batches = (
@@ -42,7 +42,7 @@ batches = (
 )
 
 
-def sees(shape: RowShape, query: int, key: int, window: int | None) -> bool:
+def sees(shape: RequestShape, query: int, key: int, window: int | None) -> bool:
     """Whether query `query` of a row attends to its key `key`."""
     first_draft = shape.num_past + shape.num_known  # its key
     query_as_key = shape.num_past + query
@@ -63,7 +63,7 @@ def ancestors(parents: list[int]) -> np.ndarray:
     return mask
 
 
-def make_rows(shapes: list[RowShape], scattered: bool) -> AttentionBatch:
+def make_rows(shapes: list[RequestShape], scattered: bool) -> AttentionBatch:
     """Rows with contiguous or scattered KV slots. Slots 0 to 15 stay free."""
     order = np.random.default_rng(1).permutation(np.arange(16, NUM_SLOTS)) if scattered else np.arange(16, NUM_SLOTS)
     kv_slots, query_lens, start = [], [], 0
@@ -108,7 +108,7 @@ def slots_of(batch: AttentionBatch) -> list[np.ndarray]:
 windows = st.none() | st.integers(1, 50)
 
 
-def naive(shapes: list[RowShape], rows: AttentionBatch, layer_pool: Tensor, q: Tensor) -> Tensor:
+def naive(shapes: list[RequestShape], rows: AttentionBatch, layer_pool: Tensor, q: Tensor) -> Tensor:
     """Attention in float64, one query and one head at a time."""
     out, at, fold = torch.zeros(q.shape, dtype=torch.float64), 0, q.shape[1] // layer_pool.shape[2]
     for shape, slots, length in zip(shapes, slots_of(rows), rows.query_lens, strict=True):
@@ -125,7 +125,7 @@ def naive(shapes: list[RowShape], rows: AttentionBatch, layer_pool: Tensor, q: T
 @given(batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS), windows)
 @settings(max_examples=60)
 def test_every_query_attends_to_its_past_and_its_ancestors_in_the_window(
-    shapes: list[RowShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
+    shapes: list[RequestShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
 ) -> None:
     torch.manual_seed(0)
     kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
@@ -142,7 +142,7 @@ def test_every_query_attends_to_its_past_and_its_ancestors_in_the_window(
 
 def test_kv_of_other_rows_is_not_read() -> None:
     """NaN in slots of other rows and of padding does not change the result."""
-    shapes = [RowShape(3, 1, [-1, 0, 0]), RowShape(30, 2, [-1]), RowShape(0, 80, [-1])]
+    shapes = [RequestShape(3, 1, [-1, 0, 0]), RequestShape(30, 2, [-1]), RequestShape(0, 80, [-1])]
     rows = make_rows(shapes, scattered=True)
     torch.manual_seed(0)
     clean = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
@@ -155,7 +155,7 @@ def test_kv_of_other_rows_is_not_read() -> None:
 
 
 def test_nan_in_a_row_does_not_change_others() -> None:
-    shapes = [RowShape(3, 1, [-1, 0]), RowShape(5, 1, [-1]), RowShape(9, 1, [-1, 0, 1])]
+    shapes = [RequestShape(3, 1, [-1, 0]), RequestShape(5, 1, [-1]), RequestShape(9, 1, [-1, 0, 1])]
     rows = make_rows(shapes, scattered=False)
     torch.manual_seed(0)
     q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
@@ -171,7 +171,7 @@ def test_nan_in_a_row_does_not_change_others() -> None:
 
 
 def test_one_plan_is_used_for_every_layer() -> None:
-    shapes = [RowShape(5, 1, [-1, 0, 0]), RowShape(0, 70, [-1])]
+    shapes = [RequestShape(5, 1, [-1, 0, 0]), RequestShape(0, 70, [-1])]
     rows = make_rows(shapes, scattered=True)
     torch.manual_seed(0)
     pool = torch.randn(LAYERS, NUM_SLOTS, 2, KV_HEADS, DIM)
@@ -184,7 +184,11 @@ def test_one_plan_is_used_for_every_layer() -> None:
 
 @pytest.mark.parametrize("num_queries", [63, 64, 65, 66])
 def test_rows_around_the_length_limit_of_a_padded_batch(num_queries: int) -> None:
-    shapes = [RowShape(9, 1, [-1]), RowShape(4, num_queries, [-1]), RowShape(2, num_queries - 2, [-1, 0, 0])]
+    shapes = [
+        RequestShape(9, 1, [-1]),
+        RequestShape(4, num_queries, [-1]),
+        RequestShape(2, num_queries - 2, [-1, 0, 0]),
+    ]
     rows = make_rows(shapes, scattered=False)
     torch.manual_seed(0)
     pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
@@ -195,7 +199,7 @@ def test_rows_around_the_length_limit_of_a_padded_batch(num_queries: int) -> Non
 
 def test_keys_are_read_in_the_order_of_the_row() -> None:
     """First and last slot are those of a contiguous range, but slots between them are swapped."""
-    shape = RowShape(0, 6, [-1])
+    shape = RequestShape(0, 6, [-1])
     slots = np.array([20, 23, 22, 21, 24, 25])
     rows = make_batch([6], [slots], [None])
     torch.manual_seed(0)
@@ -285,7 +289,7 @@ def test_rows_of_similar_lengths_share_a_batch() -> None:
 
 @given(batches, st.booleans(), st.integers(1, 30_000))
 @settings(max_examples=40)
-def test_results_do_not_depend_on_the_grouping(shapes: list[RowShape], scattered: bool, batch_bytes: int) -> None:
+def test_results_do_not_depend_on_the_grouping(shapes: list[RequestShape], scattered: bool, batch_bytes: int) -> None:
     torch.manual_seed(0)
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     pool[:, :16] = 0
@@ -306,7 +310,7 @@ def after(pool: Tensor, rows: AttentionBatch, kv: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close_to_float64(dtype: torch.dtype) -> None:
-    shapes = [RowShape(20, 1, [-1, 0, 0, 1]), RowShape(7, 3, [-1])]
+    shapes = [RequestShape(20, 1, [-1, 0, 0, 1]), RequestShape(7, 3, [-1])]
     rows = make_rows(shapes, scattered=True)
     torch.manual_seed(0)
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM).to(dtype)

@@ -17,7 +17,7 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
 from specray.spec_decode import DRAFTERS, draft_model
-from specray.spec_decode.draft_model import Part, PrefixHashes, StandaloneDrafter, share_out
+from specray.spec_decode.draft_model import Part, PrefixHashes, StandaloneDrafter, split_budget
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.tree_shape import TreeShape
@@ -338,7 +338,7 @@ def test_equal_embeddings_are_shared_with_the_target(has_equal_weights: bool, tm
     [([], 4, []), ([3, 0, 2], 9, [3, 0, 2]), ([700, 2, 3], 10, [5, 2, 3]), ([9, 9], 10, [9, 1]), ([1, 1], 0, [0, 0])],
 )
 def test_the_token_budget_is_shared_smallest_first(sizes: list[int], budget: int, counts: list[int]) -> None:
-    assert share_out(sizes, budget) == counts
+    assert split_budget(sizes, budget) == counts
 
 
 def test_hashes_are_equal_for_equal_prefixes_only() -> None:

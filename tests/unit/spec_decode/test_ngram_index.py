@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from specray.spec_decode import ngram_index
-from specray.spec_decode.ngram_index import GAP, Match, Stretches, SuffixIndex, num_levels
+from specray.spec_decode.ngram_index import GAP, Match, NgramKeys, SuffixIndex, num_levels
 
 WINDOW, REACH = 6, 5
 texts = st.lists(st.integers(1, 3) | st.just(GAP), max_size=60)
@@ -17,7 +17,7 @@ LEVELS = range(num_levels(WINDOW))
 
 def find(index: SuffixIndex, level: int, suffix: list[int]) -> list[tuple[int, Match]]:
     backwards = np.array(suffix[::-1] + [GAP] * (WINDOW - len(suffix)), dtype=np.int64)
-    key = Stretches(len(LEVELS)).read(suffix)[level][-1]
+    key = NgramKeys(len(LEVELS)).read(suffix)[level][-1]
     return list(index.find(level, key, backwards).items())
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.request_table import RequestTable
-from specray.step import UNLIMITED, NewRequest, ScheduledRow, StepPlan
-from specray.worker.input_batch import InputBatch, StepRows, build_batch
+from specray.step import UNLIMITED, NewRequest, ScheduledRequest, StepPlan
+from specray.worker.input_batch import InputBatch, ScheduledBatch, build_batch
 from tests.support.distributions import OPTIONS
 
 CPU = torch.device("cpu")
@@ -58,8 +58,8 @@ def cases(draw: st.DrawFn) -> list[Case]:
 def flattened(rows: list[Case]) -> InputBatch:
     table = RequestTable(NUM_SLOTS, MAX_TOKENS, PAGE_SIZE, 100, CPU)
     entered = [NewRequest(row.slot, row.token_ids, 1, row.num_computed, row.blocks, OPTIONS, "") for row in rows]
-    plan = StepPlan(1, [], entered, [ScheduledRow(row.slot, row.num_tokens, UNLIMITED, []) for row in rows])
-    step = StepRows.of(table, plan)
+    plan = StepPlan(1, [], entered, [ScheduledRequest(row.slot, row.num_tokens, UNLIMITED, []) for row in rows])
+    step = ScheduledBatch.of(table, plan)
     assert step.sampling == [place for place, row in enumerate(rows) if row.samples]
     assert step.roots(table).tolist() == [row.known[-1] for row in rows]
     trees = [row.tree for row in rows]

@@ -10,7 +10,7 @@ import torch
 from specray.config import EngineConfig
 from specray.errors import ConfigError, EngineDeadError
 from specray.llm import LLM
-from specray.worker.memory import advice, enough_memory, ladder
+from specray.worker.memory import advice, enough_memory, options_to_lower
 from tests.support.engine import make_llm
 
 LARGE_TREE = {
@@ -56,7 +56,7 @@ SMALL = {
 )
 def test_options_are_lowered_in_order(options: dict[str, Any], expected: str) -> None:
     config = EngineConfig(**options)
-    assert ladder(config)[0] == expected
+    assert options_to_lower(config)[0] == expected
     assert advice(config).startswith(f"next, {expected}")
 
 

@@ -13,7 +13,7 @@ from specray.config import EngineConfig
 from specray.models.llama import Llama
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext
-from specray.step import UNLIMITED, DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRow, StepPlan
+from specray.step import UNLIMITED, DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker.worker import NOT_A_NUMBER, Worker
 from tests.support.distributions import OPTIONS
 from tests.support.drafters import DRAWS, ScriptedDrafter, draw_right, draw_right_last
@@ -56,7 +56,7 @@ class Driver:
         self._freed.append(slot)
 
     def step(self, slots: Sequence[int], num_tokens: int = 100, max_draft_tokens: int = 20) -> list[RequestResult]:
-        rows = [ScheduledRow(slot, num_tokens, at_most(max_draft_tokens), []) for slot in slots]
+        rows = [ScheduledRequest(slot, num_tokens, at_most(max_draft_tokens), []) for slot in slots]
         self._steps += 1
         result = self.worker.execute(StepPlan(self._steps, self._freed, self._entered, rows))
         assert result.step_id == self._steps
@@ -179,10 +179,10 @@ def test_an_invalid_tree_does_not_change_output(tree: TreeLists, toy: Path, gree
 def test_blocks_added_in_later_steps_are_used(toy: Path, greedy: list[int]) -> None:
     driver = Driver(toy)
     row = NewRequest(0, PROMPT, len(PROMPT), 0, [9, 3, 30], GREEDY, "")
-    driver.worker.execute(StepPlan(0, [], [row], [ScheduledRow(0, 100, at_most(0), [])]))
+    driver.worker.execute(StepPlan(0, [], [row], [ScheduledRequest(0, 100, at_most(0), [])]))
     for i in range(10, 30):
         added = [35 + i] if (i - 1) % PAGE == 0 and i > 3 * PAGE else []
-        [result] = driver.worker.execute(StepPlan(i, [], [], [ScheduledRow(0, 1, at_most(0), added)])).rows
+        [result] = driver.worker.execute(StepPlan(i, [], [], [ScheduledRequest(0, 1, at_most(0), added)])).rows
         assert result.token_ids == [greedy[i]]
 
 
@@ -191,7 +191,7 @@ def test_a_cached_prefix_is_not_computed_again(toy: Path, greedy: list[int]) -> 
     driver.enter(0)
     driver.step([0])
     again = NewRequest(2, PROMPT, len(PROMPT), 2 * PAGE, [1, 2, 60], GREEDY, "")
-    [row] = driver.worker.execute(StepPlan(9, [], [again], [ScheduledRow(2, 100, at_most(0), [])])).rows
+    [row] = driver.worker.execute(StepPlan(9, [], [again], [ScheduledRequest(2, 100, at_most(0), [])])).rows
     assert row.token_ids == greedy[9:10]
 
 
@@ -357,7 +357,7 @@ def test_a_drafter_gets_the_draft_limit(limit: DraftLimit, toy: Path) -> None:
     recorder = ContextRecorder("random")
     driver = Driver(toy, recorder)
     row = NewRequest(2, PROMPT, len(PROMPT), 0, [1, 2, 60], GREEDY, "")
-    driver.worker.execute(StepPlan(9, [], [row], [ScheduledRow(2, 100, limit, [])]))
+    driver.worker.execute(StepPlan(9, [], [row], [ScheduledRequest(2, 100, limit, [])]))
     driver.worker.propose()
     [context] = recorder.contexts
     [recorded] = context.requests or context.unfinished
@@ -403,7 +403,7 @@ def test_the_computed_range_excludes_cached_tokens(toy: Path) -> None:
     driver.enter(0)
     driver.step([0])
     again = NewRequest(2, PROMPT, len(PROMPT), 2 * PAGE, [1, 2, 60], GREEDY, "tenant")
-    driver.worker.execute(StepPlan(9, [], [again], [ScheduledRow(2, 100, at_most(1), [])]))
+    driver.worker.execute(StepPlan(9, [], [again], [ScheduledRequest(2, 100, at_most(1), [])]))
     driver.worker.propose()
     [recorded] = recorder.contexts[-1].requests
     assert (*recorded.request[1:3], recorded.cache_salt) == (2 * PAGE, len(PROMPT), "tenant")
@@ -486,7 +486,7 @@ def test_a_resumed_request_continues_its_output(toy: Path) -> None:
     for length in (len(PROMPT) + 1, len(text) - 6):
         row = NewRequest(1, text[:length], len(PROMPT), 0, list(range(17, 33)), sampling, "")
         resumed = Driver(toy)
-        [result] = resumed.worker.execute(StepPlan(0, [], [row], [ScheduledRow(1, 100, at_most(0), [])])).rows
+        [result] = resumed.worker.execute(StepPlan(0, [], [row], [ScheduledRequest(1, 100, at_most(0), [])])).rows
         assert result.token_ids + resumed.run(1, 5) == text[length : length + 6]
 
 
