@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specray.errors import ConfigError
+from specray.models.eagle_files import HeadConfig
 from specray.train.batches import AnswerFolder
 from specray.train.card import model_card
 from specray.train.checkpoint import LOG
@@ -97,6 +98,8 @@ def load_exported(head: TrainedModel, folder: Path) -> None:
     if not path.is_file():
         raise ConfigError(f"--init-head {folder} has no {WEIGHTS}; give a folder that this trainer wrote")
     tensors = {name.removeprefix(_MTP_PREFIX): tensor for name, tensor in load_file(path).items()}
+    if isinstance(head, Eagle3Head | Eagle2Head):
+        _check_trainable(folder)
     if isinstance(head, Eagle3Head):
         _move_output_rows(head, tensors, path)
     own = head.state_dict()
@@ -105,6 +108,18 @@ def load_exported(head: TrainedModel, folder: Path) -> None:
             seen = list(tensors[name].shape) if name in tensors else "missing"
             raise ConfigError(f"{path}: tensor {name} is {seen}, the head to train has {list(tensor.shape)}")
     head.load_state_dict({name: tensors[name].to(tensor.dtype) for name, tensor in own.items()})
+
+
+def _check_trainable(folder: Path) -> None:
+    """ConfigError if a published head has settings that the trained modules do not implement."""
+    config = HeadConfig.read(folder)
+    names = ("norm_before_fc", "norm_before_residual", "norm_output")
+    found = [name for name in names if getattr(config, name)] + ["layer_types"] * (config.window is not None)
+    if found:
+        raise ConfigError(
+            f"--init-head {folder}: config.json sets {', '.join(found)}, which the trainer does not implement; give a "
+            "folder that this trainer wrote"
+        )
 
 
 def _move_output_rows(head: Eagle3Head, tensors: dict[str, Tensor], path: Path) -> None:

@@ -208,6 +208,19 @@ def test_truncated_checkpoint_is_refused(tmp_path: Path) -> None:
         Trainer(settings(), answers, tmp_path / "run", CPU)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"norm_output": True}, {"layer_types": ["sliding_attention"], "sliding_window": 2048}],
+)
+def test_init_head_with_settings_that_are_not_trained_is_refused(changes: dict[str, object], tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    Trainer(settings(), answers, tmp_path / "first", CPU)._save()
+    config = tmp_path / "first" / "head" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(ConfigError, match=rf"--init-head .*{next(iter(changes))}"):
+        Trainer(settings(init_head=str(config.parent)), answers, tmp_path / "second", CPU)
+
+
 def test_run_with_init_head_continues_its_log_and_token_count(tmp_path: Path) -> None:
     answers = write_answers(tmp_path)
     first = Trainer(settings(), answers, tmp_path / "first", CPU)
