@@ -147,7 +147,8 @@ def check_own_process(config: EngineConfig) -> None:
         _require_plain(config, llm, SHORT)
 
 
-DRAFTER_CHECKS: list[Callable[[EngineConfig], None]] = [
+Check = Callable[[EngineConfig], None]
+DRAFTER_CHECKS: list[Check] = [
     check_greedy_output,
     check_sampled_output,
     check_trees,

@@ -1,6 +1,6 @@
 """Every drafting method passes the checks that `specray.testing` offers for drafters, and broken drafters fail them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,8 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.drafter import ProposeContext, TargetView
 from specray.testing import DRAFTER_CHECKS
-from specray.testing.conformance import check_own_process, check_trees, check_wrong_drafts
+from specray.testing.conformance import Check, check_own_process, check_trees, check_wrong_drafts
 from tests.support.methods import METHODS
-
-Check = Callable[[EngineConfig], None]
 
 
 def config_of(toy: Path, speculative: SpeculativeConfig) -> EngineConfig:

@@ -1,0 +1,34 @@
+"""The examples that need a server."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LONG = {"prompt": "One two one two one two", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+def test_the_openai_client_prints_an_answer_and_its_accept_length(app: Any) -> None:
+    command = [sys.executable, "examples/openai_client.py", "--url", f"{app.url}/v1", "--max-tokens", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tokens, accept length " in done.stdout
+
+
+@pytest.mark.parametrize("placement", ["colocated", "inline"])
+def test_a_custom_drafter_is_served_by_its_import_path(app: Any, deployer: Any, placement: str) -> None:
+    from ray import serve
+
+    drafter = {"algorithm": "examples.custom_drafter:LastSeen"}
+    served = deployer.deploy("custom", "/custom", speculative=drafter, draft={"placement": placement})
+    try:
+        [choice] = served.complete(**LONG)["choices"]
+        usage = served.complete(**LONG)["usage"]["speculative"]
+        [expected] = app.complete(**LONG)["choices"]
+    finally:
+        serve.delete("custom")
+    assert choice["text"] == expected["text"]
+    assert usage["draft_tokens"] > 0
