@@ -1,4 +1,4 @@
-"""EAGLE draft heads: a decoder layer that reads a token's embedding and the target's hidden states before it.
+"""EAGLE draft heads: decoder layers, usually one, over a token's embedding and the target's hidden states before it.
 
 EAGLE-1 and EAGLE-2 heads are the same network; EAGLE-3 heads are another. `specray.spec_decode.eagle` grows trees with
 them, and `eagle_files` reads their config.json and the names of their tensors.
@@ -37,10 +37,11 @@ class EagleHead(Protocol):
     """A draft head of hidden size H.
 
     A state is the head's summary of everything before a token: from the target's hidden states, or the head's own
-    output in deeper draft steps. The layer's index in `attend` is 0.
+    output in deeper draft steps.
     """
 
     aux_hidden_state_layers: tuple[int, ...]  # of the target, see TargetModel
+    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -53,7 +54,7 @@ class EagleHead(Protocol):
         """States [T, H] from the target's hidden states [T, aux_hidden_state_layers * target hidden] of any type."""
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Output [T, H] of the layer, before any norm; token_ids (of the target) and positions are int64 [T]."""
+        """Output [T, H] of the last layer, before any norm; token_ids (of the target) and positions are int64 [T]."""
 
     def recur(self, output: Tensor) -> Tensor:
         """The states of the tokens that are drafted from `output`."""
@@ -121,13 +122,14 @@ class Eagle2Head:
                 "EAGLE-2 heads; choose one with the target's vocabulary and set speculative.token_map"
             )
         self.aux_hidden_state_layers: tuple[int, ...] = (shared.shape.num_layers,)
-        self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.num_layers, self.num_heads, self.num_kv_heads = shape.num_layers, shape.num_heads, shape.num_kv_heads
+        self.head_dim = shape.head_dim
         self.dtype, self.window = shared.dtype, config.window
         self.draft_token_ids = None if token_map is None else token_map.to(shared.device, torch.int64)
         self.vocab_size = shape.vocab_size if token_map is None else len(token_map)
         self._embedding = _embedding(shape, loader, names, shared)
         self._fc = _fusion(config, loader, names, 2 * size, size)
-        self._layer = _Layer(shape, loader, names.layer, size)
+        self._layers = _Layers(shape, loader, names, size)
         self._head = shared.head(self.draft_token_ids, _full_head(shape, loader, names))
         self._rotary = _rotary(config, shape, loader, shared.max_positions)
 
@@ -136,7 +138,7 @@ class Eagle2Head:
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self._fc(torch.cat((self._embedding(token_ids), states), -1))
-        return self._layer(x, x, self._rotary.at(positions), attend)
+        return self._layers(x, x, self._rotary.at(positions), attend)
 
     def recur(self, output: Tensor) -> Tensor:
         return output
@@ -156,7 +158,8 @@ class Eagle3Head:
     ) -> None:
         size, width, layer, eps = shape.hidden_size, shared.shape.hidden_size, names.layer, shape.eps
         self.aux_hidden_state_layers = config.aux_hidden_state_layers(loader.folder, shared.shape.num_layers)
-        self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.num_layers, self.num_heads, self.num_kv_heads = shape.num_layers, shape.num_heads, shape.num_kv_heads
+        self.head_dim = shape.head_dim
         self.dtype, self.window = shared.dtype, config.window
         self.vocab_size = config.num_draft_ids
         ids = read_draft_vocabulary(loader, names, self.vocab_size, shape.vocab_size)
@@ -166,7 +169,7 @@ class Eagle3Head:
         self._token_norm = RMSNorm(loader.tensor(layer + "input_layernorm.weight", (size,)), eps)
         self._state_norm = RMSNorm(loader.tensor(layer + "hidden_norm.weight", (size,)), eps)
         self._normed_residual = config.norm_before_residual
-        self._layer = _Layer(shape, loader, layer, 2 * size)
+        self._layers = _Layers(shape, loader, names, 2 * size)
         self._norm = RMSNorm(loader.tensor(names.of_plain("norm.weight"), (size,)), eps)
         self._normed_output = config.norm_output
         self._head = _eagle3_head(self.vocab_size, ids, shape, loader, names, shared)
@@ -178,7 +181,7 @@ class Eagle3Head:
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         normed = self._state_norm(states)
         x = torch.cat((self._token_norm(self._embedding(token_ids)), normed), -1)
-        return self._layer(x, normed if self._normed_residual else states, self._rotary.at(positions), attend)
+        return self._layers(x, normed if self._normed_residual else states, self._rotary.at(positions), attend)
 
     def recur(self, output: Tensor) -> Tensor:
         return self._norm(output) if self._normed_output else output
@@ -257,11 +260,28 @@ def _is_usable(weight: Tensor, wanted: TargetMatrices) -> bool:
     return len(weight) == wanted.shape.vocab_size and weight.dtype == wanted.dtype and weight.device == wanted.device
 
 
+class _Layers:
+    """The head's layers: a first one that reads `width` columns, and in some heads ordinary decoder layers after it."""
+
+    def __init__(self, shape: LlamaShape, loader: Loader, names: TensorNames, width: int) -> None:
+        first, *others = names.layers(shape.num_layers)
+        size = shape.hidden_size
+        self._first = _Layer(0, shape, loader, first, width)
+        self._norms = [RMSNorm(loader.tensor(other + "input_layernorm.weight", (size,)), shape.eps) for other in others]
+        self._others = [_Layer(index, shape, loader, other, size) for index, other in enumerate(others, 1)]
+
+    def __call__(self, x: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        hidden = self._first(x, residual, cos_sin, attend)
+        for norm, layer in zip(self._norms, self._others, strict=True):
+            hidden = layer(norm(hidden), hidden, cos_sin, attend)
+        return hidden
+
+
 class _Layer:
     """Attention over inputs of `width` columns, then the feed-forward. The caller passes the attention's residual."""
 
-    def __init__(self, shape: LlamaShape, loader: Loader, prefix: str, width: int) -> None:
-        self._attention = Attention(0, shape, loader, prefix + "self_attn.", width)
+    def __init__(self, index: int, shape: LlamaShape, loader: Loader, prefix: str, width: int) -> None:
+        self._attention = Attention(index, shape, loader, prefix + "self_attn.", width)
         weight = loader.tensor(prefix + "post_attention_layernorm.weight", (shape.hidden_size,))
         self._ffn_norm = RMSNorm(weight, shape.eps)
         self._ffn = FeedForward(shape.hidden_size, shape.ffn_size, loader, prefix + "mlp.")

@@ -28,7 +28,6 @@ _Size = Annotated[int, Field(ge=1)]
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "mlp_bias": (False,),
     "hidden_act": ("silu", "swish"),
-    "num_hidden_layers": (1,),
     "quantization_config": (),
     "layernorms": (False,),
     "use_mtp_layernorm": (False,),
@@ -47,6 +46,7 @@ class HeadConfig(BaseModel):
 
     hidden_size: _Size
     intermediate_size: _Size
+    num_hidden_layers: _Size = 1
     num_attention_heads: _Size
     num_key_value_heads: _Size | None = None
     head_dim: _Size | None = None
@@ -98,6 +98,8 @@ class HeadConfig(BaseModel):
                 f"{path}: truncated_vocab_size={config.truncated_vocab_size} is not draft_vocab_size="
                 f"{config.draft_vocab_size}; choose another head"
             )
+        if len(set(config.layer_types[: config.num_hidden_layers])) > 1:
+            raise ConfigError(f"{path}: layer_types={config.layer_types} differ, which is not supported in a head")
         return config
 
     @property
@@ -191,6 +193,11 @@ class TensorNames:
     def has(self, *plain: str) -> bool:
         return self.of_plain(*plain) in self.stored
 
+    def layers(self, count: int) -> list[str]:
+        """Prefixes of the layers. SafeAILab's `midlayer` is one layer, whatever config.json says."""
+        first, is_numbered, _ = self.layer.partition("0.")
+        return [f"{first}{index}." for index in range(count)] if is_numbered else [self.layer]
+
     def in_layer(self, name: str) -> bool:
         return self.layer + name in self.stored
 
@@ -213,7 +220,7 @@ def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaSha
     found = [part for part in "qkvo" if names.in_layer(f"self_attn.{part}_proj.bias")]
     is_denied = config.attention_bias is False
     return LlamaShape(
-        num_layers=1,
+        num_layers=len(names.layers(config.num_hidden_layers)),
         hidden_size=config.hidden_size,
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -166,6 +166,7 @@ class _Drafting:
 class MtpHead(_Drafting):
     """One layer whose output is its next state. Implements `specray.models.eagle.EagleHead`."""
 
+    num_layers = 1
     window: int | None = None
 
     def __init__(self, layers: MtpLayers, token_map: Tensor | None = None) -> None:

@@ -46,7 +46,7 @@ class EagleDrafter:
         self._head = head
         scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
         num_slots = target.num_slots + scratch.numel()
-        pool = make_pool(1, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
+        pool = make_pool(head.num_layers, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
         self._attention = make_backend(target.attention_backend, pool, head.num_heads)
         last_position = target.context_length - 1
         self._grower = TreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)

@@ -108,6 +108,8 @@ LAYOUTS: dict[str, Layout] = {
     "eagle3-last-state": Layout(
         3, _OWN_VOCAB | {"eagle_config": {"use_aux_hidden_state": False}}, without=("fc.weight",)
     ),
+    "eagle3-stacked": Layout(3, _OWN_VOCAB | TOP_LEVEL_AUX | {"num_hidden_layers": 2}),
+    "eagle2-stacked": Layout(2, {"bias": True, "num_hidden_layers": 2}),
     # gpt-oss: 64 heads of 64 for a hidden size of 2880
     "eagle3-indivisible-heads": Layout(3, _OWN_VOCAB | AUX | {"num_attention_heads": 3, "num_key_value_heads": 3}),
     "eagle3-wider": Layout(3, _OWN_VOCAB | AUX | {"hidden_size": 48, "target_hidden_size": TARGET_SIZE}),
@@ -163,7 +165,7 @@ class ToyHead:
 
     def step(self, embeds: np.ndarray, states: np.ndarray) -> np.ndarray:
         """Outputs [T, H] of a row that starts at position 0."""
-        layer = {n.removeprefix("layer."): t for n, t in self.weights.items() if n.startswith("layer.")}
+        layer = self._layer("layer.")
         if self.layout.version == 2:
             x = residual = self._fc(np.concatenate((embeds, states), 1))
         else:
@@ -171,7 +173,15 @@ class ToyHead:
             x = np.concatenate((_norm(embeds, layer["input_layernorm.weight"], self.settings), normed), 1)
             residual = normed if self.settings.get("norm_before_residual") else states
         hidden = residual + _attention(x, layer, self.settings) + layer.get("self_attn.o_proj.bias", 0)
-        return hidden + _ffn(_norm(hidden, layer["post_attention_layernorm.weight"], self.settings), layer)
+        hidden = hidden + _ffn(_norm(hidden, layer["post_attention_layernorm.weight"], self.settings), layer)
+        if second := self._layer("layer1."):
+            normed = _norm(hidden, second["input_layernorm.weight"], self.settings)
+            hidden = hidden + _attention(normed, second, self.settings)
+            hidden = hidden + _ffn(_norm(hidden, second["post_attention_layernorm.weight"], self.settings), second)
+        return hidden
+
+    def _layer(self, prefix: str) -> dict[str, np.ndarray]:
+        return {n.removeprefix(prefix): t for n, t in self.weights.items() if n.startswith(prefix)}
 
     def recur(self, output: np.ndarray) -> np.ndarray:
         return self._normed(output) if self.settings.get("norm_output") else output
@@ -227,6 +237,12 @@ def _tensors(layout: Layout, s: dict[str, Any], generator: torch.Generator) -> T
         "layer.mlp.down_proj.weight": normal(size, ffn),
         "layer.post_attention_layernorm.weight": scale(),
     }
+    if s["num_hidden_layers"] == 2:
+        widths = {"q": q_size, "k": kv_size, "v": kv_size}
+        first = {name.removeprefix("layer."): tensor for name, tensor in tensors.items()}
+        tensors |= {f"layer1.{name}": normal(*tensor.shape) for name, tensor in first.items() if tensor.ndim == 2}
+        tensors |= {f"layer1.self_attn.{n}_proj.weight": normal(rows, size) for n, rows in widths.items()}
+        tensors |= {f"layer1.{n}.weight": scale() for n in ("input_layernorm", "post_attention_layernorm")}
     if s.get("attention_bias"):
         sizes = {"q": q_size, "k": kv_size, "v": kv_size, "o": size}
         tensors |= {f"layer.self_attn.{n}_proj.bias": normal(length) for n, length in sizes.items()}
@@ -265,7 +281,7 @@ def _third(s: dict[str, Any], normal: Callable[..., torch.Tensor], scale: Callab
 def _spelled(name: str, layout: Layout) -> str:
     if name in ("d2t", "t2d", "lm_head.weight"):
         return name
-    for ours, theirs in (("layer.", layout.layer), *layout.spelling.items()):
+    for ours, theirs in (("layer.", layout.layer), ("layer1.", "layers.1."), *layout.spelling.items()):
         if name.startswith(ours):
             name = theirs + name.removeprefix(ours)
     return layout.prefix + name

@@ -101,6 +101,30 @@ _GPT_OSS = {
 }
 _INDIVISIBLE = {"num_attention_heads": 6, "num_key_value_heads": 2}  # 6 heads of 8 for a hidden size of 32
 
+_SPECULATORS_2026 = {
+    "architectures": ["Eagle3DraftModel"],
+    "draft_vocab_size": 151936,
+    IDS: [2, 18, 33],
+    "embed_requires_grad": False,
+    "fc_norm": True,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+    "norm_output": True,
+    "speculators_config": _SPECULATORS,
+    "speculators_model_type": "eagle3",
+    "target_hidden_size": None,
+    "transformer_layer_config": {
+        **_QWEN3_LAYER,
+        "layer_types": ["sliding_attention"],
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+    },
+}
+_TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "sliding_attention"]}
+
 PUBLISHED: dict[str, Published] = {
     "SafeAILab, EAGLE-3 for Llama 3.1 8B": Published(
         3, 32, (2, 16, 29), {"architectures": ["LlamaForCausalLM"], **_LLAMA_8B}, layer="midlayer.", is_bin=True
@@ -298,29 +322,15 @@ PUBLISHED: dict[str, Published] = {
         3,
         36,
         (2, 18, 33),
-        {
-            "architectures": ["Eagle3DraftModel"],
-            "draft_vocab_size": 151936,
-            IDS: [2, 18, 33],
-            "embed_requires_grad": False,
-            "fc_norm": True,
-            "norm_before_fc": False,
-            "norm_before_residual": False,
-            "norm_output": True,
-            "speculators_config": _SPECULATORS,
-            "speculators_model_type": "eagle3",
-            "target_hidden_size": None,
-            "transformer_layer_config": {
-                **_QWEN3_LAYER,
-                "layer_types": ["sliding_attention"],
-                "max_window_layers": 28,
-                "model_type": "qwen3",
-                "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
-                "sliding_window": 2048,
-                "use_sliding_window": True,
-            },
-        },
+        _SPECULATORS_2026,
         small={"draft_vocab_size": VOCAB_SIZE, IDS: [2, 4, 5]},
+    ),
+    "speculators 0.6, EAGLE-3 with two layers": Published(
+        3,
+        36,
+        (2, 18, 33),
+        _SPECULATORS_2026,
+        small={"draft_vocab_size": VOCAB_SIZE, IDS: [2, 4, 5], **_TWO_LAYERS},
     ),
 }
 
@@ -342,7 +352,8 @@ def small_head(name: str, seed: int = 0) -> ToyHead:
     )
     tensors = _tensors(layout, settings, torch.Generator().manual_seed(seed))
     if settings["model_type"] == "qwen3":
-        tensors |= {f"layer.self_attn.{part}_norm.weight": torch.linspace(0.5, 2, 8) for part in "qk"}
+        layers = ("layer", "layer1")[: settings["num_hidden_layers"]]
+        tensors |= {f"{n}.self_attn.{part}_norm.weight": torch.linspace(0.5, 2, 8) for part in "qk" for n in layers}
     weights = {name: tensor.double().numpy() for name, tensor in tensors.items()}
     return ToyHead(layout, settings, weights, {_spelled(n, layout): t for n, t in tensors.items()}, config)
 

@@ -176,7 +176,7 @@ def _attention(x: np.ndarray, layer: dict[str, np.ndarray], config: dict[str, An
         q, k = (_norm(t, layer[f"self_attn.{n}_norm.weight"], config) for t, n in ((q, "q"), (k, "k")))
     q, k = _rotate(q, config), _rotate(k, config)
     out = np.zeros_like(q)
-    window = config["sliding_window"] if config.get("layer_types") == ["sliding_attention"] else num_tokens
+    window = config["sliding_window"] if "sliding_attention" in config.get("layer_types", []) else num_tokens
     for i in range(num_tokens):
         seen = slice(max(0, i + 1 - window), i + 1)
         for head in range(config["num_attention_heads"]):

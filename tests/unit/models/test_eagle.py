@@ -54,7 +54,7 @@ def load(
 
 def causal(layer: int, q: Tensor, kv: Tensor) -> Tensor:
     """One row without a past, head by head."""
-    assert layer == 0
+    assert layer in (0, 1)
     num_tokens, heads, dim = q.shape
     mask = torch.full((num_tokens, num_tokens), float("-inf")).triu(1)
     out = torch.zeros(num_tokens, heads, dim, dtype=q.dtype)
@@ -121,6 +121,7 @@ def test_attributes(name: str, tmp_path: Path, target_folder: Path, target: Llam
     head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
     heads = (3, 3) if name == "eagle3-indivisible-heads" else (2, 1)
     assert (head.num_heads, head.num_kv_heads, head.head_dim, head.dtype) == (*heads, 16, torch.float32)
+    assert head.num_layers == (2 if "stacked" in name else 1)
     assert head.aux_hidden_state_layers == AUX_LAYERS.get(
         name, ALL_STATES if name.startswith("eagle3") else (NUM_LAYERS,)
     )
@@ -337,6 +338,7 @@ LENIENT: dict[str, tuple[str, list[Break]]] = {
         "eagle3-layers",
         [setting(truncated_vocab_size=DRAFT_VOCAB, draft_vocab_size=None)],
     ),
+    "layers of the target beside a midlayer": ("eagle3-safeailab", [setting(num_hidden_layers=32)]),
     "rope_type default": ("eagle3-safeailab", [setting(rope_scaling={"rope_type": "default"})]),
 }
 
@@ -407,7 +409,12 @@ REFUSED: dict[str, tuple[str, Break, str]] = {
         r"no inputs of layers \[0, 1, 3\] \(2 layers, by eagle_aux.* each from 0 to 2",
     ),
     "number of aux layers": ("eagle3-layers", setting(num_aux_hidden_states=2), r"num_aux_hidden_states=2, but .* 3"),
-    "two layers": ("eagle2", setting(num_hidden_layers=2), r"num_hidden_layers=2 is not supported .*only 1"),
+    "two layers": ("eagle2", setting(num_hidden_layers=2), r"no tensor 'layers.1.input_layernorm.weight'"),
+    "layer types": (
+        "eagle3-stacked",
+        setting(layer_types=["full_attention", "sliding_attention"]),
+        r"layer_types=.* differ",
+    ),
     "layer type": ("eagle2", setting(layer_types=["chunked_attention"]), r"layer_types.0: Input should be 'full_at"),
     "activation": ("eagle2", setting(hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
     "mlp bias": ("eagle2", setting(mlp_bias=True), r"mlp_bias=True is not supported"),
@@ -493,7 +500,7 @@ def test_the_other_kind_is_refused_with_the_algorithm_to_set(
 
 
 def test_a_folder_that_holds_no_head(tmp_path: Path, target_folder: Path, target: Llama) -> None:
-    with pytest.raises(ValueError, match=r"num_hidden_layers=2"):
+    with pytest.raises(ValueError, match=r"holds no EAGLE head"):
         load(target_folder, target_folder, target, 3)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match="holds a list instead of an object"):
