@@ -42,7 +42,7 @@ SAFEGUARDS: dict[str, tuple[Safeguard, ...]] = {
     "rank frozen": (Safeguard("cluster/liveness/watchdog.py", "FROZEN_S = 3.0 ", "FROZEN_S = 1e6 "),),
     "drafter killed": (NO_NEW_DRAFTER,),
     "drafter frozen": (Safeguard("specray/worker/remote_drafter/source.py", "FROZEN_S = 3.0 ", "FROZEN_S = 1e6 "),),
-    "drafter lies": (NO_NEW_DRAFTER,),
+    "drafter sends invalid data": (NO_NEW_DRAFTER,),
     "GCS killed for 4 s": (
         Safeguard("tests/chaos/service.py", '"gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")', ""),
     ),
