@@ -1,36 +1,29 @@
 """EAGLE draft heads: decoder layers, usually one, over a token's embedding and the target's hidden states before it.
 
 EAGLE-1 and EAGLE-2 heads are the same network; EAGLE-3 heads are another. `specray.spec_decode.eagle` grows trees with
-them, and `eagle_files` reads their config.json and the names of their tensors.
+them, `eagle_loading` loads them, and `eagle_files` reads their config.json and the names of their tensors.
 
 Found in checkpoints rather than in papers: the norm over all aux hidden states before `fc` is stored as `input_norm`,
 and EAGLE-1's code creates a bias of `fc` that config.json does not mention.
 """
 
-import logging
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.layers.linear import ColumnParallelLinear, VocabEmbedding, VocabHead
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
-from specray.models.causal_lm import FeedForward, ModelShape, TargetModel
-from specray.models.eagle_files import HeadConfig, TensorNames, check_rest, head_shape, read_draft_vocabulary
-from specray.models.files import resolve_draft
+from specray.models.causal_lm import FeedForward
+from specray.models.eagle_files import HeadConfig, TensorNames, read_draft_vocabulary
 from specray.models.llama import Attention, LlamaShape
 from specray.models.loading import Loader
+from specray.models.target_matrices import HEAD, TargetMatrices
 from specray.ops.attention import Attend
-
-logger = logging.getLogger(__name__)
-
-ALGORITHMS: dict[Literal[2, 3], str] = {2: "EAGLE", 3: "EAGLE3"}
 
 
 class EagleHead(Protocol):
@@ -66,35 +59,6 @@ class EagleHead(Protocol):
         """int64: the target's ids of draft ids of any shape."""
 
 
-def load_eagle_head(
-    speculative: SpeculativeConfig, shared: "TargetMatrices", version: Literal[2, 3], token_map: Tensor | None = None
-) -> EagleHead:
-    """Load the head at `speculative.draft_model_path`, not sharded. ConfigError if it does not fit the target.
-
-    `token_map` int64 [n] restricts an EAGLE-2 head to these ids of the target (FR-Spec).
-    """
-    folder = resolve_draft(speculative, progress=False)
-    config = HeadConfig.read(folder)
-    config.check_target(folder, shared.shape)
-    loader = Loader(
-        folder, speculative.draft_load_format, shared.dtype, shared.device, quantization=shared.quantization
-    )
-    try:
-        names = TensorNames.of(loader)
-        _check_version(folder, names, version)
-        shape = head_shape(config, folder, names)
-        if version == 2:
-            head: EagleHead = Eagle2Head(config, shape, loader, names, shared, token_map)
-        else:
-            if token_map is not None or speculative.token_map is not None:
-                logger.warning("speculative.token_map is ignored: an EAGLE-3 head has a vocabulary of its own")
-            head = Eagle3Head(config, shape, loader, names, shared)
-        check_rest(loader, names, shape)
-    finally:
-        loader.close()
-    return head
-
-
 class Eagle2Head:
     """EAGLE-1 and -2: `fc` of [embedding, state], then a layer without an input norm, then the target's output matrix.
 
@@ -107,7 +71,7 @@ class Eagle2Head:
         shape: LlamaShape,
         loader: Loader,
         names: TensorNames,
-        shared: "TargetMatrices",
+        shared: TargetMatrices,
         token_map: Tensor | None = None,
     ) -> None:
         size = shape.hidden_size
@@ -154,7 +118,7 @@ class Eagle3Head:
     """EAGLE-3: the first state is `fc` of several aux hidden states; the layer reads [norm(embedding), norm(state)]."""
 
     def __init__(
-        self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: "TargetMatrices"
+        self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
     ) -> None:
         size, width, layer, eps = shape.hidden_size, shared.shape.hidden_size, names.layer, shape.eps
         self.aux_hidden_state_layers = config.aux_hidden_state_layers(loader.folder, shared.shape.num_layers)
@@ -191,73 +155,6 @@ class Eagle3Head:
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return _target_ids(self.draft_token_ids, draft_ids)
-
-
-class TargetMatrices:
-    """The target's embedding and output matrix, for a draft head.
-
-    They are shared with `target`, quantized as there, if it holds them whole, in `dtype` and on `device`. Otherwise
-    they are read from the target's files: a tensor-parallel rank has only a part, and a drafter process has no target.
-    `quantization` is that of the head's linears.
-    """
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        max_positions: int,
-        folder: Path,
-        load_format: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        target: TargetModel | None,
-        quantization: str | None = None,
-    ) -> None:
-        self.shape = shape
-        self.quantization = quantization
-        self.dtype = dtype
-        self.device = device
-        self.max_positions = max_positions
-        self._folder = folder
-        self._load_format = load_format
-        self._target = target if target is not None and _is_usable(target.embedding.weight, self) else None
-
-    def embedding(self, own: Tensor | None = None) -> VocabEmbedding:
-        """The target's embedding, or the head's `own` [vocab, hidden] where that is another matrix."""
-        if self._target is not None and (own is None or torch.equal(own, self._target.embedding.weight)):
-            return self._target.embedding
-        return VocabEmbedding(self._matrix(_EMBEDDING) if own is None else own, RankGroup())
-
-    def head(self, ids: Tensor | None, own: Tensor | None = None) -> VocabHead:
-        """The target's output matrix, or the head's `own` [vocab, hidden] where that is another; of these rows `ids`.
-
-        `ids` is int64 [n]; None: all rows.
-        """
-        if self._target is not None and ids is None and (own is None or torch.equal(own, self._matrix(_HEAD))):
-            return self._target.head
-        matrix = self._matrix(_HEAD) if own is None else own
-        rows = matrix if ids is None else matrix.index_select(0, ids)
-        return VocabHead(rows, len(rows), RankGroup(), self.quantization)
-
-    def _matrix(self, name: str) -> Tensor:
-        """[vocab, hidden]. The embedding serves as output matrix if the target has no other."""
-        if self._target is not None and self.shape.tied:
-            return self._target.embedding.weight
-        loader = Loader(self._folder, self._load_format, self.dtype, self.device)
-        try:
-            if self.shape.tied or name not in loader:
-                name = _EMBEDDING
-            return loader.tensor(name, (self.shape.vocab_size, self.shape.hidden_size))
-        finally:
-            loader.close()
-
-
-_EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
-
-
-def _is_usable(weight: Tensor, wanted: TargetMatrices) -> bool:
-    """Whether a rank's embedding is whole, of the wanted type and on the wanted device."""
-    return len(weight) == wanted.shape.vocab_size and weight.dtype == wanted.dtype and weight.device == wanted.device
 
 
 class _Layers:
@@ -346,7 +243,7 @@ def _embedding(shape: LlamaShape, loader: Loader, names: TensorNames, shared: Ta
 
 def _full_head(shape: LlamaShape, loader: Loader, names: TensorNames) -> Tensor | None:
     """The checkpoint's output matrix over the target's vocabulary, if it has one."""
-    name = names.of_plain(_HEAD)
+    name = names.of_plain(HEAD)
     return loader.tensor(name, (shape.vocab_size, shape.hidden_size)) if name in names.stored else None
 
 
@@ -359,7 +256,7 @@ def _eagle3_head(
     """
     if num_ids == shape.vocab_size and ids is None and shape.hidden_size == shared.shape.hidden_size:
         return shared.head(None, _full_head(shape, loader, names))
-    own = loader.tensor(names.of_plain(_HEAD), (num_ids, shape.hidden_size))
+    own = loader.tensor(names.of_plain(HEAD), (num_ids, shape.hidden_size))
     return VocabHead(own, num_ids, RankGroup(), loader.quantization)
 
 
@@ -373,14 +270,6 @@ def _rotary(config: HeadConfig, shape: LlamaShape, loader: Loader, max_positions
             f"{loader.folder / 'config.json'}: its RoPE settings cannot be used ({error}); correct rope_scaling or "
             "choose another head"
         ) from error
-
-
-def _check_version(folder: Path, names: TensorNames, version: Literal[2, 3]) -> None:
-    if names.kind != version:
-        raise ConfigError(
-            f"{folder} holds an EAGLE-{names.kind} head, but speculative.algorithm={ALGORITHMS[version]} expects an "
-            f"EAGLE-{version} one; set speculative.algorithm: {ALGORITHMS[names.kind]} or choose another head"
-        )
 
 
 def _target_ids(draft_token_ids: Tensor | None, draft_ids: Tensor) -> Tensor:

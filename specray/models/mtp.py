@@ -24,9 +24,9 @@ from specray.layers.linear import ColumnParallelLinear
 from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.causal_lm import ModelShape
-from specray.models.eagle import TargetMatrices
 from specray.models.loading import Loader
 from specray.models.registry import MODELS, load_config, shape_of
+from specray.models.target_matrices import TargetMatrices
 from specray.models.weights import WeightReader
 from specray.ops.attention import Attend
 

@@ -24,9 +24,9 @@ from specray.errors import ConfigError
 from specray.layers.linear import VocabHead
 from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import TargetModel
-from specray.models.eagle import TargetMatrices
 from specray.models.files import resolve_draft
 from specray.models.registry import context_length, load_config, load_model
+from specray.models.target_matrices import TargetMatrices
 from specray.models.tokenizer import load_tokenizer
 from specray.ops.attention import Attend, AttentionBatch, make_pool
 from specray.ops.backends import make_backend

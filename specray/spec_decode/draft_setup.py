@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specray.config import SpeculativeConfig
-from specray.models.eagle import TargetMatrices
+from specray.models.target_matrices import TargetMatrices
 from specray.ops.attention import torch_dtype
 from specray.ops.quantization import check_quantization, quantization_of_choice
 from specray.spec_decode.drafter import TargetView

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from specray.config import SpeculativeConfig
-from specray.models.eagle import EagleHead, load_eagle_head
+from specray.models.eagle import EagleHead
+from specray.models.eagle_loading import load_eagle_head
 from specray.ops.attention import AttentionBatch, make_pool
 from specray.ops.backends import make_backend
 from specray.spec_decode.draft_setup import scratch_slots, target_matrices

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
-from specray.models.eagle import TargetMatrices
 from specray.models.llama import Llama
 from specray.models.mtp import MtpHead, MtpLayers, MtpStack, holds_mtp_layers, load_mtp_layers
 from specray.models.registry import load_model
+from specray.models.target_matrices import TargetMatrices
 from tests.support.eagle_toy import target_matrices
 from tests.support.mtp import mimo_states, write_deepseek, write_mimo_layers
 from tests.support.naive_eagle import attend_to_the_past

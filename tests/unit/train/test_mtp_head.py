@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from specray.config import SpeculativeConfig
-from specray.models.eagle import TargetMatrices
 from specray.models.mtp import MtpHead as ServedHead
 from specray.models.mtp import load_mtp_layers
+from specray.models.target_matrices import TargetMatrices
 from specray.train.heads import MtpHead
 from specray.train.settings import TrainSettings
 from specray.train.target import Target, load_target

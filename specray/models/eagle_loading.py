@@ -1,0 +1,56 @@
+"""Loading an EAGLE head: the checkpoint's layout decides which network it is."""
+
+import logging
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+from specray.models.eagle import Eagle2Head, Eagle3Head, EagleHead
+from specray.models.eagle_files import HeadConfig, TensorNames, check_rest, head_shape
+from specray.models.files import resolve_draft
+from specray.models.loading import Loader
+from specray.models.target_matrices import TargetMatrices
+
+logger = logging.getLogger(__name__)
+
+ALGORITHMS: dict[Literal[2, 3], str] = {2: "EAGLE", 3: "EAGLE3"}
+
+
+def load_eagle_head(
+    speculative: SpeculativeConfig, shared: TargetMatrices, version: Literal[2, 3], token_map: Tensor | None = None
+) -> EagleHead:
+    """Load the head at `speculative.draft_model_path`, not sharded. ConfigError if it does not fit the target.
+
+    `token_map` int64 [n] restricts an EAGLE-2 head to these ids of the target (FR-Spec).
+    """
+    folder = resolve_draft(speculative, progress=False)
+    config = HeadConfig.read(folder)
+    config.check_target(folder, shared.shape)
+    loader = Loader(
+        folder, speculative.draft_load_format, shared.dtype, shared.device, quantization=shared.quantization
+    )
+    try:
+        names = TensorNames.of(loader)
+        _check_version(folder, names, version)
+        shape = head_shape(config, folder, names)
+        if version == 2:
+            head: EagleHead = Eagle2Head(config, shape, loader, names, shared, token_map)
+        else:
+            if token_map is not None or speculative.token_map is not None:
+                logger.warning("speculative.token_map is ignored: an EAGLE-3 head has a vocabulary of its own")
+            head = Eagle3Head(config, shape, loader, names, shared)
+        check_rest(loader, names, shape)
+    finally:
+        loader.close()
+    return head
+
+
+def _check_version(folder: Path, names: TensorNames, version: Literal[2, 3]) -> None:
+    if names.kind != version:
+        raise ConfigError(
+            f"{folder} holds an EAGLE-{names.kind} head, but speculative.algorithm={ALGORITHMS[version]} expects an "
+            f"EAGLE-{version} one; set speculative.algorithm: {ALGORITHMS[names.kind]} or choose another head"
+        )

@@ -1,0 +1,76 @@
+"""The matrices of a target that draft heads share."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specray.layers.linear import VocabEmbedding, VocabHead
+from specray.layers.parallel import RankGroup
+from specray.models.causal_lm import ModelShape, TargetModel
+from specray.models.loading import Loader
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class TargetMatrices:
+    """The target's embedding and output matrix, for a draft head.
+
+    They are shared with `target`, quantized as there, if it holds them whole, in `dtype` and on `device`. Otherwise
+    they are read from the target's files: a tensor-parallel rank has only a part, and a drafter process has no target.
+    `quantization` is that of the head's linears.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        max_positions: int,
+        folder: Path,
+        load_format: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        target: TargetModel | None,
+        quantization: str | None = None,
+    ) -> None:
+        self.shape = shape
+        self.quantization = quantization
+        self.dtype = dtype
+        self.device = device
+        self.max_positions = max_positions
+        self._folder = folder
+        self._load_format = load_format
+        self._target = target if target is not None and _is_usable(target.embedding.weight, self) else None
+
+    def embedding(self, own: Tensor | None = None) -> VocabEmbedding:
+        """The target's embedding, or the head's `own` [vocab, hidden] where that is another matrix."""
+        if self._target is not None and (own is None or torch.equal(own, self._target.embedding.weight)):
+            return self._target.embedding
+        return VocabEmbedding(self._matrix(EMBEDDING) if own is None else own, RankGroup())
+
+    def head(self, ids: Tensor | None, own: Tensor | None = None) -> VocabHead:
+        """The target's output matrix, or the head's `own` [vocab, hidden] where that is another; of these rows `ids`.
+
+        `ids` is int64 [n]; None: all rows.
+        """
+        if self._target is not None and ids is None and (own is None or torch.equal(own, self._matrix(HEAD))):
+            return self._target.head
+        matrix = self._matrix(HEAD) if own is None else own
+        rows = matrix if ids is None else matrix.index_select(0, ids)
+        return VocabHead(rows, len(rows), RankGroup(), self.quantization)
+
+    def _matrix(self, name: str) -> Tensor:
+        """[vocab, hidden]. The embedding serves as output matrix if the target has no other."""
+        if self._target is not None and self.shape.tied:
+            return self._target.embedding.weight
+        loader = Loader(self._folder, self._load_format, self.dtype, self.device)
+        try:
+            if self.shape.tied or name not in loader:
+                name = EMBEDDING
+            return loader.tensor(name, (self.shape.vocab_size, self.shape.hidden_size))
+        finally:
+            loader.close()
+
+
+def _is_usable(weight: Tensor, wanted: TargetMatrices) -> bool:
+    """Whether a rank's embedding is whole, of the wanted type and on the wanted device."""
+    return len(weight) == wanted.shape.vocab_size and weight.dtype == wanted.dtype and weight.device == wanted.device
