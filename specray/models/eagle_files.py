@@ -46,7 +46,7 @@ class HeadConfig(BaseModel):
 
     hidden_size: _Size
     intermediate_size: _Size
-    num_hidden_layers: _Size = 1
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1000)] = 1
     num_attention_heads: _Size
     num_key_value_heads: _Size | None = None
     head_dim: _Size | None = None

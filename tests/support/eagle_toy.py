@@ -61,7 +61,7 @@ def save_sharded_bin(tensors: Tensors, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a head is written: `settings` go into its config.json, `layer` stands for `layer.` in names."""
+    """The form of a checkpoint: `settings` go into config.json, and `layer` replaces `layer.` in names of tensors."""
 
     version: int
     settings: dict[str, Any] = field(default_factory=dict)
@@ -132,7 +132,7 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclass
 class ToyHead:
-    """A head to write and to compare with; change `tensors` (as stored) or `config` before `write` to break it."""
+    """A head and its reference. To break the checkpoint, change `tensors` (as stored) or `config` before `write`."""
 
     layout: Layout
     settings: dict[str, Any]  # flat
@@ -187,7 +187,7 @@ class ToyHead:
         return self._normed(output) if self.settings.get("norm_output") else output
 
     def logits(self, output: np.ndarray, target_head: np.ndarray) -> np.ndarray:
-        """[T, draft vocabulary]; without an own matrix, by the target's."""
+        """[T, draft vocabulary]; computed with the target's matrix if the head has none."""
         normed = output if self.layout.version == 2 else self._normed(output)
         return normed @ self.weights.get("lm_head.weight", target_head).T
 
@@ -255,7 +255,7 @@ def _tensors(layout: Layout, s: dict[str, Any], generator: torch.Generator) -> T
 
 
 def _third(s: dict[str, Any], normal: Callable[..., torch.Tensor], scale: Callable[..., torch.Tensor]) -> Tensors:
-    """What only EAGLE-3 heads have."""
+    """Tensors that only EAGLE-3 heads have."""
     size, count = s["hidden_size"], len(s.get("eagle_aux_hidden_state_layer_ids", [0]))
     tensors = {
         "layer.hidden_norm.weight": scale(),
@@ -296,7 +296,7 @@ def _config(layout: Layout) -> dict[str, Any]:
 
 
 def _save_shards(tensors: Tensors, folder: Path, pattern: str, index: str, save: Callable[..., object]) -> None:
-    """Every third tensor into one of three files."""
+    """Distribute the tensors over three files."""
     names = sorted(tensors)
     for part in range(3):
         save({name: tensors[name] for name in names[part::3]}, folder / pattern.format(part))

@@ -1,4 +1,4 @@
-"""EAGLE heads of every layout compute what the definition says, and share their target's matrices as told."""
+"""EAGLE heads of every layout equal a float64 reference, and share equal matrices with their target."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -109,16 +109,14 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], to
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_computes_what_the_definition_says(
-    name: str, tmp_path: Path, target_folder: Path, target: Llama
-) -> None:
+def test_every_layout_equals_the_reference(name: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
     toy = toy_head(name)
     head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
     assert_close(ours(head), expected(toy, head, target_folder), 1e-5)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_attributes(name: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
+def test_attributes_of_a_loaded_head(name: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
     toy = toy_head(name)
     head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
     heads = (3, 3) if name == "eagle3-indivisible-heads" else (2, 1)
@@ -158,7 +156,7 @@ def test_draft_type_is_independent_of_the_targets(
 
 @pytest.mark.parametrize("name", ["eagle3-target-head", "eagle2"])
 @pytest.mark.parametrize("variant", ["llama", "tied"])
-def test_a_target_rank_with_part_of_the_vocabulary(name: str, variant: str, tmp_path: Path) -> None:
+def test_a_target_rank_with_part_of_the_vocabulary_is_not_shared(name: str, variant: str, tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     target_folder = write_toy(tmp_path / "target", variant)
     target = load_target(target_folder)
@@ -346,7 +344,9 @@ LENIENT: dict[str, tuple[str, list[Break]]] = {
 
 
 @pytest.mark.parametrize("case", LENIENT)
-def test_settings_that_the_original_code_ignores(case: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
+def test_settings_that_the_original_code_ignores_are_ignored(
+    case: str, tmp_path: Path, target_folder: Path, target: Llama
+) -> None:
     name, changes = LENIENT[case]
     toy = toy_head(name)
     for change in changes:
@@ -455,7 +455,7 @@ REFUSED: dict[str, tuple[str, Break, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_misfits_are_refused(case: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
+def test_heads_that_do_not_fit_are_refused(case: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
     name, change, message = REFUSED[case]
     toy = toy_head(name)
     change(toy)
@@ -492,7 +492,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "last-state" not in name])
-def test_the_other_kind_is_refused_with_the_algorithm_to_set(
+def test_a_head_of_the_other_algorithm_is_refused(
     name: str, tmp_path: Path, target_folder: Path, target: Llama
 ) -> None:
     toy = toy_head(name)
@@ -501,7 +501,7 @@ def test_the_other_kind_is_refused_with_the_algorithm_to_set(
         load(toy.write(tmp_path / "head"), target_folder, target, 5 - kind)
 
 
-def test_a_folder_that_holds_no_head(tmp_path: Path, target_folder: Path, target: Llama) -> None:
+def test_a_folder_without_a_head_is_refused(tmp_path: Path, target_folder: Path, target: Llama) -> None:
     with pytest.raises(ValueError, match=r"holds no EAGLE head"):
         load(target_folder, target_folder, target, 3)
     (tmp_path / "config.json").write_text("[1]")

@@ -1,4 +1,4 @@
-"""MTP layers of both layouts compute what their definition says, and those that do not fit their target are refused."""
+"""MTP layers of both layouts equal a reference, and are refused if they do not fit their target."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def two_steps(head: MtpHead) -> list[torch.Tensor]:
     return [head.logits(first), head.logits(second)]
 
 
-def test_mimos_layer_computes_what_the_definition_says(toy: Path, tmp_path: Path) -> None:
+def test_mimos_layer_equals_the_reference(toy: Path, tmp_path: Path) -> None:
     folder = write_mimo_layers(tmp_path, toy)
     embedding, output = target_matrices(toy)
     states = some_states().double().numpy()
@@ -61,7 +61,7 @@ def test_mimos_layer_computes_what_the_definition_says(toy: Path, tmp_path: Path
 
 @torch.inference_mode()
 def test_deepseeks_layers_are_those_of_transformers(tmp_path: Path) -> None:
-    """One layer after the other, in the positions that each has in training."""
+    """One layer after another, at the positions that each has in training."""
     reference = write_deepseek(tmp_path, num_layers=2)
     layers = load(tmp_path, tmp_path)
     expected = ours = some_states()
@@ -85,7 +85,7 @@ def _of_layer(wanted: int) -> Any:
 
 
 def test_a_target_skips_its_mtp_layers(tmp_path: Path) -> None:
-    """After its own layers, under the next index: they do not change its output."""
+    """The MTP layers are stored after the target's own, under the next index."""
     write_deepseek(tmp_path, num_layers=1)
     model = load_target(tmp_path)
     assert len(model.layers) == model.shape.num_layers == 3
@@ -100,7 +100,7 @@ def test_a_target_skips_its_mtp_layers(tmp_path: Path) -> None:
     assert not holds_mtp_layers(tmp_path, "auto")
 
 
-def test_a_token_map_narrows_what_is_drafted(toy: Path, tmp_path: Path) -> None:
+def test_a_token_map_limits_the_drafted_tokens(toy: Path, tmp_path: Path) -> None:
     layers = load(write_mimo_layers(tmp_path, toy), toy)
     ids = torch.tensor([40, 3, 17])
     full, narrow = two_steps(MtpHead(layers)), two_steps(MtpHead(layers, ids))
