@@ -1,7 +1,7 @@
 """Record a real run of `make demo` as an SVG picture: `python docs/tools/record_demo.py docs/images/demo.svg`.
 
-The demo runs under a pseudo-terminal, so it prints what a user at a terminal sees. Its last lines are rendered with
-rich. Nothing in the picture is typed by hand. Arguments after the file name are passed to the demo.
+The demo runs under a pseudo-terminal, so it prints what a user in a terminal sees. rich renders the final screen.
+Arguments after the file name are passed to the demo.
 """
 
 import os
@@ -41,7 +41,7 @@ def svg(output: str) -> str:
     console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
     console.print(Text(f"$ {COMMAND}", style="bold"))
     console.print(Text.from_ansi("\n".join(lines)))
-    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=COMMAND), flags=re.DOTALL)  # fonts of the web
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=COMMAND), flags=re.DOTALL)  # no web fonts
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         rounds = [
-            play("speculation on (EAGLE-3)", CONFIGS / "eagle3.yaml", options, show=True),
-            play("speculation off", CONFIGS / "plain.yaml", options, show=False),
+            run_round("speculation on (EAGLE-3)", CONFIGS / "eagle3.yaml", options, show=True),
+            run_round("speculation off", CONFIGS / "plain.yaml", options, show=False),
         ]
     except (SpecRayError, OSError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def play(name: str, config: Path, options: argparse.Namespace, show: bool) -> Round:
+def run_round(name: str, config: Path, options: argparse.Namespace, show: bool) -> Round:
     """Serve `config`, ask the questions and stop the server; with `show`, print the answers."""
     print(f"\n== {name}: specray serve configs/{config.name}", flush=True)
     with LocalServer(config, options.port) as server:
@@ -72,10 +72,10 @@ def play(name: str, config: Path, options: argparse.Namespace, show: bool) -> Ro
 def report(rounds: Sequence[Round]) -> str:
     """The comparison as text. The first round is that with speculation."""
     rows = [
-        [title, played.name, f"{answer.accept_length or 1:.2f}", f"{answer.tokens_per_s:.1f}", str(answer.num_tokens)]
+        [title, result.name, f"{answer.accept_length or 1:.2f}", f"{answer.tokens_per_s:.1f}", str(answer.num_tokens)]
         for column, title in enumerate(QUESTIONS)
-        for played in rounds
-        for answer in [played.answers[column]]
+        for result in rounds
+        for answer in [result.answers[column]]
     ]
     table = format_table(("question", "decoding", "accept length", "tokens/s", "tokens"), rows)
     return f"\n{table}\n\n{_speeds(rounds)}\n{_output(rounds)}"
@@ -94,7 +94,7 @@ def _speeds(rounds: Sequence[Round]) -> str:
 def _output(rounds: Sequence[Round]) -> str:
     """Whether the rounds gave the same texts."""
     different = [
-        title for column, title in enumerate(QUESTIONS) if len({played.answers[column].text for played in rounds}) > 1
+        title for column, title in enumerate(QUESTIONS) if len({result.answers[column].text for result in rounds}) > 1
     ]
     if not different:
         return "Both servers gave identical texts."

@@ -88,13 +88,13 @@ class StandaloneDrafter:
     def _parts(self, context: ProposeContext) -> list["Part"]:
         """What to compute in this step. A request gets a tree if it allows one and no KV is missing."""
         rows = [request for request in context.requests + context.unfinished if self._fits(context, request)]
-        wants_tree = {request.slot for request in context.requests}
+        with_tree = {request.slot for request in context.requests}
         starts = [self._num_read(context, request) for request in rows]
         num_added = sum(request.end - request.start for request in rows)
         sizes = [request.end - start for request, start in zip(rows, starts, strict=True)]
         counts = split_budget(sizes, num_added + CATCH_UP_TOKENS)
         parts = [
-            Part(request, start, start + count, has_root=start + count == request.end and request.slot in wants_tree)
+            Part(request, start, start + count, has_root=start + count == request.end and request.slot in with_tree)
             for request, start, count in zip(rows, starts, counts, strict=True)
         ]
         return [part for part in parts if part.has_root or part.stop > part.start]

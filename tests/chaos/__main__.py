@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from cluster.config import AppConfig
-from tests.chaos.faults import FAULTS, Fault, Scene
+from tests.chaos.faults import FAULTS, Fault, FaultContext
 from tests.chaos.ledger import Ending, Ledger, quantile
 from tests.chaos.load import Load
 from tests.chaos.questions import Question, make_questions
@@ -29,7 +29,7 @@ from tests.support.toy import write_toy
 
 NUM_ENGINES = 2
 NUM_STREAMS = 8
-CALM_S = 0.5  # of traffic before and after a fault
+TRAFFIC_S = 0.5  # of traffic before and after a fault
 IDLE_S = 10.0  # in which engines must be idle after the last request
 MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {"toy": (write_toy, 150), "stories260K": (write_stories, 300)}
 
@@ -83,25 +83,25 @@ def _count(fault: Fault, options: argparse.Namespace) -> int:
 
 async def _inject(name: str, fault: Fault, count: int, service: Service, questions: Sequence[Question]) -> FaultReport:
     ledger, recoveries, problems = Ledger(), [], []
-    scene = Scene(service, questions, ledger, random.Random(name))
+    context = FaultContext(service, questions, ledger, random.Random(name))
     async with Load(service.url, questions, NUM_STREAMS, ledger):
         for _ in tqdm(range(count), desc=name, leave=False):
-            await asyncio.sleep(CALM_S)
+            await asyncio.sleep(TRAFFIC_S)
             start = time.monotonic()
             try:
-                await fault.strike(scene)
+                await fault.inject(context)
             except TimeoutError as error:
                 problems.append(str(error))
                 break
             recoveries.append(time.monotonic() - start)
-        await asyncio.sleep(CALM_S)
+        await asyncio.sleep(TRAFFIC_S)
     if not await _becomes_idle(service):
         problems.append(
             f"{IDLE_S:g} s after the last request an engine still has running or waiting requests or used KV blocks"
         )
-    if (gap := max(ledger.gaps, default=0.0)) > fault.most_gap_s:
-        problems.append(f"a stream was silent for {gap:.1f} s; {fault.most_gap_s:g} s are allowed")
-    beyond = ledger.beyond((Ending.COMPLETE, *fault.excused))
+    if (gap := max(ledger.gaps, default=0.0)) > fault.max_gap_s:
+        problems.append(f"a stream was silent for {gap:.1f} s; {fault.max_gap_s:g} s are allowed")
+    beyond = ledger.beyond((Ending.COMPLETE, *fault.allowed_endings))
     problems += [f"{number} requests ended as {ending}" for ending, number in beyond.items()]
     return FaultReport(name, count, ledger, recoveries, problems)
 

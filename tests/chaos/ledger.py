@@ -13,7 +13,7 @@ from specray.bench import ledger
 from specray.bench.exchange import Exchange
 from specray.bench.ledger import Outcome
 
-PATIENCE_S = 90.0  # a request that has not ended by then is lost
+REQUEST_TIMEOUT_S = 90.0  # a request that has not ended by then is lost
 
 
 class Ending(StrEnum):
@@ -43,7 +43,7 @@ def ending_of(reply: Exchange, text: str) -> Ending:
         case Outcome.BROKEN:
             if not reply.was_connected:
                 return Ending.REFUSED
-            return Ending.LOST if reply.is_whole or reply.seconds >= PATIENCE_S else Ending.CUT
+            return Ending.LOST if reply.is_whole or reply.seconds >= REQUEST_TIMEOUT_S else Ending.CUT
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from specray.bench.exchange import exchange, request_bytes
-from tests.chaos.ledger import PATIENCE_S, Ending, Ledger, ending_of
+from tests.chaos.ledger import REQUEST_TIMEOUT_S, Ending, Ledger, ending_of
 from tests.chaos.questions import Question
 
 PAUSE_S = 0.1  # after a request without an answer
@@ -44,7 +44,7 @@ async def ask(
 ) -> Ending:
     """Send one question; the client disconnects after `leave_after` bytes of the answer, if given."""
     request = request_bytes(f"{url}/v1/completions", question.body | {"stream": is_streamed})
-    reply = await exchange(url, request, PATIENCE_S, None if leave_after is None else len(request) + leave_after)
+    reply = await exchange(url, request, REQUEST_TIMEOUT_S, None if leave_after is None else len(request) + leave_after)
     ending = ending_of(reply, question.text)
     ledger.enter(ending, reply.longest_gap)
     return ending

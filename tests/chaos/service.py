@@ -31,7 +31,7 @@ LOST_CALLS = (
     "CoreWorkerService.grpc_client.ReportGeneratorItemReturns",
 )
 LOST_PERCENT = 2
-PATIENCE_S = 10.0
+STATUS_TIMEOUT_S = 10.0
 ROOT = Path(__file__).parents[2]
 INJECTION = Path(__file__).parent / "injection"
 
@@ -40,7 +40,7 @@ class Setting(StrEnum):
     """Kind of cluster."""
 
     STORED = "the GCS stores its state in a file"
-    FORGETFUL = "the GCS does not store its state"
+    VOLATILE = "the GCS does not store its state"
     LOSSY = "calls between processes, and their replies, get lost"
 
 
@@ -68,7 +68,7 @@ class Service:
         if can_answer:
             asking = threading.Thread(target=_shut_down_serve, daemon=True)
             asking.start()
-            asking.join(PATIENCE_S)
+            asking.join(STATUS_TIMEOUT_S)
         ray.shutdown()
         self.cluster.shutdown()
 
@@ -82,7 +82,7 @@ class Service:
         samples = await self._samples()
         return sorted({replica for name, replica, _ in samples if name == "specray_steps_total"})
 
-    async def is_whole(self) -> bool:
+    async def is_ready(self) -> bool:
         """Whether all engines run and the ingress is ready."""
         return len(await self.engines()) == self.config.server.num_replicas and await self._status("/readyz") == 200
 
@@ -127,7 +127,7 @@ def ray_config(setting: Setting, folder: Path) -> dict[str, Any]:
     match setting:
         case Setting.STORED:
             return {"gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")}
-        case Setting.FORGETFUL:
+        case Setting.VOLATILE:
             return {}
         case Setting.LOSSY:
             lost = {"num_failures": -1, "req_failure_prob": LOST_PERCENT, "resp_failure_prob": LOST_PERCENT}

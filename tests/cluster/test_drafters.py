@@ -16,7 +16,7 @@ from tests.support.processes import own_processes
 
 KEY = "the-operators-key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
-BACK_S = 30.0  # within which a drafter is replaced
+REPLACEMENT_S = 30.0  # within which a drafter is replaced
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 
 
@@ -107,7 +107,7 @@ def test_drafters_are_replaced_while_requests_run(drafted: Any, expected: str, e
                 assert (num_drafts(drafted) > before) == bool(options["algorithm"])
         finally:
             stopped.set()
-        deadline = time.monotonic() + BACK_S
+        deadline = time.monotonic() + REPLACEMENT_S
         while len(own_processes("ray::DraftActor")) > drafters_before:  # the old ones end after their dismissal
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -139,7 +139,7 @@ def test_a_frozen_drafter_is_replaced_and_the_text_stays(drafted: Any, expected:
         for process in own_processes("ray::DraftActor"):
             os.kill(process, signal.SIGSTOP)
         assert [text_of(reply.result()) for reply in replies] == [expected] * 4
-    deadline = time.monotonic() + BACK_S
+    deadline = time.monotonic() + REPLACEMENT_S
     num_before = num_drafts(drafted)
     while num_drafts(drafted) == num_before and time.monotonic() < deadline:
         assert expected.startswith(text_of(drafted.complete(**LONG | {"max_tokens": 8})))

@@ -1,4 +1,4 @@
-"""`specray serve` from a user's side: it answers, exposes nothing but its API, and stops."""
+"""`specray serve` from a user's side: it answers, exposes only its API, and stops."""
 
 import re
 import signal

@@ -24,9 +24,9 @@ from tests.support.networks import Network
 from tests.support.processes import own_processes
 from tests.support.two_nodes import STORE_BYTES, TwoNodes, environment
 
-TORN_DOWN_S = 5.0  # within which ranks of a broken group end
+GROUP_END_S = 5.0  # within which ranks of a broken group end
 SLACK_S = 5.0  # for a busy machine
-ORPHANS_END_S = 6.0  # within which unreachable ranks exit
+UNREACHABLE_END_S = 6.0  # within which unreachable ranks exit
 SMALL = {"max_total_tokens": 4096, "num_threads": 1, "dtype": "float32", "device": "cpu"}
 LONG = {"max_tokens": 250, "temperature": 0.8, "ignore_eos": True}
 PROMPTS = [f"Story number {number}:" for number in range(9)]
@@ -64,11 +64,11 @@ class Streams:
 
     def __init__(self, url: str, count: int) -> None:
         self._url = url
-        self._begun = [threading.Event() for _ in range(count)]
+        self._started = [threading.Event() for _ in range(count)]
         self._pool = ThreadPoolExecutor(count)
         self._texts = [self._pool.submit(self._write, number) for number in range(count)]
-        for number, begun in enumerate(self._begun):
-            assert begun.wait(60), f"stream {number} has not begun"
+        for number, started in enumerate(self._started):
+            assert started.wait(60), f"stream {number} has not started"
 
     def texts(self) -> list[str]:
         texts = [text.result() for text in self._texts]
@@ -86,7 +86,7 @@ class Streams:
                 chunk = json.loads(event)
                 assert "error" not in chunk, chunk
                 text += chunk["choices"][0]["text"]
-                self._begun[number].set()
+                self._started[number].set()
         raise AssertionError(f"the stream ended without an end event after {text!r}")
 
 
@@ -97,7 +97,7 @@ def writing_replicas(url: str) -> set[str]:
     return {replica for replica, count in counts if float(count)}
 
 
-def lone_follower() -> int:
+def remote_rank_pid() -> int:
     """Rank 1 of the engine across nodes: its heartbeat file is alone in a folder of its node."""
     folders = defaultdict[str, dict[int, int]](dict)
     for pid in own_processes("ray::TargetActor"):
@@ -109,7 +109,7 @@ def lone_follower() -> int:
 def seconds_until_gone(pid: int, limit: float) -> float:
     start = time.monotonic()
     while Path(f"/proc/{pid}").exists() and not is_zombie(pid):
-        assert time.monotonic() - start < limit, f"process {pid} still lives after {limit:g} s"
+        assert time.monotonic() - start < limit, f"process {pid} still runs after {limit:g} s"
         time.sleep(0.1)
     return time.monotonic() - start
 
@@ -130,7 +130,7 @@ def network() -> Iterator[Network]:
 
 
 @contextmanager
-def node_at_the_far_end(network: Network, address: str) -> Iterator[None]:
+def node_behind_link(network: Network, address: str) -> Iterator[None]:
     """A second node behind a network link."""
     ray = Path(sys.executable).with_name("ray")
     command = [str(ray), "start", f"--address={address}", f"--node-ip-address={network.far_address}", "--block"]
@@ -148,10 +148,10 @@ def test_an_engine_on_two_nodes_gives_the_same_text(nodes: TwoNodes, expected: l
 
 
 def test_a_frozen_rank_on_another_node_is_killed_and_its_streams_continue(nodes: TwoNodes, expected: list[str]) -> None:
-    frozen = lone_follower()
+    frozen = remote_rank_pid()
     streams = Streams(nodes.url, len(PROMPTS))
     os.kill(frozen, signal.SIGSTOP)
-    seconds_until_gone(frozen, TORN_DOWN_S + SLACK_S)
+    seconds_until_gone(frozen, GROUP_END_S + SLACK_S)
     assert streams.texts() == expected
 
 
@@ -170,12 +170,12 @@ def test_streams_survive_a_cut_link_and_unreachable_ranks_exit(
     head = HEAD | {"node_ip_address": network.near_address}
     with (
         TwoNodes(config, free_port(), head=head, second=None) as nodes,
-        node_at_the_far_end(network, nodes.await_address()),
+        node_behind_link(network, nodes.await_address()),
     ):
         nodes.await_ready()
-        cut_off = [lone_follower(), *own_processes("ray::WatchdogActor")]
+        cut_off = [remote_rank_pid(), *own_processes("ray::WatchdogActor")]
         streams = Streams(nodes.url, len(PROMPTS))
         network.cut()
         for pid in cut_off:
-            seconds_until_gone(pid, ORPHANS_END_S + SLACK_S)
+            seconds_until_gone(pid, UNREACHABLE_END_S + SLACK_S)
         assert streams.texts() == expected

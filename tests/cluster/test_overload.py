@@ -42,34 +42,34 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def roomy(deployer: Any, key_file: str) -> Iterator[Any]:
+def large_app(deployer: Any, key_file: str) -> Iterator[Any]:
     """An application with room for all requests of these tests, and API keys."""
     from ray import serve
 
-    app = deployer.deploy("roomy", "/roomy", server={"api_key_file": key_file})
+    app = deployer.deploy("large_app", "/large_app", server={"api_key_file": key_file})
     app.http.headers["authorization"] = f"Bearer {KEY}"
     yield app
-    serve.delete("roomy")
+    serve.delete("large_app")
 
 
-def test_keys_are_required_behind_serves_proxy(roomy: Any) -> None:
-    statuses = [httpx.get(f"{roomy.url}{path}").status_code for path in ("/v1/models", "/metrics", "/livez")]
+def test_keys_are_required_behind_serves_proxy(large_app: Any) -> None:
+    statuses = [httpx.get(f"{large_app.url}{path}").status_code for path in ("/v1/models", "/metrics", "/livez")]
     assert statuses == [401, 401, 200]
-    assert ask(roomy, LONG | {"max_tokens": 2}).status_code == 200
+    assert ask(large_app, LONG | {"max_tokens": 2}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_disconnect_at_any_byte_leak_nothing(roomy: Any, stream: bool) -> None:
+def test_clients_that_disconnect_at_any_byte_leak_nothing(large_app: Any, stream: bool) -> None:
     asyncio.run(
-        run(Load(roomy.url, 20.0, 1.0, max_tokens=2, key=KEY))
+        run(Load(large_app.url, 20.0, 1.0, max_tokens=2, key=KEY))
     )  # warm up: every process opens its long-lived files
     before = descriptors()
-    load = Load(roomy.url, 20.0, 3.0, max_tokens=150, stream=stream, cut_share=1.0, key=KEY, seed=stream)
+    load = Load(large_app.url, 20.0, 3.0, max_tokens=150, stream=stream, cut_share=1.0, key=KEY, seed=stream)
     ledger = asyncio.run(run(load)).ledger
     print(f"{ledger.num_begun} sent, {ledger.statuses()}")
     assert not ledger.violations()
     assert ledger.count(Outcome.ABORTED) > ledger.num_begun / 3
-    assert asyncio.run(idle_after(roomy.url, KEY)) < IDLE_S
+    assert asyncio.run(idle_after(large_app.url, KEY)) < IDLE_S
     deadline = time.monotonic() + IDLE_S
     while any(num > before.get(process, num) + SPARE for process, num in descriptors().items()):
         assert time.monotonic() < deadline, (before, descriptors())
@@ -78,29 +78,29 @@ def test_clients_that_disconnect_at_any_byte_leak_nothing(roomy: Any, stream: bo
 
 def descriptors() -> dict[int, int]:
     """Numbers of open files and sockets of the proxy and every replica."""
-    titles = ("ray::ProxyActor", "ray::ServeReplica:roomy:OpenAIIngress", "ray::ServeReplica:roomy:Router")
+    titles = ("ray::ProxyActor", "ray::ServeReplica:large_app:OpenAIIngress", "ray::ServeReplica:large_app:Router")
     processes = [process for title in titles for process in own_processes(title)]
     return {process: len(os.listdir(f"/proc/{process}/fd")) for process in processes}
 
 
-def test_a_redeployment_lets_streams_finish(roomy: Any, deployer: Any, key_file: str) -> None:
+def test_a_redeployment_lets_streams_finish(large_app: Any, deployer: Any, key_file: str) -> None:
     """Open streams finish, and every other request is served or refused with Retry-After."""
-    expected = roomy.complete(**LONG)["choices"][0]["text"]
+    expected = large_app.complete(**LONG)["choices"][0]["text"]
     new = {"api_key_file": key_file, "request_timeout_s": 500.0}
     with ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(ask, roomy, LONG | {"stream": True}) for _ in range(4)]
+        streams = [pool.submit(ask, large_app, LONG | {"stream": True}) for _ in range(4)]
         time.sleep(0.5)
-        update = pool.submit(deployer.deploy, "roomy", "/roomy", server=new)
+        update = pool.submit(deployer.deploy, "large_app", "/large_app", server=new)
         others = []
         while not update.done():
-            others.append(ask(roomy, LONG | {"max_tokens": 5}))
+            others.append(ask(large_app, LONG | {"max_tokens": 5}))
             time.sleep(0.2)
         texts = [text_of(stream.result()) for stream in streams]
     assert texts == [expected] * 4
     print(f"{len(others)} requests meanwhile: {Counter(reply.status_code for reply in others)}")
     assert {reply.status_code for reply in others} <= {200, 503}
     assert all("retry-after" in reply.headers for reply in others if reply.status_code == 503)
-    assert roomy.http.get("/server_info").json()["server"]["request_timeout_s"] == 500.0
+    assert large_app.http.get("/server_info").json()["server"]["request_timeout_s"] == 500.0
 
 
 def ask(app: Any, body: Any) -> httpx.Response:

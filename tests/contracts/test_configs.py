@@ -20,9 +20,9 @@ from specray.spec_decode.tree_shape import TreeShape
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-MADE = ("standalone", "mtp")  # need `make draft` or `make mtp` first
+NEEDS_TRAINING = ("standalone", "mtp")  # need `make draft` or `make mtp` first
 # Need nothing but packages.
-EMBEDDED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in MADE)
+EMBEDDED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in NEEDS_TRAINING)
 
 SMOLLM2 = LlamaConfig(
     vocab_size=49152,
@@ -68,7 +68,7 @@ def test_config_with_a_typo_is_refused(path: Path, tmp_path: Path) -> None:
         check_file(broken)
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", *MADE])
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", *NEEDS_TRAINING])
 def test_embedded_configs_differ_only_in_speculation(name: str) -> None:
     plain, drafted = (engine_of(ROOT / "configs" / f"{stem}.yaml") for stem in ("plain", name))
     assert drafted.speculative.algorithm is not None

@@ -43,7 +43,7 @@ def test_documented_files_exist() -> None:
     assert {path.suffix for path in DOCKERFILES} == {".cpu", ".cuda"}
 
 
-# Kubernetes: what the operator's schema forbids is refused by kubectl, what it does not know is dropped in silence.
+# Kubernetes: kubectl refuses what the operator's schema forbids, and silently drops unknown fields.
 
 
 @needs_crd
@@ -271,12 +271,12 @@ def test_unit_is_valid(tmp_path: Path) -> None:
     unit.write_text(text)
     verified = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
     assert verified.returncode == 0, verified.stderr
-    assert verified.stderr == ""  # an unknown setting is only warned of
+    assert verified.stderr == ""  # systemd only warns about unknown settings
 
 
 def test_unit_has_time_to_stop_and_the_right_signal() -> None:
     settings = dict(re.findall(r"^(\w+)=(.*)$", UNIT.read_text(encoding="utf-8"), re.MULTILINE))
-    assert settings["KillSignal"] == "SIGINT"  # `serve run` ends its application on this one only
+    assert settings["KillSignal"] == "SIGINT"  # `serve run` stops its application only on this signal
     assert settings["KillMode"] == "mixed"
     assert int(settings["TimeoutStopSec"]) >= shutdown_seconds(AppConfig()) + 10
 
@@ -405,7 +405,7 @@ def copied(dockerfile: Path) -> Iterator[str]:
 
 def sent_to_docker(ignore: Path) -> set[Path]:
     lines = ignore.read_text(encoding="utf-8").splitlines()
-    assert "*" in lines  # everything stays here but what is named
+    assert "*" in lines  # everything except the named files is excluded
     return {Path(line[1:]) for line in lines if line.startswith("!")}
 
 

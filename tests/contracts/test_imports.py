@@ -35,7 +35,7 @@ CLUSTER = {
     "app": {"shared", "engine", "api"},
     "cli": {"shared", "engine", "app"},
 }
-DOORS = {("worker", "specray.engine.executor")}  # the protocol that an executor implements, and its values
+ALLOWED_IMPORTS = {("worker", "specray.engine.executor")}  # the protocol that an executor implements, and its values
 
 
 class Import(NamedTuple):
@@ -84,7 +84,7 @@ def layer_of(module: str) -> str:
 def may_import(importer: str, imported: str) -> bool:
     """The rules."""
     above, below = layer_of(importer), layer_of(imported)
-    if (above, imported) in DOORS or above == below or above in ("cluster", "tools"):
+    if (above, imported) in ALLOWED_IMPORTS or above == below or above in ("cluster", "tools"):
         return below != "cluster" or above == "cluster"
     if above == "llm":
         return below in (*LAYERS, "engine")

@@ -33,7 +33,7 @@ CALLS = {
     "torch.jit.load",
     "pandas.read_pickle",
 }
-SWITCHES = {"allow_pickle", "shell", "trust_remote_code"}  # options of a call, to be off or not there
+SWITCHES = {"allow_pickle", "shell", "trust_remote_code"}  # options of a call that must be off or absent
 
 
 def findings(path: Path, source: str) -> list[str]:
@@ -42,7 +42,7 @@ def findings(path: Path, source: str) -> list[str]:
     names = dict(imported_names(tree))
     modules = [f"{line}: import of {name}" for name, line in imported_modules(tree)]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return modules + [f"{call.lineno}: {wrong}" for call in calls for wrong in wrongs(call, names, path)]
+    return modules + [f"{call.lineno}: {wrong}" for call in calls for wrong in violations(call, names, path)]
 
 
 def imported_modules(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -66,7 +66,7 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def wrongs(call: ast.Call, names: dict[str, str], path: Path) -> Iterator[str]:
+def violations(call: ast.Call, names: dict[str, str], path: Path) -> Iterator[str]:
     name = dotted(call.func, names)
     options = {keyword.arg: keyword.value for keyword in call.keywords}
     if name in CALLS:
@@ -92,7 +92,7 @@ def test_no_code_from_data(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "canary",
+    "snippet",
     [
         "import pickle",
         "from pickle import loads",
@@ -111,9 +111,9 @@ def test_no_code_from_data(path: Path) -> None:
         "AutoConfig.from_pretrained(path, trust_remote_code=flag)",
     ],
 )
-def test_forbidden_uses_are_found(canary: str) -> None:
+def test_forbidden_uses_are_found(snippet: str) -> None:
     """In the file with the most permissions."""
-    assert findings(TORCH_LOAD_HOME, canary)
+    assert findings(TORCH_LOAD_HOME, snippet)
 
 
 @pytest.mark.parametrize(

@@ -251,10 +251,12 @@ def _tensors(layout: Layout, s: dict[str, Any], generator: torch.Generator) -> T
     tensors |= {name: normal(VOCAB_SIZE, size) for name in layout.own}
     if layout.version == 2:
         return tensors | {"fc.weight": normal(size, 2 * size)}
-    return tensors | _third(s, normal, scale)
+    return tensors | _eagle3_tensors(s, normal, scale)
 
 
-def _third(s: dict[str, Any], normal: Callable[..., torch.Tensor], scale: Callable[..., torch.Tensor]) -> Tensors:
+def _eagle3_tensors(
+    s: dict[str, Any], normal: Callable[..., torch.Tensor], scale: Callable[..., torch.Tensor]
+) -> Tensors:
     """Tensors that only EAGLE-3 heads have."""
     size, count = s["hidden_size"], len(s.get("eagle_aux_hidden_state_layer_ids", [0]))
     tensors = {

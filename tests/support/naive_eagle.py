@@ -79,13 +79,13 @@ class NaiveTree:
         self._pool = naive_pool(self._probs, shape.num_steps, shape.topk)
         self.tree = naive_tree(self._pool, shape.num_draft_tokens - 1, self._text[-1])
 
-    def is_close_call(self, tolerance: float) -> bool:
+    def has_near_tie(self, tolerance: float) -> bool:
         """Whether rounding could order two candidates either way, so that another tree would be correct too."""
         topk, last = self._shape.topk, self._shape.num_draft_tokens - 1
         scores = [candidate.score for candidate in self._pool]
         for start in range(topk, len(scores), topk**2):
-            self._note_gaps(sorted(scores[start : start + topk**2], reverse=True)[: topk + 1])
-        self._note_gaps(sorted(scores, reverse=True)[last - 1 : last + 1])
+            self._record_gaps(sorted(scores[start : start + topk**2], reverse=True)[: topk + 1])
+        self._record_gaps(sorted(scores, reverse=True)[last - 1 : last + 1])
         return min(self._gaps) < tolerance
 
     def _logits(self, path: Path) -> Tensor:
@@ -100,10 +100,10 @@ class NaiveTree:
             noise = gumbel(keys, 1 + int(ids.max()))[0]
             logits = logits / self._options.temperature + noise[ids]
         probs = sorted(((p, int(ids[i])) for i, p in enumerate(logits.softmax(-1).tolist())), reverse=True)
-        self._note_gaps([p for p, _ in probs[: self._shape.topk + 1]])
+        self._record_gaps([p for p, _ in probs[: self._shape.topk + 1]])
         return probs[: self._shape.topk]
 
-    def _note_gaps(self, falling: list[float]) -> None:
+    def _record_gaps(self, falling: list[float]) -> None:
         self._gaps += [(a - b) / max(a, 1e-30) for a, b in pairwise(falling)] + [1.0]
 
 
@@ -143,10 +143,10 @@ class NaiveDraft(NaiveTree):
                 states = torch.cat((states, self._head.recur(self._output(path[:length])[None])))
             tokens = torch.tensor([*self._text[1:], *path])
             positions = torch.tensor([*range(end), *(min(end + i, self._last_position) for i in range(len(path)))])
-            self._outputs[path] = self._head(tokens, states, positions, self._remembering)[-1]
+            self._outputs[path] = self._head(tokens, states, positions, self._record_kv_and_attend)[-1]
         return self._outputs[path]
 
-    def _remembering(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def _record_kv_and_attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         self._last_kv = kv.clone()
         return attend_to_the_past(layer, q, kv, self._head.window)
 
@@ -164,9 +164,11 @@ class NaiveStandalone(NaiveTree):
     def _logits(self, path: Path) -> Tensor:
         self._kv = []
         tokens = torch.tensor([*self._tokens, *path])
-        return self._model.logits(self._model.read(tokens, torch.arange(len(tokens)), self._remembering)[-1:])[0]
+        return self._model.logits(self._model.read(tokens, torch.arange(len(tokens)), self._record_kv_and_attend)[-1:])[
+            0
+        ]
 
-    def _remembering(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def _record_kv_and_attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         self._kv.append(kv.clone())
         return attend_to_the_past(layer, q, kv)
 

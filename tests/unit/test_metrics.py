@@ -46,7 +46,7 @@ def test_accepted_drafts_are_counted_by_depth() -> None:
     stats = EngineStats()
     stats.accepted(num_draft_tokens=5, num_accepted=2)
     stats.accepted(num_draft_tokens=5, num_accepted=0)
-    stats.accepted(num_draft_tokens=0, num_accepted=0)  # a bare root is a verify, not a draft
+    stats.accepted(num_draft_tokens=0, num_accepted=0)  # a root without drafts counts as a verify step only
     values = stats.snapshot()
     assert values["specray_verify_steps_total"] == 3
     assert values["specray_spec_decode_num_drafts_total"] == 2

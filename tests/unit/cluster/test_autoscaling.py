@@ -171,7 +171,7 @@ def test_scaling_up_is_fast_and_scaling_down_is_slow() -> None:
     assert set(decided) == {1, 5}
 
 
-def test_a_short_burst_or_lull_changes_nothing() -> None:
+def test_a_short_rise_or_drop_changes_nothing() -> None:
     assert set(play([5.0] * 10 + [75.0] * 5 + [5.0] * 100, OPTIONS)) == {1}
     lull = play([45.0] * 20 + ([5.0] * 59 + [45.0]) * 5, OPTIONS)
     assert set(lull[10:]) == {5}

@@ -194,14 +194,14 @@ def test_tenants_that_always_wait_get_at_least_90_percent_of_an_equal_share(
 
 @given(st.integers(0, 2**32), st.integers(0, 5000))
 @settings(max_examples=60, deadline=None)
-def test_no_request_starves_however_much_its_tenant_was_served_before(seed: int, debt: int) -> None:
+def test_no_request_starves_however_much_its_tenant_was_served_before(seed: int, served_before: int) -> None:
     """A request starts before AGE_SHARE times as many tokens are served as it and all older requests may generate."""
     random, queue = Random(seed), FairQueue()
     for tenant in ("debtor", "a", "b"):
         queue.append(request(tenant))
     first = [queue.popleft() for _ in range(2)]
     queue.append(request("c"))  # the queue is never empty, so charges are kept
-    queue.charge(next(r for r in [*first, *queue] if r.spec.tenant == "debtor"), debt)
+    queue.charge(next(r for r in [*first, *queue] if r.spec.tenant == "debtor"), served_before)
     older = list(queue)
     last = request("debtor", random.randint(1, 100), random.randint(1, 100))
     queue.append(last)

@@ -62,7 +62,7 @@ class CheckedDrafter:
                 self.num_checked += 1
                 is_same = is_grown_to(tree, expected.tree, context, self._shape.num_steps)
                 self.num_close_calls += not is_same
-                assert is_same or expected.is_close_call(CLOSE), request
+                assert is_same or expected.has_near_tie(CLOSE), request
         return proposed
 
     def release(self, slots: Sequence[int]) -> None:

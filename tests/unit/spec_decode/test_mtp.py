@@ -62,7 +62,7 @@ class CheckedStack:
                 model, stack = self._target.model, self._drafter._stack
                 expected = NaiveStack(context, request, model, stack, self._shape, 10**9)  # type: ignore[arg-type]
                 is_same = is_grown_to(tree, expected.tree, context, self._shape.num_steps)
-                assert is_same or expected.is_close_call(CLOSE), request
+                assert is_same or expected.has_near_tie(CLOSE), request
                 self.num_checked += 1
         return proposed
 

@@ -40,14 +40,14 @@ def freeze(server: Server) -> None:
     server.replicas[0].freeze()
 
 
-def no_numbers(server: Server) -> None:
+def return_nan(server: Server) -> None:
     def run(slot: int, *_: Any) -> RequestResult:
         return RequestResult(slot, [], 0, None, "not a number")
 
     server.ranks._run = run  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("fault", [break_ranks, hang, freeze, no_numbers])
+@pytest.mark.parametrize("fault", [break_ranks, hang, freeze, return_nan])
 def test_an_engine_that_generates_no_tokens_is_not_ready(serve: Serve, fault: Any) -> None:
     async def scenario() -> None:
         async with serve(connect=False) as server:

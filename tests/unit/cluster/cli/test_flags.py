@@ -27,7 +27,7 @@ class Tree(Options):
     quick: bool = Field(False, description="A switch.")
     rates: list[float] = Field([], description="Numbers.")
     inner: Inner = Inner()
-    perhaps: Inner | None = Field(None, description="A group that may be missing.")
+    optional: Inner | None = Field(None, description="A group that may be missing.")
 
 
 def parsed(*arguments: str) -> dict[str, object]:
@@ -51,7 +51,7 @@ def parsed(*arguments: str) -> dict[str, object]:
         ("--rates [1.5,2]", {"rates": [1.5, 2]}),
         ("--rates [", {"rates": "["}),  # pydantic reports the error
         ("--inner-depth 4 --name y", {"name": "y", "inner.depth": 4}),
-        ("--perhaps-depth=2", {"perhaps.depth": 2}),
+        ("--optional-depth=2", {"optional.depth": 2}),
         ("", {}),
     ],
 )
@@ -61,8 +61,8 @@ def test_values_are_parsed_as_yaml(arguments: str, expected: dict[str, object]) 
 
 def test_values_override_a_copy_of_the_tree() -> None:
     tree = {"name": "a", "inner": {"depth": 1}}
-    changed = overridden(tree, {"inner.depth": 2, "perhaps.depth": 3, "name": "b"})
-    assert Tree.model_validate(changed) == Tree(name="b", inner=Inner(depth=2), perhaps=Inner(depth=3))
+    changed = overridden(tree, {"inner.depth": 2, "optional.depth": 3, "name": "b"})
+    assert Tree.model_validate(changed) == Tree(name="b", inner=Inner(depth=2), optional=Inner(depth=3))
     assert tree == {"name": "a", "inner": {"depth": 1}}
 
 
