@@ -31,7 +31,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_toy(Path(folder))
         questions = make_questions(model, MAX_TOKENS)
-        with started(config(model, 1), Setting.FORGETFUL, Path(folder)) as service:
+        with started(config(model, 1), Setting.VOLATILE, Path(folder)) as service:
             for number in range(2 * ROUNDS):
                 engines = 1 + number % 2
                 asyncio.run(scale(service, config(model, engines)))
@@ -48,7 +48,7 @@ async def scale(service: Service, wanted: AppConfig) -> None:
     """Scale to the wanted number of engines, and slow their steps down."""
     if wanted != service.config:
         await asyncio.to_thread(service.deploy, wanted)
-    while not await service.is_whole():
+    while not await service.is_ready():
         await asyncio.sleep(0.2)
     for rank in own_processes("ray::TargetActor"):
         if rank not in SLOW:
