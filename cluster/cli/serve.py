@@ -133,7 +133,7 @@ def exposure(host: str, apps: Mapping[str, AppConfig]) -> str | None:
 def ray_environment(folder: Path, is_local: bool, insecure: bool, environment: Mapping[str, str]) -> dict[str, str]:
     """Environment of the launcher and of all processes that Ray starts; Ray reads most of it on import.
 
-    A local cluster gets a token of its own and keeps its files and sockets in `folder`, which other users cannot read,
+    A local cluster gets its own token and keeps its files and sockets in `folder`, which other users cannot read,
     or in RAY_TMPDIR. Ray has no option to bind a node to loopback. It does so only where clusters of several nodes are
     disabled, which is its default on macOS and Windows. One port of each Serve replica still listens on all interfaces;
     it requires the token.

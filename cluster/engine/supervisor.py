@@ -18,7 +18,7 @@ from cluster.liveness.heartbeat import HeartbeatFile
 from cluster.liveness.process import Process
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import EngineDeadError
-from specray.worker.remote_drafter.handshake import NOBODY, DraftEndpoint, DrafterHandshake, dismiss
+from specray.worker.remote_drafter.handshake import NO_DRAFTER, DraftEndpoint, DrafterHandshake, dismiss
 
 POLL_INTERVAL_S = 0.25
 MIN_BACKOFF_S = 0.5  # before a restart; doubled after every drafter that did not last
@@ -168,7 +168,7 @@ class DrafterSupervisor:
             replacement.result.set_result(handshake)
 
     def _switch(self, config: EngineConfig) -> DrafterHandshake:
-        old, handshake = self._drafter, NOBODY
+        old, handshake = self._drafter, NO_DRAFTER
         if config.speculative.algorithm is not None:
             self._drafter, handshake = self._start(config, lambda: not self._is_closing.is_set())
             self._config, self._backoff_s = config, MIN_BACKOFF_S

@@ -300,7 +300,7 @@ class _RequestProgress:
         self._usage_before: RequestUsage | None = None  # of earlier attempts
 
     def attempt(self, number: int, timeout_s: float) -> EngineRequest:
-        """The request for the next engine, with the remaining time and a request id of its own."""
+        """The request for the next engine, with the remaining time and its own request id."""
         if number == 0:
             return replace(self._request, timeout_s=timeout_s)
         self._usage_before = self._usage

@@ -87,7 +87,7 @@ class FairQueue:
         self._total += num_tokens
 
     def _next(self) -> Request:
-        heads = [line[0] for line in self._queues.values()]
+        heads = [queue[0] for queue in self._queues.values()]
         oldest = min(heads, key=lambda request: request.arrival)
         in_turn = min(heads, key=lambda request: (self._served[request.spec.tenant], request.arrival))
         if oldest is not in_turn and (self._for_age + oldest.max_length) * AGE_SHARE <= self._total:
@@ -100,7 +100,7 @@ class FairQueue:
         return in_turn
 
     def _take(self, request: Request) -> None:
-        line = self._queues[request.spec.tenant]
-        line.remove(request)  # the head, unless it is aborted
-        if not line:
+        queue = self._queues[request.spec.tenant]
+        queue.remove(request)  # the head, unless it is aborted
+        if not queue:
             del self._queues[request.spec.tenant]

@@ -1,4 +1,4 @@
-"""Selection of the nodes of EAGLE-2's dynamic tree (Li et al., arXiv:2406.16858), from scores alone."""
+"""Selection of the nodes of EAGLE-2's dynamic tree (Li et al., arXiv:2406.16858), from their scores."""
 
 from dataclasses import dataclass
 

@@ -89,6 +89,6 @@ def weight_options(config: EngineConfig) -> Iterator[str]:
 
 
 def _is_out_of_memory(failure: BaseException) -> bool:
-    """Whether memory ran out; torch's CPU allocator has no exception class of its own."""
+    """Whether memory ran out; torch's CPU allocator raises a plain RuntimeError."""
     is_named = isinstance(failure, MemoryError | torch.OutOfMemoryError)
     return is_named or "not enough memory" in str(failure) or "can't allocate memory" in str(failure)

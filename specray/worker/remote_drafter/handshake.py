@@ -33,7 +33,7 @@ class DrafterHandshake(NamedTuple):
     reads_next_token: bool
 
 
-NOBODY = DrafterHandshake(0, [], False)
+NO_DRAFTER = DrafterHandshake(0, [], False)
 
 
 def dismiss(endpoint: DraftEndpoint, timeout: float) -> None:
@@ -44,7 +44,7 @@ def dismiss(endpoint: DraftEndpoint, timeout: float) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, contextlib.suppress(ChannelClosedError):
         connection.connect(endpoint.address)
         channel = Channel(connection, endpoint.epoch)
-        channel.send(pack_handshake(NOBODY), timeout)
+        channel.send(pack_handshake(NO_DRAFTER), timeout)
         channel.recv(timeout)  # the target closes the connection when it has read the handshake
 
 

@@ -24,7 +24,7 @@ from specray.spec_decode.inline_drafts import PendingTrees
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DraftFault, DraftLimit
 from specray.worker.remote_drafter.handshake import (
-    NOBODY,
+    NO_DRAFTER,
     DraftEndpoint,
     DrafterHandshake,
     accept,
@@ -116,7 +116,7 @@ class RemoteDrafts:
         channel = Channel(connection, self._epoch)
         try:
             handshake = unpack_handshake(channel.recv(HANDSHAKE_S), self._limits.num_layers)
-            peer = None if handshake == NOBODY else _Peer(connection, channel, handshake, self._limits, self._table)
+            peer = None if handshake == NO_DRAFTER else _Peer(connection, channel, handshake, self._limits, self._table)
         except (OSError, ValueError):  # a closed channel and a timeout are OSErrors
             channel.close()
             self._faults.append(DraftFault.NO_HANDSHAKE)
@@ -206,8 +206,8 @@ class _Peer:
     def collect(self, pending: PendingTrees) -> None:
         """Put the last order's trees into `pending` once they arrive, waiting at most `_reply_timeout_s`."""
         while self._unanswered:
-            # A late drafter is not waited for until it has replied to the earlier orders; otherwise every step would
-            # wait in vain. The last order is too recent to count as late.
+            # While replies to earlier orders are missing, the step does not wait; otherwise every step would time out.
+            # The last order is too recent to count as late.
             is_behind = self._is_late and len(self._unanswered) > 1
             until = 0.0 if is_behind else self._unanswered[-1].time + self._reply_timeout_s()
             try:

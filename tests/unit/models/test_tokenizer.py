@@ -200,7 +200,7 @@ def test_embedded_tokenizer_equals_autotokenizer(embedded: Path) -> None:
 def test_embedded_chats_are_encoded_as_by_transformers(embedded: Path) -> None:
     prompts = Path(__file__).parents[3].parent / "shared" / "data" / "train_prompts.jsonl"
     if not prompts.is_file():
-        pytest.skip("prompts file is not here")
+        pytest.skip("the prompts file is missing")
     tokenizer = load_tokenizer(embedded)
     for line in prompts.read_text().splitlines():
         turns = json.loads(line)["turns"]

@@ -14,7 +14,7 @@ from cluster.engine.supervisor import DrafterSupervisor
 from cluster.liveness.heartbeat import HeartbeatFile
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError, EngineDeadError
-from specray.worker.remote_drafter.handshake import NOBODY, DraftEndpoint, DrafterHandshake
+from specray.worker.remote_drafter.handshake import NO_DRAFTER, DraftEndpoint, DrafterHandshake
 
 HANDSHAKE = DrafterHandshake(7, [0], True)
 NGRAM = SpeculativeConfig(algorithm="NGRAM")
@@ -169,7 +169,7 @@ def test_replacing_by_no_algorithm_ends_the_drafter_without_a_restart(
     killed_before: list[bool] = []
     monkeypatch.setattr(supervision, "dismiss", lambda *_: killed_before.append(ray.actors[0].is_killed))
     supervisor.replace(NGRAM)
-    assert supervisor.replace(OFF) == NOBODY
+    assert supervisor.replace(OFF) == NO_DRAFTER
     assert killed_before == [False]
     assert ray.actors[0].is_killed
     assert supervisor.state == ("off", OFF, None, 0)

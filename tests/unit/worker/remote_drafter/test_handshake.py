@@ -94,4 +94,4 @@ def test_dismiss_waits_for_the_next_step(listening: tuple[socket.socket, DraftEn
     connection = accept(server)
     assert connection is not None
     with connection:
-        assert unpack_handshake(Channel(connection, place.epoch).recv(1.0), NUM_LAYERS) == handshake.NOBODY
+        assert unpack_handshake(Channel(connection, place.epoch).recv(1.0), NUM_LAYERS) == handshake.NO_DRAFTER
