@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from specray.config import EngineConfig, SpeculativeConfig
+from specray.spec_decode import DRAFTERS
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.drafter import ProposeContext, TargetView
 from specray.testing import DRAFTER_CHECKS
@@ -19,7 +20,7 @@ def config_of(toy: Path, speculative: SpeculativeConfig) -> EngineConfig:
 
 
 @pytest.mark.parametrize("check", DRAFTER_CHECKS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*DRAFTERS, "MTP-stack", "EAGLE3-ngram"])
 def test_every_method_passes_the_checks(method: str, check: Check, toy: Path, tmp_path: Path) -> None:
     check(config_of(toy, METHODS[method](toy, tmp_path)))
 
