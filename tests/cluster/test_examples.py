@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 LONG = {"prompt": "One two one two one two", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
@@ -18,12 +16,11 @@ def test_the_openai_client_prints_an_answer_and_its_accept_length(app: Any) -> N
     assert "tokens, accept length " in done.stdout
 
 
-@pytest.mark.parametrize("placement", ["colocated", "inline"])
-def test_a_custom_drafter_is_served_by_its_import_path(app: Any, deployer: Any, placement: str) -> None:
+def test_a_custom_drafter_is_served_by_its_import_path(app: Any, deployer: Any) -> None:
     from ray import serve
 
     drafter = {"algorithm": "examples.custom_drafter:LastSeen"}
-    served = deployer.deploy("custom", "/custom", speculative=drafter, draft={"placement": placement})
+    served = deployer.deploy("custom", "/custom", speculative=drafter)
     try:
         [choice] = served.complete(**LONG)["choices"]
         usage = served.complete(**LONG)["usage"]["speculative"]
