@@ -39,7 +39,7 @@ def make_int8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
     Rows that are not finite stay not finite.
     """
-    levels, packed = _int8_levels(), _pack(weight.float())
+    levels, packed = activation_levels(), _pack(weight.float())
     smallest, addend = torch.tensor(_SMALLEST), None if bias is None else bias.float()
     run = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
 
@@ -93,7 +93,7 @@ def _pack(weight: Tensor) -> object:
     return packed
 
 
-def _int8_levels() -> int:
+def activation_levels() -> int:
     """Levels of an activation on each side of zero: half as many where pairs of products are added in 16 bits."""
     return 127 if torch.cpu._is_vnni_supported() else 63
 
