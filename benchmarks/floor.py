@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.models.causal_lm import TargetModel
-from specray.models.llama import LlamaShape
+from specray.models.llama_shape import LlamaShape
 from specray.ops.linear import make_linear
 
 Pass = list[Callable[[], Tensor]]

@@ -116,7 +116,7 @@ class LLM:
     def _check(self, requests: list[EngineRequest]) -> None:
         for index, request in enumerate(requests):
             try:
-                self.engine.check(request)
+                self.engine.admission.check(request)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"request {index}: {error}", error.param) from None
 

@@ -1,14 +1,12 @@
 """Messages between the scheduler and the worker in a step: plain, immutable data without tensors.
 
-The types are NamedTuples because msgpack serializes a tuple directly: `pack` and `unpack_*` are the whole wire format.
+The types are NamedTuples because msgpack serializes a tuple directly; `step_wire` does.
 A plan holds only deltas. The worker owns the request table, which is indexed by slot.
 """
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
-
-import msgpack
+from typing import NamedTuple
 
 from specray.outputs import TokenLogprob
 
@@ -111,41 +109,3 @@ class StepResult(NamedTuple):
     rows: list[RequestResult]
     times: StepTimes
     draft_faults: Sequence[str] = ()  # values of DraftFault
-
-
-def pack(message: StepPlan | StepResult) -> bytes:
-    """Serialize a plan or a result."""
-    data: bytes = msgpack.packb(message)
-    return data
-
-
-def unpack_plan(data: bytes) -> StepPlan:
-    """Inverse of `pack` for a plan."""
-    step_id, freed, new_requests, rows = msgpack.unpackb(data)
-    return StepPlan(
-        step_id, freed, [new_request(*row) for row in new_requests], [_scheduled_request(*row) for row in rows]
-    )
-
-
-def unpack_result(data: bytes) -> StepResult:
-    """Inverse of `pack` for a result."""
-    step_id, rows, times, faults = msgpack.unpackb(data)
-    return StepResult(step_id, [_request_result(*row) for row in rows], StepTimes(*times), faults)
-
-
-def new_request(*fields: Any) -> NewRequest:
-    """A NewRequest from unpacked fields."""
-    request = NewRequest(*fields)
-    return request._replace(sampling=SamplingOptions(*request.sampling))
-
-
-def _scheduled_request(*fields: Any) -> ScheduledRequest:
-    row = ScheduledRequest(*fields)
-    return row._replace(draft_limit=DraftLimit(*row.draft_limit))
-
-
-def _request_result(*fields: Any) -> RequestResult:
-    slot, token_ids, num_draft_tokens, logprobs, error = fields
-    if logprobs is not None:
-        logprobs = [TokenLogprob(token, value, [tuple(pair) for pair in top]) for token, value, top in logprobs]
-    return RequestResult(slot, token_ids, num_draft_tokens, logprobs, error)

@@ -24,7 +24,8 @@ from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import EngineDeadError
-from specray.step import DraftFault, StepPlan, StepResult, pack, unpack_result
+from specray.step import DraftFault, StepPlan, StepResult
+from specray.step_wire import pack, unpack_result
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 
 POLL_INTERVAL_S = 0.2  # between checks for dead ranks while waiting

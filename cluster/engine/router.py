@@ -315,7 +315,7 @@ def _info(config: AppConfig, engine: Engine, rank_nodes: tuple[str, ...]) -> Rou
     capacity = engine.capacity
     return RouterInfo(
         model=config.model_name,
-        context_length=engine.max_length,
+        context_length=engine.admission.max_length,
         vocab_size=capacity.vocab_size,
         num_kv_tokens=(capacity.num_blocks - 1) * config.page_size,
         max_draft_tokens=capacity.max_draft_tokens,

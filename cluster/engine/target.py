@@ -14,7 +14,7 @@ from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import ConfigError, EngineDeadError
-from specray.step import pack, unpack_plan
+from specray.step_wire import pack, unpack_plan
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ class AsyncEngine:
             if self._error is not None or self._closing:
                 raise EngineDeadError(self._error or "the engine is shutting down; send the request to another replica")
             try:
-                self._engine.check(request, arriving=self._arrived)
+                self._engine.admission.check(request, arriving=self._arrived)
             except QueueFullError:
                 self.add_refused(1)
                 raise
@@ -57,7 +57,7 @@ class AsyncEngine:
         """The error that a new request of any tenant would get now; None if the queue has space."""
         with self._changed:
             try:
-                self._engine.scheduler.check_queue(arriving=self._arrived)
+                self._engine.admission.check_queue(arriving=self._arrived)
             except QueueFullError as error:
                 return error
         return None

@@ -4,18 +4,18 @@
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from tokenizers import Tokenizer
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.acceptance import AcceptanceAlarm
+from specray.engine.admission import Admission
 from specray.engine.detokenizer import TextStream
 from specray.engine.executor import Executor
 from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.scheduler import Scheduler
 from specray.engine.stats import EngineStats
-from specray.errors import InvalidRequestError
 from specray.outputs import FinishReason, RequestOutput
 from specray.step import StepPlan, StepResult
 
@@ -28,14 +28,14 @@ class Engine:
         self.executor = executor
         self.capacity = executor.capacity
         self.scheduler = Scheduler(config, self.capacity)
-        self.max_length = min(self.capacity.context_length, self.scheduler.max_request_tokens)
+        self._requests: dict[str, Request] = {}
+        self.admission = Admission(config, self.capacity, self.scheduler, self._requests)
         self.stats = EngineStats(config.speculative.drafter_name)
         self.stats.set("specray_verification_is_lossy", config.speculative.is_lossy)
         self.stats.set("specray_acceptance_is_simulated", config.speculative.is_simulated)
         self._alarm = AcceptanceAlarm(self.stats)
         self._probe_stats = EngineStats()  # never exported
         self._tokenizer = tokenizer
-        self._requests: dict[str, Request] = {}
         self._texts: dict[str, TextStream] = {}
         self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
 
@@ -45,35 +45,13 @@ class Engine:
 
     def add_request(self, spec: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError; then nothing was queued."""
-        self.check(spec)
+        self.admission.check(spec)
         self.enqueue(spec)
 
-    def check(self, spec: EngineRequest, arriving: Sequence[EngineRequest] = ()) -> None:
-        """Raise what `add_request` would raise if the `arriving` requests were queued before; changes nothing."""
-        num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens or 1
-        if spec.request_id in self._requests or any(spec.request_id == other.request_id for other in arriving):
-            raise InvalidRequestError(f"request_id={spec.request_id!r} is already in use; choose another", "request_id")
-        if num_prompt == 0:
-            raise InvalidRequestError("the prompt has no tokens; send at least one", "prompt")
-        if num_prompt + max_tokens > self.max_length:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together "
-                f"{num_prompt + max_tokens}, but this server allows {self.max_length} per request; "
-                "shorten the prompt or lower max_tokens",
-                "prompt" if num_prompt >= self.max_length else "max_tokens",
-            )
-        if spec.emitted_token_ids and len(spec.emitted_token_ids) >= (spec.params.max_tokens or self.max_length):
-            raise InvalidRequestError("emitted_token_ids has max_tokens tokens already; none is left to generate")
-        self._check_ids("prompt", spec.prompt_token_ids)
-        self._check_ids("emitted_token_ids", spec.emitted_token_ids)
-        self._check_ids("logit_bias", spec.params.logit_bias)
-        self._check_ids("stop_token_ids", spec.params.stop_token_ids)
-        self.scheduler.check_queue(spec.tenant, arriving)
-
     def enqueue(self, spec: EngineRequest) -> None:
-        """Queue a request that passed `check`."""
+        """Queue a request that passed `admission.check`."""
         num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens
-        max_length = self.max_length if max_tokens is None else num_prompt + max_tokens
+        max_length = self.admission.max_length if max_tokens is None else num_prompt + max_tokens
         known = [*spec.prompt_token_ids, *spec.emitted_token_ids]
         request = Request(spec, max_length, time.monotonic(), known, num_prompt)
         speculative = self.config.speculative
@@ -140,13 +118,6 @@ class Engine:
     def _take_outputs(self) -> list[RequestOutput]:
         outputs, self._pending_outputs = self._pending_outputs, []
         return outputs
-
-    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self.capacity.vocab_size:
-                raise InvalidRequestError(
-                    f"{name} has token id {token_id}, but the vocabulary has {self.capacity.vocab_size} tokens", name
-                )
 
     def _commit(self, emitted: Emitted) -> RequestOutput:
         """Cut a request's new tokens at its stop conditions and commit the rest; returns the output."""

@@ -4,16 +4,14 @@
 some of its known tokens, and once none is left it verifies a draft tree. `fair_queue` decides who starts next.
 """
 
-from collections.abc import Sequence
-
 from specray.config import EngineConfig
 from specray.engine.block_pool import BlockPool
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
 from specray.engine.radix_cache import RadixCache
-from specray.engine.request import Emitted, EngineRequest, Request, Status
-from specray.errors import QueueFullError
-from specray.step import NewRequest, SamplingOptions, ScheduledRequest, StepPlan, StepResult
+from specray.engine.request import Emitted, Request, Status
+from specray.engine.sampling_options import sampling_options
+from specray.step import NewRequest, ScheduledRequest, StepPlan, StepResult
 
 
 class Scheduler:
@@ -27,8 +25,6 @@ class Scheduler:
         self.block_size = config.page_size
         self.chunk_size = config.chunked_prefill_size
         self.max_prefill_tokens = config.max_prefill_tokens
-        self.max_queued = config.max_queued_requests
-        self.max_queued_of_tenant = config.max_queued_of_tenant
         self.max_draft_tokens = capacity.max_draft_tokens
         self.max_step_draft_tokens = config.speculative.max_step_draft_tokens
         self.eos_token_ids = capacity.eos_token_ids
@@ -40,6 +36,10 @@ class Scheduler:
         self.num_preemptions = 0
 
     @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
     def has_freed_slots(self) -> bool:
         """Whether freed slots have not been sent to the worker yet."""
         return bool(self._freed_slots)
@@ -48,21 +48,6 @@ class Scheduler:
     def max_request_tokens(self) -> int:
         """The longest request that the whole pool can hold."""
         return self.pool.num_usable * self.block_size
-
-    def check_queue(self, tenant: str = "", arriving: Sequence[EngineRequest] = ()) -> None:
-        """QueueFullError if one more request, after the `arriving` ones, exceeds the queue's limit or its tenant's."""
-        num_waiting = len(self.waiting) + len(arriving)
-        num_own = self.waiting.num_waiting_of(tenant) + sum(other.tenant == tenant for other in arriving)
-        if num_waiting >= self.max_queued + len(self._free_slots):
-            raise QueueFullError(
-                f"{num_waiting} requests are waiting and max_queued_requests is {self.max_queued}; "
-                "send the request again later"
-            )
-        if tenant and num_own >= self.max_queued_of_tenant + len(self._free_slots):
-            raise QueueFullError(
-                f"{num_own} requests with this key are waiting and max_queued_of_tenant is "
-                f"{self.max_queued_of_tenant}; send the request again later"
-            )
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -195,7 +180,7 @@ class Scheduler:
             request.num_prompt_tokens,
             request.num_computed_tokens,
             list(request.block_ids),
-            _row_sampling(request, self.eos_token_ids),
+            sampling_options(request.spec.params, self.eos_token_ids),
             request.spec.cache_salt,
         )
 
@@ -223,23 +208,3 @@ class Scheduler:
         self._freed_slots.append(request.slot)
         request.slot, request.num_computed_tokens = -1, 0
         request.block_ids, request.shared_path = [], []
-
-
-def _row_sampling(request: Request, eos_token_ids: list[int]) -> SamplingOptions:
-    params = request.spec.params
-    assert params.seed is not None
-    stops = [] if params.ignore_eos else eos_token_ids
-    return SamplingOptions(
-        params.seed,
-        params.temperature,
-        params.top_p,
-        max(0, params.top_k),
-        params.min_p,
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.repetition_penalty,
-        list(params.logit_bias.items()),
-        params.min_tokens,
-        stops + params.stop_token_ids if params.min_tokens else [],
-        params.logprobs,
-    )

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from specray.errors import ConfigError
 from specray.models.causal_lm import BEFORE_FINAL_NORM, ModelShape
-from specray.models.llama import LlamaShape
+from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 
 _Size = Annotated[int, Field(ge=1)]

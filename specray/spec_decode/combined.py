@@ -13,6 +13,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, ProposeContext
 from specray.spec_decode.ngram import NgramDrafter
 from specray.spec_decode.ngram_rules import ngram_rules
+from specray.spec_decode.tree_edits import replace_trees
 
 
 def with_override(drafter: Drafter, config: SpeculativeConfig) -> Drafter:
@@ -42,7 +43,7 @@ class CombinedDrafter:
             return tree
         device = context.table.device
         ngrams = DraftTree.from_lists([found[place].tree for place in places], device)
-        return ngrams.scattered(torch.tensor(places, device=device), tree)
+        return replace_trees(tree, torch.tensor(places, device=device), ngrams)
 
     def release(self, slots: Sequence[int]) -> None:
         self._drafter.release(slots)

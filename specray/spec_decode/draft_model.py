@@ -35,6 +35,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.request_table import RaggedIndex
+from specray.spec_decode.tree_edits import replace_trees
 from specray.spec_decode.tree_growth import TreeGrower, TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 
@@ -80,7 +81,7 @@ class StandaloneDrafter:
         tree = self._grower.grow(replace(context, requests=prefix.requests), prefix, output)
         ready = {request.slot for request in prefix.requests}
         places = [place for place, request in enumerate(context.requests) if request.slot in ready]
-        return tree.scattered(torch.tensor(places, device=self._device), roots)
+        return replace_trees(roots, torch.tensor(places, device=self._device), tree)
 
     def release(self, slots: Sequence[int]) -> None:
         self._hashes.forget(slots)

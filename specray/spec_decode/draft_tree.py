@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 ROOT = 0
@@ -96,41 +95,11 @@ class DraftTree:
         )
         return DraftTree(tokens, parents, num_nodes, self.max_depth, probs)
 
-    def scattered(self, places: Tensor, others: "DraftTree") -> "DraftTree":
-        """`others` with tree `places[i]` (int64 [B], ascending and each once) replaced by this tree's row i."""
-        if len(places) == len(others.num_nodes):
-            return self
-        width = max(self.tokens.shape[1], others.tokens.shape[1])
-
-        def merge(ours: Tensor, theirs: Tensor) -> Tensor:
-            padded, rows = (F.pad(part, (0, width - part.shape[1]), value=NONE) for part in (theirs, ours))
-            return padded.index_copy(0, places, rows)
-
-        probs = None if others.draft_probs is None else others.draft_probs.index_fill(0, places, 0.0)
-        if self.draft_probs is not None:
-            probs = self.draft_probs.new_zeros(len(others.num_nodes), *self.draft_probs.shape[1:])
-            probs.index_copy_(0, places, self.draft_probs)
-        return DraftTree(
-            merge(self.tokens, others.tokens),
-            merge(self.parents, others.parents),
-            others.num_nodes.index_copy(0, places, self.num_nodes),
-            max(self.max_depth, others.max_depth),
-            probs,
+    def repeats_sibling(self) -> Tensor:
+        """bool [B, N]: nodes that repeat the token of an earlier sibling. The first of equal siblings counts."""
+        if self.tokens.shape[1] <= 2:
+            return torch.zeros_like(self.tokens, dtype=torch.bool)
+        is_same = (self.tokens[:, :, None] == self.tokens[:, None, :]) & (
+            self.parents[:, :, None] == self.parents[:, None, :]
         )
-
-    def limited_to_depth(self, num_steps: Tensor) -> "DraftTree":
-        """The trees without nodes deeper than `num_steps` int64 [B]. The other nodes keep their order."""
-        depths = self.ancestors().sum(-1) - 1
-        nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        keep = (depths <= num_steps[:, None]) & (nodes < self.num_nodes[:, None])
-        order = (~keep).to(torch.int8).argsort(dim=-1, stable=True)
-        places = keep.cumsum(-1) - 1  # of the nodes that are kept
-        num_nodes = keep.sum(-1)
-        parents = self.parents.gather(1, order)
-        parents = torch.where(parents < 0, parents, places.gather(1, parents.clamp(min=0)))
-        is_past = nodes >= num_nodes[:, None]
-        tokens = self.tokens.gather(1, order).masked_fill(is_past, NONE)
-        probs = self.draft_probs
-        if probs is not None:
-            probs = probs.gather(1, order[:, :, None].expand(-1, -1, probs.shape[-1]))
-        return DraftTree(tokens, parents.masked_fill(is_past, NONE), num_nodes, self.max_depth, probs)
+        return is_same.tril(-1).any(-1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, ProposeContext
+from specray.spec_decode.tree_edits import limit_depth
 from specray.step import DraftFault, DraftLimit
 
 
@@ -120,4 +121,4 @@ def limited(tree: DraftTree, context: ProposeContext) -> DraftTree:
     steps = [request.draft_limit.num_steps for request in context.requests]
     if not steps or min(steps) >= tree.max_depth:
         return tree
-    return tree.limited_to_depth(torch.tensor(steps).to(tree.tokens.device))
+    return limit_depth(tree, torch.tensor(steps).to(tree.tokens.device))

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.ops.attention import Attend, AttentionBackend, AttentionBatch
-from specray.ops.noise import gumbel, noise_keys
-from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext
 from specray.spec_decode.eagle_tree import CandidatePool
+from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
 
 
@@ -81,7 +80,7 @@ class TreeGrower:
         """Trees below the last known tokens; `output` [B, H] predicts the roots' children."""
         topk, num_rows = self._shape.topk, len(prefix.requests)
         num_steps = min(self._shape.num_steps, max(request.draft_limit.num_steps for request in prefix.requests))
-        noise = _Noise.of(context, prefix, num_steps)
+        noise = TreeNoise.of(context, prefix.requests, prefix.slots, num_steps)
         level_probs: list[Tensor] = []  # the distribution that each level's children are drawn from
         scores, tokens = self._candidates(self._model.logits(output)[:, None], noise, 0, level_probs)
         pool = CandidatePool.of_roots(scores[:, 0], tokens[:, 0])
@@ -139,7 +138,7 @@ class TreeGrower:
         return self._model(tokens, states, positions, by_layer(plans))
 
     def _candidates(
-        self, logits: Tensor, noise: "_Noise | None", level: int, level_probs: list[Tensor]
+        self, logits: Tensor, noise: TreeNoise | None, level: int, level_probs: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """(probabilities, target ids) of the likeliest tokens below a level's nodes, [B, nodes, topk], best first.
 
@@ -151,44 +150,6 @@ class TreeGrower:
             logits = noise.added(logits, level, self._model.draft_token_ids)
         best = logits.softmax(-1).topk(self._shape.topk)
         return best.values, self._model.target_ids(best.indices)
-
-
-class _Noise(NamedTuple):
-    """The target's noise for the next positions of sampled requests."""
-
-    is_sampled: list[bool]
-    temperature: Tensor  # float32 [B]
-    keys: Tensor  # int32 [B, levels, 2]
-
-    @classmethod
-    def of(cls, context: ProposeContext, prefix: TreePrefix, num_levels: int) -> "_Noise | None":
-        """None if all requests are greedy."""
-        table, requests = context.table, prefix.requests
-        is_sampled = [table.states[request.slot].sampling.is_sampled for request in requests]
-        if not any(is_sampled):
-            return None
-        [ends] = context.columns(requests, "end")
-        positions = ends[:, None] + 1 + torch.arange(num_levels, device=ends.device)
-        return cls(
-            is_sampled,
-            table.temperature.index_select(0, prefix.slots),
-            noise_keys(table.seeds.index_select(0, prefix.slots)[:, None], positions),
-        )
-
-    def added(self, logits: Tensor, level: int, ids: Tensor | None) -> Tensor:
-        """Logits [B, nodes, V] under temperature and noise where the request is sampled."""
-        if all(self.is_sampled):
-            noise = gumbel(self.keys[:, level], logits.shape[-1], ids)
-            return logits / self.temperature[:, None, None] + noise[:, None]
-        rows = torch.tensor([row for row, is_so in enumerate(self.is_sampled) if is_so], device=logits.device)
-        noise = gumbel(self.keys[rows, level], logits.shape[-1], ids)
-        return logits.index_copy(0, rows, logits[rows] / self.temperature[rows, None, None] + noise[:, None])
-
-    def probs(self, logits: Tensor, ids: Tensor | None) -> Tensor:
-        """float32 [B, up to V]: the distribution of the likeliest token under noise; zeros if greedy."""
-        temperature = self.temperature[:, None]
-        probs = (logits / temperature.clamp(min=GREEDY_BELOW)).softmax(-1) * (temperature >= GREEDY_BELOW)
-        return probs if ids is None else probs.new_zeros(len(probs), int(ids.max()) + 1).index_copy_(1, ids, probs)
 
 
 def by_layer(plans: Sequence[Attend]) -> Attend:

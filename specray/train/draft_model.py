@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specray.errors import ConfigError
 from specray.layers.module import Layer
-from specray.models.llama import LlamaShape
+from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.train.attention import SequenceKV
 from specray.train.heads import Attention, DecoderLayer, Norm, TrainedHead

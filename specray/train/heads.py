@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specray.layers.module import Layer
-from specray.models.llama import LlamaShape
+from specray.models.llama_shape import LlamaShape
 from specray.train.attention import ChainKV, TrainingKV
 from specray.train.norm import rms_norm
 from specray.train.target import Target

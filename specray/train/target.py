@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.files import resolve_model
-from specray.models.llama import LlamaShape
+from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.registry import load_config
 

@@ -8,7 +8,7 @@ import torch
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
-from specray.worker.memory import memory_fraction, weight_options
+from specray.worker.memory_advice import memory_fraction, weight_options
 
 
 def count_blocks(config: EngineConfig, bytes_per_token: int, context_length: int, device: torch.device) -> int:

@@ -21,14 +21,17 @@ from specray.spec_decode.drafter import Drafter, DraftRequest, DraftSource, Prop
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
-from specray.spec_decode.verifier import VerifyInput, verify
-from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes, pack, unpack_plan
+from specray.spec_decode.verifier import verify
+from specray.spec_decode.verify_batch import VerifyInput
+from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
+from specray.step_wire import pack, unpack_plan
+from specray.worker.broadcast import broadcast_output, broadcast_tree
 from specray.worker.devices import choose_device
 from specray.worker.input_batch import InputBatch, ScheduledBatch, build_batch
 from specray.worker.model_runner import ModelRunner
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.remote_drafter.source import RemoteDrafts
-from specray.worker.step_output import StepOutput, broadcast_output, broadcast_tree
+from specray.worker.step_output import StepOutput
 
 NO_DRAFTS = DraftLimit(0, 0)
 NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"

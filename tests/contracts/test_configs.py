@@ -13,7 +13,7 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.eagle_files import HeadConfig
 from specray.models.files import embedded_heads, resolve_draft, resolve_token_map
-from specray.models.llama import LlamaShape
+from specray.models.llama_shape import LlamaShape
 from specray.models.registry import MODELS
 from specray.spec_decode.fr_spec import load_token_map
 from specray.spec_decode.tree_shape import TreeShape

@@ -10,6 +10,7 @@ from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.spec_decode.drafter import ProposeContext
+from specray.spec_decode.tree_edits import limit_depth
 
 PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
 # Prefixes of different lengths, and the same prefix before different tokens. For some drafters the KV at the end of a
@@ -45,7 +46,7 @@ def is_grown_to(tree: TreeLists, expected: TreeLists, context: ProposeContext, n
 
 def limited(tree: TreeLists, num_steps: int) -> TreeLists:
     """At most `num_steps` levels and as many nodes, which no deeper node can displace."""
-    [cut] = DraftTree.from_lists([tree]).limited_to_depth(torch.tensor([num_steps])).to_lists()
+    [cut] = limit_depth(DraftTree.from_lists([tree]), torch.tensor([num_steps])).to_lists()
     return TreeLists(cut.tokens[: num_steps + 1], cut.parents[: num_steps + 1])
 
 

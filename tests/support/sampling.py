@@ -12,7 +12,8 @@ from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.spec_decode.node_sampler import NodeSampler, coupled
-from specray.spec_decode.verifier import VerifyInput, verify
+from specray.spec_decode.verifier import verify
+from specray.spec_decode.verify_batch import VerifyInput
 from specray.step import SamplingOptions
 
 CPU = torch.device("cpu")

@@ -16,7 +16,8 @@ from torch import Tensor
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
-from specray.step import DraftFault, DraftLimit, NewRequest, new_request
+from specray.step import DraftFault, DraftLimit, NewRequest
+from specray.step_wire import new_request
 
 
 class TargetHandshake(NamedTuple):

@@ -100,9 +100,9 @@ def test_requests_that_arrive_during_a_step_count() -> None:
     engine.add_request(request("first", tenant="a"))
     engine.step()
     arriving = [request(f"b{index}", tenant="b") for index in range(2)]
-    engine.check(request("a0", tenant="a"), arriving)
+    engine.admission.check(request("a0", tenant="a"), arriving)
     with pytest.raises(QueueFullError, match="2 requests with this key"):
-        engine.check(request("b2", tenant="b"), arriving)
+        engine.admission.check(request("b2", tenant="b"), arriving)
 
 
 def test_decoding_rows_wait_for_at_most_two_chunks() -> None:

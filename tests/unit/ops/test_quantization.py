@@ -46,7 +46,9 @@ def test_channels_of_different_magnitudes_keep_their_precision() -> None:
     x, weight, _ = problem()
     x /= x.norm(dim=-1, keepdim=True)
     y, exact = make_linear(weight, quantization="int8")(x), x.double() @ weight.double().T
-    assert all(relative_error(result, expected) < 0.03 * COARSENESS for result, expected in zip(y.T, exact.T, strict=True))
+    assert all(
+        relative_error(result, expected) < 0.03 * COARSENESS for result, expected in zip(y.T, exact.T, strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES)

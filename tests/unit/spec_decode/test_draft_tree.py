@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
+from specray.spec_decode.tree_edits import limit_depth, replace_trees
 
 
 @st.composite
@@ -111,7 +112,7 @@ def limited(tree: TreeLists, num_steps: int) -> TreeLists:
 @given(batches, st.data())
 def test_limiting_the_depth_keeps_the_order_of_nodes(rows: list[TreeLists], data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.integers(0, 6), min_size=len(rows), max_size=len(rows)))
-    cut = DraftTree.from_lists(rows).limited_to_depth(torch.tensor(steps))
+    cut = limit_depth(DraftTree.from_lists(rows), torch.tensor(steps))
     assert cut.to_lists() == [limited(row, num_steps) for row, num_steps in zip(rows, steps, strict=True)]
     assert (cut.tokens[torch.arange(cut.tokens.shape[1]) >= cut.num_nodes[:, None]] == NONE).all()
 
@@ -122,7 +123,7 @@ def test_scattered_trees_replace_those_at_the_given_places(
 ) -> None:
     places = random.sample(range(len(others)), min(len(rows), len(others)))
     rows = rows[: len(places)]
-    merged = DraftTree.from_lists(rows).scattered(torch.tensor(places), DraftTree.from_lists(others))
+    merged = replace_trees(DraftTree.from_lists(others), torch.tensor(places), DraftTree.from_lists(rows))
     expected = list(others)
     for place, row in zip(places, rows, strict=True):
         expected[place] = row

@@ -1,0 +1,66 @@
+"""The checks of a request before it is queued: its tokens, its length, and the length of the queue."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from specray.config import EngineConfig
+from specray.engine.executor import Capacity
+from specray.engine.request import EngineRequest, Request
+from specray.engine.scheduler import Scheduler
+from specray.errors import InvalidRequestError, QueueFullError
+
+
+class Admission:
+    """Whether an engine accepts a request. `requests` are those that have not ended, by id; changes nothing."""
+
+    def __init__(
+        self, config: EngineConfig, capacity: Capacity, scheduler: Scheduler, requests: Mapping[str, Request]
+    ) -> None:
+        self.max_length = min(capacity.context_length, scheduler.max_request_tokens)
+        self._config = config
+        self._capacity = capacity
+        self._scheduler = scheduler
+        self._requests = requests
+
+    def check(self, spec: EngineRequest, arriving: Sequence[EngineRequest] = ()) -> None:
+        """Raise if a request cannot be queued after the `arriving` ones: InvalidRequestError or QueueFullError."""
+        num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens or 1
+        if spec.request_id in self._requests or any(spec.request_id == other.request_id for other in arriving):
+            raise InvalidRequestError(f"request_id={spec.request_id!r} is already in use; choose another", "request_id")
+        if num_prompt == 0:
+            raise InvalidRequestError("the prompt has no tokens; send at least one", "prompt")
+        if num_prompt + max_tokens > self.max_length:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together "
+                f"{num_prompt + max_tokens}, but this server allows {self.max_length} per request; "
+                "shorten the prompt or lower max_tokens",
+                "prompt" if num_prompt >= self.max_length else "max_tokens",
+            )
+        if spec.emitted_token_ids and len(spec.emitted_token_ids) >= (spec.params.max_tokens or self.max_length):
+            raise InvalidRequestError("emitted_token_ids has max_tokens tokens already; none is left to generate")
+        self._check_ids("prompt", spec.prompt_token_ids)
+        self._check_ids("emitted_token_ids", spec.emitted_token_ids)
+        self._check_ids("logit_bias", spec.params.logit_bias)
+        self._check_ids("stop_token_ids", spec.params.stop_token_ids)
+        self.check_queue(spec.tenant, arriving)
+
+    def check_queue(self, tenant: str = "", arriving: Sequence[EngineRequest] = ()) -> None:
+        """QueueFullError if one more request, after the `arriving` ones, exceeds the queue's limit or its tenant's."""
+        num_waiting = len(self._scheduler.waiting) + len(arriving)
+        num_own = self._scheduler.waiting.num_waiting_of(tenant) + sum(other.tenant == tenant for other in arriving)
+        if num_waiting >= self._config.max_queued_requests + self._scheduler.num_free_slots:
+            raise QueueFullError(
+                f"{num_waiting} requests are waiting and max_queued_requests is {self._config.max_queued_requests}; "
+                "send the request again later"
+            )
+        if tenant and num_own >= self._config.max_queued_of_tenant + self._scheduler.num_free_slots:
+            raise QueueFullError(
+                f"{num_own} requests with this key are waiting and max_queued_of_tenant is "
+                f"{self._config.max_queued_of_tenant}; send the request again later"
+            )
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._capacity.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} has token id {token_id}, but the vocabulary has {self._capacity.vocab_size} tokens", name
+                )

@@ -1,0 +1,102 @@
+"""EAGLE-3 heads.
+
+Found in checkpoints rather than in papers: the norm over all aux hidden states before `fc` is stored as `input_norm`.
+"""
+
+import torch
+from torch import Tensor
+
+from specray.layers.linear import ColumnParallelLinear, VocabHead
+from specray.layers.norm import RMSNorm
+from specray.layers.parallel import RankGroup
+from specray.models.eagle_files import HeadConfig, TensorNames, read_draft_vocabulary
+from specray.models.eagle_layers import EagleLayers
+from specray.models.eagle_parts import full_head, fusion_linear, load_embedding, load_rotary, target_ids
+from specray.models.llama_shape import LlamaShape
+from specray.models.loading import Loader
+from specray.models.target_matrices import HEAD, TargetMatrices
+from specray.ops.attention import Attend
+
+
+class Eagle3Head:
+    """EAGLE-3: the first state is `fc` of several aux hidden states; the layer reads [norm(embedding), norm(state)]."""
+
+    def __init__(
+        self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
+    ) -> None:
+        size, width, layer, eps = shape.hidden_size, shared.shape.hidden_size, names.layer, shape.eps
+        self.aux_hidden_state_layers = config.aux_hidden_state_layers(loader.folder, shared.shape.num_layers)
+        self.num_layers, self.num_heads, self.num_kv_heads = shape.num_layers, shape.num_heads, shape.num_kv_heads
+        self.head_dim = shape.head_dim
+        self.dtype, self.window = shared.dtype, config.window
+        self.vocab_size = config.num_draft_ids
+        ids = read_draft_vocabulary(loader, names, self.vocab_size, shape.vocab_size)
+        self.draft_token_ids = None if ids is None else ids.to(shared.device)
+        self._embedding = load_embedding(shape, loader, names, shared)
+        self._fuse = AuxFusion(config, shape, loader, names, len(self.aux_hidden_state_layers), width)
+        self._token_norm = RMSNorm(loader.tensor(layer + "input_layernorm.weight", (size,)), eps)
+        self._state_norm = RMSNorm(loader.tensor(layer + "hidden_norm.weight", (size,)), eps)
+        self._normed_residual = config.norm_before_residual
+        self._layers = EagleLayers(shape, loader, names, 2 * size)
+        self._norm = RMSNorm(loader.tensor(names.of_plain("norm.weight"), (size,)), eps)
+        self._normed_output = config.norm_output
+        self._head = _output_matrix(self.vocab_size, ids, shape, loader, names, shared)
+        self._rotary = load_rotary(config, shape, loader, shared.max_positions)
+
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        return self._fuse(aux_hidden_states.to(self.dtype))
+
+    def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        normed = self._state_norm(states)
+        x = torch.cat((self._token_norm(self._embedding(token_ids)), normed), -1)
+        return self._layers(x, normed if self._normed_residual else states, self._rotary.at(positions), attend)
+
+    def recur(self, output: Tensor) -> Tensor:
+        return self._norm(output) if self._normed_output else output
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self._head(self._norm(output))
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return target_ids(self.draft_token_ids, draft_ids)
+
+
+class AuxFusion:
+    """EAGLE-3's first state: the head's norms of the aux hidden states, if any, then `fc`, if any."""
+
+    def __init__(
+        self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, count: int, width: int
+    ) -> None:
+        eps = shape.eps
+        self._whole_norm: RMSNorm | None = None
+        self._norms: list[RMSNorm] = []
+        self._fc: ColumnParallelLinear | None = None
+        if config.norm_before_fc:
+            name = names.of_plain("input_norm.weight", "norm_before_fc.weight")
+            self._whole_norm = RMSNorm(loader.tensor(name, (count * width,)), eps)
+        if config.fc_norm:
+            each = [names.of_plain(f"fc_norm.{index}.weight") for index in range(count)]
+            self._norms = [RMSNorm(loader.tensor(name, (width,)), eps) for name in each]
+        if config.use_aux_hidden_state or names.has("fc.weight") or width != shape.hidden_size:
+            self._fc = fusion_linear(config, loader, names, count * width, shape.hidden_size)
+
+    def __call__(self, aux_hidden_states: Tensor) -> Tensor:
+        if self._whole_norm is not None:
+            aux_hidden_states = self._whole_norm(aux_hidden_states)
+        if self._norms:
+            chunks = aux_hidden_states.chunk(len(self._norms), -1)
+            aux_hidden_states = torch.cat([norm(chunk) for norm, chunk in zip(self._norms, chunks, strict=True)], -1)
+        return aux_hidden_states if self._fc is None else self._fc(aux_hidden_states)
+
+
+def _output_matrix(
+    num_ids: int, ids: Tensor | None, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
+) -> VocabHead:
+    """The output matrix over the draft vocabulary of `num_ids`, whose target ids are `ids` (None: the same).
+
+    A full one that the checkpoint leaves out is the target's.
+    """
+    if num_ids == shape.vocab_size and ids is None and shape.hidden_size == shared.shape.hidden_size:
+        return shared.head(None, full_head(shape, loader, names))
+    own = loader.tensor(names.of_plain(HEAD), (num_ids, shape.hidden_size))
+    return VocabHead(own, num_ids, RankGroup(), loader.quantization)

@@ -1,0 +1,51 @@
+"""The target's sampling noise at the nodes of growing trees, so that drafts of sampled requests are accepted more."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specray.ops.noise import gumbel, noise_keys
+from specray.ops.sampling_state import GREEDY_BELOW
+from specray.spec_decode.drafter import DraftRequest, ProposeContext
+
+
+class TreeNoise(NamedTuple):
+    """The target's noise for the next positions of sampled requests."""
+
+    is_sampled: list[bool]
+    temperature: Tensor  # float32 [B]
+    keys: Tensor  # int32 [B, levels, 2]
+
+    @classmethod
+    def of(
+        cls, context: ProposeContext, requests: Sequence[DraftRequest], slots: Tensor, num_levels: int
+    ) -> "TreeNoise | None":
+        """The noise of `requests` in table slots `slots` int64 [B]; None if all are greedy."""
+        table = context.table
+        is_sampled = [table.states[request.slot].sampling.is_sampled for request in requests]
+        if not any(is_sampled):
+            return None
+        [ends] = context.columns(requests, "end")
+        positions = ends[:, None] + 1 + torch.arange(num_levels, device=ends.device)
+        return cls(
+            is_sampled,
+            table.temperature.index_select(0, slots),
+            noise_keys(table.seeds.index_select(0, slots)[:, None], positions),
+        )
+
+    def added(self, logits: Tensor, level: int, ids: Tensor | None) -> Tensor:
+        """Logits [B, nodes, V] under temperature and noise where the request is sampled."""
+        if all(self.is_sampled):
+            noise = gumbel(self.keys[:, level], logits.shape[-1], ids)
+            return logits / self.temperature[:, None, None] + noise[:, None]
+        rows = torch.tensor([row for row, is_so in enumerate(self.is_sampled) if is_so], device=logits.device)
+        noise = gumbel(self.keys[rows, level], logits.shape[-1], ids)
+        return logits.index_copy(0, rows, logits[rows] / self.temperature[rows, None, None] + noise[:, None])
+
+    def probs(self, logits: Tensor, ids: Tensor | None) -> Tensor:
+        """float32 [B, up to V]: the distribution of the likeliest token under noise; zeros if greedy."""
+        temperature = self.temperature[:, None]
+        probs = (logits / temperature.clamp(min=GREEDY_BELOW)).softmax(-1) * (temperature >= GREEDY_BELOW)
+        return probs if ids is None else probs.new_zeros(len(probs), int(ids.max()) + 1).index_copy_(1, ids, probs)

@@ -1,0 +1,48 @@
+"""What the verifier reads and returns for a batch of requests."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specray.ops.sampling_state import SamplingBatch
+from specray.outputs import TokenLogprob
+from specray.spec_decode.draft_tree import DraftTree
+
+
+class VerifyOutput(NamedTuple):
+    """Outcome of B trees of at most D levels below the root, on the device."""
+
+    num_tokens: Tensor  # int64 [B]: accepted drafts and the bonus token; 0: the logits are not finite
+    tokens: Tensor  # int64 [B, D + 1]: accepted drafts, then the bonus token; undefined past `num_tokens`
+    nodes: Tensor  # int64 [B, D + 1]: accepted nodes, the root first; undefined past `num_tokens`
+    logprobs: dict[int, list[TokenLogprob]]  # of the requests with logprobs, by row
+
+
+class VerifyInput(NamedTuple):
+    """B trees and the target's logits at their nodes."""
+
+    logits: Tensor  # float32 [sum of num_nodes, V], requests and nodes in order
+    tree: DraftTree
+    num_nodes: list[int]  # the host's copy of tree.num_nodes
+    sampling: SamplingBatch  # a walk by depth counts emitted tokens in its states
+    lengths: Tensor  # int64 [B], known tokens, the root included: the positions of the first tokens to sample
+
+    def starts(self) -> np.ndarray:
+        """int64 [B]: place of each root in `logits`."""
+        counts = np.array(self.num_nodes, dtype=np.int64)
+        return counts.cumsum() - counts
+
+    def select(self, rows: list[int]) -> "VerifyInput":
+        """These requests only."""
+        device, starts = self.logits.device, self.starts()
+        index = torch.tensor(rows, dtype=torch.int64).to(device)
+        places = np.concatenate([np.arange(starts[row], starts[row] + self.num_nodes[row]) for row in rows])
+        return VerifyInput(
+            self.logits.index_select(0, torch.from_numpy(places).to(device)),
+            self.tree.select(index),
+            [self.num_nodes[row] for row in rows],
+            self.sampling.select(rows),
+            self.lengths.index_select(0, index),
+        )

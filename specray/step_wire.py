@@ -1,0 +1,55 @@
+"""Plans and results as bytes, for other processes: msgpack serializes the NamedTuples of `step` directly."""
+
+from typing import Any
+
+import msgpack
+
+from specray.outputs import TokenLogprob
+from specray.step import (
+    DraftLimit,
+    NewRequest,
+    RequestResult,
+    SamplingOptions,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    StepTimes,
+)
+
+
+def pack(message: StepPlan | StepResult) -> bytes:
+    """Serialize a plan or a result."""
+    data: bytes = msgpack.packb(message)
+    return data
+
+
+def unpack_plan(data: bytes) -> StepPlan:
+    """Inverse of `pack` for a plan."""
+    step_id, freed, new_requests, rows = msgpack.unpackb(data)
+    return StepPlan(
+        step_id, freed, [new_request(*row) for row in new_requests], [_scheduled_request(*row) for row in rows]
+    )
+
+
+def unpack_result(data: bytes) -> StepResult:
+    """Inverse of `pack` for a result."""
+    step_id, rows, times, faults = msgpack.unpackb(data)
+    return StepResult(step_id, [_request_result(*row) for row in rows], StepTimes(*times), faults)
+
+
+def new_request(*fields: Any) -> NewRequest:
+    """A NewRequest from unpacked fields."""
+    request = NewRequest(*fields)
+    return request._replace(sampling=SamplingOptions(*request.sampling))
+
+
+def _scheduled_request(*fields: Any) -> ScheduledRequest:
+    row = ScheduledRequest(*fields)
+    return row._replace(draft_limit=DraftLimit(*row.draft_limit))
+
+
+def _request_result(*fields: Any) -> RequestResult:
+    slot, token_ids, num_draft_tokens, logprobs, error = fields
+    if logprobs is not None:
+        logprobs = [TokenLogprob(token, value, [tuple(pair) for pair in top]) for token, value, top in logprobs]
+    return RequestResult(slot, token_ids, num_draft_tokens, logprobs, error)
