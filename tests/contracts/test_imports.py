@@ -20,6 +20,7 @@ LEAVES = {
     "errors",
     "metrics",
     "step",
+    "step_wire",
     "tables",
     "unsupported_options",
 }

@@ -15,10 +15,8 @@ from specray.step import (
     StepPlan,
     StepResult,
     StepTimes,
-    pack,
-    unpack_plan,
-    unpack_result,
 )
+from specray.step_wire import pack, unpack_plan, unpack_result
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 small = st.integers(0, 1000)
