@@ -57,7 +57,9 @@ SAFEGUARDS: dict[str, tuple[Safeguard, ...]] = {
     ),
     "overload": (
         Safeguard(
-            "specray/engine/scheduler.py", "if num_waiting >= self.max_queued +", "if False and self.max_queued +"
+            "specray/engine/admission.py",
+            "if num_waiting >= self._config.max_queued_requests +",
+            "if False and self._config.max_queued_requests +",
         ),
     ),
 }

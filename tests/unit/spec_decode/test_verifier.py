@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
-from specray.spec_decode import node_sampler, verifier
+from specray.spec_decode import depth_walk, node_sampler, verifier
 from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.step import SamplingOptions
 from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
@@ -173,8 +173,8 @@ def test_three_tokens_have_the_targets_joint_distribution(draw: Any) -> None:
 
 
 def test_noise_shared_by_adjacent_depths_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_keys = verifier.noise_keys
-    monkeypatch.setattr(verifier, "noise_keys", lambda seeds, positions: true_keys(seeds, positions // 2))
+    true_keys = depth_walk.noise_keys
+    monkeypatch.setattr(depth_walk, "noise_keys", lambda seeds, positions: true_keys(seeds, positions // 2))
     assert worst_z(triples(random_tree, NUM_TEXTS), true_triples()) > MAX_Z
 
 

@@ -61,4 +61,4 @@ def test_plain_decoding_reads_once_per_step(
 def test_verification_by_depth_reads_at_each_depth(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, sampled requests are verified depth by depth."""
     steps = reads_of_steps(toy, tmp_path, monkeypatch, "EAGLE3", 1, temperature=1.0)
-    assert all("spec_decode/verifier.py" in step for step in steps), steps
+    assert all("spec_decode/depth_walk.py" in step for step in steps), steps
