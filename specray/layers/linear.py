@@ -11,33 +11,45 @@ from torch import Tensor, nn
 
 from specray.layers.module import Layer
 from specray.layers.parallel import RankGroup
-from specray.ops.linear import make_linear
+from specray.ops.grouped_weight import Weight
+from specray.ops.linear import make_gated, make_linear
 
 
 class ColumnParallelLinear(Layer):
     """This rank's part of y = x W^T + b, from its rows of W [out / ranks, in]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, quantization: str | None = None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None = None, quantization: str | None = None) -> None:
         super().__init__()
-        self._run = make_linear(weight, bias, quantization)
+        self.run = make_linear(weight, bias, quantization)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._run(x)
+        return self.run(x)
+
+
+class GatedLinear(Layer):
+    """This rank's part of silu(x G^T) * (x U^T), from its rows of G and U [out / ranks, in]."""
+
+    def __init__(self, gate: Weight, up: Weight, quantization: str | None = None) -> None:
+        super().__init__()
+        self.run = make_gated(gate, up, quantization)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
 
 
 class RowParallelLinear(Layer):
     """y = x W^T + b, from this rank's part of x and its columns of W [out, in / ranks]."""
 
     def __init__(
-        self, weight: Tensor, group: RankGroup, bias: Tensor | None = None, quantization: str | None = None
+        self, weight: Weight, group: RankGroup, bias: Tensor | None = None, quantization: str | None = None
     ) -> None:
         super().__init__()
         bias = bias if group.leads else None  # added once in the sum over ranks
-        self._run = make_linear(weight, bias, quantization)
-        self._group = group
+        self.run = make_linear(weight, bias, quantization)
+        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._group.sum(self._run(x))
+        return self.group.sum(self.run(x))
 
 
 class VocabEmbedding(Layer):
@@ -46,27 +58,27 @@ class VocabEmbedding(Layer):
     def __init__(self, weight: Tensor, group: RankGroup) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self._group = group
+        self.group = group
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        if self._group.size == 1:
+        if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
-        local = token_ids - self._group.rank * len(self.weight)
+        local = token_ids - self.group.rank * len(self.weight)
         is_local = (local >= 0) & (local < len(self.weight))
         rows = F.embedding(local.where(is_local, 0), self.weight) * is_local[:, None]
-        return self._group.sum(rows)
+        return self.group.sum(rows)
 
 
 class VocabHead(Layer):
     """Logits over the whole vocabulary from this rank's rows of the output matrix (see VocabEmbedding)."""
 
-    def __init__(self, weight: Tensor, vocab_size: int, group: RankGroup, quantization: str | None = None) -> None:
+    def __init__(self, weight: Weight, vocab_size: int, group: RankGroup, quantization: str | None = None) -> None:
         super().__init__()
-        self._run = make_linear(weight, quantization=quantization)
+        self.run = make_linear(weight, quantization=quantization)
         self._vocab_size = vocab_size
-        self._group = group
+        self.group = group
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab_size]"""
-        logits = self._group.gather(self._run(hidden_states))
+        logits = self.group.gather(self.run(hidden_states))
         return logits[:, : self._vocab_size].to(torch.float32)

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specray.layers.module import Layer
 from specray.layers.parallel import RankGroup
-from specray.ops.linear import make_linear
+from specray.ops.linear import make_gated, make_linear
 
 # float32 router logits [T, experts] -> (weights float32, experts int64), each [T, experts per token]
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -73,12 +72,11 @@ class Expert(Layer):
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor, quantization: str | None = None) -> None:
         super().__init__()
-        self._gate_up = make_linear(torch.cat((gate, up)), quantization=quantization)
+        self._gate_up = make_gated(gate, up, quantization)
         self._down = make_linear(down, quantization=quantization)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, -1)
-        return self._down(F.silu(gate) * up)
+        return self._down(self._gate_up(x))
 
 
 class MixtureOfExperts(Layer):

@@ -12,7 +12,7 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class RotaryEmbedding:
-    """Tables of cos and signed sin for positions 0 … max_positions-1, computed in float32."""
+    """Tables of cos and signed sin for positions 0 … max_positions - 1, float32 [max_positions, dim]."""
 
     def __init__(
         self, config: PretrainedConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
@@ -20,12 +20,13 @@ class RotaryEmbedding:
         frequencies, scale = _frequencies(config, head_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        self._cos = torch.cat((cos, cos), -1)[:, None].to(device, dtype)
-        self._sin = torch.cat((-sin, sin), -1)[:, None].to(device, dtype)
+        self._dtype = dtype
+        self.tables = torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, signed sin) of positions int64 [T], each [T, 1, dim]; computed once per step for all layers."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        cos, sin = (table.index_select(0, positions).to(self._dtype)[:, None] for table in self.tables)
+        return cos, sin
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from specray.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabEmbedding, VocabHead
+from specray.layers.linear import GatedLinear, RowParallelLinear, VocabEmbedding, VocabHead
 from specray.layers.module import Layer
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.loading import Loader
 from specray.ops.attention import Attend
+from specray.ops.cpu.attention import PagedAttend
+from specray.ops.cpu.layers import FusedLayers
 
 BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
 
@@ -79,6 +79,7 @@ class CausalLM(nn.Module):
         self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization)
         self.max_positions = max_positions
         self.rotary = self.rotary_of(config, loader, max_positions)
+        self.fused: FusedLayers | None = None  # set by the loader
 
     @classmethod
     def shape_of(cls, config: PretrainedConfig, group: RankGroup) -> ModelShape:
@@ -111,8 +112,10 @@ class CausalLM(nn.Module):
         self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel."""
-        cos, sin = self.rotary.at(positions)
         hidden = self.embedding(token_ids)
+        if self.fused is not None and isinstance(attend, PagedAttend):
+            return self._forward_fused(self.fused, hidden, positions, attend, aux_hidden_state_layers)
+        cos, sin = self.rotary.at(positions)
         # Only the requested states: those of all layers of a long prompt take gigabytes.
         aux_hidden_states: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -122,6 +125,22 @@ class CausalLM(nn.Module):
         aux_hidden_states[BEFORE_FINAL_NORM] = hidden
         aux_hidden_states[len(self.layers)] = final = self.norm(hidden)
         return final, [aux_hidden_states[index] for index in aux_hidden_state_layers]
+
+    def _forward_fused(
+        self,
+        layers: FusedLayers,
+        embedded: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        aux_hidden_state_layers: Sequence[int],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same with all layers in one call. The final hidden states are float32."""
+        hidden, last = embedded.float(), len(self.layers)
+        taps = sorted({index for index in aux_hidden_state_layers if 0 <= index < last})
+        states = dict(zip(taps, layers(hidden, positions, attend, taps), strict=True))
+        final = layers.norm(hidden, self.norm.weight)
+        states |= {BEFORE_FINAL_NORM: hidden, last: final}
+        return final, [states[index].to(embedded.dtype) for index in aux_hidden_state_layers]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""
@@ -152,10 +171,9 @@ class FeedForward(Layer):
         size, part = (ffn_size, hidden_size), loader.group.share(ffn_size)
         gate = loader.tensor(prefix + "gate_proj.weight", size, part)
         up = loader.tensor(prefix + "up_proj.weight", size, part)
-        self.gate_up = ColumnParallelLinear(torch.cat((gate, up)), quantization=loader.quantization)
+        self.gate_up = GatedLinear(gate, up, loader.quantization)
         down = loader.tensor(prefix + "down_proj.weight", size[::-1], part, 1).contiguous()
         self.down = RowParallelLinear(down, loader.group, quantization=loader.quantization)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.gate_up(x))

@@ -11,6 +11,7 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import CausalLM, ModelShape
 from specray.models.deepseek import Deepseek
+from specray.models.fused import fused_decoder
 from specray.models.llama import Llama
 from specray.models.loading import Loader
 from specray.models.moe_models import Mixtral, Qwen3Moe
@@ -94,7 +95,9 @@ def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: tor
     loader = Loader(folder, config.load_format, dtype, device, progress and group.leads, config.quantization, group)
     try:
         positions = context_length(model_config, config.context_length)
-        return MODELS[_architectures(model_config)[0]](model_config, loader, positions)
+        model = MODELS[_architectures(model_config)[0]](model_config, loader, positions)
+        model.fused = fused_decoder(list(model.layers), model.rotary, model.shape.eps)
+        return model
     finally:
         loader.close()
 

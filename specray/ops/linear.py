@@ -1,37 +1,87 @@
-"""x W^T + b with a weight that is packed once, and the selection of its matmul kernel."""
+"""x W^T + b with a weight that is packed once, and the selection of its kernel.
+
+On a CPU these are our own kernels (`specray.ops.cpu`). torch's operations take their place on other devices, and where
+the kernels cannot be compiled.
+"""
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from specray.ops.quantization import QUANTIZATIONS
+from specray.ops.cpu.library import kernels
+from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
+from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated
+from specray.ops.quantization import QUANTIZATIONS, make_fp8_linear
 
 Linear = Callable[[Tensor], Tensor]
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | None = None) -> Linear:
-    """Function of x [T, in] -> [T, out] for `weight` [out, in]; it keeps the weight in its own layout.
+def make_linear(weight: Weight, bias: Tensor | None = None, quantization: str | None = None) -> Linear:
+    """Function of x [T, in] -> [T, out], of x's type, for `weight` [out, in]; it keeps the weight in its own layout.
 
-    `quantization` is a key of QUANTIZATIONS, or None for the weight's own type. In the latter case a CPU weight is
-    reordered into oneDNN's blocked layout, which torch otherwise does in every call: one row through SmolLM2-135M in
-    bfloat16 takes 9.6 ms instead of 13.0. oneDNN has no such layout for 16-bit types on CPUs without AVX-512.
+    `quantization` is a key of QUANTIZATIONS, or None for the weight's own type. A weight that is already quantised
+    stays as it is.
     """
-    if quantization is not None:
-        return QUANTIZATIONS[quantization].make(weight, bias)
-    if weight.device.type == "cpu" and _is_packable(weight.dtype):
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-        run = torch.ops.mkldnn._linear_pointwise.default
-        return lambda x: run(x, packed, bias, "none", [], "")
-    by_input = weight.t()
-    if bias is None:
-        return lambda x: x.mm(by_input)
-    return lambda x: torch.addmm(bias, x, by_input)
+    if quantization == "fp8":
+        assert isinstance(weight, Tensor), "weights that are already quantised run on CPUs"
+        return make_fp8_linear(weight, bias)
+    weight = _quantised(weight, quantization)
+    own = kernels() if _is_on_cpu(weight) else None
+    return _torch_linear(weight, bias) if own is None else PackedMatrix(own, weight, bias)
 
 
-def _is_packable(dtype: torch.dtype) -> bool:
-    if not torch._C._has_mkldnn:
-        return False
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+def make_gated(gate: Weight, up: Weight, quantization: str | None = None) -> Linear:
+    """Function of x [T, in] -> silu(x gate^T) * (x up^T) [T, out]; arguments as those of `make_linear`."""
+    own = kernels() if _is_on_cpu(gate) else None
+    if own is not None:
+        both = concat(_quantised(gate, quantization), _quantised(up, quantization))
+        return GatedMatrix(own, _rows(both, slice(0, gate.shape[0])), _rows(both, slice(gate.shape[0], None)))
+    linear = make_linear(concat(gate, up), None, quantization)
+
+    def gated(x: Tensor) -> Tensor:
+        first, second = linear(x).chunk(2, -1)
+        return F.silu(first) * second
+
+    return gated
+
+
+def concat(*weights: Weight) -> Weight:
+    """Weights [.., in] one below the other."""
+    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+    if len(tensors) == len(weights):
+        return torch.cat(tensors)
+    grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+    assert len(grouped) == len(weights), "weights of one matrix are all quantised or none"
+    return concatenated(grouped)
+
+
+def _quantised(weight: Weight, quantization: str | None) -> Weight:
+    if quantization is None or isinstance(weight, GroupedWeight):
+        return weight
+    to_groups = QUANTIZATIONS[quantization].round
+    assert to_groups is not None, quantization
+    return to_groups(weight)
+
+
+def _rows(weight: Weight, part: slice) -> Weight:
+    return weight[part] if isinstance(weight, Tensor) else weight.rows(part)
+
+
+def _is_on_cpu(weight: Weight) -> bool:
+    return isinstance(weight, GroupedWeight) or weight.device.type == "cpu"
+
+
+def _torch_linear(weight: Weight, bias: Tensor | None) -> Linear:
+    """With torch's matmul; quantised weights are expanded again, and activations are not rounded."""
+    if isinstance(weight, Tensor):
+        return lambda x: F.linear(x, weight, bias)
+    expanded: dict[torch.dtype, Tensor] = {}  # by the type of the activations
+
+    def linear(x: Tensor) -> Tensor:
+        if x.dtype not in expanded:
+            expanded[x.dtype] = weight.float().to(x.dtype)
+        return F.linear(x, expanded[x.dtype], None if bias is None else bias.to(x.dtype))
+
+    return linear

@@ -1,0 +1,247 @@
+// Attention of ragged requests over a paged KV pool, for prompt chunks, decoding and draft trees alike.
+//
+// A query attends to a list of keys, numbered from 0: the committed tokens by position, then a node's own ancestors and
+// itself. Keys are taken in blocks of 64 from key 0, and every sum runs in that order. A token's result therefore has
+// the same bits alone, in any batch, in any draft tree and in any chunk of its prompt.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "simd.h"
+#include "team.h"
+
+namespace specray {
+
+constexpr int KEYS = 64;  // of a block
+
+struct Pool {
+  void* data;  // of one layer: [slots, 2, heads, dim]
+  int32_t type;  // FLOAT32, BFLOAT16 or FLOAT16
+  int32_t num_heads;
+  int32_t dim;
+};
+
+// The requests of a step. Request r has `query_lens[r]` consecutive queries.
+struct Requests {
+  int32_t count;
+  int32_t slots_width, mask_rows, mask_columns;
+  int32_t window;  // a query sees keys less than this far before its own; 0: all
+  const int32_t* query_lens;
+  const int32_t* kv_lens;     // the queries' own keys included
+  const int32_t* tree_sizes;  // [count, 2]: the last n queries are nodes over the last m keys
+  const int64_t* kv_slots;    // [count, slots_width]
+  const uint8_t* tree_mask;   // [count, mask_rows, mask_columns]: node i sees key j of the tree
+};
+
+// The keys of one query: `shared` committed ones, then the slots of `others`.
+struct Keys {
+  int shared;
+  int first;  // keys before it are outside the window
+  std::vector<int64_t> others;
+
+  int count() const { return shared + int(others.size()); }
+};
+
+inline Keys keys_of(const Requests& requests, int request, int query) {
+  const int num_queries = requests.query_lens[request], kv_len = requests.kv_lens[request];
+  const int nodes = requests.tree_sizes[2 * request], tree_keys = requests.tree_sizes[2 * request + 1];
+  const int node = query - (num_queries - nodes);
+  Keys keys{kv_len - num_queries + query + 1, 0, {}};
+  if (node >= 0 && nodes > 0) {
+    keys.shared = kv_len - tree_keys;
+    const uint8_t* sees = requests.tree_mask + (int64_t(request) * requests.mask_rows + node) * requests.mask_columns;
+    const int64_t* slots = requests.kv_slots + int64_t(request) * requests.slots_width + keys.shared;
+    for (int key = 0; key < tree_keys; ++key)
+      if (sees[key]) keys.others.push_back(slots[key]);
+  }
+  if (requests.window > 0) keys.first = std::max(0, keys.count() - requests.window);
+  return keys;
+}
+
+// A row of the pool as floats; `buffer` holds it where it is stored in another type.
+template <class T>
+inline const float* pool_row(const Pool& pool, int64_t slot, int which, int head, float* buffer) {
+  const T* from = static_cast<const T*>(pool.data) + ((slot * 2 + which) * pool.num_heads + head) * pool.dim;
+  if constexpr (sizeof(T) == 4) return reinterpret_cast<const float*>(from);
+  int d = 0;
+  for (; d + WIDTH <= pool.dim; d += WIDTH) store(buffer + d, load_floats(from + d));
+  for (; d < pool.dim; ++d) buffer[d] = to_float(from[d]);
+  return buffer;
+}
+
+inline float dot(const float* a, const float* b, int dim) {
+  Floats sums{};
+  int d = 0;
+  for (; d + WIDTH <= dim; d += WIDTH) sums += load<Floats>(a + d) * load<Floats>(b + d);
+  float total = sum(sums);
+  for (; d < dim; ++d) total += a[d] * b[d];
+  return total;
+}
+
+// One query head: its softmax over blocks, as it goes.
+struct Running {
+  const float* q;
+  float* out;  // [dim], the weighted sum of values
+  float largest = -INFINITY;
+  float total = 0.0f;
+  alignas(64) float weights[KEYS] = {};
+
+  Running(const float* q, float* out) : q(q), out(out) {}
+
+  // Adds a block of `count` keys, of which the first `skipped` are outside the window.
+  void add(const float* const* k, const float* const* v, int skipped, int count, int dim, float scale) {
+    float best = largest;
+    for (int key = 0; key < KEYS; ++key) {
+      const bool is_seen = key >= skipped && key < count;
+      weights[key] = is_seen ? dot(q, k[key], dim) * scale : -INFINITY;
+      if (is_seen) best = weights[key] > best || weights[key] != weights[key] ? weights[key] : best;
+    }
+    if (skipped >= count) return;
+    const float shrink = largest == -INFINITY ? 0.0f : exp_of(largest - best);
+    Floats sums{};
+    for (int key = 0; key < KEYS; key += WIDTH) {
+      const Floats p = exp_of(load<Floats>(weights + key) - best);
+      store(weights + key, p);
+      sums += p;
+    }
+    total = total * shrink + sum(sums);
+    largest = best;
+    int d = 0;
+    constexpr int STRIPE = 4;  // native vectors of the output at a time
+    for (; d + STRIPE * WIDTH <= dim; d += STRIPE * WIDTH) {
+      Floats parts[STRIPE];
+#pragma GCC unroll 4
+      for (int s = 0; s < STRIPE; ++s) parts[s] = load<Floats>(out + d + s * WIDTH) * shrink;
+      for (int key = skipped; key < count; ++key) {
+        const float p = weights[key];
+#pragma GCC unroll 4
+        for (int s = 0; s < STRIPE; ++s) parts[s] += load<Floats>(v[key] + d + s * WIDTH) * p;
+      }
+#pragma GCC unroll 4
+      for (int s = 0; s < STRIPE; ++s) store(out + d + s * WIDTH, parts[s]);
+    }
+    for (; d < dim; ++d) {
+      float part = out[d] * shrink;
+      for (int key = skipped; key < count; ++key) part = std::fma(v[key][d], weights[key], part);
+      out[d] = part;
+    }
+  }
+};
+
+// Queries `begin` to `end` of one request for one KV head. q and out are [queries, heads, dim] of the request.
+template <class T>
+void attend_tile(
+    const Pool& pool, const Requests& requests, int request, int kv_head, int begin, int end, int num_heads,
+    const float* q, int64_t q_stride, float* out, std::vector<float>& buffer) {
+  const int dim = pool.dim, fold = num_heads / pool.num_heads;
+  const float scale = 1.0f / std::sqrt(float(dim));
+  std::vector<Keys> keys;
+  std::vector<Running> runs;
+  int most = 0, fewest_shared = requests.kv_lens[request], first = requests.kv_lens[request];
+  for (int query = begin; query < end; ++query) {
+    keys.push_back(keys_of(requests, request, query));
+    most = std::max(most, keys.back().count());
+    fewest_shared = std::min(fewest_shared, keys.back().shared);
+    first = std::min(first, keys.back().first);
+    for (int head = kv_head * fold; head < (kv_head + 1) * fold; ++head) {
+      float* to = out + (int64_t(query) * num_heads + head) * dim;
+      std::fill(to, to + dim, 0.0f);
+      runs.emplace_back(q + query * q_stride + head * dim, to);
+    }
+  }
+  buffer.resize(int64_t(4) * KEYS * dim);
+  float *shared_k = buffer.data(), *shared_v = shared_k + KEYS * dim, *own_k = shared_v + KEYS * dim,
+        *own_v = own_k + KEYS * dim;
+  const int64_t* slots = requests.kv_slots + int64_t(request) * requests.slots_width;
+  const int most_shared = std::max_element(keys.begin(), keys.end(), [](auto& a, auto& b) {
+                            return a.shared < b.shared;
+                          })->shared;
+  for (int block = first / KEYS * KEYS; block < most; block += KEYS) {
+    const float *k[KEYS], *v[KEYS];
+    const int loaded = std::max(0, std::min(KEYS, most_shared - block));
+    for (int key = 0; key < loaded; ++key) {
+      k[key] = pool_row<T>(pool, slots[block + key], 0, kv_head, shared_k + key * dim);
+      v[key] = pool_row<T>(pool, slots[block + key], 1, kv_head, shared_v + key * dim);
+    }
+    for (int i = 0; i < end - begin; ++i) {
+      const int count = std::min(KEYS, keys[i].count() - block), skipped = std::max(0, keys[i].first - block);
+      if (count <= skipped) continue;
+      const float *own[KEYS], *own_values[KEYS];
+      const float* const* use_k = k;
+      const float* const* use_v = v;
+      const int shared = std::max(0, std::min(count, keys[i].shared - block));
+      if (shared < count) {
+        for (int key = 0; key < count; ++key) {
+          if (key < shared) {
+            own[key] = k[key];
+            own_values[key] = v[key];
+          } else {
+            const int64_t slot = keys[i].others[block + key - keys[i].shared];
+            own[key] = pool_row<T>(pool, slot, 0, kv_head, own_k + key * dim);
+            own_values[key] = pool_row<T>(pool, slot, 1, kv_head, own_v + key * dim);
+          }
+        }
+        use_k = own;
+        use_v = own_values;
+      }
+      for (int head = 0; head < fold; ++head) runs[i * fold + head].add(use_k, use_v, skipped, count, dim, scale);
+    }
+  }
+  for (Running& run : runs) {
+    const float inverse = 1.0f / run.total;
+    for (int d = 0; d < dim; ++d) run.out[d] *= inverse;
+  }
+}
+
+// This member's part of all queries; members take tiles from `next`, which starts at 0.
+template <class T>
+void attend(
+    const Pool& pool, const Requests& requests, int num_heads, const float* q, int64_t q_stride, float* out,
+    std::atomic<int>& next) {
+  constexpr int TILE = 8;  // queries of a request that share its keys
+  std::vector<float> buffer;
+  int item = 0, wanted = next.fetch_add(1);
+  int64_t first = 0;
+  for (int request = 0; request < requests.count; ++request) {
+    const int queries = requests.query_lens[request];
+    for (int begin = 0; begin < queries; begin += TILE) {
+      for (int kv_head = 0; kv_head < pool.num_heads; ++kv_head, ++item) {
+        if (item != wanted) continue;
+        attend_tile<T>(
+            pool, requests, request, kv_head, begin, std::min(begin + TILE, queries), num_heads, q + first * q_stride,
+            q_stride, out + first * num_heads * pool.dim, buffer);
+        wanted = next.fetch_add(1);
+      }
+    }
+    first += queries;
+  }
+}
+
+inline void attend_any(
+    const Pool& pool, const Requests& requests, int num_heads, const float* q, int64_t q_stride, float* out,
+    std::atomic<int>& next) {
+  switch (pool.type) {
+    case 0: return attend<float>(pool, requests, num_heads, q, q_stride, out, next);
+    case 1: return attend<bfloat16>(pool, requests, num_heads, q, q_stride, out, next);
+    default: return attend<float16>(pool, requests, num_heads, q, q_stride, out, next);
+  }
+}
+
+// Writes a row [heads, dim] of keys or values of one token.
+template <class T>
+inline void write_row(const Pool& pool, int64_t slot, int which, const float* from) {
+  T* to = static_cast<T*>(pool.data) + (slot * 2 + which) * pool.num_heads * pool.dim;
+  for (int i = 0; i < pool.num_heads * pool.dim; ++i) from_float(from[i], to + i);
+}
+
+inline void write_kv(const Pool& pool, int64_t slot, const float* k, const float* v) {
+  for (int which = 0; which < 2; ++which) {
+    const float* from = which ? v : k;
+    if (pool.type == 0) write_row<float>(pool, slot, which, from);
+    if (pool.type == 1) write_row<bfloat16>(pool, slot, which, from);
+    if (pool.type == 2) write_row<float16>(pool, slot, which, from);
+  }
+}
+
+}  // namespace specray

@@ -1,0 +1,138 @@
+// The C interface of the CPU kernels; `specray.ops.cpu` calls it. Pointers are to contiguous tensors.
+//
+// Types of activations are FLOAT32, BFLOAT16 and FLOAT16 of `Kind`.
+
+#include "layers.h"
+
+using namespace specray;
+
+namespace {
+
+void read_row(const void* from, int type, int64_t first, int count, float* to) {
+  if (type == FLOAT32) std::memcpy(to, static_cast<const float*>(from) + first, 4 * int64_t(count));
+  for (int i = 0; i < count; ++i) {
+    if (type == BFLOAT16) to[i] = to_float(static_cast<const bfloat16*>(from)[first + i]);
+    if (type == FLOAT16) to[i] = to_float(static_cast<const float16*>(from)[first + i]);
+  }
+}
+
+void write_values(const float* from, int count, void* to, int type, int64_t first) {
+  if (type == FLOAT32) std::memcpy(static_cast<float*>(to) + first, from, 4 * int64_t(count));
+  for (int i = 0; i < count; ++i) {
+    if (type == BFLOAT16) from_float(from[i], static_cast<bfloat16*>(to) + first + i);
+    if (type == FLOAT16) from_float(from[i], static_cast<float16*>(to) + first + i);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// What the kernels were compiled for.
+const char* specray_target() {
+#if defined(__AVX512BF16__)
+  return "AVX-512 with VNNI and BF16";
+#elif defined(__AVX512VNNI__)
+  return "AVX-512 with VNNI";
+#elif defined(__AVX2__)
+  return "AVX2";
+#else
+  return "plain C++";
+#endif
+}
+
+int64_t specray_block_bytes(int32_t kind, int32_t ins) { return block_bytes(kind, ins); }
+
+// Packs rows float32 [count, ins] into blocks `block`, `block + step`, … of a dense matrix.
+void specray_pack_dense(
+    int32_t kind, const float* rows, int64_t count, int32_t ins, uint8_t* data, int64_t block, int64_t step) {
+  for (int64_t first = 0; first < count; first += LANES, block += step) {
+    const int lanes = int(std::min<int64_t>(LANES, count - first));
+    pack_dense(kind, rows + first * ins, lanes, ins, data + block * block_bytes(kind, ins));
+  }
+}
+
+// The same for a quantised matrix; see pack_quantised.
+void specray_pack_quantised(
+    int32_t kind, const uint8_t* ints, const float* scales, const float* lows, int64_t count, int32_t ins,
+    uint8_t* data, int64_t block, int64_t step) {
+  const int64_t wide = padded(ins), groups = wide / (kind == Q8_FINE || kind == Q8_FINE_LOW ? 16 : 32);
+  for (int64_t first = 0; first < count; first += LANES, block += step) {
+    const int lanes = int(std::min<int64_t>(LANES, count - first));
+    pack_quantised(
+        kind, ints + first * wide, scales + first * groups, lows ? lows + first * groups : nullptr, lanes, ins,
+        data + block * block_bytes(kind, ins));
+  }
+}
+
+// y [count, columns] = x [count, ins] W^T + b, for the first `columns` outputs.
+void specray_linear(
+    const Matrix* matrix, const void* x, int32_t x_type, int64_t count, void* y, int32_t y_type, int32_t columns,
+    int32_t num_threads) {
+  Rows rows(matrix->kind, int(count), matrix->ins);
+  run_on_team(num_threads, [&](Team& team, int member) {
+    std::vector<float> row(matrix->ins);
+    for (int r = member; r < count; r += team.size()) {
+      read_row(x, x_type, int64_t(r) * matrix->ins, matrix->ins, row.data());
+      rows.set(r, row.data());
+    }
+    team.barrier();
+    multiply(*matrix, rows, int(count), team, member, [&](int r, int channel, const float* values) {
+      write_values(values, std::min(LANES, columns - channel), y, y_type, int64_t(r) * columns + channel);
+    });
+  });
+}
+
+// y [count, columns] = silu(x W_gate^T) * (x W_up^T), from a matrix whose blocks alternate between gate and up.
+void specray_gated(
+    const Matrix* matrix, const void* x, int32_t x_type, int64_t count, void* y, int32_t y_type, int32_t columns,
+    int32_t num_threads) {
+  Rows rows(matrix->kind, int(count), matrix->ins);
+  run_on_team(num_threads, [&](Team& team, int member) {
+    std::vector<float> row(matrix->ins);
+    for (int r = member; r < count; r += team.size()) {
+      read_row(x, x_type, int64_t(r) * matrix->ins, matrix->ins, row.data());
+      rows.set(r, row.data());
+    }
+    team.barrier();
+    multiply_gated(*matrix, rows, int(count), team, member, [&](int r, int channel, const float* values) {
+      write_values(values, std::min(LANES, columns - channel), y, y_type, int64_t(r) * columns + channel);
+    });
+  });
+}
+
+// Writes kv [count, 2, kv_heads, dim] to slots `written`, then out [count, heads, dim] = attention of q over the pool.
+// q, kv and out are of the pool's type.
+void specray_attention(
+    const Pool* pool, const Requests* requests, const int64_t* written, int64_t count, int32_t num_heads,
+    const void* q, const void* kv, void* out, int32_t num_threads) {
+  const int64_t width = int64_t(num_heads) * pool->dim, kv_width = int64_t(pool->num_heads) * pool->dim;
+  std::vector<float> queries(count * width), seen(count * width);
+  std::atomic<int> next{0};
+  run_on_team(num_threads, [&](Team& team, int member) {
+    std::vector<float> row(2 * kv_width);
+    for (int r = member; r < count; r += team.size()) {
+      read_row(q, pool->type, r * width, int(width), queries.data() + r * width);
+      read_row(kv, pool->type, r * 2 * kv_width, int(2 * kv_width), row.data());
+      write_kv(*pool, written[r], row.data(), row.data() + kv_width);
+    }
+    team.barrier();
+    attend_any(*pool, *requests, num_heads, queries.data(), width, seen.data(), next);
+    team.barrier();
+    for (int r = member; r < count; r += team.size())
+      write_values(seen.data() + r * width, int(width), out, pool->type, r * width);
+  });
+}
+
+void specray_layers(
+    const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step, const float* first_input,
+    float* hidden, float* const* taps, int32_t num_threads) {
+  run_layers(layers, num_layers, *sizes, *step, first_input, hidden, taps, num_threads);
+}
+
+// y [count, size] = RMS norm of x.
+void specray_norm(const float* x, const float* weight, int64_t count, int32_t size, float eps, float* y) {
+  for (int64_t r = 0; r < count; ++r) norm(x + r * size, weight, size, eps, y + r * size);
+}
+
+}  // extern "C"

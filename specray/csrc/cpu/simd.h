@@ -1,0 +1,234 @@
+// Vectors of floats and the integer and bfloat16 dot products of this CPU, behind one set of names.
+//
+// A kernel works on blocks of LANES output channels, held in N native vectors. Each lane is one sum, added up in the
+// order of the loop, so results depend on neither the vector width nor the number of rows.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace specray {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+constexpr int LANES = 16;
+constexpr int N = LANES / WIDTH;
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+
+struct bfloat16 {
+  uint16_t bits;
+};
+struct float16 {
+  uint16_t bits;
+};
+
+template <class V, class T>
+inline V load(const T* from) {
+  V v;
+  std::memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+template <class T, class V>
+inline void store(T* to, V v) {
+  std::memcpy(to, &v, sizeof(V));
+}
+
+// The same bits as another type.
+template <class To, class From>
+inline To bits_of(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+inline Floats splat(float value) { return Floats{} + value; }
+inline Ints splat(int32_t value) { return Ints{} + value; }
+inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
+inline Ints to_ints(Floats v) { return __builtin_convertvector(v, Ints); }
+
+inline Floats largest(Floats a, Floats b) { return a > b ? a : b; }
+
+// The sum of a vector's lanes, as a tree: the same order for every caller.
+inline float sum(Floats v) {
+  float lanes[WIDTH];
+  store(lanes, v);
+  for (int half = WIDTH / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+inline float largest_of(Floats v) {
+  float lanes[WIDTH], best;
+  store(lanes, v);
+  best = lanes[0];
+  for (int i = 1; i < WIDTH; ++i) best = lanes[i] > best ? lanes[i] : best;
+  return best;
+}
+
+// ---- conversions -------------------------------------------------------------------------------------------------
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(bfloat16 value) {
+  return bits_of<float>(uint32_t(value.bits) << 16);
+}
+
+inline float to_float(float16 value) {
+#if defined(__F16C__)
+  return _cvtsh_ss(value.bits);
+#else
+  uint32_t sign = uint32_t(value.bits & 0x8000) << 16, exponent = (value.bits >> 10) & 31, mantissa = value.bits & 1023;
+  uint32_t bits;
+  if (exponent == 31) {
+    bits = sign | 0x7F800000 | (mantissa << 13);
+  } else if (exponent) {
+    bits = sign | ((exponent + 112) << 23) | (mantissa << 13);
+  } else {
+    bits = sign | bits_of<uint32_t>(float(mantissa) * 0x1p-24f);
+  }
+  return bits_of<float>(bits);
+#endif
+}
+
+inline void from_float(float value, float* to) { *to = value; }
+
+// Round to nearest, ties to even, as torch does; a NaN stays one.
+inline void from_float(float value, bfloat16* to) {
+  const uint32_t bits = bits_of<uint32_t>(value);
+  to->bits = value != value ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void from_float(float value, float16* to) {
+#if defined(__F16C__)
+  to->bits = uint16_t(_cvtss_sh(value, 0));
+#else
+  to->bits = bits_of<uint16_t>(_Float16(value));
+#endif
+}
+
+inline Floats load_floats(const float* from) { return load<Floats>(from); }
+
+inline Floats load_floats(const bfloat16* from) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+  return bits_of<Floats>(__builtin_convertvector(load<Halves>(from), Words) << 16);
+}
+
+inline Floats load_floats(const float16* from) {
+#if defined(__AVX512F__)
+  return Floats(_mm512_cvtph_ps(load<__m256i>(from)));
+#elif defined(__F16C__)
+  return Floats(_mm256_cvtph_ps(load<__m128i>(from)));
+#else
+  Floats v;
+  for (int i = 0; i < WIDTH; ++i) v[i] = to_float(from[i]);
+  return v;
+#endif
+}
+
+// Bits of a float16 as a float, for scales in GGUF's type.
+inline Floats load_halves(const uint16_t* from) { return load_floats(reinterpret_cast<const float16*>(from)); }
+
+// ---- dot products of integers ------------------------------------------------------------------------------------
+
+// Sums over groups of activations: `Dot::add` adds, in every lane, four products of weights u8 and activations i8.
+// The weights of a nibble are at most 15, so without VNNI 16 products fit into 16 bits and are widened once a group.
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+struct Dot {
+  __m512i sums[1] = {_mm512_setzero_si512()};
+  template <bool SMALL>
+  inline void add(const __m512i* weights, int32_t four) {
+    sums[0] = _mm512_dpbusd_epi32(sums[0], weights[0], _mm512_set1_epi32(four));
+  }
+  inline Ints result(int) const { return Ints(sums[0]); }
+};
+typedef __m512i Bytes;
+#elif defined(__AVX2__)
+typedef __m256i Bytes;
+struct Dot {
+  __m256i wide[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  __m256i narrow[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  template <bool SMALL>
+  inline void add(const __m256i* weights, int32_t four) {
+    const __m256i x = _mm256_set1_epi32(four);
+    for (int n = 0; n < 2; ++n) {
+      if (SMALL) {
+        narrow[n] = _mm256_add_epi16(narrow[n], _mm256_maddubs_epi16(weights[n], x));
+      } else {
+        // Activations are at most 127 in magnitude and weights, less 128, at most 128: pairs fit into 16 bits.
+        const __m256i w = _mm256_xor_si256(weights[n], _mm256_set1_epi8(char(0x80)));
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+        wide[n] = _mm256_add_epi32(wide[n], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+      }
+    }
+  }
+  inline Ints result(int n) const {
+    return Ints(_mm256_add_epi32(wide[n], _mm256_madd_epi16(narrow[n], _mm256_set1_epi16(1))));
+  }
+};
+#else
+struct Bytes {
+  uint8_t bytes[4 * WIDTH];
+};
+struct Dot {
+  Ints sums[N] = {};
+  template <bool SMALL>
+  inline void add(const Bytes* weights, int32_t four) {
+    int8_t x[4];
+    std::memcpy(x, &four, 4);
+    for (int n = 0; n < N; ++n)
+      for (int lane = 0; lane < WIDTH; ++lane)
+        for (int i = 0; i < 4; ++i) sums[n][lane] += int32_t(weights[n].bytes[4 * lane + i]) * x[i];
+  }
+  inline Ints result(int n) const { return sums[n]; }
+};
+#endif
+
+// Without VNNI, AVX2's products use weights less 128; elsewhere weights are as stored.
+#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512F__))
+constexpr bool BYTES_ARE_CENTRED = true;
+#else
+constexpr bool BYTES_ARE_CENTRED = false;
+#endif
+
+// ---- functions ---------------------------------------------------------------------------------------------------
+
+// exp(x) to about 2 units in the last place; 0 below -87, and exp(88) above 88. NaN stays NaN.
+inline Floats exp_of(Floats x) {
+  const Floats low = splat(-87.0f);
+  const Ints is_low = x < low;
+  const Floats high = splat(88.0f);
+  x = x < low ? low : x > high ? high : x;
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats rounded = x * 1.44269504f + magic;
+  const Floats n = rounded - magic;
+  const Floats r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const Ints scale = (to_ints(n) + 127) << 23;
+  const Floats result = p * bits_of<Floats>(scale);
+  return is_low ? Floats{} : result;
+}
+
+inline float exp_of(float x) { return exp_of(splat(x))[0]; }
+
+}  // namespace specray

@@ -1,0 +1,76 @@
+"""Attention over a paged KV pool with the CPU kernels: prompt chunks, decoding and draft trees in one call."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from specray.ops.attention import AttentionBatch
+from specray.ops.cpu.library import FLOAT_TYPES, Kernels, Pool, Requests, pointer
+
+
+class PagedAttention:
+    """AttentionBackend on the CPU kernels."""
+
+    def __init__(self, kernels: Kernels, pool: Tensor, num_heads: int) -> None:
+        self.kernels = kernels
+        self.pool = pool
+        self.num_heads = num_heads
+
+    def plan(self, batch: AttentionBatch) -> "PagedAttend":
+        return PagedAttend(self, batch)
+
+
+class PagedAttend:
+    """Attend of one step. Also the part of a step that a stack of fused layers reads."""
+
+    def __init__(self, backend: PagedAttention, batch: AttentionBatch) -> None:
+        self._backend = backend
+        self.written = batch.slot_mapping.contiguous()
+        lens = torch.tensor([batch.query_lens, batch.kv_lens], dtype=torch.int32)
+        trees = torch.tensor(batch.tree_sizes, dtype=torch.int32).view(-1, 2)
+        kv_slots = batch.kv_slots.contiguous()
+        mask = None if batch.tree_mask is None else batch.tree_mask.contiguous()
+        self._kept = (lens, trees, kv_slots, mask)  # the struct has their addresses
+        self.requests = Requests(
+            count=len(batch.query_lens),
+            slots_width=kv_slots.shape[1],
+            mask_rows=0 if mask is None else mask.shape[1],
+            mask_columns=0 if mask is None else mask.shape[2],
+            window=batch.window or 0,
+            query_lens=pointer(lens[0]),
+            kv_lens=pointer(lens[1]),
+            tree_sizes=pointer(trees),
+            kv_slots=pointer(kv_slots),
+            tree_mask=pointer(mask),
+        )
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """See Attend."""
+        backend = self._backend
+        assert q.dtype == kv.dtype == backend.pool.dtype, (q.dtype, kv.dtype, backend.pool.dtype)
+        out = torch.empty(len(q), backend.num_heads * backend.pool.shape[-1], dtype=q.dtype)
+        q, kv = q.contiguous(), kv.contiguous()
+        backend.kernels.attention(
+            ctypes.byref(self.pool_of(layer)),
+            ctypes.byref(self.requests),
+            pointer(self.written),
+            len(q),
+            backend.num_heads,
+            pointer(q),
+            pointer(kv),
+            pointer(out),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def pool_of(self, layer: int) -> Pool:
+        """One layer's part of the pool."""
+        pool = self._backend.pool
+        return Pool(pointer(pool[layer]), FLOAT_TYPES[pool.dtype], pool.shape[-2], pool.shape[-1])
+
+    @property
+    def layer_bytes(self) -> int:
+        """From one layer's part of the pool to the next."""
+        pool = self._backend.pool
+        return pool.stride(0) * pool.itemsize

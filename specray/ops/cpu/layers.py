@@ -1,0 +1,107 @@
+"""A stack of decoder layers as one call of the CPU kernels."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specray.ops.cpu.attention import PagedAttend
+from specray.ops.cpu.library import Kernels, Layer, Sizes, Step, pointer
+from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerParts:
+    """Weights of one layer: grouped-query attention and a gated feed-forward."""
+
+    input_norm: Tensor | None  # [hidden]; None in a first layer whose input the caller has prepared
+    q_norm: Tensor | None  # [dim]
+    k_norm: Tensor | None
+    ffn_norm: Tensor
+    qkv: PackedMatrix
+    out: PackedMatrix
+    gate_up: GatedMatrix
+    down: PackedMatrix
+
+
+class FusedLayers:
+    """Layers of one shape. The residual stream is float32 whatever the type of the weights."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        layers: Sequence[LayerParts],
+        num_heads: int,
+        num_kv_heads: int,
+        dim: int,
+        eps: float,
+        cos_sin: tuple[Tensor, Tensor],
+    ) -> None:
+        """`cos_sin` are RotaryEmbedding's float32 tables."""
+        first = layers[0]
+        self._kernels = kernels
+        self._kept: list[Tensor | LayerParts] = [*layers]  # the structs have the addresses of their data
+        self._layers = (Layer * len(layers))(*(self._struct(layer) for layer in layers))
+        self._sizes = Sizes(first.out.columns, first.gate_up.columns, num_heads, num_kv_heads, dim, eps)
+        self._cos, self._sin = cos_sin
+        self._eps = eps
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        taps: Sequence[int] = (),
+        first_input: Tensor | None = None,
+        first_layer: int = 0,
+    ) -> list[Tensor]:
+        """Run the layers on the residual stream `hidden` float32 [T, hidden], in place.
+
+        Returns copies of the stream as it enters the layers `taps`; len(layers) is what leaves the last one.
+        `first_input` float32 [T, in] is the first layer's input if it has no input norm. `first_layer` is that of the
+        KV pool.
+        """
+        copies = {index: torch.empty_like(hidden) for index in taps}
+        addresses = [pointer(copies.get(index)) for index in range(len(self._layers) + 1)]
+        positions = positions.contiguous()
+        step = Step(
+            len(hidden),
+            pointer(positions),
+            pointer(attend.written),
+            pointer(self._cos),
+            pointer(self._sin),
+            attend.requests,
+            attend.pool_of(first_layer),
+            attend.layer_bytes,
+        )
+        self._kernels.layers(
+            self._layers,
+            len(self._layers),
+            ctypes.byref(self._sizes),
+            ctypes.byref(step),
+            pointer(first_input),
+            pointer(hidden),
+            (ctypes.c_void_p * len(addresses))(*addresses),
+            torch.get_num_threads(),
+        )
+        return [copies[index] for index in taps]
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm of float32 rows, as inside the layers."""
+        weight, y = weight.float().contiguous(), torch.empty_like(x)
+        self._kernels.norm(pointer(x), pointer(weight), len(x), x.shape[1], self._eps, pointer(y))
+        return y
+
+    def _struct(self, layer: LayerParts) -> Layer:
+        norms = [self._weight(norm) for norm in (layer.input_norm, layer.q_norm, layer.k_norm, layer.ffn_norm)]
+        matrices = (layer.qkv.struct, layer.out.struct, layer.gate_up.struct, layer.down.struct)
+        return Layer(*norms, *matrices)
+
+    def _weight(self, norm: Tensor | None) -> int | None:
+        if norm is None:
+            return None
+        weight = norm.float().contiguous()
+        self._kept.append(weight)
+        return pointer(weight)

@@ -1,0 +1,168 @@
+"""The compiled kernels as Python functions, or None where they are switched off or cannot be compiled."""
+
+import ctypes
+import functools
+import logging
+import os
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specray.ops.cpu.build import BuildError, build
+
+logger = logging.getLogger(__name__)
+
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Kind` in matrix.h
+LANES = 16  # output channels of a block
+GROUP = 32  # activations that share a scale
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` in matrix.h."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("outs", c_int32),
+        ("ins", c_int32),
+        ("zero", c_int32),
+        ("data", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Pool(ctypes.Structure):
+    """`Pool` in attention.h."""
+
+    _fields_ = (("data", c_void_p), ("type", c_int32), ("num_heads", c_int32), ("dim", c_int32))
+
+
+class Requests(ctypes.Structure):
+    """`Requests` in attention.h."""
+
+    _fields_ = (
+        ("count", c_int32),
+        ("slots_width", c_int32),
+        ("mask_rows", c_int32),
+        ("mask_columns", c_int32),
+        ("window", c_int32),
+        ("query_lens", c_void_p),
+        ("kv_lens", c_void_p),
+        ("tree_sizes", c_void_p),
+        ("kv_slots", c_void_p),
+        ("tree_mask", c_void_p),
+    )
+
+
+class Layer(ctypes.Structure):
+    """`Layer` in layers.h."""
+
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("ffn_norm", c_void_p),
+        ("qkv", Matrix),
+        ("out", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+    )
+
+
+class Sizes(ctypes.Structure):
+    """`Sizes` in layers.h."""
+
+    _fields_ = (
+        ("hidden", c_int32),
+        ("ffn", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("dim", c_int32),
+        ("eps", c_float),
+    )
+
+
+class Step(ctypes.Structure):
+    """`Step` in layers.h."""
+
+    _fields_ = (
+        ("count", c_int64),
+        ("positions", c_void_p),
+        ("written", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("requests", Requests),
+        ("pool", Pool),
+        ("layer_bytes", c_int64),
+    )
+
+
+class Kernels:
+    """The functions of kernels.cpp."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        library.specray_target.restype = c_char_p
+        self.target: str = library.specray_target().decode()
+        self.block_bytes = library.specray_block_bytes
+        self.block_bytes.argtypes, self.block_bytes.restype = [c_int32, c_int32], c_int64
+        self.pack_dense = library.specray_pack_dense
+        self.pack_dense.argtypes = [c_int32, c_void_p, c_int64, c_int32, c_void_p, c_int64, c_int64]
+        self.pack_quantised = library.specray_pack_quantised
+        self.pack_quantised.argtypes = [c_int32, *[c_void_p] * 3, c_int64, c_int32, c_void_p, c_int64, c_int64]
+        of_rows: list[Any] = [POINTER(Matrix), c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32]
+        self.linear, self.gated = library.specray_linear, library.specray_gated
+        self.linear.argtypes = self.gated.argtypes = of_rows
+        self.attention = library.specray_attention
+        self.attention.argtypes = [
+            POINTER(Pool),
+            POINTER(Requests),
+            c_void_p,
+            c_int64,
+            c_int32,
+            *[c_void_p] * 3,
+            c_int32,
+        ]
+        self.layers = library.specray_layers
+        self.layers.argtypes = [
+            POINTER(Layer),
+            c_int32,
+            POINTER(Sizes),
+            POINTER(Step),
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_int32,
+        ]
+        self.norm = library.specray_norm
+        self.norm.argtypes = [c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p]
+        for function in (self.pack_dense, self.pack_quantised, self.linear, self.attention, self.layers, self.norm):
+            function.restype = None
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The kernels; None with SPECRAY_KERNELS=torch or where they cannot be compiled, which is logged once."""
+    wanted = os.environ.get("SPECRAY_KERNELS", "auto")
+    if wanted not in ("auto", "torch"):
+        raise ValueError(f"SPECRAY_KERNELS={wanted!r} is not known; set it to auto or torch, or leave it out")
+    if wanted == "torch":
+        return None
+    try:
+        return Kernels(build())
+    except (BuildError, OSError) as error:
+        logger.warning(
+            "no CPU kernels, so torch's operations are used: slower, without int4, and in bfloat16 and int8 an output "
+            "may depend on the batch and the drafter (%s)",
+            error,
+        )
+        return None
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """The address of a contiguous CPU tensor's data."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), tensor.stride()
+    return tensor.data_ptr()
