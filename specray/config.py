@@ -61,10 +61,10 @@ class SpeculativeConfig(Options):
     draft_dtype: Dtype = Field(
         "auto", description="Data type of the draft model's weights and KV cache; auto takes the target's."
     )
-    draft_model_quantization: Literal["auto", "int8", "fp8", "unquant"] | None = Field(
+    draft_model_quantization: Literal["auto", "int8", "int4", "fp8", "unquant"] | None = Field(
         None,
         description="Quantization of the draft model: null takes the target's, unquant disables it, auto chooses int8 "
-        "on a CPU with int8 kernels and none elsewhere. Weights shared with the target stay as they are.",
+        "on a CPU and none elsewhere. Weights shared with the target stay as they are.",
     )
     draft_attention_backend: Annotated[Literal["auto", "torch"] | None, unsupported_options.ATTENTION_KERNELS] = Field(
         None, description="Attention kernels of the draft model; null takes the target's."
@@ -273,9 +273,10 @@ class EngineConfig(Options):
         description="Data type of weights and KV cache; auto takes the checkpoint's, but bfloat16 instead of float32 "
         "where the hardware computes in it.",
     )
-    quantization: Literal["int8", "fp8"] | None = Field(
+    quantization: Literal["auto", "int8", "int4", "fp8"] | None = Field(
         None,
-        description="Quantization of weights (while loading) and activations: int8 on CPUs, fp8 on GPUs.",
+        description="Quantization of weights (while loading) and activations: int8 or int4 on CPUs, fp8 on GPUs. auto "
+        "keeps the blocks of a quantised GGUF file on a CPU. null computes in dtype.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Device of the target; auto takes a GPU if there is one."
@@ -352,11 +353,11 @@ class EngineConfig(Options):
 
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:
-        kinds = {"int8": "cpu", "fp8": "cuda"}
+        kinds = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}
         drafts = self.speculative.draft_model_quantization
         for name, kind in (("quantization", self.quantization), ("speculative.draft_model_quantization", drafts)):
             if kind in kinds and self.device not in ("auto", kinds[kind]):
-                other = next(k for k in kinds if k != kind)
+                other = "int8" if kind == "fp8" else "fp8"
                 raise ConfigError(
                     f"{name}={kind} has kernels for {kinds[kind]} only, but device={self.device}; set {name}: {other} "
                     f"or device: {kinds[kind]}"

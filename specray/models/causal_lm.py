@@ -75,7 +75,7 @@ class CausalLM(nn.Module):
         )
         self.norm = RMSNorm(loader.tensor("model.norm.weight", (shape.hidden_size,)), shape.eps)
         tied = shape.tied or "lm_head.weight" not in loader
-        head = self.embedding.weight if tied else loader.vocab("lm_head.weight", vocab)
+        head = loader.vocab_weight("model.embed_tokens.weight" if tied else "lm_head.weight", vocab)
         self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization)
         self.max_positions = max_positions
         self.rotary = self.rotary_of(config, loader, max_positions)
@@ -169,10 +169,10 @@ class FeedForward(Layer):
     def __init__(self, hidden_size: int, ffn_size: int, loader: Loader, prefix: str) -> None:
         super().__init__()
         size, part = (ffn_size, hidden_size), loader.group.share(ffn_size)
-        gate = loader.tensor(prefix + "gate_proj.weight", size, part)
-        up = loader.tensor(prefix + "up_proj.weight", size, part)
+        gate = loader.weight(prefix + "gate_proj.weight", size, part)
+        up = loader.weight(prefix + "up_proj.weight", size, part)
         self.gate_up = GatedLinear(gate, up, loader.quantization)
-        down = loader.tensor(prefix + "down_proj.weight", size[::-1], part, 1).contiguous()
+        down = loader.weight(prefix + "down_proj.weight", size[::-1], part, 1)
         self.down = RowParallelLinear(down, loader.group, quantization=loader.quantization)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,24 +7,26 @@ caches the converted folder.
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader, ReaderTensor, dequantize
 from tqdm import tqdm
 
+from specray.caches import cache_root
 from specray.errors import ConfigError
+from specray.models.gguf_blocks import BLOCK_TYPES, BLOCKS_FILE
 
-_LAYOUT_VERSION = 1  # raise it when the converted folders change, so that old ones are not used
+_LAYOUT_VERSION = 2  # raise it when the converted folders change, so that old ones are not used
 
 
 def convert_gguf(path: Path, *, progress: bool) -> Path:
@@ -46,16 +48,9 @@ def convert_gguf(path: Path, *, progress: bool) -> Path:
     except OSError as error:
         raise ConfigError(
             f"cannot write the converted model to {target.parent}: {error}; free space there or set SPECRAY_CACHE "
-            "to a folder with room for four bytes per parameter"
+            "to a folder with room for five bytes per parameter"
         ) from error
     return target
-
-
-def cache_root() -> Path:
-    """Folder of converted models: $SPECRAY_CACHE, or specray in the user's cache folder."""
-    if own := os.environ.get("SPECRAY_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specray"
 
 
 def _sha256(path: Path) -> str:
@@ -76,7 +71,8 @@ def _write_folder(file: "GgufFile", folder: Path, progress: bool) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation_config(file))
     _write_tokenizer(file, folder)
-    _write_safetensors(file, config, folder / "model.safetensors", progress)
+    _write_weights(file, config, folder / "model.safetensors", progress)
+    _write_blocks(file, config, folder / BLOCKS_FILE)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -280,20 +276,55 @@ _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,4})\.)?(?P<part>[a-z_]+)\.(?P
 _CHUNK_ELEMENTS = 4_194_304  # dequantized at a time, which bounds memory
 
 
-def _write_safetensors(file: GgufFile, config: dict[str, Any], path: Path, progress: bool) -> None:
+class _Entry(NamedTuple):
+    """A tensor to write, in parts."""
+
+    name: str
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+    num_bytes: int
+    parts: Callable[[], Iterator[npt.NDArray[Any]]]
+
+
+def _write_weights(file: GgufFile, config: dict[str, Any], path: Path, progress: bool) -> None:
+    """All tensors as float32."""
+    entries = []
+    for name in file.tensors:
+        if name != "rope_freqs.weight":
+            shape = file.shape(name)
+            entries.append(
+                _Entry(_hf_name(file, name), "F32", shape, 4 * math.prod(shape), partial(_floats, file, config, name))
+            )
+    _write_tensors(path, entries, {"format": "pt"}, f"Converting {file.path.name}" if progress else None)
+
+
+def _write_blocks(file: GgufFile, config: dict[str, Any], path: Path) -> None:
+    """The quantised matrices as they are stored, uint8 [outs, bytes], with their types as metadata."""
+    entries, types = [], {}
+    for name, tensor in file.tensors.items():
+        if tensor.tensor_type.name in BLOCK_TYPES and len(file.shape(name)) == 2:
+            types[_hf_name(file, name)] = tensor.tensor_type.name
+            shape = tuple(tensor.data.shape)
+            entries.append(
+                _Entry(_hf_name(file, name), "U8", shape, math.prod(shape), partial(_blocks, file, config, name))
+            )
+    _write_tensors(path, entries, types, None)
+
+
+def _write_tensors(path: Path, entries: Sequence[_Entry], metadata: dict[str, str], title: str | None) -> None:
     # safetensors.save_file would need all tensors in memory at once.
-    names = {name: _hf_name(file, name) for name in file.tensors if name != "rope_freqs.weight"}
     header, end = {}, 0
-    for name, hf_name in names.items():
-        start, end = end, end + 4 * math.prod(file.shape(name))
-        header[hf_name] = {"dtype": "F32", "shape": file.shape(name), "data_offsets": (start, end)}
-    encoded = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    for entry in entries:
+        start, end = end, end + entry.num_bytes
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (start, end)}
+    encoded = json.dumps({"__metadata__": metadata, **header}).encode()
     encoded += b" " * (-len(encoded) % 8)
-    bar = tqdm(total=end, desc=f"Converting {file.path.name}", unit="B", unit_scale=True, disable=not progress)
+    bar = tqdm(total=end, desc=title, unit="B", unit_scale=True, disable=title is None)
     with path.open("wb") as out, bar:
         out.write(struct.pack("<Q", len(encoded)) + encoded)
-        for name in names:
-            _copy_tensor(file, config, name, out, bar.update)
+        for entry in entries:
+            for part in entry.parts():
+                bar.update(out.write(np.ascontiguousarray(part).data.cast("B")))
 
 
 def _hf_name(file: GgufFile, name: str) -> str:
@@ -304,17 +335,18 @@ def _hf_name(file: GgufFile, name: str) -> str:
     return f"{layer}{_NAMES[match['part']]}.{match['kind']}"
 
 
-def _copy_tensor(
-    file: GgufFile, config: dict[str, Any], name: str, out: BinaryIO, done: Callable[[int], object]
-) -> None:
+def _floats(file: GgufFile, config: dict[str, Any], name: str) -> Iterator[npt.NDArray[np.float32]]:
     heads = _permuted_heads(file, config, name)
-    chunks = (
-        _chunks(file, name)
-        if heads is None
-        else iter([_unpermuted(_dequantize(file, name, file.tensors[name].data), heads)])
-    )
-    for chunk in chunks:
-        done(out.write(np.ascontiguousarray(chunk, dtype="<f4").data.cast("B")))
+    if heads is not None:
+        yield _unpermuted(_dequantize(file, name, file.tensors[name].data), heads).astype("<f4")
+        return
+    for chunk in _chunks(file, name):
+        yield chunk.astype("<f4", copy=False)
+
+
+def _blocks(file: GgufFile, config: dict[str, Any], name: str) -> Iterator[npt.NDArray[np.uint8]]:
+    heads, data = _permuted_heads(file, config, name), file.tensors[name].data
+    yield data if heads is None else _unpermuted(data, heads)
 
 
 def _chunks(file: GgufFile, name: str) -> Iterator[npt.NDArray[np.float32]]:
@@ -346,7 +378,7 @@ def _permuted_heads(file: GgufFile, config: dict[str, Any], name: str) -> int | 
     return heads
 
 
-def _unpermuted(tensor: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def _unpermuted(tensor: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Reorder each head's rows from interleaved pairs (x0 y0 x1 y1 …) to halves (x0 x1 … y0 y1 …)."""
     pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)

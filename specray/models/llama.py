@@ -13,6 +13,8 @@ from specray.models.causal_lm import CausalLM
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.ops.attention import Attend
+from specray.ops.grouped_weight import Weight
+from specray.ops.linear import concat
 
 
 class Llama(CausalLM):
@@ -42,7 +44,7 @@ class Attention(Layer):
         whole = (shape.hidden_size, shape.num_heads * shape.head_dim)
         bias = loader.tensor(prefix + "o_proj.bias", (shape.hidden_size,)) if shape.output_bias else None
         part = loader.group.share(shape.num_kv_heads, shape.heads_per_group * shape.head_dim)
-        weight = loader.tensor(prefix + "o_proj.weight", whole, part, 1).contiguous()
+        weight = loader.weight(prefix + "o_proj.weight", whole, part, 1)
         self.out = RowParallelLinear(weight, loader.group, bias, loader.quantization)
         self.q_norm = self.k_norm = None
         if shape.qk_norm:
@@ -60,13 +62,13 @@ class Attention(Layer):
         return self.out(attend(self.index, q, kv.view(-1, 2, kv_heads, self.head_dim)))
 
 
-def _qkv(shape: LlamaShape, loader: Loader, prefix: str, width: int) -> tuple[Tensor, Tensor | None]:
+def _qkv(shape: LlamaShape, loader: Loader, prefix: str, width: int) -> tuple[Weight, Tensor | None]:
     """This rank's rows of q, k and v stacked, and their bias if the model has one."""
     weights, biases = [], []
     for name, heads_per_group in (("q_proj", shape.heads_per_group), ("k_proj", 1), ("v_proj", 1)):
         rows = heads_per_group * shape.head_dim
         size, part = (shape.num_kv_heads * rows, width), loader.group.share(shape.num_kv_heads, rows)
-        weights.append(loader.tensor(f"{prefix}{name}.weight", size, part))
+        weights.append(loader.weight(f"{prefix}{name}.weight", size, part))
         if shape.qkv_bias:
             biases.append(loader.tensor(f"{prefix}{name}.bias", size[:1], part))
-    return torch.cat(weights), torch.cat(biases) if biases else None
+    return concat(*weights), torch.cat(biases) if biases else None

@@ -9,6 +9,7 @@ from tqdm import tqdm
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.weights import WeightReader
+from specray.ops.grouped_weight import GroupedWeight, Weight
 
 
 class Loader:
@@ -41,6 +42,13 @@ class Loader:
         tensor = self.stored(name, shape)
         return tensor.narrow(dim, *_span(part, shape[dim])).to(self.device, self.dtype)
 
+    def weight(self, name: str, shape: tuple[int, int], part: slice = slice(None), dim: int = 0) -> Weight:
+        """A matrix for a linear layer: a GGUF file's own blocks if the model is quantised for a CPU, else `tensor`."""
+        grouped = self._grouped(name, shape)
+        if grouped is None:
+            return self.tensor(name, shape, part, dim).contiguous()
+        return grouped.rows(part) if dim == 0 else grouped.columns(*_span(part, shape[1]))
+
     def stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Tensor `name` with its stored type, on the CPU. ConfigError if it is missing or does not have `shape`."""
         tensor = self._reader.get(name)
@@ -61,6 +69,11 @@ class Loader:
         missing = size - len(rows)
         return torch.cat((rows, rows.new_zeros(missing, shape[1]))) if missing else rows.contiguous()
 
+    def vocab_weight(self, name: str, shape: tuple[int, int]) -> Weight:
+        """The same as a matrix for a linear layer (see `weight`)."""
+        grouped = self._grouped(name, shape) if self.group.size == 1 else None
+        return self.vocab(name, shape) if grouped is None else grouped
+
     def names(self) -> list[str]:
         return sorted(self._reader.names())
 
@@ -71,6 +84,16 @@ class Loader:
     def unread(self) -> list[str]:
         """Tensors of the checkpoint that were never read."""
         return sorted(set(self._reader.names()) - self._read)
+
+    def _grouped(self, name: str, shape: tuple[int, int]) -> GroupedWeight | None:
+        if self.quantization is None or self.device.type != "cpu":
+            return None
+        grouped = self._reader.grouped(name)
+        if grouped is None or grouped.shape != shape:
+            return None  # `tensor` reports a wrong shape
+        self._read.add(name)
+        self._bar.update()
+        return grouped
 
     def close(self) -> None:
         self._bar.close()

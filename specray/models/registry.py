@@ -16,6 +16,7 @@ from specray.models.llama import Llama
 from specray.models.loading import Loader
 from specray.models.moe_models import Mixtral, Qwen3Moe
 from specray.ops.attention import torch_dtype
+from specray.ops.cpu.library import kernels
 from specray.ops.quantization import check_quantization
 
 MODELS: dict[str, type[CausalLM]] = {
@@ -125,4 +126,6 @@ def _architectures(config: PretrainedConfig) -> list[str]:
 def _has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
+    if kernels() is not None:
+        return True
     return bool(torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specray.errors import ConfigError
+from specray.models.gguf_blocks import BLOCKS_FILE, grouped_weight
+from specray.ops.grouped_weight import GroupedWeight
 
 
 class WeightReader:
@@ -26,9 +28,15 @@ class WeightReader:
         self._folder = folder
         self._shards: dict[str, _Shard] = {}
         self._file_of = _files_by_tensor(folder, load_format, self._shards)
+        blocks = folder / BLOCKS_FILE
+        self._blocks = _Blocks(blocks) if blocks.is_file() else None
 
     def names(self) -> Collection[str]:
         return self._file_of.keys()
+
+    def grouped(self, name: str) -> GroupedWeight | None:
+        """Matrix `name` in the quantised blocks of a GGUF file; None if it is not stored so."""
+        return None if self._blocks is None else self._blocks.get(name)
 
     def get(self, name: str) -> Tensor:
         file = self._file_of.get(name)
@@ -90,11 +98,25 @@ class _SafetensorsShard:
     def names(self) -> Collection[str]:
         return self._names
 
+    def metadata(self) -> dict[str, str]:
+        return self._file.metadata() or {}
+
     def get(self, name: str) -> Tensor:
         if name not in self._names:
             raise _not_in_shard(name, self._path)
         tensor: Tensor = self._file.get_tensor(name)
         return tensor
+
+
+class _Blocks:
+    """Quantised blocks beside a converted model."""
+
+    def __init__(self, path: Path) -> None:
+        self._shard = _SafetensorsShard(path)
+        self._types = self._shard.metadata()
+
+    def get(self, name: str) -> GroupedWeight | None:
+        return grouped_weight(self._types[name], self._shard.get(name)) if name in self._types else None
 
 
 class _BinShard:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specray.errors import ConfigError
+
 GROUP = 32
 _SMALLEST_HALF = 6.2e-5  # smaller scales lose precision in float16
 
@@ -50,6 +52,17 @@ class GroupedWeight:
         """Some output channels."""
         lows = None if self.lows is None else self.lows[part]
         return GroupedWeight(self.ins, self.ints[part], self.scales[part], lows, self.zero, self.bits)
+
+    def columns(self, start: int, count: int) -> "GroupedWeight":
+        """Some inputs, in whole groups. ConfigError if they are not."""
+        if start % GROUP or count % GROUP:
+            raise ConfigError(
+                f"a rank's part of a quantised matrix, {count} of {self.ins} inputs from {start} on, is not in whole "
+                f"groups of {GROUP}; lower tp_size or set quantization: null"
+            )
+        inside, groups = slice(start, start + count), slice(start // self.size, (start + count) // self.size)
+        lows = None if self.lows is None else self.lows[:, groups]
+        return GroupedWeight(count, self.ints[:, inside], self.scales[:, groups], lows, self.zero, self.bits)
 
 
 Weight = Tensor | GroupedWeight

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
-from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated
+from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4
 from specray.ops.quantization import QUANTIZATIONS, make_fp8_linear
 
 Linear = Callable[[Tensor], Tensor]
@@ -58,7 +58,9 @@ def concat(*weights: Weight) -> Weight:
 
 
 def _quantised(weight: Weight, quantization: str | None) -> Weight:
-    if quantization is None or isinstance(weight, GroupedWeight):
+    if isinstance(weight, GroupedWeight):
+        return to_int4(weight.float()) if quantization == "int4" and weight.bits > 4 else weight
+    if quantization in (None, "auto"):
         return weight
     to_groups = QUANTIZATIONS[quantization].round
     assert to_groups is not None, quantization

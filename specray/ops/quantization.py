@@ -1,5 +1,7 @@
 """The quantizations of linear layers: int8 and int4 on CPUs, fp8 on GPUs. Nothing else is quantised.
 
+`auto` keeps the blocks of a quantised GGUF file and rounds nothing else.
+
 Weights of int8 and int4 have a scale for each group of 32 inputs (`grouped_weight`). The kernels round activations to 8
 bits in groups of 32 as well, and sum the products of a group as integers. Weights of fp8 have a scale for each output
 channel, activations one for each row.
@@ -44,6 +46,10 @@ def _cpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:  # no
     return f"its kernels run on CPU, and the device is {device.type}; set quantization: fp8 or null"
 
 
+def _no_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:  # noqa: ARG001
+    return None
+
+
 def _fp8_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"its kernels run on GPUs, and the device is {device.type}; set quantization: int8, int4 or null"
@@ -55,6 +61,7 @@ def _fp8_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 QUANTIZATIONS = {
     "int8": Quantization(to_int8, _cpu_obstacle),
     "int4": Quantization(to_int4, _cpu_obstacle),
+    "auto": Quantization(None, _no_obstacle),
     "fp8": Quantization(None, _fp8_obstacle),
 }
 
