@@ -47,16 +47,16 @@ class Eagle2Head:
         self.vocab_size = shape.vocab_size if token_map is None else len(token_map)
         self._embedding = load_embedding(shape, loader, names, shared)
         self._fc = fusion_linear(config, loader, names, 2 * size, size)
-        self._layers = EagleLayers(shape, loader, names, size)
+        rotary = load_rotary(config, shape, loader, shared.max_positions)
+        self._layers = EagleLayers(shape, loader, names, size, rotary)
         self._head = shared.head(self.draft_token_ids, full_head(shape, loader, names))
-        self._rotary = load_rotary(config, shape, loader, shared.max_positions)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         return aux_hidden_states.to(self.dtype)
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self._fc(torch.cat((self._embedding(token_ids), states), -1))
-        return self._layers(x, x, self._rotary.at(positions), attend)
+        return self._layers(x, x, positions, attend)
 
     def recur(self, output: Tensor) -> Tensor:
         return output

@@ -37,11 +37,11 @@ class Eagle3Head:
         self._token_norm = RMSNorm(loader.tensor(layer + "input_layernorm.weight", (size,)), eps)
         self._state_norm = RMSNorm(loader.tensor(layer + "hidden_norm.weight", (size,)), eps)
         self._normed_residual = config.norm_before_residual
-        self._layers = EagleLayers(shape, loader, names, 2 * size)
+        rotary = load_rotary(config, shape, loader, shared.max_positions)
+        self._layers = EagleLayers(shape, loader, names, 2 * size, rotary)
         self._norm = RMSNorm(loader.tensor(names.of_plain("norm.weight"), (size,)), eps)
         self._normed_output = config.norm_output
         self._head = _output_matrix(self.vocab_size, ids, shape, loader, names, shared)
-        self._rotary = load_rotary(config, shape, loader, shared.max_positions)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         return self._fuse(aux_hidden_states.to(self.dtype))
@@ -49,7 +49,7 @@ class Eagle3Head:
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         normed = self._state_norm(states)
         x = torch.cat((self._token_norm(self._embedding(token_ids)), normed), -1)
-        return self._layers(x, normed if self._normed_residual else states, self._rotary.at(positions), attend)
+        return self._layers(x, normed if self._normed_residual else states, positions, attend)
 
     def recur(self, output: Tensor) -> Tensor:
         return self._norm(output) if self._normed_output else output

@@ -4,13 +4,15 @@ Layouts are those of ggml-common.h: a block of 32 or 256 weights holds its scale
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from specray.ops.grouped_weight import GroupedWeight
+if TYPE_CHECKING:
+    import torch
+
+    from specray.ops.grouped_weight import GroupedWeight
 
 Bytes = npt.NDArray[Any]  # uint8; numpy types shifts of uint8 as signed integers
 Floats = npt.NDArray[Any]  # float32
@@ -21,8 +23,12 @@ Parts = tuple[Bytes, Floats, Floats | None, int]
 BLOCKS_FILE = "gguf-blocks.safetensors"  # beside a converted model's float32 weights
 
 
-def grouped_weight(kind: str, data: torch.Tensor) -> GroupedWeight | None:
+def grouped_weight(kind: str, data: "torch.Tensor") -> "GroupedWeight | None":
     """Rows of blocks uint8 [outs, bytes] of GGML type `kind`; None for types that are no groups of small integers."""
+    import torch  # late: files are converted by processes that do without it
+
+    from specray.ops.grouped_weight import GroupedWeight
+
     if kind not in _TYPES:
         return None
     block_bytes, block_size, bits, decode = _TYPES[kind]

@@ -24,11 +24,13 @@ from specray.layers.linear import ColumnParallelLinear
 from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.causal_lm import ModelShape
+from specray.models.fused import fused_decoder
 from specray.models.loading import Loader
 from specray.models.registry import MODELS, load_config, shape_of
 from specray.models.target_matrices import TargetMatrices
 from specray.models.weights import WeightReader
 from specray.ops.attention import Attend
+from specray.ops.cpu.attention import PagedAttend
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ class MtpLayer:
         architecture = MODELS[(config.architectures or [""])[0]]
         index = config.num_hidden_layers + kv_layer
         self._block = architecture.layer(config, loader, prefix, index, kv_layer)
+        self._fused = fused_decoder([self._block], rotary, shape.eps)
+        self._kv_layer = kv_layer
         self._out_norm = norm(layout.out_norm)
         self._rotary = rotary
 
@@ -139,7 +143,11 @@ class MtpLayer:
             embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
         pair = self._state_norm(states), self._embed_norm(embeds)
         x = self._project(torch.cat(pair if self._layout.state_first else pair[::-1], -1))
-        return self._out_norm(self._block(x, *self._rotary.at(positions), attend))
+        if self._fused is None or not isinstance(attend, PagedAttend):
+            return self._out_norm(self._block(x, *self._rotary.at(positions), attend))
+        stream = x.to(torch.float32, copy=True)
+        self._fused(stream, positions, attend, first_layer=self._kv_layer)
+        return self._out_norm(stream.to(x.dtype))
 
 
 class _Drafting:

@@ -37,7 +37,7 @@ class TorchAttention:
     """AttentionBackend on `torch.nn.functional.scaled_dot_product_attention`."""
 
     def __init__(self, pool: Tensor, num_heads: int) -> None:
-        self._pool = pool
+        self.pool = pool
         self._layers = pool.unbind()
         self._num_kv_heads, self._head_dim = pool.shape[-2:]
         self._fold = num_heads // self._num_kv_heads
@@ -84,7 +84,7 @@ class TorchAttention:
         first, last = int(slots[0]), int(slots[-1])
         if last - first + 1 != len(slots) or not np.all(np.diff(slots) == 1):
             return []
-        k, v = self._pool[:, first : last + 1].permute(2, 0, 3, 1, 4)[:, :, None].unbind()
+        k, v = self.pool[:, first : last + 1].permute(2, 0, 3, 1, 4)[:, :, None].unbind()
         return list(zip(k.unbind(), v.unbind(), strict=True))
 
     def _scatter(self, out: Tensor, padded: Tensor, group: _Group) -> None:
@@ -100,13 +100,13 @@ class TorchAttention:
         lens, kv_lens = [batch.query_lens[r] for r in members], [batch.kv_lens[r] for r in members]
         num_queries, num_keys = max(lens), max(kv_lens)
         sizes = [(r, starts[r], batch.query_lens[r], batch.kv_lens[r], *batch.tree_sizes[r]) for r in members]
-        columns = torch.tensor(sizes, dtype=torch.int64).to(self._pool.device).T[:, :, None]
+        columns = torch.tensor(sizes, dtype=torch.int64).to(self.pool.device).T[:, :, None]
         rows, first, query_len, kv_len, num_nodes, num_tree_keys = columns
         kv_slots = batch.kv_slots[:, :num_keys]
         if len(members) < len(batch.query_lens):
             kv_slots = kv_slots.index_select(0, rows[:, 0])
         views = self._views(kv_slots[0]) if len(members) == 1 else []
-        key, query = (torch.arange(size, device=self._pool.device) for size in (num_keys, num_queries))
+        key, query = (torch.arange(size, device=self.pool.device) for size in (num_keys, num_queries))
         if min(kv_lens) < num_keys:
             kv_slots = torch.where(key < kv_len, kv_slots, 0)  # KV slot 0 is zero, so padding is finite
         visible, position = None, kv_len - query_len + query
@@ -134,7 +134,7 @@ class TorchAttention:
             size=len(members),
             num_queries=num_queries,
             queries=None if is_whole else (first + torch.minimum(query, query_len - 1)).flatten(),
-            written=None if min(lens) == num_queries else written.to(self._pool.device),
+            written=None if min(lens) == num_queries else written.to(self.pool.device),
             keys=None if views else kv_slots.flatten(),
             views=views,
             mask=None if visible is None else self._additive(visible),
@@ -142,7 +142,7 @@ class TorchAttention:
 
     def _additive(self, visible: Tensor) -> Tensor:
         """0 where visible, else -inf, [B, 1, fold * Q, K]; in the pool's type, so that layers need not convert it."""
-        mask = torch.zeros(visible.shape, dtype=self._pool.dtype, device=self._pool.device)
+        mask = torch.zeros(visible.shape, dtype=self.pool.dtype, device=self.pool.device)
         return mask.masked_fill_(~visible, -torch.inf).repeat(1, self._fold, 1)[:, None]
 
 

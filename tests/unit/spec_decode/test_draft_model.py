@@ -71,7 +71,7 @@ class CheckedDrafter:
 
     def _kv(self, context: ProposeContext, request: DraftRequest) -> torch.Tensor:
         kv_slots = context.table.kv_slots[request.slot, : request.end].long()
-        return self.drafter._attention._pool[:, kv_slots]  # type: ignore[attr-defined]
+        return self.drafter._attention.pool[:, kv_slots]  # type: ignore[attr-defined]
 
 
 Start = Callable[..., tuple[LLM, CheckedDrafter]]
@@ -209,7 +209,7 @@ def test_draft_dtype_does_not_change_output(dtype: str, toy: Path, tmp_path: Pat
     with make_llm(toy) as llm:
         expected = [choice.token_ids for choice in run(llm)]
     with make_llm(toy, speculative=speculative) as llm:
-        pool = drafter_of(llm)._attention._pool  # type: ignore[attr-defined]
+        pool = drafter_of(llm)._attention.pool  # type: ignore[attr-defined]
         assert pool.dtype is (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         assert [choice.token_ids for choice in run(llm)] == expected
 

@@ -75,7 +75,7 @@ class CheckedDrafter:
 
     def _kv(self, context: ProposeContext, request: DraftRequest) -> torch.Tensor:
         kv_slots = context.table.kv_slots[request.slot, : request.end].long()
-        return self._drafter._attention._pool[0, kv_slots]  # type: ignore[attr-defined]
+        return self._drafter._attention.pool[0, kv_slots]  # type: ignore[attr-defined]
 
 
 Start = Callable[..., tuple[LLM, CheckedDrafter]]
