@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specray.models.causal_lm import TargetModel
 from specray.models.llama_shape import LlamaShape
+from specray.ops.cpu.threads import torch_threads
 from specray.ops.linear import make_linear
 
 Pass = list[Callable[[], Tensor]]
@@ -39,12 +40,13 @@ class Floor:
     def sample(self, num_passes: int = 4) -> None:
         for _ in range(num_passes):
             for matmuls, seconds in zip(self._passes, self._seconds, strict=True):
-                start = time.perf_counter()
-                for matmul in matmuls:
-                    matmul()
-                if self._on_gpu:
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - start)
+                with torch_threads():
+                    start = time.perf_counter()
+                    for matmul in matmuls:
+                        matmul()
+                    if self._on_gpu:
+                        torch.cuda.synchronize()
+                    seconds.append(time.perf_counter() - start)
 
     @property
     def milliseconds(self) -> float:

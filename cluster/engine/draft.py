@@ -29,13 +29,12 @@ class DraftActor:
     def start(self, num_slots: int) -> DrafterHandshake:
         """Load the drafter, for a target with `num_slots` KV slots."""
         target = self._target.result()
-        import torch
-
+        from specray.ops.cpu.threads import use_threads
         from specray.worker.memory import enough_memory
         from specray.worker.remote_drafter.server import DraftServer, make_remote_drafter
 
         if self._config.num_threads is not None:
-            torch.set_num_threads(self._config.num_threads)
+            use_threads(self._config.num_threads)
         with frozen_garbage_collection(), enough_memory(self._config, "loading the drafter", ConfigError):
             self._server = DraftServer(make_remote_drafter(self._config, target, num_slots), target.device)
         return self._server.handshake

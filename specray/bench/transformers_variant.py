@@ -11,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from specray.bench.variants import TRANSFORMERS, Job, Reply, Run
+from specray.ops.cpu.threads import torch_threads
 from specray.sampling_params import SamplingParams
 
 
@@ -31,7 +32,8 @@ class TransformersVariant:
         assert concurrency == 1, "refused by `Session` otherwise"
         del cache_salt  # there is no cache between prompts
         start = time.perf_counter()
-        replies = [self._answer(job) for job in jobs]
+        with torch_threads():
+            replies = [self._answer(job) for job in jobs]
         return Run(replies, time.perf_counter() - start, [])
 
     def _answer(self, job: Job) -> Reply:

@@ -16,6 +16,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import TargetModel
 from specray.models.files import resolve_model
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
+from specray.ops.cpu.threads import use_threads
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import Drafter, DraftRequest, DraftSource, ProposeContext
 from specray.spec_decode.inline_drafts import InlineDrafts
@@ -57,7 +58,7 @@ class Worker:
     ) -> None:
         device = choose_device(config, rank)
         if device.type == "cpu":
-            torch.set_num_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
+            use_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
         folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
         self._group = RankGroup(rank, world_size, init_method, device)
         self._runner = ModelRunner(config, folder, self._group, device, progress, model)

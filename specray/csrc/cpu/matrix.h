@@ -221,7 +221,7 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
   const int num_groups = padded(ins) / Format::SIZE;
   for (int group = 0; group < num_groups; ++group, block += Format::BYTES) {
     const uint8_t* ints = block + Format::SCALE_BYTES;
-    Dot dots[R];
+    Dot<SMALL> dots[R];
     if (SMALL) {
 #pragma GCC unroll 4
       for (int quad = 0; quad < QUADS / 2; ++quad, ints += VECTOR) {
@@ -236,8 +236,8 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const int8_t* x = rows.bytes(first + r) + group * Format::SIZE + 4 * quad;
-          dots[r].template add<true>(low, load<int32_t>(x));
-          dots[r].template add<true>(high, load<int32_t>(x + Format::SIZE / 2));
+          dots[r].add(low, load<int32_t>(x));
+          dots[r].add(high, load<int32_t>(x + Format::SIZE / 2));
         }
       }
     } else {
@@ -248,7 +248,7 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
         for (int n = 0; n < N; ++n) w[n] = load<Bytes>(ints + n * 4 * WIDTH);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-          dots[r].template add<false>(w, load<int32_t>(rows.bytes(first + r) + group * Format::SIZE + 4 * quad));
+          dots[r].add(w, load<int32_t>(rows.bytes(first + r) + group * Format::SIZE + 4 * quad));
       }
     }
 #pragma GCC unroll 8

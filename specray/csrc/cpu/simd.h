@@ -145,48 +145,55 @@ inline Floats load_halves(const uint16_t* from) { return load_floats(reinterpret
 
 // ---- dot products of integers ------------------------------------------------------------------------------------
 
-// Sums over groups of activations: `Dot::add` adds, in every lane, four products of weights u8 and activations i8.
-// The weights of a nibble are at most 15, so without VNNI 16 products fit into 16 bits and are widened once a group.
+// Sums of products of one row with a group: `add` adds, in every lane, four products of weights u8 and activations i8.
+//
+// SMALL weights are at most 15, so without VNNI 16 products fit into 16 bits and are widened once a group. Other weights
+// are then taken less 128 (BYTES_ARE_CENTRED), so that a pair of products fits into 16 bits.
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
-struct Dot {
-  __m512i sums[1] = {_mm512_setzero_si512()};
-  template <bool SMALL>
-  inline void add(const __m512i* weights, int32_t four) {
-    sums[0] = _mm512_dpbusd_epi32(sums[0], weights[0], _mm512_set1_epi32(four));
-  }
-  inline Ints result(int) const { return Ints(sums[0]); }
-};
+constexpr bool BYTES_ARE_CENTRED = false;
 typedef __m512i Bytes;
-#elif defined(__AVX2__)
-typedef __m256i Bytes;
+
+template <bool SMALL>
 struct Dot {
-  __m256i wide[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-  __m256i narrow[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-  template <bool SMALL>
-  inline void add(const __m256i* weights, int32_t four) {
+  __m512i sums = _mm512_setzero_si512();
+  inline void add(const Bytes* weights, int32_t four) {
+    sums = _mm512_dpbusd_epi32(sums, weights[0], _mm512_set1_epi32(four));
+  }
+  inline Ints result(int) const { return Ints(sums); }
+};
+#elif defined(__AVX2__)
+constexpr bool BYTES_ARE_CENTRED = true;
+typedef __m256i Bytes;
+
+template <bool SMALL>
+struct Dot {
+  __m256i sums[LANES / 8] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  inline void add(const Bytes* weights, int32_t four) {
     const __m256i x = _mm256_set1_epi32(four);
-    for (int n = 0; n < 2; ++n) {
+#pragma GCC unroll 2
+    for (int n = 0; n < LANES / 8; ++n) {
       if (SMALL) {
-        narrow[n] = _mm256_add_epi16(narrow[n], _mm256_maddubs_epi16(weights[n], x));
+        sums[n] = _mm256_add_epi16(sums[n], _mm256_maddubs_epi16(weights[n], x));
       } else {
-        // Activations are at most 127 in magnitude and weights, less 128, at most 128: pairs fit into 16 bits.
         const __m256i w = _mm256_xor_si256(weights[n], _mm256_set1_epi8(char(0x80)));
         const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-        wide[n] = _mm256_add_epi32(wide[n], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        sums[n] = _mm256_add_epi32(sums[n], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
       }
     }
   }
   inline Ints result(int n) const {
-    return Ints(_mm256_add_epi32(wide[n], _mm256_madd_epi16(narrow[n], _mm256_set1_epi16(1))));
+    return Ints(SMALL ? _mm256_madd_epi16(sums[n], _mm256_set1_epi16(1)) : sums[n]);
   }
 };
 #else
+constexpr bool BYTES_ARE_CENTRED = false;
 struct Bytes {
   uint8_t bytes[4 * WIDTH];
 };
+
+template <bool SMALL>
 struct Dot {
   Ints sums[N] = {};
-  template <bool SMALL>
   inline void add(const Bytes* weights, int32_t four) {
     int8_t x[4];
     std::memcpy(x, &four, 4);
@@ -196,13 +203,6 @@ struct Dot {
   }
   inline Ints result(int n) const { return sums[n]; }
 };
-#endif
-
-// Without VNNI, AVX2's products use weights less 128; elsewhere weights are as stored.
-#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512F__))
-constexpr bool BYTES_ARE_CENTRED = true;
-#else
-constexpr bool BYTES_ARE_CENTRED = false;
 #endif
 
 // ---- functions ---------------------------------------------------------------------------------------------------

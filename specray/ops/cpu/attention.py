@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specray.ops.attention import AttentionBatch
 from specray.ops.cpu.library import FLOAT_TYPES, Kernels, Pool, Requests, pointer
+from specray.ops.cpu.threads import num_threads
 
 
 class PagedAttention:
@@ -60,7 +61,7 @@ class PagedAttend:
             pointer(q),
             pointer(kv),
             pointer(out),
-            torch.get_num_threads(),
+            num_threads(),
         )
         return out
 

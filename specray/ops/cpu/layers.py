@@ -10,6 +10,7 @@ from torch import Tensor
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.library import Kernels, Layer, Sizes, Step, pointer
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
+from specray.ops.cpu.threads import num_threads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +85,7 @@ class FusedLayers:
             pointer(first_input),
             pointer(hidden),
             (ctypes.c_void_p * len(addresses))(*addresses),
-            torch.get_num_threads(),
+            num_threads(),
         )
         return [copies[index] for index in taps]
 

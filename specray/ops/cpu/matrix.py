@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.cpu.library import FLOAT_TYPES, GROUP, LANES, Kernels, Matrix, pointer
+from specray.ops.cpu.threads import num_threads
 from specray.ops.grouped_weight import GroupedWeight, Weight
 
 _CHUNK = 1024  # output channels packed at a time, a multiple of LANES
@@ -47,7 +48,7 @@ class PackedMatrix:
             pointer(y),
             FLOAT_TYPES[y.dtype],
             self.columns,
-            torch.get_num_threads(),
+            num_threads(),
         )
         return y
 
@@ -73,7 +74,7 @@ class GatedMatrix:
             pointer(y),
             FLOAT_TYPES[y.dtype],
             self.columns,
-            torch.get_num_threads(),
+            num_threads(),
         )
         return y
 

@@ -1,0 +1,34 @@
+"""How many threads the CPU kernels use.
+
+torch's own threads are then switched off: between two operations they spin, on the cores that the kernels need.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from specray.ops.cpu.library import kernels
+
+_count: int | None = None
+
+
+def use_threads(count: int) -> None:
+    """Compute on `count` threads, with the kernels if they are there, else with torch."""
+    global _count  # like torch's, a setting of the process
+    _count = count
+    torch.set_num_threads(count if kernels() is None else 1)
+
+
+def num_threads() -> int:
+    """Threads of a call of the kernels; torch's number if `use_threads` was never called."""
+    return torch.get_num_threads() if _count is None else _count
+
+
+@contextmanager
+def torch_threads() -> Iterator[None]:
+    """Give torch the threads of the kernels, for code that runs on torch alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads())
+    yield
+    torch.set_num_threads(before)
