@@ -1,4 +1,4 @@
-"""Attention over ragged rows, paged KV and trees, compared with a loop over queries and heads."""
+"""Attention over ragged rows, paged KV and trees, compared with a loop over queries and heads, with all kernels."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,10 +14,12 @@ from torch import Tensor
 from specray.ops.attention import AttentionBatch, move_kv
 from specray.ops.attention_torch import _BATCH_BYTES, _SHORT, _grouped
 from specray.ops.backends import make_backend
+from specray.ops.cpu.library import kernels
 
 NUM_SLOTS = 400
 DIM, LAYERS = 8, 2
 KV_HEADS, FOLD = 2, 3
+backends = pytest.mark.parametrize("backend", ["torch", "auto"])  # auto: the compiled kernels, where there are any
 GROUPINGS = [(KV_HEADS, FOLD), (3, 1), (1, 4)]  # (KV heads, query heads per KV head)
 
 
@@ -122,10 +124,11 @@ def naive(shapes: list[RequestShape], rows: AttentionBatch, layer_pool: Tensor, 
     return out.flatten(1)
 
 
+@backends
 @given(batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS), windows)
 @settings(max_examples=60)
 def test_every_query_attends_to_its_past_and_its_ancestors_in_the_window(
-    shapes: list[RequestShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
+    backend: str, shapes: list[RequestShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
 ) -> None:
     torch.manual_seed(0)
     kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
@@ -134,13 +137,14 @@ def test_every_query_attends_to_its_past_and_its_ancestors_in_the_window(
     rows = replace(make_rows(shapes, scattered), window=window)
     q, kv = torch.randn(sum(rows.query_lens), num_heads, DIM), torch.randn(sum(rows.query_lens), 2, kv_heads, DIM)
     before = pool.clone()
-    result = make_backend("torch", pool, num_heads).plan(rows)(layer, q, kv)
+    result = make_backend(backend, pool, num_heads).plan(rows)(layer, q, kv)
     before[layer, rows.slot_mapping] = kv
     assert torch.equal(pool, before)  # only the new KV is written
     torch.testing.assert_close(result.double(), naive(shapes, rows, pool[layer], q), atol=2e-5, rtol=1e-4)
 
 
-def test_kv_of_other_rows_is_not_read() -> None:
+@backends
+def test_kv_of_other_rows_is_not_read(backend: str) -> None:
     """NaN in slots of other rows and of padding does not change the result."""
     shapes = [RequestShape(3, 1, [-1, 0, 0]), RequestShape(30, 2, [-1]), RequestShape(0, 80, [-1])]
     rows = make_rows(shapes, scattered=True)
@@ -150,11 +154,12 @@ def test_kv_of_other_rows_is_not_read() -> None:
     dirty, own = clean.clone(), np.concatenate([np.arange(16), *slots_of(rows)])
     dirty[:, np.setdiff1d(np.arange(NUM_SLOTS), own)] = torch.nan
     q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
-    outs = [make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv) for pool in (clean, dirty)]
+    outs = [make_backend(backend, pool, KV_HEADS * FOLD).plan(rows)(0, q, kv) for pool in (clean, dirty)]
     assert torch.equal(*outs)
 
 
-def test_nan_in_a_row_does_not_change_others() -> None:
+@backends
+def test_nan_in_a_row_does_not_change_others(backend: str) -> None:
     shapes = [RequestShape(3, 1, [-1, 0]), RequestShape(5, 1, [-1]), RequestShape(9, 1, [-1, 0, 1])]
     rows = make_rows(shapes, scattered=False)
     torch.manual_seed(0)
@@ -165,25 +170,27 @@ def test_nan_in_a_row_does_not_change_others() -> None:
         q_in, kv_in = q.clone(), kv.clone()
         if has_nan:
             q_in[2] = kv_in[2] = torch.nan
-        outs.append(make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q_in, kv_in))
+        outs.append(make_backend(backend, pool, KV_HEADS * FOLD).plan(rows)(0, q_in, kv_in))
     assert outs[1][2].isnan().all()
     assert torch.equal(outs[0][[0, 1, 3, 4, 5]], outs[1][[0, 1, 3, 4, 5]])
 
 
-def test_one_plan_is_used_for_every_layer() -> None:
+@backends
+def test_one_plan_is_used_for_every_layer(backend: str) -> None:
     shapes = [RequestShape(5, 1, [-1, 0, 0]), RequestShape(0, 70, [-1])]
     rows = make_rows(shapes, scattered=True)
     torch.manual_seed(0)
     pool = torch.randn(LAYERS, NUM_SLOTS, 2, KV_HEADS, DIM)
-    attend = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)
+    attend = make_backend(backend, pool, KV_HEADS * FOLD).plan(rows)
     for layer in (1, 0, 1):
         q = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM)
         result = attend(layer, q, torch.randn(len(q), 2, KV_HEADS, DIM))
         torch.testing.assert_close(result.double(), naive(shapes, rows, pool[layer], q), atol=2e-5, rtol=1e-4)
 
 
+@backends
 @pytest.mark.parametrize("num_queries", [63, 64, 65, 66])
-def test_rows_around_the_length_limit_of_a_padded_batch(num_queries: int) -> None:
+def test_rows_around_the_length_limit_of_a_padded_batch(num_queries: int, backend: str) -> None:
     shapes = [
         RequestShape(9, 1, [-1]),
         RequestShape(4, num_queries, [-1]),
@@ -193,11 +200,12 @@ def test_rows_around_the_length_limit_of_a_padded_batch(num_queries: int) -> Non
     torch.manual_seed(0)
     pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
-    result = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv)
+    result = make_backend(backend, pool, KV_HEADS * FOLD).plan(rows)(0, q, kv)
     torch.testing.assert_close(result.double(), naive(shapes, rows, pool[0], q), atol=2e-5, rtol=1e-4)
 
 
-def test_keys_are_read_in_the_order_of_the_row() -> None:
+@backends
+def test_keys_are_read_in_the_order_of_the_row(backend: str) -> None:
     """First and last slot are those of a contiguous range, but slots between them are swapped."""
     shape = RequestShape(0, 6, [-1])
     slots = np.array([20, 23, 22, 21, 24, 25])
@@ -205,7 +213,7 @@ def test_keys_are_read_in_the_order_of_the_row() -> None:
     torch.manual_seed(0)
     pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     q, kv = torch.randn(6, KV_HEADS * FOLD, DIM), torch.randn(6, 2, KV_HEADS, DIM)
-    result = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q, kv)
+    result = make_backend(backend, pool, KV_HEADS * FOLD).plan(rows)(0, q, kv)
     torch.testing.assert_close(result.double(), naive([shape], rows, pool[0], q), atol=2e-5, rtol=1e-4)
 
 
@@ -227,10 +235,11 @@ def levels(draw: st.DrawFn) -> Level:
     return Level(draw(st.integers(0, 50)), np.concatenate((before, np.eye(nodes, dtype=bool)), 1))
 
 
+@backends
 @given(st.lists(levels(), min_size=1, max_size=5), st.booleans(), st.sampled_from([_BATCH_BYTES, 20_000, 1]), windows)
 @settings(max_examples=60)
 def test_nodes_of_a_level_attend_to_the_past_and_their_ancestors_in_the_window(
-    rows: list[Level], scattered: bool, batch_bytes: int, window: int | None
+    backend: str, rows: list[Level], scattered: bool, batch_bytes: int, window: int | None
 ) -> None:
     order = np.arange(16, NUM_SLOTS)
     if scattered:
@@ -246,7 +255,7 @@ def test_nodes_of_a_level_attend_to_the_past_and_their_ancestors_in_the_window(
     q, kv = torch.randn(sum(query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(query_lens), 2, KV_HEADS, DIM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specray.ops.attention_torch._BATCH_BYTES", batch_bytes)
-        result = make_backend("torch", pool, KV_HEADS * FOLD).plan(ragged)(0, q, kv)
+        result = make_backend(backend, pool, KV_HEADS * FOLD).plan(ragged)(0, q, kv)
     torch.testing.assert_close(result.double(), naive_levels(rows, kv_slots, pool[0], q, window), atol=2e-5, rtol=1e-4)
 
 
@@ -308,14 +317,15 @@ def after(pool: Tensor, rows: AttentionBatch, kv: Tensor) -> Tensor:
     return pool
 
 
+@backends
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_close_to_float64(dtype: torch.dtype) -> None:
+def test_half_precision_is_close_to_float64(dtype: torch.dtype, backend: str) -> None:
     shapes = [RequestShape(20, 1, [-1, 0, 0, 1]), RequestShape(7, 3, [-1])]
     rows = make_rows(shapes, scattered=True)
     torch.manual_seed(0)
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM).to(dtype)
     q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
-    result = make_backend("torch", pool, KV_HEADS * FOLD).plan(rows)(0, q.to(dtype), kv.to(dtype))
+    result = make_backend(backend, pool, KV_HEADS * FOLD).plan(rows)(0, q.to(dtype), kv.to(dtype))
     torch.testing.assert_close(result.double(), naive(shapes, rows, pool[0], q.to(dtype)), atol=0.05, rtol=0.05)
 
 
@@ -323,3 +333,40 @@ def test_overlapping_moves_read_the_old_values() -> None:
     pool = torch.arange(10.0).view(1, 10, 1, 1, 1).clone()
     move_kv(pool, torch.tensor([4, 5, 7]), torch.tensor([3, 4, 5]))
     assert pool.flatten().tolist() == [0, 1, 2, 4, 5, 7, 6, 7, 8, 9]
+
+
+# ---- the compiled kernels: one token, one result --------------------------------------------------------------------
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [16, 40, 64, 256])
+def test_a_token_has_the_same_bits_alone_in_a_chunk_in_a_batch_and_in_a_tree(
+    dim: int, dtype: torch.dtype, window: int | None
+) -> None:
+    """149 tokens, of which the last are also nodes of a tree between nodes of other branches."""
+    torch.manual_seed(0)
+    length, width = 149, KV_HEADS * FOLD
+    q = torch.randn(length, width, dim).to(dtype)
+    kv = torch.randn(length, 2, KV_HEADS, dim).to(dtype)
+    slots = np.random.default_rng(0).permutation(np.arange(16, NUM_SLOTS))
+
+    def run(batch: AttentionBatch, queries: Tensor, new: Tensor, past: np.ndarray) -> Tensor:
+        pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, dim, dtype=dtype)
+        pool[0, torch.from_numpy(past)] = kv[: len(past)]
+        return make_backend("auto", pool, width).plan(replace(batch, window=window))(0, queries, new)
+
+    at_once = run(make_batch([length], [slots[:length]], [None]), q, kv, slots[:0])
+    for start in (1, 63, 64, 100, length - 1):
+        chunk = run(make_batch([length - start], [slots[:length]], [None]), q[start:], kv[start:], slots[:start])
+        assert torch.equal(chunk, at_once[start:])
+        other = make_batch([3, length - start], [slots[-7:], slots[:length]], [None, None])
+        both = run(other, torch.cat((q[:3], q[start:])), torch.cat((kv[:3], kv[start:])), slots[:start])
+        assert torch.equal(both[3:], at_once[start:])
+    # Nodes 0, 2, 3 and 6 are the tokens 145 to 148; the others are different tokens.
+    parents, path, start = [-1, 0, 0, 2, 1, 2, 3], [0, 2, 3, 6], length - 4
+    queries, new = torch.randn(7, width, dim).to(dtype), torch.randn(7, 2, KV_HEADS, dim).to(dtype)
+    queries[path], new[path] = q[start:], kv[start:]
+    tree = run(make_batch([7], [slots[: start + 7]], [ancestors(parents)]), queries, new, slots[:start])
+    assert torch.equal(tree[path], at_once[start:])

@@ -1,0 +1,128 @@
+"""The compiled CPU kernels: accuracy against float64, and results that depend on nothing but the row."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from specray.ops.cpu import threads
+from specray.ops.cpu.library import Kernels, kernels
+from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
+from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4, to_int8
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
+
+WEIGHTS: dict[str, Callable[[Tensor], Weight]] = {
+    "float32": lambda weight: weight,
+    "bfloat16": lambda weight: weight.bfloat16(),
+    "float16": lambda weight: weight.half(),
+    "int8": to_int8,
+    "int4": to_int4,
+    "int8 of tiny weights": lambda weight: to_int8(weight * 1e-6),
+    "int4 of tiny weights": lambda weight: to_int4(weight * 1e-6),
+    "int4 and int8": lambda weight: concatenated(
+        [to_int4(weight[: len(weight) // 2]), to_int8(weight[len(weight) // 2 :])]
+    ),
+}
+# (outputs, inputs)
+SHAPES = [(1, 1), (16, 32), (17, 33), (100, 64), (48, 200)]
+
+
+@pytest.fixture
+def own() -> Kernels:
+    found = kernels()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    count: int = request.param
+    monkeypatch.setattr(threads, "_count", count)
+    return count
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(math.prod(shape)))
+
+
+def values(weight: Weight) -> Tensor:
+    """What the stored numbers stand for, in float64."""
+    return (weight.float() if isinstance(weight, GroupedWeight) else weight).double()
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize(("outs", "ins"), SHAPES)
+def test_products_are_close_to_float64(kind: str, outs: int, ins: int, own: Kernels) -> None:
+    weight, bias, x = WEIGHTS[kind](random(outs, ins)), random(outs), random(9, ins)
+    exact = x.double() @ values(weight).T
+    size = x.double().norm(dim=1, keepdim=True) * values(weight).norm(dim=1)  # bounds each output
+    error = (PackedMatrix(own, weight)(x).double() - exact).abs() / size
+    rounding = {"float32": 1e-6, "float16": 1e-6, "bfloat16": 0.004}.get(kind, 0.01)
+    assert error.max() < rounding
+    with_bias = PackedMatrix(own, weight, bias)(x)
+    assert torch.equal(with_bias, PackedMatrix(own, weight)(x) + bias)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.usefixtures("num_threads")
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
+    kind: str, own: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, x = PackedMatrix(own, WEIGHTS[kind](random(100, 96))), random(40, 96)
+    together = matrix(x)
+    monkeypatch.setattr(threads, "_count", 1)
+    for first in range(40):
+        for count in (1, 2, 3, 5, 8, 13):
+            assert torch.equal(matrix(x[first : first + count]), together[first : first + count]), (first, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "int8", "int4"])
+def test_activations_of_every_type(kind: str, dtype: torch.dtype, own: Kernels) -> None:
+    weight, x = WEIGHTS[kind](random(40, 64)), random(3, 64).to(dtype)
+    matrix = PackedMatrix(own, weight)
+    y = matrix(x)
+    assert y.dtype is dtype
+    assert torch.equal(y, matrix(x.float()).to(dtype))
+    assert torch.equal(matrix(x, torch.float32).to(dtype), y)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("outs", [32, 41])
+def test_gated_products(kind: str, outs: int, own: Kernels) -> None:
+    gate, up, x = WEIGHTS[kind](random(outs, 64)), WEIGHTS[kind](random(outs, 64) + 0.5), random(11, 64) * 4
+    y = GatedMatrix(own, gate, up)(x)
+    expected = torch.nn.functional.silu(PackedMatrix(own, gate)(x)) * PackedMatrix(own, up)(x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_non_finite_rows_stay_so_and_change_no_others(kind: str, own: Kernels) -> None:
+    matrix, x = PackedMatrix(own, WEIGHTS[kind](random(33, 64))), random(6, 64)
+    clean = matrix(x)
+    x[1, 3], x[2, 40], x[4, 0] = math.nan, math.inf, -math.inf
+    y = matrix(x)
+    assert not y[[1, 2, 4]].isfinite().any()
+    assert torch.equal(y[[0, 3, 5]], clean[[0, 3, 5]])
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_no_rows_and_rows_of_zeros(kind: str, own: Kernels) -> None:
+    matrix = PackedMatrix(own, WEIGHTS[kind](random(20, 40)))
+    assert matrix(torch.zeros(0, 40)).shape == (0, 20)
+    assert not matrix(torch.zeros(2, 40)).any()
+
+
+@pytest.mark.parametrize(("to_groups", "error"), [(to_int8, 0.006), (to_int4, 0.09)])
+def test_rounded_weights_are_close(to_groups: Callable[[Tensor], GroupedWeight], error: float) -> None:
+    weight = random(50, 70)
+    weight[3, :32] = 0.0
+    weight[4] = 0.25
+    rounded = to_groups(weight)
+    assert rounded.shape == (50, 70)
+    assert (rounded.float() - weight).norm() / weight.norm() < error
+    assert not rounded.float()[3, :32].any()
+    torch.testing.assert_close(rounded.float()[4], weight[4], rtol=1e-3, atol=0)
