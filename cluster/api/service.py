@@ -186,7 +186,8 @@ class Service:
     def _speculation(self) -> SpeculationCapabilities:
         info = self._info()
         arithmetic = " and ".join(filter(None, (self.config.quantization, info.dtype)))
-        return SpeculationCapabilities(self.drafter_rollout.speculative, info.max_draft_tokens, arithmetic)
+        speculative, most = self.drafter_rollout.speculative, info.max_draft_tokens
+        return SpeculationCapabilities(speculative, most, arithmetic, info.is_batch_invariant)
 
     def _metadata(self, prefix: str, params: SamplingParams) -> ReplyMetadata:
         assert params.seed is not None

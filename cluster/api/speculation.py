@@ -15,19 +15,21 @@ from specray.step import UNLIMITED, DraftLimit
 Json = dict[str, Any]
 
 NO_DRAFTING = DraftLimit(0, 0)
-EXACT_ARITHMETIC = "float32"
 ROUNDING = (
     "rounding depends on the shape of the batch, so two tokens of nearly equal probability can swap places; "
-    "set dtype: float32 and quantization: null to avoid it"
+    "serve on a CPU with compiled kernels, or set dtype: float32 and quantization: null, to avoid it"
 )
 
 
 class SpeculationCapabilities:
     """The speculation options that requests may set: the current drafter, and trees up to its size."""
 
-    def __init__(self, speculative: SpeculativeConfig, max_draft_tokens: int, arithmetic: str) -> None:
+    def __init__(
+        self, speculative: SpeculativeConfig, max_draft_tokens: int, arithmetic: str, is_batch_invariant: bool
+    ) -> None:
+        """`arithmetic` is the quantization of the weights and the dtype; see Capacity for `is_batch_invariant`."""
         self._speculative = speculative
-        self._arithmetic = arithmetic  # dtype and the quantization of the weights
+        self._arithmetic, self._is_batch_invariant = arithmetic, is_batch_invariant
         self.algorithm = speculative.algorithm
         self.num_draft_tokens = max_draft_tokens + 1
         self.num_steps = speculative.num_steps or max_draft_tokens  # an upper bound where the depth is automatic
@@ -63,7 +65,7 @@ class SpeculationCapabilities:
                 "num_steps": {"min": 1, "max": self.num_steps} if speculates else None,
                 "num_draft_tokens": {"min": 2, "max": self.num_draft_tokens} if speculates else None,
             },
-            "output": _output(self._speculative, self._arithmetic),
+            "output": _output(self._speculative, self._arithmetic, self._is_batch_invariant),
             "options": {"exact": EXACT_OPTIONS, "refused": sorted(UNSUPPORTED)},
         }
 
@@ -72,10 +74,10 @@ class SpeculationCapabilities:
 EXACT_OPTIONS = sorted(SamplingParams.__dataclass_fields__)
 
 
-def _output(speculative: SpeculativeConfig, arithmetic: str) -> Json:
+def _output(speculative: SpeculativeConfig, arithmetic: str, is_batch_invariant: bool) -> Json:
     """Exactness of greedy and sampled output: the text of plain decoding, its distribution, or neither."""
     output = {"arithmetic": arithmetic} | _verified_output(speculative)
-    return output if arithmetic == EXACT_ARITHMETIC else output | {"one_seed_one_text": False, "rounding": ROUNDING}
+    return output if is_batch_invariant else output | {"one_seed_one_text": False, "rounding": ROUNDING}
 
 
 def _verified_output(speculative: SpeculativeConfig) -> Json:

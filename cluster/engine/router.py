@@ -321,5 +321,6 @@ def _info(config: AppConfig, engine: Engine, rank_nodes: tuple[str, ...]) -> Rou
         max_draft_tokens=capacity.max_draft_tokens,
         eos_token_ids=capacity.eos_token_ids,
         dtype=capacity.dtype,
+        is_batch_invariant=capacity.is_batch_invariant,
         rank_nodes=rank_nodes,
     )

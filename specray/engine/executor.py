@@ -15,6 +15,7 @@ class Capacity(NamedTuple):
     eos_token_ids: list[int]
     reads_next_token: bool = False  # the draft KV of a block also depends on the token after it
     dtype: str = "float32"  # of the target's weights and KV
+    is_batch_invariant: bool = True  # a token's logits have the same bits in any batch, tree or prompt chunk
 
 
 class Executor(Protocol):

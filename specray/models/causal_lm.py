@@ -44,6 +44,7 @@ class TargetModel(Protocol):
     embedding: VocabEmbedding
     head: VocabHead
     max_positions: int
+    is_row_wise: bool  # apart from attention, a row's result has the same bits whatever the other rows are
 
     @property
     def shape(self) -> ModelShape: ...
@@ -79,7 +80,8 @@ class CausalLM(nn.Module):
         self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization)
         self.max_positions = max_positions
         self.rotary = self.rotary_of(config, loader, max_positions)
-        self.fused: FusedLayers | None = None  # set by the loader
+        self.fused: FusedLayers | None = None  # set by the loader, like `is_row_wise`
+        self.is_row_wise = False
 
     @classmethod
     def shape_of(cls, config: PretrainedConfig, group: RankGroup) -> ModelShape:

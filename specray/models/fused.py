@@ -21,6 +21,17 @@ def fused_decoder(layers: Sequence[object], rotary: RotaryEmbedding, eps: float)
     return fused([(layer.input_norm, layer.attention, layer.ffn_norm, layer.ffn) for layer in decoders], rotary, eps)
 
 
+def are_row_wise(layers: Sequence[object]) -> bool:
+    """Whether all matrix products of `layers` are the kernels', which treat each row alike."""
+    return all(
+        isinstance(layer, DecoderLayer)
+        and isinstance(layer.attention, Attention)
+        and isinstance(layer.ffn, FeedForward)
+        and _matrices(layer.attention, layer.ffn) is not None
+        for layer in layers
+    )
+
+
 def fused(
     layers: Sequence[tuple[RMSNorm | None, object, RMSNorm, object]], rotary: RotaryEmbedding, eps: float
 ) -> FusedLayers | None:
@@ -37,13 +48,22 @@ def fused(
 def _parts(input_norm: RMSNorm | None, attention: object, ffn_norm: RMSNorm, ffn: object) -> LayerParts | None:
     if not isinstance(attention, Attention) or not isinstance(ffn, FeedForward) or attention.out.group.size > 1:
         return None
+    if (matrices := _matrices(attention, ffn)) is None:
+        return None
+    input_weight, q_weight, k_weight = (_weight(norm) for norm in (input_norm, attention.q_norm, attention.k_norm))
+    return LayerParts(input_weight, q_weight, k_weight, ffn_norm.weight, *matrices)
+
+
+def _matrices(
+    attention: Attention, ffn: FeedForward
+) -> tuple[PackedMatrix, PackedMatrix, GatedMatrix, PackedMatrix] | None:
+    """The packed matrices of qkv, output, gate and up, and down; None if one is not packed."""
     qkv, out, gate_up, down = attention.qkv.run, attention.out.run, ffn.gate_up.run, ffn.down.run
     if not (isinstance(qkv, PackedMatrix) and isinstance(out, PackedMatrix)):
         return None
     if not (isinstance(gate_up, GatedMatrix) and isinstance(down, PackedMatrix)):
         return None
-    input_weight, q_weight, k_weight = (_weight(norm) for norm in (input_norm, attention.q_norm, attention.k_norm))
-    return LayerParts(input_weight, q_weight, k_weight, ffn_norm.weight, qkv, out, gate_up, down)
+    return qkv, out, gate_up, down
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:

@@ -127,7 +127,7 @@ def _spread(per_group: Tensor, count: int) -> Tensor:
 def _grouped(weight: Tensor) -> Tensor:
     """float32 [outs, groups, GROUP], padded with zeros."""
     weight = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % GROUP))
-    return weight.view(len(weight), -1, GROUP)
+    return weight.view(len(weight), weight.shape[1] // GROUP, GROUP)
 
 
 def _as_half(scales: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import TargetModel
 from specray.models.registry import context_length, load_config, load_model
 from specray.ops.backends import make_backend
+from specray.ops.cpu.attention import PagedAttention
 from specray.spec_decode.drafter import TargetView
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
@@ -67,6 +68,14 @@ class ModelRunner:
         step_tokens = config.max_prefill_tokens + config.max_running_requests * MAX_TREE_NODES
         dtype = self.model.embedding.weight.dtype
         return RingLimits(shape.num_layers, shape.hidden_size, step_tokens, dtype)
+
+    def is_batch_invariant(self, config: EngineConfig) -> bool:
+        """Whether a token's logits have the same bits in any batch, tree or prompt chunk.
+
+        In float32, torch's operations differ too, but by so little that tests have found no text that changed.
+        """
+        is_float32 = self.model.embedding.weight.dtype is torch.float32 and config.quantization is None
+        return is_float32 or (isinstance(self._attention, PagedAttention) and self.model.is_row_wise)
 
     def forward(self, batch: InputBatch, aux_hidden_state_layers: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(final hidden states [T, hidden], float32 logits [M, V] of the sampled nodes, aux hidden states).

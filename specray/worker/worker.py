@@ -83,6 +83,7 @@ class Worker:
             eos_token_ids=eos_ids,
             reads_next_token=self.drafts.reads_next_token,
             dtype=str(self.model.embedding.weight.dtype).removeprefix("torch."),
+            is_batch_invariant=self._runner.is_batch_invariant(config),
         )
 
     @property

@@ -102,7 +102,7 @@ def test_column_parallel_equals_one_rank_and_row_parallel_is_close() -> None:
 
 @pytest.mark.parametrize(
     ("name", "device", "expected"),
-    [("fp8", CPU, "int8"), ("int8", CUDA, "fp8"), ("int3", CPU, "int8, int4, fp8")],
+    [("fp8", CPU, "int8"), ("int8", CUDA, "fp8"), ("int3", CPU, "int8, int4, auto, fp8")],
 )
 def test_a_quantization_without_a_kernel_is_refused_with_the_alternative(
     name: str, device: torch.device, expected: str

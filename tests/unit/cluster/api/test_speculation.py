@@ -33,7 +33,7 @@ NO_SPECULATION = SpeculativeConfig()
     ],
 )
 def test_requested_options_become_a_draft_limit(options: dict[str, Any], draft_limit: DraftLimit) -> None:
-    assert SpeculationCapabilities(TREES, 5, "float32").draft_limit(Speculation(**options)) == draft_limit
+    assert SpeculationCapabilities(TREES, 5, "float32", True).draft_limit(Speculation(**options)) == draft_limit
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_requested_options_become_a_draft_limit(options: dict[str, Any], draft_l
 )
 def test_unsatisfiable_options_are_rejected_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match="speculative") as refused:
-        SpeculationCapabilities(TREES, 5, "float32").draft_limit(Speculation(**options))
+        SpeculationCapabilities(TREES, 5, "float32", True).draft_limit(Speculation(**options))
     assert str(refused.value).startswith(message)
     assert refused.value.param == message.split("=")[0]
 
 
 @pytest.mark.parametrize("options", [{"enabled": True}, {"algorithm": "NGRAM"}, {"num_steps": 1}])
 def test_a_server_without_speculation_rejects_options_that_enable_it(options: dict[str, Any]) -> None:
-    capabilities = SpeculationCapabilities(NO_SPECULATION, 0, "float32")
+    capabilities = SpeculationCapabilities(NO_SPECULATION, 0, "float32", True)
     with pytest.raises(InvalidRequestError, match="does not speculate"):
         capabilities.draft_limit(Speculation(**options))
     assert capabilities.draft_limit(Speculation(enabled=False)) == NO_DRAFTING
@@ -145,21 +145,21 @@ def test_capabilities_report_the_exactness_of_the_output(
     asyncio.run(scenario())
 
 
-def test_one_seed_one_text_is_reported_only_for_exact_arithmetic() -> None:
+@pytest.mark.parametrize("arithmetic", ["float32", "int8 and bfloat16"])
+def test_one_seed_one_text_is_reported_only_where_logits_do_not_depend_on_the_batch(arithmetic: str) -> None:
     """Regression: a bfloat16 server reported it, and two replies with one seed differed after a near-tie."""
-    exact = SpeculationCapabilities(NGRAM, 2, "float32").capabilities()["output"]
+    exact = SpeculationCapabilities(NGRAM, 2, arithmetic, True).capabilities()["output"]
     assert exact["one_seed_one_text"] is True
     assert "rounding" not in exact
-    for arithmetic in ("bfloat16", "int8 and float32"):
-        rounded = SpeculationCapabilities(NGRAM, 2, arithmetic).capabilities()["output"]
-        assert rounded["one_seed_one_text"] is False
-        assert "float32" in rounded["rounding"]
+    rounded = SpeculationCapabilities(NGRAM, 2, arithmetic, False).capabilities()["output"]
+    assert rounded["one_seed_one_text"] is False
+    assert "float32" in rounded["rounding"]
 
 
 def test_capabilities_follow_a_replaced_drafter() -> None:
     before, after = (
-        SpeculationCapabilities(NGRAM, 2, "float32").capabilities(),
-        SpeculationCapabilities(NO_SPECULATION, 0, "float32").capabilities(),
+        SpeculationCapabilities(NGRAM, 2, "float32", True).capabilities(),
+        SpeculationCapabilities(NO_SPECULATION, 0, "float32", True).capabilities(),
     )
     assert before["request_limits"]["enabled"] == [True, False]
     assert after["request_limits"] == {"enabled": [False], "algorithm": [], "num_steps": None, "num_draft_tokens": None}

@@ -6,7 +6,7 @@ import time
 from cluster.engine.connections import Connections
 from cluster.messages import RouterHeartbeat, RouterInfo
 
-INFO = RouterInfo("toy", 512, 257, 1024, 0, [], "float32", ())
+INFO = RouterInfo("toy", 512, 257, 1024, 0, [], "float32", True, ())
 
 
 def test_a_heartbeat_has_the_number_of_requests_of_other_ingresses() -> None:
