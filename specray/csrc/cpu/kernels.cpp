@@ -3,6 +3,7 @@
 // Types of activations are FLOAT32, BFLOAT16 and FLOAT16 of `Kind`.
 
 #include "layers.h"
+#include "packing.h"
 
 using namespace specray;
 
@@ -30,7 +31,9 @@ extern "C" {
 
 // What the kernels were compiled for.
 const char* specray_target() {
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__) && defined(SPECRAY_AVX512)
+  return has_tiles() ? "AMX and AVX-512 with VNNI" : "AVX-512 with VNNI and BF16";
+#elif defined(__AVX512BF16__)
   return "AVX-512 with VNNI and BF16";
 #elif defined(__AVX512VNNI__)
   return "AVX-512 with VNNI";
@@ -40,6 +43,8 @@ const char* specray_target() {
   return "plain C++";
 #endif
 }
+
+int32_t specray_lanes() { return LANES; }
 
 int64_t specray_block_bytes(int32_t kind, int32_t ins) { return block_bytes(kind, ins); }
 
@@ -69,7 +74,7 @@ void specray_pack_quantised(
 void specray_linear(
     const Matrix* matrix, const void* x, int32_t x_type, int64_t count, void* y, int32_t y_type, int32_t columns,
     int32_t num_threads) {
-  Rows rows(matrix->kind, int(count), matrix->ins);
+  Rows rows(form_of(matrix->kind), int(count), matrix->ins);
   run_on_team(num_threads, [&](Team& team, int member) {
     std::vector<float> row(matrix->ins);
     for (int r = member; r < count; r += team.size()) {
@@ -87,7 +92,7 @@ void specray_linear(
 void specray_gated(
     const Matrix* matrix, const void* x, int32_t x_type, int64_t count, void* y, int32_t y_type, int32_t columns,
     int32_t num_threads) {
-  Rows rows(matrix->kind, int(count), matrix->ins);
+  Rows rows(form_of(matrix->kind), int(count), matrix->ins);
   run_on_team(num_threads, [&](Team& team, int member) {
     std::vector<float> row(matrix->ins);
     for (int r = member; r < count; r += team.size()) {

@@ -64,14 +64,15 @@ class Prepared {
   explicit Prepared(int count) : count_(count) {}
 
   Rows& rows(const Matrix& matrix) {
-    auto& rows = known_[{is_quantised(matrix.kind) ? int32_t(Q8) : matrix.kind, matrix.ins}];
-    if (!rows) rows = std::make_unique<Rows>(matrix.kind, count_, matrix.ins);
+    const Form form = form_of(matrix.kind);
+    auto& rows = known_[{form, matrix.ins}];
+    if (!rows) rows = std::make_unique<Rows>(form, count_, matrix.ins);
     return *rows;
   }
 
  private:
   int count_;
-  std::map<std::pair<int32_t, int32_t>, std::unique_ptr<Rows>> known_;
+  std::map<std::pair<Form, int>, std::unique_ptr<Rows>> known_;
 };
 
 // Runs `layers` on the residual stream `hidden` [T, hidden], in place. `first_input` [T, qkv.ins] is what the first layer

@@ -8,15 +8,11 @@
 // exactly, as integers.
 #pragma once
 
-#include <algorithm>
-#include <vector>
-
-#include "simd.h"
+#include "rows.h"
 #include "team.h"
+#include "tiles.h"
 
 namespace specray {
-
-constexpr int GROUP = 32;  // activations that share a scale
 
 enum Kind : int32_t {
   FLOAT32 = 0,
@@ -32,6 +28,9 @@ enum Kind : int32_t {
   Q8_FINE_LOW = 10,
 };
 
+constexpr int LINE = 64;            // bytes of a cache line; blocks begin at one
+constexpr int FETCH_BYTES = 4096;  // how far ahead of its use a weight is fetched
+
 struct Matrix {
   int32_t kind;
   int32_t outs;  // a multiple of LANES, padding included
@@ -41,14 +40,16 @@ struct Matrix {
   const float* bias;  // [outs], or null
 };
 
+// A block has the scales of all its groups, then their lows, then their integers.
 template <int BITS_, bool HAS_LOW_, int SIZE_, class Scale_>
 struct Quantised {
   static constexpr int BITS = BITS_, SIZE = SIZE_;
   static constexpr bool HAS_LOW = HAS_LOW_;
   typedef Scale_ Scale;
-  static constexpr int INT_BYTES = LANES * SIZE * BITS / 8;
-  static constexpr int SCALE_BYTES = LANES * sizeof(Scale) * (HAS_LOW ? 2 : 1);
-  static constexpr int BYTES = SCALE_BYTES + INT_BYTES;  // of a group of a block: scales, lows, integers
+  static constexpr int INT_BYTES = LANES * SIZE * BITS / 8;  // of a group
+
+  static int64_t scale_bytes(int ins) { return LINE * ((padded(ins) / SIZE * LANES * int64_t(sizeof(Scale)) + LINE - 1) / LINE); }
+  static int64_t bytes(int ins) { return scale_bytes(ins) * (HAS_LOW ? 2 : 1) + padded(ins) / SIZE * int64_t(INT_BYTES); }
 };
 
 // Calls `work(Format())` with the format of a quantised kind.
@@ -73,106 +74,34 @@ constexpr bool HAS_PAIRS = false;
 #endif
 
 inline bool is_quantised(int kind) { return kind >= Q4; }
-inline int padded(int ins) { return (ins + GROUP - 1) / GROUP * GROUP; }
+
+// The form of activations that a matrix reads.
+inline Form form_of(int kind) {
+  if (is_quantised(kind)) return Form::BYTES;
+  if (kind == BFLOAT16) return HAS_PAIRS ? Form::PAIRS : Form::ROUNDED;
+  return Form::FLOATS;
+}
 
 inline int64_t block_bytes(int kind, int ins) {
-  int64_t bytes = 0;
-  if (kind == FLOAT32) bytes = int64_t(ins) * LANES * 4;
-  if (kind == FLOAT16) bytes = int64_t(ins) * LANES * 2;
-  if (kind == BFLOAT16) bytes = int64_t(HAS_PAIRS ? ins + ins % 2 : ins) * LANES * 2;
-  if (is_quantised(kind))
-    with_format(kind, [&](auto format) { bytes = int64_t(padded(ins)) / format.SIZE * format.BYTES; });
+  int64_t bytes = int64_t(ins) * LANES * (kind == FLOAT32 ? 4 : 2);
+  if (kind == BFLOAT16 && HAS_PAIRS) bytes = int64_t(padded(ins)) * LANES * 2;
+  if (is_quantised(kind)) with_format(kind, [&](auto format) { bytes = format.bytes(ins); });
   return bytes;
 }
 
-// ---- activations -------------------------------------------------------------------------------------------------
-
-// Rows of activations, prepared once for all products that read them.
-class Rows {
- public:
-  Rows(int kind, int count, int ins) : kind_(kind), ins_(ins) {
-    const int64_t wide = padded(ins);
-    if (is_quantised(kind)) {
-      bytes_.resize(count * wide);
-      scales_.resize(count * wide / GROUP);
-      sums_.resize(count * wide / 16);
-    } else if (kind == BFLOAT16 && HAS_PAIRS) {
-      pairs_.resize(count * (ins + ins % 2));
-    } else {
-      floats_.resize(int64_t(count) * ins);
-    }
-  }
-
-  void set(int row, const float* x) {
-    if (is_quantised(kind_)) return quantise(row, x);
-    if (kind_ == BFLOAT16 && HAS_PAIRS) {
-      bfloat16* to = const_cast<bfloat16*>(pairs(row));
-      for (int i = 0; i < ins_; ++i) from_float(x[i], to + i);
-      if (ins_ % 2) to[ins_] = bfloat16{0};
-      return;
-    }
-    float* to = const_cast<float*>(floats(row));
-    if (kind_ == BFLOAT16) {  // the same rounding on every CPU
-      for (int i = 0; i < ins_; ++i) {
-        bfloat16 rounded;
-        from_float(x[i], &rounded);
-        to[i] = to_float(rounded);
-      }
-    } else {
-      std::copy(x, x + ins_, to);
-    }
-  }
-
-  const float* floats(int row) const { return floats_.data() + int64_t(row) * ins_; }
-  const bfloat16* pairs(int row) const { return pairs_.data() + int64_t(row) * (ins_ + ins_ % 2); }
-  const int8_t* bytes(int row) const { return bytes_.data() + int64_t(row) * padded(ins_); }
-  const float* scales(int row) const { return scales_.data() + int64_t(row) * padded(ins_) / GROUP; }
-  const int32_t* sums(int row) const { return sums_.data() + int64_t(row) * padded(ins_) / 16; }
-
- private:
-  void quantise(int row, const float* x) {
-    int8_t* to = const_cast<int8_t*>(bytes(row));
-    for (int group = 0; group < padded(ins_) / GROUP; ++group) {
-      const int first = group * GROUP, count = std::min(GROUP, ins_ - first);
-      float largest = 0.0f;
-      bool is_finite = true;
-      for (int i = 0; i < count; ++i) {
-        const float size = std::fabs(x[first + i]);
-        is_finite &= size <= 3.0e38f;
-        largest = size > largest ? size : largest;
-      }
-      const float scale = is_finite ? largest / 127.0f : NAN, inverse = largest > 0.0f && is_finite ? 127.0f / largest : 0;
-      const_cast<float*>(scales(row))[group] = scale;
-      for (int half = 0; half < 2; ++half) {
-        int32_t sum = 0;
-        for (int i = half * 16; i < half * 16 + 16; ++i) {
-          const int32_t value = i < count && is_finite ? int32_t(std::nearbyint(x[first + i] * inverse)) : 0;
-          to[first + i] = int8_t(std::min(127, std::max(-127, value)));
-          sum += to[first + i];
-        }
-        const_cast<int32_t*>(sums(row))[2 * group + half] = sum;
-      }
-    }
-  }
-
-  int kind_, ins_;
-  std::vector<float> floats_, scales_;
-  std::vector<bfloat16> pairs_;
-  std::vector<int8_t> bytes_;
-  std::vector<int32_t> sums_;
-};
-
 // ---- products ----------------------------------------------------------------------------------------------------
 
-#if defined(__AVX512F__)
-constexpr int MAX_TILE = 8;
+#if defined(SPECRAY_AVX512)
+constexpr int MAX_TILE = 6;  // rows of which all sums stay in registers
 #else
 constexpr int MAX_TILE = 4;
 #endif
 
-typedef float Tile[MAX_TILE][LANES];
+typedef float Tile[TILE_ROWS > MAX_TILE ? TILE_ROWS : MAX_TILE][LANES];
 
-// `count` rows from `first` with one block of a dense matrix.
+inline void fetch(const void* weights) { __builtin_prefetch(static_cast<const char*>(weights) + FETCH_BYTES); }
+
+// R rows from `first` with one block of a dense matrix.
 template <int R, class Weight>
 inline void dense_tile(const Weight* weights, const Rows& rows, int first, int ins, Tile& out) {
   const float* x[R];
@@ -182,6 +111,7 @@ inline void dense_tile(const Weight* weights, const Rows& rows, int first, int i
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       const Floats w = load_floats(weights + n * WIDTH);
+      fetch(weights + n * WIDTH);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) sums[r][n] += w * x[r][i];
     }
@@ -195,74 +125,80 @@ template <int R>
 inline void pairs_tile(const bfloat16* weights, const Rows& rows, int first, int ins, Tile& out) {
   const bfloat16* x[R];
   for (int r = 0; r < R; ++r) x[r] = rows.pairs(first + r);
-  __m512 sums[R];
-  for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
+  __m512 sums[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
   for (int i = 0; i < ins; i += 2, weights += 2 * LANES) {
-    const __m512bh w = (__m512bh)_mm512_loadu_si512(weights);
+    __m512bh w[N];
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      w[n] = (__m512bh)_mm512_loadu_si512(weights + 2 * WIDTH * n);
+      fetch(weights + 2 * WIDTH * n);
+    }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-      sums[r] = _mm512_dpbf16_ps(sums[r], w, (__m512bh)_mm512_set1_epi32(load<int32_t>(x[r] + i)));
+    for (int r = 0; r < R; ++r) {
+      const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x[r] + i));
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], w[n], pair);
+    }
   }
-  for (int r = 0; r < R; ++r) store(out[r], sums[r]);
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
 }
 #endif
-
-template <class Scale>
-inline Floats load_scales(const uint8_t* from, int n) {
-  return load_floats(reinterpret_cast<const Scale*>(from) + n * WIDTH);
-}
 
 template <int R, class Format>
 inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, int ins, int zero, Tile& out) {
   constexpr bool SMALL = Format::BITS == 4;
   constexpr int QUADS = Format::SIZE / 4, VECTOR = 4 * LANES;
-  const int offset = zero - (BYTES_ARE_CENTRED && !SMALL ? 128 : 0);
+  const int offset = (BYTES_ARE_CENTRED && !SMALL ? 128 : 0) - zero;
+  const typename Format::Scale* scales = reinterpret_cast<const typename Format::Scale*>(block);
+  const int64_t to_lows = Format::scale_bytes(ins) / sizeof(typename Format::Scale);
+  const uint8_t* ints = block + Format::scale_bytes(ins) * (Format::HAS_LOW ? 2 : 1);
+  const int8_t* x[R];
+  const int32_t* parts[R];
+  const float* x_scales[R];
+  for (int r = 0; r < R; ++r) {
+    x[r] = rows.bytes(first + r);
+    parts[r] = rows.sums(first + r);
+    x_scales[r] = rows.scales(first + r);
+  }
   Floats sums[R][N] = {};
   const int num_groups = padded(ins) / Format::SIZE;
-  for (int group = 0; group < num_groups; ++group, block += Format::BYTES) {
-    const uint8_t* ints = block + Format::SCALE_BYTES;
+  for (int group = 0; group < num_groups; ++group, scales += LANES) {
     Dot<SMALL> dots[R];
-    if (SMALL) {
-#pragma GCC unroll 4
-      for (int quad = 0; quad < QUADS / 2; ++quad, ints += VECTOR) {
-        Bytes low[N], high[N];
-        typedef uint8_t Raw __attribute__((vector_size(4 * WIDTH)));
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
-          const Raw both = load<Raw>(ints + n * 4 * WIDTH);
-          low[n] = bits_of<Bytes>(both & 15);
-          high[n] = bits_of<Bytes>(both >> 4);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const int8_t* x = rows.bytes(first + r) + group * Format::SIZE + 4 * quad;
-          dots[r].add(low, load<int32_t>(x));
-          dots[r].add(high, load<int32_t>(x + Format::SIZE / 2));
-        }
-      }
-    } else {
-#pragma GCC unroll 8
-      for (int quad = 0; quad < QUADS; ++quad, ints += VECTOR) {
-        Bytes w[N];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) w[n] = load<Bytes>(ints + n * 4 * WIDTH);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-          dots[r].add(w, load<int32_t>(rows.bytes(first + r) + group * Format::SIZE + 4 * quad));
-      }
-    }
+    int32_t totals[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const int32_t* parts = rows.sums(first + r) + group * Format::SIZE / 16;
-      const int32_t total = Format::SIZE == 32 ? parts[0] + parts[1] : parts[0];
-      const float x_scale = rows.scales(first + r)[group * Format::SIZE / GROUP];
+      totals[r] = Format::SIZE == 32 ? parts[r][2 * group] + parts[r][2 * group + 1] : parts[r][group];
+      dots[r].begin(offset * totals[r]);
+    }
+#pragma GCC unroll 8
+    for (int quad = 0; quad < (SMALL ? QUADS / 2 : QUADS); ++quad, ints += VECTOR) {
+      Bytes low[N], high[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        const Floats exact = to_floats(dots[r].result(n) - offset * total);
-        sums[r][n] += exact * (load_scales<typename Format::Scale>(block, n) * x_scale);
-        if (Format::HAS_LOW)
-          sums[r][n] += load_scales<typename Format::Scale>(block + Format::SCALE_BYTES / 2, n) *
-                        (x_scale * float(total));
+        typedef uint8_t Raw __attribute__((vector_size(4 * WIDTH)));
+        const Raw raw = load<Raw>(ints + n * 4 * WIDTH);
+        fetch(ints + n * 4 * WIDTH);
+        low[n] = bits_of<Bytes>(SMALL ? raw & 15 : raw);
+        if (SMALL) high[n] = bits_of<Bytes>(raw >> 4);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const int8_t* four = x[r] + group * Format::SIZE + 4 * quad;
+        dots[r].add(low, load<int32_t>(four));
+        if (SMALL) dots[r].add(high, load<int32_t>(four + Format::SIZE / 2));
+      }
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const Floats scale = load_floats(scales + n * WIDTH);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const float x_scale = x_scales[r][group * Format::SIZE / GROUP];
+        sums[r][n] += to_floats(dots[r].result(n)) * (scale * x_scale);
+        if (Format::HAS_LOW) sums[r][n] += load_floats(scales + to_lows + n * WIDTH) * (x_scale * float(totals[r]));
       }
     }
   }
@@ -271,54 +207,87 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
 }
 
 template <int R>
-inline void tile(const Matrix& matrix, int block, const Rows& rows, int first, Tile& out) {
-  const uint8_t* data = matrix.data + block * block_bytes(matrix.kind, matrix.ins);
-  if (matrix.kind == FLOAT32) return dense_tile<R>(reinterpret_cast<const float*>(data), rows, first, matrix.ins, out);
-  if (matrix.kind == FLOAT16)
-    return dense_tile<R>(reinterpret_cast<const float16*>(data), rows, first, matrix.ins, out);
+inline void tile(const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Tile& out) {
+  const int ins = matrix.ins;
+  if (matrix.kind == FLOAT32) return dense_tile<R>(reinterpret_cast<const float*>(block), rows, first, ins, out);
+  if (matrix.kind == FLOAT16) return dense_tile<R>(reinterpret_cast<const float16*>(block), rows, first, ins, out);
   if (matrix.kind == BFLOAT16) {
-    const bfloat16* weights = reinterpret_cast<const bfloat16*>(data);
+    const bfloat16* weights = reinterpret_cast<const bfloat16*>(block);
 #if defined(__AVX512BF16__)
-    return pairs_tile<R>(weights, rows, first, matrix.ins, out);
+    return pairs_tile<R>(weights, rows, first, ins, out);
 #else
-    return dense_tile<R>(weights, rows, first, matrix.ins, out);
+    return dense_tile<R>(weights, rows, first, ins, out);
 #endif
   }
   with_format(matrix.kind, [&](auto format) {
-    quantised_tile<R, decltype(format)>(data, rows, first, matrix.ins, matrix.zero, out);
+    quantised_tile<R, decltype(format)>(block, rows, first, ins, matrix.zero, out);
   });
 }
 
-inline void tile_of(int count, const Matrix& matrix, int block, const Rows& rows, int first, Tile& out) {
+inline void tile_of(int count, const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Tile& out) {
   switch (count) {
     case 1: return tile<1>(matrix, block, rows, first, out);
     case 2: return tile<2>(matrix, block, rows, first, out);
     case 3: return tile<3>(matrix, block, rows, first, out);
+#if defined(SPECRAY_AVX512)
     case 4: return tile<4>(matrix, block, rows, first, out);
-#if defined(__AVX512F__)
     case 5: return tile<5>(matrix, block, rows, first, out);
-    case 6: return tile<6>(matrix, block, rows, first, out);
-    case 7: return tile<7>(matrix, block, rows, first, out);
-    default: return tile<8>(matrix, block, rows, first, out);
+    default: return tile<6>(matrix, block, rows, first, out);
+#else
+    default: return tile<4>(matrix, block, rows, first, out);
 #endif
   }
 }
+
+// The products of a matrix with `count` rows, block by block and a tile of rows at a time.
+class Products {
+ public:
+  Products(const Matrix& matrix, const Rows& rows, int count)
+      : matrix_(matrix), rows_(rows), bytes_(block_bytes(matrix.kind, matrix.ins)),
+        uses_tiles_(matrix.kind == BFLOAT16 && has_tiles()) {
+    const int most = uses_tiles_ ? TILE_ROWS : MAX_TILE, tiles = std::max(1, (count + most - 1) / most);
+    size_ = uses_tiles_ ? TILE_ROWS : (count + tiles - 1) / tiles;  // tiles of about one size
+    if (uses_tiles_) begin_tiles();
+  }
+  ~Products() {
+    if (uses_tiles_) end_tiles();
+  }
+
+  int tile_size() const { return size_; }
+
+  // `count` rows from `first` with `block`, the bias included.
+  void operator()(int block, int first, int count, Tile& out) const {
+    const uint8_t* data = matrix_.data + block * bytes_;
+    if (uses_tiles_) {
+      tile_products(reinterpret_cast<const bfloat16*>(data), rows_.pairs(first), padded(matrix_.ins), &out[0][0]);
+    } else {
+      tile_of(count, matrix_, data, rows_, first, out);
+    }
+    if (!matrix_.bias) return;
+    for (int r = 0; r < count; ++r)
+      for (int i = 0; i < LANES; ++i) out[r][i] += matrix_.bias[block * LANES + i];
+  }
+
+ private:
+  const Matrix& matrix_;
+  const Rows& rows_;
+  const int64_t bytes_;
+  const bool uses_tiles_;
+  int size_;
+};
 
 // This member's part of `matrix`'s product with `count` rows: `write(row, channel, values of LANES channels)`.
 template <class Write>
 inline void multiply(const Matrix& matrix, const Rows& rows, int count, const Team& team, int member, const Write& write) {
   const int blocks = matrix.outs / LANES;
   const int begin = int(int64_t(blocks) * member / team.size()), end = int(int64_t(blocks) * (member + 1) / team.size());
+  const Products products(matrix, rows, count);
+  alignas(LINE) Tile out;
   for (int block = begin; block < end; ++block) {
-    for (int first = 0; first < count; first += MAX_TILE) {
-      Tile out;
-      const int size = std::min(MAX_TILE, count - first);
-      tile_of(size, matrix, block, rows, first, out);
-      for (int r = 0; r < size; ++r) {
-        if (matrix.bias)
-          for (int i = 0; i < LANES; ++i) out[r][i] += matrix.bias[block * LANES + i];
-        write(first + r, block * LANES, out[r]);
-      }
+    for (int first = 0; first < count; first += products.tile_size()) {
+      const int size = std::min(products.tile_size(), count - first);
+      products(block, first, size, out);
+      for (int r = 0; r < size; ++r) write(first + r, block * LANES, out[r]);
     }
   }
 }
@@ -329,12 +298,13 @@ inline void multiply_gated(
     const Matrix& matrix, const Rows& rows, int count, const Team& team, int member, const Write& write) {
   const int pairs = matrix.outs / LANES / 2;
   const int begin = int(int64_t(pairs) * member / team.size()), end = int(int64_t(pairs) * (member + 1) / team.size());
+  const Products products(matrix, rows, count);
+  alignas(LINE) Tile gate, up;
   for (int pair = begin; pair < end; ++pair) {
-    for (int first = 0; first < count; first += MAX_TILE) {
-      Tile gate, up;
-      const int size = std::min(MAX_TILE, count - first);
-      tile_of(size, matrix, 2 * pair, rows, first, gate);
-      tile_of(size, matrix, 2 * pair + 1, rows, first, up);
+    for (int first = 0; first < count; first += products.tile_size()) {
+      const int size = std::min(products.tile_size(), count - first);
+      products(2 * pair, first, size, gate);
+      products(2 * pair + 1, first, size, up);
       for (int r = 0; r < size; ++r) {
         for (int n = 0; n < N; ++n) {
           const Floats g = load<Floats>(gate[r] + n * WIDTH), u = load<Floats>(up[r] + n * WIDTH);
@@ -344,49 +314,6 @@ inline void multiply_gated(
       }
     }
   }
-}
-
-// ---- packing -----------------------------------------------------------------------------------------------------
-
-// One block of a dense matrix from its rows, float32 [count, ins]; channels from `count` on are zero.
-inline void pack_dense(int kind, const float* rows, int count, int ins, uint8_t* to) {
-  std::memset(to, 0, block_bytes(kind, ins));
-  for (int lane = 0; lane < count; ++lane) {
-    for (int i = 0; i < ins; ++i) {
-      const float value = rows[int64_t(lane) * ins + i];
-      const int64_t plain = int64_t(i) * LANES + lane, paired = (int64_t(i / 2) * LANES + lane) * 2 + i % 2;
-      if (kind == FLOAT32) reinterpret_cast<float*>(to)[plain] = value;
-      if (kind == FLOAT16) from_float(value, reinterpret_cast<float16*>(to) + plain);
-      if (kind == BFLOAT16) from_float(value, reinterpret_cast<bfloat16*>(to) + (HAS_PAIRS ? paired : plain));
-    }
-  }
-}
-
-// One block of a quantised matrix: integers u8 [count, padded ins], scales and lows float32 [count, padded ins / size].
-inline void pack_quantised(
-    int kind, const uint8_t* ints, const float* scales, const float* lows, int count, int ins, uint8_t* to) {
-  std::memset(to, 0, block_bytes(kind, ins));
-  with_format(kind, [&](auto format) {
-    typedef decltype(format) Format;
-    const int num_groups = padded(ins) / Format::SIZE;
-    for (int group = 0; group < num_groups; ++group, to += Format::BYTES) {
-      for (int lane = 0; lane < count; ++lane) {
-        auto* heads = reinterpret_cast<typename Format::Scale*>(to);
-        from_float(scales[int64_t(lane) * num_groups + group], heads + lane);
-        if (Format::HAS_LOW) from_float(lows[int64_t(lane) * num_groups + group], heads + LANES + lane);
-        for (int i = 0; i < Format::SIZE; ++i) {
-          const uint8_t value = ints[int64_t(lane) * padded(ins) + group * Format::SIZE + i];
-          uint8_t* body = to + Format::SCALE_BYTES;
-          if (Format::BITS == 8) {
-            body[(i / 4 * LANES + lane) * 4 + i % 4] = value;
-          } else {
-            const int j = i % (Format::SIZE / 2);
-            body[(j / 4 * LANES + lane) * 4 + j % 4] |= i < Format::SIZE / 2 ? value & 15 : uint8_t(value << 4);
-          }
-        }
-      }
-    }
-  });
 }
 
 }  // namespace specray

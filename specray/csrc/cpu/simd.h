@@ -12,16 +12,24 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+#define SPECRAY_AVX512 1
+#endif
+
 namespace specray {
 
-#if defined(__AVX512F__)
+#if defined(SPECRAY_AVX512)
 constexpr int WIDTH = 16;
 #elif defined(__AVX__)
 constexpr int WIDTH = 8;
 #else
 constexpr int WIDTH = 4;
 #endif
+#if defined(SPECRAY_AVX512)
+constexpr int LANES = 32;  // two vectors, so that an activation is loaded once for both
+#else
 constexpr int LANES = 16;
+#endif
 constexpr int N = LANES / WIDTH;
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
@@ -61,7 +69,8 @@ inline Ints splat(int32_t value) { return Ints{} + value; }
 inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 inline Ints to_ints(Floats v) { return __builtin_convertvector(v, Ints); }
 
-inline Floats largest(Floats a, Floats b) { return a > b ? a : b; }
+// The larger lanes; NaN where one is NaN.
+inline Floats largest(Floats a, Floats b) { return a > b || a != a ? a : b; }
 
 // The sum of a vector's lanes, as a tree: the same order for every caller.
 inline float sum(Floats v) {
@@ -72,12 +81,44 @@ inline float sum(Floats v) {
   return lanes[0];
 }
 
+// The sum of each of WIDTH vectors, each added up in the same order.
+inline Floats sums_of(const Floats* v) {
+#if defined(SPECRAY_AVX512)
+  __m512 halves[8], quarters[4], pairs[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = __m512(v[i]), b = __m512(v[i + 8]);
+    halves[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xEE);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = halves[i], b = halves[i + 4];
+    quarters[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xDD);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = quarters[i], b = quarters[i + 2];
+    pairs[i] = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+  }
+  const __m512d a = _mm512_castps_pd(pairs[0]), b = _mm512_castps_pd(pairs[1]);
+  const __m512 sums = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+  return Floats(_mm512_permutexvar_ps(order, sums));
+#else
+  float sums[WIDTH];
+  for (int i = 0; i < WIDTH; ++i) sums[i] = sum(v[i]);
+  return load<Floats>(sums);
+#endif
+}
+
+// The largest lane; NaN if one is NaN.
 inline float largest_of(Floats v) {
-  float lanes[WIDTH], best;
+  float lanes[WIDTH];
   store(lanes, v);
-  best = lanes[0];
-  for (int i = 1; i < WIDTH; ++i) best = lanes[i] > best ? lanes[i] : best;
-  return best;
+  for (int half = WIDTH / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i)
+      lanes[i] = lanes[i] > lanes[i + half] || lanes[i] != lanes[i] ? lanes[i] : lanes[i + half];
+  return lanes[0];
 }
 
 // ---- conversions -------------------------------------------------------------------------------------------------
@@ -129,7 +170,7 @@ inline Floats load_floats(const bfloat16* from) {
 }
 
 inline Floats load_floats(const float16* from) {
-#if defined(__AVX512F__)
+#if defined(SPECRAY_AVX512)
   return Floats(_mm512_cvtph_ps(load<__m256i>(from)));
 #elif defined(__F16C__)
   return Floats(_mm256_cvtph_ps(load<__m128i>(from)));
@@ -146,20 +187,27 @@ inline Floats load_halves(const uint16_t* from) { return load_floats(reinterpret
 // ---- dot products of integers ------------------------------------------------------------------------------------
 
 // Sums of products of one row with a group: `add` adds, in every lane, four products of weights u8 and activations i8.
+// `start` is what the sums start from.
 //
 // SMALL weights are at most 15, so without VNNI 16 products fit into 16 bits and are widened once a group. Other weights
 // are then taken less 128 (BYTES_ARE_CENTRED), so that a pair of products fits into 16 bits.
-#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+#if defined(SPECRAY_AVX512)
 constexpr bool BYTES_ARE_CENTRED = false;
 typedef __m512i Bytes;
 
 template <bool SMALL>
 struct Dot {
-  __m512i sums = _mm512_setzero_si512();
-  inline void add(const Bytes* weights, int32_t four) {
-    sums = _mm512_dpbusd_epi32(sums, weights[0], _mm512_set1_epi32(four));
+  __m512i sums[N];
+  inline void begin(int32_t start) {
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) sums[n] = _mm512_set1_epi32(start);
   }
-  inline Ints result(int) const { return Ints(sums); }
+  inline void add(const Bytes* weights, int32_t four) {
+    const __m512i x = _mm512_set1_epi32(four);
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) sums[n] = _mm512_dpbusd_epi32(sums[n], weights[n], x);
+  }
+  inline Ints result(int n) const { return Ints(sums[n]); }
 };
 #elif defined(__AVX2__)
 constexpr bool BYTES_ARE_CENTRED = true;
@@ -167,10 +215,16 @@ typedef __m256i Bytes;
 
 template <bool SMALL>
 struct Dot {
-  __m256i sums[LANES / 8] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  __m256i sums[LANES / 8];
+  int32_t start;
+  inline void begin(int32_t value) {
+    start = value;
+#pragma GCC unroll 4
+    for (int n = 0; n < LANES / 8; ++n) sums[n] = _mm256_setzero_si256();
+  }
   inline void add(const Bytes* weights, int32_t four) {
     const __m256i x = _mm256_set1_epi32(four);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int n = 0; n < LANES / 8; ++n) {
       if (SMALL) {
         sums[n] = _mm256_add_epi16(sums[n], _mm256_maddubs_epi16(weights[n], x));
@@ -182,7 +236,7 @@ struct Dot {
     }
   }
   inline Ints result(int n) const {
-    return Ints(SMALL ? _mm256_madd_epi16(sums[n], _mm256_set1_epi16(1)) : sums[n]);
+    return Ints(SMALL ? _mm256_madd_epi16(sums[n], _mm256_set1_epi16(1)) : sums[n]) + start;
   }
 };
 #else
@@ -193,7 +247,10 @@ struct Bytes {
 
 template <bool SMALL>
 struct Dot {
-  Ints sums[N] = {};
+  Ints sums[N];
+  inline void begin(int32_t start) {
+    for (Ints& part : sums) part = splat(start);
+  }
   inline void add(const Bytes* weights, int32_t four) {
     int8_t x[4];
     std::memcpy(x, &four, 4);

@@ -15,7 +15,6 @@ from specray.ops.cpu.build import BuildError, build
 logger = logging.getLogger(__name__)
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Kind` in matrix.h
-LANES = 16  # output channels of a block
 GROUP = 32  # activations that share a scale
 
 
@@ -105,6 +104,7 @@ class Kernels:
         library = ctypes.CDLL(str(path))
         library.specray_target.restype = c_char_p
         self.target: str = library.specray_target().decode()
+        self.lanes: int = library.specray_lanes()  # output channels of a block
         self.block_bytes = library.specray_block_bytes
         self.block_bytes.argtypes, self.block_bytes.restype = [c_int32, c_int32], c_int64
         self.pack_dense = library.specray_pack_dense

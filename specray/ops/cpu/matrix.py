@@ -5,11 +5,11 @@ import ctypes
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.library import FLOAT_TYPES, GROUP, LANES, Kernels, Matrix, pointer
+from specray.ops.cpu.library import FLOAT_TYPES, GROUP, Kernels, Matrix, pointer
 from specray.ops.cpu.threads import num_threads
 from specray.ops.grouped_weight import GroupedWeight, Weight
 
-_CHUNK = 1024  # output channels packed at a time, a multiple of LANES
+_CHUNK = 1024  # output channels packed at a time, a multiple of a block's
 # (bits, whether there are lows, inputs of a group, whether scales are float16) -> `Kind` in matrix.h
 _KINDS = {
     (4, False, 32, True): 3,
@@ -33,8 +33,8 @@ class PackedMatrix:
         self.columns, self.ins = weight.shape
         self._kernels = kernels
         self._data = _packed(kernels, [weight])
-        self._bias = None if bias is None else _padded(bias.float())
-        self.struct = _struct(weight, -(-self.columns // LANES), self._data, self._bias)
+        self._bias = None if bias is None else _padded(bias.float(), kernels.lanes)
+        self.struct = _struct(weight, _padded_size(self.columns, kernels.lanes), self._data, self._bias)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """`dtype` is that of the result, by default x's."""
@@ -61,7 +61,7 @@ class GatedMatrix:
         self.columns, self.ins = gate.shape
         self._kernels = kernels
         self._data = _packed(kernels, [gate, up])
-        self.struct = _struct(gate, 2 * -(-self.columns // LANES), self._data, None)
+        self.struct = _struct(gate, 2 * _padded_size(self.columns, kernels.lanes), self._data, None)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -89,9 +89,9 @@ def kind_of(weight: Weight) -> int:
     return _KINDS[weight.bits, has_lows, weight.size, is_half and weight.size == 32]
 
 
-def _struct(weight: Weight, num_blocks: int, data: Tensor, bias: Tensor | None) -> Matrix:
+def _struct(weight: Weight, outs: int, data: Tensor, bias: Tensor | None) -> Matrix:
     zero = 0 if isinstance(weight, Tensor) else weight.zero
-    return Matrix(kind_of(weight), num_blocks * LANES, weight.shape[1], zero, pointer(data), pointer(bias))
+    return Matrix(kind_of(weight), outs, weight.shape[1], zero, pointer(data), pointer(bias))
 
 
 def _packed(kernels: Kernels, weights: list[Weight]) -> Tensor:
@@ -99,10 +99,11 @@ def _packed(kernels: Kernels, weights: list[Weight]) -> Tensor:
     kinds, (outs, ins), step = {kind_of(weight) for weight in weights}, weights[0].shape, len(weights)
     assert len(kinds) == 1, kinds
     kind = kinds.pop()
-    data = torch.empty(step * -(-outs // LANES) * kernels.block_bytes(kind, ins), dtype=torch.uint8)
+    num_blocks = step * _padded_size(outs, kernels.lanes) // kernels.lanes
+    data = torch.empty(num_blocks * kernels.block_bytes(kind, ins), dtype=torch.uint8)
     for place, weight in enumerate(weights):
         for first in range(0, outs, _CHUNK):
-            block = place + step * (first // LANES)
+            block = place + step * (first // kernels.lanes)
             part = slice(first, min(first + _CHUNK, outs))
             if isinstance(weight, Tensor):
                 rows = weight[part].float().contiguous()
@@ -120,5 +121,9 @@ def _pack_groups(kernels: Kernels, kind: int, weight: GroupedWeight, data: int |
     kernels.pack_quantised(kind, pointer(ints), pointer(scales), pointer(lows), count, ins, data, block, step)
 
 
-def _padded(bias: Tensor) -> Tensor:
-    return torch.nn.functional.pad(bias, (0, -len(bias) % LANES)).contiguous()
+def _padded(bias: Tensor, lanes: int) -> Tensor:
+    return torch.nn.functional.pad(bias, (0, -len(bias) % lanes)).contiguous()
+
+
+def _padded_size(outs: int, lanes: int) -> int:
+    return -(-outs // lanes) * lanes

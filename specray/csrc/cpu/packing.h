@@ -1,0 +1,51 @@
+// Weight matrices packed into the blocks of matrix.h, once, when a model is loaded.
+#pragma once
+
+#include "matrix.h"
+
+namespace specray {
+
+// One block of a dense matrix from its rows, float32 [count, ins]; channels from `count` on are zero.
+inline void pack_dense(int kind, const float* rows, int count, int ins, uint8_t* to) {
+  std::memset(to, 0, block_bytes(kind, ins));
+  for (int lane = 0; lane < count; ++lane) {
+    for (int i = 0; i < ins; ++i) {
+      const float value = rows[int64_t(lane) * ins + i];
+      const int64_t plain = int64_t(i) * LANES + lane, paired = (int64_t(i / 2) * LANES + lane) * 2 + i % 2;
+      if (kind == FLOAT32) reinterpret_cast<float*>(to)[plain] = value;
+      if (kind == FLOAT16) from_float(value, reinterpret_cast<float16*>(to) + plain);
+      if (kind == BFLOAT16) from_float(value, reinterpret_cast<bfloat16*>(to) + (HAS_PAIRS ? paired : plain));
+    }
+  }
+}
+
+// One block of a quantised matrix: integers u8 [count, padded ins], scales and lows float32 [count, padded ins / size].
+inline void pack_quantised(
+    int kind, const uint8_t* ints, const float* scales, const float* lows, int count, int ins, uint8_t* to) {
+  std::memset(to, 0, block_bytes(kind, ins));
+  with_format(kind, [&](auto format) {
+    typedef decltype(format) Format;
+    const int num_groups = padded(ins) / Format::SIZE;
+    auto* to_scales = reinterpret_cast<typename Format::Scale*>(to);
+    auto* to_lows = reinterpret_cast<typename Format::Scale*>(to + Format::scale_bytes(ins));
+    uint8_t* body = to + Format::scale_bytes(ins) * (Format::HAS_LOW ? 2 : 1);
+    for (int group = 0; group < num_groups; ++group, body += Format::INT_BYTES) {
+      for (int lane = 0; lane < count; ++lane) {
+        const int64_t from = int64_t(lane) * num_groups + group;
+        from_float(scales[from], to_scales + group * LANES + lane);
+        if (Format::HAS_LOW) from_float(lows[from], to_lows + group * LANES + lane);
+        for (int i = 0; i < Format::SIZE; ++i) {
+          const uint8_t value = ints[int64_t(lane) * padded(ins) + group * Format::SIZE + i];
+          if (Format::BITS == 8) {
+            body[(i / 4 * LANES + lane) * 4 + i % 4] = value;
+          } else {
+            const int j = i % (Format::SIZE / 2);
+            body[(j / 4 * LANES + lane) * 4 + j % 4] |= i < Format::SIZE / 2 ? value & 15 : uint8_t(value << 4);
+          }
+        }
+      }
+    }
+  });
+}
+
+}  // namespace specray
