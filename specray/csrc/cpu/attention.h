@@ -70,62 +70,88 @@ inline const float* pool_row(const Pool& pool, int64_t slot, int which, int head
   return buffer;
 }
 
-inline float dot(const float* a, const float* b, int dim) {
-  Floats sums{};
+// Scores of WIDTH keys: the dot products of q with each.
+inline Floats dots(const float* q, const float* const* k, int dim) {
+  Floats sums[WIDTH] = {};
   int d = 0;
-  for (; d + WIDTH <= dim; d += WIDTH) sums += load<Floats>(a + d) * load<Floats>(b + d);
-  float total = sum(sums);
-  for (; d < dim; ++d) total += a[d] * b[d];
-  return total;
+  for (; d + WIDTH <= dim; d += WIDTH) {
+    const Floats part = load<Floats>(q + d);
+#pragma GCC unroll 16
+    for (int key = 0; key < WIDTH; ++key) sums[key] += part * load<Floats>(k[key] + d);
+  }
+  Floats totals = sums_of(sums);
+  for (; d < dim; ++d)
+    for (int key = 0; key < WIDTH; ++key) totals[key] += q[d] * k[key][d];
+  return totals;
 }
 
 // One query head: its softmax over blocks, as it goes.
 struct Running {
   const float* q;
   float* out;  // [dim], the weighted sum of values
-  float largest = -INFINITY;
+  float most = -INFINITY;
   float total = 0.0f;
-  alignas(64) float weights[KEYS] = {};
 
   Running(const float* q, float* out) : q(q), out(out) {}
 
-  // Adds a block of `count` keys, of which the first `skipped` are outside the window.
+  // Adds a block of `count` keys, of which the first `skipped` are outside the window. k and v have KEYS rows; what
+  // those from `count` on hold does not matter.
   void add(const float* const* k, const float* const* v, int skipped, int count, int dim, float scale) {
-    float best = largest;
-    for (int key = 0; key < KEYS; ++key) {
-      const bool is_seen = key >= skipped && key < count;
-      weights[key] = is_seen ? dot(q, k[key], dim) * scale : -INFINITY;
-      if (is_seen) best = weights[key] > best || weights[key] != weights[key] ? weights[key] : best;
+    alignas(64) float weights[KEYS];
+    Ints places;
+    for (int i = 0; i < WIDTH; ++i) places[i] = i;
+    Floats best = splat(-INFINITY);
+    for (int key = 0; key < count; key += WIDTH) {
+      const Ints is_seen = (places + key >= skipped) & (places + key < count);
+      const Floats scores = is_seen ? dots(q, k + key, dim) * scale : splat(-INFINITY);
+      store(weights + key, scores);
+      best = largest(best, scores);
     }
-    if (skipped >= count) return;
-    const float shrink = largest == -INFINITY ? 0.0f : exp_of(largest - best);
+    const float before = most;
+    most = largest_of(largest(splat(before), best));
+    const float shrink = before == -INFINITY ? 0.0f : exp_of(before - most);
     Floats sums{};
-    for (int key = 0; key < KEYS; key += WIDTH) {
-      const Floats p = exp_of(load<Floats>(weights + key) - best);
+    for (int key = 0; key < count; key += WIDTH) {
+      const Floats p = exp_of(load<Floats>(weights + key) - most);
       store(weights + key, p);
       sums += p;
     }
     total = total * shrink + sum(sums);
-    largest = best;
     int d = 0;
     constexpr int STRIPE = 4;  // native vectors of the output at a time
-    for (; d + STRIPE * WIDTH <= dim; d += STRIPE * WIDTH) {
-      Floats parts[STRIPE];
-#pragma GCC unroll 4
-      for (int s = 0; s < STRIPE; ++s) parts[s] = load<Floats>(out + d + s * WIDTH) * shrink;
-      for (int key = skipped; key < count; ++key) {
-        const float p = weights[key];
-#pragma GCC unroll 4
-        for (int s = 0; s < STRIPE; ++s) parts[s] += load<Floats>(v[key] + d + s * WIDTH) * p;
-      }
-#pragma GCC unroll 4
-      for (int s = 0; s < STRIPE; ++s) store(out + d + s * WIDTH, parts[s]);
-    }
+    for (; d + STRIPE * WIDTH <= dim; d += STRIPE * WIDTH) add_values<STRIPE>(v, weights, d, skipped, count, shrink);
+    for (; d + WIDTH <= dim; d += WIDTH) add_values<1>(v, weights, d, skipped, count, shrink);
     for (; d < dim; ++d) {
       float part = out[d] * shrink;
       for (int key = skipped; key < count; ++key) part = std::fma(v[key][d], weights[key], part);
       out[d] = part;
     }
+  }
+
+ private:
+  // out[d ...] = shrink * out[d ...] + the weighted values; keys with even and with odd numbers are summed apart.
+  template <int STRIPE>
+  void add_values(const float* const* v, const float* weights, int d, int skipped, int count, float shrink) {
+    Floats parts[2][STRIPE];
+#pragma GCC unroll 4
+    for (int s = 0; s < STRIPE; ++s) {
+      parts[0][s] = load<Floats>(out + d + s * WIDTH) * shrink;
+      parts[1][s] = Floats{};
+    }
+    const auto add_key = [&](int key, Floats* sums) {
+      const float p = weights[key];
+#pragma GCC unroll 4
+      for (int s = 0; s < STRIPE; ++s) sums[s] += load<Floats>(v[key] + d + s * WIDTH) * p;
+    };
+    int key = skipped;
+    if (key % 2) add_key(key++, parts[1]);
+    for (; key + 2 <= count; key += 2) {
+      add_key(key, parts[0]);
+      add_key(key + 1, parts[1]);
+    }
+    if (key < count) add_key(key, parts[0]);
+#pragma GCC unroll 4
+    for (int s = 0; s < STRIPE; ++s) store(out + d + s * WIDTH, parts[0][s] + parts[1][s]);
   }
 };
 
@@ -150,7 +176,7 @@ void attend_tile(
       runs.emplace_back(q + query * q_stride + head * dim, to);
     }
   }
-  buffer.resize(int64_t(4) * KEYS * dim);
+  buffer.resize(int64_t(4) * KEYS * dim);  // zeros where nothing was loaded
   float *shared_k = buffer.data(), *shared_v = shared_k + KEYS * dim, *own_k = shared_v + KEYS * dim,
         *own_v = own_k + KEYS * dim;
   const int64_t* slots = requests.kv_slots + int64_t(request) * requests.slots_width;
@@ -160,6 +186,8 @@ void attend_tile(
   for (int block = first / KEYS * KEYS; block < most; block += KEYS) {
     const float *k[KEYS], *v[KEYS];
     const int loaded = std::max(0, std::min(KEYS, most_shared - block));
+    std::fill(k + loaded, k + KEYS, shared_k);
+    std::fill(v + loaded, v + KEYS, shared_v);
     for (int key = 0; key < loaded; ++key) {
       k[key] = pool_row<T>(pool, slots[block + key], 0, kv_head, shared_k + key * dim);
       v[key] = pool_row<T>(pool, slots[block + key], 1, kv_head, shared_v + key * dim);
@@ -172,15 +200,12 @@ void attend_tile(
       const float* const* use_v = v;
       const int shared = std::max(0, std::min(count, keys[i].shared - block));
       if (shared < count) {
-        for (int key = 0; key < count; ++key) {
-          if (key < shared) {
-            own[key] = k[key];
-            own_values[key] = v[key];
-          } else {
-            const int64_t slot = keys[i].others[block + key - keys[i].shared];
-            own[key] = pool_row<T>(pool, slot, 0, kv_head, own_k + key * dim);
-            own_values[key] = pool_row<T>(pool, slot, 1, kv_head, own_v + key * dim);
-          }
+        std::copy(k, k + KEYS, own);
+        std::copy(v, v + KEYS, own_values);
+        for (int key = shared; key < count; ++key) {
+          const int64_t slot = keys[i].others[block + key - keys[i].shared];
+          own[key] = pool_row<T>(pool, slot, 0, kv_head, own_k + key * dim);
+          own_values[key] = pool_row<T>(pool, slot, 1, kv_head, own_v + key * dim);
         }
         use_k = own;
         use_v = own_values;

@@ -92,7 +92,7 @@ inline int64_t block_bytes(int kind, int ins) {
 // ---- products ----------------------------------------------------------------------------------------------------
 
 #if defined(SPECRAY_AVX512)
-constexpr int MAX_TILE = 6;  // rows of which all sums stay in registers
+constexpr int MAX_TILE = 8;  // rows whose sums fit into registers, more or less
 #else
 constexpr int MAX_TILE = 4;
 #endif
@@ -156,23 +156,23 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
   const int64_t to_lows = Format::scale_bytes(ins) / sizeof(typename Format::Scale);
   const uint8_t* ints = block + Format::scale_bytes(ins) * (Format::HAS_LOW ? 2 : 1);
   const int8_t* x[R];
-  const int32_t* parts[R];
-  const float* x_scales[R];
+  const int32_t* totals[R];
+  const float *masses[R], *x_scales[R];
   for (int r = 0; r < R; ++r) {
     x[r] = rows.bytes(first + r);
-    parts[r] = rows.sums(first + r);
+    totals[r] = rows.totals(first + r);
+    masses[r] = rows.masses(first + r);
     x_scales[r] = rows.scales(first + r);
   }
   Floats sums[R][N] = {};
   const int num_groups = padded(ins) / Format::SIZE;
   for (int group = 0; group < num_groups; ++group, scales += LANES) {
     Dot<SMALL> dots[R];
-    int32_t totals[R];
+    const auto of_group = [&](const auto* halves) {
+      return Format::SIZE == 32 ? halves[2 * group] + halves[2 * group + 1] : halves[group];
+    };
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      totals[r] = Format::SIZE == 32 ? parts[r][2 * group] + parts[r][2 * group + 1] : parts[r][group];
-      dots[r].begin(offset * totals[r]);
-    }
+    for (int r = 0; r < R; ++r) dots[r].begin(offset * of_group(totals[r]));
 #pragma GCC unroll 8
     for (int quad = 0; quad < (SMALL ? QUADS / 2 : QUADS); ++quad, ints += VECTOR) {
       Bytes low[N], high[N];
@@ -198,7 +198,7 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
       for (int r = 0; r < R; ++r) {
         const float x_scale = x_scales[r][group * Format::SIZE / GROUP];
         sums[r][n] += to_floats(dots[r].result(n)) * (scale * x_scale);
-        if (Format::HAS_LOW) sums[r][n] += load_floats(scales + to_lows + n * WIDTH) * (x_scale * float(totals[r]));
+        if (Format::HAS_LOW) sums[r][n] += load_floats(scales + to_lows + n * WIDTH) * of_group(masses[r]);
       }
     }
   }
@@ -232,7 +232,9 @@ inline void tile_of(int count, const Matrix& matrix, const uint8_t* block, const
 #if defined(SPECRAY_AVX512)
     case 4: return tile<4>(matrix, block, rows, first, out);
     case 5: return tile<5>(matrix, block, rows, first, out);
-    default: return tile<6>(matrix, block, rows, first, out);
+    case 6: return tile<6>(matrix, block, rows, first, out);
+    case 7: return tile<7>(matrix, block, rows, first, out);
+    default: return tile<8>(matrix, block, rows, first, out);
 #else
     default: return tile<4>(matrix, block, rows, first, out);
 #endif

@@ -21,7 +21,8 @@ class Rows {
     if (form == Form::BYTES) {
       bytes_.resize(int64_t(count) * wide_);
       scales_.resize(int64_t(count) * wide_ / GROUP);
-      sums_.resize(int64_t(count) * wide_ / 16);
+      totals_.resize(int64_t(count) * wide_ / 16);
+      masses_.resize(int64_t(count) * wide_ / 16);
     } else if (form == Form::PAIRS) {
       pairs_.resize(int64_t(count + 15) / 16 * 16 * wide_);  // whole tiles of 16 rows
     } else {
@@ -51,14 +52,17 @@ class Rows {
   const bfloat16* pairs(int row) const { return pairs_.data() + int64_t(row) * wide_; }
   const int8_t* bytes(int row) const { return bytes_.data() + int64_t(row) * wide_; }
   const float* scales(int row) const { return scales_.data() + int64_t(row) * wide_ / GROUP; }
-  const int32_t* sums(int row) const { return sums_.data() + int64_t(row) * wide_ / 16; }  // of 16 bytes each
+  // Sums of 16 bytes each, and what these stand for.
+  const int32_t* totals(int row) const { return totals_.data() + int64_t(row) * wide_ / 16; }
+  const float* masses(int row) const { return masses_.data() + int64_t(row) * wide_ / 16; }
 
  private:
   void quantise(int row, const float* x) {
     int8_t* to = bytes_.data() + int64_t(row) * wide_;
     float* scales = scales_.data() + int64_t(row) * wide_ / GROUP;
-    int32_t* sums = sums_.data() + int64_t(row) * wide_ / 16;
-    for (int first = 0; first < wide_; first += GROUP, to += GROUP, ++scales, sums += 2) {
+    int32_t* totals = totals_.data() + int64_t(row) * wide_ / 16;
+    float* masses = masses_.data() + int64_t(row) * wide_ / 16;
+    for (int first = 0; first < wide_; first += GROUP, to += GROUP, ++scales, totals += 2, masses += 2) {
       float last[GROUP] = {};
       const float* from = x + first;
       if (first + GROUP > ins_) {
@@ -74,29 +78,28 @@ class Rows {
       const bool is_finite = size <= 3.0e38f;
       *scales = is_finite ? size / 127.0f : NAN;
       const Floats inverse = splat(size > 1e-35f && is_finite ? 127.0f / size : 0.0f);
-      int32_t rounded[GROUP];
-      for (int i = 0; i < GROUP; i += WIDTH) {
-        const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, ties to even
-        const Ints v = to_ints((load<Floats>(from + i) * inverse + magic) - magic);
-        store(rounded + i, is_finite ? v : Ints{});
-      }
       for (int half = 0; half < 2; ++half) {
-        int32_t sum = 0;
-        for (int i = half * 16; i < half * 16 + 16; ++i) {
-          to[i] = int8_t(rounded[i]);
-          sum += rounded[i];
+        typedef int8_t Small __attribute__((vector_size(WIDTH)));
+        Ints sum_of_half{};
+        for (int i = half * 16; i < half * 16 + 16; i += WIDTH) {
+          const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, ties to even
+          const Floats rounded = (load<Floats>(from + i) * inverse + magic) - magic;
+          const Ints v = is_finite ? to_ints(rounded) : Ints{};
+          store(to + i, __builtin_convertvector(v, Small));
+          sum_of_half += v;
         }
-        sums[half] = sum;
+        totals[half] = sum(sum_of_half);
+        masses[half] = *scales * float(totals[half]);
       }
     }
   }
 
   const Form form_;
   const int ins_, wide_;
-  std::vector<float> floats_, scales_;
+  std::vector<float> floats_, scales_, masses_;
   std::vector<bfloat16> pairs_;
   std::vector<int8_t> bytes_;
-  std::vector<int32_t> sums_;
+  std::vector<int32_t> totals_;
 };
 
 }  // namespace specray

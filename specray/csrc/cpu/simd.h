@@ -74,11 +74,23 @@ inline Floats largest(Floats a, Floats b) { return a > b || a != a ? a : b; }
 
 // The sum of a vector's lanes, as a tree: the same order for every caller.
 inline float sum(Floats v) {
+#if defined(SPECRAY_AVX512)
+  return _mm512_reduce_add_ps(__m512(v));
+#endif
   float lanes[WIDTH];
   store(lanes, v);
   for (int half = WIDTH / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   return lanes[0];
+}
+
+inline int32_t sum(Ints v) {
+#if defined(SPECRAY_AVX512)
+  return _mm512_reduce_add_epi32(__m512i(v));
+#endif
+  int32_t total = 0;
+  for (int i = 0; i < WIDTH; ++i) total += v[i];
+  return total;
 }
 
 // The sum of each of WIDTH vectors, each added up in the same order.
@@ -113,6 +125,9 @@ inline Floats sums_of(const Floats* v) {
 
 // The largest lane; NaN if one is NaN.
 inline float largest_of(Floats v) {
+#if defined(SPECRAY_AVX512)
+  return sum(v != v) ? NAN : _mm512_reduce_max_ps(__m512(v));
+#endif
   float lanes[WIDTH];
   store(lanes, v);
   for (int half = WIDTH / 2; half > 0; half /= 2)
