@@ -45,6 +45,13 @@ class ServerConfig(Options):
     log_interval_s: float = Field(
         10.0, ge=0.1, le=3600.0, description="Seconds between statistics in the log while there is traffic."
     )
+    stream_interval_ms: float = Field(
+        20.0,
+        ge=0.0,
+        le=1000.0,
+        description="Milliseconds for which tokens of a stream may be held, so that a chunk has the tokens of several "
+        "fast steps. A first token and the end of a reply are sent at once. 0 sends each step's tokens by themselves.",
+    )
     metrics_interval_s: float = Field(1.0, ge=0.1, le=60.0, description="Seconds between exports of metrics to Ray.")
     lease_s: float = Field(
         10.0,

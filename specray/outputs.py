@@ -68,6 +68,16 @@ class RequestOutput(NamedTuple):
     usage: RequestUsage
 
 
+def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Two consecutive outputs of a request as one."""
+    has_logprobs = first.logprobs is not None or second.logprobs is not None
+    return second._replace(
+        token_ids=first.token_ids + second.token_ids,
+        text=first.text + second.text,
+        logprobs=(first.logprobs or []) + (second.logprobs or []) if has_logprobs else None,
+    )
+
+
 @dataclass(slots=True)
 class Completion:
     """One choice of a finished generation."""

@@ -1,15 +1,18 @@
 """The engine's step loop in its own thread.
 
-`deliver` is called in the loop's thread with all outputs of a step; it must pass them on to the caller's event loop.
+`deliver` is called in the loop's thread with the outputs of one or several steps; it must pass them on to the caller's
+event loop.
 Every submitted request ends in exactly one output with a finish reason, even if the loop fails.
 """
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from specray.config import SpeculativeConfig
 from specray.engine.engine import Engine
+from specray.engine.output_buffer import OutputBuffer
 from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError, QueueFullError
 from specray.metrics import Snapshot
@@ -25,9 +28,13 @@ class AsyncEngine:
     caller waits for a step.
     """
 
-    def __init__(self, engine: Engine, deliver: Callable[[list[RequestOutput]], None]) -> None:
+    def __init__(
+        self, engine: Engine, deliver: Callable[[list[RequestOutput]], None], stream_interval_s: float = 0.0
+    ) -> None:
+        """`stream_interval_s` is how long outputs may be held, see OutputBuffer."""
         self._engine = engine
         self._deliver = deliver
+        self._buffer = OutputBuffer(stream_interval_s, time.monotonic)
         self._arrived: list[EngineRequest] = []
         self._aborted: list[str] = []
         self._drafting: tuple[SpeculativeConfig, int] | None = None
@@ -122,8 +129,8 @@ class AsyncEngine:
     def _publish(self, outputs: list[RequestOutput]) -> None:
         self._engine.update_gauges()
         self._snapshot = self._engine.stats.snapshot()
-        if outputs:
-            self._deliver(outputs)
+        if ready := self._buffer.add(outputs):
+            self._deliver(ready)
 
     def _fail(self, message: str) -> None:
         with self._changed:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from specray.layers.module import Layer
 from specray.layers.parallel import RankGroup
+from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.grouped_weight import Weight
 from specray.ops.linear import make_gated, make_linear
 
@@ -80,5 +81,8 @@ class VocabHead(Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab_size]"""
-        logits = self.group.gather(self.run(hidden_states))
-        return logits[:, : self._vocab_size].to(torch.float32)
+        if isinstance(self.run, PackedMatrix):  # the sums are float32 already
+            logits = self.run(hidden_states, torch.float32)
+        else:
+            logits = self.run(hidden_states).to(torch.float32)
+        return self.group.gather(logits)[:, : self._vocab_size]

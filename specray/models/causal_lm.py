@@ -140,7 +140,7 @@ class CausalLM(nn.Module):
         hidden, last = embedded.float(), len(self.layers)
         taps = sorted({index for index in aux_hidden_state_layers if 0 <= index < last})
         states = dict(zip(taps, layers(hidden, positions, attend, taps), strict=True))
-        final = layers.norm(hidden, self.norm.weight)
+        final = self.norm(hidden)
         states |= {BEFORE_FINAL_NORM: hidden, last: final}
         return final, [states[index].to(embedded.dtype) for index in aux_hidden_state_layers]
 

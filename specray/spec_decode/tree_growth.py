@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.ops.attention import Attend, AttentionBackend, AttentionBatch
+from specray.ops.likeliest import likeliest
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext
 from specray.spec_decode.eagle_tree import CandidatePool
@@ -148,8 +149,8 @@ class TreeGrower:
             if self._shape.returns_draft_probs:
                 level_probs.append(noise.probs(logits[:, 0], self._model.draft_token_ids))
             logits = noise.added(logits, level, self._model.draft_token_ids)
-        best = logits.softmax(-1).topk(self._shape.topk)
-        return best.values, self._model.target_ids(best.indices)
+        probs, ids = likeliest(logits, self._shape.topk)
+        return probs, self._model.target_ids(ids)
 
 
 def by_layer(plans: Sequence[Attend]) -> Attend:

@@ -4,6 +4,7 @@
 
 #include "layers.h"
 #include "packing.h"
+#include "selection.h"
 
 using namespace specray;
 
@@ -135,9 +136,21 @@ void specray_layers(
   run_layers(layers, num_layers, *sizes, *step, first_input, hidden, taps, num_threads);
 }
 
-// y [count, size] = RMS norm of x.
-void specray_norm(const float* x, const float* weight, int64_t count, int32_t size, float eps, float* y) {
-  for (int64_t r = 0; r < count; ++r) norm(x + r * size, weight, size, eps, y + r * size);
+// y [count, size] = RMS norm of x; both are of `type`.
+void specray_norm(const void* x, const float* weight, int64_t count, int32_t size, float eps, void* y, int32_t type) {
+  std::vector<float> row(size);
+  for (int64_t r = 0; r < count; ++r) {
+    read_row(x, type, r * size, size, row.data());
+    norm(row.data(), weight, size, eps, row.data());
+    write_values(row.data(), size, y, type, r * size);
+  }
+}
+
+// The k largest logits of each row [count, size], best first and the lower index first among equals: their softmax
+// probabilities and indexes [count, k]. A row with a NaN has NaN probabilities.
+void specray_likeliest(
+    const float* logits, int64_t count, int64_t size, int32_t k, float* probs, int64_t* indexes) {
+  for (int64_t r = 0; r < count; ++r) likeliest(logits + r * size, int(size), k, probs + r * k, indexes + r * k);
 }
 
 }  // extern "C"

@@ -47,7 +47,6 @@ class FusedLayers:
         self._layers = (Layer * len(layers))(*(self._struct(layer) for layer in layers))
         self._sizes = Sizes(first.out.columns, first.gate_up.columns, num_heads, num_kv_heads, dim, eps)
         self._cos, self._sin = cos_sin
-        self._eps = eps
 
     def __call__(
         self,
@@ -88,12 +87,6 @@ class FusedLayers:
             num_threads(),
         )
         return [copies[index] for index in taps]
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm of float32 rows, as inside the layers."""
-        weight, y = weight.float().contiguous(), torch.empty_like(x)
-        self._kernels.norm(pointer(x), pointer(weight), len(x), x.shape[1], self._eps, pointer(y))
-        return y
 
     def _struct(self, layer: LayerParts) -> Layer:
         norms = [self._weight(norm) for norm in (layer.input_norm, layer.q_norm, layer.k_norm, layer.ffn_norm)]

@@ -136,9 +136,12 @@ class Kernels:
             c_int32,
         ]
         self.norm = library.specray_norm
-        self.norm.argtypes = [c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p]
-        for function in (self.pack_dense, self.pack_quantised, self.linear, self.attention, self.layers, self.norm):
+        self.norm.argtypes = [c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p, c_int32]
+        self.likeliest = library.specray_likeliest
+        self.likeliest.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p]
+        for function in (self.pack_dense, self.pack_quantised, self.linear, self.gated, self.attention, self.layers):
             function.restype = None
+        self.norm.restype = self.likeliest.restype = None
 
 
 @functools.cache

@@ -10,7 +10,9 @@ from torch import Tensor
 from specray.ops.cpu import threads
 from specray.ops.cpu.library import Kernels, kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
+from specray.ops.cpu.norm import rms_norm
 from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4, to_int8
+from specray.ops.likeliest import likeliest
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
 
@@ -126,3 +128,30 @@ def test_rounded_weights_are_close(to_groups: Callable[[Tensor], GroupedWeight],
     assert (rounded.float() - weight).norm() / weight.norm() < error
     assert not rounded.float()[3, :32].any()
     torch.testing.assert_close(rounded.float()[4], weight[4], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 24, 576, 1000])
+def test_norms_are_close_to_float64(dtype: torch.dtype, size: int) -> None:
+    x, weight = (random(5, 2, size) * 3).to(dtype), random(size)
+    exact = torch.nn.functional.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+    precision = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, rtol=precision, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+@pytest.mark.parametrize("size", [10, 63, 64, 1000])
+def test_likeliest_tokens_are_those_of_a_stable_sort(size: int, count: int) -> None:
+    logits = (random(4, 2, size) * 4).round() / 2  # with ties
+    probs, indexes = likeliest(logits, count)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    assert torch.equal(indexes, order)
+    torch.testing.assert_close(probs, logits.softmax(-1).gather(-1, order))
+
+
+def test_the_likeliest_tokens_of_a_row_with_nan_have_nan_probabilities() -> None:
+    logits = random(3, 200)
+    logits[1, 150] = math.nan
+    probs, _ = likeliest(logits, 4)
+    assert probs[1].isnan().all()
+    assert probs[[0, 2]].isfinite().all()

@@ -1,0 +1,43 @@
+// The likeliest tokens of a row of logits.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+
+namespace specray {
+
+// See specray_likeliest.
+inline void likeliest(const float* logits, int size, int k, float* probs, int64_t* indexes) {
+  constexpr int CHUNK = 4 * WIDTH;
+  int found = 0;
+  float worst = -INFINITY;  // of the k best so far; probs holds their logits until the end
+  const auto add = [&](int index) {
+    const float value = logits[index];
+    if (found == k && !(value > worst)) return;
+    int place = found < k ? found++ : k - 1;
+    for (; place > 0 && !(probs[place - 1] >= value); --place) {
+      probs[place] = probs[place - 1];
+      indexes[place] = indexes[place - 1];
+    }
+    probs[place] = value;
+    indexes[place] = index;
+    if (found == k) worst = probs[k - 1];
+  };
+  int i = 0;
+  for (; i + CHUNK <= size; i += CHUNK) {
+    Floats most = load<Floats>(logits + i);
+    for (int part = WIDTH; part < CHUNK; part += WIDTH) most = largest(most, load<Floats>(logits + i + part));
+    if (found == k && sum(most > worst) == 0) continue;
+    for (int index = i; index < i + CHUNK; ++index) add(index);
+  }
+  for (; i < size; ++i) add(i);
+  const float most = probs[0];
+  Floats sums{};
+  for (i = 0; i + WIDTH <= size; i += WIDTH) sums += exp_of(load<Floats>(logits + i) - most);
+  float total = sum(sums);
+  for (; i < size; ++i) total += exp_of(logits[i] - most);
+  for (int place = 0; place < k; ++place) probs[place] = exp_of(probs[place] - most) / total;
+}
+
+}  // namespace specray

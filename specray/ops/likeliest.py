@@ -1,0 +1,19 @@
+"""The likeliest tokens of each row of logits, and the selection of the kernel."""
+
+import torch
+from torch import Tensor
+
+from specray.ops.cpu.library import kernels, pointer
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(probabilities, indexes) [..., count] of the highest of float32 `logits` [..., V], best first."""
+    own = kernels() if logits.device.type == "cpu" else None
+    if own is None:
+        best = logits.softmax(-1).topk(count)
+        return best.values, best.indices
+    logits, shape = logits.contiguous(), (*logits.shape[:-1], count)
+    probs, indexes = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
+    size = logits.shape[-1]
+    own.likeliest(pointer(logits), logits.numel() // size, size, count, pointer(probs), pointer(indexes))
+    return probs, indexes
