@@ -28,6 +28,7 @@ def load(options: Options) -> Engine:
     method = f"COMMON_SPECULATIVE_TYPE_{MODES[options.mode]}"
     params.speculative.types = [getattr(xllamacpp.common_speculative_type, method)]
     server: Any = xllamacpp.Server(params)
+
     def answer(prompts: list[list[int]], max_tokens: int) -> Answer:
         url = f"{server.listening_address}/completion"  # also keeps the server, which ends with its last reference
         start = time.perf_counter()
