@@ -8,6 +8,7 @@ PYTEST_ARGS ?=
 # A worker takes a core and a gigabyte.
 PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile
 BENCH_ARGS ?=
+PEERS_ARGS ?=
 DEMO_ARGS ?=
 CHAOS_ARGS ?=
 # Where `make heads` works (5 KB a token of answers), what it asks beside what the target asks itself (JSON Lines with
@@ -28,7 +29,7 @@ INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.docs-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format bench heads draft mtp chaos docs clean distclean
+.PHONY: help install demo test test-fast lint format bench bench-peers heads draft mtp chaos docs clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -76,6 +77,9 @@ format: $(INSTALLED)  ## rewrite the code in the project's style
 
 bench: $(INSTALLED)  ## measure the README's figures on this machine: tens of minutes
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+bench-peers: $(INSTALLED)  ## measure beside vLLM, llama.cpp, OpenVINO and transformers, each in an environment of its own
+	$(BIN)/python -m benchmarks.peers $(if $(TORCH_ARGS),--torch-args="$(TORCH_ARGS)") $(PEERS_ARGS)
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; goes on where it stopped
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 7168 --run $(HEADS_DIR)/eagle3

@@ -28,7 +28,7 @@ def resolve_model(model: str, revision: str | None, load_format: str, *, progres
     is the option's name in errors.
     """
     if model == EMBEDDED_MODEL:
-        return _from_gguf(_embedded_gguf(), load_format, progress)
+        return _from_gguf(embedded_gguf(), load_format, progress)
     if model in embedded_heads():
         return _HEADS / model
     path = Path(model).expanduser()
@@ -75,7 +75,8 @@ def embedded_heads() -> list[str]:
     return sorted(path.parent.name for path in _HEADS.glob("*/config.json"))
 
 
-def _embedded_gguf() -> Path:
+def embedded_gguf() -> Path:
+    """The GGUF file of the embedded model. Raises ConfigError without the package that has it."""
     # Only located: importing the package would load llama.cpp and a plugin host.
     spec = find_spec(_EMBEDDED_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
