@@ -26,6 +26,10 @@ class LayerParts:
     gate_up: GatedMatrix
     down: PackedMatrix
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(matrix.num_bytes for matrix in (self.qkv, self.out, self.gate_up, self.down))
+
 
 class FusedLayers:
     """Layers of one shape. The residual stream is float32 whatever the type of the weights."""
@@ -46,6 +50,7 @@ class FusedLayers:
         self._kept: list[Tensor | LayerParts] = [*layers]  # the structs have the addresses of their data
         self._layers = (Layer * len(layers))(*(self._struct(layer) for layer in layers))
         self._sizes = Sizes(first.out.columns, first.gate_up.columns, num_heads, num_kv_heads, dim, eps)
+        self._num_bytes = sum(layer.num_bytes for layer in layers)
         self._cos, self._sin = cos_sin
 
     def __call__(
@@ -84,7 +89,7 @@ class FusedLayers:
             pointer(first_input),
             pointer(hidden),
             (ctypes.c_void_p * len(addresses))(*addresses),
-            num_threads(),
+            num_threads(self._num_bytes),
         )
         return [copies[index] for index in taps]
 

@@ -150,17 +150,18 @@ def kernels() -> Kernels | None:
     wanted = os.environ.get("SPECRAY_KERNELS", "auto")
     if wanted not in ("auto", "torch"):
         raise ValueError(f"SPECRAY_KERNELS={wanted!r} is not known; set it to auto or torch, or leave it out")
-    if wanted == "torch":
-        return None
-    try:
-        return Kernels(build())
-    except (BuildError, OSError) as error:
-        logger.warning(
-            "no CPU kernels, so torch's operations are used: slower, without int4, and in bfloat16 and int8 an output "
-            "may depend on the batch and the drafter (%s)",
-            error,
-        )
-        return None
+    reason = "SPECRAY_KERNELS=torch"
+    if wanted == "auto":
+        try:
+            return Kernels(build())
+        except (BuildError, OSError) as error:
+            reason = str(error)
+    logger.warning(
+        "no CPU kernels, so torch's operations are used: slower, without rounded activations, and except in float32 an "
+        "output may depend on the batch and the drafter (%s)",
+        reason,
+    )
+    return None
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

@@ -36,6 +36,10 @@ class PackedMatrix:
         self._bias = None if bias is None else _padded(bias.float(), kernels.lanes)
         self.struct = _struct(weight, _padded_size(self.columns, kernels.lanes), self._data, self._bias)
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self._data)
+
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """`dtype` is that of the result, by default x's."""
         x = x.contiguous()
@@ -48,7 +52,7 @@ class PackedMatrix:
             pointer(y),
             FLOAT_TYPES[y.dtype],
             self.columns,
-            num_threads(),
+            num_threads(self.num_bytes),
         )
         return y
 
@@ -63,6 +67,10 @@ class GatedMatrix:
         self._data = _packed(kernels, [gate, up])
         self.struct = _struct(gate, 2 * _padded_size(self.columns, kernels.lanes), self._data, None)
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self._data)
+
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         y = torch.empty(len(x), self.columns, dtype=x.dtype)
@@ -74,7 +82,7 @@ class GatedMatrix:
             pointer(y),
             FLOAT_TYPES[y.dtype],
             self.columns,
-            num_threads(),
+            num_threads(self.num_bytes),
         )
         return y
 

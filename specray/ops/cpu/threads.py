@@ -11,6 +11,7 @@ import torch
 from specray.ops.cpu.library import kernels
 
 _count: int | None = None
+_SMALL = 6 << 20  # bytes of weights that one thread has nearly read by the time another has woken up
 
 
 def use_threads(count: int) -> None:
@@ -20,8 +21,13 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count if kernels() is None else 1)
 
 
-def num_threads() -> int:
-    """Threads of a call of the kernels; torch's number if `use_threads` was never called."""
+def num_threads(num_bytes: int | None = None) -> int:
+    """Threads of a call of the kernels that reads `num_bytes` of weights.
+
+    torch's number if `use_threads` was never called; one for little work.
+    """
+    if num_bytes is not None and num_bytes < _SMALL:
+        return 1
     return torch.get_num_threads() if _count is None else _count
 
 

@@ -11,23 +11,26 @@ def make_round(name: str, text: str, seconds: float) -> Round:
     return Round(name, [Answer(f"{text} {title}", usage, seconds) for title in QUESTIONS])
 
 
-def test_both_speeds_and_their_ratio_are_reported() -> None:
+def test_speeds_and_their_ratio_are_reported() -> None:
     shown = report([make_round("on", "same", 1.0), make_round("off", "same", 2.0)])
-    assert "open question: 60.0 tokens/s with speculation, 30.0 without: 2.00 times plain decoding." in shown
-    assert "Both servers gave identical texts." in shown
+    row = next(line for line in shown.splitlines() if "capitals" in line)
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == ["capitals", "60", "30.0", "60.0", "2.00", "2.50", "yes"]
+    last = f"Speculative decoding gave the same {len(QUESTIONS)} answers, character for character, 2.00 times as fast."
+    assert shown.splitlines()[-1] == last
 
 
 def test_different_texts_are_reported() -> None:
     second = make_round("off", "same", 2.0)
     second.answers[0].text += "!"
     shown = report([make_round("on", "same", 1.0), second])
-    assert "The texts differ (open question)" in shown
-    assert "identical texts" not in shown
+    assert "other texts (capitals)" in shown
+    assert "the same" not in shown
+    assert " no " in next(line for line in shown.splitlines() if line.startswith("| capitals"))
 
 
 @pytest.mark.parametrize("length", [None, 1.0])
-def test_the_accept_length_without_speculation_is_1(length: float | None) -> None:
-    second = make_round("off", "same", 2.0)
-    for answer in second.answers:
+def test_the_accept_length_without_drafts_is_1(length: float | None) -> None:
+    first = make_round("on", "same", 1.0)
+    for answer in first.answers:
         answer.usage["speculative"] = {"accept_length": length}
-    assert " 1.00 " in report([make_round("on", "same", 1.0), second])
+    assert " 1.00 " in report([first, make_round("off", "same", 1.5)])

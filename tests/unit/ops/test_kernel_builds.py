@@ -1,0 +1,74 @@
+"""The kernels' tests again in other builds: with sanitizers, and for CPUs without this one's instructions."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specray.ops.cpu.library import kernels
+
+ROOT = Path(__file__).parents[3]
+TESTS = ["tests/unit/ops/test_cpu_kernels.py", "tests/unit/ops/test_attention.py"]
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+def run_tests(tests: list[str], **environment: str) -> str:
+    """Run tests in a process with these variables; returns pytest's output."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    assert " passed" in result.stdout
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(kernels() is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(not IS_X86, reason="these are flags for x86 CPUs")
+@pytest.mark.parametrize("flags", ["-march=haswell -O2", "-march=x86-64 -O1"])
+def test_kernels_for_other_cpus(flags: str) -> None:
+    assert "skipped" not in run_tests(TESTS, SPECRAY_KERNEL_FLAGS=flags)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(kernels() is None, reason="needs a C++ compiler")
+def test_no_sanitizer_finds_anything() -> None:
+    runtime = subprocess.run(
+        [os.environ.get("CXX", "c++"), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(runtime).is_absolute():
+        pytest.skip("the compiler has no sanitizers")
+    flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1"
+    shown = run_tests(TESTS, SPECRAY_KERNEL_FLAGS=flags, LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0")
+    assert "skipped" not in shown
+
+
+@pytest.mark.slow
+def test_torchs_operations_take_the_kernels_place() -> None:
+    tests = ["tests/unit/ops/test_quantization.py", "tests/lossless/test_conformance.py"]
+    run_tests([*tests, "-k", "not MTP and not STANDALONE"], SPECRAY_KERNELS="torch")
+
+
+@pytest.mark.parametrize("variable", ["SPECRAY_KERNELS=torch", "CXX=no-such-compiler"])
+def test_one_line_says_what_is_lost_without_kernels(variable: str) -> None:
+    name, value = variable.split("=")
+    code = "from specray.ops.cpu.library import kernels; assert kernels() is None; assert kernels() is None"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, name: value},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    [line] = result.stderr.splitlines()
+    assert line.startswith("no CPU kernels, so torch's operations are used: slower")
