@@ -19,7 +19,8 @@ from tests.support.processes import own_processes
 KEY = "the-operators-key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 REPLACEMENT_S = 30.0  # within which a drafter is replaced
-LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+PARAMS: dict[str, Any] = {"max_tokens": 400, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+LONG = {"prompt": "Once upon a time", **PARAMS}
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,8 @@ def drafted(deployer: Any, eagle: dict[str, Any], tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> str:
     """The text of plain decoding for LONG, without a cluster."""
-    params = SamplingParams(**{name: value for name, value in LONG.items() if name != "prompt"})
     with LLM(model=str(tiny_model), dtype="float32", device="cpu", max_total_tokens=4096) as llm:
-        [generation] = llm.generate([LONG["prompt"]], params)
+        [generation] = llm.generate([LONG["prompt"]], SamplingParams(**PARAMS))
     return generation.choices[0].text
 
 
