@@ -19,7 +19,7 @@ from tests.support.processes import own_processes
 KEY = "the-operators-key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 REPLACEMENT_S = 30.0  # within which a drafter is replaced
-PARAMS: dict[str, Any] = {"max_tokens": 400, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+PARAMS: dict[str, Any] = {"max_tokens": 250, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 LONG = {"prompt": "Once upon a time", **PARAMS}
 
 
