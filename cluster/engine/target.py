@@ -58,7 +58,7 @@ class TargetActor:
 
         with enough_memory(self._config, STEPPING, EngineDeadError):
             if self._rank > 0:
-                self._worker.follow()
+                self._worker.run_loop()
                 return
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.connect(address)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from specray.bench.prompts import Prompt, by_category
-from specray.bench.variants import Job, Run, Variant
+from specray.bench.variants import BenchRequest, Run, Variant
 from specray.models.tokenizer import render_chat
 from specray.sampling_params import SamplingParams
 
@@ -94,8 +94,8 @@ class Interview:
 
     def warm_up(self, variant: Variant, chunk: Chunk) -> None:
         """Run one prompt, so that one-time costs are not measured."""
-        job = self._job([{"role": "user", "content": chunk.prompts[0].turns[0]}], chunk.first)
-        short = job._replace(params=replace(job.params, max_tokens=WARM_UP_TOKENS))
+        request = self._bench_request([{"role": "user", "content": chunk.prompts[0].turns[0]}], chunk.first)
+        short = request._replace(params=replace(request.params, max_tokens=WARM_UP_TOKENS))
         variant.run([short], self._settings.concurrency, cache_salt=f"{self._settings.cache_salt}warm-up")
 
     def hold(self, variant: Variant, chunk: Chunk, repeat: int) -> Iterator[Record]:
@@ -107,15 +107,15 @@ class Interview:
                 return
             for i in asked:
                 talks[i].append({"role": "user", "content": chunk.prompts[i].turns[turn]})
-            jobs = [self._job(talks[i], chunk.first + i) for i in asked]
+            requests = [self._bench_request(talks[i], chunk.first + i) for i in asked]
             salt = f"{self._settings.cache_salt}repeat-{repeat}"
-            run = variant.run(jobs, self._settings.concurrency, salt)
+            run = variant.run(requests, self._settings.concurrency, salt)
             for i, reply in zip(asked, run.replies, strict=True):
                 answer = self._tokenizer.decode(reply.token_ids, skip_special_tokens=True)
                 talks[i].append({"role": "assistant", "content": str(answer)})
             yield Record(variant.name, Key(chunk.category, chunk.number, repeat, turn), run)
 
-    def _job(self, talk: list[dict[str, str]], number: int) -> Job:
+    def _bench_request(self, talk: list[dict[str, str]], number: int) -> BenchRequest:
         settings = self._settings
         params = SamplingParams(
             temperature=settings.temperature,
@@ -123,7 +123,7 @@ class Interview:
             ignore_eos=settings.ignore_eos,
             seed=settings.seed + number,
         )
-        return Job(render_chat(self._tokenizer, talk), params)
+        return BenchRequest(render_chat(self._tokenizer, talk), params)
 
 
 def _chunks(prompts: Sequence[Prompt], concurrency: int) -> Iterator[Chunk]:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from specray.bench.variants import TRANSFORMERS, Job, Reply, Run
+from specray.bench.variants import TRANSFORMERS, BenchRequest, Reply, Run
 from specray.ops.cpu.threads import torch_threads
 from specray.sampling_params import SamplingParams
 
@@ -28,16 +28,16 @@ class TransformersVariant:
         self._model = model.to(device)
         self._eos_token_ids = list(eos_token_ids)
 
-    def run(self, jobs: Sequence[Job], concurrency: int, cache_salt: str) -> Run:
+    def run(self, requests: Sequence[BenchRequest], concurrency: int, cache_salt: str) -> Run:
         assert concurrency == 1, "refused by `Session` otherwise"
         del cache_salt  # there is no cache between prompts
         start = time.perf_counter()
         with torch_threads():
-            replies = [self._answer(job) for job in jobs]
+            replies = [self._answer(request) for request in requests]
         return Run(replies, time.perf_counter() - start, [])
 
-    def _answer(self, job: Job) -> Reply:
-        prompt = torch.tensor([job.token_ids], device=self._model.device)
+    def _answer(self, request: BenchRequest) -> Reply:
+        prompt = torch.tensor([request.token_ids], device=self._model.device)
         clock = _FirstToken()
         start = time.perf_counter()
         with torch.inference_mode():
@@ -45,7 +45,7 @@ class TransformersVariant:
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 streamer=clock,
-                **self._options(job.params),
+                **self._options(request.params),
             )
         token_ids = output[0, prompt.shape[1] :].tolist()
         seconds = time.perf_counter() - start

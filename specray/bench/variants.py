@@ -1,4 +1,4 @@
-"""Variants of a comparison: an engine with one drafting method that answers jobs and times them.
+"""Variants of a comparison: an engine with one drafting method that answers requests and times them.
 
 `transformers_variant` has the baseline, `measure` order and repeats, `report` the statistics.
 """
@@ -32,7 +32,7 @@ VARIANT = re.compile(
 TREE = re.compile(r"(?P<num_draft_tokens>\d+)|(?P<steps>\d+)-(?P<topk>\d+)-(?P<nodes>\d+)")
 
 
-class Job(NamedTuple):
+class BenchRequest(NamedTuple):
     """One prompt to answer; `params.seed` is set."""
 
     token_ids: list[int]
@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 @dataclass(slots=True)
 class Reply:
-    """One job's answer and times, in seconds."""
+    """One request's answer and times, in seconds."""
 
     token_ids: list[int] = field(default_factory=list)
     ttft: float = 0.0  # from submission to the first token
@@ -56,7 +56,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One variant's pass over some jobs."""
+    """One variant's pass over some requests."""
 
     replies: list[Reply]
     seconds: float
@@ -71,8 +71,8 @@ class Variant(Protocol):
     @property
     def name(self) -> str: ...
 
-    def run(self, jobs: Sequence[Job], concurrency: int, cache_salt: str) -> Run:
-        """Answer `jobs` in order, at most `concurrency` at once, sharing nothing between cache salts."""
+    def run(self, requests: Sequence[BenchRequest], concurrency: int, cache_salt: str) -> Run:
+        """Answer `requests` in order, at most `concurrency` at once, sharing nothing between cache salts."""
         ...
 
 
@@ -180,10 +180,10 @@ class EngineVariant:
     def __init__(self, name: str, llm: LLM) -> None:
         self.name = name
         self._engine = llm.engine
-        self._num_jobs = 0
+        self._num_requests = 0
 
-    def run(self, jobs: Sequence[Job], concurrency: int, cache_salt: str) -> Run:
-        waiting = [self._request(job, cache_salt) for job in reversed(jobs)]
+    def run(self, requests: Sequence[BenchRequest], concurrency: int, cache_salt: str) -> Run:
+        waiting = [self._request(request, cache_salt) for request in reversed(requests)]
         order = [request.request_id for request in reversed(waiting)]
         replies: dict[str, Reply] = {}
         running: dict[str, float] = {}  # request id -> when it was submitted
@@ -213,9 +213,9 @@ class EngineVariant:
         total = sum(spent.values())
         return [spent["host"] / total] if total else []
 
-    def _request(self, job: Job, cache_salt: str) -> EngineRequest:
-        self._num_jobs += 1
-        return EngineRequest(f"{self.name}-{self._num_jobs}", job.token_ids, job.params, cache_salt)
+    def _request(self, request: BenchRequest, cache_salt: str) -> EngineRequest:
+        self._num_requests += 1
+        return EngineRequest(f"{self.name}-{self._num_requests}", request.token_ids, request.params, cache_salt)
 
 
 def _note(reply: Reply, output: RequestOutput, elapsed: float) -> None:

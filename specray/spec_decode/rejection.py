@@ -24,7 +24,7 @@ def sample_by_rejection(nodes: NodeBatch) -> Tensor:
     """A NodeSampler."""
     width = int((nodes.siblings >= 0).sum(-1).max())
     seeds, columns = nodes.sampling.seeds, torch.arange(width, device=nodes.logits.device)
-    return choose(
+    return accept_or_resample(
         target_probs(nodes.logits, nodes.sampling),
         nodes.siblings[:, :width],
         nodes.draft_probs,
@@ -33,7 +33,9 @@ def sample_by_rejection(nodes: NodeBatch) -> Tensor:
     )
 
 
-def choose(probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, uniforms: Tensor, noise: Tensor) -> Tensor:
+def accept_or_resample(
+    probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, uniforms: Tensor, noise: Tensor
+) -> Tensor:
     """Token of each row, int64 [n]: the accepted draft, or a draw from the residual.
 
     `probs` [n, V] is the target's distribution, `drafts` int64 [n, C] are siblings in order, -1 past the last,

@@ -39,7 +39,7 @@ NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no to
 
 
 class Worker:
-    """Rank `rank` of `world_size`. Rank 0 is driven by `execute` and `propose`, the others by `follow`.
+    """Rank `rank` of `world_size`. Rank 0 is driven by `execute` and `propose`, the others by `run_loop`.
 
     `drafter` replaces the configured one (tests). With `colocate`, drafters connect from their own processes.
     `model` is a target that is already loaded and whose weights are shared.
@@ -102,7 +102,7 @@ class Worker:
         self.drafts.submit(self._context)
 
     @torch.inference_mode()
-    def follow(self) -> None:
+    def run_loop(self) -> None:
         """Run the plans of rank 0 until the group breaks; for ranks above 0."""
         while True:
             self._execute(unpack_plan(self._group.broadcast_bytes(None)))
@@ -163,7 +163,7 @@ class Worker:
         return output
 
     def _commit(self, batch: InputBatch, output: StepOutput) -> list[RequestResult]:
-        """Keep the accepted paths: KV and tokens on the device, lengths and tokens in the host's mirror."""
+        """Keep the accepted paths: KV and tokens on the device, lengths and tokens in the host's copy."""
         rows, tree = batch.rows, batch.tree
         if tree.max_depth:
             nodes = torch.arange(tree.tokens.shape[1], device=self._table.device)

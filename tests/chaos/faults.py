@@ -199,7 +199,7 @@ FAULTS: dict[str, Fault] = {
     "GCS killed for 4 s": Fault(_kill_gcs, 0, 5),
     "node lost": Fault(_lose_node, 0, 10, _LOST_INGRESS, max_gap_s=inf),
     "redeployed": Fault(_redeploy, 0, 20),
-    "clients leave": Fault(_leave, 2, 100, (Ending.LEFT, Ending.REFUSED)),
+    "clients leave": Fault(_leave, 1, 100, (Ending.LEFT, Ending.REFUSED)),
     "overload": Fault(_flood, 0, 10, (Ending.REFUSED,), max_gap_s=QUEUED_S),
     "GCS lost": Fault(_lose_cluster, 0, 3, _LOST_INGRESS, Setting.VOLATILE, max_gap_s=inf),
     "calls get lost": Fault(_wait, 0, 10, (*_LOST_INGRESS, Ending.FAILED), Setting.LOSSY),

@@ -17,6 +17,8 @@ from specray.cli.local_server import free_port
 os.environ.update(RAY_OPTIONS | {"RAY_USAGE_STATS_ENABLED": "0"})  # as `specray serve` does
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
+KEY = "k" * 40
+LARGE_APP = {"speculative": {"algorithm": "examples.custom_drafter:LastSeen"}}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -147,3 +149,19 @@ def app(deployer: Deployer) -> App:
         max_queued_requests=2,
         server={"served_model_name": "tiny", "failover_s": 90.0},
     )
+
+
+@pytest.fixture(scope="session")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"alice {KEY}\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def large_app(deployer: Deployer, key_file: str) -> App:
+    """Queues for many requests, API keys, and a drafter of a user's own; test_overload redeploys it."""
+    app = deployer.deploy("large_app", "/large_app", **LARGE_APP, server={"api_key_file": key_file})
+    app.http.headers["authorization"] = f"Bearer {KEY}"
+    return app

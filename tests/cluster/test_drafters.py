@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 
+from specray.llm import LLM
+from specray.sampling_params import SamplingParams
 from tests.support.heads import write_random_head
 from tests.support.processes import own_processes
 
 KEY = "the-operators-key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 REPLACEMENT_S = 30.0  # within which a drafter is replaced
-LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+PARAMS: dict[str, Any] = {"max_tokens": 250, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+LONG = {"prompt": "Once upon a time", **PARAMS}
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +42,11 @@ def drafted(deployer: Any, eagle: dict[str, Any], tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="module")
-def expected(deployer: Any) -> str:
-    """The text of plain decoding for LONG."""
-    from ray import serve
-
-    text = text_of(deployer.deploy("plain", "/plain").complete(**LONG))
-    serve.delete("plain")
-    return text
+def expected(tiny_model: Path) -> str:
+    """The text of plain decoding for LONG, without a cluster."""
+    with LLM(model=str(tiny_model), dtype="float32", device="cpu", max_total_tokens=4096) as llm:
+        [generation] = llm.generate([LONG["prompt"]], SamplingParams(**PARAMS))
+    return generation.choices[0].text
 
 
 def text_of(reply: Any) -> str:

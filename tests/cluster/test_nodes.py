@@ -21,11 +21,12 @@ from specray.cli.local_server import free_port
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 from tests.support.networks import Network
-from tests.support.processes import own_processes
+from tests.support.processes import own_processes, wait_until
 from tests.support.two_nodes import STORE_BYTES, TwoNodes, environment
 
 GROUP_END_S = 5.0  # within which ranks of a broken group end
 SLACK_S = 5.0  # for a busy machine
+REPLACEMENT_S = 90.0  # for engines that start after a lost node
 UNREACHABLE_END_S = 6.0  # within which unreachable ranks exit
 SMALL = {"max_total_tokens": 4096, "num_threads": 1, "dtype": "float32", "device": "cpu"}
 LONG = {"max_tokens": 250, "temperature": 0.8, "ignore_eos": True}
@@ -51,10 +52,21 @@ def expected(tiny_model: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def nodes(tiny_model: Path) -> Iterator[TwoNodes]:
-    """Three engines, the third across both nodes."""
+def network() -> Iterator[Network | None]:
+    """A network that tests can cut; None where it cannot be made."""
+    if not Network.can_be_made():
+        yield None
+        return
+    with Network() as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def nodes(tiny_model: Path, network: Network | None) -> Iterator[TwoNodes]:
+    """Three engines, the third across both nodes. `address` is where other nodes join."""
     config = {"model": str(tiny_model), **SMALL, **SPLIT, "server": {**SPLIT["server"], "num_replicas": 3}}
-    with TwoNodes(config, free_port(), head=HEAD, second=SECOND) as nodes:
+    near = {"node_ip_address": network.near_address} if network is not None else {}
+    with TwoNodes(config, free_port(), head=HEAD | near, second=SECOND) as nodes:
         nodes.await_ready()
         yield nodes
 
@@ -90,11 +102,11 @@ class Streams:
         raise AssertionError(f"the stream ended without an end event after {text!r}")
 
 
-def writing_replicas(url: str) -> set[str]:
-    """Replicas that have generated tokens."""
+def replicas(url: str) -> dict[str, float]:
+    """Number of tokens that each running engine has generated."""
     metrics = httpx.get(f"{url}/metrics").text
     counts = re.findall(r'^specray_generation_tokens_total\{.*?replica="(\w+)".*?\} (\S+)$', metrics, re.MULTILINE)
-    return {replica for replica, count in counts if float(count)}
+    return {replica: float(count) for replica, count in counts}
 
 
 def remote_rank_pid() -> int:
@@ -121,14 +133,6 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
-    if not Network.can_be_made():
-        pytest.skip("needs root, iproute2 and the kernel's network namespaces")
-    with Network() as network:
-        yield network
-
-
 @contextmanager
 def node_behind_link(network: Network, address: str) -> Iterator[None]:
     """A second node behind a network link."""
@@ -144,7 +148,7 @@ def node_behind_link(network: Network, address: str) -> Iterator[None]:
 
 def test_an_engine_on_two_nodes_gives_the_same_text(nodes: TwoNodes, expected: list[str]) -> None:
     assert Streams(nodes.url, len(PROMPTS)).texts() == expected
-    assert len(writing_replicas(nodes.url)) == 3
+    assert len([count for count in replicas(nodes.url).values() if count]) == 3
 
 
 def test_a_frozen_rank_on_another_node_is_killed_and_its_streams_continue(nodes: TwoNodes, expected: list[str]) -> None:
@@ -163,16 +167,15 @@ def test_streams_of_a_lost_node_continue_elsewhere(nodes: TwoNodes, expected: li
 
 @pytest.mark.slow
 def test_streams_survive_a_cut_link_and_unreachable_ranks_exit(
-    tiny_model: Path, expected: list[str], network: Network
+    nodes: TwoNodes, expected: list[str], network: Network | None
 ) -> None:
-    """Two engines on the head, except one rank of the second."""
-    config = {"model": str(tiny_model), **SMALL, **SPLIT, "server": {**SPLIT["server"], "num_replicas": 2}}
-    head = HEAD | {"node_ip_address": network.near_address}
-    with (
-        TwoNodes(config, free_port(), head=head, second=None) as nodes,
-        node_behind_link(network, nodes.await_address()),
-    ):
-        nodes.await_ready()
+    """Without the second node there is one engine. Another starts across the head and a node behind a link."""
+    if network is None:
+        pytest.skip("needs root, iproute2 and the kernel's network namespaces")
+    nodes.kill_second_node()
+    wait_until(lambda: len(replicas(nodes.url)) == 1, REPLACEMENT_S)
+    with node_behind_link(network, nodes.address):
+        wait_until(lambda: len(replicas(nodes.url)) == 2, REPLACEMENT_S)
         cut_off = [remote_rank_pid(), *own_processes("ray::WatchdogActor")]
         streams = Streams(nodes.url, len(PROMPTS))
         network.cut()

@@ -5,7 +5,6 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,11 +13,11 @@ import pytest
 
 from specray.bench.ledger import Outcome
 from specray.bench.open_loop import Load, idle_after, run
+from tests.cluster.conftest import KEY, LARGE_APP
 from tests.support.processes import own_processes
 
 IDLE_S = 10.0  # for a busy machine; the goal is 2 s
 LONG = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0, "seed": 1}
-KEY = "k" * 40
 SPARE = 5  # descriptors that Ray itself opens and closes
 
 
@@ -34,22 +33,10 @@ def test_a_full_queue_refuses_at_once(app: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    path.write_text(f"alice {KEY}\n")
-    path.chmod(0o600)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def large_app(deployer: Any, key_file: str) -> Iterator[Any]:
-    """An application with room for all requests of these tests, and API keys."""
-    from ray import serve
-
-    app = deployer.deploy("large_app", "/large_app", server={"api_key_file": key_file})
-    app.http.headers["authorization"] = f"Bearer {KEY}"
-    yield app
-    serve.delete("large_app")
+def warm_app(large_app: Any) -> Any:
+    """large_app after some requests, so that every process has opened its long-lived files."""
+    asyncio.run(run(Load(large_app.url, 20.0, 1.0, max_tokens=2, key=KEY)))
+    return large_app
 
 
 def test_keys_are_required_behind_serves_proxy(large_app: Any) -> None:
@@ -59,17 +46,14 @@ def test_keys_are_required_behind_serves_proxy(large_app: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_disconnect_at_any_byte_leak_nothing(large_app: Any, stream: bool) -> None:
-    asyncio.run(
-        run(Load(large_app.url, 20.0, 1.0, max_tokens=2, key=KEY))
-    )  # warm up: every process opens its long-lived files
+def test_clients_that_disconnect_at_any_byte_leak_nothing(warm_app: Any, stream: bool) -> None:
     before = descriptors()
-    load = Load(large_app.url, 20.0, 3.0, max_tokens=150, stream=stream, cut_share=1.0, key=KEY, seed=stream)
+    load = Load(warm_app.url, 20.0, 3.0, max_tokens=150, stream=stream, cut_share=1.0, key=KEY, seed=stream)
     ledger = asyncio.run(run(load)).ledger
     print(f"{ledger.num_begun} sent, {ledger.statuses()}")
     assert not ledger.violations()
     assert ledger.count(Outcome.ABORTED) > ledger.num_begun / 3
-    assert asyncio.run(idle_after(large_app.url, KEY)) < IDLE_S
+    assert asyncio.run(idle_after(warm_app.url, KEY)) < IDLE_S
     deadline = time.monotonic() + IDLE_S
     while any(num > before.get(process, num) + SPARE for process, num in descriptors().items()):
         assert time.monotonic() < deadline, (before, descriptors())
@@ -90,7 +74,7 @@ def test_a_redeployment_lets_streams_finish(large_app: Any, deployer: Any, key_f
     with ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(ask, large_app, LONG | {"stream": True}) for _ in range(4)]
         time.sleep(0.5)
-        update = pool.submit(deployer.deploy, "large_app", "/large_app", server=new)
+        update = pool.submit(deployer.deploy, "large_app", "/large_app", **LARGE_APP, server=new)
         others = []
         while not update.done():
             others.append(ask(large_app, LONG | {"max_tokens": 5}))

@@ -17,7 +17,7 @@ from torch import Tensor
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import rejection
 from specray.spec_decode.draft_tree import NONE, TreeLists
-from specray.spec_decode.rejection import choose, sample_by_rejection
+from specray.spec_decode.rejection import accept_or_resample, sample_by_rejection
 from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
 from tests.support.engine import generate
 from tests.support.methods import METHODS
@@ -47,7 +47,7 @@ P, Q = make_probs()
 class Variant(NamedTuple):
     """A verifier under test: sampler, uniforms, and how drafts are drawn."""
 
-    choose: Sampler = choose
+    sample: Sampler = accept_or_resample
     uniforms: Callable[[int, Tensor], Tensor] = lambda position, uniforms: uniforms  # noqa: ARG005
     bonus_probs: np.ndarray = P[K]
     greedy_drafts: bool = False
@@ -68,7 +68,7 @@ def emitted(variant: Variant, num_chains: int) -> np.ndarray:
             uniforms = variant.uniforms(position, torch.rand(drafts.shape, generator=generator, dtype=torch.float64))
             noise = -torch.empty(alive, V).exponential_(generator=generator).log()
             target = torch.from_numpy(probs).float().expand(alive, V)
-            tokens = variant.choose(target, drafts, draft_probs.expand(alive, V), uniforms, noise)
+            tokens = variant.sample(target, drafts, draft_probs.expand(alive, V), uniforms, noise)
             counts[position] += np.bincount(tokens.numpy(), minlength=V)
             alive = int((tokens[:, None] == drafts).sum())
     return counts
@@ -82,13 +82,13 @@ def from_the_target_again(
     probs: Tensor, drafts: Tensor, draft_probs: Tensor | None, uniforms: Tensor, noise: Tensor
 ) -> Tensor:
     """After a rejection, draws the token from p instead of the residual distribution."""
-    correct = choose(probs, drafts, draft_probs, uniforms, noise)
+    correct = accept_or_resample(probs, drafts, draft_probs, uniforms, noise)
     rejected = correct != drafts[:, 0] if drafts.shape[1] else torch.zeros(len(probs), dtype=torch.bool)
     return torch.where(rejected, (probs.log() + noise).argmax(-1), correct)
 
 
 MUTANTS = {
-    "resampled from p": (Variant(choose=from_the_target_again), FEW),
+    "resampled from p": (Variant(sample=from_the_target_again), FEW),
     "arg-max drafts with soft q": (Variant(greedy_drafts=True), FEW),
     "bonus from the drafter": (Variant(bonus_probs=Q[K]), FEW),
     "second always accepted": (
@@ -124,7 +124,7 @@ def test_siblings_give_the_targets_distribution(drawn: bool) -> None:
     uniforms = torch.rand(drafts.shape, generator=generator, dtype=torch.float64)
     noise = -torch.empty(FEW, V).exponential_(generator=generator).log()
     target = torch.from_numpy(P[0]).float().expand(FEW, V)
-    tokens = choose(target, drafts, draft_probs.expand(FEW, V) if drawn else None, uniforms, noise)
+    tokens = accept_or_resample(target, drafts, draft_probs.expand(FEW, V) if drawn else None, uniforms, noise)
     assert worst_z(np.bincount(tokens.numpy(), minlength=V), P[0]) < MAX_Z
     assert (tokens[:, None] == drafts).any(1).float().mean() > 0.3
 

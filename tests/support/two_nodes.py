@@ -31,6 +31,7 @@ class TwoNodes:
         self._driver = subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        self._has_second_node = True
         self.url = f"http://127.0.0.1:{port}"
 
     def __enter__(self) -> Self:
@@ -40,16 +41,17 @@ class TwoNodes:
         self._send("leave")
         self._driver.wait(60)
 
-    def await_address(self) -> str:
-        """The address for the second node to join."""
-        return self._await("address ")
-
     def await_ready(self) -> None:
+        """Wait until every engine runs; `address` is where other nodes join."""
+        self.address = self._await("address ")
         self._await("ready")
 
     def kill_second_node(self) -> None:
-        self._send("kill")
-        self._await("killed")
+        """Kill all processes of the second node. Idempotent."""
+        if self._has_second_node:
+            self._send("kill")
+            self._await("killed")
+            self._has_second_node = False
 
     def _send(self, command: str) -> None:
         assert self._driver.stdin is not None
@@ -71,7 +73,7 @@ def environment() -> dict[str, str]:
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Start the nodes and the application. With `second: null`, the test starts the second node itself."""
+    """Start two nodes and the application."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -79,8 +81,7 @@ def main(spec: dict[str, Any]) -> None:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         print("address", cluster.address, flush=True)
-        if spec["second"] is not None:
-            second = cluster.add_node(**spec["second"], object_store_memory=STORE_BYTES)
+        second = cluster.add_node(**spec["second"], object_store_memory=STORE_BYTES)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="warning")
         await_nodes(2)
         deploy(spec["config"], spec["port"])

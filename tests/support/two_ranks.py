@@ -111,13 +111,13 @@ def serve(config: EngineConfig, worker: Worker, job: dict[str, Any]) -> list[dic
     return choices
 
 
-def follow(rank: int, size: int, address: str, config: str) -> None:
+def run_rank(rank: int, size: int, address: str, config: str) -> None:
     torch.set_num_threads(1)
-    Worker(EngineConfig.model_validate_json(config), rank, size, address).follow()
+    Worker(EngineConfig.model_validate_json(config), rank, size, address).run_loop()
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 3:
         main(sys.argv[1], int(sys.argv[2]))
     else:
-        follow(int(sys.argv[3]), int(sys.argv[2]), sys.argv[4], sys.argv[5])
+        run_rank(int(sys.argv[3]), int(sys.argv[2]), sys.argv[4], sys.argv[5])

@@ -1,4 +1,4 @@
-"""Order, seeds and turns of a comparison, with variants that record their jobs."""
+"""Order, seeds and turns of a comparison, with variants that record their requests."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from specray.bench import measure
 from specray.bench.measure import Settings, compare
 from specray.bench.prompts import Prompt
-from specray.bench.variants import Job, Reply, Run
+from specray.bench.variants import BenchRequest, Reply, Run
 
 PROMPTS = [Prompt(id=i, category="ab"[i % 2], turns=(f"question {i}", f"more {i}")) for i in range(6)]
 
@@ -29,13 +29,13 @@ class NotingVariant:
     def __init__(self, name: str, log: list[tuple[str, list[str], str]]) -> None:
         self.name = name
         self._log = log
-        self.jobs: list[Job] = []
+        self.requests: list[BenchRequest] = []
 
-    def run(self, jobs: Sequence[Job], concurrency: int, cache_salt: str) -> Run:
-        assert 1 <= len(jobs) <= 4 * concurrency
-        self._log.append((self.name, ["".join(map(chr, job.token_ids)) for job in jobs], cache_salt))
-        self.jobs += jobs
-        return Run([Reply([ord("!")], 0.1, 0.2) for _ in jobs], 0.2, [])
+    def run(self, requests: Sequence[BenchRequest], concurrency: int, cache_salt: str) -> Run:
+        assert 1 <= len(requests) <= 4 * concurrency
+        self._log.append((self.name, ["".join(map(chr, request.token_ids)) for request in requests], cache_salt))
+        self.requests += requests
+        return Run([Reply([ord("!")], 0.1, 0.2) for _ in requests], 0.2, [])
 
 
 @pytest.fixture(autouse=True)
@@ -83,14 +83,16 @@ def test_repeats_never_share_a_cache() -> None:
 def test_variants_get_the_same_seeds() -> None:
     variants = [NotingVariant("x", []), NotingVariant("y", [])]
     compare(variants, PROMPTS, Tokenizer(), Settings(concurrency=2, temperature=0.7, seed=5))
-    assert [job.params.seed for job in variants[0].jobs] == [job.params.seed for job in variants[1].jobs]
-    assert {job.params.seed for job in variants[0].jobs} == set(range(5, 11))
+    assert [request.params.seed for request in variants[0].requests] == [
+        request.params.seed for request in variants[1].requests
+    ]
+    assert {request.params.seed for request in variants[0].requests} == set(range(5, 11))
 
 
 def test_a_prompts_seed_does_not_depend_on_concurrency() -> None:
     def seeds(concurrency: int) -> dict[tuple[int, ...], int | None]:
         variant = NotingVariant("x", [])
         compare([variant], PROMPTS, Tokenizer(), Settings(concurrency=concurrency, turns=2))
-        return {tuple(job.token_ids): job.params.seed for job in variant.jobs}
+        return {tuple(request.token_ids): request.params.seed for request in variant.requests}
 
     assert seeds(1) == seeds(3)

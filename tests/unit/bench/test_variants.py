@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.floor import Floor
 from specray.bench.transformers_variant import TransformersVariant
-from specray.bench.variants import EngineVariant, Job, parse_method, target_of, tree_name, with_tree
+from specray.bench.variants import BenchRequest, EngineVariant, parse_method, target_of, tree_name, with_tree
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
@@ -15,7 +15,7 @@ from specray.sampling_params import SamplingParams
 
 PROMPTS = [[1, 403, 407, 261, 378], [1, 410, 471], [1, 291, 435, 330, 285], [1, 403]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, seed=0)
-JOBS = [Job(prompt, PARAMS) for prompt in PROMPTS]
+REQUESTS = [BenchRequest(prompt, PARAMS) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +26,13 @@ def llm(stories: Path) -> Iterator[LLM]:
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_variant_answers_like_generate_in_order(llm: LLM, concurrency: int) -> None:
-    run = EngineVariant("plain", llm).run(JOBS, concurrency, "")
+    run = EngineVariant("plain", llm).run(REQUESTS, concurrency, "")
     expected = [generation.choices[0].token_ids for generation in llm.generate(PROMPTS, PARAMS)]
     assert [reply.token_ids for reply in run.replies] == expected
 
 
 def test_times_add_up(llm: LLM) -> None:
-    run = EngineVariant("plain", llm).run(JOBS[:2], 1, "")
+    run = EngineVariant("plain", llm).run(REQUESTS[:2], 1, "")
     assert all(0 < reply.ttft < reply.seconds < run.seconds for reply in run.replies)
     assert all(0 <= share < 1 for share in run.host_shares)
     assert run.tokens_per_s == pytest.approx(24 / run.seconds)
@@ -41,16 +41,19 @@ def test_times_add_up(llm: LLM) -> None:
 def test_two_variants_share_the_weights(llm: LLM) -> None:
     other = llm.with_speculative(SpeculativeConfig(algorithm="NGRAM"))
     assert target_of(other) is target_of(llm)
-    plain, ngram = EngineVariant("plain", llm).run(JOBS, 1, "a"), EngineVariant("ngram", other).run(JOBS, 1, "a")
+    plain, ngram = (
+        EngineVariant("plain", llm).run(REQUESTS, 1, "a"),
+        EngineVariant("ngram", other).run(REQUESTS, 1, "a"),
+    )
     assert [reply.token_ids for reply in plain.replies] == [reply.token_ids for reply in ngram.replies]
 
 
 def test_the_baseline_answers_the_same(llm: LLM, stories: Path) -> None:
     weight = target_of(llm).embedding.weight
     variant = TransformersVariant(stories, weight.dtype, weight.device, llm.engine.capacity.eos_token_ids)
-    replies = variant.run(JOBS, 1, "").replies
+    replies = variant.run(REQUESTS, 1, "").replies
     assert [reply.token_ids for reply in replies] == [
-        reply.token_ids for reply in EngineVariant("plain", llm).run(JOBS, 1, "b").replies
+        reply.token_ids for reply in EngineVariant("plain", llm).run(REQUESTS, 1, "b").replies
     ]
     assert all(0 < reply.ttft < reply.seconds for reply in replies)
 
@@ -58,7 +61,7 @@ def test_the_baseline_answers_the_same(llm: LLM, stories: Path) -> None:
 def test_the_matmuls_alone_take_less_than_a_step(llm: LLM) -> None:
     floor = Floor(target_of(llm))
     floor.sample()
-    step = EngineVariant("plain", llm).run(JOBS, 1, "c").replies[0].tpot
+    step = EngineVariant("plain", llm).run(REQUESTS, 1, "c").replies[0].tpot
     assert step is not None
     assert 0 < floor.milliseconds < 1000 * step
 
