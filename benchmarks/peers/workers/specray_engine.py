@@ -5,7 +5,7 @@ from itertools import count
 from benchmarks.eagle import EAGLE3, served
 from benchmarks.peers.workers.protocol import CONTEXT_LENGTH, Answer, Engine, Options, serve
 from specray import __version__
-from specray.bench.variants import EngineVariant, Job, parse_method
+from specray.bench.variants import EngineVariant, BenchRequest, parse_method
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.llm import LLM
 from specray.ops.cpu.library import kernels
@@ -33,7 +33,7 @@ def load(options: Options) -> Engine:
 
     def answer(prompts: list[list[int]], max_tokens: int) -> Answer:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
-        run = engine.run([Job(prompt, params) for prompt in prompts], options.max_batch, f"batch-{next(salts)}")
+        run = engine.run([BenchRequest(prompt, params) for prompt in prompts], options.max_batch, f"batch-{next(salts)}")
         first = min(reply.ttft for reply in run.replies)
         return Answer(run.seconds, first, [reply.token_ids for reply in run.replies])
 
