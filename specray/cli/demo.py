@@ -65,8 +65,8 @@ def run_round(name: str, config: Path, options: argparse.Namespace, show: bool) 
         print(f"{_line_start()}ready at {server.url} after {seconds:.0f} s   ", flush=True)
         client = connect(server.url)
         model = first_model(client)
-        _ask(client, model, WARM_UP, show=False)
-        answers = [_ask(client, model, question, show) for question in QUESTIONS.values()]
+        _ask(client, model, WARM_UP, options.max_tokens, show=False)
+        answers = [_ask(client, model, question, options.max_tokens, show) for question in QUESTIONS.values()]
         print("stopping the server", flush=True)
     return Round(name, answers)
 
@@ -109,12 +109,12 @@ def _conclusion(fast: Sequence[Answer], plain: Sequence[Answer]) -> str:
     )
 
 
-def _ask(client: "OpenAI", model: str, question: str, show: bool) -> Answer:
+def _ask(client: "OpenAI", model: str, question: str, max_tokens: int, show: bool) -> Answer:
     answer = Answer()
     messages = [{"role": "user", "content": question}]
     if show:
         print(f"\n> {question}\n", flush=True)
-    for piece in stream_answer(client, answer, model=model, messages=messages, temperature=0, max_tokens=MAX_TOKENS):
+    for piece in stream_answer(client, answer, model=model, messages=messages, temperature=0, max_tokens=max_tokens):
         if show:
             print(piece, end="", flush=True)
     if not answer.text.strip() or not answer.num_tokens:
@@ -148,6 +148,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve a small chat model and ask it some questions, with and without speculation.",
     )
     parser.add_argument("--port", type=int, help="port of the API (default: that of the configuration, 8000)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help="longest answer (default: %(default)s)"
+    )
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="SECONDS", help="maximum time to start (default: %(default)s)"
     )

@@ -33,7 +33,9 @@ def load(options: Options) -> Engine:
 
     def answer(prompts: list[list[int]], max_tokens: int) -> Answer:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
-        run = engine.run([BenchRequest(prompt, params) for prompt in prompts], options.max_batch, f"batch-{next(salts)}")
+        run = engine.run(
+            [BenchRequest(prompt, params) for prompt in prompts], options.max_batch, f"batch-{next(salts)}"
+        )
         first = min(reply.ttft for reply in run.replies)
         return Answer(run.seconds, first, [reply.token_ids for reply in run.replies])
 
