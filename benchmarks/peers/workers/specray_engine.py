@@ -5,7 +5,7 @@ from itertools import count
 from benchmarks.eagle import EAGLE3, served
 from benchmarks.peers.workers.protocol import CONTEXT_LENGTH, Answer, Engine, Options, serve
 from specray import __version__
-from specray.bench.variants import EngineVariant, BenchRequest, parse_method
+from specray.bench.variants import BenchRequest, EngineVariant, parse_method
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.llm import LLM
 from specray.ops.cpu.library import kernels
