@@ -12,7 +12,6 @@ from statistics import median
 
 from benchmarks import eagle, servers, step_size
 from benchmarks.figure import CONCURRENCY, FULL, QUICK, Effort, Figure, Section, mt_bench_prompts, prompts_of
-from benchmarks.floor import Floor
 from specray.bench import machine
 from specray.bench.command import engine_config
 from specray.bench.measure import Settings
@@ -72,18 +71,14 @@ def in_process(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
 
 
 def _against_transformers(session: Session, effort: Effort) -> Iterator[Figure]:
-    floor = Floor(session.target)
     prompts, settings = prompts_of("chat", effort.num_chat), Settings(max_tokens=effort.max_tokens)
-    records = session.compare([PLAIN, TRANSFORMERS], prompts, settings, progress=True, between=floor.sample)
+    records = session.compare([PLAIN, TRANSFORMERS], prompts, settings, progress=True)
     summaries = summarise(records)
     plain, yardstick = summaries[PLAIN]["all"], summaries[TRANSFORMERS]["all"]
-    assert plain.tpot_ms is not None, "answers have more than one token"
     assert plain.host_share is not None, "the engine has steps"
     assert yardstick.ratio_to_plain is not None, "plain was measured"
     yield Figure("plain decoding, output tokens/s", plain.output_tokens_per_s, None, "{:.1f}")
     yield Figure("plain decoding / transformers' generate", 1 / yardstick.ratio_to_plain, 1.5)
-    yield Figure("weight matmuls alone / plain decoding, time of a token", floor.milliseconds / plain.tpot_ms, 0.75)
-    yield Figure("the same with torch's F.linear for the matmuls", floor.linear_milliseconds / plain.tpot_ms, None)
     yield Figure("host share of a step, in process", plain.host_share, 0.08, "{:.1%}", at_most=True)
 
 

@@ -3,7 +3,7 @@
 Interleaving keeps the comparison fair if the machine's speed drifts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
@@ -64,9 +64,8 @@ def compare(
     settings: Settings,
     progress: bool = False,
     title: str = "measuring",
-    between: Callable[[], None] | None = None,
 ) -> list[Record]:
-    """All records. The order of variants rotates from chunk to chunk; `between` is called after each variant."""
+    """All records. The order of variants rotates from chunk to chunk."""
     interview = Interview(tokenizer, settings)
     chunks = list(_chunks(prompts, settings.concurrency))
     for variant in variants:
@@ -79,8 +78,6 @@ def compare(
                 for variant in _rotated(variants, chunk.number + repeat):
                     bar.set_postfix_str(variant.name, refresh=True)
                     records += interview.hold(variant, chunk, repeat)
-                    if between is not None:
-                        between()
                     bar.update()
     return records
 

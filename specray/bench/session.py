@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,9 @@ class Session:
         settings: Settings,
         progress: bool = False,
         title: str = "measuring",
-        between: Callable[[], None] | None = None,
     ) -> list[Record]:
         variants = [self.variant(name) for name in names]
-        return compare(variants, prompts, self._llm.tokenizer, settings, progress, title, between)
+        return compare(variants, prompts, self._llm.tokenizer, settings, progress, title)
 
     def _make(self, name: str) -> Variant:
         if name == TRANSFORMERS:
