@@ -2,11 +2,14 @@
 
 Every position of a fixed English text is predicted from the text before it, in float32 and in each other type.
 Perplexity is exp of the mean negative log-likelihood. Agreement is the share of positions with the same likeliest token
-as in float32 with the same weights. The text is documentation that comes with Python (`pydoc_data.topics`).
+as in float32 with the same weights. The text, `quality.txt`, was written for this purpose.
+
+A GGUF file's weights are rounded already, often in the groups of 32 inputs that int4 has, so that int4 would hardly
+change them. Types that round anew therefore read a copy with the channels in another order. It computes the same
+function, but the weights of a group come from many groups of the file.
 """
 
 import argparse
-import pydoc_data.topics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,20 +18,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PretrainedConfig
 
 from specray.bench.machine import one_line
 from specray.config import EMBEDDED_MODEL, EngineConfig
 from specray.llm import LLM
 from specray.models.files import resolve_model
 from specray.models.gguf_blocks import BLOCKS_FILE
+from specray.models.registry import load_config
 from specray.ops.attention import AttentionBatch, make_pool
 from specray.ops.backends import make_backend
 from specray.tables import format_table
 from specray.worker.local import LocalExecutor
 
-WINDOW = 1024  # positions of a piece of text
+TEXT = Path(__file__).with_suffix(".txt")
+WINDOW = 512  # tokens of a piece of text, which is a prompt of its own
 
 
 class Case(NamedTuple):
@@ -50,41 +57,42 @@ CASES = [
 
 class Predictions(NamedTuple):
     best: Tensor  # int64 [positions]
-    loss: float  # mean negative log-likelihood of the text
+    losses: Tensor  # float32 [positions], negative log-likelihood of the text
+
+    @property
+    def perplexity(self) -> float:
+        return float(self.losses.double().mean().exp())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.quality", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="embedded name, folder or .gguf file (%(default)s)")
-    parser.add_argument("--windows", type=int, default=8, help=f"pieces of {WINDOW} positions (default: %(default)s)")
+    parser.add_argument("--text", type=Path, default=TEXT, help="UTF-8 text to predict (default: quality.txt)")
     options = parser.parse_args(argv)
-    if options.windows < 1:
-        parser.error(f"--windows={options.windows} is not positive")
-    folder = resolve_model(options.model, None, "auto", progress=True)
-    with tqdm(total=options.windows * (1 + len(CASES)), desc="predicting", unit="window", leave=False) as bar:
-        reference = predictions(REFERENCE, folder, options.windows, bar)
-        rows = [[REFERENCE.name, f"{_perplexity(reference):.3f}", "100 %"]]
+    folder, text = resolve_model(options.model, None, "auto", progress=True), options.text.read_text(encoding="utf-8")
+    with tqdm(desc="predicting", unit="position", leave=False) as bar:
+        reference = predictions(REFERENCE, folder, text, bar)
+        bar.total = (1 + len(CASES)) * len(reference.best)
+        rows = [[REFERENCE.name, f"{reference.perplexity:.3f}", "100 %"]]
         for case in CASES:
-            found = predictions(case, folder, options.windows, bar)
+            found = predictions(case, folder, text, bar)
             agreement = (found.best == reference.best).double().mean()
-            rows.append([case.name, f"{_perplexity(found):.3f}", f"{100 * agreement:.1f} %"])
+            rows.append([case.name, f"{found.perplexity:.3f}", f"{100 * agreement:.1f} %"])
     print(format_table(("weights", "perplexity", "same likeliest token as float32"), rows))
     print(f"\n{len(reference.best)} positions; {one_line()}")
     return 0
 
 
-def predictions(case: Case, folder: Path, num_windows: int, bar: "tqdm[Any]") -> Predictions:
+def predictions(case: Case, folder: Path, text: str, bar: "tqdm[Any]") -> Predictions:
     with _weights(case, folder) as model, LLM(EngineConfig(model=str(model), **case.options)) as llm:
-        token_ids = llm.tokenizer.encode(_text(), add_special_tokens=False)
+        token_ids = torch.tensor(llm.tokenizer.encode(text, add_special_tokens=False))
         best, losses = [], []
-        for first in range(0, num_windows * WINDOW, WINDOW):
-            window = torch.tensor(token_ids[first : first + WINDOW + 1])
-            assert len(window) == WINDOW + 1, "the text is too short"
-            logits = _logits(llm, window[:-1])
+        for window in token_ids.split(WINDOW):
+            logits = _logits(llm, window)[:-1]
             best.append(logits.argmax(-1))
-            losses.append(torch.nn.functional.cross_entropy(logits, window[1:]))
-            bar.update()
-        return Predictions(torch.cat(best), float(torch.stack(losses).mean()))
+            losses.append(torch.nn.functional.cross_entropy(logits, window[1:], reduction="none"))
+            bar.update(len(logits))
+        return Predictions(torch.cat(best), torch.cat(losses))
 
 
 @torch.inference_mode()
@@ -104,24 +112,47 @@ def _logits(llm: LLM, token_ids: Tensor) -> Tensor:
 
 @contextmanager
 def _weights(case: Case, folder: Path) -> Iterator[Path]:
-    """The model's folder, without the blocks of a GGUF file where weights are to be rounded anew."""
-    if not case.is_rounded_again:
+    """The model's folder; a reordered copy of a GGUF file's where its weights are to be rounded anew."""
+    if not case.is_rounded_again or not (folder / BLOCKS_FILE).is_file():
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="specray-quality-") as name:
+        copy = Path(name)
         for path in folder.iterdir():
-            if path.name != BLOCKS_FILE:
-                (Path(name) / path.name).symlink_to(path)
-        yield Path(name)
+            if path.suffix != ".safetensors":
+                (copy / path.name).symlink_to(path)
+        weights = reordered(load_file(folder / "model.safetensors"), load_config(folder))
+        save_file(weights, copy / "model.safetensors", {"format": "pt"})
+        yield copy
 
 
-def _text() -> str:
-    topics: dict[str, str] = pydoc_data.topics.topics
-    return "\n".join(topics[name] for name in sorted(topics))
+def reordered(weights: dict[str, Tensor], config: PretrainedConfig) -> dict[str, Tensor]:
+    """A Llama's weights with channels in another order: of the residual stream, feed-forwards and value heads."""
+    if config.model_type != "llama":
+        raise SystemExit(f"error: channels are reordered for GGUF files of llama models only, not {config.model_type}")
+    generator = torch.Generator().manual_seed(0)
+    stream = torch.randperm(config.hidden_size, generator=generator)
+    num_heads, num_kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    result = {name: weight if name.endswith(_WRITERS) else weight[..., stream] for name, weight in weights.items()}
+    for index in range(config.num_hidden_layers):
+        layer = f"model.layers.{index}."
+        inner = torch.randperm(config.intermediate_size, generator=generator)
+        in_head = torch.stack([torch.randperm(dim, generator=generator) for _ in range(num_kv_heads)])
+        values = _flat(in_head)
+        attended = _flat(in_head.repeat_interleave(num_heads // num_kv_heads, 0))
+        for part, order in (("mlp.gate_proj", inner), ("mlp.up_proj", inner), ("self_attn.v_proj", values)):
+            result[f"{layer}{part}.weight"] = result[f"{layer}{part}.weight"][order]
+        for part, order in (("mlp.down_proj", inner), ("self_attn.o_proj", attended)):
+            result[f"{layer}{part}.weight"] = weights[f"{layer}{part}.weight"][:, order][stream]
+    return {name: weight.contiguous() for name, weight in result.items()}
 
 
-def _perplexity(found: Predictions) -> float:
-    return float(torch.tensor(found.loss).exp())
+_WRITERS = ("mlp.down_proj.weight", "self_attn.o_proj.weight")  # matrices whose outputs are the residual stream's
+
+
+def _flat(in_head: Tensor) -> Tensor:
+    """Channels of all heads from those of each, int64 [heads, dim]."""
+    return (in_head + in_head.shape[1] * torch.arange(len(in_head))[:, None]).flatten()
 
 
 if __name__ == "__main__":

@@ -11,14 +11,25 @@ import pytest
 from specray.ops.cpu.library import kernels
 
 ROOT = Path(__file__).parents[3]
-TESTS = ["tests/unit/ops/test_cpu_kernels.py", "tests/unit/ops/test_attention.py"]
+TESTS = [
+    "tests/unit/ops/test_cpu_kernels.py",
+    "tests/unit/ops/test_attention.py",
+    "tests/unit/models/test_gguf_blocks.py",
+]
+# Fused layers in every type: requests alone and in chunks, with and without trees, on one and on two threads.
+LAYERS = [
+    f"tests/lossless/test_every_type.py::test_output_does_not_depend_on_the_layout_of_steps[{kind}-{layout}]"
+    for kind in ("bfloat16", "float16", "int8", "int4", "int4-float32")
+    for layout in ("chunks of 16", "two threads")
+]
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 def run_tests(tests: list[str], **environment: str) -> str:
     """Run tests in a process with these variables; returns pytest's output."""
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        # Not --capture=fd: a sanitizer ends the process, and its report would be lost with the captured output.
+        [sys.executable, "-m", "pytest", "-q", "-x", "--capture=sys", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
@@ -26,7 +37,7 @@ def run_tests(tests: list[str], **environment: str) -> str:
         timeout=600,
         check=False,
     )
-    assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
     assert " passed" in result.stdout
     return result.stdout
 
@@ -36,7 +47,7 @@ def run_tests(tests: list[str], **environment: str) -> str:
 @pytest.mark.skipif(not IS_X86, reason="these are flags for x86 CPUs")
 @pytest.mark.parametrize("flags", ["-march=haswell -O2", "-march=x86-64 -O1"])
 def test_kernels_for_other_cpus(flags: str) -> None:
-    assert "skipped" not in run_tests(TESTS, SPECRAY_KERNEL_FLAGS=flags)
+    assert "skipped" not in run_tests([*TESTS, *LAYERS], SPECRAY_KERNEL_FLAGS=flags)
 
 
 @pytest.mark.slow
@@ -48,7 +59,8 @@ def test_no_sanitizer_finds_anything() -> None:
     if not Path(runtime).is_absolute():
         pytest.skip("the compiler has no sanitizers")
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1"
-    shown = run_tests(TESTS, SPECRAY_KERNEL_FLAGS=flags, LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0")
+    options = "detect_leaks=0:print_legend=0"
+    shown = run_tests([*TESTS, *LAYERS], SPECRAY_KERNEL_FLAGS=flags, LD_PRELOAD=runtime, ASAN_OPTIONS=options)
     assert "skipped" not in shown
 
 
