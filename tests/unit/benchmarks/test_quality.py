@@ -25,9 +25,7 @@ def test_a_model_with_channels_in_another_order_computes_the_same_function(stori
     torch.testing.assert_close(found.losses, expected.losses, rtol=1e-4, atol=1e-4)
 
 
-def test_the_table_has_a_row_for_each_type(
-    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_a_row_for_each_type(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text"
     text.write_text(TEXT, encoding="utf-8")
     assert main(["--model", str(stories), "--text", str(text)]) == 0
