@@ -87,7 +87,7 @@ def predictions(case: Case, folder: Path, text: str, bar: "tqdm[Any]") -> Predic
     with _weights(case, folder) as model, LLM(EngineConfig(model=str(model), **case.options)) as llm:
         token_ids = torch.tensor(llm.tokenizer.encode(text, add_special_tokens=False))
         best, losses = [], []
-        for window in token_ids.split(WINDOW):
+        for window in torch.split(token_ids, WINDOW):
             logits = _logits(llm, window)[:-1]
             best.append(logits.argmax(-1))
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:], reduction="none"))

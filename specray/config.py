@@ -276,7 +276,8 @@ class EngineConfig(Options):
     quantization: Literal["auto", "int8", "int4", "fp8"] | None = Field(
         None,
         description="Quantization of weights (while loading) and activations: int8 or int4 on CPUs, fp8 on GPUs. auto "
-        "keeps the blocks of a quantised GGUF file on a CPU. null computes in dtype.",
+        "keeps the blocks of a quantised GGUF file on a CPU. null computes in dtype. The likeliest token was that of "
+        "float32 at 96 % of positions with int8 and at 68 % with int4 (embedded model, see the benchmarks page).",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Device of the target; auto takes a GPU if there is one."
