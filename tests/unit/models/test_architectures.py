@@ -66,7 +66,7 @@ def test_experts_output_of_a_token_does_not_depend_on_the_batch(name: str, tmp_p
     layer = model.layers[-1].ffn
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
     together = layer(x)
-    torch.testing.assert_close(torch.cat([layer(row[None]) for row in x]), together, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([layer(row[None]) for row in x]), together, atol=1e-5, rtol=1e-5)
 
 
 def test_kv_pool_stores_one_latent_head(tmp_path: Path) -> None:
