@@ -37,7 +37,7 @@ def run_tests(tests: list[str], **environment: str) -> str:
         timeout=600,
         check=False,
     )
-    assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
+    assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[:6000]}"
     assert " passed" in result.stdout
     return result.stdout
 
