@@ -33,7 +33,8 @@ class DraftActor:
         from specray.worker.memory import enough_memory
         from specray.worker.remote_drafter.server import DraftServer, make_remote_drafter
 
-        use_threads(1)
+        if self._config.num_threads is not None:
+            use_threads(self._config.num_threads)
         with frozen_garbage_collection(), enough_memory(self._config, "loading the drafter", ConfigError):
             self._server = DraftServer(make_remote_drafter(self._config, target, num_slots), target.device)
         return self._server.handshake

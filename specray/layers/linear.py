@@ -81,8 +81,8 @@ class VocabHead(Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab_size]"""
-        if isinstance(self.run, PackedMatrix):  # the sums are float32 already
+        if isinstance(self.run, PackedMatrix):  # its sums are float32 already
             logits = self.run(hidden_states, torch.float32)
         else:
-            logits = self.run(hidden_states).to(torch.float32)
-        return self.group.gather(logits)[:, : self._vocab_size]
+            logits = self.run(hidden_states)
+        return self.group.gather(logits)[:, : self._vocab_size].to(torch.float32)

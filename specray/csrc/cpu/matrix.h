@@ -29,7 +29,6 @@ enum Kind : int32_t {
 };
 
 constexpr int LINE = 64;            // bytes of a cache line; blocks begin at one
-constexpr int FETCH_BYTES = 4096;  // how far ahead of its use a weight is fetched
 
 struct Matrix {
   int32_t kind;
@@ -98,8 +97,6 @@ constexpr int MAX_TILE = 4;
 #endif
 
 typedef float Tile[TILE_ROWS > MAX_TILE ? TILE_ROWS : MAX_TILE][LANES];
-
-inline void fetch(const void* weights) { __builtin_prefetch(static_cast<const char*>(weights) + FETCH_BYTES); }
 
 // R rows from `first` with one block of a dense matrix.
 template <int R, class Weight>
