@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import disable_progress_bar
 
+from specray.bench.first_token import FirstToken
 from specray.bench.variants import TRANSFORMERS, BenchRequest, Reply, Run
 from specray.ops.cpu.threads import torch_threads
 from specray.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ class TransformersVariant:
 
     def _answer(self, request: BenchRequest) -> Reply:
         prompt = torch.tensor([request.token_ids], device=self._model.device)
-        clock = _FirstToken()
+        clock = FirstToken()
         start = time.perf_counter()
         with torch.inference_mode():
             output = self._model.generate(
@@ -60,20 +60,3 @@ class TransformersVariant:
             "pad_token_id": self._eos_token_ids[0],
             **min_new_tokens,
         }
-
-
-class _FirstToken(BaseStreamer):
-    """Records the time of the first new token; the prompt is streamed before it."""
-
-    def __init__(self) -> None:
-        self._num_calls = 0
-        self.time = 0.0
-
-    def put(self, value: object) -> None:
-        del value
-        self._num_calls += 1
-        if self._num_calls == 2:
-            self.time = time.perf_counter()
-
-    def end(self) -> None:
-        pass

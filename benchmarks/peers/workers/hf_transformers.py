@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
-from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.peers.workers.protocol import Answer, Engine, Options, serve
+from specray.bench.first_token import FirstToken
 
 PADDING = 0
 MODES: dict[str, dict[str, Any]] = {"plain": {}, "ngram": {"prompt_lookup_num_tokens": 10}}
@@ -24,7 +24,7 @@ def load(options: Options) -> Engine:
         width = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[PADDING] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        clock = _FirstToken()
+        clock = FirstToken()
         start = time.perf_counter()
         with torch.inference_mode():
             output = model.generate(
@@ -38,23 +38,6 @@ def load(options: Options) -> Engine:
         return Answer(time.perf_counter() - start, clock.time - start, output[:, width:].tolist())
 
     return Engine(transformers.__version__, f"torch {torch.__version__}", answer)
-
-
-class _FirstToken(BaseStreamer):
-    """Notes when the first new token comes; the prompt is streamed before it."""
-
-    def __init__(self) -> None:
-        self._num_calls = 0
-        self.time = 0.0
-
-    def put(self, value: object) -> None:
-        del value
-        self._num_calls += 1
-        if self._num_calls == 2:
-            self.time = time.perf_counter()
-
-    def end(self) -> None:
-        pass
 
 
 if __name__ == "__main__":
