@@ -16,9 +16,9 @@ class RMSNorm(Layer):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = eps
         has_kernel = weight.device.type == "cpu" and kernels() is not None
-        self._weight = weight.float().contiguous() if has_kernel else None  # as the kernel reads it
+        self.float_weight = weight.float().contiguous() if has_kernel else None  # as the kernels read it
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._weight is not None and x.dtype in FLOAT_TYPES:
-            return rms_norm(x, self._weight, self.eps)
+        if self.float_weight is not None and x.dtype in FLOAT_TYPES:
+            return rms_norm(x, self.float_weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import Attend
+from specray.ops.cpu.trees import TreeNetwork
 
 
 class EagleHead(Protocol):
@@ -27,6 +28,7 @@ class EagleHead(Protocol):
     dtype: torch.dtype
     vocab_size: int  # columns of `logits`
     draft_token_ids: Tensor | None  # int64 [vocab_size]: target id of each column; None: the same id
+    network: TreeNetwork | None  # the same model as a function that grows trees, where the kernels have one
     window: int | None  # positions that a query attends to, its own included; None: all
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:

@@ -28,15 +28,15 @@ class EagleLayers:
         self._others = [_Layer(index, shape, loader, other, size) for index, other in enumerate(others, 1)]
         self._rotary = rotary
         layers = zip((None, *self._norms), (self._first, *self._others), strict=True)
-        self._fused = fused(
+        self.fused = fused(
             [(norm, layer.attention, layer.ffn_norm, layer.ffn) for norm, layer in layers], rotary, shape.eps
         )
 
     def __call__(self, x: Tensor, residual: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Output [T, H] of the last layer from the first one's input `x` [T, width] and `residual` [T, H]."""
-        if self._fused is not None and isinstance(attend, PagedAttend):
+        if self.fused is not None and isinstance(attend, PagedAttend):
             stream = residual.to(torch.float32, copy=True)
-            self._fused(stream, positions, attend, first_input=x.float().contiguous())
+            self.fused(stream, positions, attend, first_input=x.float().contiguous())
             return stream.to(residual.dtype)
         cos_sin = self._rotary.at(positions)
         hidden = self._first(x, residual, cos_sin, attend)

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from specray.layers.linear import ColumnParallelLinear, VocabEmbedding, VocabHead
 from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.causal_lm import DecoderLayer, FeedForward
@@ -11,6 +13,7 @@ from specray.models.llama import Attention
 from specray.ops.cpu.layers import FusedLayers, LayerParts
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
+from specray.ops.cpu.trees import StateInput, TreeNetwork
 
 
 def fused_decoder(layers: Sequence[object], rotary: RotaryEmbedding, eps: float) -> FusedLayers | None:
@@ -43,6 +46,43 @@ def fused(
         return None
     shape = (first.num_heads, first.num_kv_heads, first.head_dim)
     return FusedLayers(own, [part for part in parts if part is not None], *shape, eps, rotary.tables)
+
+
+def tree_network(
+    layers: FusedLayers | None,
+    embedding: VocabEmbedding,
+    inputs: StateInput | None,
+    norm: RMSNorm | None,
+    head: VocabHead,
+    target_ids: Tensor | None,
+    num_columns: int,
+    state_is_normed: bool = False,
+    output_is_normed: bool = False,
+) -> TreeNetwork | None:
+    """A draft model as one function that grows trees; arguments as those of TreeNetwork. None if it is not fused."""
+    matrix = head.run
+    if layers is None or not isinstance(matrix, PackedMatrix) or max(embedding.group.size, head.group.size) > 1:
+        return None
+    weight = None if norm is None else norm.float_weight
+    ids = None if target_ids is None else target_ids.to(torch.int64)
+    return TreeNetwork(
+        layers, embedding.weight, inputs, weight, matrix, num_columns, ids, state_is_normed, output_is_normed
+    )
+
+
+def state_input(
+    token_norm: RMSNorm | None,
+    state_norm: RMSNorm | None,
+    project: ColumnParallelLinear | None,
+    state_first: bool = False,
+    residual_is_normed: bool = False,
+) -> StateInput | None:
+    """A StateInput of these layers; None if the projection is not packed."""
+    matrix = None if project is None else project.run
+    if matrix is not None and not isinstance(matrix, PackedMatrix):
+        return None
+    token_weight, state_weight = (None if norm is None else norm.float_weight for norm in (token_norm, state_norm))
+    return StateInput(token_weight, state_weight, matrix, state_first, residual_is_normed)
 
 
 def _parts(input_norm: RMSNorm | None, attention: object, ffn_norm: RMSNorm, ffn: object) -> LayerParts | None:

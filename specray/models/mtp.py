@@ -24,13 +24,14 @@ from specray.layers.linear import ColumnParallelLinear
 from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.causal_lm import ModelShape
-from specray.models.fused import fused_decoder
+from specray.models.fused import fused_decoder, state_input, tree_network
 from specray.models.loading import Loader
 from specray.models.registry import MODELS, load_config, shape_of
 from specray.models.target_matrices import TargetMatrices
 from specray.models.weights import WeightReader
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
+from specray.ops.cpu.trees import StateInput, TreeNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +133,15 @@ class MtpLayer:
         architecture = MODELS[(config.architectures or [""])[0]]
         index = config.num_hidden_layers + kv_layer
         self._block = architecture.layer(config, loader, prefix, index, kv_layer)
-        self._fused = fused_decoder([self._block], rotary, shape.eps)
+        self.fused = fused_decoder([self._block], rotary, shape.eps)
         self._kv_layer = kv_layer
-        self._out_norm = norm(layout.out_norm)
+        self.out_norm = norm(layout.out_norm)
         self._rotary = rotary
+
+    @property
+    def inputs(self) -> StateInput | None:
+        """The combination of embeddings and states, without masking position 0, where no node of a tree lies."""
+        return state_input(self._embed_norm, self._state_norm, self._project, self._layout.state_first)
 
     def __call__(self, embeds: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The next states; `positions` int64 [T] are those of the states."""
@@ -143,11 +149,11 @@ class MtpLayer:
             embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
         pair = self._state_norm(states), self._embed_norm(embeds)
         x = self._project(torch.cat(pair if self._layout.state_first else pair[::-1], -1))
-        if self._fused is None or not isinstance(attend, PagedAttend):
-            return self._out_norm(self._block(x, *self._rotary.at(positions), attend))
+        if self.fused is None or not isinstance(attend, PagedAttend):
+            return self.out_norm(self._block(x, *self._rotary.at(positions), attend))
         stream = x.to(torch.float32, copy=True)
-        self._fused(stream, positions, attend, first_layer=self._kv_layer)
-        return self._out_norm(stream.to(x.dtype))
+        self.fused(stream, positions, attend, first_layer=self._kv_layer)
+        return self.out_norm(stream.to(x.dtype))
 
 
 class _Drafting:
@@ -179,7 +185,18 @@ class MtpHead(_Drafting):
 
     def __init__(self, layers: MtpLayers, token_map: Tensor | None = None) -> None:
         super().__init__(layers, token_map)
-        self._layer = layers.layers[0]
+        self._layer = layer = layers.layers[0]
+        self.network = tree_network(
+            layer.fused,
+            self._embed,
+            layer.inputs,
+            layer.out_norm,
+            self._head,
+            self.draft_token_ids,
+            self.vocab_size,
+            state_is_normed=True,
+            output_is_normed=True,
+        )
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self._layer(self._embed(token_ids), states, positions, attend)
@@ -202,6 +219,7 @@ class MtpStack(_Drafting):
     def __init__(self, layers: MtpLayers, count: int, token_map: Tensor | None = None) -> None:
         super().__init__(layers, token_map)
         self._layers = layers.layers[:count]
+        self.network: TreeNetwork | None = None  # each level runs other layers
 
     @property
     def num_layers(self) -> int:

@@ -23,13 +23,15 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.layers.linear import VocabHead
 from specray.layers.parallel import RankGroup
-from specray.models.causal_lm import TargetModel
+from specray.models.causal_lm import CausalLM, TargetModel
 from specray.models.files import resolve_draft
+from specray.models.fused import tree_network
 from specray.models.registry import context_length, load_config, load_model
 from specray.models.target_matrices import TargetMatrices
 from specray.models.tokenizer import load_tokenizer
 from specray.ops.attention import Attend, AttentionBatch, make_pool
 from specray.ops.backends import make_backend
+from specray.ops.cpu.trees import TreeNetwork
 from specray.spec_decode.draft_setup import draft_dtype, draft_quantization, scratch_slots
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
@@ -202,6 +204,11 @@ class DraftModel:
         self._model = model
         self._head = head
         self._dtype = dtype
+        self.network: TreeNetwork | None = None
+        if isinstance(model, CausalLM):
+            self.network = tree_network(
+                model.fused, model.embedding, None, model.norm, head, ids, self.vocab_size, output_is_normed=True
+            )
 
     def make_pool(self, num_slots: int) -> Tensor:
         shape, device = self._model.shape, self._model.embedding.weight.device

@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.ops.attention import Attend, AttentionBackend, AttentionBatch
+from specray.ops.cpu.attention import PagedAttention
+from specray.ops.cpu.trees import TreeNetwork, TreeRequests
 from specray.ops.likeliest import likeliest
+from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext
 from specray.spec_decode.eagle_tree import CandidatePool
@@ -27,6 +30,7 @@ class TreeModel(Protocol):
 
     vocab_size: int  # columns of `logits`
     draft_token_ids: Tensor | None  # int64 [vocab_size]: target id of each column; None: the same id
+    network: TreeNetwork | None  # the same model as a function that grows trees, where the kernels have one
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Output [T, H]; token_ids (of the target) and positions are int64 [T], states [T, H]."""
@@ -79,9 +83,11 @@ class TreeGrower:
 
     def grow(self, context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
         """Trees below the last known tokens; `output` [B, H] predicts the roots' children."""
-        topk, num_rows = self._shape.topk, len(prefix.requests)
         num_steps = min(self._shape.num_steps, max(request.draft_limit.num_steps for request in prefix.requests))
         noise = TreeNoise.of(context, prefix.requests, prefix.slots, num_steps)
+        if (tree := self._grow_fused(context, prefix, output, num_steps, noise)) is not None:
+            return tree
+        topk, num_rows = self._shape.topk, len(prefix.requests)
         level_probs: list[Tensor] = []  # the distribution that each level's children are drawn from
         scores, tokens = self._candidates(self._model.logits(output)[:, None], noise, 0, level_probs)
         pool = CandidatePool.of_roots(scores[:, 0], tokens[:, 0])
@@ -106,6 +112,23 @@ class TreeGrower:
         num_drafts = min(self._shape.num_draft_tokens - 1, pool.scores.shape[1])
         tree = pool.tree(context.roots(), num_drafts)
         return replace(tree, draft_probs=F.pad(torch.stack(level_probs, 1), (0, 0, 0, 1))) if level_probs else tree
+
+    def _grow_fused(
+        self, context: ProposeContext, prefix: TreePrefix, output: Tensor, num_steps: int, noise: TreeNoise | None
+    ) -> DraftTree | None:
+        """The same with all levels in one call of the CPU kernels; None where that is not possible."""
+        network, shape = self._model.network, self._shape
+        returns_probs = noise is not None and shape.returns_draft_probs
+        if network is None or not isinstance(self._attention, PagedAttention) or returns_probs:
+            return None
+        [(kv_slots, kv_lens)] = prefix.visible
+        keys = None if noise is None else (noise.keys, noise.temperature.where(noise.temperature >= GREEDY_BELOW, 0.0))
+        num_drafts = min(shape.num_draft_tokens - 1, replace(shape, num_steps=num_steps).pool_size)
+        requests = TreeRequests(output, context.roots(), prefix.positions, kv_slots, kv_lens, self._scratch, keys)
+        tokens, parents, num_nodes = network.grow(
+            self._attention, requests, shape.topk, num_steps, num_drafts, self._last_position, self._window
+        )
+        return DraftTree(tokens, parents, num_nodes, num_steps)
 
     def _with_scratch(self, kv_slots: Tensor, kv_lens: list[int]) -> Tensor:
         """KV slots [B, n]: the visible ones, followed by all scratch slots of the request."""

@@ -5,28 +5,9 @@
 #include "layers.h"
 #include "packing.h"
 #include "selection.h"
+#include "trees.h"
 
 using namespace specray;
-
-namespace {
-
-void read_row(const void* from, int type, int64_t first, int count, float* to) {
-  if (type == FLOAT32) std::memcpy(to, static_cast<const float*>(from) + first, 4 * int64_t(count));
-  for (int i = 0; i < count; ++i) {
-    if (type == BFLOAT16) to[i] = to_float(static_cast<const bfloat16*>(from)[first + i]);
-    if (type == FLOAT16) to[i] = to_float(static_cast<const float16*>(from)[first + i]);
-  }
-}
-
-void write_values(const float* from, int count, void* to, int type, int64_t first) {
-  if (type == FLOAT32) std::memcpy(static_cast<float*>(to) + first, from, 4 * int64_t(count));
-  for (int i = 0; i < count; ++i) {
-    if (type == BFLOAT16) from_float(from[i], static_cast<bfloat16*>(to) + first + i);
-    if (type == FLOAT16) from_float(from[i], static_cast<float16*>(to) + first + i);
-  }
-}
-
-}  // namespace
 
 extern "C" {
 
@@ -130,10 +111,14 @@ void specray_attention(
   });
 }
 
+// Runs layers on the residual stream `hidden` [T, hidden]; see Stack::run.
 void specray_layers(
     const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step, const float* first_input,
     float* hidden, float* const* taps, int32_t num_threads) {
-  run_layers(layers, num_layers, *sizes, *step, first_input, hidden, taps, num_threads);
+  Stack stack(layers, num_layers, *sizes, int(step->count));
+  run_on_team(num_threads, [&](Team& team, int member) {
+    stack.run(*step, first_input, hidden, taps, team, member);
+  });
 }
 
 // y [count, size] = RMS norm of x; both are of `type`.
@@ -151,6 +136,17 @@ void specray_norm(const void* x, const float* weight, int64_t count, int32_t siz
 void specray_likeliest(
     const float* logits, int64_t count, int64_t size, int32_t k, float* probs, int64_t* indexes) {
   for (int64_t r = 0; r < count; ++r) likeliest(logits + r * size, int(size), k, probs + r * k, indexes + r * k);
+}
+
+// Grows draft trees; see trees.h.
+void specray_grow(const DraftNetwork* network, const Growth* growth, int32_t num_threads) {
+  TreeGrowth trees(*network, *growth);
+  run_on_team(num_threads, [&](Team& team, int member) { trees.grow(team, member); });
+}
+
+// Adds noise to a row of logits after temperature; see noise.h.
+void specray_add_noise(float* logits, int32_t size, const int64_t* ids, float temperature, const int32_t* key) {
+  add_noise(logits, size, ids, temperature, key);
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// A stack of decoder layers in one call: pre-norm attention and a gated feed-forward, each added to the residual stream.
+// A stack of decoder layers: pre-norm attention and a gated feed-forward, each added to the residual stream.
 //
 // All members of the team run the same phases, with a barrier between them. Rows or channels are divided among them; no
 // sum is. The residual stream is float32 whatever the type of the weights.
@@ -75,86 +75,108 @@ class Prepared {
   std::map<std::pair<Form, int>, std::unique_ptr<Rows>> known_;
 };
 
-// Runs `layers` on the residual stream `hidden` [T, hidden], in place. `first_input` [T, qkv.ins] is what the first layer
-// reads if it has no input norm. taps[i], where not null, receives the stream that enters layer i; taps[num_layers] the
-// one that leaves the last.
-inline void run_layers(
-    const Layer* layers, int num_layers, const Sizes& sizes, const Step& step, const float* first_input, float* hidden,
-    float* const* taps, int num_threads) {
-  const int count = int(step.count), size = sizes.hidden, dim = sizes.dim;
-  const int q_width = sizes.num_heads * dim, kv_width = sizes.num_kv_heads * dim, width = q_width + 2 * kv_width;
-  std::vector<float> qkv(int64_t(count) * width), seen(int64_t(count) * q_width), inner(int64_t(count) * sizes.ffn);
-  std::vector<std::atomic<int>> next(num_layers);
-  for (auto& counter : next) counter = 0;
-  Prepared to_qkv(count), to_out(count), to_up(count), to_down(count);
-  struct Inputs {
-    Rows &qkv, &out, &up, &down;
-  };
-  std::vector<Inputs> inputs;
-  for (int i = 0; i < num_layers; ++i) {
-    const Layer& layer = layers[i];
-    inputs.push_back(
-        {to_qkv.rows(layer.qkv), to_out.rows(layer.out), to_up.rows(layer.gate_up), to_down.rows(layer.down)});
-  }
-  run_on_team(num_threads, [&](Team& team, int member) {
-    std::vector<float> row(size);
+// Layers of one shape with the buffers of `count` rows, which every run uses again.
+class Stack {
+ public:
+  Stack(const Layer* layers, int num_layers, const Sizes& sizes, int count)
+      : layers_(layers), num_layers_(num_layers), sizes_(sizes), q_width_(sizes.num_heads * sizes.dim),
+        kv_width_(sizes.num_kv_heads * sizes.dim), width_(q_width_ + 2 * kv_width_), qkv_(int64_t(count) * width_),
+        seen_(int64_t(count) * q_width_), inner_(int64_t(count) * sizes.ffn), next_(num_layers), to_qkv_(count),
+        to_out_(count), to_up_(count), to_down_(count) {
     for (int i = 0; i < num_layers; ++i) {
       const Layer& layer = layers[i];
+      inputs_.push_back(
+          {to_qkv_.rows(layer.qkv), to_out_.rows(layer.out), to_up_.rows(layer.gate_up), to_down_.rows(layer.down)});
+    }
+  }
+
+  // This member's part of the layers' work on the residual stream `hidden` [T, hidden], in place. `first_input`
+  // [T, qkv.ins] is what the first layer reads if it has no input norm. taps[i], where not null, receives the stream
+  // that enters layer i; taps[num_layers] the one that leaves the last. All members have finished when it returns.
+  void run(const Step& step, const float* first_input, float* hidden, float* const* taps, Team& team, int member) {
+    const int count = int(step.count), size = sizes_.hidden;
+    std::vector<float> row(size);
+    const auto my_rows = [&](auto work) {
+      for (int r = member; r < count; r += team.size()) work(r);
+      team.barrier();
+    };
+    for (int i = 0; i < num_layers_; ++i) {
+      const Layer& layer = layers_[i];
+      const Inputs& inputs = inputs_[i];
       Pool pool = step.pool;
       pool.data = static_cast<char*>(step.pool.data) + i * step.layer_bytes;
-      const auto my_rows = [&](auto work) {
-        for (int r = member; r < count; r += team.size()) work(r);
-        team.barrier();
-      };
+      if (member == 0) next_[i] = 0;
       my_rows([&](int r) {
         float* x = hidden + int64_t(r) * size;
         if (taps && taps[i]) std::copy(x, x + size, taps[i] + int64_t(r) * size);
         if (layer.input_norm) {
-          norm(x, layer.input_norm, size, sizes.eps, row.data());
-          inputs[i].qkv.set(r, row.data());
+          norm(x, layer.input_norm, size, sizes_.eps, row.data());
+          inputs.qkv.set(r, row.data());
         } else {
-          inputs[i].qkv.set(r, first_input + int64_t(r) * layer.qkv.ins);
+          inputs.qkv.set(r, first_input + int64_t(r) * layer.qkv.ins);
         }
       });
-      multiply(layer.qkv, inputs[i].qkv, count, team, member, [&](int r, int channel, const float* values) {
-        const int columns = std::min(LANES, width - channel);
-        std::copy(values, values + columns, qkv.data() + int64_t(r) * width + channel);
+      multiply(layer.qkv, inputs.qkv, count, team, member, [&](int r, int channel, const float* values) {
+        const int columns = std::min(LANES, width_ - channel);
+        std::copy(values, values + columns, qkv_.data() + int64_t(r) * width_ + channel);
       });
       team.barrier();
-      my_rows([&](int r) {
-        float* q = qkv.data() + int64_t(r) * width;
-        const float *cos = step.cos + step.positions[r] * dim, *sin = step.sin + step.positions[r] * dim;
-        for (int head = 0; head < sizes.num_heads + sizes.num_kv_heads; ++head) {
-          const float* weight = head < sizes.num_heads ? layer.q_norm : layer.k_norm;
-          if (weight) norm(q + head * dim, weight, dim, sizes.eps, q + head * dim);
-          rotate(q + head * dim, cos, sin, dim);
-        }
-        write_kv(pool, step.written[r], q + q_width, q + q_width + kv_width);
-      });
-      attend_any(pool, step.requests, sizes.num_heads, qkv.data(), width, seen.data(), next[i]);
+      my_rows([&](int r) { finish_qkv(layer, step, pool, r); });
+      attend_any(pool, step.requests, sizes_.num_heads, qkv_.data(), width_, seen_.data(), next_[i]);
       team.barrier();
-      my_rows([&](int r) { inputs[i].out.set(r, seen.data() + int64_t(r) * q_width); });
+      my_rows([&](int r) { inputs.out.set(r, seen_.data() + int64_t(r) * q_width_); });
       const auto add_to_hidden = [&](int r, int channel, const float* values) {
         float* to = hidden + int64_t(r) * size + channel;
         for (int c = 0; c < std::min(LANES, size - channel); ++c) to[c] += values[c];
       };
-      multiply(layer.out, inputs[i].out, count, team, member, add_to_hidden);
+      multiply(layer.out, inputs.out, count, team, member, add_to_hidden);
       team.barrier();
       my_rows([&](int r) {
-        norm(hidden + int64_t(r) * size, layer.ffn_norm, size, sizes.eps, row.data());
-        inputs[i].up.set(r, row.data());
+        norm(hidden + int64_t(r) * size, layer.ffn_norm, size, sizes_.eps, row.data());
+        inputs.up.set(r, row.data());
       });
-      multiply_gated(layer.gate_up, inputs[i].up, count, team, member, [&](int r, int channel, const float* values) {
-        const int columns = std::min(LANES, sizes.ffn - channel);
-        std::copy(values, values + columns, inner.data() + int64_t(r) * sizes.ffn + channel);
+      multiply_gated(layer.gate_up, inputs.up, count, team, member, [&](int r, int channel, const float* values) {
+        const int columns = std::min(LANES, sizes_.ffn - channel);
+        std::copy(values, values + columns, inner_.data() + int64_t(r) * sizes_.ffn + channel);
       });
       team.barrier();
-      my_rows([&](int r) { inputs[i].down.set(r, inner.data() + int64_t(r) * sizes.ffn); });
-      multiply(layer.down, inputs[i].down, count, team, member, add_to_hidden);
+      my_rows([&](int r) { inputs.down.set(r, inner_.data() + int64_t(r) * sizes_.ffn); });
+      multiply(layer.down, inputs.down, count, team, member, add_to_hidden);
       team.barrier();
     }
-  });
-  if (taps && taps[num_layers]) std::copy(hidden, hidden + int64_t(count) * size, taps[num_layers]);
-}
+    if (!taps || !taps[num_layers_]) return;
+    my_rows([&](int r) {
+      const float* x = hidden + int64_t(r) * size;
+      std::copy(x, x + size, taps[num_layers_] + int64_t(r) * size);
+    });
+  }
+
+ private:
+  struct Inputs {
+    Rows &qkv, &out, &up, &down;
+  };
+
+  // Norms and rotates the heads of a row, and writes its keys and values to the pool.
+  void finish_qkv(const Layer& layer, const Step& step, const Pool& pool, int r) {
+    const int dim = sizes_.dim;
+    float* q = qkv_.data() + int64_t(r) * width_;
+    const float *cos = step.cos + step.positions[r] * dim, *sin = step.sin + step.positions[r] * dim;
+    for (int head = 0; head < sizes_.num_heads + sizes_.num_kv_heads; ++head) {
+      const float* weight = head < sizes_.num_heads ? layer.q_norm : layer.k_norm;
+      if (weight) norm(q + head * dim, weight, dim, sizes_.eps, q + head * dim);
+      rotate(q + head * dim, cos, sin, dim);
+    }
+    write_kv(pool, step.written[r], q + q_width_, q + q_width_ + kv_width_);
+  }
+
+  const Layer* layers_;
+  const int num_layers_;
+  const Sizes sizes_;
+  const int q_width_, kv_width_, width_;
+  std::vector<float> qkv_, seen_, inner_;
+  std::vector<std::atomic<int>> next_;  // tiles of attention that members have taken, by layer
+  Prepared to_qkv_, to_out_, to_up_, to_down_;
+  std::vector<Inputs> inputs_;
+};
 
 }  // namespace specray

@@ -66,6 +66,26 @@ inline void with_format(int kind, const Work& work) {
   }
 }
 
+// ---- rows of tensors of type FLOAT32, BFLOAT16 or FLOAT16 --------------------------------------------------------
+
+inline void read_row(const void* from, int type, int64_t first, int count, float* to) {
+  if (type == FLOAT32) std::memcpy(to, static_cast<const float*>(from) + first, 4 * int64_t(count));
+  for (int i = 0; i < count; ++i) {
+    if (type == BFLOAT16) to[i] = to_float(static_cast<const bfloat16*>(from)[first + i]);
+    if (type == FLOAT16) to[i] = to_float(static_cast<const float16*>(from)[first + i]);
+  }
+}
+
+inline void write_values(const float* from, int count, void* to, int type, int64_t first) {
+  if (type == FLOAT32) std::memcpy(static_cast<float*>(to) + first, from, 4 * int64_t(count));
+  for (int i = 0; i < count; ++i) {
+    if (type == BFLOAT16) from_float(from[i], static_cast<bfloat16*>(to) + first + i);
+    if (type == FLOAT16) from_float(from[i], static_cast<float16*>(to) + first + i);
+  }
+}
+
+// ---- blocks ------------------------------------------------------------------------------------------------------
+
 #if defined(__AVX512BF16__)
 constexpr bool HAS_PAIRS = true;  // bfloat16 weights are stored, and activations rounded, as pairs of inputs
 #else

@@ -308,4 +308,22 @@ inline Floats exp_of(Floats x) {
 
 inline float exp_of(float x) { return exp_of(splat(x))[0]; }
 
+// log(x) of positive normal numbers, to about 2 units in the last place.
+inline Floats log_of(Floats x) {
+  const Words bits = bits_of<Words>(x) - 0x3F3504F3u;  // the mantissa of sqrt(1/2), so that m is around 1
+  const Floats exponent = to_floats(Ints(bits) >> 23);
+  const Floats m = bits_of<Floats>((bits & 0x007FFFFFu) + 0x3F3504F3u) - 1.0f, squared = m * m;
+  Floats p = splat(7.0376836292e-2f);
+  p = p * m + -1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m + -1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m + -1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m + -2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  const Floats rest = p * m * squared + exponent * -2.12194440e-4f - squared * 0.5f;
+  return (m + rest) + exponent * 0.693359375f;
+}
+
 }  // namespace specray

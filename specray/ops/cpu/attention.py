@@ -21,12 +21,21 @@ class PagedAttention:
     def plan(self, batch: AttentionBatch) -> "PagedAttend":
         return PagedAttend(self, batch)
 
+    def pool_of(self, layer: int) -> Pool:
+        """One layer's part of the pool."""
+        return Pool(pointer(self.pool[layer]), FLOAT_TYPES[self.pool.dtype], *self.pool.shape[-2:])
+
+    @property
+    def layer_bytes(self) -> int:
+        """From one layer's part of the pool to the next."""
+        return self.pool.stride(0) * self.pool.itemsize
+
 
 class PagedAttend:
     """Attend of one step. Also the part of a step that a stack of fused layers reads."""
 
     def __init__(self, backend: PagedAttention, batch: AttentionBatch) -> None:
-        self._backend = backend
+        self.backend = backend
         self.written = batch.slot_mapping.contiguous()
         lens = torch.tensor([batch.query_lens, batch.kv_lens], dtype=torch.int32)
         trees = torch.tensor(batch.tree_sizes, dtype=torch.int32).view(-1, 2)
@@ -48,12 +57,12 @@ class PagedAttend:
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See Attend."""
-        backend = self._backend
+        backend = self.backend
         assert q.dtype == kv.dtype == backend.pool.dtype, (q.dtype, kv.dtype, backend.pool.dtype)
         out = torch.empty(len(q), backend.num_heads * backend.pool.shape[-1], dtype=q.dtype)
         q, kv = q.contiguous(), kv.contiguous()
         backend.kernels.attention(
-            ctypes.byref(self.pool_of(layer)),
+            ctypes.byref(backend.pool_of(layer)),
             ctypes.byref(self.requests),
             pointer(self.written),
             len(q),
@@ -64,14 +73,3 @@ class PagedAttend:
             num_threads(),
         )
         return out
-
-    def pool_of(self, layer: int) -> Pool:
-        """One layer's part of the pool."""
-        pool = self._backend.pool
-        return Pool(pointer(pool[layer]), FLOAT_TYPES[pool.dtype], pool.shape[-2], pool.shape[-1])
-
-    @property
-    def layer_bytes(self) -> int:
-        """From one layer's part of the pool to the next."""
-        pool = self._backend.pool
-        return pool.stride(0) * pool.itemsize

@@ -46,12 +46,12 @@ class FusedLayers:
     ) -> None:
         """`cos_sin` are RotaryEmbedding's float32 tables."""
         first = layers[0]
-        self._kernels = kernels
+        self.kernels = kernels
         self._kept: list[Tensor | LayerParts] = [*layers]  # the structs have the addresses of their data
-        self._layers = (Layer * len(layers))(*(self._struct(layer) for layer in layers))
-        self._sizes = Sizes(first.out.columns, first.gate_up.columns, num_heads, num_kv_heads, dim, eps)
-        self._num_bytes = sum(layer.num_bytes for layer in layers)
-        self._cos, self._sin = cos_sin
+        self.structs = (Layer * len(layers))(*(self._struct(layer) for layer in layers))
+        self.sizes = Sizes(first.out.columns, first.gate_up.columns, num_heads, num_kv_heads, dim, eps)
+        self.num_bytes = sum(layer.num_bytes for layer in layers)
+        self.cos, self.sin = cos_sin
 
     def __call__(
         self,
@@ -69,27 +69,27 @@ class FusedLayers:
         KV pool.
         """
         copies = {index: torch.empty_like(hidden) for index in taps}
-        addresses = [pointer(copies.get(index)) for index in range(len(self._layers) + 1)]
+        addresses = [pointer(copies.get(index)) for index in range(len(self.structs) + 1)]
         positions = positions.contiguous()
         step = Step(
             len(hidden),
             pointer(positions),
             pointer(attend.written),
-            pointer(self._cos),
-            pointer(self._sin),
+            pointer(self.cos),
+            pointer(self.sin),
             attend.requests,
-            attend.pool_of(first_layer),
-            attend.layer_bytes,
+            attend.backend.pool_of(first_layer),
+            attend.backend.layer_bytes,
         )
-        self._kernels.layers(
-            self._layers,
-            len(self._layers),
-            ctypes.byref(self._sizes),
+        self.kernels.layers(
+            self.structs,
+            len(self.structs),
+            ctypes.byref(self.sizes),
             ctypes.byref(step),
             pointer(first_input),
             pointer(hidden),
             (ctypes.c_void_p * len(addresses))(*addresses),
-            num_threads(self._num_bytes),
+            num_threads(self.num_bytes),
         )
         return [copies[index] for index in taps]
 

@@ -97,6 +97,61 @@ class Step(ctypes.Structure):
     )
 
 
+class DraftNetwork(ctypes.Structure):
+    """`DraftNetwork` in trees.h."""
+
+    _fields_ = (
+        ("embedding", c_void_p),
+        ("embedding_type", c_int32),
+        ("vocab_size", c_int32),
+        ("token_norm", c_void_p),
+        ("state_norm", c_void_p),
+        ("project", Matrix),
+        ("reads_states", c_int32),
+        ("state_first", c_int32),
+        ("residual_is_normed", c_int32),
+        ("num_layers", c_int32),
+        ("layers", c_void_p),
+        ("sizes", Sizes),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("norm", c_void_p),
+        ("state_is_normed", c_int32),
+        ("output_is_normed", c_int32),
+        ("num_columns", c_int32),
+        ("output", Matrix),
+        ("target_ids", c_void_p),
+    )
+
+
+class Growth(ctypes.Structure):
+    """`Growth` in trees.h."""
+
+    _fields_ = (
+        ("num_trees", c_int32),
+        ("topk", c_int32),
+        ("num_levels", c_int32),
+        ("num_drafts", c_int32),
+        ("output", c_void_p),
+        ("roots", c_void_p),
+        ("positions", c_void_p),
+        ("last_position", c_int64),
+        ("kv_slots", c_void_p),
+        ("kv_lens", c_void_p),
+        ("scratch", c_void_p),
+        ("slots_width", c_int32),
+        ("scratch_width", c_int32),
+        ("window", c_int32),
+        ("pool", Pool),
+        ("layer_bytes", c_int64),
+        ("noise_keys", c_void_p),
+        ("temperature", c_void_p),
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("num_nodes", c_void_p),
+    )
+
+
 class Kernels:
     """The functions of kernels.cpp."""
 
@@ -139,9 +194,13 @@ class Kernels:
         self.norm.argtypes = [c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p, c_int32]
         self.likeliest = library.specray_likeliest
         self.likeliest.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p]
+        self.grow = library.specray_grow
+        self.grow.argtypes = [POINTER(DraftNetwork), POINTER(Growth), c_int32]
+        self.add_noise = library.specray_add_noise
+        self.add_noise.argtypes = [c_void_p, c_int32, c_void_p, c_float, c_void_p]
         for function in (self.pack_dense, self.pack_quantised, self.linear, self.gated, self.attention, self.layers):
             function.restype = None
-        self.norm.restype = self.likeliest.restype = None
+        self.norm.restype = self.likeliest.restype = self.grow.restype = self.add_noise.restype = None
 
 
 @functools.cache

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from specray.ops.cpu import threads
-from specray.ops.cpu.library import Kernels, kernels
+from specray.ops.cpu.library import Kernels, kernels, pointer
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.norm import rms_norm
 from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4, to_int8
 from specray.ops.likeliest import likeliest
+from specray.ops.noise import gumbel, noise_keys
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
 
@@ -137,6 +138,17 @@ def test_norms_are_close_to_float64(dtype: torch.dtype, size: int) -> None:
     exact = torch.nn.functional.rms_norm(x.double(), (size,), weight.double(), 1e-5)
     precision = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, rtol=precision, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 1000])
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_noise_is_that_of_torch(own: Kernels, size: int, has_ids: bool) -> None:
+    logits, ids = random(size), torch.randperm(3 * size)[:size] if has_ids else None
+    [keys] = noise_keys(torch.tensor([7, 2**40 + 1, -3]), torch.tensor([5, 5, 6]))[None]
+    for key in keys:
+        noisy = logits.clone()
+        own.add_noise(pointer(noisy), size, pointer(ids), 0.7, pointer(key.contiguous()))
+        torch.testing.assert_close(noisy, logits / 0.7 + gumbel(key, size, ids), atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("count", [1, 3, 10])

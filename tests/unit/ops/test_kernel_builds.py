@@ -22,6 +22,10 @@ LAYERS = [
     for kind in ("bfloat16", "float16", "int8", "int4", "int4-float32")
     for layout in ("chunks of 16", "two threads")
 ]
+TREES = [
+    f"tests/unit/spec_decode/test_eagle.py::test_trees_equal_the_reference_with_and_without_a_cached_prefix[{head}]"
+    for head in ("EAGLE3", "EAGLE3-sliding", "EAGLE-map", "EAGLE-flat", "MTP")
+]
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -47,7 +51,7 @@ def run_tests(tests: list[str], **environment: str) -> str:
 @pytest.mark.skipif(not IS_X86, reason="these are flags for x86 CPUs")
 @pytest.mark.parametrize("flags", ["-march=haswell -O2", "-march=x86-64 -O1"])
 def test_kernels_for_other_cpus(flags: str) -> None:
-    assert "skipped" not in run_tests([*TESTS, *LAYERS], SPECRAY_KERNEL_FLAGS=flags)
+    assert "skipped" not in run_tests([*TESTS, *LAYERS, *TREES], SPECRAY_KERNEL_FLAGS=flags)
 
 
 @pytest.mark.slow
@@ -60,7 +64,7 @@ def test_no_sanitizer_finds_anything() -> None:
         pytest.skip("the compiler has no sanitizers")
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1"
     options = "detect_leaks=0:print_legend=0"
-    shown = run_tests([*TESTS, *LAYERS], SPECRAY_KERNEL_FLAGS=flags, LD_PRELOAD=runtime, ASAN_OPTIONS=options)
+    shown = run_tests([*TESTS, *LAYERS, *TREES], SPECRAY_KERNEL_FLAGS=flags, LD_PRELOAD=runtime, ASAN_OPTIONS=options)
     assert "skipped" not in shown
 
 

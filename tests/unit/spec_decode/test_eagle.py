@@ -117,6 +117,16 @@ def test_trees_equal_the_reference_with_and_without_a_cached_prefix(head: str, s
     assert_checked(drafter, at_least=40)
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_trees_that_torch_grows_equal_the_reference(head: str, start: Start) -> None:
+    """The kernels grow all levels in one call; elsewhere torch does, level by level."""
+    llm, drafter = start(head, page_size=4)
+    drafter._drafter._grower._model.network = None
+    with llm:
+        run(llm)
+    assert_checked(drafter, at_least=20)
+
+
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("head", ["EAGLE3", "EAGLE3-sliding", "EAGLE"])
 def test_trees_equal_the_reference_with_any_pages_chunks_and_preemption(head: str, name: str, start: Start) -> None:
@@ -169,15 +179,17 @@ def test_levels_beyond_every_limit_are_not_computed(start: Start) -> None:
     llm, drafter = start("EAGLE3", page_size=4)
     grower = drafter._drafter._grower
     levels: list[int] = []
-    forward_level = grower._forward_level
+    grow = grower.grow
 
-    def counted(*args: Any) -> torch.Tensor:
-        levels.append(args[-1])
-        return forward_level(*args)
+    def recorded(*args: Any) -> DraftTree:
+        tree = grow(*args)
+        levels.append(tree.max_depth)
+        return tree
 
-    grower._forward_level = counted  # type: ignore[method-assign]
+    grower.grow = recorded  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with llm:
-        for num_steps, deepest in ((1, 0), (2, 1), (9, 2)):
+        for num_steps, most in ((1, 1), (2, 2), (9, 3)):
+            levels.clear()
             llm.generate(PROMPTS[:2], params, draft_limits=[DraftLimit(7, 1), DraftLimit(7, num_steps)])
-            assert max(levels, default=0) == deepest
+            assert max(levels) == most

@@ -1,0 +1,286 @@
+// Draft trees that grow level by level on a draft model's own outputs, with all levels in one call.
+//
+// The rules are those of specray/spec_decode/tree_growth.py and eagle_tree.py: EAGLE-2's dynamic tree (Li et al.,
+// arXiv:2406.16858). Both grow the same trees.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "layers.h"
+#include "noise.h"
+#include "selection.h"
+
+namespace specray {
+
+// A draft model. What its layers read is x = [embedding, state], normed and projected as far as there are norms and a
+// projection; without `reads_states` it is the embedding. If the first layer has no input norm, x is its input, and the
+// residual stream starts from the projection or else from the state.
+struct DraftNetwork {
+  const void* embedding;  // [vocab, hidden]
+  int32_t embedding_type;
+  int32_t vocab_size;      // rows of `embedding`; ids past it read the last one
+  const float* token_norm;  // [hidden], or null
+  const float* state_norm;
+  Matrix project;  // of x; data null: none
+  int32_t reads_states, state_first, residual_is_normed;
+  int32_t num_layers;
+  const Layer* layers;
+  Sizes sizes;
+  const float *cos, *sin;
+  const float* norm;  // of the output, before the output matrix; null: none
+  int32_t state_is_normed;   // the next state is the normed output
+  int32_t output_is_normed;  // the outputs that growth starts from have been through `norm`
+  int32_t num_columns;      // of the output matrix
+  Matrix output;
+  const int64_t* target_ids;  // of its columns; null: the same ids
+};
+
+// The trees of B requests to grow, and where they go.
+struct Growth {
+  int32_t num_trees, topk, num_levels, num_drafts;
+  const float* output;       // [B, hidden]: the model's, from which the roots' children are predicted
+  const int64_t* roots;      // [B]
+  const int64_t* positions;  // [B], of the roots' children
+  int64_t last_position;     // nodes past it count as there
+  const int64_t* kv_slots;   // [B, slots_width]: of the prefixes
+  const int32_t* kv_lens;    // [B]
+  const int64_t* scratch;    // [B, scratch_width]: KV slots of the nodes
+  int32_t slots_width, scratch_width, window;
+  Pool pool;  // of the first layer
+  int64_t layer_bytes;
+  const int32_t* noise_keys;  // [B, num_levels, 2]; null: no request is sampled
+  const float* temperature;   // [B]; 0: this request is not sampled
+  int64_t *tokens, *parents;  // [B, 1 + num_drafts]
+  int64_t* num_nodes;         // [B]
+};
+
+// The candidates of one tree, in the order they are made. The candidate with index c is a child of entry c / topk of
+// `expanded`; entry 0 is the root (-1), another entry is the index of the candidate.
+class Candidates {
+ public:
+  Candidates(int topk, int num_levels) : topk_(topk), columns_(topk * (num_levels - 1)), expanded_{-1} {
+    frontier.resize(topk);
+    parents.resize(topk);
+    sees_.resize(int64_t(topk) * columns_);
+  }
+
+  // Indexes of the candidates that the next level expands, and the places of their parents in the level before.
+  std::vector<int> frontier, parents;
+
+  int64_t token(int place) const { return tokens_[frontier[place]]; }
+  // [topk, columns]: which earlier nodes, and itself, each node of the level sees.
+  const uint8_t* sees() const { return sees_.data(); }
+
+  // Adds a level from the likeliest tokens below its nodes, best first: [topk] for the root, [topk, topk] for others.
+  void add_level(int level, const float* probs, const int64_t* ids, const int64_t* target_ids) {
+    const int start = int(scores_.size()), width = level ? topk_ : 1;
+    for (int i = 0; i < width; ++i) {
+      if (level) expanded_.push_back(frontier[i]);
+      for (int child = i * topk_; child < (i + 1) * topk_; ++child) {
+        scores_.push_back(level ? scores_[frontier[i]] * probs[child] : probs[child]);
+        tokens_.push_back(target_ids ? target_ids[ids[child]] : ids[child]);
+      }
+    }
+    const std::vector<int> best = best_of(start, topk_);
+    std::vector<uint8_t> before = sees_;
+    for (int i = 0; i < topk_; ++i) {
+      frontier[i] = best[i];
+      parents[i] = (best[i] - start) / topk_;
+      if (!columns_) continue;
+      uint8_t* row = sees_.data() + int64_t(i) * columns_;
+      if (level) std::copy_n(before.data() + int64_t(parents[i]) * columns_, columns_, row);
+      if (level * topk_ + i < columns_) row[level * topk_ + i] = 1;
+    }
+  }
+
+  // The `count` candidates with the highest scores, the highest first; see CandidatePool.tree.
+  void write_tree(int64_t root, int count, int64_t* tokens, int64_t* tree_parents, int64_t* num_nodes) const {
+    const std::vector<int> best = best_of(0, count);
+    std::vector<int> numbers(scores_.size() + 1);  // candidate + 1 -> node; the root's is 0
+    tokens[0] = root;
+    tree_parents[0] = -1;
+    for (int i = 0; i < count; ++i) numbers[best[i] + 1] = i + 1;
+    for (int i = 0; i < count; ++i) {
+      tokens[i + 1] = tokens_[best[i]];
+      tree_parents[i + 1] = numbers[expanded_[best[i] / topk_] + 1];
+    }
+    const bool is_finite = std::all_of(scores_.begin(), scores_.end(), [](float s) { return std::isfinite(s); });
+    *num_nodes = is_finite ? 1 + count : 0;
+  }
+
+ private:
+  // Indexes of the highest scores from `start` on; ties go to the lower index.
+  std::vector<int> best_of(int start, int count) const {
+    std::vector<int> order(scores_.size() - start);
+    std::iota(order.begin(), order.end(), start);
+    const auto key = [&](int index) { return scores_[index] == scores_[index] ? scores_[index] : INFINITY; };
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return key(a) > key(b); });
+    order.resize(count);
+    return order;
+  }
+
+  const int topk_, columns_;
+  std::vector<float> scores_;
+  std::vector<int64_t> tokens_;
+  std::vector<int> expanded_;
+  std::vector<uint8_t> sees_;
+};
+
+// Trees of one shape as they grow, with the buffers of a level. All members of a team call `grow`.
+class TreeGrowth {
+ public:
+  TreeGrowth(const DraftNetwork& network, const Growth& growth)
+      : network_(network), growth_(growth), count_(growth.num_trees * growth.topk), size_(network.sizes.hidden),
+        x_width_(network.reads_states ? 2 * size_ : size_), columns_(growth.topk * (growth.num_levels - 1)),
+        stack_(network.layers, network.num_layers, network.sizes, count_),
+        to_project_(form_of(network.project.kind), network.project.data ? count_ : 0, network.project.ins),
+        to_output_(form_of(network.output.kind), count_, network.output.ins),
+        trees_(growth.num_trees, Candidates(growth.topk, growth.num_levels)), stream_(int64_t(count_) * size_),
+        states_(int64_t(count_) * size_), next_states_(int64_t(count_) * size_), first_input_(int64_t(count_) * x_width_),
+        logits_(int64_t(count_) * network.num_columns), probs_(int64_t(count_) * growth.topk), ids_(probs_.size()),
+        positions_(count_), written_(count_), query_lens_(growth.num_trees, growth.topk), kv_lens_(growth.num_trees),
+        tree_sizes_(2 * growth.num_trees), mask_(int64_t(count_) * columns_),
+        slots_width_(growth.slots_width + columns_), slots_(int64_t(growth.num_trees) * slots_width_) {}
+
+  void grow(Team& team, int member) {
+    const Growth& growth = growth_;
+    const auto each = [&](int count, auto work) {
+      for (int i = member; i < count; i += team.size()) work(i);
+      team.barrier();
+    };
+    each(growth.num_trees, [&](int tree) { begin(tree); });
+    for (int level = 0; level < growth.num_levels; ++level) {
+      const int width = level ? growth.topk : 1, count = growth.num_trees * width;
+      if (level) run_layers(level, each, team, member);
+      each(count, [&](int r) { finish(level, r); });
+      multiply(network_.output, to_output_, count, team, member, [&](int r, int channel, const float* values) {
+        const int columns = std::min(LANES, network_.num_columns - channel);
+        if (columns > 0) std::copy(values, values + columns, logits_.data() + int64_t(r) * network_.num_columns + channel);
+      });
+      team.barrier();
+      each(count, [&](int r) { choose(level, r, width); });
+      each(growth.num_trees, [&](int tree) {
+        const int64_t first = int64_t(tree) * width * growth.topk;
+        trees_[tree].add_level(level, probs_.data() + first, ids_.data() + first, network_.target_ids);
+      });
+      if (member == 0) std::swap(states_, next_states_);
+      team.barrier();
+    }
+    each(growth.num_trees, [&](int tree) {
+      const int64_t first = int64_t(tree) * (1 + growth.num_drafts);
+      trees_[tree].write_tree(
+          growth.roots[tree], growth.num_drafts, growth.tokens + first, growth.parents + first, growth.num_nodes + tree);
+    });
+  }
+
+ private:
+  // The KV slots that a tree's nodes read: the prefix, then the scratch slots.
+  void begin(int tree) {
+    int64_t* slots = slots_.data() + int64_t(tree) * slots_width_;
+    const int64_t* visible = growth_.kv_slots + int64_t(tree) * growth_.slots_width;
+    const int64_t* scratch = growth_.scratch + int64_t(tree) * growth_.scratch_width;
+    std::copy_n(visible, growth_.kv_lens[tree], slots);
+    std::copy_n(scratch, columns_, slots + growth_.kv_lens[tree]);
+  }
+
+  template <class Each>
+  void run_layers(int level, const Each& each, Team& team, int member) {
+    const int topk = growth_.topk;
+    const bool is_projected = network_.project.data != nullptr;
+    each(growth_.num_trees, [&](int tree) {
+      kv_lens_[tree] = growth_.kv_lens[tree] + level * topk;
+      tree_sizes_[2 * tree] = topk;
+      tree_sizes_[2 * tree + 1] = level * topk;
+      std::copy_n(trees_[tree].sees(), int64_t(topk) * columns_, mask_.data() + int64_t(tree) * topk * columns_);
+      for (int i = 0; i < topk; ++i) {
+        const int row = tree * topk + i;
+        positions_[row] = std::min(growth_.positions[tree] + level - 1, growth_.last_position);
+        written_[row] = growth_.scratch[int64_t(tree) * growth_.scratch_width + (level - 1) * topk + i];
+        read_input(level, tree, i);
+        if (is_projected) to_project_.set(row, first_input_.data() + int64_t(row) * x_width_);
+      }
+    });
+    if (is_projected) {
+      multiply(network_.project, to_project_, count_, team, member, [&](int r, int channel, const float* values) {
+        std::copy(values, values + std::min(LANES, size_ - channel), stream_.data() + int64_t(r) * size_ + channel);
+      });
+      team.barrier();
+    }
+    Step step{};
+    step.count = count_;
+    step.positions = positions_.data();
+    step.written = written_.data();
+    step.cos = network_.cos;
+    step.sin = network_.sin;
+    step.requests.count = growth_.num_trees;
+    step.requests.slots_width = slots_width_;
+    step.requests.mask_rows = topk;
+    step.requests.mask_columns = columns_;
+    step.requests.window = growth_.window;
+    step.requests.query_lens = query_lens_.data();
+    step.requests.kv_lens = kv_lens_.data();
+    step.requests.tree_sizes = tree_sizes_.data();
+    step.requests.kv_slots = slots_.data();
+    step.requests.tree_mask = mask_.data();
+    step.pool = growth_.pool;
+    step.layer_bytes = growth_.layer_bytes;
+    const float* first_input = is_projected ? stream_.data() : first_input_.data();
+    stack_.run(step, first_input, stream_.data(), nullptr, team, member);
+  }
+
+  // Node i of a tree's level: what the layers or the projection read, and the residual stream.
+  void read_input(int level, int tree, int i) {
+    const DraftNetwork& network = network_;
+    const int row = tree * growth_.topk + i;
+    float *x = first_input_.data() + int64_t(row) * x_width_, *stream = stream_.data() + int64_t(row) * size_;
+    float* embedding = x + (network.reads_states && network.state_first ? size_ : 0);
+    const int64_t id = std::min<int64_t>(trees_[tree].token(i), network.vocab_size - 1);
+    read_row(network.embedding, network.embedding_type, id * size_, size_, embedding);
+    if (network.token_norm) norm(embedding, network.token_norm, size_, network.sizes.eps, embedding);
+    if (!network.reads_states) return void(std::copy_n(x, size_, stream));
+    const int parent = level > 1 ? tree * growth_.topk + trees_[tree].parents[i] : tree;
+    const float* state = states_.data() + int64_t(parent) * size_;
+    float* normed = x + (network.state_first ? 0 : size_);
+    std::copy_n(state, size_, normed);
+    if (network.state_norm) norm(state, network.state_norm, size_, network.sizes.eps, normed);
+    std::copy_n(network.residual_is_normed ? normed : state, size_, stream);
+  }
+
+  // A row's next state, and what the output matrix reads.
+  void finish(int level, int r) {
+    float *output = stream_.data() + int64_t(r) * size_, *next = next_states_.data() + int64_t(r) * size_;
+    if (!level) std::copy_n(growth_.output + int64_t(r) * size_, size_, output);
+    std::copy_n(output, size_, next);
+    if (network_.norm && (level || !network_.output_is_normed))
+      norm(output, network_.norm, size_, network_.sizes.eps, output);
+    if (network_.state_is_normed) std::copy_n(output, size_, next);
+    to_output_.set(r, output);
+  }
+
+  void choose(int level, int r, int width) {
+    float* logits = logits_.data() + int64_t(r) * network_.num_columns;
+    const int tree = r / width, topk = growth_.topk;
+    if (growth_.noise_keys && growth_.temperature[tree] > 0) {
+      const int32_t* key = growth_.noise_keys + 2 * (int64_t(tree) * growth_.num_levels + level);
+      add_noise(logits, network_.num_columns, network_.target_ids, growth_.temperature[tree], key);
+    }
+    likeliest(logits, network_.num_columns, topk, probs_.data() + int64_t(r) * topk, ids_.data() + int64_t(r) * topk);
+  }
+
+  const DraftNetwork& network_;
+  const Growth& growth_;
+  const int count_, size_, x_width_, columns_;
+  Stack stack_;
+  Rows to_project_, to_output_;
+  std::vector<Candidates> trees_;
+  std::vector<float> stream_, states_, next_states_, first_input_, logits_, probs_;
+  std::vector<int64_t> ids_, positions_, written_;
+  std::vector<int32_t> query_lens_, kv_lens_, tree_sizes_;
+  std::vector<uint8_t> mask_;
+  const int slots_width_;
+  std::vector<int64_t> slots_;
+};
+
+}  // namespace specray
