@@ -13,7 +13,7 @@ extern "C" {
 
 // What the kernels were compiled for.
 const char* specray_target() {
-#if defined(__AMX_BF16__) && defined(SPECRAY_AVX512)
+#if defined(SPECRAY_TILES)
   return has_tiles() ? "AMX and AVX-512 with VNNI" : "AVX-512 with VNNI and BF16";
 #elif defined(__AVX512BF16__)
   return "AVX-512 with VNNI and BF16";

@@ -34,7 +34,7 @@ struct Matrix {
   int32_t kind;
   int32_t outs;  // a multiple of LANES, padding included
   int32_t ins;
-  int32_t zero;  // of quantised weights
+  int32_t zero;  // of quantised weights; 0 if they have lows
   const uint8_t* data;
   const float* bias;  // [outs], or null
 };
@@ -168,7 +168,8 @@ template <int R, class Format>
 inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, int ins, int zero, Tile& out) {
   constexpr bool SMALL = Format::BITS == 4;
   constexpr int QUADS = Format::SIZE / 4, VECTOR = 4 * LANES;
-  const int offset = (BYTES_ARE_CENTRED && !SMALL ? 128 : 0) - zero;
+  constexpr int CENTRE = BYTES_ARE_CENTRED && !SMALL ? 128 : 0;
+  const int offset = CENTRE - (Format::HAS_LOW ? 0 : zero);
   const typename Format::Scale* scales = reinterpret_cast<const typename Format::Scale*>(block);
   const int64_t to_lows = Format::scale_bytes(ins) / sizeof(typename Format::Scale);
   const uint8_t* ints = block + Format::scale_bytes(ins) * (Format::HAS_LOW ? 2 : 1);
@@ -177,19 +178,16 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
   const float *masses[R], *x_scales[R];
   for (int r = 0; r < R; ++r) {
     x[r] = rows.bytes(first + r);
-    totals[r] = rows.totals(first + r);
-    masses[r] = rows.masses(first + r);
+    totals[r] = rows.totals(first + r, Format::SIZE);
+    masses[r] = rows.masses(first + r, Format::SIZE);
     x_scales[r] = rows.scales(first + r);
   }
   Floats sums[R][N] = {};
   const int num_groups = padded(ins) / Format::SIZE;
   for (int group = 0; group < num_groups; ++group, scales += LANES) {
     Dot<SMALL> dots[R];
-    const auto of_group = [&](const auto* halves) {
-      return Format::SIZE == 32 ? halves[2 * group] + halves[2 * group + 1] : halves[group];
-    };
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) dots[r].begin(offset * of_group(totals[r]));
+    for (int r = 0; r < R; ++r) dots[r].begin(Format::HAS_LOW && !CENTRE ? 0 : offset * totals[r][group]);
 #pragma GCC unroll 8
     for (int quad = 0; quad < (SMALL ? QUADS / 2 : QUADS); ++quad, ints += VECTOR) {
       Bytes low[N], high[N];
@@ -215,12 +213,29 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
       for (int r = 0; r < R; ++r) {
         const float x_scale = x_scales[r][group * Format::SIZE / GROUP];
         sums[r][n] += to_floats(dots[r].result(n)) * (scale * x_scale);
-        if (Format::HAS_LOW) sums[r][n] += load_floats(scales + to_lows + n * WIDTH) * of_group(masses[r]);
+        if (Format::HAS_LOW) sums[r][n] += load_floats(scales + to_lows + n * WIDTH) * masses[r][group];
       }
     }
   }
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
+}
+
+// Calls `work` with the number of rows, up to MAX_TILE, as a constant.
+template <class Work>
+inline void with_rows(int count, const Work& work) {
+  switch (count) {
+    case 1: return work(std::integral_constant<int, 1>());
+    case 2: return work(std::integral_constant<int, 2>());
+    case 3: return work(std::integral_constant<int, 3>());
+#if defined(SPECRAY_AVX512)
+    case 4: return work(std::integral_constant<int, 4>());
+    case 5: return work(std::integral_constant<int, 5>());
+    case 6: return work(std::integral_constant<int, 6>());
+    case 7: return work(std::integral_constant<int, 7>());
+#endif
+    default: return work(std::integral_constant<int, MAX_TILE>());
+  }
 }
 
 template <int R>
@@ -242,20 +257,7 @@ inline void tile(const Matrix& matrix, const uint8_t* block, const Rows& rows, i
 }
 
 inline void tile_of(int count, const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Tile& out) {
-  switch (count) {
-    case 1: return tile<1>(matrix, block, rows, first, out);
-    case 2: return tile<2>(matrix, block, rows, first, out);
-    case 3: return tile<3>(matrix, block, rows, first, out);
-#if defined(SPECRAY_AVX512)
-    case 4: return tile<4>(matrix, block, rows, first, out);
-    case 5: return tile<5>(matrix, block, rows, first, out);
-    case 6: return tile<6>(matrix, block, rows, first, out);
-    case 7: return tile<7>(matrix, block, rows, first, out);
-    default: return tile<8>(matrix, block, rows, first, out);
-#else
-    default: return tile<4>(matrix, block, rows, first, out);
-#endif
-  }
+  with_rows(count, [&](auto num_rows) { tile<num_rows.value>(matrix, block, rows, first, out); });
 }
 
 // The products of a matrix with `count` rows, block by block and a tile of rows at a time.
@@ -265,8 +267,8 @@ class Products {
       : matrix_(matrix), rows_(rows), bytes_(block_bytes(matrix.kind, matrix.ins)),
         uses_tiles_(matrix.kind == BFLOAT16 && has_tiles()) {
     const int most = uses_tiles_ ? TILE_ROWS : MAX_TILE, tiles = std::max(1, (count + most - 1) / most);
-    size_ = uses_tiles_ ? TILE_ROWS : (count + tiles - 1) / tiles;  // tiles of about one size
-    if (uses_tiles_) begin_tiles();
+    size_ = std::max(1, (count + tiles - 1) / tiles);  // tiles of about one size
+    if (uses_tiles_) begin_tiles(size_);
   }
   ~Products() {
     if (uses_tiles_) end_tiles();

@@ -21,10 +21,12 @@ class Rows {
     if (form == Form::BYTES) {
       bytes_.resize(int64_t(count) * wide_);
       scales_.resize(int64_t(count) * wide_ / GROUP);
-      totals_.resize(int64_t(count) * wide_ / 16);
-      masses_.resize(int64_t(count) * wide_ / 16);
+      for (int size : {16, GROUP}) {
+        totals_[size / GROUP].resize(int64_t(count) * wide_ / size);
+        masses_[size / GROUP].resize(int64_t(count) * wide_ / size);
+      }
     } else if (form == Form::PAIRS) {
-      pairs_.resize(int64_t(count + 15) / 16 * 16 * wide_);  // whole tiles of 16 rows
+      pairs_.resize(int64_t(count + 15) * wide_);  // a tile of 16 rows may begin at the last one
     } else {
       floats_.resize(int64_t(count) * ins);
     }
@@ -52,17 +54,15 @@ class Rows {
   const bfloat16* pairs(int row) const { return pairs_.data() + int64_t(row) * wide_; }
   const int8_t* bytes(int row) const { return bytes_.data() + int64_t(row) * wide_; }
   const float* scales(int row) const { return scales_.data() + int64_t(row) * wide_ / GROUP; }
-  // Sums of 16 bytes each, and what these stand for.
-  const int32_t* totals(int row) const { return totals_.data() + int64_t(row) * wide_ / 16; }
-  const float* masses(int row) const { return masses_.data() + int64_t(row) * wide_ / 16; }
+  // Sums of `size` (16 or 32) bytes each, and what these stand for.
+  const int32_t* totals(int row, int size) const { return totals_[size / GROUP].data() + int64_t(row) * wide_ / size; }
+  const float* masses(int row, int size) const { return masses_[size / GROUP].data() + int64_t(row) * wide_ / size; }
 
  private:
   void quantise(int row, const float* x) {
     int8_t* to = bytes_.data() + int64_t(row) * wide_;
     float* scales = scales_.data() + int64_t(row) * wide_ / GROUP;
-    int32_t* totals = totals_.data() + int64_t(row) * wide_ / 16;
-    float* masses = masses_.data() + int64_t(row) * wide_ / 16;
-    for (int first = 0; first < wide_; first += GROUP, to += GROUP, ++scales, totals += 2, masses += 2) {
+    for (int first = 0; first < wide_; first += GROUP, to += GROUP, ++scales) {
       float last[GROUP] = {};
       const float* from = x + first;
       if (first + GROUP > ins_) {
@@ -78,6 +78,8 @@ class Rows {
       const bool is_finite = size <= 3.0e38f;
       *scales = is_finite ? size / 127.0f : NAN;
       const Floats inverse = splat(size > 1e-35f && is_finite ? 127.0f / size : 0.0f);
+      int32_t whole = 0;
+      const int64_t group = (int64_t(row) * wide_ + first) / GROUP;
       for (int half = 0; half < 2; ++half) {
         typedef int8_t Small __attribute__((vector_size(WIDTH)));
         Ints sum_of_half{};
@@ -88,18 +90,22 @@ class Rows {
           store(to + i, __builtin_convertvector(v, Small));
           sum_of_half += v;
         }
-        totals[half] = sum(sum_of_half);
-        masses[half] = *scales * float(totals[half]);
+        const int32_t total = sum(sum_of_half);
+        totals_[0][2 * group + half] = total;
+        masses_[0][2 * group + half] = *scales * float(total);
+        whole += total;
       }
+      totals_[1][group] = whole;
+      masses_[1][group] = *scales * float(whole);
     }
   }
 
   const Form form_;
   const int ins_, wide_;
-  std::vector<float> floats_, scales_, masses_;
+  std::vector<float> floats_, scales_, masses_[2];  // masses and totals of 16 and of 32 bytes
   std::vector<bfloat16> pairs_;
   std::vector<int8_t> bytes_;
-  std::vector<int32_t> totals_;
+  std::vector<int32_t> totals_[2];
 };
 
 }  // namespace specray

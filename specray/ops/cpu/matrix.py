@@ -22,6 +22,8 @@ _KINDS = {
     (8, True, 16, False): 10,
 }
 
+_WITH_LOWS = {kind for (_, has_lows, _, _), kind in _KINDS.items() if has_lows}  # a group's integer 0 is its low
+
 
 class PackedMatrix:
     """x [T, in] -> x W^T + b [T, out], of x's type; rows that are not finite stay not finite.
@@ -98,8 +100,9 @@ def kind_of(weight: Weight) -> int:
 
 
 def _struct(weight: Weight, outs: int, data: Tensor, bias: Tensor | None) -> Matrix:
-    zero = 0 if isinstance(weight, Tensor) else weight.zero
-    return Matrix(kind_of(weight), outs, weight.shape[1], zero, pointer(data), pointer(bias))
+    kind = kind_of(weight)
+    zero = 0 if isinstance(weight, Tensor) or kind in _WITH_LOWS else weight.zero
+    return Matrix(kind, outs, weight.shape[1], zero, pointer(data), pointer(bias))
 
 
 def _packed(kernels: Kernels, weights: list[Weight]) -> Tensor:
@@ -125,7 +128,11 @@ def _pack_groups(kernels: Kernels, kind: int, weight: GroupedWeight, data: int |
     count, ins = weight.shape
     assert weight.ints.shape[1] == -(-ins // GROUP) * GROUP, weight.ints.shape
     ints, scales = weight.ints.contiguous(), weight.scales.contiguous()
-    lows = torch.zeros_like(scales) if weight.lows is None else weight.lows.contiguous()
+    if kind in _WITH_LOWS and weight.lows is None:
+        lows = scales * -weight.zero
+    else:
+        assert weight.lows is None or weight.zero == 0, weight.zero
+        lows = scales if weight.lows is None else weight.lows.contiguous()
     kernels.pack_quantised(kind, pointer(ints), pointer(scales), pointer(lows), count, ins, data, block, step)
 
 
