@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.argmax import argmax
+from specray.ops.cpu.choice import choose
+from specray.ops.cpu.library import kernels
 from specray.ops.noise import gumbel
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.outputs import TokenLogprob
@@ -26,6 +28,8 @@ def sample(logits: Tensor, batch: SamplingBatch, keys: Tensor) -> Tensor:
     logits, sampled = _adjusted(logits, batch.states), _sampled_rows(batch)
     if not sampled:
         return argmax(logits)
+    if logits.device.type == "cpu" and (own := kernels()) is not None:
+        return choose(own, logits, batch, keys)
     if len(sampled) == len(batch.states):
         return argmax(scores(logits, batch) + gumbel(keys, logits.shape[-1]))
     index = torch.tensor(sampled).to(logits.device)

@@ -2,9 +2,10 @@
 
 If the token is a child of the node, the walk continues there; otherwise it is the bonus token and the walk ends. With
 coupled sampling the target samples its own token, so the output does not depend on the drafts. Most requests are
-verified at once: the tokens of all nodes are chosen in one batch, and comparisons on the device give the path. Requests
-whose logits depend on the path (penalties), that need logprobs, or whose sampler depends on the drafts are walked depth
-by depth (`depth_walk`). So are sampled requests on a CPU, where noise for unvisited nodes costs more than the depths.
+verified at once: the CPU kernels walk all trees in one call; elsewhere, the tokens of all nodes are chosen in one
+batch, and comparisons on the device give the path. Requests whose logits depend on the path (penalties), that need
+logprobs, or whose sampler depends on the drafts are walked depth by depth (`depth_walk`). So are sampled requests on a
+CPU without the kernels, where noise for unvisited nodes costs more than the depths.
 """
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.argmax import argmax
+from specray.ops.cpu.choice import walk
+from specray.ops.cpu.library import Kernels, kernels
 from specray.ops.noise import noise_keys
 from specray.ops.sampling import sample
 from specray.ops.sampling_state import SamplingState
@@ -26,13 +29,15 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, allowed: Tensor 
     if allowed is not None:
         inputs = inputs._replace(logits=inputs.logits.masked_fill(~allowed, -torch.inf))
     is_cpu, states = inputs.logits.device.type == "cpu", inputs.sampling.states
-    walked = [row for row, state in enumerate(states) if sampler is not coupled or _needs_walk(state, is_cpu)]
+    own = kernels() if is_cpu else None
+    walks_sampled = is_cpu and own is None
+    walked = [row for row, state in enumerate(states) if sampler is not coupled or _needs_walk(state, walks_sampled)]
     if not walked:
-        return _verify_at_once(inputs)
+        return _verify_at_once(inputs, own)
     if len(walked) == len(states):
         return walk_by_depth(inputs, sampler)
     others = sorted(set(range(len(states))) - set(walked))
-    at_once = _verify_at_once(inputs.select(others))
+    at_once = _verify_at_once(inputs.select(others), own)
     by_depth = walk_by_depth(inputs.select(walked), sampler)
     order = torch.tensor(others + walked).argsort().to(inputs.logits.device)
     num_tokens, tokens, nodes = (
@@ -41,13 +46,16 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, allowed: Tensor 
     return VerifyOutput(num_tokens, tokens, nodes, {walked[row]: probs for row, probs in by_depth.logprobs.items()})
 
 
-def _needs_walk(state: SamplingState, is_cpu: bool) -> bool:
-    return state.options.logprobs is not None or state.adjusts_logits or (is_cpu and state.is_sampled)
+def _needs_walk(state: SamplingState, walks_sampled: bool) -> bool:
+    return state.options.logprobs is not None or state.adjusts_logits or (walks_sampled and state.is_sampled)
 
 
-def _verify_at_once(inputs: VerifyInput) -> VerifyOutput:
+def _verify_at_once(inputs: VerifyInput, own: Kernels | None) -> VerifyOutput:
     """Choose the target's token at every node, then accept the nodes whose whole path was chosen."""
     tree, device = inputs.tree, inputs.logits.device
+    if own is not None:
+        parts = (tree.tokens, tree.parents, tree.num_nodes, tree.max_depth, inputs.sampling, inputs.lengths)
+        return VerifyOutput(*walk(own, inputs.logits, *parts), {})
     num_rows, width = tree.tokens.shape
     ancestors = tree.ancestors()
     depths = ancestors.sum(-1) - 1

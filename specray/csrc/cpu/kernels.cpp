@@ -2,6 +2,7 @@
 //
 // Types of activations are FLOAT32, BFLOAT16 and FLOAT16 of `Kind`.
 
+#include "choice.h"
 #include "layers.h"
 #include "packing.h"
 #include "selection.h"
@@ -147,6 +148,29 @@ void specray_grow(const DraftNetwork* network, const Growth* growth, int32_t num
 // Adds noise to a row of logits after temperature; see noise.h.
 void specray_add_noise(float* logits, int32_t size, const int64_t* ids, float temperature, const int32_t* key) {
   add_noise(logits, size, ids, temperature, key);
+}
+
+// The next token of each row of logits [count, size]; keys [count, 2] and what follows are null if all rows are greedy.
+void specray_choose(
+    const float* logits, int64_t count, int32_t size, const int32_t* keys, const float* temperature, const float* top_p,
+    const float* min_p, const int64_t* top_k, int64_t* tokens, int32_t num_threads) {
+  run_on_team(num_threads, [&](Team& team, int member) {
+    Chooser choose(size);
+    for (int64_t r = member; r < count; r += team.size()) {
+      const Options options = keys ? Options{temperature[r], top_p[r], min_p[r], top_k[r]} : Options{0.0f, 1.0f, 0.0f, 0};
+      tokens[r] = choose(logits + r * size, options, keys ? keys + 2 * r : nullptr);
+    }
+  });
+}
+
+// Walks draft trees: num_tokens [B], tokens and nodes [B, max_depth + 1]; see choice.h.
+void specray_walk(const Trees* trees, int64_t* num_tokens, int64_t* tokens, int64_t* nodes, int32_t num_threads) {
+  const int64_t levels = trees->max_depth + 1;
+  run_on_team(num_threads, [&](Team& team, int member) {
+    Chooser choose(trees->vocab_size);
+    for (int tree = member; tree < trees->num_trees; tree += team.size())
+      num_tokens[tree] = walk(*trees, tree, choose, tokens + tree * levels, nodes + tree * levels);
+  });
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// Gumbel noise as a pure function of a position's key and a token id; see specray/ops/noise.py, which makes the keys.
+// Gumbel noise as a pure function of a position's key and a token id; see specray/ops/noise.py.
 #pragma once
 
 #include "simd.h"
@@ -13,6 +13,19 @@ inline Words mixed(Words bits, uint32_t key) {
   bits += key;
   bits *= 0x846CA68Bu;
   return bits ^ (bits >> 16);
+}
+
+// The key of a request's noise at a position, two words: SplitMix64's finaliser (Steele et al. 2014), twice.
+inline void noise_key(int64_t seed, int64_t position, int32_t* key) {
+  const auto split = [](uint64_t word) {
+    word += 0x9E3779B97F4A7C15u;
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9u;
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EBu;
+    return word ^ (word >> 31);
+  };
+  const uint64_t word = split(split(uint64_t(seed)) ^ uint64_t(position));
+  key[0] = int32_t(word >> 32);
+  key[1] = int32_t(word);
 }
 
 // Noise of WIDTH token ids under the two words of a key.

@@ -8,6 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -106,9 +107,10 @@ class Team {
   alignas(64) std::atomic<uint32_t> phase_{0};
 };
 
-// Runs `work(team, member)` on `num_threads` threads. One call at a time uses the team; another waits for it.
+// Runs `work(team, member)` on `num_threads` threads, at least one. One call at a time uses the team; another waits.
 template <class Work>
 void run_on_team(int num_threads, const Work& work) {
+  num_threads = std::max(1, num_threads);
   static std::mutex mutex;
   static std::vector<std::unique_ptr<Team>>* teams = new std::vector<std::unique_ptr<Team>>;  // threads use it at exit
   std::lock_guard<std::mutex> lock(mutex);

@@ -152,6 +152,28 @@ class Growth(ctypes.Structure):
     )
 
 
+class Trees(ctypes.Structure):
+    """`Trees` in choice.h."""
+
+    _fields_ = (
+        ("num_trees", c_int32),
+        ("width", c_int32),
+        ("max_depth", c_int32),
+        ("vocab_size", c_int32),
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("num_nodes", c_void_p),
+        ("starts", c_void_p),
+        ("logits", c_void_p),
+        ("lengths", c_void_p),
+        ("seeds", c_void_p),
+        ("temperature", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("top_k", c_void_p),
+    )
+
+
 class Kernels:
     """The functions of kernels.cpp."""
 
@@ -198,6 +220,11 @@ class Kernels:
         self.grow.argtypes = [POINTER(DraftNetwork), POINTER(Growth), c_int32]
         self.add_noise = library.specray_add_noise
         self.add_noise.argtypes = [c_void_p, c_int32, c_void_p, c_float, c_void_p]
+        self.choose = library.specray_choose
+        self.choose.argtypes = [c_void_p, c_int64, c_int32, *[c_void_p] * 6, c_int32]
+        self.walk = library.specray_walk
+        self.walk.argtypes = [POINTER(Trees), *[c_void_p] * 3, c_int32]
+        self.choose.restype = self.walk.restype = None
         for function in (self.pack_dense, self.pack_quantised, self.linear, self.gated, self.attention, self.layers):
             function.restype = None
         self.norm.restype = self.likeliest.restype = self.grow.restype = self.add_noise.restype = None

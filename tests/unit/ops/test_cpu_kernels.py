@@ -2,18 +2,24 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from specray.ops import sampling
 from specray.ops.cpu import threads
+from specray.ops.cpu.choice import choose
 from specray.ops.cpu.library import Kernels, kernels, pointer
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.norm import rms_norm
 from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4, to_int8
 from specray.ops.likeliest import likeliest
 from specray.ops.noise import gumbel, noise_keys
+from specray.ops.sampling_state import SamplingBatch, SamplingState
+from tests.support.distributions import OPTIONS
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
 
@@ -149,6 +155,35 @@ def test_noise_is_that_of_torch(own: Kernels, size: int, has_ids: bool) -> None:
         noisy = logits.clone()
         own.add_noise(pointer(noisy), size, pointer(ids), 0.7, pointer(key.contiguous()))
         torch.testing.assert_close(noisy, logits / 0.7 + gumbel(key, size, ids), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("size", [7, 1000, 49_152])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"top_p": 0.0},
+        {"min_p": 0.1},
+        {"top_k": 700, "top_p": 0.95, "min_p": 0.001},
+        {"temperature": 20.0, "top_p": 0.999},
+    ],
+    ids=str,
+)
+def test_tokens_are_those_that_torch_chooses(
+    own: Kernels, size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = (random(24, size) * 3).round(decimals=1)  # with ties
+    chosen = [OPTIONS._replace(**{"temperature": 0.8, **options, "seed": seed}) for seed in range(len(logits))]
+    batch = SamplingBatch.of([SamplingState(option) for option in chosen], torch.device("cpu"))
+    keys = noise_keys(batch.seeds, torch.arange(len(logits)))
+    tokens = choose(own, logits, batch, keys)
+    assert choose(own, logits[:0]).shape == (0,)
+    monkeypatch.setattr(sampling, "kernels", Mock(return_value=None))
+    assert torch.equal(tokens, sampling.sample(logits, batch, keys))
 
 
 @pytest.mark.parametrize("count", [1, 3, 10])

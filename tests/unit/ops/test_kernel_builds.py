@@ -12,6 +12,7 @@ from specray.ops.cpu.library import kernels
 
 ROOT = Path(__file__).parents[3]
 TESTS = [
+    "tests/unit/spec_decode/test_verifier.py",
     "tests/unit/ops/test_cpu_kernels.py",
     "tests/unit/ops/test_attention.py",
     "tests/unit/models/test_gguf_blocks.py",
@@ -70,7 +71,12 @@ def test_no_sanitizer_finds_anything() -> None:
 
 @pytest.mark.slow
 def test_torchs_operations_take_the_kernels_place() -> None:
-    tests = ["tests/unit/ops/test_quantization.py", "tests/lossless/test_conformance.py"]
+    tests = [
+        "tests/unit/ops/test_quantization.py",
+        "tests/unit/ops/test_sampling_distribution.py",
+        "tests/unit/spec_decode/test_verifier.py",
+        "tests/lossless/test_conformance.py",
+    ]
     run_tests([*tests, "-k", "not MTP and not STANDALONE"], SPECRAY_KERNELS="torch")
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from specray.ops import sampling
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.spec_decode import depth_walk, node_sampler, verifier
@@ -174,6 +175,7 @@ def test_three_tokens_have_the_targets_joint_distribution(draw: Any) -> None:
 
 def test_noise_shared_by_adjacent_depths_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     true_keys = depth_walk.noise_keys
+    monkeypatch.setattr(verifier, "kernels", Mock(return_value=None))
     monkeypatch.setattr(depth_walk, "noise_keys", lambda seeds, positions: true_keys(seeds, positions // 2))
     assert worst_z(triples(random_tree, NUM_TEXTS), true_triples()) > MAX_Z
 
@@ -188,6 +190,7 @@ def test_noise_that_depends_on_drafts_is_detected(monkeypatch: pytest.MonkeyPatc
 
     tree, root = TreeLists([1, 2], [NONE, 0]), TreeLists([1], [NONE])
     plain = [verify_rows(MARKOV[:1], [root], [_state(s)], [9])[0].token_ids for s in range(50)]
+    monkeypatch.setattr(verifier, "kernels", Mock(return_value=None))
     monkeypatch.setattr(node_sampler, "sample", by_call)
     drafted = [verify_rows(MARKOV[:2], [tree], [_state(s)], [9])[0].token_ids[:1] for s in range(50)]
     assert drafted != plain
@@ -202,18 +205,21 @@ def _state(seed: int) -> SamplingState:
 
 @given(rows_of)
 def test_verification_at_once_and_by_depth_agree(rows: list[tuple[TreeLists, dict[str, Any], int]]) -> None:
-    """On a CPU, only greedy requests are verified at once; here both methods are used for all requests."""
+    """The kernels, torch at once, and torch depth by depth, for all requests."""
     rows = [row for row in rows if set(row[1]) <= {"temperature", "top_p", "min_p"}]
     if not rows:
         return
     logits = torch.cat([node_logits(tree, seed) for tree, _, seed in rows])
     states = [state_of(OPTIONS._replace(seed=seed, **choice), [3], 1) for _, choice, seed in rows]
     outputs = []
-    for needs_walk in (False, True):
+    for uses_kernels, needs_walk in ((True, False), (False, False), (False, True)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(verifier, "_needs_walk", Mock(return_value=needs_walk))
+            if not uses_kernels:
+                patch.setattr(verifier, "kernels", Mock(return_value=None))
+                patch.setattr(sampling, "kernels", Mock(return_value=None))
             outputs.append(verify_rows(logits, [row[0] for row in rows], states, [4] * len(rows)))
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 @given(rows_of, st.randoms(use_true_random=False))
