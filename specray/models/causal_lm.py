@@ -19,7 +19,7 @@ from specray.layers.rotary import RotaryEmbedding
 from specray.models.loading import Loader
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
-from specray.ops.cpu.layers import FusedLayers
+from specray.ops.cpu.layers import FusedLayers, ModelEnds
 
 BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
 
@@ -61,6 +61,16 @@ class TargetModel(Protocol):
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""
 
+    def with_logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        places: Tensor | None,
+        aux_hidden_state_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(final hidden states, logits of the rows `places` int64 [n] or of all, aux hidden states)."""
+
 
 class CausalLM(nn.Module):
     """A stack of decoder layers over one flattened batch [T, hidden]; `attend` knows rows, trees and the KV pool."""
@@ -80,7 +90,8 @@ class CausalLM(nn.Module):
         self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization)
         self.max_positions = max_positions
         self.rotary = self.rotary_of(config, loader, max_positions)
-        self.fused: FusedLayers | None = None  # set by the loader, like `is_row_wise`
+        self.fused: FusedLayers | None = None  # set by the loader, like the next two
+        self.ends: ModelEnds | None = None
         self.is_row_wise = False
 
     @classmethod
@@ -137,16 +148,41 @@ class CausalLM(nn.Module):
         aux_hidden_state_layers: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
         """The same with all layers in one call. The final hidden states are float32."""
-        hidden, last = embedded.float(), len(self.layers)
-        taps = sorted({index for index in aux_hidden_state_layers if 0 <= index < last})
-        states = dict(zip(taps, layers(hidden, positions, attend, taps), strict=True))
+        hidden, taps = embedded.float(), self._taps(aux_hidden_state_layers)
+        copies = layers(hidden, positions, attend, taps)
         final = self.norm(hidden)
-        states |= {BEFORE_FINAL_NORM: hidden, last: final}
-        return final, [states[index].to(embedded.dtype) for index in aux_hidden_state_layers]
+        return final, self._aux_hidden_states(aux_hidden_state_layers, taps, copies, hidden, final)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""
         return self.head(hidden_states)
+
+    def with_logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        places: Tensor | None,
+        aux_hidden_state_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """See TargetModel."""
+        if self.fused is None or self.ends is None or not isinstance(attend, PagedAttend):
+            final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
+            return final, self.logits(final if places is None else final.index_select(0, places)), states
+        taps = self._taps(aux_hidden_state_layers)
+        hidden, final, logits, copies = self.fused.forward(self.ends, token_ids, positions, attend, places, taps)
+        return final, logits, self._aux_hidden_states(aux_hidden_state_layers, taps, copies, hidden, final)
+
+    def _taps(self, wanted: Sequence[int]) -> list[int]:
+        """The layers whose input is wanted."""
+        return sorted({index for index in wanted if 0 <= index < len(self.layers)})
+
+    def _aux_hidden_states(
+        self, wanted: Sequence[int], taps: list[int], copies: list[Tensor], hidden: Tensor, final: Tensor
+    ) -> list[Tensor]:
+        """The wanted states, in the type of the weights, from what the kernels return."""
+        states = dict(zip(taps, copies, strict=True)) | {BEFORE_FINAL_NORM: hidden, len(self.layers): final}
+        return [states[index].to(self.embedding.weight.dtype) for index in wanted]
 
 
 class DecoderLayer(Layer):

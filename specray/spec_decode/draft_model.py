@@ -275,10 +275,11 @@ def num_common_tokens(folder: Path, vocab_size: int, target: TargetView) -> int:
     return min(num_tokens, vocab_size, target.shape.vocab_size)
 
 
-def _share_matrices(model: TargetModel, target: TargetModel) -> None:
+def _share_matrices(model: CausalLM, target: TargetModel) -> None:
     """Share the target's embedding with a model that has an equal one, and its output matrix if both are tied."""
     ours, theirs = model.embedding.weight, target.embedding.weight
     if ours.dtype == theirs.dtype and ours.device == theirs.device and torch.equal(ours, theirs):
+        model.ends = None  # it would keep the model's own matrices
         model.embedding = target.embedding
         if model.shape.tied and target.shape.tied:
             model.head = target.head

@@ -26,8 +26,9 @@ class PendingTrees:
     def put(self, slots: Tensor, tree: DraftTree) -> None:
         """Keep the trees of `slots` int64 [B]; they replace older ones."""
         width = tree.tokens.shape[1]
-        missing = max(0, width - self._tokens.shape[1])
-        self._tokens, self._parents = (F.pad(part, (0, missing), value=NONE) for part in (self._tokens, self._parents))
+        if (missing := width - self._tokens.shape[1]) > 0:
+            parts = (self._tokens, self._parents)
+            self._tokens, self._parents = (F.pad(part, (0, missing), value=NONE) for part in parts)
         self._tokens[:, :width].index_copy_(0, slots, tree.tokens)
         self._parents[:, :width].index_copy_(0, slots, tree.parents)
         self._num_nodes.index_copy_(0, slots, tree.num_nodes)

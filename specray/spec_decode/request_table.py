@@ -64,6 +64,7 @@ class RequestTable:
         self.token_ids = arena[:num_slots, : self._width]
         self.kv_slots = arena[:num_slots, self._width : scalars]
         self.num_tokens = arena[:num_slots, scalars]
+        self._scalars = arena[:num_slots, scalars:]
         self.seeds = arena.view(torch.int64)[:num_slots, scalars // 2 + 1]
         self.top_k = arena[:num_slots, scalars + 4]
         self.temperature = floats[:num_slots, scalars + 5]
@@ -140,11 +141,10 @@ class RequestTable:
 
     def sampling(self, slots: Tensor, states: Sequence[RequestState]) -> SamplingBatch:
         """Sampling options of requests; `states` are those of `slots`."""
-        top_k = self.top_k.index_select(0, slots).long()
-        columns = (self.temperature, self.top_p, self.min_p)
-        temperature, top_p, min_p = (column.index_select(0, slots) for column in columns)
-        seeds = self.seeds.index_select(0, slots)
-        return SamplingBatch([state.sampling for state in states], seeds, temperature, top_k, top_p, min_p)
+        rows = self._scalars.index_select(0, slots)  # one gather, of which the options are views
+        floats, seeds = rows.view(torch.float32), rows.view(torch.int64)[:, 1]
+        options = (floats[:, 5], rows[:, 4].long(), floats[:, 6], floats[:, 7])
+        return SamplingBatch([state.sampling for state in states], seeds, *options)
 
     def _change(self, slot: int, column: int, values: np.ndarray) -> None:
         self._changes.append((slot * self._row + column, values))

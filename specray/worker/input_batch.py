@@ -45,6 +45,10 @@ class ScheduledBatch:
         slots, first, counts = table.flush([row.slot for row in plan.rows], starts, num_known)
         return cls(states, num_known, sampling, slots, first, counts)
 
+    @property
+    def are_all_sampling(self) -> bool:
+        return len(self.sampling) == len(self.states)
+
     def roots(self, table: RequestTable) -> Tensor:
         """The last known token that each row computes, int64 [R]."""
         return table.tokens_at(self.slots, self.starts + self.counts - 1)
@@ -61,7 +65,7 @@ class InputBatch:
     positions: Tensor  # int64 [T]
     attention: AttentionBatch
     roots: Tensor  # int64 [R], place of each row's root; its nodes follow in order
-    node_places: Tensor  # int64 [M], places of the nodes of the rows that sample
+    node_places: Tensor | None  # int64 [M], places of the nodes of the rows that sample; None: all T
 
     def committed_places(self, order: Sequence[int], nodes: Tensor, num_tokens: Tensor, lengths: list[int]) -> Tensor:
         """Places, int64 [sum of lengths], of the tokens that rows `order` committed, row by row.
@@ -102,6 +106,8 @@ def build_batch(table: RequestTable, rows: ScheduledBatch, tree: DraftTree, num_
         ancestors,
     )
     roots = query_lens.cumsum(0) - tree.num_nodes
+    if rows.are_all_sampling and sum(lens) == sum(num_nodes):
+        return InputBatch(rows, tree, num_nodes, token_ids, positions, attention, roots, None)
     sampling = np.array(rows.sampling, dtype=np.int64)
     num_sampled = int(np.array(num_nodes)[sampling].sum())
     selected = torch.from_numpy(sampling).to(roots.device)

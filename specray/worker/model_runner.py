@@ -83,5 +83,6 @@ class ModelRunner:
         Each aux hidden state is [T, hidden].
         """
         attend = self._attention.plan(batch.attention)
-        hidden, aux_hidden_states = self.model(batch.token_ids, batch.positions, attend, aux_hidden_state_layers)
-        return hidden, self.model.logits(hidden.index_select(0, batch.node_places)), aux_hidden_states
+        return self.model.with_logits(
+            batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers
+        )

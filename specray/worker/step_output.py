@@ -37,6 +37,13 @@ class StepOutput(NamedTuple):
         outcome[:, :_NUM_COUNTS] *= is_finite[:, None]
         return cls(outcome, outcome.cpu().numpy(), logprobs)
 
+    @classmethod
+    def of_sampled(cls, verified: VerifyOutput) -> "StepOutput":
+        """The same where every request was verified, so that their logits tell whether they are finite."""
+        count = verified.num_tokens[:, None]
+        outcome = torch.cat((count, count, verified.tokens, verified.nodes), 1)
+        return cls(outcome, outcome.cpu().numpy(), verified.logprobs)
+
     @property
     def num_kept(self) -> Tensor:
         return self.device[:, 0]

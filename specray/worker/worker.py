@@ -145,7 +145,11 @@ class Worker:
     def _verify(self, batch: InputBatch, hidden: Tensor, logits: Tensor) -> StepOutput:
         """Verify the trees of the rows that sample. The outcome of all rows is copied to the host once."""
         rows, output = batch.rows, None
-        if self._group.leads:
+        if self._group.leads and rows.are_all_sampling:
+            options = self._table.sampling(rows.slots, rows.states)
+            inputs = VerifyInput(logits, batch.tree, batch.num_nodes, options, rows.starts + rows.counts)
+            output = StepOutput.of_sampled(verify(inputs, self._sampler))
+        elif self._group.leads:
             is_finite = hidden.index_select(0, batch.roots).isfinite().all(-1)
             sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(logits.device)
             verified = None

@@ -122,6 +122,15 @@ void specray_layers(
   });
 }
 
+// A whole forward pass; see run_model.
+void specray_forward(
+    const Ends* ends, const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step,
+    const int64_t* ids, const int64_t* places, int32_t num_places, float* hidden, float* final, float* logits,
+    float* const* taps, int32_t num_threads) {
+  run_model(
+      *ends, layers, num_layers, *sizes, *step, ids, places, num_places, hidden, final, logits, taps, num_threads);
+}
+
 // y [count, size] = RMS norm of x; both are of `type`.
 void specray_norm(const void* x, const float* weight, int64_t count, int32_t size, float eps, void* y, int32_t type) {
   std::vector<float> row(size);

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.cpu.attention import PagedAttend
-from specray.ops.cpu.library import Kernels, Layer, Sizes, Step, pointer
+from specray.ops.cpu.library import FLOAT_TYPES, Ends, Kernels, Layer, Sizes, Step, pointer
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.threads import num_threads
 
@@ -29,6 +29,17 @@ class LayerParts:
     @property
     def num_bytes(self) -> int:
         return sum(matrix.num_bytes for matrix in (self.qkv, self.out, self.gate_up, self.down))
+
+
+class ModelEnds:
+    """What a model has around its layers: embedding [vocab, H], final norm float32 [H], output matrix."""
+
+    def __init__(self, embedding: Tensor, norm: Tensor, output: PackedMatrix, num_columns: int) -> None:
+        """`num_columns` of the output matrix are the vocabulary."""
+        self._kept = (embedding.contiguous(), norm, output)  # the struct has their addresses
+        kind = FLOAT_TYPES[embedding.dtype]
+        self.struct = Ends(pointer(self._kept[0]), kind, num_columns, pointer(norm), output.struct)
+        self.num_bytes = output.num_bytes
 
 
 class FusedLayers:
@@ -68,11 +79,70 @@ class FusedLayers:
         `first_input` float32 [T, in] is the first layer's input if it has no input norm. `first_layer` is that of the
         KV pool.
         """
-        copies = {index: torch.empty_like(hidden) for index in taps}
-        addresses = [pointer(copies.get(index)) for index in range(len(self.structs) + 1)]
+        copies, addresses = self._copies(hidden, taps)
         positions = positions.contiguous()
-        step = Step(
-            len(hidden),
+        step = self._step(positions, attend, first_layer)
+        self.kernels.layers(
+            self.structs,
+            len(self.structs),
+            ctypes.byref(self.sizes),
+            ctypes.byref(step),
+            pointer(first_input),
+            pointer(hidden),
+            addresses,
+            num_threads(self.num_bytes),
+        )
+        return copies
+
+    def forward(
+        self,
+        ends: "ModelEnds",
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        places: Tensor | None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """A whole model in one call.
+
+        Returns float32 (the stream that leaves the last layer [T, H], its norm [T, H], logits [n, V] of rows `places`
+        int64 [n] or of all, copies of the stream as `__call__` returns them).
+        """
+        size, count = self.sizes.hidden, len(token_ids)
+        hidden, final = torch.empty(2, count, size)
+        num_places = count if places is None else len(places)
+        logits = torch.empty(num_places, ends.struct.num_columns)
+        copies, addresses = self._copies(hidden, taps)
+        kept = (token_ids.contiguous(), positions.contiguous(), None if places is None else places.contiguous())
+        step = self._step(kept[1], attend, 0)
+        self.kernels.forward(
+            ctypes.byref(ends.struct),
+            self.structs,
+            len(self.structs),
+            ctypes.byref(self.sizes),
+            ctypes.byref(step),
+            pointer(kept[0]),
+            pointer(kept[2]),
+            num_places,
+            pointer(hidden),
+            pointer(final),
+            pointer(logits),
+            addresses,
+            num_threads(self.num_bytes + ends.num_bytes),
+        )
+        return hidden, final, logits, copies
+
+    def _copies(self, hidden: Tensor, taps: Sequence[int]) -> tuple[list[Tensor], "ctypes.Array[ctypes.c_void_p]"]:
+        """(copies of the stream to be filled, their addresses by layer)."""
+        copies = [torch.empty_like(hidden) for _ in taps]
+        addresses = (ctypes.c_void_p * (len(self.structs) + 1))()
+        for index, copy in zip(taps, copies, strict=True):
+            addresses[index] = pointer(copy)
+        return copies, addresses
+
+    def _step(self, positions: Tensor, attend: PagedAttend, first_layer: int) -> Step:
+        return Step(
+            len(positions),
             pointer(positions),
             pointer(attend.written),
             pointer(self.cos),
@@ -81,17 +151,6 @@ class FusedLayers:
             attend.backend.pool_of(first_layer),
             attend.backend.layer_bytes,
         )
-        self.kernels.layers(
-            self.structs,
-            len(self.structs),
-            ctypes.byref(self.sizes),
-            ctypes.byref(step),
-            pointer(first_input),
-            pointer(hidden),
-            (ctypes.c_void_p * len(addresses))(*addresses),
-            num_threads(self.num_bytes),
-        )
-        return [copies[index] for index in taps]
 
     def _struct(self, layer: LayerParts) -> Layer:
         norms = [self._weight(norm) for norm in (layer.input_norm, layer.q_norm, layer.k_norm, layer.ffn_norm)]

@@ -97,6 +97,18 @@ class Step(ctypes.Structure):
     )
 
 
+class Ends(ctypes.Structure):
+    """`Ends` in layers.h."""
+
+    _fields_ = (
+        ("embedding", c_void_p),
+        ("embedding_type", c_int32),
+        ("num_columns", c_int32),
+        ("norm", c_void_p),
+        ("output", Matrix),
+    )
+
+
 class DraftNetwork(ctypes.Structure):
     """`DraftNetwork` in trees.h."""
 
@@ -216,6 +228,20 @@ class Kernels:
         self.norm.argtypes = [c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p, c_int32]
         self.likeliest = library.specray_likeliest
         self.likeliest.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p]
+        self.forward = library.specray_forward
+        self.forward.argtypes = [
+            POINTER(Ends),
+            POINTER(Layer),
+            c_int32,
+            POINTER(Sizes),
+            POINTER(Step),
+            c_void_p,
+            c_void_p,
+            c_int32,
+            *[c_void_p] * 4,
+            c_int32,
+        ]
+        self.forward.restype = None
         self.grow = library.specray_grow
         self.grow.argtypes = [POINTER(DraftNetwork), POINTER(Growth), c_int32]
         self.add_noise = library.specray_add_noise

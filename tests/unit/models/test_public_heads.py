@@ -19,6 +19,7 @@ from specray.spec_decode import DRAFTERS
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter
+from specray.spec_decode.tree_growth import TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 from tests.support.checked_runs import CLOSE, PREFIX, assert_checked, is_grown_to, run
 from tests.support.eagle_toy import ToyHead, target_matrices
@@ -132,13 +133,13 @@ class CheckedDrafter:
         self.num_checked = self.num_close_calls = 0
         self._drafter, self._reference = drafter, reference
         self._logits: list[Tensor] = []
-        compute = drafter._head.logits
+        grow = drafter._grower.grow
 
-        def recorded(output: Tensor) -> Tensor:
-            self._logits.append(compute(output))
-            return self._logits[-1]
+        def recorded(context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
+            self._logits.append(drafter._head.logits(output))
+            return grow(context, prefix, output)
 
-        drafter._head.logits = recorded  # type: ignore[method-assign]
+        drafter._grower.grow = recorded  # type: ignore[method-assign]
 
     def propose(self, context: ProposeContext) -> DraftTree:
         self._logits.clear()

@@ -16,7 +16,7 @@ NUM_PROMPT_STEPS = 2  # the prefill, and the step that makes the first drafts
 
 
 def reads_of_steps(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str | None, batch_size: int, temperature: float
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str | None, batch_size: int, **sampling: float
 ) -> list[list[str]]:
     """The modules that read tensors, for each step of decoding."""
     steps: list[list[str]] = []
@@ -30,21 +30,22 @@ def reads_of_steps(
 
     monkeypatch.setattr(Engine, "step", counted)
     options = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(seed=3, max_tokens=16, ignore_eos=True, **sampling)
     with make_llm(toy, **options) as llm:
         llm.generate([[5, 6, 7 + row] for row in range(batch_size)], params)
     return [step for step in steps[NUM_PROMPT_STEPS:] if step]  # the last step only frees slots
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "method",
     ["EAGLE3", "EAGLE3-chain", "EAGLE3-wide", "EAGLE-deep", "EAGLE-map", "STANDALONE-tree", "MTP", "MTP-stack"],
 )
-def test_a_greedy_step_reads_once_for_verification_and_once_for_drafts(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, batch_size: int
+def test_a_step_reads_once_for_verification_and_once_for_drafts(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, batch_size: int, temperature: float
 ) -> None:
-    steps = reads_of_steps(toy, tmp_path, monkeypatch, method, batch_size, temperature=0.0)
+    steps = reads_of_steps(toy, tmp_path, monkeypatch, method, batch_size, temperature=temperature)
     assert len(steps) >= 3
     assert {tuple(step) for step in steps} == {(DRAFT, VERIFY)}
 
@@ -59,6 +60,6 @@ def test_plain_decoding_reads_once_per_step(
 
 
 def test_verification_by_depth_reads_at_each_depth(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, sampled requests are verified depth by depth."""
-    steps = reads_of_steps(toy, tmp_path, monkeypatch, "EAGLE3", 1, temperature=1.0)
+    """Penalties depend on the path."""
+    steps = reads_of_steps(toy, tmp_path, monkeypatch, "EAGLE3", 1, temperature=1.0, presence_penalty=0.5)
     assert all("spec_decode/depth_walk.py" in step for step in steps), steps

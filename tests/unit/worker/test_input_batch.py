@@ -86,7 +86,8 @@ def test_tokens_positions_and_kv_slots_of_each_request(rows: list[Case]) -> None
 @given(cases())
 def test_node_places_and_roots_index_the_batch(rows: list[Case]) -> None:
     batch = flattened(rows)
-    at_nodes = batch.token_ids[batch.node_places].tolist()
+    places = batch.node_places
+    at_nodes = (batch.token_ids if places is None else batch.token_ids[places]).tolist()
     assert at_nodes == [token for row in rows if row.samples for token in row.tree.tokens]
     assert batch.token_ids[batch.roots].tolist() == [row.known[-1] for row in rows]
 
