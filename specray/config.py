@@ -291,7 +291,7 @@ class EngineConfig(Options):
         ge=1,
         le=1024,
         description="Compute threads per rank on a CPU; null divides the cores among the ranks. A server leaves one "
-        "core free.",
+        "of three or more cores free.",
     )
 
     context_length: int | None = Field(

@@ -219,12 +219,13 @@ def _rank_config(config: AppConfig) -> EngineConfig:
 
 
 def rank_threads(config: AppConfig, num_cores: int) -> int:
-    """Compute threads of a rank on a CPU: its share of the cores, after one core for the other processes.
+    """Compute threads of a rank on a CPU: its share of the cores, after one of three or more for the other processes.
 
-    A compute thread that shares its core with another process delays all threads at every barrier. On two cores
-    SmolLM2 streamed 40 tokens/s with two threads and 55 with one (torch), 130 and 150 (4-bit weights, our kernels).
+    A compute thread that shares its core with another process delays all threads at every barrier, but the other
+    processes need too little to be worth one of two cores: with one and with two threads SmolLM2 streamed 52 and 75
+    tokens/s plain in bfloat16, 168 and 207 with 4-bit weights, and 88 and 110 with EAGLE-3 in bfloat16.
     """
-    return config.num_threads or max(1, (num_cores - 1) // config.tp_size)
+    return config.num_threads or max(1, max(num_cores - 1, min(num_cores, 2)) // config.tp_size)
 
 
 def rank_environment(config: AppConfig) -> dict[str, str]:

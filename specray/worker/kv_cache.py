@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import make_pool, move_kv
+from specray.ops.cpu.library import kernels, pointer
 
 
 class KVCache:
@@ -28,6 +29,16 @@ class KVCache:
         accepted nodes by depth, of which the first `num_tokens` int64 [B] count. Node n at depth d moves to the KV
         slot of node d.
         """
+        own = kernels() if self.pool.device.type == "cpu" else None
+        if own is not None:
+            kv_slots, nodes, num_tokens = (part.contiguous() for part in (kv_slots, nodes, num_tokens))
+            num_layers, layer_bytes = len(self.pool), self.pool.stride(0) * self.pool.itemsize
+            slot_bytes = self.pool.stride(1) * self.pool.itemsize
+            count, width = kv_slots.shape
+            slots, path, kept = (pointer(part) for part in (kv_slots, nodes, num_tokens))
+            layout = (pointer(self.pool), num_layers, layer_bytes, slot_bytes)
+            own.move_kv(*layout, count, slots, width, path, nodes.shape[1], kept)
+            return
         depths = torch.arange(1, nodes.shape[1], device=nodes.device)
         is_moved = (depths < num_tokens[:, None]) & (nodes[:, 1:] != depths)
         # Where nothing moves, KV slot 0 (zeros) is copied to itself, so that no shape depends on the outcome.

@@ -148,6 +148,13 @@ void specray_likeliest(
   for (int64_t r = 0; r < count; ++r) likeliest(logits + r * size, int(size), k, probs + r * k, indexes + r * k);
 }
 
+// See move_kv in attention.h.
+void specray_move_kv(
+    void* pool, int32_t num_layers, int64_t layer_bytes, int64_t slot_bytes, int32_t count, const int64_t* kv_slots,
+    int32_t width, const int64_t* nodes, int32_t depth, const int64_t* num_kept) {
+  move_kv(pool, num_layers, layer_bytes, slot_bytes, count, kv_slots, width, nodes, depth, num_kept);
+}
+
 // Grows draft trees; see trees.h.
 void specray_grow(const DraftNetwork* network, const Growth* growth, int32_t num_threads) {
   TreeGrowth trees(*network, *growth);

@@ -242,6 +242,10 @@ class Kernels:
             c_int32,
         ]
         self.forward.restype = None
+        self.move_kv = library.specray_move_kv
+        self.move_kv.argtypes = [c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_int32, c_void_p, c_int32]
+        self.move_kv.argtypes += [c_void_p]
+        self.move_kv.restype = None
         self.grow = library.specray_grow
         self.grow.argtypes = [POINTER(DraftNetwork), POINTER(Growth), c_int32]
         self.add_noise = library.specray_add_noise

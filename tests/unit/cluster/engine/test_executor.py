@@ -13,7 +13,15 @@ from specray.errors import EngineDeadError
 
 @pytest.mark.parametrize(
     ("options", "num_cores", "expected"),
-    [({}, 2, 1), ({}, 1, 1), ({}, 16, 15), ({"tp_size": 2}, 16, 7), ({"tp_size": 2}, 2, 1), ({"num_threads": 2}, 2, 2)],
+    [
+        ({}, 2, 2),
+        ({}, 1, 1),
+        ({}, 3, 2),
+        ({}, 16, 15),
+        ({"tp_size": 2}, 16, 7),
+        ({"tp_size": 2}, 2, 1),
+        ({"num_threads": 1}, 2, 1),
+    ],
 )
 def test_ranks_leave_a_core_for_other_processes(options: dict[str, int], num_cores: int, expected: int) -> None:
     assert rank_threads(AppConfig.model_validate(options), num_cores) == expected
