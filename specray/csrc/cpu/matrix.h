@@ -280,7 +280,7 @@ class Products {
   void operator()(int block, int first, int count, Tile& out) const {
     const uint8_t* data = matrix_.data + block * bytes_;
     if (uses_tiles_) {
-      tile_products(reinterpret_cast<const bfloat16*>(data), rows_.pairs(first), padded(matrix_.ins), &out[0][0]);
+      tile_products(reinterpret_cast<const bfloat16*>(data), rows_.pairs(first), size_, padded(matrix_.ins), &out[0][0]);
     } else {
       tile_of(count, matrix_, data, rows_, first, out);
     }

@@ -26,7 +26,7 @@ class Rows {
         masses_[size / GROUP].resize(int64_t(count) * wide_ / size);
       }
     } else if (form == Form::PAIRS) {
-      pairs_.resize(int64_t(count + 15) * wide_);  // a tile of 16 rows may begin at the last one
+      pairs_.resize(int64_t(count + 31) * wide_);  // tiles of 32 rows may begin at the last one
     } else {
       floats_.resize(int64_t(count) * ins);
     }

@@ -1,4 +1,4 @@
-// Products of bfloat16 on the tile registers of Intel's AMX, up to sixteen rows at a time.
+// Products of bfloat16 on the tile registers of Intel's AMX, up to 32 rows at a time.
 //
 // A sum takes the inputs in order, two at a time, in every row and column alike. Denormal numbers count as zero.
 //
@@ -18,7 +18,7 @@ namespace specray {
 
 #if defined(SPECRAY_TILES)
 
-constexpr int TILE_ROWS = 16;
+constexpr int TILE_ROWS = 32;  // of two registers
 
 // Whether the operating system lets this process use the registers; a process has to ask once.
 inline bool has_tiles() {
@@ -27,25 +27,32 @@ inline bool has_tiles() {
   return is_granted;
 }
 
-// Shapes this thread's registers for products with `rows` rows: 0 and 1 are sums, 4 rows, 6 and 7 weights.
-inline void begin_tiles(int rows) {
+// Rows of one register where `count` rows are multiplied together.
+inline int rows_of_tile(int count) { return count > 16 ? (count + 1) / 2 : count; }
+
+// Shapes this thread's registers for products with `count` rows: 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights.
+inline void begin_tiles(int count) {
   struct alignas(64) Config {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {};
   } config;
-  for (int tile = 0; tile < 8; ++tile) config.rows[tile] = uint8_t(tile < 6 ? rows : 16);
+  for (int tile = 0; tile < 8; ++tile) config.rows[tile] = uint8_t(tile < 6 ? rows_of_tile(count) : 16);
   asm volatile("" : : "r"(&config) : "memory");  // GCC 12 believes that only the first 8 bytes are read
   _tile_loadconfig(&config);
 }
 
 inline void end_tiles() { _tile_release(); }
 
-// out [rows, LANES] = x [rows, wide] times a block of weights; `wide` is a multiple of 32.
-inline void tile_products(const bfloat16* weights, const bfloat16* x, int wide, float* out) {
+// out [count, LANES] = x [count, wide] times a block of weights; `wide` is a multiple of 32. The registers have the shape
+// for `count` rows. With two registers of rows, x and out have one row more if `count` is odd.
+inline void tile_products(const bfloat16* weights, const bfloat16* x, int count, int wide, float* out) {
   static_assert(LANES == 32, "two tiles of 16 columns");
+  const int second = count > 16 ? rows_of_tile(count) : 0;  // the first row of the second register
   _tile_zero(0);
   _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   for (int i = 0; i < wide; i += 32, weights += 32 * LANES) {
     for (int line = 0; line < 32; ++line) fetch(weights + 32 * line, 8192);
     _tile_loadd(4, x + i, wide * 2);
@@ -53,9 +60,16 @@ inline void tile_products(const bfloat16* weights, const bfloat16* x, int wide, 
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, weights + LANES, LANES * 4);
     _tile_dpbf16ps(1, 4, 7);
+    if (second == 0) continue;
+    _tile_loadd(5, x + int64_t(second) * wide + i, wide * 2);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
   }
   _tile_stored(0, out, LANES * 4);
   _tile_stored(1, out + 16, LANES * 4);
+  if (second == 0) return;
+  _tile_stored(2, out + second * LANES, LANES * 4);
+  _tile_stored(3, out + second * LANES + 16, LANES * 4);
 }
 
 #else
@@ -65,7 +79,7 @@ constexpr int TILE_ROWS = 0;
 inline bool has_tiles() { return false; }
 inline void begin_tiles(int) {}
 inline void end_tiles() {}
-inline void tile_products(const bfloat16*, const bfloat16*, int, float*) {}
+inline void tile_products(const bfloat16*, const bfloat16*, int, int, float*) {}
 
 #endif
 
