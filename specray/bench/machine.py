@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from specray import __version__
+from specray.ops.cpu.threads import num_threads
 
 PACKAGES = ("torch", "transformers", "ray")
 
@@ -16,7 +17,7 @@ def describe_machine() -> dict[str, str | int]:
     facts: dict[str, str | int] = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
+        "threads": num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "system": f"{platform.system()} {platform.machine()}",
     }

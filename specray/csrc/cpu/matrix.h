@@ -5,7 +5,8 @@
 //
 // Quantised weights are w = scale * (u - zero) + low with unsigned integers u, for groups of 32 or 16 inputs. This holds
 // GGUF's types as they are stored. Activations are rounded to 8 bits in groups of 32; products of a group are summed
-// exactly, as integers.
+// exactly, as integers. Where weights have 8 bits, activations are sums of two such numbers: one alone would lose more
+// than the weights do.
 #pragma once
 
 #include "rows.h"
@@ -96,7 +97,7 @@ inline bool is_quantised(int kind) { return kind >= Q4; }
 
 // The form of activations that a matrix reads.
 inline Form form_of(int kind) {
-  if (is_quantised(kind)) return Form::BYTES;
+  if (is_quantised(kind)) return kind >= Q8 ? Form::FINE_BYTES : Form::BYTES;
   if (kind == BFLOAT16) return HAS_PAIRS ? Form::PAIRS : Form::ROUNDED;
   return Form::FLOATS;
 }
@@ -173,21 +174,24 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
   const typename Format::Scale* scales = reinterpret_cast<const typename Format::Scale*>(block);
   const int64_t to_lows = Format::scale_bytes(ins) / sizeof(typename Format::Scale);
   const uint8_t* ints = block + Format::scale_bytes(ins) * (Format::HAS_LOW ? 2 : 1);
-  const int8_t* x[R];
-  const int32_t* totals[R];
+  constexpr int ALL = SMALL ? R : 2 * R;  // with 8 bits, the second numbers of each row follow
+  const int8_t* x[ALL];
+  const int32_t* totals[ALL];
   const float *masses[R], *x_scales[R];
+  for (int r = 0; r < ALL; ++r) {
+    x[r] = rows.bytes(first + r % R, r / R);
+    totals[r] = rows.totals(first + r % R, Format::SIZE, r / R);
+  }
   for (int r = 0; r < R; ++r) {
-    x[r] = rows.bytes(first + r);
-    totals[r] = rows.totals(first + r, Format::SIZE);
     masses[r] = rows.masses(first + r, Format::SIZE);
     x_scales[r] = rows.scales(first + r);
   }
   Floats sums[R][N] = {};
   const int num_groups = padded(ins) / Format::SIZE;
   for (int group = 0; group < num_groups; ++group, scales += LANES) {
-    Dot<SMALL> dots[R];
+    Dot<SMALL> dots[ALL];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) dots[r].begin(Format::HAS_LOW && !CENTRE ? 0 : offset * totals[r][group]);
+    for (int r = 0; r < ALL; ++r) dots[r].begin(Format::HAS_LOW && !CENTRE ? 0 : offset * totals[r][group]);
 #pragma GCC unroll 8
     for (int quad = 0; quad < (SMALL ? QUADS / 2 : QUADS); ++quad, ints += VECTOR) {
       Bytes low[N], high[N];
@@ -200,7 +204,7 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
         if (SMALL) high[n] = bits_of<Bytes>(raw >> 4);
       }
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < ALL; ++r) {
         const int8_t* four = x[r] + group * Format::SIZE + 4 * quad;
         dots[r].add(low, load<int32_t>(four));
         if (SMALL) dots[r].add(high, load<int32_t>(four + Format::SIZE / 2));
@@ -212,7 +216,9 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const float x_scale = x_scales[r][group * Format::SIZE / GROUP];
-        sums[r][n] += to_floats(dots[r].result(n)) * (scale * x_scale);
+        Floats dot = to_floats(dots[r].result(n));
+        if (!SMALL) dot += to_floats(dots[ALL - R + r].result(n)) * (1.0f / FINE_STEPS);
+        sums[r][n] += dot * (scale * x_scale);
         if (Format::HAS_LOW) sums[r][n] += load_floats(scales + to_lows + n * WIDTH) * masses[r][group];
       }
     }
@@ -266,7 +272,8 @@ class Products {
   Products(const Matrix& matrix, const Rows& rows, int count)
       : matrix_(matrix), rows_(rows), bytes_(block_bytes(matrix.kind, matrix.ins)),
         uses_tiles_(matrix.kind == BFLOAT16 && has_tiles()) {
-    const int most = uses_tiles_ ? TILE_ROWS : MAX_TILE, tiles = std::max(1, (count + most - 1) / most);
+    const int most = uses_tiles_ ? TILE_ROWS : form_of(matrix.kind) == Form::FINE_BYTES ? MAX_TILE / 2 : MAX_TILE;
+    const int tiles = std::max(1, (count + most - 1) / most);
     size_ = std::max(1, (count + tiles - 1) / tiles);  // tiles of about one size
     if (uses_tiles_) begin_tiles(size_);
   }

@@ -1,5 +1,5 @@
 // Rows of activations, prepared once for all products that read them: as floats, as bfloat16, or rounded to 8 bits in
-// groups of 32.
+// groups of 32. FINE_BYTES are sums of two such numbers: what the first one rounds away is rounded once more.
 #pragma once
 
 #include <algorithm>
@@ -13,17 +13,19 @@ constexpr int GROUP = 32;  // activations that share a scale
 
 inline int padded(int ins) { return (ins + GROUP - 1) / GROUP * GROUP; }
 
-enum class Form { FLOATS, ROUNDED, PAIRS, BYTES };  // ROUNDED: floats with the precision of bfloat16
+constexpr float FINE_STEPS = 254.0f;  // steps of the second number in one of the first
+
+enum class Form { FLOATS, ROUNDED, PAIRS, BYTES, FINE_BYTES };  // ROUNDED: floats with the precision of bfloat16
 
 class Rows {
  public:
   Rows(Form form, int count, int ins) : form_(form), ins_(ins), wide_(padded(ins)) {
-    if (form == Form::BYTES) {
-      bytes_.resize(int64_t(count) * wide_);
+    if (form == Form::BYTES || form == Form::FINE_BYTES) {
       scales_.resize(int64_t(count) * wide_ / GROUP);
-      for (int size : {16, GROUP}) {
-        totals_[size / GROUP].resize(int64_t(count) * wide_ / size);
-        masses_[size / GROUP].resize(int64_t(count) * wide_ / size);
+      for (int size : {16, GROUP}) masses_[size / GROUP].resize(int64_t(count) * wide_ / size);
+      for (int part = 0; part < (form == Form::BYTES ? 1 : 2); ++part) {
+        parts_[part].bytes.resize(int64_t(count) * wide_);
+        for (int size : {16, GROUP}) parts_[part].totals[size / GROUP].resize(int64_t(count) * wide_ / size);
       }
     } else if (form == Form::PAIRS) {
       pairs_.resize(int64_t(count + 31) * wide_);  // tiles of 32 rows may begin at the last one
@@ -33,7 +35,7 @@ class Rows {
   }
 
   void set(int row, const float* x) {
-    if (form_ == Form::BYTES) return quantise(row, x);
+    if (form_ == Form::BYTES || form_ == Form::FINE_BYTES) return quantise(row, x);
     if (form_ == Form::PAIRS) {
       bfloat16* to = pairs_.data() + int64_t(row) * wide_;
       for (int i = 0; i < ins_; ++i) from_float(x[i], to + i);
@@ -52,17 +54,19 @@ class Rows {
 
   const float* floats(int row) const { return floats_.data() + int64_t(row) * ins_; }
   const bfloat16* pairs(int row) const { return pairs_.data() + int64_t(row) * wide_; }
-  const int8_t* bytes(int row) const { return bytes_.data() + int64_t(row) * wide_; }
+  // The first (0) or second (1) of the two numbers of each activation.
+  const int8_t* bytes(int row, int part) const { return parts_[part].bytes.data() + int64_t(row) * wide_; }
   const float* scales(int row) const { return scales_.data() + int64_t(row) * wide_ / GROUP; }
-  // Sums of `size` (16 or 32) bytes each, and what these stand for.
-  const int32_t* totals(int row, int size) const { return totals_[size / GROUP].data() + int64_t(row) * wide_ / size; }
+  // Sums of `size` (16 or 32) bytes each, and of what the activations stand for.
+  const int32_t* totals(int row, int size, int part) const {
+    return parts_[part].totals[size / GROUP].data() + int64_t(row) * wide_ / size;
+  }
   const float* masses(int row, int size) const { return masses_[size / GROUP].data() + int64_t(row) * wide_ / size; }
 
  private:
   void quantise(int row, const float* x) {
-    int8_t* to = bytes_.data() + int64_t(row) * wide_;
     float* scales = scales_.data() + int64_t(row) * wide_ / GROUP;
-    for (int first = 0; first < wide_; first += GROUP, to += GROUP, ++scales) {
+    for (int first = 0; first < wide_; first += GROUP, ++scales) {
       float last[GROUP] = {};
       const float* from = x + first;
       if (first + GROUP > ins_) {
@@ -77,35 +81,50 @@ class Rows {
       const float size = largest_of(most);
       const bool is_finite = size <= 3.0e38f;
       *scales = is_finite ? size / 127.0f : NAN;
-      const Floats inverse = splat(size > 1e-35f && is_finite ? 127.0f / size : 0.0f);
-      int32_t whole = 0;
+      const float inverse = size > 1e-35f && is_finite ? 127.0f / size : 0.0f;
+      float left[GROUP];  // what is still to be represented, in steps of the scale
+      for (int i = 0; i < GROUP; i += WIDTH) store(left + i, load<Floats>(from + i) * inverse);
       const int64_t group = (int64_t(row) * wide_ + first) / GROUP;
-      for (int half = 0; half < 2; ++half) {
-        typedef int8_t Small __attribute__((vector_size(WIDTH)));
-        Ints sum_of_half{};
-        for (int i = half * 16; i < half * 16 + 16; i += WIDTH) {
-          const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, ties to even
-          const Floats rounded = (load<Floats>(from + i) * inverse + magic) - magic;
-          const Ints v = is_finite ? to_ints(rounded) : Ints{};
-          store(to + i, __builtin_convertvector(v, Small));
-          sum_of_half += v;
+      float masses[2] = {};
+      for (int part = 0; part < (form_ == Form::BYTES ? 1 : 2); ++part) {
+        Part& to = parts_[part];
+        for (int half = 0; half < 2; ++half) {
+          const int32_t total = round_half(left + half * 16, is_finite, to.bytes.data() + group * GROUP + half * 16);
+          to.totals[0][2 * group + half] = total;
+          masses[half] += part ? float(total) / FINE_STEPS : float(total);
         }
-        const int32_t total = sum(sum_of_half);
-        totals_[0][2 * group + half] = total;
-        masses_[0][2 * group + half] = *scales * float(total);
-        whole += total;
+        to.totals[1][group] = to.totals[0][2 * group] + to.totals[0][2 * group + 1];
       }
-      totals_[1][group] = whole;
-      masses_[1][group] = *scales * float(whole);
+      for (int half = 0; half < 2; ++half) masses_[0][2 * group + half] = *scales * masses[half];
+      masses_[1][group] = *scales * (masses[0] + masses[1]);
     }
   }
 
+  // Rounds 16 numbers, leaves what is left of them in finer steps, and returns the sum of the rounded ones.
+  static int32_t round_half(float* numbers, bool is_finite, int8_t* to) {
+    typedef int8_t Small __attribute__((vector_size(WIDTH)));
+    Ints total{};
+    for (int i = 0; i < 16; i += WIDTH) {
+      const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, ties to even
+      const Floats number = load<Floats>(numbers + i), rounded = (number + magic) - magic;
+      const Ints v = is_finite ? to_ints(rounded) : Ints{};
+      store(to + i, __builtin_convertvector(v, Small));
+      store(numbers + i, (number - rounded) * FINE_STEPS);
+      total += v;
+    }
+    return sum(total);
+  }
+
+  struct Part {
+    std::vector<int8_t> bytes;
+    std::vector<int32_t> totals[2];  // of 16 and of 32 bytes
+  };
+
   const Form form_;
   const int ins_, wide_;
-  std::vector<float> floats_, scales_, masses_[2];  // masses and totals of 16 and of 32 bytes
+  std::vector<float> floats_, scales_, masses_[2];  // masses of 16 and of 32 activations
   std::vector<bfloat16> pairs_;
-  std::vector<int8_t> bytes_;
-  std::vector<int32_t> totals_[2];
+  Part parts_[2];
 };
 
 }  // namespace specray
