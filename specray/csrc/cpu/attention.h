@@ -5,7 +5,6 @@
 // the same bits alone, in any batch, in any draft tree and in any chunk of its prompt.
 #pragma once
 
-#include <atomic>
 #include <vector>
 
 #include "simd.h"
@@ -219,37 +218,40 @@ void attend_tile(
   }
 }
 
-// This member's part of all queries; members take tiles from `next`, which starts at 0.
+// Attention of all queries, shared by the team in tiles of queries of one request and one KV head.
 template <class T>
 void attend(
     const Pool& pool, const Requests& requests, int num_heads, const float* q, int64_t q_stride, float* out,
-    std::atomic<int>& next) {
+    Member& member) {
   constexpr int TILE = 8;  // queries of a request that share its keys
-  std::vector<float> buffer;
-  int item = 0, wanted = next.fetch_add(1);
+  struct Item {
+    int request, begin;
+    int64_t first;  // the request's first query
+  };
+  std::vector<Item> items;
   int64_t first = 0;
+  const int tile = requests.count == 1 && requests.query_lens[0] <= TILE ? TILE / 2 : TILE;  // something for each member
   for (int request = 0; request < requests.count; ++request) {
-    const int queries = requests.query_lens[request];
-    for (int begin = 0; begin < queries; begin += TILE) {
-      for (int kv_head = 0; kv_head < pool.num_heads; ++kv_head, ++item) {
-        if (item != wanted) continue;
-        attend_tile<T>(
-            pool, requests, request, kv_head, begin, std::min(begin + TILE, queries), num_heads, q + first * q_stride,
-            q_stride, out + first * num_heads * pool.dim, buffer);
-        wanted = next.fetch_add(1);
-      }
-    }
-    first += queries;
+    for (int begin = 0; begin < requests.query_lens[request]; begin += tile) items.push_back({request, begin, first});
+    first += requests.query_lens[request];
   }
+  std::vector<float> buffer;
+  member.share(int(items.size()) * pool.num_heads, [&](int index) {
+    const Item& item = items[index / pool.num_heads];
+    attend_tile<T>(
+        pool, requests, item.request, index % pool.num_heads, item.begin,
+        std::min(item.begin + tile, requests.query_lens[item.request]), num_heads, q + item.first * q_stride, q_stride,
+        out + item.first * num_heads * pool.dim, buffer);
+  });
 }
 
 inline void attend_any(
     const Pool& pool, const Requests& requests, int num_heads, const float* q, int64_t q_stride, float* out,
-    std::atomic<int>& next) {
+    Member& member) {
   switch (pool.type) {
-    case 0: return attend<float>(pool, requests, num_heads, q, q_stride, out, next);
-    case 1: return attend<bfloat16>(pool, requests, num_heads, q, q_stride, out, next);
-    default: return attend<float16>(pool, requests, num_heads, q, q_stride, out, next);
+    case 0: return attend<float>(pool, requests, num_heads, q, q_stride, out, member);
+    case 1: return attend<bfloat16>(pool, requests, num_heads, q, q_stride, out, member);
+    default: return attend<float16>(pool, requests, num_heads, q, q_stride, out, member);
   }
 }
 

@@ -58,14 +58,13 @@ void specray_linear(
     const Matrix* matrix, const void* x, int32_t x_type, int64_t count, void* y, int32_t y_type, int32_t columns,
     int32_t num_threads) {
   Rows rows(form_of(matrix->kind), int(count), matrix->ins);
-  run_on_team(num_threads, [&](Team& team, int member) {
+  run_on_team(num_threads, 2, [&](Member& member) {
     std::vector<float> row(matrix->ins);
-    for (int r = member; r < count; r += team.size()) {
+    member.share(int(count), [&](int r) {
       read_row(x, x_type, int64_t(r) * matrix->ins, matrix->ins, row.data());
       rows.set(r, row.data());
-    }
-    team.barrier();
-    multiply(*matrix, rows, int(count), team, member, [&](int r, int channel, const float* values) {
+    });
+    multiply(*matrix, rows, int(count), member, [&](int r, int channel, const float* values) {
       write_values(values, std::min(LANES, columns - channel), y, y_type, int64_t(r) * columns + channel);
     });
   });
@@ -76,14 +75,13 @@ void specray_gated(
     const Matrix* matrix, const void* x, int32_t x_type, int64_t count, void* y, int32_t y_type, int32_t columns,
     int32_t num_threads) {
   Rows rows(form_of(matrix->kind), int(count), matrix->ins);
-  run_on_team(num_threads, [&](Team& team, int member) {
+  run_on_team(num_threads, 2, [&](Member& member) {
     std::vector<float> row(matrix->ins);
-    for (int r = member; r < count; r += team.size()) {
+    member.share(int(count), [&](int r) {
       read_row(x, x_type, int64_t(r) * matrix->ins, matrix->ins, row.data());
       rows.set(r, row.data());
-    }
-    team.barrier();
-    multiply_gated(*matrix, rows, int(count), team, member, [&](int r, int channel, const float* values) {
+    });
+    multiply_gated(*matrix, rows, int(count), member, [&](int r, int channel, const float* values) {
       write_values(values, std::min(LANES, columns - channel), y, y_type, int64_t(r) * columns + channel);
     });
   });
@@ -96,19 +94,17 @@ void specray_attention(
     const void* q, const void* kv, void* out, int32_t num_threads) {
   const int64_t width = int64_t(num_heads) * pool->dim, kv_width = int64_t(pool->num_heads) * pool->dim;
   std::vector<float> queries(count * width), seen(count * width);
-  std::atomic<int> next{0};
-  run_on_team(num_threads, [&](Team& team, int member) {
+  run_on_team(num_threads, 3, [&](Member& member) {
     std::vector<float> row(2 * kv_width);
-    for (int r = member; r < count; r += team.size()) {
+    member.share(int(count), [&](int64_t r) {
       read_row(q, pool->type, r * width, int(width), queries.data() + r * width);
       read_row(kv, pool->type, r * 2 * kv_width, int(2 * kv_width), row.data());
       write_kv(*pool, written[r], row.data(), row.data() + kv_width);
-    }
-    team.barrier();
-    attend_any(*pool, *requests, num_heads, queries.data(), width, seen.data(), next);
-    team.barrier();
-    for (int r = member; r < count; r += team.size())
+    });
+    attend_any(*pool, *requests, num_heads, queries.data(), width, seen.data(), member);
+    member.share(int(count), [&](int64_t r) {
       write_values(seen.data() + r * width, int(width), out, pool->type, r * width);
+    });
   });
 }
 
@@ -117,8 +113,8 @@ void specray_layers(
     const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step, const float* first_input,
     float* hidden, float* const* taps, int32_t num_threads) {
   Stack stack(layers, num_layers, *sizes, int(step->count));
-  run_on_team(num_threads, [&](Team& team, int member) {
-    stack.run(*step, first_input, hidden, taps, team, member);
+  run_on_team(num_threads, Stack::num_phases(num_layers), [&](Member& member) {
+    stack.run(*step, first_input, hidden, taps, member);
   });
 }
 
@@ -158,7 +154,7 @@ void specray_move_kv(
 // Grows draft trees; see trees.h.
 void specray_grow(const DraftNetwork* network, const Growth* growth, int32_t num_threads) {
   TreeGrowth trees(*network, *growth);
-  run_on_team(num_threads, [&](Team& team, int member) { trees.grow(team, member); });
+  run_on_team(num_threads, TreeGrowth::num_phases(*network, *growth), [&](Member& member) { trees.grow(member); });
 }
 
 // Adds noise to a row of logits after temperature; see noise.h.
@@ -170,22 +166,23 @@ void specray_add_noise(float* logits, int32_t size, const int64_t* ids, float te
 void specray_choose(
     const float* logits, int64_t count, int32_t size, const int32_t* keys, const float* temperature, const float* top_p,
     const float* min_p, const int64_t* top_k, int64_t* tokens, int32_t num_threads) {
-  run_on_team(num_threads, [&](Team& team, int member) {
+  run_on_team(num_threads, 1, [&](Member& member) {
     Chooser choose(size);
-    for (int64_t r = member; r < count; r += team.size()) {
+    member.share(int(count), [&](int64_t r) {
       const Options options = keys ? Options{temperature[r], top_p[r], min_p[r], top_k[r]} : Options{0.0f, 1.0f, 0.0f, 0};
       tokens[r] = choose(logits + r * size, options, keys ? keys + 2 * r : nullptr);
-    }
+    });
   });
 }
 
 // Walks draft trees: num_tokens [B], tokens and nodes [B, max_depth + 1]; see choice.h.
 void specray_walk(const Trees* trees, int64_t* num_tokens, int64_t* tokens, int64_t* nodes, int32_t num_threads) {
   const int64_t levels = trees->max_depth + 1;
-  run_on_team(num_threads, [&](Team& team, int member) {
+  run_on_team(num_threads, 1, [&](Member& member) {
     Chooser choose(trees->vocab_size);
-    for (int tree = member; tree < trees->num_trees; tree += team.size())
+    member.share(trees->num_trees, [&](int tree) {
       num_tokens[tree] = walk(*trees, tree, choose, tokens + tree * levels, nodes + tree * levels);
+    });
   });
 }
 

@@ -1,7 +1,6 @@
 // A stack of decoder layers: pre-norm attention and a gated feed-forward, each added to the residual stream.
 //
-// All members of the team run the same phases, with a barrier between them. Rows or channels are divided among them; no
-// sum is. The residual stream is float32 whatever the type of the weights.
+// All members of the team go through the same phases. They share rows or channels; no sum is divided among them. The residual stream is float32 whatever the type of the weights.
 #pragma once
 
 #include <map>
@@ -81,7 +80,7 @@ class Stack {
   Stack(const Layer* layers, int num_layers, const Sizes& sizes, int count)
       : layers_(layers), num_layers_(num_layers), sizes_(sizes), q_width_(sizes.num_heads * sizes.dim),
         kv_width_(sizes.num_kv_heads * sizes.dim), width_(q_width_ + 2 * kv_width_), qkv_(int64_t(count) * width_),
-        seen_(int64_t(count) * q_width_), inner_(int64_t(count) * sizes.ffn), next_(num_layers), to_qkv_(count),
+        seen_(int64_t(count) * q_width_), inner_(int64_t(count) * sizes.ffn), to_qkv_(count),
         to_out_(count), to_up_(count), to_down_(count) {
     for (int i = 0; i < num_layers; ++i) {
       const Layer& layer = layers[i];
@@ -90,23 +89,21 @@ class Stack {
     }
   }
 
-  // This member's part of the layers' work on the residual stream `hidden` [T, hidden], in place. `first_input`
+  // Phases of a run.
+  static int num_phases(int num_layers) { return 10 * num_layers + 1; }
+
+  // Runs the layers on the residual stream `hidden` [T, hidden], in place. `first_input`
   // [T, qkv.ins] is what the first layer reads if it has no input norm. taps[i], where not null, receives the stream
-  // that enters layer i; taps[num_layers] the one that leaves the last. All members have finished when it returns.
-  void run(const Step& step, const float* first_input, float* hidden, float* const* taps, Team& team, int member) {
+  // that enters layer i; taps[num_layers] the one that leaves the last.
+  void run(const Step& step, const float* first_input, float* hidden, float* const* taps, Member& member) {
     const int count = int(step.count), size = sizes_.hidden;
     std::vector<float> row(size);
-    const auto my_rows = [&](auto work) {
-      for (int r = member; r < count; r += team.size()) work(r);
-      team.barrier();
-    };
     for (int i = 0; i < num_layers_; ++i) {
       const Layer& layer = layers_[i];
       const Inputs& inputs = inputs_[i];
       Pool pool = step.pool;
       pool.data = static_cast<char*>(step.pool.data) + i * step.layer_bytes;
-      if (member == 0) next_[i] = 0;
-      my_rows([&](int r) {
+      member.share(count, [&](int r) {
         float* x = hidden + int64_t(r) * size;
         if (taps && taps[i]) std::copy(x, x + size, taps[i] + int64_t(r) * size);
         if (layer.input_norm) {
@@ -116,36 +113,31 @@ class Stack {
           inputs.qkv.set(r, first_input + int64_t(r) * layer.qkv.ins);
         }
       });
-      multiply(layer.qkv, inputs.qkv, count, team, member, [&](int r, int channel, const float* values) {
+      multiply(layer.qkv, inputs.qkv, count, member, [&](int r, int channel, const float* values) {
         const int columns = std::min(LANES, width_ - channel);
         std::copy(values, values + columns, qkv_.data() + int64_t(r) * width_ + channel);
       });
-      team.barrier();
-      my_rows([&](int r) { finish_qkv(layer, step, pool, r); });
-      attend_any(pool, step.requests, sizes_.num_heads, qkv_.data(), width_, seen_.data(), next_[i]);
-      team.barrier();
-      my_rows([&](int r) { inputs.out.set(r, seen_.data() + int64_t(r) * q_width_); });
+      member.share(count, [&](int r) { finish_qkv(layer, step, pool, r); });
+      attend_any(pool, step.requests, sizes_.num_heads, qkv_.data(), width_, seen_.data(), member);
+      member.share(count, [&](int r) { inputs.out.set(r, seen_.data() + int64_t(r) * q_width_); });
       const auto add_to_hidden = [&](int r, int channel, const float* values) {
         float* to = hidden + int64_t(r) * size + channel;
         for (int c = 0; c < std::min(LANES, size - channel); ++c) to[c] += values[c];
       };
-      multiply(layer.out, inputs.out, count, team, member, add_to_hidden);
-      team.barrier();
-      my_rows([&](int r) {
+      multiply(layer.out, inputs.out, count, member, add_to_hidden);
+      member.share(count, [&](int r) {
         norm(hidden + int64_t(r) * size, layer.ffn_norm, size, sizes_.eps, row.data());
         inputs.up.set(r, row.data());
       });
-      multiply_gated(layer.gate_up, inputs.up, count, team, member, [&](int r, int channel, const float* values) {
+      multiply_gated(layer.gate_up, inputs.up, count, member, [&](int r, int channel, const float* values) {
         const int columns = std::min(LANES, sizes_.ffn - channel);
         std::copy(values, values + columns, inner_.data() + int64_t(r) * sizes_.ffn + channel);
       });
-      team.barrier();
-      my_rows([&](int r) { inputs.down.set(r, inner_.data() + int64_t(r) * sizes_.ffn); });
-      multiply(layer.down, inputs.down, count, team, member, add_to_hidden);
-      team.barrier();
+      member.share(count, [&](int r) { inputs.down.set(r, inner_.data() + int64_t(r) * sizes_.ffn); });
+      multiply(layer.down, inputs.down, count, member, add_to_hidden);
     }
     if (!taps || !taps[num_layers_]) return;
-    my_rows([&](int r) {
+    member.share(count, [&](int r) {
       const float* x = hidden + int64_t(r) * size;
       std::copy(x, x + size, taps[num_layers_] + int64_t(r) * size);
     });
@@ -174,7 +166,6 @@ class Stack {
   const Sizes sizes_;
   const int q_width_, kv_width_, width_;
   std::vector<float> qkv_, seen_, inner_;
-  std::vector<std::atomic<int>> next_;  // tiles of attention that members have taken, by layer
   Prepared to_qkv_, to_out_, to_up_, to_down_;
   std::vector<Inputs> inputs_;
 };
@@ -197,20 +188,16 @@ inline void run_model(
   const int count = int(step.count), size = sizes.hidden;
   Stack stack(layers, num_layers, sizes, count);
   Rows to_output(form_of(ends.output.kind), num_places, size);
-  run_on_team(num_threads, [&](Team& team, int member) {
-    const auto my_rows = [&](int number, auto work) {
-      for (int r = member; r < number; r += team.size()) work(r);
-      team.barrier();
-    };
-    my_rows(count, [&](int r) {
+  run_on_team(num_threads, Stack::num_phases(num_layers) + 4, [&](Member& member) {
+    member.share(count, [&](int r) {
       read_row(ends.embedding, ends.embedding_type, ids[r] * size, size, hidden + int64_t(r) * size);
     });
-    stack.run(step, nullptr, hidden, taps, team, member);
-    my_rows(count, [&](int r) {
+    stack.run(step, nullptr, hidden, taps, member);
+    member.share(count, [&](int r) {
       norm(hidden + int64_t(r) * size, ends.norm, size, sizes.eps, final + int64_t(r) * size);
     });
-    my_rows(num_places, [&](int r) { to_output.set(r, final + (places ? places[r] : r) * size); });
-    multiply(ends.output, to_output, num_places, team, member, [&](int r, int channel, const float* values) {
+    member.share(num_places, [&](int r) { to_output.set(r, final + (places ? places[r] : r) * size); });
+    multiply(ends.output, to_output, num_places, member, [&](int r, int channel, const float* values) {
       const int columns = std::min(LANES, ends.num_columns - channel);
       if (columns > 0) std::copy(values, values + columns, logits + int64_t(r) * ends.num_columns + channel);
     });

@@ -304,31 +304,26 @@ class Products {
   int size_;
 };
 
-// This member's part of `matrix`'s product with `count` rows: `write(row, channel, values of LANES channels)`.
+// `matrix`'s product with `count` rows, shared by the team: `write(row, channel, values of LANES channels)`.
 template <class Write>
-inline void multiply(const Matrix& matrix, const Rows& rows, int count, const Team& team, int member, const Write& write) {
-  const int blocks = matrix.outs / LANES;
-  const int begin = int(int64_t(blocks) * member / team.size()), end = int(int64_t(blocks) * (member + 1) / team.size());
+inline void multiply(const Matrix& matrix, const Rows& rows, int count, Member& member, const Write& write) {
   const Products products(matrix, rows, count);
   alignas(LINE) Tile out;
-  for (int block = begin; block < end; ++block) {
+  member.share(matrix.outs / LANES, [&](int block) {
     for (int first = 0; first < count; first += products.tile_size()) {
       const int size = std::min(products.tile_size(), count - first);
       products(block, first, size, out);
       for (int r = 0; r < size; ++r) write(first + r, block * LANES, out[r]);
     }
-  }
+  });
 }
 
 // The same for a matrix whose blocks alternate between gate and up: `write(row, channel, silu(gate) * up)`.
 template <class Write>
-inline void multiply_gated(
-    const Matrix& matrix, const Rows& rows, int count, const Team& team, int member, const Write& write) {
-  const int pairs = matrix.outs / LANES / 2;
-  const int begin = int(int64_t(pairs) * member / team.size()), end = int(int64_t(pairs) * (member + 1) / team.size());
+inline void multiply_gated(const Matrix& matrix, const Rows& rows, int count, Member& member, const Write& write) {
   const Products products(matrix, rows, count);
   alignas(LINE) Tile gate, up;
-  for (int pair = begin; pair < end; ++pair) {
+  member.share(matrix.outs / LANES / 2, [&](int pair) {
     for (int first = 0; first < count; first += products.tile_size()) {
       const int size = std::min(products.tile_size(), count - first);
       products(2 * pair, first, size, gate);
@@ -341,7 +336,7 @@ inline void multiply_gated(
         write(first + r, pair * LANES, up[r]);
       }
     }
-  }
+  });
 }
 
 }  // namespace specray

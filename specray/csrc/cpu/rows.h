@@ -82,14 +82,14 @@ class Rows {
       const bool is_finite = size <= 3.0e38f;
       *scales = is_finite ? size / 127.0f : NAN;
       const float inverse = size > 1e-35f && is_finite ? 127.0f / size : 0.0f;
-      float left[GROUP];  // what is still to be represented, in steps of the scale
-      for (int i = 0; i < GROUP; i += WIDTH) store(left + i, load<Floats>(from + i) * inverse);
+      Floats left[GROUP / WIDTH];  // what is still to be represented, in steps of the scale
+      for (int i = 0; i < GROUP / WIDTH; ++i) left[i] = load<Floats>(from + i * WIDTH) * inverse;
       const int64_t group = (int64_t(row) * wide_ + first) / GROUP;
       float masses[2] = {};
       for (int part = 0; part < (form_ == Form::BYTES ? 1 : 2); ++part) {
         Part& to = parts_[part];
         for (int half = 0; half < 2; ++half) {
-          const int32_t total = round_half(left + half * 16, is_finite, to.bytes.data() + group * GROUP + half * 16);
+          const int32_t total = round_half(left + half * (16 / WIDTH), is_finite, to.bytes.data() + group * GROUP + half * 16);
           to.totals[0][2 * group + half] = total;
           masses[half] += part ? float(total) / FINE_STEPS : float(total);
         }
@@ -101,15 +101,15 @@ class Rows {
   }
 
   // Rounds 16 numbers, leaves what is left of them in finer steps, and returns the sum of the rounded ones.
-  static int32_t round_half(float* numbers, bool is_finite, int8_t* to) {
+  static inline int32_t round_half(Floats* numbers, bool is_finite, int8_t* to) {
     typedef int8_t Small __attribute__((vector_size(WIDTH)));
     Ints total{};
-    for (int i = 0; i < 16; i += WIDTH) {
+    for (int i = 0; i < 16 / WIDTH; ++i) {
       const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, ties to even
-      const Floats number = load<Floats>(numbers + i), rounded = (number + magic) - magic;
+      const Floats rounded = (numbers[i] + magic) - magic;
       const Ints v = is_finite ? to_ints(rounded) : Ints{};
-      store(to + i, __builtin_convertvector(v, Small));
-      store(numbers + i, (number - rounded) * FINE_STEPS);
+      store(to + i * WIDTH, __builtin_convertvector(v, Small));
+      numbers[i] = (numbers[i] - rounded) * FINE_STEPS;
       total += v;
     }
     return sum(total);

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -31,10 +32,62 @@ inline void pause_cpu() {
 #endif
 }
 
+template <class Condition>
+inline void wait_until(Condition is_met) {
+  constexpr int SPINS_BEFORE_YIELD = 4000;
+  for (int spins = 0; !is_met(); ++spins) {
+    if (spins < SPINS_BEFORE_YIELD)
+      pause_cpu();
+    else
+      std::this_thread::yield();
+  }
+}
+
+// One member's way through the phases of a run, which are the same for all members.
+//
+// A phase is over when all its items are done. Each member begins with a range of its own, so that it reads weights in
+// long runs, and then takes what is left of others. A member whose core is busy with another process, or that wakes up
+// late, delays the others by at most the item that it is working on.
+class Member {
+ public:
+  // `counters` holds zeros: for each phase the number of items done, then of items taken from each member's range.
+  Member(std::atomic<int>* counters, int num_phases, int team_size, int number)
+      : counters_(counters), num_phases_(num_phases), team_size_(team_size), number_(number) {}
+
+  // Counters of a phase: whole cache lines.
+  static int stride(int team_size) { return (1 + team_size + 15) / 16 * 16; }
+
+  // Calls `work(item)` for the items that this member takes of `count`; returns when all of them are done.
+  template <class Work>
+  void share(int count, const Work& work) {
+    if (team_size_ == 1) {
+      for (int item = 0; item < count; ++item) work(item);
+      return;
+    }
+    if (num_phases_-- == 0) std::abort();  // the caller of run_on_team counted wrong
+    std::atomic<int>*done = counters_, *taken = counters_ + 1;
+    counters_ += stride(team_size_);
+    int mine = 0;
+    for (int turn = 0; turn < team_size_; ++turn) {
+      const int owner = (number_ + turn) % team_size_, end = first_of(count, owner + 1);
+      const auto take = [&] { return first_of(count, owner) + taken[owner].fetch_add(1, std::memory_order_relaxed); };
+      for (int item = take(); item < end; item = take(), ++mine) work(item);
+    }
+    if (mine) done->fetch_add(mine, std::memory_order_acq_rel);
+    wait_until([&] { return done->load(std::memory_order_acquire) == count; });
+  }
+
+ private:
+  int first_of(int count, int owner) const { return int((int64_t(count) * owner + team_size_ - 1) / team_size_); }
+
+  std::atomic<int>* counters_;
+  int num_phases_;
+  const int team_size_, number_;
+};
+
 class Team {
  public:
   static constexpr std::chrono::microseconds SPIN{60};
-  static constexpr int SPINS_BEFORE_YIELD = 4000;
 
   explicit Team(int size) : size_(size), owner_(getpid()) {
     const bool is_known = sched_getaffinity(0, sizeof(cores_), &cores_) == 0;
@@ -44,6 +97,12 @@ class Team {
 
   int size() const { return size_; }
   bool is_usable() const { return getpid() == owner_; }  // threads do not survive a fork
+
+  // Zeros for a run of up to `num_phases` phases.
+  std::atomic<int>* counters(int num_phases) {
+    counters_ = std::vector<std::atomic<int>>(size_ > 1 ? num_phases * Member::stride(size_) : 0);
+    return counters_.data();
+  }
 
   // Runs `work(member)` on every member; returns when all have returned.
   void run(const std::function<void(int)>& work) {
@@ -59,29 +118,7 @@ class Team {
     if (has_cores_) sched_setaffinity(0, sizeof(cores_), &cores_);
   }
 
-  // Waits until every member of the running work has come here.
-  void barrier() {
-    if (size_ == 1) return;
-    const uint32_t phase = phase_.load(std::memory_order_relaxed);
-    if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
-      num_arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
-    } else {
-      wait_until([&] { return phase_.load(std::memory_order_acquire) != phase; });
-    }
-  }
-
  private:
-  template <class Condition>
-  static void wait_until(Condition is_met) {
-    for (int spins = 0; !is_met(); ++spins) {
-      if (spins < SPINS_BEFORE_YIELD)
-        pause_cpu();
-      else
-        std::this_thread::yield();
-    }
-  }
-
   // Keeps the calling thread on the member's core.
   void take_core(int member) const {
     int core = 0;
@@ -121,17 +158,17 @@ class Team {
   const pid_t owner_;
   cpu_set_t cores_;  // that the creator of the team may use
   bool has_cores_ = false;
+  std::vector<std::atomic<int>> counters_;
   const std::function<void(int)>* work_ = nullptr;
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<int> num_asleep_{0};
   alignas(64) std::atomic<int> num_running_{0};
-  alignas(64) std::atomic<int> num_arrived_{0};
-  alignas(64) std::atomic<uint32_t> phase_{0};
 };
 
-// Runs `work(team, member)` on `num_threads` threads, at least one. One call at a time uses the team; another waits.
+// Runs `work(member)` on `num_threads` threads, at least one; each shares up to `num_phases` phases. One call at a time
+// uses the team; another waits.
 template <class Work>
-void run_on_team(int num_threads, const Work& work) {
+void run_on_team(int num_threads, int num_phases, const Work& work) {
   num_threads = std::max(1, num_threads);
   static std::mutex mutex;
   static std::vector<std::unique_ptr<Team>>* teams = new std::vector<std::unique_ptr<Team>>;  // threads use it at exit
@@ -143,7 +180,11 @@ void run_on_team(int num_threads, const Work& work) {
     teams->push_back(std::make_unique<Team>(num_threads));
     team = teams->back().get();
   }
-  team->run([&](int member) { work(*team, member); });
+  std::atomic<int>* counters = team->counters(num_phases);
+  team->run([&](int number) {
+    Member member(counters, num_phases, num_threads, number);
+    work(member);
+  });
 }
 
 }  // namespace specray

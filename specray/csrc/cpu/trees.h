@@ -144,31 +144,30 @@ class TreeGrowth {
         tree_sizes_(2 * growth.num_trees), mask_(int64_t(count_) * columns_),
         slots_width_(growth.slots_width + columns_), slots_(int64_t(growth.num_trees) * slots_width_) {}
 
-  void grow(Team& team, int member) {
+  // Phases of growing.
+  static int num_phases(const DraftNetwork& network, const Growth& growth) {
+    return 2 + growth.num_levels * (7 + Stack::num_phases(network.num_layers));
+  }
+
+  void grow(Member& member) {
     const Growth& growth = growth_;
-    const auto each = [&](int count, auto work) {
-      for (int i = member; i < count; i += team.size()) work(i);
-      team.barrier();
-    };
-    each(growth.num_trees, [&](int tree) { begin(tree); });
+    member.share(growth.num_trees, [&](int tree) { begin(tree); });
     for (int level = 0; level < growth.num_levels; ++level) {
       const int width = level ? growth.topk : 1, count = growth.num_trees * width;
-      if (level) run_layers(level, each, team, member);
-      each(count, [&](int r) { finish(level, r); });
-      multiply(network_.output, to_output_, count, team, member, [&](int r, int channel, const float* values) {
+      if (level) run_layers(level, member);
+      member.share(count, [&](int r) { finish(level, r); });
+      multiply(network_.output, to_output_, count, member, [&](int r, int channel, const float* values) {
         const int columns = std::min(LANES, network_.num_columns - channel);
         if (columns > 0) std::copy(values, values + columns, logits_.data() + int64_t(r) * network_.num_columns + channel);
       });
-      team.barrier();
-      each(count, [&](int r) { choose(level, r, width); });
-      each(growth.num_trees, [&](int tree) {
+      member.share(count, [&](int r) { choose(level, r, width); });
+      member.share(growth.num_trees, [&](int tree) {
         const int64_t first = int64_t(tree) * width * growth.topk;
         trees_[tree].add_level(level, probs_.data() + first, ids_.data() + first, network_.target_ids);
       });
-      if (member == 0) std::swap(states_, next_states_);
-      team.barrier();
+      member.share(1, [&](int) { std::swap(states_, next_states_); });
     }
-    each(growth.num_trees, [&](int tree) {
+    member.share(growth.num_trees, [&](int tree) {
       const int64_t first = int64_t(tree) * (1 + growth.num_drafts);
       trees_[tree].write_tree(
           growth.roots[tree], growth.num_drafts, growth.tokens + first, growth.parents + first, growth.num_nodes + tree);
@@ -185,11 +184,10 @@ class TreeGrowth {
     std::copy_n(scratch, columns_, slots + growth_.kv_lens[tree]);
   }
 
-  template <class Each>
-  void run_layers(int level, const Each& each, Team& team, int member) {
+  void run_layers(int level, Member& member) {
     const int topk = growth_.topk;
     const bool is_projected = network_.project.data != nullptr;
-    each(growth_.num_trees, [&](int tree) {
+    member.share(growth_.num_trees, [&](int tree) {
       kv_lens_[tree] = growth_.kv_lens[tree] + level * topk;
       tree_sizes_[2 * tree] = topk;
       tree_sizes_[2 * tree + 1] = level * topk;
@@ -203,10 +201,9 @@ class TreeGrowth {
       }
     });
     if (is_projected) {
-      multiply(network_.project, to_project_, count_, team, member, [&](int r, int channel, const float* values) {
+      multiply(network_.project, to_project_, count_, member, [&](int r, int channel, const float* values) {
         std::copy(values, values + std::min(LANES, size_ - channel), stream_.data() + int64_t(r) * size_ + channel);
       });
-      team.barrier();
     }
     Step step{};
     step.count = count_;
@@ -227,7 +224,7 @@ class TreeGrowth {
     step.pool = growth_.pool;
     step.layer_bytes = growth_.layer_bytes;
     const float* first_input = is_projected ? stream_.data() : first_input_.data();
-    stack_.run(step, first_input, stream_.data(), nullptr, team, member);
+    stack_.run(step, first_input, stream_.data(), nullptr, member);
   }
 
   // Node i of a tree's level: what the layers or the projection read, and the residual stream.
