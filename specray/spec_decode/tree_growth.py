@@ -83,13 +83,16 @@ class TreeGrower:
 
     def grow(self, context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
         """Trees below the last known tokens; `output` [B, H] predicts the roots' children."""
-        num_steps = min(self._shape.num_steps, max(request.draft_limit.num_steps for request in prefix.requests))
-        noise = TreeNoise.of(context, prefix.requests, prefix.slots, num_steps)
-        if (tree := self._grow_fused(context, prefix, output, num_steps, noise)) is not None:
+        shape = self._shape.limited(
+            max(request.draft_limit.num_steps for request in prefix.requests),
+            max(request.draft_limit.num_tokens for request in prefix.requests),
+        )
+        noise = TreeNoise.of(context, prefix.requests, prefix.slots, shape.num_steps)
+        if (tree := self._grow_fused(context, prefix, output, shape, noise)) is not None:
             return tree
-        topk, num_rows = self._shape.topk, len(prefix.requests)
+        topk, num_steps, num_rows = shape.topk, shape.num_steps, len(prefix.requests)
         level_probs: list[Tensor] = []  # the distribution that each level's children are drawn from
-        scores, tokens = self._candidates(self._model.logits(output)[:, None], noise, 0, level_probs)
+        scores, tokens = self._candidates(self._model.logits(output)[:, None], noise, 0, level_probs, topk)
         pool = CandidatePool.of_roots(scores[:, 0], tokens[:, 0])
         keys = [self._with_scratch(kv_slots, kv_lens) for kv_slots, kv_lens in prefix.visible]
         states = self._model.recur(output).repeat_interleave(topk, 0)  # of the parent of each token of the frontier
@@ -100,35 +103,39 @@ class TreeGrower:
         for level in range(1, num_steps):
             tokens = pool.tokens.gather(1, frontier).flatten()
             sees = torch.cat((sees, eye), 2)
-            output = self._forward_level(prefix, keys, tokens, states, sees, level)
+            output = self._forward_level(prefix, keys, tokens, states, sees, level, topk)
             logits = self._model.logits(output).view(num_rows, topk, -1)
-            probs, children = self._candidates(logits, noise, level, level_probs)
+            probs, children = self._candidates(logits, noise, level, level_probs, topk)
             pool.expand(frontier, pool.scores.gather(1, frontier)[:, :, None] * probs, children)
             if level + 1 < num_steps:
                 frontier = pool.best_of_last()
                 parents = (frontier - (pool.scores.shape[1] - topk**2)) // topk  # places in the level just computed
                 states = self._model.recur(output).index_select(0, (parents + topk * rows).flatten())
                 sees = sees.gather(1, parents[:, :, None].expand_as(sees))
-        num_drafts = min(self._shape.num_draft_tokens - 1, pool.scores.shape[1])
-        tree = pool.tree(context.roots(), num_drafts)
+        tree = pool.tree(context.roots(), shape.num_draft_tokens - 1)
         return replace(tree, draft_probs=F.pad(torch.stack(level_probs, 1), (0, 0, 0, 1))) if level_probs else tree
 
     def _grow_fused(
-        self, context: ProposeContext, prefix: TreePrefix, output: Tensor, num_steps: int, noise: TreeNoise | None
+        self, context: ProposeContext, prefix: TreePrefix, output: Tensor, shape: TreeShape, noise: TreeNoise | None
     ) -> DraftTree | None:
         """The same with all levels in one call of the CPU kernels; None where that is not possible."""
-        network, shape = self._model.network, self._shape
+        network = self._model.network
         returns_probs = noise is not None and shape.returns_draft_probs
         if network is None or not isinstance(self._attention, PagedAttention) or returns_probs:
             return None
         [(kv_slots, kv_lens)] = prefix.visible
         keys = None if noise is None else (noise.keys, noise.temperature.where(noise.temperature >= GREEDY_BELOW, 0.0))
-        num_drafts = min(shape.num_draft_tokens - 1, replace(shape, num_steps=num_steps).pool_size)
         requests = TreeRequests(output, context.roots(), prefix.positions, kv_slots, kv_lens, self._scratch, keys)
         tokens, parents, num_nodes = network.grow(
-            self._attention, requests, shape.topk, num_steps, num_drafts, self._last_position, self._window
+            self._attention,
+            requests,
+            shape.topk,
+            shape.num_steps,
+            shape.num_draft_tokens - 1,
+            self._last_position,
+            self._window,
         )
-        return DraftTree(tokens, parents, num_nodes, num_steps)
+        return DraftTree(tokens, parents, num_nodes, shape.num_steps)
 
     def _with_scratch(self, kv_slots: Tensor, kv_lens: list[int]) -> Tensor:
         """KV slots [B, n]: the visible ones, followed by all scratch slots of the request."""
@@ -138,10 +145,17 @@ class TreeGrower:
         return F.pad(kv_slots, (0, scratch.shape[1])).scatter_(1, places, scratch)
 
     def _forward_level(
-        self, prefix: TreePrefix, keys: list[Tensor], tokens: Tensor, states: Tensor, sees: Tensor, level: int
+        self,
+        prefix: TreePrefix,
+        keys: list[Tensor],
+        tokens: Tensor,
+        states: Tensor,
+        sees: Tensor,
+        level: int,
+        topk: int,
     ) -> Tensor:
         """The model's output [B * topk, H] for one level's nodes, grouped by request."""
-        topk, num_rows = self._shape.topk, len(prefix.requests)
+        num_rows = len(prefix.requests)
         written = self._scratch[:num_rows, (level - 1) * topk : level * topk].flatten()
         plans = [
             self._attention.plan(
@@ -162,7 +176,7 @@ class TreeGrower:
         return self._model(tokens, states, positions, by_layer(plans))
 
     def _candidates(
-        self, logits: Tensor, noise: TreeNoise | None, level: int, level_probs: list[Tensor]
+        self, logits: Tensor, noise: TreeNoise | None, level: int, level_probs: list[Tensor], topk: int
     ) -> tuple[Tensor, Tensor]:
         """(probabilities, target ids) of the likeliest tokens below a level's nodes, [B, nodes, topk], best first.
 
@@ -172,7 +186,7 @@ class TreeGrower:
             if self._shape.returns_draft_probs:
                 level_probs.append(noise.probs(logits[:, 0], self._model.draft_token_ids))
             logits = noise.added(logits, level, self._model.draft_token_ids)
-        probs, ids = likeliest(logits, self._shape.topk)
+        probs, ids = likeliest(logits, topk)
         return probs, self._model.target_ids(ids)
 
 

@@ -31,6 +31,16 @@ class TreeShape:
         """Number of scored candidates: topk at the first level, topk² at each further level."""
         return self.topk + (self.num_steps - 1) * self.topk**2
 
+    def limited(self, num_steps: int, num_drafts: int) -> "TreeShape":
+        """The shape whose trees are the best `num_drafts` nodes, of `num_steps` levels, of trees of this shape.
+
+        A node is among the best n only if its ancestors and its better siblings are, so no more than n children of a
+        node and no more than n nodes of a level matter.
+        """
+        num_steps, num_drafts = min(self.num_steps, num_steps), min(self.num_draft_tokens - 1, num_drafts)
+        shape = replace(self, num_steps=max(1, num_steps), topk=max(1, min(self.topk, num_drafts)))
+        return replace(shape, num_draft_tokens=1 + max(1, min(num_drafts, shape.pool_size)))
+
     @classmethod
     def of(cls, config: SpeculativeConfig, architecture: str) -> "TreeShape":
         """The configured shape, or the automatic one for a target of `architecture` if nothing is set.

@@ -37,8 +37,10 @@ class Checked(Protocol):
 
 
 def is_grown_to(tree: TreeLists, expected: TreeLists, context: ProposeContext, num_steps: int) -> bool:
-    """Whether a tree equals the expected one, down to the deepest level that a request needs."""
+    """Whether a tree equals the expected one, as far as some request needs its levels and nodes."""
     deepest = max(request.draft_limit.num_steps for request in context.requests)
+    size = 1 + max(request.draft_limit.num_tokens for request in context.requests)
+    expected = TreeLists(expected.tokens[:size], expected.parents[:size])
     if deepest >= num_steps:
         return tree == expected
     return limited(tree, deepest) == limited(expected, deepest)
