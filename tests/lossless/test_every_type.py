@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from specray.engine.request import EngineRequest
 from specray.ops.cpu.library import kernels
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.testing.conformance import require_equal
+from tests.support.colocated import Colocated
 from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import generate, make_llm
 from tests.support.methods import METHODS
@@ -86,3 +88,30 @@ def test_output_does_not_depend_on_the_prefix_cache(
             require_equal(choices, plain)
         assert sum(choice.usage.num_cached_tokens for choice in choices if choice.usage) > 400
         assert sum(choice.usage.num_accepted for choice in choices if choice.usage) > 100
+
+
+def test_output_does_not_depend_on_the_process_that_drafts(
+    toy: Path, options: dict[str, Any], plain: list[Completion], tmp_path: Path
+) -> None:
+    with make_llm(toy, speculative=METHODS["EAGLE3"](toy, tmp_path), **options) as llm:
+        colocated = Colocated(llm, tmp_path)
+        colocated.start()
+        choices = [generation.choices[0] for generation in llm.generate(PROMPTS, PARAMS)]
+        colocated.close()
+    require_equal(choices, plain)
+    assert sum(choice.usage.num_draft_tokens for choice in choices if choice.usage) > 100
+
+
+@pytest.mark.parametrize("num_sent", [1, 10, 23])
+def test_another_engine_continues_with_the_same_text(
+    num_sent: int, toy: Path, options: dict[str, Any], plain: list[Completion], right: ScriptedDrafter
+) -> None:
+    """A failed engine had sent some tokens. Another one computes them as part of the prompt."""
+    texts = {place: completion.token_ids[:num_sent] for place, completion in enumerate(plain)}
+    with make_llm(toy, right, **options) as llm:
+        for place, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            llm.engine.enqueue(EngineRequest(str(place), prompt, params, emitted_token_ids=list(texts[place])))
+        while llm.engine.has_work:
+            for output in llm.engine.step():
+                texts[int(output.request_id)] += output.token_ids
+    assert list(texts.values()) == [completion.token_ids for completion in plain]

@@ -1,10 +1,12 @@
 """Output with tensor-parallel ranks in several processes equals that of one rank."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specray.config import SpeculativeConfig
+from specray.ops.cpu.library import kernels
 from specray.sampling_params import make_sampling_params
 from tests.support.engine import generate
 from tests.support.methods import METHODS
@@ -29,6 +31,21 @@ def test_two_ranks_with_drafts_equal_one(name: str, toy: Path, tmp_path: Path) -
     assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
     assert [choice["text"] for choice in together] == [choice.text for choice in alone]
     assert [choice["finish_reason"] for choice in together] == [choice.finish_reason for choice in alone]
+
+
+@pytest.mark.skipif(kernels() is None, reason="torch's operations promise this in float32 only")
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}, {"quantization": "int4"}],
+    ids=["bfloat16", "int8", "int4"],
+)
+def test_two_ranks_with_drafts_equal_two_without_in_every_type(
+    options: dict[str, Any], toy: Path, tmp_path: Path
+) -> None:
+    """Sums over ranks are rounded, so two ranks equal two, not one."""
+    plain = run_ranks(toy, 2, SpeculativeConfig(), PROMPTS, PARAMS, **options)
+    drafted = run_ranks(toy, 2, METHODS["EAGLE-map"](toy, tmp_path), PROMPTS, PARAMS, page_size=4, **options)
+    assert [choice["token_ids"] for choice in drafted] == [choice["token_ids"] for choice in plain]
 
 
 def test_two_ranks_of_deepseek_equal_one(tmp_path: Path) -> None:

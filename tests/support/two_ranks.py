@@ -70,16 +70,8 @@ def run_ranks(
 def main(folder: str, size: int) -> None:
     torch.set_num_threads(1)
     job = json.load(sys.stdin)
-    config = EngineConfig(
-        model=folder,
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        tp_size=size,
-        max_total_tokens=4096,
-        speculative=SpeculativeConfig(**job["speculative"]),
-        **job["options"],
-    )
+    options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 4096} | job["options"]
+    config = EngineConfig(model=folder, tp_size=size, speculative=SpeculativeConfig(**job["speculative"]), **options)
     with tempfile.TemporaryDirectory() as meeting:
         address = f"file://{meeting}/ranks"
         command = [sys.executable, "-m", "tests.support.two_ranks", folder, str(size)]
