@@ -37,7 +37,8 @@ class TreeShape:
         A node is among the best n only if its ancestors and its better siblings are, so no more than n children of a
         node and no more than n nodes of a level matter.
         """
-        num_steps, num_drafts = min(self.num_steps, num_steps), min(self.num_draft_tokens - 1, num_drafts)
+        num_drafts = min(self.num_draft_tokens - 1, num_drafts)
+        num_steps = min(self.num_steps, num_steps, num_drafts)  # n nodes have n levels at most
         shape = replace(self, num_steps=max(1, num_steps), topk=max(1, min(self.topk, num_drafts)))
         return replace(shape, num_draft_tokens=1 + max(1, min(num_drafts, shape.pool_size)))
 

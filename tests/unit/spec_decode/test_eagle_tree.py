@@ -67,6 +67,16 @@ def shapes(draw: st.DrawFn) -> TreeShape:
     return TreeShape(steps, topk, draw(st.integers(2, size + 1)))
 
 
+@given(shapes(), st.integers(1, 8), st.integers(0, 10_000))
+def test_a_limited_shape_has_the_best_nodes_of_the_whole_tree(shape: TreeShape, num_drafts: int, seed: int) -> None:
+    probs, small = probs_of(seed, shape.topk), shape.limited(shape.num_steps, num_drafts)
+    whole = naive_tree(naive_pool(probs, shape.num_steps, shape.topk), shape.num_draft_tokens - 1, 7)
+    pool = naive_pool(lambda path: probs(path)[: small.topk], small.num_steps, small.topk)
+    size = min(1 + num_drafts, shape.num_draft_tokens)
+    assert small.num_draft_tokens == size
+    assert naive_tree(pool, size - 1, 7) == TreeLists(whole.tokens[:size], whole.parents[:size])
+
+
 @given(shapes(), st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
 @settings(max_examples=150)
 def test_candidates_and_tree_equal_the_reference(shape: TreeShape, seeds: list[int]) -> None:
