@@ -50,8 +50,9 @@ struct Growth {
   int32_t slots_width, scratch_width, window;
   Pool pool;  // of the first layer
   int64_t layer_bytes;
-  const int32_t* noise_keys;  // [B, num_levels, 2]; null: no request is sampled
-  const float* temperature;   // [B]; 0: this request is not sampled
+  const int64_t* seeds;      // [B]; null, with the next two: no request is sampled
+  const int64_t* ends;       // [B]: positions of the roots
+  const float* temperature;  // [B]; 0: this request is not sampled
   int64_t *tokens, *parents;  // [B, 1 + num_drafts]
   int64_t* num_nodes;         // [B]
 };
@@ -259,8 +260,9 @@ class TreeGrowth {
   void choose(int level, int r, int width) {
     float* logits = logits_.data() + int64_t(r) * network_.num_columns;
     const int tree = r / width, topk = growth_.topk;
-    if (growth_.noise_keys && growth_.temperature[tree] > 0) {
-      const int32_t* key = growth_.noise_keys + 2 * (int64_t(tree) * growth_.num_levels + level);
+    if (growth_.seeds && growth_.temperature[tree] > 0) {
+      int32_t key[2];
+      noise_key(growth_.seeds[tree], growth_.ends[tree] + 1 + level, key);
       add_noise(logits, network_.num_columns, network_.target_ids, growth_.temperature[tree], key);
     }
     likeliest(logits, network_.num_columns, topk, probs_.data() + int64_t(r) * topk, ids_.data() + int64_t(r) * topk);

@@ -32,8 +32,9 @@ class TreeRequests(NamedTuple):
     kv_slots: Tensor  # int64 [B, n] of the prefixes
     kv_lens: list[int]  # how many of them each has
     scratch: Tensor  # int64 [rows, n], KV slots of the nodes
-    # (keys int32 [B, levels, 2], temperature float32 [B], 0 where a request is greedy); None: all are greedy
-    noise: tuple[Tensor, Tensor] | None
+    # (seeds int64 [B], positions of the roots int64 [B], temperature float32 [B], 0 where a request is greedy); None:
+    # all are greedy
+    noise: tuple[Tensor, Tensor, Tensor] | None
 
 
 class TreeNetwork:
@@ -99,7 +100,9 @@ class TreeNetwork:
         output = requests.output.float().contiguous()
         columns = [part.contiguous() for part in (requests.roots, requests.positions, requests.kv_slots)]
         kv_lens = torch.tensor(requests.kv_lens, dtype=torch.int32)
-        noise = None if requests.noise is None else [part.contiguous() for part in requests.noise]
+        noise: list[Tensor | None] = [None] * 3
+        if requests.noise is not None:
+            noise = [part.contiguous() for part in requests.noise]
         tokens, parents = torch.empty(2, count, 1 + num_drafts, dtype=torch.int64)
         num_nodes = torch.empty(count, dtype=torch.int64)
         growth = Growth(
@@ -119,8 +122,9 @@ class TreeNetwork:
             window=window or 0,
             pool=attention.pool_of(0),
             layer_bytes=attention.layer_bytes,
-            noise_keys=None if noise is None else pointer(noise[0]),
-            temperature=None if noise is None else pointer(noise[1]),
+            seeds=pointer(noise[0]),
+            ends=pointer(noise[1]),
+            temperature=pointer(noise[2]),
             tokens=pointer(tokens),
             parents=pointer(parents),
             num_nodes=pointer(num_nodes),
