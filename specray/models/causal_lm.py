@@ -19,7 +19,7 @@ from specray.layers.rotary import RotaryEmbedding
 from specray.models.loading import Loader
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
-from specray.ops.cpu.layers import FusedLayers, ModelEnds
+from specray.ops.cpu.layers import EmbedAndHead, FusedLayers
 
 BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
 
@@ -91,7 +91,7 @@ class CausalLM(nn.Module):
         self.max_positions = max_positions
         self.rotary = self.rotary_of(config, loader, max_positions)
         self.fused: FusedLayers | None = None  # set by the loader, like the next two
-        self.ends: ModelEnds | None = None
+        self.embed_and_head: EmbedAndHead | None = None
         self.is_row_wise = False
 
     @classmethod
@@ -166,11 +166,13 @@ class CausalLM(nn.Module):
         aux_hidden_state_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """See TargetModel."""
-        if self.fused is None or self.ends is None or not isinstance(attend, PagedAttend):
+        if self.fused is None or self.embed_and_head is None or not isinstance(attend, PagedAttend):
             final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
             return final, self.logits(final if places is None else final.index_select(0, places)), states
         taps = self._taps(aux_hidden_state_layers)
-        hidden, final, logits, copies = self.fused.forward(self.ends, token_ids, positions, attend, places, taps)
+        hidden, final, logits, copies = self.fused.forward(
+            self.embed_and_head, token_ids, positions, attend, places, taps
+        )
         return final, logits, self._aux_hidden_states(aux_hidden_state_layers, taps, copies, hidden, final)
 
     def _taps(self, wanted: Sequence[int]) -> list[int]:

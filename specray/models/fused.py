@@ -10,7 +10,7 @@ from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.causal_lm import DecoderLayer, FeedForward
 from specray.models.llama import Attention
-from specray.ops.cpu.layers import FusedLayers, LayerParts, ModelEnds
+from specray.ops.cpu.layers import EmbedAndHead, FusedLayers, LayerParts
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.trees import StateInput, TreeNetwork
@@ -24,12 +24,12 @@ def fused_decoder(layers: Sequence[object], rotary: RotaryEmbedding, eps: float)
     return fused([(layer.input_norm, layer.attention, layer.ffn_norm, layer.ffn) for layer in decoders], rotary, eps)
 
 
-def model_ends(embedding: VocabEmbedding, norm: RMSNorm, head: VocabHead, num_columns: int) -> ModelEnds | None:
+def embed_and_head(embedding: VocabEmbedding, norm: RMSNorm, head: VocabHead, num_columns: int) -> EmbedAndHead | None:
     """What surrounds a model's layers; None if it is split over ranks or the kernels are not there."""
     matrix, weight = head.run, norm.float_weight
     if weight is None or not isinstance(matrix, PackedMatrix) or max(embedding.group.size, head.group.size) > 1:
         return None
-    return ModelEnds(embedding.weight, weight, matrix, num_columns)
+    return EmbedAndHead(embedding.weight, weight, matrix, num_columns)
 
 
 def are_row_wise(layers: Sequence[object]) -> bool:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.choice import choose
+from specray.ops.cpu import sampling as cpu_sampling
 from specray.ops.cpu.library import kernels
 
 _BLOCK = 512  # logits per block; a vocabulary without a usable divisor takes torch's argmax
@@ -18,7 +18,7 @@ _MIN_BLOCK = 32
 def argmax(logits: Tensor) -> Tensor:
     """int64 [n] of `logits` [n, V]: the first index of each row's maximum, or of its first NaN."""
     if logits.device.type == "cpu" and (own := kernels()) is not None:
-        return choose(own, logits)
+        return cpu_sampling.sample(own, logits)
     num_rows, vocab_size = logits.shape
     block = math.gcd(vocab_size, _BLOCK)
     if logits.device.type != "cpu" or block < _MIN_BLOCK:

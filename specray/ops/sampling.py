@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.argmax import argmax
-from specray.ops.cpu.choice import choose
+from specray.ops.cpu import sampling as cpu_sampling
 from specray.ops.cpu.library import kernels
 from specray.ops.noise import gumbel
 from specray.ops.sampling_state import SamplingBatch, SamplingState
@@ -29,7 +29,7 @@ def sample(logits: Tensor, batch: SamplingBatch, keys: Tensor) -> Tensor:
     if not sampled:
         return argmax(logits)
     if logits.device.type == "cpu" and (own := kernels()) is not None:
-        return choose(own, logits, batch, keys)
+        return cpu_sampling.sample(own, logits, batch, keys)
     if len(sampled) == len(batch.states):
         return argmax(scores(logits, batch) + gumbel(keys, logits.shape[-1]))
     index = torch.tensor(sampled).to(logits.device)

@@ -279,7 +279,7 @@ def _share_matrices(model: CausalLM, target: TargetModel) -> None:
     """Share the target's embedding with a model that has an equal one, and its output matrix if both are tied."""
     ours, theirs = model.embedding.weight, target.embedding.weight
     if ours.dtype == theirs.dtype and ours.device == theirs.device and torch.equal(ours, theirs):
-        model.ends = None  # it would keep the model's own matrices
+        model.embed_and_head = None  # it would keep the model's own matrices
         model.embedding = target.embedding
         if model.shape.tied and target.shape.tied:
             model.head = target.head

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.argmax import argmax
-from specray.ops.cpu.choice import walk
 from specray.ops.cpu.library import Kernels, kernels
+from specray.ops.cpu.sampling import walk
 from specray.ops.noise import noise_keys
 from specray.ops.sampling import sample
 from specray.ops.sampling_state import SamplingState

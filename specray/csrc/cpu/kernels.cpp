@@ -2,9 +2,9 @@
 //
 // Types of activations are FLOAT32, BFLOAT16 and FLOAT16 of `Kind`.
 
-#include "choice.h"
 #include "layers.h"
 #include "packing.h"
+#include "sampling.h"
 #include "selection.h"
 #include "trees.h"
 
@@ -120,11 +120,11 @@ void specray_layers(
 
 // A whole forward pass; see run_model.
 void specray_forward(
-    const Ends* ends, const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step,
+    const EmbedAndHead* model, const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step,
     const int64_t* ids, const int64_t* places, int32_t num_places, float* hidden, float* final, float* logits,
     float* const* taps, int32_t num_threads) {
   run_model(
-      *ends, layers, num_layers, *sizes, *step, ids, places, num_places, hidden, final, logits, taps, num_threads);
+      *model, layers, num_layers, *sizes, *step, ids, places, num_places, hidden, final, logits, taps, num_threads);
 }
 
 // y [count, size] = RMS norm of x; both are of `type`.
@@ -163,25 +163,25 @@ void specray_add_noise(float* logits, int32_t size, const int64_t* ids, float te
 }
 
 // The next token of each row of logits [count, size]; keys [count, 2] and what follows are null if all rows are greedy.
-void specray_choose(
+void specray_sample(
     const float* logits, int64_t count, int32_t size, const int32_t* keys, const float* temperature, const float* top_p,
     const float* min_p, const int64_t* top_k, int64_t* tokens, int32_t num_threads) {
   run_on_team(num_threads, 1, [&](Member& member) {
-    Chooser choose(size);
+    Sampler sample(size);
     member.share(int(count), [&](int64_t r) {
       const Options options = keys ? Options{temperature[r], top_p[r], min_p[r], top_k[r]} : Options{0.0f, 1.0f, 0.0f, 0};
-      tokens[r] = choose(logits + r * size, options, keys ? keys + 2 * r : nullptr);
+      tokens[r] = sample(logits + r * size, options, keys ? keys + 2 * r : nullptr);
     });
   });
 }
 
-// Walks draft trees: num_tokens [B], tokens and nodes [B, max_depth + 1]; see choice.h.
-void specray_walk(const Trees* trees, int64_t* num_tokens, int64_t* tokens, int64_t* nodes, int32_t num_threads) {
+// Walks draft trees: num_tokens [B], tokens and nodes [B, max_depth + 1]; see sampling.h.
+void specray_walk(const DraftTrees* trees, int64_t* num_tokens, int64_t* tokens, int64_t* nodes, int32_t num_threads) {
   const int64_t levels = trees->max_depth + 1;
   run_on_team(num_threads, 1, [&](Member& member) {
-    Chooser choose(trees->vocab_size);
+    Sampler sample(trees->vocab_size);
     member.share(trees->num_trees, [&](int tree) {
-      num_tokens[tree] = walk(*trees, tree, choose, tokens + tree * levels, nodes + tree * levels);
+      num_tokens[tree] = walk(*trees, tree, sample, tokens + tree * levels, nodes + tree * levels);
     });
   });
 }

@@ -171,7 +171,7 @@ class Stack {
 };
 
 // What a model has around its layers.
-struct Ends {
+struct EmbedAndHead {
   const void* embedding;  // [vocab, hidden]
   int32_t embedding_type;
   int32_t num_columns;  // of the output matrix
@@ -182,24 +182,24 @@ struct Ends {
 // A model's forward pass from token ids [T] to logits [num_places, num_columns] of the rows `places` (null: of all).
 // `hidden` [T, hidden] receives the residual stream that leaves the last layer, `final` [T, hidden] its norm.
 inline void run_model(
-    const Ends& ends, const Layer* layers, int num_layers, const Sizes& sizes, const Step& step, const int64_t* ids,
+    const EmbedAndHead& model, const Layer* layers, int num_layers, const Sizes& sizes, const Step& step, const int64_t* ids,
     const int64_t* places, int num_places, float* hidden, float* final, float* logits, float* const* taps,
     int num_threads) {
   const int count = int(step.count), size = sizes.hidden;
   Stack stack(layers, num_layers, sizes, count);
-  Rows to_output(form_of(ends.output.kind), num_places, size);
+  Rows to_output(form_of(model.output.kind), num_places, size);
   run_on_team(num_threads, Stack::num_phases(num_layers) + 4, [&](Member& member) {
     member.share(count, [&](int r) {
-      read_row(ends.embedding, ends.embedding_type, ids[r] * size, size, hidden + int64_t(r) * size);
+      read_row(model.embedding, model.embedding_type, ids[r] * size, size, hidden + int64_t(r) * size);
     });
     stack.run(step, nullptr, hidden, taps, member);
     member.share(count, [&](int r) {
-      norm(hidden + int64_t(r) * size, ends.norm, size, sizes.eps, final + int64_t(r) * size);
+      norm(hidden + int64_t(r) * size, model.norm, size, sizes.eps, final + int64_t(r) * size);
     });
     member.share(num_places, [&](int r) { to_output.set(r, final + (places ? places[r] : r) * size); });
-    multiply(ends.output, to_output, num_places, member, [&](int r, int channel, const float* values) {
-      const int columns = std::min(LANES, ends.num_columns - channel);
-      if (columns > 0) std::copy(values, values + columns, logits + int64_t(r) * ends.num_columns + channel);
+    multiply(model.output, to_output, num_places, member, [&](int r, int channel, const float* values) {
+      const int columns = std::min(LANES, model.num_columns - channel);
+      if (columns > 0) std::copy(values, values + columns, logits + int64_t(r) * model.num_columns + channel);
     });
   });
 }

@@ -161,7 +161,7 @@ class TreeGrowth {
         const int columns = std::min(LANES, network_.num_columns - channel);
         if (columns > 0) std::copy(values, values + columns, logits_.data() + int64_t(r) * network_.num_columns + channel);
       });
-      member.share(count, [&](int r) { choose(level, r, width); });
+      member.share(count, [&](int r) { select_children(level, r, width); });
       member.share(growth.num_trees, [&](int tree) {
         const int64_t first = int64_t(tree) * width * growth.topk;
         trees_[tree].add_level(level, probs_.data() + first, ids_.data() + first, network_.target_ids);
@@ -257,7 +257,8 @@ class TreeGrowth {
     to_output_.set(r, output);
   }
 
-  void choose(int level, int r, int width) {
+  // The likeliest tokens below a row, under noise where its request is sampled.
+  void select_children(int level, int r, int width) {
     float* logits = logits_.data() + int64_t(r) * network_.num_columns;
     const int tree = r / width, topk = growth_.topk;
     if (growth_.seeds && growth_.temperature[tree] > 0) {

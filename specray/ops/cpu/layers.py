@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specray.ops.cpu import library
 from specray.ops.cpu.attention import PagedAttend
-from specray.ops.cpu.library import FLOAT_TYPES, Ends, Kernels, Layer, Sizes, Step, pointer
+from specray.ops.cpu.library import FLOAT_TYPES, Kernels, Layer, Sizes, Step, pointer
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.threads import num_threads
 
@@ -31,14 +32,14 @@ class LayerParts:
         return sum(matrix.num_bytes for matrix in (self.qkv, self.out, self.gate_up, self.down))
 
 
-class ModelEnds:
+class EmbedAndHead:
     """What a model has around its layers: embedding [vocab, H], final norm float32 [H], output matrix."""
 
     def __init__(self, embedding: Tensor, norm: Tensor, output: PackedMatrix, num_columns: int) -> None:
         """`num_columns` of the output matrix are the vocabulary."""
         self._kept = (embedding.contiguous(), norm, output)  # the struct has their addresses
         kind = FLOAT_TYPES[embedding.dtype]
-        self.struct = Ends(pointer(self._kept[0]), kind, num_columns, pointer(norm), output.struct)
+        self.struct = library.EmbedAndHead(pointer(self._kept[0]), kind, num_columns, pointer(norm), output.struct)
         self.num_bytes = output.num_bytes
 
 
@@ -96,7 +97,7 @@ class FusedLayers:
 
     def forward(
         self,
-        ends: "ModelEnds",
+        around: "EmbedAndHead",
         token_ids: Tensor,
         positions: Tensor,
         attend: PagedAttend,
@@ -111,12 +112,12 @@ class FusedLayers:
         size, count = self.sizes.hidden, len(token_ids)
         hidden, final = torch.empty(2, count, size)
         num_places = count if places is None else len(places)
-        logits = torch.empty(num_places, ends.struct.num_columns)
+        logits = torch.empty(num_places, around.struct.num_columns)
         copies, addresses = self._copies(hidden, taps)
         kept = (token_ids.contiguous(), positions.contiguous(), None if places is None else places.contiguous())
         step = self._step(kept[1], attend, 0)
         self.kernels.forward(
-            ctypes.byref(ends.struct),
+            ctypes.byref(around.struct),
             self.structs,
             len(self.structs),
             ctypes.byref(self.sizes),
@@ -128,7 +129,7 @@ class FusedLayers:
             pointer(final),
             pointer(logits),
             addresses,
-            num_threads(self.num_bytes + ends.num_bytes),
+            num_threads(self.num_bytes + around.num_bytes),
         )
         return hidden, final, logits, copies
 

@@ -97,8 +97,8 @@ class Step(ctypes.Structure):
     )
 
 
-class Ends(ctypes.Structure):
-    """`Ends` in layers.h."""
+class EmbedAndHead(ctypes.Structure):
+    """`EmbedAndHead` in layers.h."""
 
     _fields_ = (
         ("embedding", c_void_p),
@@ -165,8 +165,8 @@ class Growth(ctypes.Structure):
     )
 
 
-class Trees(ctypes.Structure):
-    """`Trees` in choice.h."""
+class DraftTrees(ctypes.Structure):
+    """`DraftTrees` in sampling.h."""
 
     _fields_ = (
         ("num_trees", c_int32),
@@ -231,7 +231,7 @@ class Kernels:
         self.likeliest.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p]
         self.forward = library.specray_forward
         self.forward.argtypes = [
-            POINTER(Ends),
+            POINTER(EmbedAndHead),
             POINTER(Layer),
             c_int32,
             POINTER(Sizes),
@@ -251,11 +251,11 @@ class Kernels:
         self.grow.argtypes = [POINTER(DraftNetwork), POINTER(Growth), c_int32]
         self.add_noise = library.specray_add_noise
         self.add_noise.argtypes = [c_void_p, c_int32, c_void_p, c_float, c_void_p]
-        self.choose = library.specray_choose
-        self.choose.argtypes = [c_void_p, c_int64, c_int32, *[c_void_p] * 6, c_int32]
+        self.sample = library.specray_sample
+        self.sample.argtypes = [c_void_p, c_int64, c_int32, *[c_void_p] * 6, c_int32]
         self.walk = library.specray_walk
-        self.walk.argtypes = [POINTER(Trees), *[c_void_p] * 3, c_int32]
-        self.choose.restype = self.walk.restype = None
+        self.walk.argtypes = [POINTER(DraftTrees), *[c_void_p] * 3, c_int32]
+        self.sample.restype = self.walk.restype = None
         for function in (self.pack_dense, self.pack_quantised, self.linear, self.gated, self.attention, self.layers):
             function.restype = None
         self.norm.restype = self.likeliest.restype = self.grow.restype = self.add_noise.restype = None

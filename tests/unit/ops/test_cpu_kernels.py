@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specray.ops import sampling
+from specray.ops.cpu import sampling as cpu_sampling
 from specray.ops.cpu import threads
-from specray.ops.cpu.choice import choose
 from specray.ops.cpu.library import Kernels, kernels, pointer
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.norm import rms_norm
@@ -180,8 +180,8 @@ def test_tokens_are_those_that_torch_chooses(
     chosen = [OPTIONS._replace(**{"temperature": 0.8, **options, "seed": seed}) for seed in range(len(logits))]
     batch = SamplingBatch.of([SamplingState(option) for option in chosen], torch.device("cpu"))
     keys = noise_keys(batch.seeds, torch.arange(len(logits)))
-    tokens = choose(own, logits, batch, keys)
-    assert choose(own, logits[:0]).shape == (0,)
+    tokens = cpu_sampling.sample(own, logits, batch, keys)
+    assert cpu_sampling.sample(own, logits[:0]).shape == (0,)
     monkeypatch.setattr(sampling, "kernels", Mock(return_value=None))
     assert torch.equal(tokens, sampling.sample(logits, batch, keys))
 

@@ -37,9 +37,9 @@ inline int64_t argmax(const float* values, int size) {
 }
 
 // Samples from rows of one size; keeps its buffers from row to row.
-class Chooser {
+class Sampler {
  public:
-  explicit Chooser(int vocab_size) : size_(vocab_size) {}
+  explicit Sampler(int vocab_size) : size_(vocab_size) {}
 
   // The token after `logits`, with noise of `key`, two words.
   int64_t operator()(const float* logits, const Options& options, const int32_t* key) {
@@ -125,7 +125,7 @@ class Chooser {
 };
 
 // Draft trees of B requests of at most N nodes, and the logits at their nodes, request by request.
-struct Trees {
+struct DraftTrees {
   int32_t num_trees, width, max_depth, vocab_size;
   const int64_t *tokens, *parents;  // [B, N]
   const int64_t* num_nodes;         // [B]
@@ -138,14 +138,14 @@ struct Trees {
   const int64_t* top_k;
 };
 
-inline Options options_of(const Trees& trees, int tree) {
+inline Options options_of(const DraftTrees& trees, int tree) {
   if (!trees.seeds) return {0.0f, 1.0f, 0.0f, 0};
   return {trees.temperature[tree], trees.top_p[tree], trees.min_p[tree], trees.top_k[tree]};
 }
 
-// Chooses the target's tokens from a tree's root on, as far as they are nodes: tokens and nodes [max_depth + 1]. Returns
+// Samples the target's tokens from a tree's root on, as far as they are nodes: tokens and nodes [max_depth + 1]. Returns
 // the number of tokens; 0 if the logits are not finite.
-inline int64_t walk(const Trees& trees, int tree, Chooser& choose, int64_t* tokens, int64_t* nodes) {
+inline int64_t walk(const DraftTrees& trees, int tree, Sampler& sample, int64_t* tokens, int64_t* nodes) {
   const int64_t *tree_tokens = trees.tokens + int64_t(tree) * trees.width;
   const int64_t *parents = trees.parents + int64_t(tree) * trees.width;
   const Options options = options_of(trees, tree);
@@ -156,7 +156,7 @@ inline int64_t walk(const Trees& trees, int tree, Chooser& choose, int64_t* toke
     const float* logits = trees.logits + (trees.starts[tree] + node) * trees.vocab_size;
     int32_t key[2] = {};
     if (trees.seeds) noise_key(trees.seeds[tree], trees.lengths[tree] + depth, key);
-    const int64_t token = choose(logits, options, key);
+    const int64_t token = sample(logits, options, key);
     if (!std::isfinite(logits[token])) return 0;
     tokens[depth] = token;
     nodes[depth] = node;

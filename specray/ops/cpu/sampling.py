@@ -1,16 +1,16 @@
-"""The choice of tokens with the CPU kernels: row by row, and along the path of each draft tree."""
+"""Sampling with the CPU kernels: row by row, and along the path of each draft tree."""
 
 import ctypes
 
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.library import Kernels, Trees, pointer
+from specray.ops.cpu.library import DraftTrees, Kernels, pointer
 from specray.ops.cpu.threads import num_threads
 from specray.ops.sampling_state import SamplingBatch
 
 
-def choose(kernels: Kernels, logits: Tensor, batch: SamplingBatch | None = None, keys: Tensor | None = None) -> Tensor:
+def sample(kernels: Kernels, logits: Tensor, batch: SamplingBatch | None = None, keys: Tensor | None = None) -> Tensor:
     """The next token of each row of float32 `logits` [n, V], int64 [n]; see `specray.ops.sampling`.
 
     `keys` int32 [n, 2] are the rows' noise. Without options and keys it is the largest logit.
@@ -22,7 +22,7 @@ def choose(kernels: Kernels, logits: Tensor, batch: SamplingBatch | None = None,
         columns = (keys, batch.temperature, batch.top_p, batch.min_p, batch.top_k)
         options = [column.contiguous() for column in columns]
     threads = min(count, num_threads())
-    kernels.choose(pointer(logits), count, size, *map(pointer, options), pointer(tokens), threads)
+    kernels.sample(pointer(logits), count, size, *map(pointer, options), pointer(tokens), threads)
     return tokens
 
 
@@ -36,7 +36,7 @@ def walk(
     batch: SamplingBatch,
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk B draft trees, choosing tokens at the nodes on the way only.
+    """Walk B draft trees, sampling tokens at the nodes on the way only.
 
     `logits` float32 [sum of num_nodes, V], `tokens` and `parents` int64 [B, N], `num_nodes` and `lengths` int64 [B].
     Returns num_tokens [B], tokens and nodes [B, max_depth + 1], as in VerifyOutput.
@@ -48,9 +48,9 @@ def walk(
     if any(state.is_sampled for state in batch.states):
         columns = (lengths, batch.seeds, batch.temperature, batch.top_p, batch.min_p, batch.top_k)
         options = [column.contiguous() for column in columns]
-    trees = Trees(count, width, max_depth, logits.shape[1], *map(pointer, kept), *map(pointer, options))
+    trees = DraftTrees(count, width, max_depth, logits.shape[1], *map(pointer, kept), *map(pointer, options))
     num_tokens = torch.empty(count, dtype=torch.int64)
-    chosen, nodes = torch.empty(2, count, max_depth + 1, dtype=torch.int64)
+    sampled, nodes = torch.empty(2, count, max_depth + 1, dtype=torch.int64)
     threads = min(count, num_threads())
-    kernels.walk(ctypes.byref(trees), pointer(num_tokens), pointer(chosen), pointer(nodes), threads)
-    return num_tokens, chosen, nodes
+    kernels.walk(ctypes.byref(trees), pointer(num_tokens), pointer(sampled), pointer(nodes), threads)
+    return num_tokens, sampled, nodes
