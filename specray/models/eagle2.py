@@ -7,7 +7,7 @@ from specray.errors import ConfigError
 from specray.models.eagle_files import HeadConfig, TensorNames
 from specray.models.eagle_layers import EagleLayers
 from specray.models.eagle_parts import full_head, fusion_linear, load_embedding, load_rotary, target_ids
-from specray.models.fused import state_input, tree_network
+from specray.models.fused import StateLayers, tree_network
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_matrices import TargetMatrices
@@ -51,9 +51,9 @@ class Eagle2Head:
         rotary = load_rotary(config, shape, loader, shared.max_positions)
         self._layers = EagleLayers(shape, loader, names, size, rotary)
         self._head = shared.head(self.draft_token_ids, full_head(shape, loader, names))
-        inputs = state_input(None, None, self._fc)
+        states = StateLayers(None, None, self._fc)
         self.network = tree_network(
-            self._layers.fused, self._embedding, inputs, None, self._head, self.draft_token_ids, self.vocab_size
+            self._layers.fused, self._embedding, states, None, self._head, self.draft_token_ids, self.vocab_size
         )
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.eagle_files import HeadConfig, TensorNames, read_draft_vocabulary
 from specray.models.eagle_layers import EagleLayers
 from specray.models.eagle_parts import full_head, fusion_linear, load_embedding, load_rotary, target_ids
-from specray.models.fused import state_input, tree_network
+from specray.models.fused import StateLayers, tree_network
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_matrices import HEAD, TargetMatrices
@@ -43,11 +43,11 @@ class Eagle3Head:
         self._norm = RMSNorm(loader.tensor(names.of_plain("norm.weight"), (size,)), eps)
         self._normed_output = config.norm_output
         self._head = _output_matrix(self.vocab_size, ids, shape, loader, names, shared)
-        inputs = state_input(self._token_norm, self._state_norm, None, residual_is_normed=self._normed_residual)
+        states = StateLayers(self._token_norm, self._state_norm, None, residual_is_normed=self._normed_residual)
         self.network = tree_network(
             self._layers.fused,
             self._embedding,
-            inputs,
+            states,
             self._norm,
             self._head,
             self.draft_token_ids,

@@ -1,6 +1,7 @@
 """Fuses a model's decoder layers into one call of the CPU kernels, where they have the usual shape."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,16 @@ from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.trees import StateInput, TreeNetwork
 
 
+class StateLayers(NamedTuple):
+    """How a draft model joins a token's embedding and a state; see StateInput."""
+
+    token_norm: RMSNorm | None
+    state_norm: RMSNorm | None
+    project: ColumnParallelLinear | None
+    state_first: bool = False
+    residual_is_normed: bool = False
+
+
 def fused_decoder(layers: Sequence[object], rotary: RotaryEmbedding, eps: float) -> FusedLayers | None:
     """`layers` as one function; None if they are not Llama's, are split over ranks, or the kernels are not there."""
     decoders = [layer for layer in layers if isinstance(layer, DecoderLayer)]
@@ -26,8 +37,8 @@ def fused_decoder(layers: Sequence[object], rotary: RotaryEmbedding, eps: float)
 
 def embed_and_head(embedding: VocabEmbedding, norm: RMSNorm, head: VocabHead, num_columns: int) -> EmbedAndHead | None:
     """What surrounds a model's layers; None if it is split over ranks or the kernels are not there."""
-    matrix, weight = head.run, norm.float_weight
-    if weight is None or not isinstance(matrix, PackedMatrix) or max(embedding.group.size, head.group.size) > 1:
+    matrix, weight = _whole_matrix(embedding, head), norm.float_weight
+    if matrix is None or weight is None:
         return None
     return EmbedAndHead(embedding.weight, weight, matrix, num_columns)
 
@@ -59,7 +70,7 @@ def fused(
 def tree_network(
     layers: FusedLayers | None,
     embedding: VocabEmbedding,
-    inputs: StateInput | None,
+    states: StateLayers | None,
     norm: RMSNorm | None,
     head: VocabHead,
     target_ids: Tensor | None,
@@ -67,10 +78,14 @@ def tree_network(
     state_is_normed: bool = False,
     output_is_normed: bool = False,
 ) -> TreeNetwork | None:
-    """A draft model as one function that grows trees; arguments as those of TreeNetwork. None if it is not fused."""
-    matrix = head.run
-    if layers is None or not isinstance(matrix, PackedMatrix) or max(embedding.group.size, head.group.size) > 1:
+    """A draft model as one function that grows trees; None if it is not fused.
+
+    `states` None: the layers read the embedding alone. The other arguments are those of TreeNetwork.
+    """
+    matrix = _whole_matrix(embedding, head)
+    if layers is None or matrix is None:
         return None
+    inputs = None if states is None else _state_input(states)
     weight = None if norm is None else norm.float_weight
     ids = None if target_ids is None else target_ids.to(torch.int64)
     return TreeNetwork(
@@ -78,19 +93,19 @@ def tree_network(
     )
 
 
-def state_input(
-    token_norm: RMSNorm | None,
-    state_norm: RMSNorm | None,
-    project: ColumnParallelLinear | None,
-    state_first: bool = False,
-    residual_is_normed: bool = False,
-) -> StateInput | None:
-    """A StateInput of these layers; None if the projection is not packed."""
-    matrix = None if project is None else project.run
-    if matrix is not None and not isinstance(matrix, PackedMatrix):
-        return None
-    token_weight, state_weight = (None if norm is None else norm.float_weight for norm in (token_norm, state_norm))
-    return StateInput(token_weight, state_weight, matrix, state_first, residual_is_normed)
+def _whole_matrix(embedding: VocabEmbedding, head: VocabHead) -> PackedMatrix | None:
+    """The output matrix; None if it is not packed, or if it or the embedding is split over ranks."""
+    is_whole = embedding.group.size == head.group.size == 1
+    return head.run if is_whole and isinstance(head.run, PackedMatrix) else None
+
+
+def _state_input(layers: StateLayers) -> StateInput:
+    matrix = None if layers.project is None else layers.project.run
+    assert matrix is None or isinstance(matrix, PackedMatrix), "packed like the layers that read it"
+    token_weight, state_weight = (
+        None if norm is None else norm.float_weight for norm in (layers.token_norm, layers.state_norm)
+    )
+    return StateInput(token_weight, state_weight, matrix, layers.state_first, layers.residual_is_normed)
 
 
 def _parts(input_norm: RMSNorm | None, attention: object, ffn_norm: RMSNorm, ffn: object) -> LayerParts | None:

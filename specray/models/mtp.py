@@ -24,14 +24,14 @@ from specray.layers.linear import ColumnParallelLinear
 from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.causal_lm import ModelShape
-from specray.models.fused import fused_decoder, state_input, tree_network
+from specray.models.fused import StateLayers, fused_decoder, tree_network
 from specray.models.loading import Loader
 from specray.models.registry import MODELS, load_config, shape_of
 from specray.models.target_matrices import TargetMatrices
 from specray.models.weights import WeightReader
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
-from specray.ops.cpu.trees import StateInput, TreeNetwork
+from specray.ops.cpu.trees import TreeNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +139,9 @@ class MtpLayer:
         self._rotary = rotary
 
     @property
-    def inputs(self) -> StateInput | None:
+    def state_layers(self) -> StateLayers:
         """The combination of embeddings and states, without masking position 0, where no node of a tree lies."""
-        return state_input(self._embed_norm, self._state_norm, self._project, self._layout.state_first)
+        return StateLayers(self._embed_norm, self._state_norm, self._project, self._layout.state_first)
 
     def __call__(self, embeds: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The next states; `positions` int64 [T] are those of the states."""
@@ -189,7 +189,7 @@ class MtpHead(_Drafting):
         self.network = tree_network(
             layer.fused,
             self._embed,
-            layer.inputs,
+            layer.state_layers,
             layer.out_norm,
             self._head,
             self.draft_token_ids,

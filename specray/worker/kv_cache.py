@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import make_pool, move_kv
-from specray.ops.cpu.library import kernels, pointer
+from specray.ops.cpu.attention import commit_paths
+from specray.ops.cpu.library import kernels
 
 
 class KVCache:
@@ -31,13 +32,7 @@ class KVCache:
         """
         own = kernels() if self.pool.device.type == "cpu" else None
         if own is not None:
-            kv_slots, nodes, num_tokens = (part.contiguous() for part in (kv_slots, nodes, num_tokens))
-            num_layers, layer_bytes = len(self.pool), self.pool.stride(0) * self.pool.itemsize
-            slot_bytes = self.pool.stride(1) * self.pool.itemsize
-            count, width = kv_slots.shape
-            slots, path, kept = (pointer(part) for part in (kv_slots, nodes, num_tokens))
-            layout = (pointer(self.pool), num_layers, layer_bytes, slot_bytes)
-            own.move_kv(*layout, count, slots, width, path, nodes.shape[1], kept)
+            commit_paths(own, self.pool, kv_slots, nodes, num_tokens)
             return
         depths = torch.arange(1, nodes.shape[1], device=nodes.device)
         is_moved = (depths < num_tokens[:, None]) & (nodes[:, 1:] != depths)

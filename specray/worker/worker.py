@@ -145,22 +145,23 @@ class Worker:
     def _verify(self, batch: InputBatch, hidden: Tensor, logits: Tensor) -> StepOutput:
         """Verify the trees of the rows that sample. The outcome of all rows is copied to the host once."""
         rows, output = batch.rows, None
-        if self._group.leads and rows.are_all_sampling:
-            options = self._table.sampling(rows.slots, rows.states)
-            inputs = VerifyInput(logits, batch.tree, batch.num_nodes, options, rows.starts + rows.counts)
-            output = StepOutput.of_sampled(verify(inputs, self._sampler))
-        elif self._group.leads:
-            is_finite = hidden.index_select(0, batch.roots).isfinite().all(-1)
-            sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(logits.device)
+        if self._group.leads:
+            states, num_nodes, tree = rows.states, batch.num_nodes, batch.tree
+            slots, lengths, sampling = rows.slots, rows.starts + rows.counts, None
+            if not rows.are_all_sampling:
+                sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(logits.device)
+                states, num_nodes = [states[row] for row in rows.sampling], [num_nodes[row] for row in rows.sampling]
+                slots, lengths, tree = slots[sampling], lengths[sampling], tree.select(sampling)
             verified = None
-            if rows.sampling:
-                states = [rows.states[row] for row in rows.sampling]
-                slots, lengths = rows.slots[sampling], (rows.starts + rows.counts)[sampling]
-                num_nodes = [batch.num_nodes[row] for row in rows.sampling]
+            if states:
                 options = self._table.sampling(slots, states)
-                inputs = VerifyInput(logits, batch.tree.select(sampling), num_nodes, options, lengths)
-                verified = verify(inputs, self._sampler)
-            output = StepOutput.of(is_finite, sampling, rows.sampling, verified)
+                verified = verify(VerifyInput(logits, tree, num_nodes, options, lengths), self._sampler)
+            if sampling is None:
+                assert verified is not None
+                output = StepOutput.of_sampled(verified)
+            else:
+                is_finite = hidden.index_select(0, batch.roots).isfinite().all(-1)
+                output = StepOutput.of(is_finite, sampling, rows.sampling, verified)
         if self._group.size > 1:
             output = broadcast_output(self._group, output, self._table.device)
         assert output is not None

@@ -191,74 +191,38 @@ class Kernels:
     """The functions of kernels.cpp."""
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        library.specray_target.restype = c_char_p
-        self.target: str = library.specray_target().decode()
-        self.lanes: int = library.specray_lanes()  # output channels of a block
-        self.block_bytes = library.specray_block_bytes
-        self.block_bytes.argtypes, self.block_bytes.restype = [c_int32, c_int32], c_int64
-        self.pack_dense = library.specray_pack_dense
-        self.pack_dense.argtypes = [c_int32, c_void_p, c_int64, c_int32, c_void_p, c_int64, c_int64]
-        self.pack_quantised = library.specray_pack_quantised
-        self.pack_quantised.argtypes = [c_int32, *[c_void_p] * 3, c_int64, c_int32, c_void_p, c_int64, c_int64]
-        of_rows: list[Any] = [POINTER(Matrix), c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32]
-        self.linear, self.gated = library.specray_linear, library.specray_gated
-        self.linear.argtypes = self.gated.argtypes = of_rows
-        self.attention = library.specray_attention
-        self.attention.argtypes = [
-            POINTER(Pool),
-            POINTER(Requests),
-            c_void_p,
-            c_int64,
-            c_int32,
-            *[c_void_p] * 3,
-            c_int32,
-        ]
-        self.layers = library.specray_layers
-        self.layers.argtypes = [
-            POINTER(Layer),
-            c_int32,
-            POINTER(Sizes),
-            POINTER(Step),
-            c_void_p,
-            c_void_p,
-            c_void_p,
-            c_int32,
-        ]
-        self.norm = library.specray_norm
-        self.norm.argtypes = [c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p, c_int32]
-        self.likeliest = library.specray_likeliest
-        self.likeliest.argtypes = [c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p]
-        self.forward = library.specray_forward
-        self.forward.argtypes = [
-            POINTER(EmbedAndHead),
-            POINTER(Layer),
-            c_int32,
-            POINTER(Sizes),
-            POINTER(Step),
-            c_void_p,
-            c_void_p,
-            c_int32,
-            *[c_void_p] * 4,
-            c_int32,
-        ]
-        self.forward.restype = None
-        self.move_kv = library.specray_move_kv
-        self.move_kv.argtypes = [c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_int32, c_void_p, c_int32]
-        self.move_kv.argtypes += [c_void_p]
-        self.move_kv.restype = None
-        self.grow = library.specray_grow
-        self.grow.argtypes = [POINTER(DraftNetwork), POINTER(Growth), c_int32]
-        self.add_noise = library.specray_add_noise
-        self.add_noise.argtypes = [c_void_p, c_int32, c_void_p, c_float, c_void_p]
-        self.sample = library.specray_sample
-        self.sample.argtypes = [c_void_p, c_int64, c_int32, *[c_void_p] * 6, c_int32]
-        self.walk = library.specray_walk
-        self.walk.argtypes = [POINTER(DraftTrees), *[c_void_p] * 3, c_int32]
-        self.sample.restype = self.walk.restype = None
-        for function in (self.pack_dense, self.pack_quantised, self.linear, self.gated, self.attention, self.layers):
-            function.restype = None
-        self.norm.restype = self.likeliest.restype = self.grow.restype = self.add_noise.restype = None
+        self._library = ctypes.CDLL(str(path))
+        self.target: str = self._function("target", returns=c_char_p)().decode()
+        self.lanes: int = self._function("lanes", returns=c_int32)()  # output channels of a block
+        self.block_bytes = self._function("block_bytes", c_int32, c_int32, returns=c_int64)
+        self.pack_dense = self._function("pack_dense", c_int32, c_void_p, c_int64, c_int32, c_void_p, c_int64, c_int64)
+        self.pack_quantised = self._function(
+            "pack_quantised", c_int32, *[c_void_p] * 3, c_int64, c_int32, c_void_p, c_int64, c_int64
+        )
+        of_rows = (POINTER(Matrix), c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32)
+        self.linear, self.gated = self._function("linear", *of_rows), self._function("gated", *of_rows)
+        self.attention = self._function(
+            "attention", POINTER(Pool), POINTER(Requests), c_void_p, c_int64, c_int32, *[c_void_p] * 3, c_int32
+        )
+        of_layers = (POINTER(Layer), c_int32, POINTER(Sizes), POINTER(Step))
+        self.layers = self._function("layers", *of_layers, *[c_void_p] * 3, c_int32)
+        self.forward = self._function(
+            "forward", POINTER(EmbedAndHead), *of_layers, c_void_p, c_void_p, c_int32, *[c_void_p] * 4, c_int32
+        )
+        self.norm = self._function("norm", c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p, c_int32)
+        self.likeliest = self._function("likeliest", c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p)
+        self.move_kv = self._function(
+            "move_kv", c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_int32, c_void_p, c_int32, c_void_p
+        )
+        self.grow = self._function("grow", POINTER(DraftNetwork), POINTER(Growth), c_int32)
+        self.add_noise = self._function("add_noise", c_void_p, c_int32, c_void_p, c_float, c_void_p)
+        self.sample = self._function("sample", c_void_p, c_int64, c_int32, *[c_void_p] * 6, c_int32)
+        self.walk = self._function("walk", POINTER(DraftTrees), *[c_void_p] * 3, c_int32)
+
+    def _function(self, name: str, *arguments: Any, returns: Any = None) -> Any:
+        function = getattr(self._library, f"specray_{name}")
+        function.argtypes, function.restype = arguments, returns
+        return function
 
 
 @functools.cache
