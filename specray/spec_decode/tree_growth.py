@@ -87,9 +87,9 @@ class TreeGrower:
             max(request.draft_limit.num_steps for request in prefix.requests),
             max(request.draft_limit.num_tokens for request in prefix.requests),
         )
-        if (tree := self._grow_fused(context, prefix, output, shape)) is not None:
-            return tree
         noise = TreeNoise.of(context, prefix.requests, prefix.slots, shape.num_steps)
+        if (tree := self._grow_fused(context, prefix, output, shape, noise)) is not None:
+            return tree
         topk, num_steps, num_rows = shape.topk, shape.num_steps, len(prefix.requests)
         level_probs: list[Tensor] = []  # the distribution that each level's children are drawn from
         scores, tokens = self._candidates(self._model.logits(output)[:, None], noise, 0, level_probs, topk)
@@ -116,22 +116,18 @@ class TreeGrower:
         return replace(tree, draft_probs=F.pad(torch.stack(level_probs, 1), (0, 0, 0, 1))) if level_probs else tree
 
     def _grow_fused(
-        self, context: ProposeContext, prefix: TreePrefix, output: Tensor, shape: TreeShape
+        self, context: ProposeContext, prefix: TreePrefix, output: Tensor, shape: TreeShape, noise: TreeNoise | None
     ) -> DraftTree | None:
         """The same with all levels in one call of the CPU kernels; None where that is not possible."""
-        network, table = self._model.network, context.table
-        if network is None or not isinstance(self._attention, PagedAttention):
+        network, returns_probs = self._model.network, noise is not None and shape.returns_draft_probs
+        if network is None or not isinstance(self._attention, PagedAttention) or returns_probs:
             return None
-        noise = None
-        if any(table.states[request.slot].sampling.is_sampled for request in prefix.requests):
-            if shape.returns_draft_probs:
-                return None
-            temperature = table.temperature.index_select(0, prefix.slots)
-            [ends] = context.columns(prefix.requests, "end")
-            seeds = table.seeds.index_select(0, prefix.slots)
-            noise = (seeds, ends, temperature.where(temperature >= GREEDY_BELOW, 0.0))
+        sampled = None
+        if noise is not None:
+            temperature = noise.temperature.where(noise.temperature >= GREEDY_BELOW, 0.0)
+            sampled = (noise.seeds, noise.ends, temperature)
         [(kv_slots, kv_lens)] = prefix.visible
-        requests = TreeRequests(output, context.roots(), prefix.positions, kv_slots, kv_lens, self._scratch, noise)
+        requests = TreeRequests(output, context.roots(), prefix.positions, kv_slots, kv_lens, self._scratch, sampled)
         tokens, parents, num_nodes = network.grow(
             self._attention,
             requests,

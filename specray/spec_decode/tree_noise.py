@@ -1,7 +1,8 @@
 """The target's sampling noise at the nodes of growing trees, so that drafts of sampled requests are accepted more."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,12 +12,15 @@ from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.drafter import DraftRequest, ProposeContext
 
 
-class TreeNoise(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TreeNoise:
     """The target's noise for the next positions of sampled requests."""
 
     is_sampled: list[bool]
     temperature: Tensor  # float32 [B]
-    keys: Tensor  # int32 [B, levels, 2]
+    seeds: Tensor  # int64 [B]
+    ends: Tensor  # int64 [B], positions of the roots
+    num_levels: int
 
     @classmethod
     def of(
@@ -28,12 +32,14 @@ class TreeNoise(NamedTuple):
         if not any(is_sampled):
             return None
         [ends] = context.columns(requests, "end")
-        positions = ends[:, None] + 1 + torch.arange(num_levels, device=ends.device)
-        return cls(
-            is_sampled,
-            table.temperature.index_select(0, slots),
-            noise_keys(table.seeds.index_select(0, slots)[:, None], positions),
-        )
+        temperature, seeds = table.temperature.index_select(0, slots), table.seeds.index_select(0, slots)
+        return cls(is_sampled, temperature, seeds, ends, num_levels)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """int32 [B, levels, 2]; the CPU kernels make their own."""
+        positions = self.ends[:, None] + 1 + torch.arange(self.num_levels, device=self.ends.device)
+        return noise_keys(self.seeds[:, None], positions)
 
     def added(self, logits: Tensor, level: int, ids: Tensor | None) -> Tensor:
         """Logits [B, nodes, V] under temperature and noise where the request is sampled."""

@@ -157,7 +157,7 @@ void specray_grow(const DraftNetwork* network, const Growth* growth, int32_t num
   run_on_team(num_threads, TreeGrowth::num_phases(*network, *growth), [&](Member& member) { trees.grow(member); });
 }
 
-// Adds noise to a row of logits after temperature; see noise.h.
+// Adds noise to a row of logits after temperature; see noise.h. Tests compare it with torch's.
 void specray_add_noise(float* logits, int32_t size, const int64_t* ids, float temperature, const int32_t* key) {
   add_noise(logits, size, ids, temperature, key);
 }
