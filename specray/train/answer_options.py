@@ -24,6 +24,7 @@ class AnswerOptions:
     seed: int
     dtype: str
     max_bad_rows: int
+    stores_hidden_states: bool
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "AnswerOptions":
@@ -39,6 +40,7 @@ class AnswerOptions:
             options.answer_seed,
             options.answer_dtype,
             options.max_bad_rows,
+            options.hidden_states == "stored",
         )
 
 
@@ -52,8 +54,8 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="folder of the target's answers and hidden states (5 KB a token for a hidden size of 576); an "
-        "interrupted run resumes, and another process may add to the folder meanwhile",
+        help="folder of the target's answers; an interrupted run resumes, and another process may add to the folder "
+        "meanwhile",
     )
     add("--model", default=EMBEDDED_MODEL, help="the target: name, folder or hub name (default: %(default)s)")
     add(
@@ -93,6 +95,13 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
         help="the target's type while it generates (default: %(default)s)",
+    )
+    add(
+        "--hidden-states",
+        choices=("stored", "computed"),
+        default="stored",
+        help="stored: recorded with the answers (5 KB a token for a hidden size of 576); computed: by the target "
+        "during training, which then takes longer (default: %(default)s)",
     )
     add(
         "--max-bad-rows",

@@ -3,17 +3,21 @@
 The folder may grow during training. Each round reads the shards with the fewest visits, so that new ones come first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specray.errors import ConfigError
 from specray.train.shards import Answer, Shard, list_shards, read_description
 from specray.train.unroll import Batch
+
+HiddenStates = Callable[[Sequence[Answer]], list[Tensor]]  # bfloat16 [n, columns] of each answer
 
 _ROUND_SHARDS = 8  # read together in random order
 _POOL_BATCHES = 32  # batches whose sequences are sorted by length together
@@ -27,6 +31,7 @@ class AnswerFolder:
         self.description: dict[str, Any] = read_description(path)
         self.hidden_size: int = self.description["hidden_size"]
         self.aux_hidden_state_layers: list[int] = self.description["feature_layers"]
+        self.stores_hidden_states: bool = self.description.get("hidden_states", "stored") == "stored"
         self._shards: dict[str, Shard] = {}
 
     def names(self) -> list[str]:
@@ -43,7 +48,8 @@ class AnswerFolder:
 
     def __getitem__(self, name: str) -> Shard:
         if name not in self._shards:
-            self._shards[name] = Shard(self.path / name, self.hidden_size * len(self.aux_hidden_state_layers))
+            columns = self.hidden_size * len(self.aux_hidden_state_layers) if self.stores_hidden_states else None
+            self._shards[name] = Shard(self.path / name, columns)
         return self._shards[name]
 
 
@@ -121,6 +127,10 @@ class BatchStream:
         return min(self._folder[place[0]].lengths[place[1]], self._max_length)
 
 
+def stored_hidden_states(answers: Sequence[Answer]) -> list[Tensor]:
+    return [answer.aux_hidden_states for answer in answers if answer.aux_hidden_states is not None]
+
+
 @dataclass(frozen=True, slots=True)
 class Collate:
     """Pads answers into one batch on the training device."""
@@ -130,16 +140,13 @@ class Collate:
     max_length: int
     dtype: torch.dtype
     device: torch.device
+    hidden_states: HiddenStates = stored_hidden_states
 
     def __call__(self, answers: Sequence[Answer]) -> Batch:
-        lengths = [min(len(answer.token_ids), self.max_length) for answer in answers]
-        size = (len(answers), max(lengths))
-        token_ids = torch.zeros(size, dtype=torch.int64)
-        aux_hidden_states = torch.zeros(*size, answers[0].aux_hidden_states.shape[1], dtype=torch.bfloat16)
-        for row, (answer, length) in enumerate(zip(answers, lengths, strict=True)):
-            token_ids[row, :length] = answer.token_ids[:length]
-            aux_hidden_states[row, :length] = answer.aux_hidden_states[:length]
-        aux_hidden_states = aux_hidden_states.to(self.device, self.dtype)
+        answers = [answer.truncated(self.max_length) for answer in answers]
+        lengths = [len(answer.token_ids) for answer in answers]
+        aux_hidden_states = pad_sequence(self.hidden_states(answers), batch_first=True).to(self.device, self.dtype)
+        token_ids = pad_sequence([answer.token_ids.long() for answer in answers], batch_first=True)
         return Batch(
             token_ids=token_ids.to(self.device),
             lengths=torch.tensor(lengths, device=self.device),

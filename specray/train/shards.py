@@ -7,7 +7,8 @@ A folder of answers contains `answers.json` ({"model", "feature_layers", "hidden
     lengths         int32 [n]      tokens of each sequence, sum T
     prompt_lengths  int32 [n]      tokens before the first one that the target generated
     indexes         int64 [n]      the request of the run that each sequence belongs to
-    features        bfloat16 [T, len(feature_layers) * hidden_size], columns in the order of `aux_hidden_state_layers`
+    features        bfloat16 [T, len(feature_layers) * hidden_size], columns in the order of `aux_hidden_state_layers`;
+                    absent if the target computes them during training (see `hidden_states`)
 
 `feature_layers` are those of EAGLE-3, then `num_layers`: the hidden states after the final norm. The last position of
 every sequence is zeros, because its hidden states were not computed.
@@ -42,7 +43,7 @@ class TokenSequence:
 
     token_ids: Sequence[int]  # n
     prompt_length: int
-    aux_hidden_states: Tensor  # bfloat16 [n, columns]; the last row is zeros
+    aux_hidden_states: Tensor | None  # bfloat16 [n, columns]; the last row is zeros
     index: int  # of the request in its run
 
 
@@ -52,7 +53,12 @@ class Answer:
 
     token_ids: Tensor  # int32 [n]
     prompt_length: int
-    aux_hidden_states: Tensor  # bfloat16 [n, columns]
+    aux_hidden_states: Tensor | None  # bfloat16 [n, columns], the last row zeros; None: not stored
+
+    def truncated(self, length: int) -> "Answer":
+        """The first `length` tokens."""
+        states = self.aux_hidden_states
+        return Answer(self.token_ids[:length], self.prompt_length, None if states is None else states[:length])
 
 
 def write_shard(folder: Path, sequences: Sequence[TokenSequence], part: int = 0) -> Path:
@@ -62,8 +68,10 @@ def write_shard(folder: Path, sequences: Sequence[TokenSequence], part: int = 0)
         "lengths": torch.tensor([len(row.token_ids) for row in sequences], dtype=torch.int32),
         "prompt_lengths": torch.tensor([row.prompt_length for row in sequences], dtype=torch.int32),
         "indexes": torch.tensor([row.index for row in sequences], dtype=torch.int64),
-        "features": torch.cat([row.aux_hidden_states.bfloat16() for row in sequences]),
     }
+    states = [row.aux_hidden_states.bfloat16() for row in sequences if row.aux_hidden_states is not None]
+    if states:
+        tensors["features"] = torch.cat(states)
     path = folder / f"shard-{part:02d}-{_next_number(folder, part):05d}.safetensors"
     unfinished = path.with_name(f".{path.name}.tmp")
     save_file(tensors, unfinished)
@@ -105,12 +113,12 @@ def list_shards(folder: Path) -> list[str]:
 class Shard:
     """One memory-mapped shard. Hidden states are read when a sequence is used."""
 
-    def __init__(self, path: Path, columns: int) -> None:
-        """ConfigError if the file is damaged or its hidden states do not have `columns` columns."""
+    def __init__(self, path: Path, columns: int | None) -> None:
+        """ConfigError if the file is damaged or its hidden states do not have `columns` columns; None: not stored."""
         self.path = path
         tensors = _open(path)
         self._token_ids = tensors["token_ids"]
-        self._aux_hidden_states = tensors["features"]
+        self._aux_hidden_states = tensors.get("features")
         self.lengths: list[int] = tensors["lengths"].tolist()
         self.prompt_lengths: list[int] = tensors["prompt_lengths"].tolist()
         self._starts = [0]
@@ -135,7 +143,8 @@ class Shard:
 
     def __getitem__(self, index: int) -> Answer:
         rows = slice(self._starts[index], self._starts[index + 1])
-        return Answer(self._token_ids[rows], self.prompt_lengths[index], self._aux_hidden_states[rows])
+        states = None if self._aux_hidden_states is None else self._aux_hidden_states[rows]
+        return Answer(self._token_ids[rows], self.prompt_lengths[index], states)
 
     def is_held_out(self, index: int) -> bool:
         """Whether this sequence is for validation only.
@@ -145,16 +154,17 @@ class Shard:
         key = self.tokens_of(index)[: max(self.prompt_lengths[index], _KEY_TOKENS)]
         return zlib.crc32(key.numpy().tobytes()) % 100 < _HELD_OUT_PERCENT
 
-    def _check(self, columns: int) -> None:
-        shapes = {
+    def _check(self, columns: int | None) -> None:
+        seen_states = None if self._aux_hidden_states is None else tuple(self._aux_hidden_states.shape)
+        shapes: dict[str, tuple[object, object]] = {
             "token_ids": (tuple(self._token_ids.shape), (self.num_tokens,)),
             "prompt_lengths": ((len(self.prompt_lengths),), (len(self.lengths),)),
-            "features": (tuple(self._aux_hidden_states.shape), (self.num_tokens, columns)),
+            "features": (seen_states, None if columns is None else (self.num_tokens, columns)),
         }
         for name, (seen, wanted) in shapes.items():
             if seen != wanted:
                 raise ConfigError(
-                    f"{self.path}: {name} has shape {list(seen)}, but lengths and {DESCRIPTION} imply {list(wanted)}; "
+                    f"{self.path}: {name} has shape {seen}, but lengths and {DESCRIPTION} imply {wanted}; "
                     "delete the shard and write it again"
                 )
 
@@ -169,7 +179,9 @@ def _open(path: Path) -> dict[str, Tensor]:
     opener: Any = safe_open  # untyped in its package
     try:
         with opener(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in ("token_ids", "lengths", "prompt_lengths", "features")}
+            names = ["token_ids", "lengths", "prompt_lengths"]
+            names += ["features"] if "features" in file.keys() else []  # noqa: SIM118 — not a dict
+            return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error
 

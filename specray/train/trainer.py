@@ -15,7 +15,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specray.errors import ConfigError
-from specray.train.batches import AnswerFolder, BatchStream, Collate, Progress
+from specray.train.batches import (
+    AnswerFolder,
+    BatchStream,
+    Collate,
+    HiddenStates,
+    Progress,
+    stored_hidden_states,
+)
 from specray.train.checkpoint import (
     CHECKPOINT,
     LOG,
@@ -28,6 +35,7 @@ from specray.train.checkpoint import (
 from specray.train.draft_model import DraftModel, TrainedModel, kept_layers
 from specray.train.export import export_head, load_exported
 from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead
+from specray.train.hidden_states import HiddenStateComputer
 from specray.train.interrupts import Interrupts
 from specray.train.learner import Learner, autocast
 from specray.train.plot import plot_run
@@ -52,7 +60,8 @@ class Trainer:
         positions = settings.max_length + max(settings.unroll, DEPTHS)
         self._target = load_target(self._folder.description["model"], dtype, device, positions)
         columns = _head_columns(settings.kind, self._folder)
-        self._collate = Collate(columns, self._folder.hidden_size, settings.max_length, dtype, device)
+        source = _hidden_states(self._folder, settings.max_length)
+        self._collate = Collate(columns, self._folder.hidden_size, settings.max_length, dtype, device, source)
         run.mkdir(parents=True, exist_ok=True)
         saved = read_checkpoint(run)
         if saved is not None and (name := settings.changed(saved["settings"])):
@@ -229,6 +238,13 @@ def _head_columns(kind: str, folder: AnswerFolder) -> slice:
     last = (len(folder.aux_hidden_state_layers) - 1) * folder.hidden_size
     read = {"eagle2": slice(last, None), "mtp": slice(last, None), "eagle3": slice(0, last), "draft": slice(0, 0)}
     return read[kind]
+
+
+def _hidden_states(folder: AnswerFolder, max_length: int) -> HiddenStates:
+    if folder.stores_hidden_states:
+        return stored_hidden_states
+    described = folder.description
+    return HiddenStateComputer(described["model"], described["dtype"], described["feature_layers"], max_length)
 
 
 def _resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from specray.errors import ConfigError
 from specray.train.answer_options import AnswerOptions
 from specray.train.answers import aux_hidden_state_layers, make_answers
+from specray.train.batches import AnswerFolder
+from specray.train.hidden_states import HiddenStateComputer
 from specray.train.shards import Shard, list_shards, written_indexes
 from tests.support.processes import has_ended, wait_until
 from tests.support.processes import read as read_text
@@ -28,7 +30,7 @@ Found = dict[int, tuple[list[int], int, torch.Tensor]]
 def options(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> AnswerOptions:
     prompts = tmp_path_factory.mktemp("prompts") / "p.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("Once upon a time", "Lily", "The dog")))
-    return AnswerOptions(Path(), str(stories), (prompts,), 2, 3, 12, 4, 1, 0, "float32", 0)
+    return AnswerOptions(Path(), str(stories), (prompts,), 2, 3, 12, 4, 1, 0, "float32", 0, stores_hidden_states=True)
 
 
 def read(folder: Path) -> Found:
@@ -37,6 +39,7 @@ def read(folder: Path) -> Found:
         shard = Shard(folder / name, 4 * 64)
         for i, index in enumerate(load_file(folder / name)["indexes"].tolist()):
             answer = shard[i]
+            assert answer.aux_hidden_states is not None
             found[index] = (answer.token_ids.tolist(), answer.prompt_length, answer.aux_hidden_states.float())
     return found
 
@@ -72,6 +75,26 @@ def test_resumed_run_gives_the_same_answers(options: AnswerOptions, complete: Pa
     shards = list_shards(folder)
     make_answers(replace(options, folder=tmp_path), progress=False)
     assert list_shards(folder)[: len(shards)] == shards
+
+
+def test_hidden_states_computed_later_are_those_that_would_be_stored(
+    options: AnswerOptions, complete: Path, tmp_path: Path
+) -> None:
+    folder = AnswerFolder(make_answers(replace(options, folder=tmp_path, stores_hidden_states=False), progress=False))
+    assert not folder.stores_hidden_states
+    compute = HiddenStateComputer(str(options.model), "float32", folder.aux_hidden_state_layers, max_length=64)
+    expected = read(complete)
+    indexes = [index for name in folder.names() for index in load_file(tmp_path / name)["indexes"].tolist()]
+    answers = [folder[name][i] for name in folder.names() for i in range(len(folder[name]))]
+    computed = compute(answers)
+    assert sorted(indexes) == sorted(expected)
+    for index, answer, states in zip(indexes, answers, computed, strict=True):
+        token_ids, prompt_length, stored = expected[index]
+        assert (answer.token_ids.tolist(), answer.prompt_length) == (token_ids, prompt_length)
+        assert torch.allclose(states.float(), stored, atol=0.05, rtol=0.02)  # bfloat16 on disk
+        assert not states[-1].any()
+    again = compute(answers[::-1])
+    assert all(torch.equal(one, other) for one, other in zip(again[::-1], computed, strict=True))
 
 
 @pytest.mark.slow

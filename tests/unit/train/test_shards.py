@@ -48,7 +48,7 @@ def test_error_for_a_damaged_shard_names_it(tmp_path: Path) -> None:
 
 def test_aux_hidden_states_of_another_width_are_refused(tmp_path: Path) -> None:
     path = write_shard(tmp_path, sequences(2))
-    with pytest.raises(ConfigError, match=r"features has shape \[\d+, 128\], .* imply \[\d+, 96\]"):
+    with pytest.raises(ConfigError, match=r"features has shape \(\d+, 128\), .* imply \(\d+, 96\)"):
         Shard(path, 3 * HIDDEN)
 
 
