@@ -19,6 +19,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: at the end, one of them would keep a single pytest-xdist worker busy."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def _keep_to_one_core() -> None:
     """Give each pytest-xdist worker one core: threads that share one wait for each other."""
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):

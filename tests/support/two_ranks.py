@@ -1,13 +1,9 @@
-"""Tensor parallelism without Ray: `python -m tests.support.two_ranks FOLDER` serves rank 0 and starts the others.
+"""Tensor parallelism without Ray: a process for each rank, forked from one that has imported the worker once."""
 
-Reads {"options", "speculative", "prompts", "params"} as JSON from stdin, writes the choices as JSON to stdout.
-"""
-
-import json
-import subprocess
-import sys
 import tempfile
 from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,9 @@ from specray.sampling_params import make_sampling_params
 from specray.step import StepPlan, StepResult
 from specray.worker.worker import Worker
 
-ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120.0
+PROCESSES = get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
 
 
 class RankZero:
@@ -57,42 +55,32 @@ def run_ranks(
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Choices of `prompts` from `size` processes."""
-    job = {"options": options, "speculative": speculative.model_dump(), "prompts": prompts, "params": params}
-    command = [sys.executable, "-m", "tests.support.two_ranks", str(folder), str(size)]
-    done = subprocess.run(
-        command, cwd=ROOT, input=json.dumps(job), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    choices: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return choices
-
-
-def main(folder: str, size: int) -> None:
-    torch.set_num_threads(1)
-    job = json.load(sys.stdin)
-    options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 4096} | job["options"]
-    config = EngineConfig(model=folder, tp_size=size, speculative=SpeculativeConfig(**job["speculative"]), **options)
+    options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 4096} | options
+    config = EngineConfig(model=str(folder), tp_size=size, speculative=speculative, **options)
     with tempfile.TemporaryDirectory() as meeting:
         address = f"file://{meeting}/ranks"
-        command = [sys.executable, "-m", "tests.support.two_ranks", folder, str(size)]
-        followers = [
-            subprocess.Popen([*command, str(rank), address, config.model_dump_json()], cwd=ROOT)
-            for rank in range(1, size)
-        ]
-        try:
-            choices = serve(config, Worker(config, 0, size, address), job)
-        finally:
-            for follower in followers:
-                follower.kill()
-                follower.wait()
-    print(json.dumps(choices))
+        others = [PROCESSES.Process(target=follow, args=(config, rank, address)) for rank in range(1, size)]
+        for process in others:
+            process.start()
+        with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
+            try:
+                return first.submit(lead, config, address, prompts, params).result(TIMEOUT_S)
+            finally:
+                for process in others:  # without them rank 0 ends too
+                    process.kill()
+                    process.join()
 
 
-def serve(config: EngineConfig, worker: Worker, job: dict[str, Any]) -> list[dict[str, Any]]:
-    engine = Engine(config, RankZero(worker), load_tokenizer(Path(config.model)).backend_tokenizer)
-    for index, (prompt, params) in enumerate(zip(job["prompts"], job["params"], strict=True)):
-        engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**params)))
-    choices: list[dict[str, Any]] = [{"token_ids": [], "text": ""} for _ in job["prompts"]]
+def lead(
+    config: EngineConfig, address: str, prompts: list[list[int]], params: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Run rank 0, which drives the others."""
+    torch.set_num_threads(1)
+    worker = RankZero(Worker(config, 0, config.tp_size, address))
+    engine = Engine(config, worker, load_tokenizer(Path(config.model)).backend_tokenizer)
+    for index, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**options)))
+    choices: list[dict[str, Any]] = [{"token_ids": [], "text": ""} for _ in prompts]
     while engine.has_work:
         for output in engine.step():
             choice = choices[int(output.request_id)]
@@ -103,13 +91,7 @@ def serve(config: EngineConfig, worker: Worker, job: dict[str, Any]) -> list[dic
     return choices
 
 
-def run_rank(rank: int, size: int, address: str, config: str) -> None:
+def follow(config: EngineConfig, rank: int, address: str) -> None:
+    """Run another rank until it is killed."""
     torch.set_num_threads(1)
-    Worker(EngineConfig.model_validate_json(config), rank, size, address).run_loop()
-
-
-if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        main(sys.argv[1], int(sys.argv[2]))
-    else:
-        run_rank(int(sys.argv[3]), int(sys.argv[2]), sys.argv[4], sys.argv[5])
+    Worker(config, rank, config.tp_size, address).run_loop()
