@@ -24,6 +24,7 @@ ADDRESSED_ROUTER: Any = "cluster.routing.addressing.AddressedRouter"  # Ray type
 ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
 MIN_ENGINES = 16  # for the ingress's limits: Serve may scale beyond the plan, but never changes them
 INGRESS_SLACK = 256  # requests that are refused or answered without an engine
+SHUTDOWN_POLL_S = 0.5  # how often a stopping replica looks whether its requests are finished; Serve's default is 2
 HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # the ranks own the compute threads
 # gRPC instead of Ray objects halves the ingress's CPU work per streamed output. gRPC does not report a dead replica;
 # the ingress detects one by its missing heartbeats.
@@ -52,6 +53,7 @@ def _ingress(config: AppConfig) -> serve.Deployment:
             "num_cpus": config.server.ingress_cpus,
             "runtime_env": {"env_vars": INGRESS_ENVIRONMENT},
         },
+        graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
         graceful_shutdown_timeout_s=config.server.drain_s,
     )(OpenAIIngress)
 
@@ -80,6 +82,6 @@ def _router(config: AppConfig) -> serve.Deployment:
         placement_group_strategy=strategy(config),
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
-        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
         graceful_shutdown_timeout_s=config.server.drain_s,  # ingresses disconnect once their requests are finished
     )(Router)
