@@ -34,6 +34,7 @@ def _keep_to_one_core() -> None:
 
 
 _keep_to_one_core()
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run on the CPU; tests/gpu runs them on a GPU
 gc.disable()  # until everything is collected
 settings.register_profile(
     "specray", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -1,11 +1,12 @@
-"""Root-mean-square norm."""
+"""Root-mean-square norm, and the selection of its kernel."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specray.layers.module import Layer
+from specray.ops.cpu import norm as cpu_norm
 from specray.ops.cpu.library import FLOAT_TYPES, kernels
-from specray.ops.cpu.norm import rms_norm
+from specray.ops.gpu import uses_triton
 
 
 class RMSNorm(Layer):
@@ -17,8 +18,22 @@ class RMSNorm(Layer):
         self.eps = eps
         has_kernel = weight.device.type == "cpu" and kernels() is not None
         self.float_weight = weight.float().contiguous() if has_kernel else None  # as the kernels read it
+        self._uses_triton = uses_triton(weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.float_weight is not None and x.dtype in FLOAT_TYPES:
-            return rms_norm(x, self.float_weight, self.eps)
+            return cpu_norm.rms_norm(x, self.float_weight, self.eps)
+        if self._uses_triton:
+            from specray.ops.gpu import layers
+
+            return layers.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of x + residual, the sum); the sum is written to x."""
+        if self._uses_triton and self.float_weight is None:
+            from specray.ops.gpu import layers
+
+            return layers.add_rms_norm(x, residual, self.weight, self.eps), x
+        summed = x.add_(residual)
+        return self(summed), summed

@@ -199,8 +199,8 @@ class DecoderLayer(Layer):
         self.ffn = ffn
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        hidden = self.attention(self.input_norm(hidden), cos, sin, attend).add_(hidden)
-        return self.ffn(self.ffn_norm(hidden)).add_(hidden)
+        normed, hidden = self.ffn_norm.after_add(self.attention(self.input_norm(hidden), cos, sin, attend), hidden)
+        return self.ffn(normed).add_(hidden)
 
 
 class FeedForward(Layer):

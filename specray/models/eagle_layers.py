@@ -55,5 +55,5 @@ class _Layer:
         self.ffn = FeedForward(shape.hidden_size, shape.ffn_size, loader, prefix + "mlp.")
 
     def __call__(self, x: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        hidden = self.attention(x, *cos_sin, attend).add_(residual)
-        return self.ffn(self.ffn_norm(hidden)).add_(hidden)
+        normed, hidden = self.ffn_norm.after_add(self.attention(x, *cos_sin, attend), residual)
+        return self.ffn(normed).add_(hidden)

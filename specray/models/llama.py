@@ -12,7 +12,7 @@ from specray.layers.rotary import rotate_
 from specray.models.causal_lm import CausalLM
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
-from specray.ops.attention import Attend
+from specray.ops.attention import Attend, FusedAttend
 from specray.ops.grouped_weight import Weight
 from specray.ops.linear import concat
 
@@ -47,6 +47,7 @@ class Attention(Layer):
         weight = loader.weight(prefix + "o_proj.weight", whole, part, 1)
         self.out = RowParallelLinear(weight, loader.group, bias, loader.quantization)
         self.q_norm = self.k_norm = None
+        self._eps = shape.eps
         if shape.qk_norm:
             self.q_norm = RMSNorm(loader.tensor(prefix + "q_norm.weight", (shape.head_dim,)), shape.eps)
             self.k_norm = RMSNorm(loader.tensor(prefix + "k_norm.weight", (shape.head_dim,)), shape.eps)
@@ -54,6 +55,9 @@ class Attention(Layer):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q_heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(-1, q_heads + 2 * kv_heads, self.head_dim)
+        if isinstance(attend, FusedAttend):
+            norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+            return self.out(attend.rotated(self.index, qkv, cos, sin, norms, self._eps))
         if self.q_norm is not None and self.k_norm is not None:
             qkv[:, :q_heads] = self.q_norm(qkv[:, :q_heads])
             qkv[:, q_heads:-kv_heads] = self.k_norm(qkv[:, q_heads:-kv_heads])

@@ -6,7 +6,7 @@ A backend is planned once a step and then called by every layer. It owns the lay
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -35,6 +35,19 @@ class AttentionBatch:
 
 # attend(layer, q [T, heads, dim], kv [T, 2, kv_heads, dim]) -> [T, heads * dim]; writes kv, then reads the pool
 Attend = Callable[[int, Tensor, Tensor], Tensor]
+
+
+@runtime_checkable
+class FusedAttend(Protocol):
+    """An Attend that also norms and rotates, in the same launch that writes the KV."""
+
+    def rotated(
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float
+    ) -> Tensor:
+        """[T, heads * dim] from q, k and v as projected, [T, heads + 2 * kv_heads, dim]; qkv is overwritten.
+
+        cos and signed sin are float32 [T, 1, dim]; `norms` are the weights [dim] of q's and k's norms.
+        """
 
 
 class AttentionBackend(Protocol):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
+from specray.ops.gpu import uses_triton
 from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4
 from specray.ops.quantization import QUANTIZATIONS, make_fp8_linear
 
@@ -39,6 +40,10 @@ def make_gated(gate: Weight, up: Weight, quantization: str | None = None) -> Lin
         both = concat(_quantised(gate, quantization), _quantised(up, quantization))
         return GatedMatrix(own, _rows(both, slice(0, gate.shape[0])), _rows(both, slice(gate.shape[0], None)))
     linear = make_linear(concat(gate, up), None, quantization)
+    if isinstance(gate, Tensor) and uses_triton(gate.device):
+        from specray.ops.gpu.layers import silu_and_mul
+
+        return lambda x: silu_and_mul(linear(x))
 
     def gated(x: Tensor) -> Tensor:
         first, second = linear(x).chunk(2, -1)

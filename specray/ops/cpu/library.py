@@ -227,11 +227,14 @@ class Kernels:
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The kernels; None with SPECRAY_KERNELS=torch or where they cannot be compiled, which is logged once."""
+    """The kernels, or None where they are switched off or cannot be compiled, which is logged once.
+
+    SPECRAY_KERNELS=torch switches them off. triton does so too: then `specray.ops.gpu` runs in Triton's interpreter.
+    """
     wanted = os.environ.get("SPECRAY_KERNELS", "auto")
-    if wanted not in ("auto", "torch"):
-        raise ValueError(f"SPECRAY_KERNELS={wanted!r} is not known; set it to auto or torch, or leave it out")
-    reason = "SPECRAY_KERNELS=torch"
+    if wanted not in ("auto", "torch", "triton"):
+        raise ValueError(f"SPECRAY_KERNELS={wanted!r} is not known; set it to auto, torch or triton, or leave it out")
+    reason = f"SPECRAY_KERNELS={wanted}"
     if wanted == "auto":
         try:
             return Kernels(build())

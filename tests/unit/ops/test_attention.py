@@ -19,7 +19,9 @@ from specray.ops.cpu.library import kernels
 NUM_SLOTS = 400
 DIM, LAYERS = 8, 2
 KV_HEADS, FOLD = 2, 3
-backends = pytest.mark.parametrize("backend", ["torch", "auto"])  # auto: the compiled kernels, where there are any
+# auto: the compiled kernels, where there are any; triton: in its interpreter
+compiled = pytest.mark.parametrize("backend", ["torch", "auto"])
+backends = pytest.mark.parametrize("backend", ["torch", "auto", "triton"])
 GROUPINGS = [(KV_HEADS, FOLD), (3, 1), (1, 4)]  # (KV heads, query heads per KV head)
 
 
@@ -124,10 +126,27 @@ def naive(shapes: list[RequestShape], rows: AttentionBatch, layer_pool: Tensor, 
     return out.flatten(1)
 
 
-@backends
-@given(batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS), windows)
+any_batch = given(batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS), windows)
+
+
+@compiled
+@any_batch
 @settings(max_examples=60)
 def test_every_query_attends_to_its_past_and_its_ancestors_in_the_window(
+    backend: str, shapes: list[RequestShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
+) -> None:
+    check_batch(backend, shapes, scattered, layer, grouping, window)
+
+
+@any_batch
+@settings(max_examples=12)
+def test_every_query_attends_as_it_should_in_tritons_interpreter(
+    shapes: list[RequestShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
+) -> None:
+    check_batch("triton", shapes, scattered, layer, grouping, window)
+
+
+def check_batch(
     backend: str, shapes: list[RequestShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
 ) -> None:
     torch.manual_seed(0)
@@ -235,12 +254,26 @@ def levels(draw: st.DrawFn) -> Level:
     return Level(draw(st.integers(0, 50)), np.concatenate((before, np.eye(nodes, dtype=bool)), 1))
 
 
-@backends
+@compiled
 @given(st.lists(levels(), min_size=1, max_size=5), st.booleans(), st.sampled_from([_BATCH_BYTES, 20_000, 1]), windows)
 @settings(max_examples=60)
 def test_nodes_of_a_level_attend_to_the_past_and_their_ancestors_in_the_window(
     backend: str, rows: list[Level], scattered: bool, batch_bytes: int, window: int | None
 ) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specray.ops.attention_torch._BATCH_BYTES", batch_bytes)
+        check_levels(backend, rows, scattered, window)
+
+
+@given(st.lists(levels(), min_size=1, max_size=3), st.booleans(), windows)
+@settings(max_examples=15)
+def test_nodes_of_a_level_attend_as_they_should_in_tritons_interpreter(
+    rows: list[Level], scattered: bool, window: int | None
+) -> None:
+    check_levels("triton", rows, scattered, window)
+
+
+def check_levels(backend: str, rows: list[Level], scattered: bool, window: int | None) -> None:
     order = np.arange(16, NUM_SLOTS)
     if scattered:
         np.random.default_rng(2).shuffle(order)
@@ -253,9 +286,7 @@ def test_nodes_of_a_level_attend_to_the_past_and_their_ancestors_in_the_window(
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     pool[:, :16] = 0
     q, kv = torch.randn(sum(query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(query_lens), 2, KV_HEADS, DIM)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specray.ops.attention_torch._BATCH_BYTES", batch_bytes)
-        result = make_backend(backend, pool, KV_HEADS * FOLD).plan(ragged)(0, q, kv)
+    result = make_backend(backend, pool, KV_HEADS * FOLD).plan(ragged)(0, q, kv)
     torch.testing.assert_close(result.double(), naive_levels(rows, kv_slots, pool[0], q, window), atol=2e-5, rtol=1e-4)
 
 

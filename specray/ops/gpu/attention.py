@@ -1,0 +1,173 @@
+"""The attention backend of the Triton kernels."""
+
+import math
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from specray.ops.attention import AttentionBatch
+from specray.ops.gpu.attention_kernels import CHUNK, KEYS, attend_tiles, merge_chunks
+from specray.ops.gpu.layers import rotate_and_store
+
+# Of a tile of a prompt chunk. Tiles of 64 rows would use other tensor core instructions than those of decoding on
+# Hopper, whose sums may be rounded differently.
+_CAUSAL_ROWS = 32
+_FEWEST_ROWS = 16  # of a tile, for the tensor cores
+_LOG2_E = math.log2(math.e)
+
+
+class TritonAttention:
+    """AttentionBackend over `pool` [layers, slots, 2, kv_heads, dim]."""
+
+    def __init__(self, pool: Tensor, num_heads: int) -> None:
+        self.pool = pool
+        self.num_heads = num_heads
+        _, _, _, self.num_kv_heads, self.head_dim = pool.shape
+        self.group = num_heads // self.num_kv_heads
+        self.layers = pool.unbind()
+        # Enough programs to fill the device twice; with fewer, the chunks of a tile get programs of their own.
+        self.enough_programs = 2 * _num_processors(pool.device)
+
+    def plan(self, batch: AttentionBatch) -> "TritonAttend":
+        return TritonAttend(self, batch)
+
+
+class TritonAttend:
+    """Attend and FusedAttend of one step."""
+
+    def __init__(self, backend: TritonAttention, batch: AttentionBatch) -> None:
+        """One copy to the device; the rest is known on the host or computed there without reading it."""
+        self._backend = backend
+        causal, nodes = _tiles(batch, max(1, _CAUSAL_ROWS // backend.group))
+        tiles = torch.from_numpy(np.concatenate((causal, nodes))).to(backend.pool.device, non_blocking=True)
+        self._causal, self._nodes = tiles[: len(causal)], tiles[len(causal) :]
+        self._paths, self._path_lengths = (
+            (batch.kv_slots, tiles[:, 0]) if batch.tree_mask is None else _paths(batch)  # unused without trees
+        )
+        self._num_chunks = -(-max(batch.kv_lens) // CHUNK)
+        self._kv_slots, self._written, self._window = batch.kv_slots.contiguous(), batch.slot_mapping, batch.window
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """See Attend."""
+        pool = self._backend.layers[layer]
+        pool.index_copy_(0, self._written, kv)
+        return self._read(pool, q)
+
+    def rotated(
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float
+    ) -> Tensor:
+        """See FusedAttend."""
+        pool = self._backend.layers[layer]
+        rotate_and_store(qkv, cos, sin, norms, eps, pool, self._written)
+        return self._read(pool, qkv[:, : self._backend.num_heads])
+
+    def _read(self, pool: Tensor, q: Tensor) -> Tensor:
+        backend = self._backend
+        out = torch.empty(len(q), backend.num_heads, backend.head_dim, dtype=q.dtype, device=q.device)
+        for tiles, queries in ((self._causal, max(1, _CAUSAL_ROWS // backend.group)), (self._nodes, 1)):
+            if len(tiles):
+                self._launch(out, q, pool, tiles, queries)
+        return out.flatten(1)
+
+    def _launch(self, out: Tensor, q: Tensor, pool: Tensor, tiles: Tensor, queries: int) -> None:
+        """Attention of `tiles` of up to `queries` queries."""
+        backend, num_chunks = self._backend, self._num_chunks
+        heads, dim = backend.num_heads, backend.head_dim
+        padded = triton.next_power_of_2(dim)
+        splits = queries == 1 and num_chunks > 1 and len(tiles) * backend.num_kv_heads < backend.enough_programs
+        mixed = sums = out
+        if splits:
+            mixed = torch.empty(num_chunks, len(q), heads, dim, dtype=torch.float32, device=q.device)
+            sums = torch.empty(num_chunks, len(q), heads, 2, dtype=torch.float32, device=q.device)
+        rows = max(_FEWEST_ROWS, triton.next_power_of_2(queries * backend.group))
+        attend_tiles[(len(tiles), backend.num_kv_heads, num_chunks if splits else 1)](
+            out,
+            mixed,
+            sums,
+            q,
+            pool,
+            tiles,
+            self._kv_slots,
+            self._paths,
+            self._path_lengths,
+            len(q),
+            q.stride(0),
+            self._kv_slots.stride(0),
+            self._paths.stride(0),
+            _LOG2_E * dim**-0.5,
+            GROUP=backend.group,
+            KV_HEADS=backend.num_kv_heads,
+            DIM=dim,
+            DIM_PADDED=padded,
+            ROWS=rows,
+            KEYS=KEYS,
+            CHUNK=CHUNK,
+            WINDOW=self._window or 0,
+            SPLIT=splits,
+            num_warps=num_warps(rows),
+        )
+        if splits:
+            merge_chunks[(len(tiles),)](
+                out,
+                mixed,
+                sums,
+                tiles,
+                len(q),
+                num_chunks,
+                HEADS=heads,
+                HEADS_PADDED=triton.next_power_of_2(heads),
+                DIM=dim,
+                DIM_PADDED=padded,
+            )
+
+
+def num_warps(rows: int) -> int:
+    """Of a program with tiles of `rows` rows: as few as keep its values in registers."""
+    return 4 if rows <= _FEWEST_ROWS else 8
+
+
+def _tiles(batch: AttentionBatch, queries: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [n, 5] of causal queries and of single queries, which are nodes of trees or decode alone.
+
+    The columns are the first query, the number of queries, the request, the position of the first query or, of a node,
+    the position of its path's first key, and the node or -1.
+    """
+    causal, single, first, node = [], [], 0, 0
+    width = 0 if batch.tree_mask is None else batch.tree_mask.shape[1]
+    rows = zip(batch.query_lens, batch.kv_lens, batch.tree_sizes, strict=True)
+    for request, (query_len, kv_len, (num_nodes, num_tree_keys)) in enumerate(rows):
+        known = query_len - num_nodes
+        position = kv_len - query_len
+        if known == 1:
+            single.append((first, 1, request, position, -1))
+        else:
+            causal += [
+                (first + begin, min(queries, known - begin), request, position + begin, -1)
+                for begin in range(0, known, queries)
+            ]
+        for index in range(num_nodes):
+            single.append((first + known + index, 1, request, kv_len - num_tree_keys, request * width + index))
+        first, node = first + query_len, node + num_nodes
+    return tuple(np.array(part, dtype=np.int32).reshape(-1, 5) for part in (causal, single))  # type: ignore[return-value]
+
+
+def _paths(batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+    """(KV slots of each node's visible keys among the last m, in order, int64 [R * n, m]; their number, int32)."""
+    assert batch.tree_mask is not None
+    device = batch.kv_slots.device
+    sizes = torch.tensor([(kv_len, keys) for kv_len, (_, keys) in zip(batch.kv_lens, batch.tree_sizes, strict=True)])
+    ends, num_keys = sizes.to(device).T[:, :, None]
+    requests, nodes, width = batch.tree_mask.shape
+    key = torch.arange(width, device=device)
+    sees = batch.tree_mask & (key < num_keys)[:, None]
+    places = (ends - num_keys + key).clamp(0, batch.kv_slots.shape[1] - 1)
+    slots = batch.kv_slots.gather(1, places)[:, None].expand(-1, nodes, -1)
+    rank = torch.where(sees, sees.cumsum(-1) - 1, width)  # hidden keys go to one more column
+    paths = torch.zeros(requests, nodes, width + 1, dtype=torch.int64, device=device).scatter_(2, rank, slots)
+    return paths.flatten(0, 1), sees.sum(-1, dtype=torch.int32).flatten()
+
+
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

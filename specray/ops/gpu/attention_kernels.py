@@ -1,0 +1,167 @@
+"""Paged attention with Triton: prompt chunks, decoding and draft trees in one kernel.
+
+A query's result depends on its own position and keys alone. It reads its keys in the order of their positions, in
+blocks of KEYS and chunks of CHUNK positions counted from 0, and a node of a tree reads its ancestors' keys as if the
+path were committed. So the same token has the same bits alone, in a batch, in a tree and in a prompt chunk, as far as
+the tensor cores round a row alike in tiles of different heights.
+
+A tile is up to QUERIES queries of one request and the GROUP heads that share a KV head. Its chunks may be computed by
+one program or by one program each (SPLIT), which `merge_chunks` then combines with the same arithmetic.
+"""
+
+import triton
+import triton.language as tl
+
+KEYS = 64  # positions of a block
+CHUNK = 512  # positions of a chunk
+# Triton's interpreter multiplies bfloat16 as if its bits were integers.
+_WIDENS: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _dot(a, b, sums):
+    if _WIDENS:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, sums, input_precision="ieee")
+
+
+@triton.jit
+def _merge(top, total, mixed, chunk_top, chunk_total, chunk_mixed):
+    """The softmax state over two consecutive runs of keys. Explicit FMAs, so that every kernel rounds alike."""
+    new_top = tl.maximum(top, chunk_top)
+    reference = tl.where(new_top == float("-inf"), 0.0, new_top)
+    before, added = tl.exp2(top - reference), tl.exp2(chunk_top - reference)
+    total = tl.fma(total, before, chunk_total * added)
+    mixed = tl.fma(mixed, before[:, None] + tl.zeros_like(mixed), chunk_mixed * added[:, None])
+    return new_top, total, mixed
+
+
+@triton.jit
+def attend_tiles(
+    out,  # [T, heads, DIM]; unused with SPLIT
+    partial_mixed,  # float32 [chunks, T, heads, DIM]; unused without SPLIT
+    partial_sums,  # float32 [chunks, T, heads, 2]: largest score and sum of weights
+    q,  # [T, heads, DIM], contiguous in its last two dimensions
+    pool,  # one layer [slots, 2, KV_HEADS, DIM], contiguous
+    tiles,  # int32 [tiles, 5]: see `specray.ops.gpu.attention`
+    kv_slots,  # int64 [R, slots_width]
+    paths,  # int64 [nodes, paths_width]: KV slots of a node and its ancestors by depth
+    path_lengths,  # int32 [nodes]
+    num_tokens,  # T
+    q_stride,
+    slots_width,
+    paths_width,
+    scale,  # of scores, times log2(e)
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    SPLIT: tl.constexpr,
+):
+    tile = tiles + tl.program_id(0) * 5
+    kv_head = tl.program_id(1)
+    first, count, request = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
+    base, node = tl.load(tile + 3), tl.load(tile + 4).to(tl.int64)
+    is_node = node >= 0
+    # A node's keys from position `base` on are its path; a causal query's all are the request's.
+    path_length = tl.load(path_lengths + node, mask=is_node, other=0)
+    first_position = tl.where(is_node, base + path_length - 1, base)
+    last_position = first_position + count - 1
+
+    row = tl.arange(0, ROWS)
+    query, head = row // GROUP, kv_head * GROUP + row % GROUP
+    is_row = query < count
+    position = first_position + query
+    column = tl.arange(0, DIM_PADDED)
+    is_column = column < DIM
+    q_places = (first + query).to(tl.int64)[:, None] * q_stride + head[:, None] * DIM + column
+    rows = tl.load(q + q_places, mask=is_row[:, None] & is_column, other=0.0)
+
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // CHUNK
+    end = last_position // CHUNK + 1
+    if SPLIT:
+        begin = tl.maximum(begin, tl.program_id(2))
+        end = tl.minimum(end, tl.program_id(2) + 1)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    for chunk in range(begin, end):
+        chunk_top = tl.full([ROWS], float("-inf"), tl.float32)
+        chunk_total = tl.zeros([ROWS], tl.float32)
+        chunk_mixed = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+        for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, last_position + 1), KEYS):
+            key = start + tl.arange(0, KEYS)
+            is_key = key <= last_position
+            is_own = is_node & (key >= base)
+            slot = tl.load(kv_slots + request * slots_width + key, mask=is_key & ~is_own, other=0)
+            own = tl.load(paths + node * paths_width + key - base, mask=is_key & is_own, other=0)
+            slot = tl.where(is_own, own, slot)
+            kv_places = slot[:, None] * (2 * KV_HEADS * DIM) + kv_head * DIM + column
+            is_loaded = is_key[:, None] & is_column
+            keys = tl.load(pool + kv_places, mask=is_loaded, other=0.0)
+            values = tl.load(pool + kv_places + KV_HEADS * DIM, mask=is_loaded, other=0.0)
+            scores = _dot(rows, tl.trans(keys), tl.zeros([ROWS, KEYS], tl.float32)) * scale
+            is_seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                is_seen = is_seen & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(is_seen, scores, float("-inf"))
+            new_top = tl.maximum(chunk_top, tl.max(scores, 1))
+            reference = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - reference[:, None])
+            before = tl.exp2(chunk_top - reference)
+            chunk_total = tl.fma(chunk_total, before, tl.sum(weights, 1))
+            chunk_mixed = chunk_mixed * before[:, None]
+            chunk_mixed = _dot(weights.to(values.dtype), values, chunk_mixed)
+            chunk_top = new_top
+        top, total, mixed = _merge(top, total, mixed, chunk_top, chunk_total, chunk_mixed)
+
+    heads = GROUP * KV_HEADS
+    if SPLIT:
+        place = (tl.program_id(2).to(tl.int64) * num_tokens + first + query) * heads + head
+        tl.store(partial_sums + place * 2, top, mask=is_row)
+        tl.store(partial_sums + place * 2 + 1, total, mask=is_row)
+        written = is_row[:, None] & is_column & (begin < end)
+        tl.store(partial_mixed + place[:, None] * DIM + column, mixed, mask=written)
+    else:
+        place = (first + query).to(tl.int64) * heads + head
+        result = mixed / tl.where(is_row, total, 1.0)[:, None]
+        tl.store(out + place[:, None] * DIM + column, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_column)
+
+
+@triton.jit
+def merge_chunks(
+    out,
+    partial_mixed,
+    partial_sums,
+    tiles,  # of one query each
+    num_tokens,
+    num_chunks,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    """Combine the chunks of one query, all heads at once."""
+    query = tl.load(tiles + tl.program_id(0) * 5).to(tl.int64)
+    head, column = tl.arange(0, HEADS_PADDED), tl.arange(0, DIM_PADDED)
+    is_head, is_column = head < HEADS, column < DIM
+    top = tl.full([HEADS_PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS_PADDED], tl.float32)
+    mixed = tl.zeros([HEADS_PADDED, DIM_PADDED], tl.float32)
+    for chunk in range(0, num_chunks):
+        place = (chunk * num_tokens + query) * HEADS + head
+        chunk_top = tl.load(partial_sums + place * 2, mask=is_head, other=float("-inf"))
+        chunk_total = tl.load(partial_sums + place * 2 + 1, mask=is_head, other=0.0)
+        # Chunks without keys of this query were not written.
+        is_written = (chunk_top > float("-inf"))[:, None] & is_column
+        chunk_mixed = tl.load(partial_mixed + place[:, None] * DIM + column, mask=is_written, other=0.0)
+        top, total, mixed = _merge(top, total, mixed, chunk_top, chunk_total, chunk_mixed)
+    result = mixed / tl.where(is_head, total, 1.0)[:, None]
+    place = (query * HEADS + head)[:, None] * DIM + column
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=is_head[:, None] & is_column)

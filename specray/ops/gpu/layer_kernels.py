@@ -1,0 +1,80 @@
+"""Triton kernels for the element-wise operations of decoder layers; `specray.ops.gpu.layers` calls them.
+
+Arithmetic is float32. A program has one token, or one head of it, so a token's result does not depend on the others.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def norm_rows(x, residual, out, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr):
+    column = tl.arange(0, PADDED)
+    is_column = column < SIZE
+    place = tl.program_id(0).to(tl.int64) * SIZE + column
+    values = tl.load(x + place, mask=is_column, other=0.0).to(tl.float32)
+    if ADDS:
+        values += tl.load(residual + place, mask=is_column, other=0.0).to(tl.float32)
+        # The norm reads the sum as it is stored, like the next layer that reads it.
+        stored = values.to(x.dtype.element_ty)
+        tl.store(x + place, stored, mask=is_column)
+        values = stored.to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / SIZE + eps)
+    scaled = values * factor * tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + place, scaled.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def rotate_head(
+    qkv,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    eps,
+    pool,
+    slot_mapping,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, HALF_PADDED)
+    is_column = column < DIM // 2
+    place = (token * (Q_HEADS + 2 * KV_HEADS) + head) * DIM + column
+    first = tl.load(qkv + place, mask=is_column, other=0.0).to(tl.float32)
+    second = tl.load(qkv + place + DIM // 2, mask=is_column, other=0.0).to(tl.float32)
+    if head < Q_HEADS + KV_HEADS:
+        if HAS_NORM:
+            factor = 1.0 / tl.sqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / DIM + eps)
+            weight = q_norm if head < Q_HEADS else k_norm
+            first *= factor * tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+            second *= factor * tl.load(weight + column + DIM // 2, mask=is_column, other=0.0).to(tl.float32)
+        angle = token * DIM + column
+        cos_first = tl.load(cos + angle, mask=is_column, other=0.0)
+        cos_second = tl.load(cos + angle + DIM // 2, mask=is_column, other=0.0)
+        sin_first = tl.load(sin + angle, mask=is_column, other=0.0)
+        sin_second = tl.load(sin + angle + DIM // 2, mask=is_column, other=0.0)
+        rotated = first * cos_first + second * sin_first
+        second = second * cos_second + first * sin_second
+        first = rotated
+    if head < Q_HEADS:
+        tl.store(qkv + place, first.to(qkv.dtype.element_ty), mask=is_column)
+        tl.store(qkv + place + DIM // 2, second.to(qkv.dtype.element_ty), mask=is_column)
+    else:
+        slot = tl.load(slot_mapping + token)
+        target = (slot * (2 * KV_HEADS) + head - Q_HEADS) * DIM + column
+        tl.store(pool + target, first.to(pool.dtype.element_ty), mask=is_column)
+        tl.store(pool + target + DIM // 2, second.to(pool.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def silu_block(gate_up, out, size, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < size
+    gate = tl.load(gate_up + token * 2 * size + column, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * 2 * size + size + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + token * size + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=is_column)

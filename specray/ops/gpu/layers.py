@@ -1,0 +1,78 @@
+"""Element-wise operations of decoder layers on a GPU, each in one launch. Their twins in torch are in the layers."""
+
+import torch
+import triton
+from torch import Tensor
+
+from specray.ops.gpu.layer_kernels import norm_rows, rotate_head, silu_block
+
+_SILU_BLOCK = 1024
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, size] * weight / sqrt(mean(x^2) + eps)."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _norm(x, x, out, weight, eps, adds=False)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same of x + residual, both [T, size] and contiguous; x becomes the sum."""
+    out = torch.empty_like(x)
+    _norm(x, residual, out, weight, eps, adds=True)
+    return out
+
+
+def _norm(x: Tensor, residual: Tensor, out: Tensor, weight: Tensor, eps: float, adds: bool) -> None:
+    size = x.shape[-1]
+    padded = triton.next_power_of_2(size)
+    if x.numel():
+        norm_rows[(x.numel() // size,)](
+            x, residual, out, weight, eps, SIZE=size, PADDED=padded, ADDS=adds, num_warps=min(16, max(1, padded // 256))
+        )
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    pool: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Norm and rotate q (in place) and k, and write k and v to their KV slots.
+
+    qkv [T, heads + 2 * kv_heads, dim] is contiguous; cos and signed sin [T, 1, dim] are float32 (see RotaryEmbedding);
+    `norms` are the weights [dim] of q and k; pool is one layer [slots, 2, kv_heads, dim]; slot_mapping int64 [T].
+    """
+    num_tokens, num_heads, dim = qkv.shape
+    kv_heads = pool.shape[2]
+    q_norm, k_norm = norms or (qkv, qkv)
+    if num_tokens:
+        rotate_head[(num_tokens, num_heads)](
+            qkv,
+            cos,
+            sin,
+            q_norm,
+            k_norm,
+            eps,
+            pool,
+            slot_mapping,
+            Q_HEADS=num_heads - 2 * kv_heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            HALF_PADDED=triton.next_power_of_2(dim // 2),
+            HAS_NORM=norms is not None,
+            num_warps=1,
+        )
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up from [T, 2 * size], gate first -> [T, size]."""
+    num_tokens, size = len(gate_up), gate_up.shape[-1] // 2
+    out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+    if num_tokens:
+        silu_block[(num_tokens, triton.cdiv(size, _SILU_BLOCK))](gate_up, out, size, BLOCK=_SILU_BLOCK)
+    return out

@@ -1,0 +1,103 @@
+"""Compiles the Triton kernels for GPUs that are not there: `python -m tests.support.compile_kernels` prints what each
+takes, one JSON object a line. Triton's wheel carries the assembler and a tool that reads its output.
+"""
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from specray.ops.gpu import attention_kernels, layer_kernels
+from specray.ops.gpu.attention import num_warps
+
+CAPABILITIES = (80, 90)
+HEADS = [(4, 8, 128), (8, 1, 128), (7, 4, 128)]  # group, KV heads, head dim: Llama 8B, a rank of 70B, Qwen2.5 7B
+POINTERS = {
+    "out": "*bf16",
+    "partial_mixed": "*fp32",
+    "partial_sums": "*fp32",
+    "tiles": "*i32",
+    "kv_slots": "*i64",
+    "paths": "*i64",
+    "path_lengths": "*i32",
+    "cos": "*fp32",
+    "sin": "*fp32",
+    "slot_mapping": "*i64",
+}
+SCALARS = {"scale": "fp32", "eps": "fp32"}
+
+
+class Case(NamedTuple):
+    kernel: Any
+    constants: dict[str, Any]
+    num_warps: int = 4
+
+
+def cases() -> Iterator[Case]:
+    for group, kv_heads, dim in HEADS:
+        shape = {"DIM": dim, "DIM_PADDED": triton.next_power_of_2(dim)}
+        blocks = {"KEYS": attention_kernels.KEYS, "CHUNK": attention_kernels.CHUNK}
+        for rows, splits in ((16, True), (16, False), (32, False)):
+            heads = {"GROUP": group, "KV_HEADS": kv_heads, "ROWS": rows, "WINDOW": 0, "SPLIT": splits}
+            yield Case(attention_kernels.attend_tiles, shape | blocks | heads, num_warps(rows))
+        num_heads = group * kv_heads
+        heads = {"HEADS": num_heads, "HEADS_PADDED": triton.next_power_of_2(num_heads)}
+        yield Case(attention_kernels.merge_chunks, shape | heads)
+        rotated = {"Q_HEADS": num_heads, "KV_HEADS": kv_heads, "DIM": dim, "HALF_PADDED": dim // 2, "HAS_NORM": True}
+        yield Case(layer_kernels.rotate_head, rotated, num_warps=1)
+    for adds in (False, True):
+        yield Case(layer_kernels.norm_rows, {"SIZE": 4096, "PADDED": 4096, "ADDS": adds}, num_warps=16)
+    yield Case(layer_kernels.silu_block, {"BLOCK": 1024})
+
+
+def compiled(case: Case, capability: int) -> dict[str, Any]:
+    """Registers and bytes of local memory (spills) of a thread, and shared memory of a program."""
+    names = case.kernel.arg_names
+    signature = {name: _type(name) if name not in case.constants else "constexpr" for name in names}
+    # What the launcher finds out about arguments: aligned pointers, and strides that are multiples of 16.
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name == "q_stride"]
+    source = ASTSource(
+        fn=case.kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in case.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    binary = triton.compile(source, target=target, options={"num_warps": case.num_warps})
+    usage = _usage(binary.asm["cubin"])
+    return {
+        "kernel": case.kernel.__name__,
+        "sm": capability,
+        "shared": binary.metadata.shared,
+        **usage,
+        **case.constants,
+    }
+
+
+def _type(name: str) -> str:
+    if name in SCALARS:
+        return SCALARS[name]
+    is_integer = name.endswith(("stride", "width")) or name.startswith("num_") or name == "size"
+    return "i32" if is_integer else POINTERS.get(name, "*bf16")
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    fields = dict(field.split(":") for field in shown.split() if ":" in field)
+    return {"registers": int(fields["REG"]), "spilled": int(fields["STACK"]) + int(fields["LOCAL"])}
+
+
+if __name__ == "__main__":
+    for capability in CAPABILITIES:
+        for case in cases():
+            print(json.dumps(compiled(case, capability)), flush=True)

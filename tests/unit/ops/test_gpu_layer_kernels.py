@@ -1,0 +1,83 @@
+"""The layers' Triton kernels, in the interpreter, against float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from specray.ops.gpu import layers
+
+EPS = 1e-5
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+dtypes = st.sampled_from(list(TOLERANCE))
+sizes = st.sampled_from([1, 2, 17, 64, 576, 1000])
+counts = st.integers(0, 4)
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def assert_close(seen: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(seen.double(), expected, atol=TOLERANCE[seen.dtype], rtol=TOLERANCE[seen.dtype])
+
+
+@given(counts, sizes, dtypes, st.booleans())
+@settings(max_examples=60)
+def test_norms(count: int, size: int, dtype: torch.dtype, adds: bool) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(n, size).to(dtype) for n in (count, count, 1))
+    before, summed = residual.clone(), x.double() + residual.double()
+    if adds:
+        out = layers.add_rms_norm(x, residual, weight[0], EPS)
+        assert_close(x, summed)  # the interpreter does not round bfloat16 as a GPU does
+        assert torch.equal(residual, before)
+    else:
+        out = layers.rms_norm(x, weight[0], EPS)
+    assert out.dtype == dtype
+    assert_close(out, normed(x, weight[0]))
+
+
+def test_a_norm_reads_rows_with_a_stride() -> None:
+    wide = torch.randn(5, 4, 6)
+    assert_close(layers.rms_norm(wide[:, 1:3], torch.ones(6), EPS), normed(wide[:, 1:3], torch.ones(6)))
+
+
+@given(counts, st.sampled_from([1, 3, 16, 1024, 1536]), dtypes)
+@settings(max_examples=40)
+def test_gated_units(count: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = torch.randn(count, 2 * size).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    out = layers.silu_and_mul(gate_up)
+    assert out.shape == (count, size)
+    assert_close(out, gate * gate.sigmoid() * up)
+
+
+@given(
+    counts, st.sampled_from([(1, 1), (3, 1), (4, 2), (6, 3)]), st.sampled_from([2, 16, 80, 128]), dtypes, st.booleans()
+)
+@settings(max_examples=80)
+def test_heads_are_normed_rotated_and_stored(
+    count: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, has_norms: bool
+) -> None:
+    torch.manual_seed(0)
+    q_heads, kv_heads = heads
+    qkv = torch.randn(count, q_heads + 2 * kv_heads, dim).to(dtype)
+    cos, sin = torch.randn(2, count, 1, dim)
+    weights = torch.rand(2, dim).to(dtype) + 0.5
+    pool = torch.randn(11, 2, kv_heads, dim).to(dtype)
+    slots = torch.randperm(11)[:count]
+    q, k, v = qkv.double().split((q_heads, kv_heads, kv_heads), 1)
+    if has_norms:
+        q, k = normed(q, weights[0]), normed(k, weights[1])
+    q, k = (x * cos + x.roll(dim // 2, -1) * sin for x in (q, k))
+    expected = pool.double()
+    expected[slots] = torch.stack((k, v), 1)
+    layers.rotate_and_store(qkv, cos, sin, (weights[0], weights[1]) if has_norms else None, EPS, pool, slots)
+    assert_close(qkv[:, :q_heads], q)
+    assert_close(pool, expected)
