@@ -66,9 +66,9 @@ class SpeculativeConfig(Options):
         description="Quantization of the draft model: null takes the target's, unquant disables it, auto chooses int8 "
         "on a CPU and none elsewhere. Weights shared with the target stay as they are.",
     )
-    draft_attention_backend: Annotated[Literal["auto", "torch"] | None, unsupported_options.ATTENTION_KERNELS] = Field(
-        None, description="Attention kernels of the draft model; null takes the target's."
-    )
+    draft_attention_backend: Annotated[
+        Literal["auto", "torch", "triton"] | None, unsupported_options.ATTENTION_KERNELS
+    ] = Field(None, description="Attention kernels of the draft model; null takes the target's.")
     token_map: str | None = Field(
         None,
         min_length=1,
@@ -283,8 +283,10 @@ class EngineConfig(Options):
         "auto", description="Device of the target; auto takes a GPU if there is one."
     )
     tp_size: int = Field(1, ge=1, le=64, description="Number of tensor-parallel ranks of the target.")
-    attention_backend: Annotated[Literal["auto", "torch"], unsupported_options.ATTENTION_KERNELS] = Field(
-        "auto", description="Attention kernels; auto chooses the fastest that the device supports."
+    attention_backend: Annotated[Literal["auto", "torch", "triton"], unsupported_options.ATTENTION_KERNELS] = Field(
+        "auto",
+        description="Attention kernels. auto chooses the compiled ones on a CPU and Triton's on a GPU, and torch's "
+        "where these are not there. triton needs a GPU.",
     )
     num_threads: int | None = Field(
         None,

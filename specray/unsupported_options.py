@@ -42,10 +42,10 @@ class UnsupportedOption:
 
 
 def _check_kernels(value: object, info: ValidationInfo) -> object:
-    if value not in (None, "auto", "torch"):
+    if value not in (None, "auto", "torch", "triton"):
         raise ConfigError(
-            f"{info.field_name}={value!r} is not supported: attention uses PyTorch's kernels on CPUs and GPUs; set it "
-            "to 'torch' or remove it"
+            f"{info.field_name}={value!r} is not supported: attention uses our own kernels on CPUs, Triton's on GPUs, "
+            "or PyTorch's; set it to 'auto', 'triton' or 'torch', or remove it"
         )
     return value
 

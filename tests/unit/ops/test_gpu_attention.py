@@ -7,7 +7,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from specray.errors import ConfigError
 from specray.ops.attention import AttentionBatch
+from specray.ops.backends import make_backend
 from specray.ops.gpu.attention import TritonAttention
 
 KV_HEADS, GROUP, DIM, SLOTS = 2, 3, 16, 128
@@ -86,3 +88,11 @@ def test_other_requests_do_not_change_a_result() -> None:
     )
     q, kv = tokens.q[[6, CONTEXT - 1]], tokens.kv[[6, CONTEXT - 1]]
     assert torch.equal(TritonAttention(pool, KV_HEADS * GROUP).plan(batch)(0, q, kv)[1], alone[0])
+
+
+def test_on_a_cpu_the_kernels_are_refused_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = torch.zeros(1, SLOTS, 2, KV_HEADS, DIM)
+    assert isinstance(make_backend("triton", pool, KV_HEADS), TritonAttention)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="attention_backend=triton needs an NVIDIA GPU, and the device is cpu"):
+        make_backend("triton", pool, KV_HEADS)
