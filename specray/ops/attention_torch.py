@@ -15,9 +15,10 @@ from torch import Tensor
 from specray.ops.attention import Attend, AttentionBatch
 
 _SHORT = 64  # most queries of a request that shares a padded batch
-# KV bytes of a padded batch. Beyond the L2 cache a batch is slower than its parts: 64 rows of 256 keys took
+# KV bytes of a padded batch on a CPU. Beyond the L2 cache a batch is slower than its parts: 64 rows of 256 keys took
 # 7.2 ms, 8 rows 0.32 (bfloat16, one thread).
 _BATCH_BYTES = 3 << 19
+_ANY_NUMBER = 1 << 62  # of keys: a GPU has one batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +44,8 @@ class TorchAttention:
         self._fold = num_heads // self._num_kv_heads
 
     def plan(self, batch: AttentionBatch) -> Attend:
-        most_keys = _BATCH_BYTES // (self._layers[0][0].nbytes)
+        is_cpu = self.pool.device.type == "cpu"
+        most_keys = _BATCH_BYTES // (self._layers[0][0].nbytes) if is_cpu else _ANY_NUMBER
         groups = [self._group(batch, members) for members in _grouped(batch.query_lens, batch.kv_lens, most_keys)]
         slot_mapping = batch.slot_mapping
 
