@@ -29,7 +29,7 @@ INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.docs-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format bench bench-peers heads draft mtp chaos docs clean distclean
+.PHONY: help install demo test test-fast lint format bench bench-peers gpu-report heads draft mtp chaos docs clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -80,6 +80,10 @@ bench: $(INSTALLED)  ## measure the README's figures on this machine: tens of mi
 
 bench-peers: $(INSTALLED)  ## measure beside vLLM, llama.cpp, OpenVINO and transformers, each in an environment of its own
 	$(BIN)/python -m benchmarks.peers $(if $(TORCH_ARGS),--torch-args="$(TORCH_ARGS)") $(PEERS_ARGS)
+
+# On a bare machine: needs torch and triton, neither Ray nor the other requirements.
+gpu-report:  ## check the kernels on this machine's GPU, with PYTHON's packages: minutes
+	$(PYTHON) -m benchmarks.gpu check --json gpu-report.json
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; goes on where it stopped
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 7168 --run $(HEADS_DIR)/eagle3

@@ -153,7 +153,6 @@ class SpeculativeConfig(Options):
     moe_a2a_backend: Annotated[str | None, unsupported_options.MOE_A2A_BACKEND.check] = (
         unsupported_options.MOE_A2A_BACKEND.field
     )
-    enable_spec_v2: Annotated[bool, unsupported_options.ENABLE_SPEC_V2.check] = unsupported_options.ENABLE_SPEC_V2.field
     ngram_force_greedy_verify: Annotated[bool, unsupported_options.NGRAM_FORCE_GREEDY_VERIFY.check] = (
         unsupported_options.NGRAM_FORCE_GREEDY_VERIFY.field
     )
@@ -310,6 +309,9 @@ class EngineConfig(Options):
         description="Fraction of memory for weights and KV pool; null takes 0.85 on a GPU and 0.4 on a CPU.",
     )
     disable_radix_cache: bool = Field(False, description="Disable prefix caching.")
+    disable_overlap_schedule: bool = Field(
+        False, description="Do not plan a step before the result of the last one is known. Only servers plan ahead."
+    )
 
     max_running_requests: int = Field(48, ge=1, le=4096, description="Maximum number of requests in a batch.")
     max_queued_requests: int = Field(

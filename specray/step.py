@@ -82,6 +82,11 @@ class StepPlan(NamedTuple):
     new_requests: list[NewRequest]
     rows: list[ScheduledRequest]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do for the worker."""
+        return not self.rows and not self.freed_slots
+
 
 class RequestResult(NamedTuple):
     """Tokens that one request emitted: accepted drafts and the bonus token; none after a non-final prompt chunk."""

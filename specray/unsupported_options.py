@@ -59,10 +59,6 @@ MOE_RUNNER_BACKEND = UnsupportedOption(
 MOE_A2A_BACKEND = UnsupportedOption(
     "tensor parallelism splits every expert, so ranks exchange no tokens; remove it", "none"
 )
-ENABLE_SPEC_V2 = UnsupportedOption(
-    "with draft.placement=colocated drafting always overlaps with scheduling; set that instead",
-    False,
-)
 NGRAM_FORCE_GREEDY_VERIFY = UnsupportedOption(
     "sampled requests would get greedy output; send temperature=0 for greedy decoding", False
 )

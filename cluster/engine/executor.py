@@ -57,7 +57,8 @@ class RayExecutor:
             places: list[Place] = ray.get([actor.place.remote() for actor in self._actors])
             self.rank_nodes = tuple(place.address for place in places)
             self._watchdogs = Watchdogs(Path(self._folder.name), places, self._watchdog_options)
-            self._capacity = self._start(places)
+            max_plans = 1 if config.disable_overlap_schedule else 2
+            self._capacity = self._start(places)._replace(max_plans=max_plans)
             if self._drafter is not None:
                 self._add_drafter(config, self._drafter)
             self._channel = self._connect()

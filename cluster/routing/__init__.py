@@ -1,1 +1,1 @@
-"""Routing in the ingress: choosing an engine for each request, failover, drafter rollout and autoscaling."""
+"""Routing in the ingress: choosing an engine for each request, failover and drafter rollout."""

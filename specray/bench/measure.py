@@ -66,10 +66,10 @@ def compare(
     title: str = "measuring",
 ) -> list[Record]:
     """All records. The order of variants rotates from chunk to chunk."""
-    interview = Interview(tokenizer, settings)
+    runner = ConversationRunner(tokenizer, settings)
     chunks = list(_chunks(prompts, settings.concurrency))
     for variant in variants:
-        interview.warm_up(variant, chunks[0])
+        runner.warm_up(variant, chunks[0])
     records: list[Record] = []
     total = len(chunks) * settings.repeats * len(variants)
     with tqdm(total=total, desc=title, unit="run", disable=None if progress else True) as bar:
@@ -77,13 +77,13 @@ def compare(
             for chunk in chunks:
                 for variant in _rotated(variants, chunk.number + repeat):
                     bar.set_postfix_str(variant.name, refresh=True)
-                    records += interview.hold(variant, chunk, repeat)
+                    records += runner.run(variant, chunk, repeat)
                     bar.update()
     return records
 
 
-class Interview:
-    """Sends a variant the turns of some prompts, each after the variant's own answers."""
+class ConversationRunner:
+    """Runs conversations turn by turn; each turn follows the variant's own answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, settings: Settings) -> None:
         self._tokenizer = tokenizer
@@ -95,24 +95,24 @@ class Interview:
         short = request._replace(params=replace(request.params, max_tokens=WARM_UP_TOKENS))
         variant.run([short], self._settings.concurrency, cache_salt=f"{self._settings.cache_salt}warm-up")
 
-    def hold(self, variant: Variant, chunk: Chunk, repeat: int) -> Iterator[Record]:
+    def run(self, variant: Variant, chunk: Chunk, repeat: int) -> Iterator[Record]:
         """One record per turn. Repeats have different cache salts, so that they share no cached answers."""
-        talks: list[list[dict[str, str]]] = [[] for _ in chunk.prompts]
+        conversations: list[list[dict[str, str]]] = [[] for _ in chunk.prompts]
         for turn in range(self._settings.turns):
             asked = [i for i, prompt in enumerate(chunk.prompts) if turn < len(prompt.turns)]
             if not asked:
                 return
             for i in asked:
-                talks[i].append({"role": "user", "content": chunk.prompts[i].turns[turn]})
-            requests = [self._bench_request(talks[i], chunk.first + i) for i in asked]
+                conversations[i].append({"role": "user", "content": chunk.prompts[i].turns[turn]})
+            requests = [self._bench_request(conversations[i], chunk.first + i) for i in asked]
             salt = f"{self._settings.cache_salt}repeat-{repeat}"
             run = variant.run(requests, self._settings.concurrency, salt)
             for i, reply in zip(asked, run.replies, strict=True):
                 answer = self._tokenizer.decode(reply.token_ids, skip_special_tokens=True)
-                talks[i].append({"role": "assistant", "content": str(answer)})
+                conversations[i].append({"role": "assistant", "content": str(answer)})
             yield Record(variant.name, Key(chunk.category, chunk.number, repeat, turn), run)
 
-    def _bench_request(self, talk: list[dict[str, str]], number: int) -> BenchRequest:
+    def _bench_request(self, conversation: list[dict[str, str]], number: int) -> BenchRequest:
         settings = self._settings
         params = SamplingParams(
             temperature=settings.temperature,
@@ -120,7 +120,7 @@ class Interview:
             ignore_eos=settings.ignore_eos,
             seed=settings.seed + number,
         )
-        return BenchRequest(render_chat(self._tokenizer, talk), params)
+        return BenchRequest(render_chat(self._tokenizer, conversation), params)
 
 
 def _chunks(prompts: Sequence[Prompt], concurrency: int) -> Iterator[Chunk]:

@@ -60,11 +60,11 @@ class Session:
 
     def _make(self, name: str) -> Variant:
         if name == TRANSFORMERS:
-            return self._yardstick()
+            return self._transformers_variant()
         method = self._defined.get(name) or parse_method(name, self._config)
         return EngineVariant(name, self._llm if name == PLAIN else self._llm.with_speculative(method))
 
-    def _yardstick(self) -> Variant:
+    def _transformers_variant(self) -> Variant:
         from specray.bench.transformers_variant import TransformersVariant  # imports that take seconds
 
         config, weight = self._config, target_of(self._llm).embedding.weight

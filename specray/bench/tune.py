@@ -60,7 +60,7 @@ class Candidate:
 
     @property
     def score(self) -> float:
-        """Geometric mean over the batch sizes: twice as fast at one makes up for half as fast at another."""
+        """The geometric mean of the ratios over the batch sizes."""
         return geometric_mean(self.ratio(size) for size in self.ratios)
 
     def note(self, batch_size: int, records: Sequence[Record]) -> None:
@@ -139,7 +139,7 @@ def search(
         for candidate in left:
             candidate.num_rounds = number
         if number < num_rounds:
-            kept = survivors({c.tree: {size: c.ratio(size) for size in batch_sizes} for c in left})
+            kept = best_half({c.tree: {size: c.ratio(size) for size in batch_sizes} for c in left})
             leaving = [candidate for candidate in left if candidate.tree not in kept]
             gone, left = _ranked(leaving) + gone, [candidate for candidate in left if candidate.tree in kept]
             for candidate in leaving:
@@ -154,7 +154,7 @@ def prompts_of_round(prompts: Sequence[Prompt], number: int, count: int) -> list
     return [*prompts[start:], *prompts[:start]][:count]
 
 
-def survivors(ratios: Mapping[str, Mapping[int, float]]) -> set[str]:
+def best_half(ratios: Mapping[str, Mapping[int, float]]) -> set[str]:
     """Trees for the next round: the better half by mean ratio, and the best one at each batch size.
 
     `ratios` is tree -> batch size -> tokens/s over plain decoding's.

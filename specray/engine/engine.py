@@ -4,6 +4,7 @@
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer
@@ -37,11 +38,12 @@ class Engine:
         self._probe_stats = EngineStats()  # never exported
         self._tokenizer = tokenizer
         self._texts: dict[str, TextStream] = {}
+        self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
         self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._pending_outputs or self.scheduler.has_freed_slots)
+        return bool(self._requests or self._pending_outputs or self._in_flight or self.scheduler.has_freed_slots)
 
     def add_request(self, spec: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError; then nothing was queued."""
@@ -69,15 +71,17 @@ class Engine:
                 self._pending_outputs.append(self._end(request, FinishReason.ABORT))
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of every running request, and return the outputs of those that have any."""
+        """Run one step of every running request, and return the outputs of those that have any.
+
+        With two plans in flight, the ranks compute the next step while the outputs of this one are handled.
+        """
         start = time.perf_counter()
         self._end_overdue()
-        plan = self.scheduler.schedule()
-        if plan.rows or plan.freed_slots:
-            self._record_queue_times(plan)
-            self.executor.submit(plan)
+        while len(self._in_flight) < self.capacity.max_plans and self._submit():
+            pass
+        if self._in_flight:
             result = self.executor.collect()
-            for emitted in self.scheduler.emitted(plan, result):
+            for emitted in self.scheduler.emitted(self._in_flight.popleft(), result):
                 self._pending_outputs.append(self._commit(emitted))
             self._count_step(result, time.perf_counter() - start)
         return self._take_outputs()
@@ -106,6 +110,16 @@ class Engine:
         self.stats.set("specray_kv_cache_usage_perc", held / usable)
         self.stats.set("specray_kv_cache_cached_perc", cache.num_idle / usable)
         self.stats.values["specray_num_preemptions_total"] = scheduler.num_preemptions
+
+    def _submit(self) -> bool:
+        """Plan a step and send it to the ranks. False if there is nothing to do before a result arrives."""
+        plan = self.scheduler.schedule()
+        if plan.is_empty:
+            return False
+        self._record_queue_times(plan)
+        self.executor.submit(plan)
+        self._in_flight.append(plan)
+        return True
 
     def _end_overdue(self) -> None:
         """Abort running and waiting requests past their deadline, in case their caller no longer can."""

@@ -16,10 +16,11 @@ class Capacity(NamedTuple):
     reads_next_token: bool = False  # the draft KV of a block also depends on the token after it
     dtype: str = "float32"  # of the target's weights and KV
     is_batch_invariant: bool = True  # a token's logits have the same bits in any batch, tree or prompt chunk
+    max_plans: int = 1  # submitted and not collected; with 2, the ranks never wait for the next plan
 
 
 class Executor(Protocol):
-    """Runs plans in order. `submit` returns at once or after the step; `collect` waits for the oldest plan's result.
+    """Runs plans in order. `submit` returns at once; `collect` waits for the oldest plan's result.
 
     Both raise EngineDeadError if a rank has died.
     """

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
+from typing import NamedTuple
 
 from specray.engine.radix_cache import CacheNode
 from specray.outputs import FinishReason, RequestUsage
@@ -32,6 +33,14 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+class Planned(NamedTuple):
+    """One request's part of a step whose result is not known yet."""
+
+    num_tokens: int  # known tokens to compute
+    samples: bool  # it emits 1 … num_drafts + 1 tokens
+    num_drafts: int
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One queued or running request. `token_ids` is the prompt and the tokens generated so far."""
@@ -46,6 +55,7 @@ class Request:
 
     slot: int = -1  # in the worker's request table, while running
     num_computed_tokens: int = 0  # committed tokens whose KV is written
+    in_flight: list[Planned] = field(default_factory=list)  # oldest first
     block_ids: list[int] = field(default_factory=list)
     shared_path: list[CacheNode] = field(default_factory=list)  # locked; block i is cached iff its node holds it
 
@@ -72,13 +82,20 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Known tokens still to compute; 1 when decoding."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens that are known once all planned steps are done, and that none of them computes; 1 when decoding."""
+        if any(planned.samples for planned in self.in_flight):
+            return 1
+        return len(self.token_ids) - self.num_computed_tokens - sum(planned.num_tokens for planned in self.in_flight)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that it can have once all planned steps are done."""
+        return len(self.token_ids) + sum(1 + planned.num_drafts for planned in self.in_flight if planned.samples)
 
     @property
     def max_useful_drafts(self) -> int:
         """Draft tokens that could be emitted before the bonus token reaches `max_length`."""
-        return self.max_length - len(self.token_ids) - 1
+        return self.max_length - self.most_tokens - 1
 
     def count_verify(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one verified tree. A tree without drafts counts as a step, but not in the accept histogram.

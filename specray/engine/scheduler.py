@@ -2,14 +2,19 @@
 
 `schedule` makes a StepPlan, `commit` applies its results. Prefill and decode are not distinguished: a request computes
 some of its known tokens, and once none is left it verifies a draft tree. `fair_queue` decides who starts next.
+
+A step may be planned before the result of the last one is known. A request then gets blocks for the most tokens that
+it can have, and is left out if it may have ended. The worker knows its tokens and needs no more from the plan.
 """
+
+from collections import deque
 
 from specray.config import EngineConfig
 from specray.engine.block_pool import BlockPool
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
 from specray.engine.radix_cache import RadixCache
-from specray.engine.request import Emitted, Request, Status
+from specray.engine.request import Emitted, Planned, Request, Status
 from specray.engine.sampling_options import sampling_options
 from specray.step import NewRequest, ScheduledRequest, StepPlan, StepResult
 
@@ -33,6 +38,8 @@ class Scheduler:
         self._free_slots = list(range(config.max_running_requests - 1, -1, -1))
         self._freed_slots: list[int] = []
         self._num_steps = 0
+        # The requests of planned steps, each with its number of preemptions at that time.
+        self._planned: deque[list[tuple[Request, int]]] = deque()
         self.num_preemptions = 0
 
     @property
@@ -55,11 +62,13 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step: known tokens of running requests, then waiting requests while budget and blocks last.
 
-        Drafts get blocks last, so they never keep a request out of the step.
+        Drafts get blocks last, so they never keep a request out of the step. An empty plan must not be run.
         """
         budget, num_preemptions = self._prefill_budget(), self.num_preemptions
         work: list[tuple[Request, int, list[int]]] = []  # known tokens to compute, blocks added for them
         for request in list(self.running):
+            if request.in_flight and request.most_tokens >= request.max_length:
+                continue  # a planned step may end it
             num_tokens = self._num_tokens(request, budget)
             if num_tokens and (blocks := self._keep(request)) is not None:
                 work.append((request, num_tokens, blocks))
@@ -78,21 +87,28 @@ class Scheduler:
         rows = [self._schedule_request(*item, share) for item, share in zip(work, shares, strict=True)]
         freed, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
-        return StepPlan(self._num_steps, freed, new_requests, rows)
+        plan = StepPlan(self._num_steps, freed, new_requests, rows)
+        if not plan.is_empty:
+            self._planned.append([(request, request.num_preemptions) for request, *_ in work])
+        return plan
 
     def emitted(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
-        """What each request emitted in a step, without requests that ended after the plan was made."""
-        by_slot = {request.slot: request for request in self.running}
+        """What each request emitted in the oldest planned step.
+
+        Without requests that ended after the plan was made, or that lost their slot and compute these tokens again.
+        """
         emitted = []
-        for row, row_result in zip(plan.rows, result.rows, strict=True):
+        planned = zip(self._planned.popleft(), plan.rows, result.rows, strict=True)
+        for (request, num_preemptions), row, row_result in planned:
             assert row.slot == row_result.slot, (row, row_result)
-            if request := by_slot.get(row.slot):
+            if request.status is Status.RUNNING and request.num_preemptions == num_preemptions:
                 emitted.append(Emitted(request, row.num_tokens, row_result))
         return emitted
 
     def commit(self, emitted: Emitted, num_kept: int) -> None:
         """Append the first `num_kept` of a request's emitted tokens, up to where a stop condition cuts the output."""
         request, token_ids = emitted.request, emitted.result.token_ids
+        request.in_flight.pop(0)
         request.num_computed_tokens += emitted.num_tokens
         if token_ids:
             request.count_verify(emitted.result.num_draft_tokens, len(token_ids) - 1)
@@ -121,10 +137,15 @@ class Scheduler:
         return 1 if pending == 1 else min(pending, self.chunk_size, budget)
 
     def _keep(self, request: Request) -> list[int] | None:
-        """New blocks for a running request's known tokens; None if it was preempted for older requests."""
+        """New blocks for a running request's tokens; None if it was preempted for older ones, or must wait for blocks.
+
+        Requests are preempted only for one whose tokens are known: it may need less than is reserved.
+        """
         while request.status is Status.RUNNING:
-            if (blocks := self._grow(request, len(request.token_ids))) is not None:
+            if (blocks := self._grow(request, request.most_tokens)) is not None:
                 return blocks
+            if request.in_flight:
+                return None
             self._preempt(self.running[-1])
         return None
 
@@ -139,11 +160,13 @@ class Scheduler:
     def _schedule_request(
         self, request: Request, num_tokens: int, new_block_ids: list[int], draft_share: int
     ) -> ScheduledRequest:
-        num_known, num_drafts, limit = len(request.token_ids), 0, request.spec.draft_limit
-        if num_tokens == request.num_pending_tokens and limit.allows_drafts:
+        num_known, num_drafts, limit = request.most_tokens, 0, request.spec.draft_limit
+        samples = num_tokens == request.num_pending_tokens
+        if samples and limit.allows_drafts:
             num_drafts = max(0, min(draft_share, request.max_useful_drafts, limit.num_tokens))
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
+        request.in_flight.append(Planned(num_tokens, samples, num_drafts))
         return ScheduledRequest(request.slot, num_tokens, limit._replace(num_tokens=num_drafts), new_block_ids)
 
     def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -207,4 +230,4 @@ class Scheduler:
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot, request.num_computed_tokens = -1, 0
-        request.block_ids, request.shared_path = [], []
+        request.block_ids, request.shared_path, request.in_flight = [], [], []

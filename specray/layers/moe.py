@@ -1,11 +1,12 @@
 """Mixture of experts: a router chooses some experts for each token, and their outputs are added.
 
-This is the reference implementation for all devices. Tokens are gathered by expert, and a token's outputs are added in
-the order of the experts, so that the sum does not depend on the rest of the batch.
+The order of a token's sum does not depend on the rest of the batch: by expert in `ExpertList`, the reference for all
+devices, and by the router's preference in `specray.ops.gpu.experts`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,29 @@ class Expert(Layer):
         return self._down(self._gate_up(x))
 
 
+class Experts(Protocol):
+    """This rank's part of all routed experts."""
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The weighted sum over a token's experts, float32 [T, hidden], from x [T, hidden] and a Route's result."""
+
+
+class ExpertList(Layer):
+    """Experts one after the other, each for its tokens. Reads on the host which experts have tokens."""
+
+    def __init__(self, experts: Sequence[Expert]) -> None:
+        super().__init__()
+        self._experts = nn.ModuleList(experts)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for index in sorted(set(chosen.flatten().tolist())):  # a host copy, which saves the experts without tokens
+            tokens, places = (chosen == index).nonzero(as_tuple=True)
+            parts = self._experts[index](x[tokens]).float() * weights[tokens, places, None]
+            out.index_add_(0, tokens, parts)
+        return out
+
+
 class MixtureOfExperts(Layer):
     """Routed experts and, in some models, a feed-forward shared by all tokens. Each rank has a part of every expert.
 
@@ -89,28 +113,19 @@ class MixtureOfExperts(Layer):
         self,
         gate: Tensor,
         route: Route,
-        experts: Sequence[Expert],
+        experts: Experts,
         group: RankGroup,
         shared: Layer | None = None,
     ) -> None:
         super().__init__()
         self._gate = nn.Parameter(gate, requires_grad=False)
         self._route = route
-        self._experts = nn.ModuleList(experts)
+        self._experts = experts
         self._group = group
         self._shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]"""
         weights, chosen = self._route(x.float() @ self._gate.t())
-        out = self._group.sum(self._routed(x, weights, chosen)).to(x.dtype)
+        out = self._group.sum(self._experts(x, weights, chosen)).to(x.dtype)
         return out if self._shared is None else out + self._shared(x)
-
-    def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """This rank's part of the sum over experts, float32 [T, hidden]."""
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for index in sorted(set(chosen.flatten().tolist())):  # a host copy, which saves the experts without tokens
-            tokens, places = (chosen == index).nonzero(as_tuple=True)
-            parts = self._experts[index](x[tokens]).float() * weights[tokens, places, None]
-            out.index_add_(0, tokens, parts)
-        return out

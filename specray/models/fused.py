@@ -36,7 +36,7 @@ def fused_decoder(layers: Sequence[object], rotary: RotaryEmbedding, eps: float)
 
 
 def embed_and_head(embedding: VocabEmbedding, norm: RMSNorm, head: VocabHead, num_columns: int) -> EmbedAndHead | None:
-    """What surrounds a model's layers; None if it is split over ranks or the kernels are not there."""
+    """The embedding and the output head for the kernels; None if split over ranks or without kernels."""
     matrix, weight = _whole_matrix(embedding, head), norm.float_weight
     if matrix is None or weight is None:
         return None

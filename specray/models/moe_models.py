@@ -7,9 +7,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from specray.layers.module import Layer
-from specray.layers.moe import Expert, MixtureOfExperts, SoftmaxRoute
+from specray.layers.moe import Expert, ExpertList, Experts, MixtureOfExperts, SoftmaxRoute
 from specray.models.llama import Llama
 from specray.models.loading import Loader
+from specray.ops.gpu import uses_triton
 
 QWEN_NAMES = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL_NAMES = ("w1", "w3", "w2")
@@ -51,14 +52,16 @@ def load_experts(
     hidden_size: int,
     ffn_size: int,
     names: Sequence[str] = QWEN_NAMES,
-) -> list[Expert]:
+) -> Experts:
     """This rank's part of every expert; `names` are those of gate, up and down."""
     part, wide = loader.group.share(ffn_size), (ffn_size, hidden_size)
-    experts = []
+    weights = []
     for index in range(num_experts):
         gate, up, down = (f"{prefix}experts.{index}.{name}.weight" for name in names)
         narrow = loader.tensor(down, wide[::-1], part, 1).contiguous()
-        experts.append(
-            Expert(loader.tensor(gate, wide, part), loader.tensor(up, wide, part), narrow, loader.quantization)
-        )
-    return experts
+        weights.append((loader.tensor(gate, wide, part), loader.tensor(up, wide, part), narrow))
+    if loader.quantization is None and uses_triton(loader.device):
+        from specray.ops.gpu.experts import GroupedExperts
+
+        return GroupedExperts(weights)
+    return ExpertList([Expert(*expert, loader.quantization) for expert in weights])

@@ -115,7 +115,7 @@ def concatenated(weights: Sequence[GroupedWeight]) -> GroupedWeight:
 
 
 def _lows(weight: GroupedWeight, size: int) -> Tensor:
-    """What each group's integer 0 stands for."""
+    """The value of integer 0 in each group."""
     lows = weight.scales * -weight.zero if weight.lows is None else weight.lows - weight.scales * weight.zero
     return _spread(lows, weight.size // size)
 

@@ -62,7 +62,7 @@ class DraftTree:
         return [TreeLists(tokens[:count], parents[:count]) for tokens, parents, count in rows]
 
     def ancestors(self) -> Tensor:
-        """bool [B, N, N]: [b, i, j] is set if j is i or an ancestor of i. Past a tree's nodes, i has only itself."""
+        """bool [B, N, N]: [b, i, j] is set if j is i or an ancestor of i. Padding nodes see only themselves."""
         num_rows, size = self.tokens.shape
         if size == 1:
             return torch.ones(num_rows, 1, 1, dtype=torch.bool, device=self.tokens.device)

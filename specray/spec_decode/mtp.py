@@ -3,8 +3,8 @@
 A single layer drafts like an EAGLE head, step after step on its own output (`eagle`). With several layers, step k uses
 layer k, and every layer processes the whole text. Each layer keeps its KV in the same KV slots as the target, and its
 outputs in a second pool: the input of a layer at a position is the output of the layer before it at the previous
-position, which may come from an earlier step or from another request with the same prefix. The second pool has layers *
-hidden numbers a token.
+position, which may come from an earlier step or from another request with the same prefix. The second pool stores
+layers * hidden values per token.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""NGRAM: drafts are copied from what followed the same tokens before, in this request or in finished requests.
+"""NGRAM: drafts are continuations of earlier occurrences of the last tokens, in this request or in finished ones.
 
 There is no model. `ngram_index` finds earlier occurrences of the request's last tokens, and `ngram_tree` makes a tree
 of what follows them. A symbol is a token combined with the number of its cache salt, so that texts of different salts

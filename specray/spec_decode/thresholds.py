@@ -1,11 +1,14 @@
 """Lossy acceptance: sufficiently likely drafts replace the token that the target sampled.
 
 At a node whose sampled token is a child, that child is taken, as by `coupled`. Otherwise the siblings are walked in
-order, best first. With p a sibling's probability under the target (temperature and filters applied), A the sum of p so
-far and S that of all siblings, a sibling with p > 0 is taken as soon as u < A / accept_threshold_acc or p >=
-accept_threshold_single, where u is uniform in [S, 1), as if the sampled token was drawn by inverting a CDF that begins
-with the siblings. So a child is taken with probability min(1, S / accept_threshold_acc), as in SGLang, and always if
-one has probability accept_threshold_single. With both thresholds 1.0 the result is that of `coupled`, which runs then.
+order, best first, and the first one with p > 0 and
+
+    u < A / accept_threshold_acc   or   p >= accept_threshold_single
+
+is taken. Here p is the sibling's probability under the target (temperature and filters applied), A the sum of p so far,
+S the sum over all siblings, and u is uniform in [S, 1): the sampled token was none of the siblings. So a child is taken
+with probability min(1, S / accept_threshold_acc), as in SGLang, and always if one has probability
+accept_threshold_single. With both thresholds 1.0 the result is that of `coupled`, which runs then.
 Greedy requests stay exact: their distribution is one-hot. The uniform is keyed by seed and position, so the same drafts
 lead to the same text.
 """

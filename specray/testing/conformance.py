@@ -1,7 +1,7 @@
 """The checks that every drafter passes. Each takes an engine's configuration and raises AssertionError.
 
-They compare the drafter's output with that of plain decoding, token by token. So that rounding cannot tell the two
-apart, they load the target of the configuration in float32 and without quantization.
+They compare the drafter's output with that of plain decoding, token by token. They load the target of the configuration
+in float32 and without quantization, so that rounding causes no difference.
 """
 
 from collections.abc import Callable, Sequence

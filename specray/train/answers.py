@@ -81,7 +81,7 @@ def _write_description(options: AnswerOptions, files: list[PromptFile]) -> None:
         "model": options.model,
         "hidden_size": config.hidden_size,
         "num_layers": config.num_hidden_layers,
-        "feature_layers": aux_hidden_state_layers(config.num_hidden_layers),
+        "aux_hidden_state_layers": aux_hidden_state_layers(config.num_hidden_layers),
         "prompt_files": [file.describe() for file in files],
         "samples": options.samples,
         "self_prompts": options.self_prompts,

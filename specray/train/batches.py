@@ -30,7 +30,7 @@ class AnswerFolder:
         self.path = path
         self.description: dict[str, Any] = read_description(path)
         self.hidden_size: int = self.description["hidden_size"]
-        self.aux_hidden_state_layers: list[int] = self.description["feature_layers"]
+        self.aux_hidden_state_layers: list[int] = self.description["aux_hidden_state_layers"]
         self.stores_hidden_states: bool = self.description.get("hidden_states", "stored") == "stored"
         self._shards: dict[str, Shard] = {}
 

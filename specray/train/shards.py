@@ -1,17 +1,17 @@
 """Training data on disk: the target's answers with their hidden states.
 
-A folder of answers contains `answers.json` ({"model", "feature_layers", "hidden_size", "num_layers", …}) and shards,
-`shard-PART-NUMBER.safetensors`, which are written atomically. A shard has
+A folder of answers contains `answers.json` ({"model", "aux_hidden_state_layers", "hidden_size", "num_layers", …}) and
+shards, `shard-PART-NUMBER.safetensors`, which are written atomically. A shard has
 
-    token_ids       int32 [T]      its sequences, concatenated
-    lengths         int32 [n]      tokens of each sequence, sum T
-    prompt_lengths  int32 [n]      tokens before the first one that the target generated
-    indexes         int64 [n]      the request of the run that each sequence belongs to
-    features        bfloat16 [T, len(feature_layers) * hidden_size], columns in the order of `aux_hidden_state_layers`;
-                    absent if the target computes them during training (see `hidden_states`)
+    token_ids          int32 [T]  its sequences, concatenated
+    lengths            int32 [n]  tokens of each sequence, sum T
+    prompt_lengths     int32 [n]  tokens before the first one that the target generated
+    indexes            int64 [n]  the request of the run that each sequence belongs to
+    aux_hidden_states  bfloat16 [T, len(aux_hidden_state_layers) * hidden_size], columns in that order; absent if the
+                       target computes them during training (see `hidden_states`)
 
-`feature_layers` are those of EAGLE-3, then `num_layers`: the hidden states after the final norm. The last position of
-every sequence is zeros, because its hidden states were not computed.
+`aux_hidden_state_layers` are those of EAGLE-3, then `num_layers`: the hidden states after the final norm. The last
+position of every sequence is zeros, because its hidden states were not computed.
 """
 
 import json
@@ -31,7 +31,7 @@ from specray.errors import ConfigError
 
 DESCRIPTION = "answers.json"
 _PATTERN = "shard-*.safetensors"
-_FIELDS = {"model": str, "feature_layers": list, "hidden_size": int, "num_layers": int}
+_FIELDS = {"model": str, "aux_hidden_state_layers": list, "hidden_size": int, "num_layers": int}
 # Longer than the header that all generated conversations share.
 _KEY_TOKENS = 48
 _HELD_OUT_PERCENT = 2
@@ -71,7 +71,7 @@ def write_shard(folder: Path, sequences: Sequence[TokenSequence], part: int = 0)
     }
     states = [row.aux_hidden_states.bfloat16() for row in sequences if row.aux_hidden_states is not None]
     if states:
-        tensors["features"] = torch.cat(states)
+        tensors["aux_hidden_states"] = torch.cat(states)
     path = folder / f"shard-{part:02d}-{_next_number(folder, part):05d}.safetensors"
     unfinished = path.with_name(f".{path.name}.tmp")
     save_file(tensors, unfinished)
@@ -118,7 +118,7 @@ class Shard:
         self.path = path
         tensors = _open(path)
         self._token_ids = tensors["token_ids"]
-        self._aux_hidden_states = tensors.get("features")
+        self._aux_hidden_states = tensors.get("aux_hidden_states")
         self.lengths: list[int] = tensors["lengths"].tolist()
         self.prompt_lengths: list[int] = tensors["prompt_lengths"].tolist()
         self._starts = [0]
@@ -159,7 +159,7 @@ class Shard:
         shapes: dict[str, tuple[object, object]] = {
             "token_ids": (tuple(self._token_ids.shape), (self.num_tokens,)),
             "prompt_lengths": ((len(self.prompt_lengths),), (len(self.lengths),)),
-            "features": (seen_states, None if columns is None else (self.num_tokens, columns)),
+            "aux_hidden_states": (seen_states, None if columns is None else (self.num_tokens, columns)),
         }
         for name, (seen, wanted) in shapes.items():
             if seen != wanted:
@@ -180,7 +180,7 @@ def _open(path: Path) -> dict[str, Tensor]:
     try:
         with opener(path, framework="pt") as file:
             names = ["token_ids", "lengths", "prompt_lengths"]
-            names += ["features"] if "features" in file.keys() else []  # noqa: SIM118 — not a dict
+            names += ["aux_hidden_states"] if "aux_hidden_states" in file.keys() else []  # noqa: SIM118 — not a dict
             return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error

@@ -244,7 +244,7 @@ def _hidden_states(folder: AnswerFolder, max_length: int) -> HiddenStates:
     if folder.stores_hidden_states:
         return stored_hidden_states
     described = folder.description
-    return HiddenStateComputer(described["model"], described["dtype"], described["feature_layers"], max_length)
+    return HiddenStateComputer(described["model"], described["dtype"], described["aux_hidden_state_layers"], max_length)
 
 
 def _resolve_dtype(name: str, device: torch.device) -> torch.dtype:

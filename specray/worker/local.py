@@ -13,7 +13,7 @@ from specray.worker.worker import Worker
 
 
 class LocalExecutor:
-    """Runs a plan in `submit`, and drafts for the next step there."""
+    """Runs a plan in `collect`, and drafts for the next step there."""
 
     def __init__(
         self,
@@ -31,19 +31,20 @@ class LocalExecutor:
         self._config = config
         with enough_memory(config, STARTING, ConfigError):
             self.worker = Worker(config, progress=progress, drafter=drafter, model=model)
-        self._results: deque[StepResult] = deque()
+        self._plans: deque[StepPlan] = deque()
 
     @property
     def capacity(self) -> Capacity:
         return self.worker.capacity
 
     def submit(self, plan: StepPlan) -> None:
-        with enough_memory(self._config, STEPPING, EngineDeadError):
-            self._results.append(self.worker.execute(plan))
-            self.worker.propose()
+        self._plans.append(plan)
 
     def collect(self) -> StepResult:
-        return self._results.popleft()
+        with enough_memory(self._config, STEPPING, EngineDeadError):
+            result = self.worker.execute(self._plans.popleft())
+            self.worker.propose()
+        return result
 
     def close(self) -> None:
         self.worker.close()

@@ -39,7 +39,7 @@ class StepOutput(NamedTuple):
 
     @classmethod
     def of_sampled(cls, verified: VerifyOutput) -> "StepOutput":
-        """The same where every request was verified, so that their logits tell whether they are finite."""
+        """The same where every request was verified; its number of tokens is 0 if its logits are not finite."""
         count = verified.num_tokens[:, None]
         outcome = torch.cat((count, count, verified.tokens, verified.nodes), 1)
         return cls(outcome, outcome.cpu().numpy(), verified.logprobs)

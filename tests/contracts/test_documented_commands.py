@@ -11,6 +11,7 @@ import yaml
 from cluster.app import build
 from cluster.cli.check import check_document
 from cluster.cli.serve import main
+from cluster.cli.sglang_environment import check_sglang_environment
 from cluster.config import AppConfig
 
 LINES = [
@@ -91,18 +92,17 @@ def test_options_without_effect_are_logged_in_one_line(
     }
 
 
-@pytest.mark.parametrize("value", ["True", "true", "1"])
-def test_overlapped_drafting_needs_a_colocated_drafter(
-    value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("value", "wanted"), [("True", "false"), ("1", "false"), ("False", "true")])
+def test_overlap_is_on_unless_a_flag_turns_it_off(
+    value: str, wanted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", value)
-    ngram = ("--speculative-algorithm", "NGRAM")
-    assert accepted(capsys, *ngram).draft.placement == "colocated"
-    accepted(capsys, "--draft-placement", "inline")  # nothing is drafted
-    error = refused(capsys, *ngram, "--draft-placement", "inline")
-    assert "SGLANG_ENABLE_SPEC_V2=True is not supported: with draft.placement=colocated drafting" in error
-    monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", "False")
-    accepted(capsys, *ngram, "--draft-placement", "inline")
+    assert not accepted(capsys).disable_overlap_schedule
+    warning = f"SGLANG_ENABLE_SPEC_V2={value} is not applied; set --disable-overlap-schedule {wanted}"
+    for is_off in (True, False):
+        app = AppConfig(disable_overlap_schedule=is_off)
+        expected = [] if is_off == (wanted == "true") else [warning]
+        assert list(check_sglang_environment({"SGLANG_ENABLE_SPEC_V2": value}, [app])) == expected
 
 
 def test_forced_greedy_verification_is_refused(

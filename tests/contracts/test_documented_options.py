@@ -45,7 +45,6 @@ REFUSED: dict[str, tuple[str | None, str]] = {
     "--speculative-attention-mode": ("prefill", "decode"),
     "--speculative-moe-runner-backend": ("auto", "triton"),
     "--speculative-moe-a2a-backend": ("none", "deepep"),
-    "--speculative-enable-spec-v2": ("false", "true"),  # SGLANG_ENABLE_SPEC_V2
     "--speculative-ngram-force-greedy-verify": ("false", "true"),  # SGLANG_NGRAM_FORCE_GREEDY_VERIFY
     "--enable-multi-layer-eagle": ("true", "false"),
     "--enable-dp-attention": ("false", "true"),

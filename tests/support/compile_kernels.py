@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specray.ops.gpu import attention_kernels, layer_kernels
+from specray.ops.gpu import attention_kernels, expert_kernels, experts, layer_kernels
 from specray.ops.gpu.attention import num_warps
 
 CAPABILITIES = (80, 90)
@@ -29,6 +29,8 @@ POINTERS = {
     "cos": "*fp32",
     "sin": "*fp32",
     "slot_mapping": "*i64",
+    "block_experts": "*i32",
+    "block_pairs": "*i32",
 }
 SCALARS = {"scale": "fp32", "eps": "fp32"}
 
@@ -54,6 +56,9 @@ def cases() -> Iterator[Case]:
     for adds in (False, True):
         yield Case(layer_kernels.norm_rows, {"SIZE": 4096, "PADDED": 4096, "ADDS": adds}, num_warps=16)
     yield Case(layer_kernels.silu_block, {"BLOCK": 1024})
+    sizes = {"ROWS": experts.ROWS, "COLUMNS": experts.COLUMNS, "INPUTS": experts.INPUTS}
+    for share in (8, 1):
+        yield Case(expert_kernels.grouped_products, {"SHARE": share} | sizes)
 
 
 def compiled(case: Case, capability: int) -> dict[str, Any]:
@@ -61,7 +66,7 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
     names = case.kernel.arg_names
     signature = {name: _type(name) if name not in case.constants else "constexpr" for name in names}
     # What the launcher finds out about arguments: aligned pointers, and strides that are multiples of 16.
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name == "q_stride"]
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in ("q_stride", "outs", "ins")]
     source = ASTSource(
         fn=case.kernel,
         signature=signature,
@@ -83,7 +88,7 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
 def _type(name: str) -> str:
     if name in SCALARS:
         return SCALARS[name]
-    is_integer = name.endswith(("stride", "width")) or name.startswith("num_") or name == "size"
+    is_integer = name.endswith(("stride", "width")) or name.startswith("num_") or name in ("size", "outs", "ins")
     return "i32" if is_integer else POINTERS.get(name, "*bf16")
 
 

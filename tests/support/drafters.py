@@ -109,7 +109,7 @@ def draw_wrong(root: int, future: list[int], random: Random) -> TreeLists:
 
 
 def draw_random(root: int, future: list[int], random: Random) -> TreeLists:  # noqa: ARG001
-    """Any shape, any tokens."""
+    """A random tree of random tokens."""
     size = random.randint(0, MAX_DRAFTS)
     return TreeLists(
         [root] + [random.randrange(VOCAB_SIZE) for _ in range(size)],

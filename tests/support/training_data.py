@@ -19,7 +19,12 @@ def write_answers(folder: Path, shards: int = 1, sequences: int = 24, seed: int 
         target.mkdir(parents=True)
         answers.mkdir()
         write_toy(target)
-        description = {"model": str(target), "feature_layers": [0, 1, 1, 2], "hidden_size": HIDDEN, "num_layers": 2}
+        description = {
+            "model": str(target),
+            "aux_hidden_state_layers": [0, 1, 1, 2],
+            "hidden_size": HIDDEN,
+            "num_layers": 2,
+        }
         (answers / "answers.json").write_text(json.dumps(description))
     generator = torch.Generator().manual_seed(seed)
     for _ in range(shards):

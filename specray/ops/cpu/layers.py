@@ -33,7 +33,7 @@ class LayerParts:
 
 
 class EmbedAndHead:
-    """What a model has around its layers: embedding [vocab, H], final norm float32 [H], output matrix."""
+    """A model's embedding [vocab, H], its final norm, float32 [H], and its output matrix."""
 
     def __init__(self, embedding: Tensor, norm: Tensor, output: PackedMatrix, num_columns: int) -> None:
         """`num_columns` of the output matrix are the vocabulary."""

@@ -24,7 +24,7 @@ class StateInput(NamedTuple):
 
 
 class TreeRequests(NamedTuple):
-    """What B trees grow from."""
+    """The inputs for growing B draft trees."""
 
     output: Tensor  # [B, H], the model's, from which the roots' children are predicted
     roots: Tensor  # int64 [B], last known tokens

@@ -9,7 +9,7 @@ import yaml
 from specray.bench import tune
 from specray.bench.measure import Settings
 from specray.bench.prompts import Prompt
-from specray.bench.tune import Outcome, make_candidates, output, prompts_of_round, search, survivors, yaml_block
+from specray.bench.tune import Outcome, best_half, make_candidates, output, prompts_of_round, search, yaml_block
 from specray.bench.variants import PLAIN
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
@@ -32,9 +32,9 @@ def outcome_of(session: ScriptedSession, num_rounds: int = 3) -> Outcome:
 
 def test_the_slower_half_is_dropped_except_the_best_of_a_batch_size() -> None:
     ratios = {tree: {1: one / 10, 8: many / 40} for tree, (one, many) in SPEEDS.items()}
-    assert survivors(ratios) == {"5-4-8", "4-2-8", "5-4-16", "3-1-4"}  # three by mean, one by batch size 8
-    assert survivors({"a": {1: 1.0}, "b": {1: 2.0}}) == {"b"}
-    assert survivors({"a": {1: 1.0}}) == {"a"}
+    assert best_half(ratios) == {"5-4-8", "4-2-8", "5-4-16", "3-1-4"}  # three by mean, one by batch size 8
+    assert best_half({"a": {1: 1.0}, "b": {1: 2.0}}) == {"b"}
+    assert best_half({"a": {1: 1.0}}) == {"a"}
 
 
 def test_rounds_narrow_down_to_the_best_mean() -> None:

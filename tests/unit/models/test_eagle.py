@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specray.config import EngineConfig, SpeculativeConfig
+from specray.errors import ConfigError
 from specray.layers.linear import VocabEmbedding
 from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import BEFORE_FINAL_NORM
@@ -459,7 +460,7 @@ def test_heads_that_do_not_fit_are_refused(case: str, tmp_path: Path, target_fol
     name, change, message = REFUSED[case]
     toy = toy_head(name)
     change(toy)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
 
 
@@ -474,7 +475,7 @@ MATRICES = [(name, n) for name in ("eagle3-safeailab", "eagle3-prefixed", "eagle
 def test_a_missing_tensor_is_named(name: str, missing: str, tmp_path: Path, target_folder: Path, target: Llama) -> None:
     toy = toy_head(name)
     del toy.tensors[missing]
-    with pytest.raises(ValueError, match=rf"{missing.removeprefix('model.')}") as caught:
+    with pytest.raises(ConfigError, match=rf"{missing.removeprefix('model.')}") as caught:
         load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
     assert str(tmp_path / "head") in str(caught.value)
 
@@ -487,7 +488,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(
     whole = toy.tensors[misshapen]
     toy.tensors[misshapen] = whole[:-1].contiguous()
     shapes = rf"\[{len(whole) - 1}.*\], but config.json implies \[{len(whole)}"
-    with pytest.raises(ValueError, match=rf"head/\S+: tensor {misshapen} has shape {shapes}"):
+    with pytest.raises(ConfigError, match=rf"head/\S+: tensor {misshapen} has shape {shapes}"):
         load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
 
 
@@ -497,19 +498,19 @@ def test_a_head_of_the_other_algorithm_is_refused(
 ) -> None:
     toy = toy_head(name)
     kind = toy.layout.version
-    with pytest.raises(ValueError, match=rf"EAGLE-{kind} head, .*set speculative.algorithm: {ALGORITHMS[kind]} "):  # type: ignore[index]
+    with pytest.raises(ConfigError, match=rf"EAGLE-{kind} head, .*set speculative.algorithm: {ALGORITHMS[kind]} "):  # type: ignore[index]
         load(toy.write(tmp_path / "head"), target_folder, target, 5 - kind)
 
 
 def test_a_folder_without_a_head_is_refused(tmp_path: Path, target_folder: Path, target: Llama) -> None:
-    with pytest.raises(ValueError, match=r"holds no EAGLE head"):
+    with pytest.raises(ConfigError, match=r"holds no EAGLE head"):
         load(target_folder, target_folder, target, 3)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="holds a list instead of an object"):
+    with pytest.raises(ConfigError, match="holds a list instead of an object"):
         load(tmp_path, target_folder, target, 3)
     toy = toy_head("eagle2")
     toy.tensors = {"model.norm.weight": torch.zeros(32)}
-    with pytest.raises(ValueError, match=r"holds no EAGLE head: expected fc.weight .*found model.norm.weight"):
+    with pytest.raises(ConfigError, match=r"holds no EAGLE head: expected fc.weight .*found model.norm.weight"):
         load(toy.write(tmp_path / "other"), target_folder, target, 2)
 
 
@@ -518,5 +519,5 @@ def test_draft_load_format_chooses_the_files(name: str, tmp_path: Path, target_f
     toy = toy_head(name)
     folder = toy.write(tmp_path / "head")
     load(folder, target_folder, target, toy.layout.version, draft_load_format="bin")
-    with pytest.raises(ValueError, match="load_format=safetensors"):
+    with pytest.raises(ConfigError, match="load_format=safetensors"):
         load(folder, target_folder, target, toy.layout.version, draft_load_format="safetensors")

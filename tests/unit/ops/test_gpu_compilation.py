@@ -29,7 +29,7 @@ def test_kernels_compile_without_spills() -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {(usage["kernel"], usage["sm"]) for usage in found} == {
         (kernel, sm)
-        for kernel in ("attend_tiles", "merge_chunks", "rotate_head", "norm_rows", "silu_block")
+        for kernel in ("attend_tiles", "merge_chunks", "rotate_head", "norm_rows", "silu_block", "grouped_products")
         for sm in (80, 90)
     }
     assert [usage for usage in found if usage["spilled"] or usage["shared"] > SHARED_BYTES] == []

@@ -136,6 +136,25 @@ def test_a_configuration_for_the_wrong_device_is_refused(build: Callable[[], Eng
         build()
 
 
+@pytest.mark.parametrize(("outs", "ins"), [(32, 48), (33, 48), (32, 50), (7, 5)])
+def test_fp8_pads_sizes_that_the_kernel_does_not_take(outs: int, ins: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product itself is emulated: it runs on GPUs only, and fails for sizes that are not multiples of 16."""
+
+    def scaled_mm(a: Tensor, b: Tensor, unit: Tensor, scale: Tensor, bias: Tensor, out_dtype: torch.dtype) -> Tensor:
+        assert a.shape[1] % 16 == 0
+        assert b.shape[1] % 16 == 0
+        assert (a.dtype, b.dtype, b.stride(0)) == (torch.float8_e4m3fn, torch.float8_e4m3fn, 1)
+        return ((a.float() * unit) @ (b.float() * scale) + bias.float()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*size).bfloat16() for size in ((3, ins), (outs, ins), (outs,)))
+    y = make_linear(weight, bias, "fp8")(x)
+    exact = x.double() @ weight.double().T + bias.double()
+    assert y.shape == exact.shape
+    assert relative_error(y, exact) < 0.06
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_the_error_of_fp8_is_below_6_percent() -> None:

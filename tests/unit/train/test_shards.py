@@ -48,7 +48,7 @@ def test_error_for_a_damaged_shard_names_it(tmp_path: Path) -> None:
 
 def test_aux_hidden_states_of_another_width_are_refused(tmp_path: Path) -> None:
     path = write_shard(tmp_path, sequences(2))
-    with pytest.raises(ConfigError, match=r"features has shape \(\d+, 128\), .* imply \(\d+, 96\)"):
+    with pytest.raises(ConfigError, match=r"aux_hidden_states has shape \(\d+, 128\), .* imply \(\d+, 96\)"):
         Shard(path, 3 * HIDDEN)
 
 
@@ -117,7 +117,7 @@ def test_batch_size_is_limited_and_order_depends_on_the_seed(tmp_path: Path) -> 
 
 
 def test_error_for_a_folder_without_shards_says_what_to_do(tmp_path: Path) -> None:
-    description = {"model": "x", "feature_layers": [0, 1], "hidden_size": 4, "num_layers": 1}
+    description = {"model": "x", "aux_hidden_state_layers": [0, 1], "hidden_size": 4, "num_layers": 1}
     (tmp_path / "answers.json").write_text(json.dumps(description))
     with pytest.raises(ConfigError, match="make answers first"):
         AnswerFolder(tmp_path).names()

@@ -72,10 +72,10 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
         return torch.cat(parts), state
 
     def entered(position: int) -> Tensor:
-        feature = batch.aux_hidden_states[row, position]
+        states = batch.aux_hidden_states[row, position]
         if not eagle3:
-            return feature
-        chunks = [norm(c, weights[f"fc_norm.{i}.weight"], eps) for i, c in enumerate(feature.chunk(3))]
+            return states
+        chunks = [norm(c, weights[f"fc_norm.{i}.weight"], eps) for i, c in enumerate(states.chunk(3))]
         return torch.cat(chunks) @ weights["fc.weight"].T
 
     keys, values, outputs = [], [], []

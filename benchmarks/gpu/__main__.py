@@ -1,0 +1,74 @@
+"""`python -m benchmarks.gpu check`: kernels against float64, and one result wherever a token is computed."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.cases import SHAPES, TINY, Shape, Tokens, kernel_cases
+from specray.tables import format_table
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("part", choices=["check"], help="check: is every kernel right?")
+    parser.add_argument("--device", default="cuda", help="cpu needs TRITON_INTERPRET=1 (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to test the program without a GPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("torch finds no GPU here; run it on a machine with one, or with --device cpu --tiny", file=sys.stderr)
+        return 2
+    shapes, context = ([TINY], 80) if options.tiny else (SHAPES, 1500)
+    found = [row for shape in shapes for row in check(shape, device, context)]
+    headers = ["model", "check", "type", "error", "passed"]
+    print(format_table(headers, [[row[name] for name in headers] for row in found], num_text_columns=3))
+    failed = sum(row["passed"] != "yes" for row in found)
+    print(f"\n{_machine(device)}: {len(found) - failed} of {len(found)} checks passed")
+    if options.json:
+        options.json.write_text(json.dumps({"machine": _machine(device), "checks": found}, indent=2) + "\n")
+    return int(failed > 0)
+
+
+def check(shape: Shape, device: torch.device, context: int) -> Iterator[dict[str, Any]]:
+    for dtype in TOLERANCE:
+        kind = str(dtype).removeprefix("torch.")
+        for case in kernel_cases(shape, dtype, device, context):
+            seen, expected = case.run()
+            scale = float(expected.abs().max()) or 1.0
+            error = float((seen.double() - expected).abs().max()) / scale
+            passed = error <= TOLERANCE[dtype]
+            yield _row(shape, case.name, kind, f"{error:.1e}", passed)
+        for name, is_same in same_bits(shape, dtype, device, context):
+            yield _row(shape, f"same bits: {name}", kind, "", is_same)
+
+
+def same_bits(shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Iterator[tuple[str, bool]]:
+    """A token alone against the same token in other surroundings."""
+    tokens, last = Tokens(shape, context, dtype, device), 6
+    alone = torch.cat([tokens.attend(position, position + 1) for position in range(context - last, context)])
+    whole, split = (tokens.attend(context - 1, context, splits=splits) for splits in (False, True))
+    yield "chunks split among programs", torch.equal(whole, split)
+    yield "in a batch of 33", torch.equal(tokens.attend(context - 1, context, batch_size=33), alone[-1:])
+    yield "on the path of a tree", torch.equal(tokens.attend_path(context - last), alone)
+    yield "in a chunk of a prompt", torch.equal(tokens.attend(context - last, context), alone)
+
+
+def _row(shape: Shape, name: str, kind: str, error: str, passed: bool) -> dict[str, Any]:
+    return {"model": shape.name, "check": name, "type": kind, "error": error, "passed": "yes" if passed else "NO"}
+
+
+def _machine(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, interpreted"
+    return f"{name}, torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

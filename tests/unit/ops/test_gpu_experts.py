@@ -1,0 +1,67 @@
+"""Grouped products of experts, in Triton's interpreter, against one expert at a time."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from specray.layers.moe import Expert, ExpertList
+from specray.ops.gpu.experts import ROWS, GroupedExperts, expert_blocks
+
+
+@given(st.lists(st.integers(0, 6), max_size=60))
+@settings(max_examples=100)
+def test_blocks_hold_every_pair_once_with_its_expert(chosen: list[int]) -> None:
+    experts, pairs = expert_blocks(torch.tensor(chosen, dtype=torch.int64), 7)
+    assert pairs.shape == (len(experts), ROWS)
+    found = [
+        (pair, expert)
+        for expert, row in zip(experts.tolist(), pairs.tolist(), strict=True)
+        for pair in row
+        if pair < len(chosen)
+    ]
+    assert sorted(found) == list(enumerate(chosen))
+    assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "num_chosen"), [(1, 4, 2), (5, 3, 1), (40, 3, 2), (7, 16, 4)])
+def test_the_sum_equals_that_of_one_expert_at_a_time(
+    num_tokens: int, num_experts: int, num_chosen: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    hidden, ffn = 24, 70  # not multiples of the kernel's blocks
+    weights = [
+        (torch.randn(ffn, hidden) / 5, torch.randn(ffn, hidden) / 5, torch.randn(hidden, ffn) / 8)
+        for _ in range(num_experts)
+    ]
+    x = torch.randn(num_tokens, hidden).to(dtype)
+    chosen = torch.rand(num_tokens, num_experts).topk(num_chosen).indices
+    shares = torch.rand(num_tokens, num_chosen)
+    expected = ExpertList([Expert(*(part.to(dtype).float() for part in expert)) for expert in weights])(
+        x.float(), shares, chosen
+    )
+    cast = [(gate.to(dtype), up.to(dtype), down.to(dtype)) for gate, up, down in weights]
+    seen = GroupedExperts(cast)(x, shares, chosen)
+    assert seen.dtype is torch.float32
+    tolerance = 1e-5 if dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(seen, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_other_tokens_do_not_change_a_result() -> None:
+    torch.manual_seed(0)
+    experts = GroupedExperts([(torch.randn(32, 16), torch.randn(32, 16), torch.randn(16, 32)) for _ in range(4)])
+    x, chosen, shares = torch.randn(20, 16), torch.rand(20, 4).topk(2).indices, torch.rand(20, 2)
+    whole = experts(x, shares, chosen)
+    alone = torch.cat([experts(x[i : i + 1], shares[i : i + 1], chosen[i : i + 1]) for i in range(20)])
+    assert torch.equal(whole, alone)
+
+
+def test_no_tokens_and_experts_without_tokens() -> None:
+    experts = GroupedExperts([(torch.randn(8, 16), torch.randn(8, 16), torch.randn(16, 8)) for _ in range(3)])
+    none = experts(torch.empty(0, 16), torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int64))
+    assert none.shape == (0, 16)
+    same = torch.full((4, 1), 2)
+    assert experts(torch.randn(4, 16), torch.ones(4, 1), same).isfinite().all()
