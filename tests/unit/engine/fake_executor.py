@@ -103,8 +103,11 @@ class FakeExecutor:
         accepts: Sequence[tuple[int, int]] = ((0, 0),),
         context_length: int = 48,
         reads_next_token: bool = False,
+        max_plans: int = 1,
     ) -> None:
-        self.capacity = Capacity(num_blocks, max_draft_tokens, context_length, VOCAB_SIZE, [EOS], reads_next_token)
+        self.capacity = Capacity(
+            num_blocks, max_draft_tokens, context_length, VOCAB_SIZE, [EOS], reads_next_token, max_plans=max_plans
+        )
         self.rows: dict[int, RequestState] = {}
         self.max_lengths: dict[int, int] = {}
         self.broken: set[int] = set()
@@ -157,6 +160,7 @@ class FakeExecutor:
         slots = [step.slot for step in plan.rows]
         assert len(set(slots)) == len(slots)
         rows = [(self.rows[step.slot], step.num_tokens) for step in plan.rows]
+        rows = [(row, count) for row, count in rows if row.seed not in self.broken]  # they do not advance
         assert all(1 <= count <= len(row.tokens) - row.num_computed for row, count in rows)
         prefill = [count for row, count in rows if row.is_new or len(row.tokens) - row.num_computed > 1]
         assert all(count <= self._config.chunked_prefill_size for count in prefill)
@@ -174,7 +178,7 @@ class FakeExecutor:
         end = row.num_computed + step.num_tokens + step.draft_limit.num_tokens
         assert end <= len(row.blocks) * size, "a token is written beyond the row's blocks"
         assert 0 <= step.draft_limit.num_tokens <= self.capacity.max_draft_tokens
-        if step.draft_limit.num_tokens:
+        if step.draft_limit.num_tokens and row.seed not in self.broken:
             assert row.num_computed + step.num_tokens == len(row.tokens), "only a row that verifies may draft"
             assert len(row.tokens) + step.draft_limit.num_tokens + 1 <= self.max_lengths[row.seed]
         others = [other for other in self.rows.values() if other is not row]
