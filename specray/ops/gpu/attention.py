@@ -26,6 +26,7 @@ class TritonAttention:
         self.num_heads = num_heads
         _, _, _, self.num_kv_heads, self.head_dim = pool.shape
         self.group = num_heads // self.num_kv_heads
+        self.causal_queries = max(1, _CAUSAL_ROWS // self.group)  # of a tile of a prompt chunk
         self.layers = pool.unbind()
         # Enough programs to fill the device twice; with fewer, the chunks of a tile get programs of their own.
         self.enough_programs = 2 * _num_processors(pool.device)
@@ -40,7 +41,7 @@ class TritonAttend:
     def __init__(self, backend: TritonAttention, batch: AttentionBatch) -> None:
         """One copy to the device; the rest is known on the host or computed there without reading it."""
         self._backend = backend
-        causal, nodes = _tiles(batch, max(1, _CAUSAL_ROWS // backend.group))
+        causal, nodes = _tiles(batch, backend.causal_queries)
         tiles = torch.from_numpy(np.concatenate((causal, nodes))).to(backend.pool.device, non_blocking=True)
         self._causal, self._nodes = tiles[: len(causal)], tiles[len(causal) :]
         self._paths, self._path_lengths = (
@@ -66,7 +67,7 @@ class TritonAttend:
     def _read(self, pool: Tensor, q: Tensor) -> Tensor:
         backend = self._backend
         out = torch.empty(len(q), backend.num_heads, backend.head_dim, dtype=q.dtype, device=q.device)
-        for tiles, queries in ((self._causal, max(1, _CAUSAL_ROWS // backend.group)), (self._nodes, 1)):
+        for tiles, queries in ((self._causal, backend.causal_queries), (self._nodes, 1)):
             if len(tiles):
                 self._launch(out, q, pool, tiles, queries)
         return out.flatten(1)
@@ -134,7 +135,7 @@ def _tiles(batch: AttentionBatch, queries: int) -> tuple[np.ndarray, np.ndarray]
     The columns are the first query, the number of queries, the request, the position of the first query or, of a node,
     the position of its path's first key, and the node or -1.
     """
-    causal, single, first, node = [], [], 0, 0
+    causal, single, first = [], [], 0
     width = 0 if batch.tree_mask is None else batch.tree_mask.shape[1]
     rows = zip(batch.query_lens, batch.kv_lens, batch.tree_sizes, strict=True)
     for request, (query_len, kv_len, (num_nodes, num_tree_keys)) in enumerate(rows):
@@ -149,7 +150,7 @@ def _tiles(batch: AttentionBatch, queries: int) -> tuple[np.ndarray, np.ndarray]
             ]
         for index in range(num_nodes):
             single.append((first + known + index, 1, request, kv_len - num_tree_keys, request * width + index))
-        first, node = first + query_len, node + num_nodes
+        first += query_len
     return tuple(np.array(part, dtype=np.int32).reshape(-1, 5) for part in (causal, single))  # type: ignore[return-value]
 
 

@@ -5,24 +5,17 @@ blocks of KEYS and chunks of CHUNK positions counted from 0, and a node of a tre
 path were committed. So the same token has the same bits alone, in a batch, in a tree and in a prompt chunk, as far as
 the tensor cores round a row alike in tiles of different heights.
 
-A tile is up to QUERIES queries of one request and the GROUP heads that share a KV head. Its chunks may be computed by
-one program or by one program each (SPLIT), which `merge_chunks` then combines with the same arithmetic.
+A tile is one query or several consecutive ones of a request, with the GROUP heads that share a KV head. Its chunks may
+be computed by one program or by one program each (SPLIT), which `merge_chunks` then combines with the same arithmetic.
 """
 
 import triton
 import triton.language as tl
 
+from specray.ops.gpu.dot_kernels import dot
+
 KEYS = 64  # positions of a block
 CHUNK = 512  # positions of a chunk
-# Triton's interpreter multiplies bfloat16 as if its bits were integers.
-_WIDENS: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def _dot(a, b, sums):
-    if _WIDENS:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, sums, input_precision="ieee")
 
 
 @triton.jit
@@ -106,7 +99,7 @@ def attend_tiles(
             is_loaded = is_key[:, None] & is_column
             keys = tl.load(pool + kv_places, mask=is_loaded, other=0.0)
             values = tl.load(pool + kv_places + KV_HEADS * DIM, mask=is_loaded, other=0.0)
-            scores = _dot(rows, tl.trans(keys), tl.zeros([ROWS, KEYS], tl.float32)) * scale
+            scores = dot(rows, tl.trans(keys), tl.zeros([ROWS, KEYS], tl.float32)) * scale
             is_seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (key[None, :] > position[:, None] - WINDOW)
@@ -117,7 +110,7 @@ def attend_tiles(
             before = tl.exp2(chunk_top - reference)
             chunk_total = tl.fma(chunk_total, before, tl.sum(weights, 1))
             chunk_mixed = chunk_mixed * before[:, None]
-            chunk_mixed = _dot(weights.to(values.dtype), values, chunk_mixed)
+            chunk_mixed = dot(weights.to(values.dtype), values, chunk_mixed)
             chunk_top = new_top
         top, total, mixed = _merge(top, total, mixed, chunk_top, chunk_total, chunk_mixed)
 

@@ -7,8 +7,7 @@ inputs in order, in steps of INPUTS, whatever the other rows of its block are.
 import triton
 import triton.language as tl
 
-# Triton's interpreter multiplies bfloat16 as if its bits were integers.
-_WIDENS: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+from specray.ops.gpu.dot_kernels import dot
 
 
 @triton.jit
@@ -40,8 +39,6 @@ def grouped_products(
             is_place = place < ins
             a = tl.load(rows + place, mask=is_pair[:, None] & is_place, other=0.0)
             b = tl.load(columns + place, mask=is_column[:, None] & is_place, other=0.0)
-            if _WIDENS:
-                a, b = a.to(tl.float32), b.to(tl.float32)
-            sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+            sums = dot(a, tl.trans(b), sums)
         places = pair[:, None] * outs + column
         tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column)
