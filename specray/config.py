@@ -51,6 +51,13 @@ class SpeculativeConfig(Options):
         "smaller trees, and the newest requests none if the budget runs out; null sets no limit.",
     )
 
+    budget: Literal["static", "auto"] = Field(
+        "static",
+        description="Not in SGLang. Draft tokens of a step: static verifies whole trees, or equal shares of "
+        "max_step_draft_tokens; auto drafts as much as generates the most tokens per second, with costs and acceptance "
+        "measured while serving, and nothing where drafts do not pay. max_step_draft_tokens limits both.",
+    )
+
     draft_model_path: str | None = Field(
         None, min_length=1, description="Draft head or draft model: embedded name, local folder or hub name."
     )

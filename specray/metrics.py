@@ -66,6 +66,7 @@ METRICS = (
         "counter",
         "Trees verified, including those without drafts; one per request and step after the first token.",
     ),
+    Metric("specray_draft_budget_tokens_total", "counter", "Draft tokens that steps were allowed, root not counted."),
     Metric("specray_spec_decode_num_drafts_total", "counter", "Verified trees with at least one draft token."),
     Metric("specray_spec_decode_num_draft_tokens_total", "counter", "Draft tokens verified, root not counted."),
     Metric("specray_spec_decode_num_accepted_tokens_total", "counter", "Draft tokens accepted, bonus not counted."),

@@ -81,6 +81,7 @@ class StepPlan(NamedTuple):
     freed_slots: list[int]
     new_requests: list[NewRequest]
     rows: list[ScheduledRequest]
+    feeds_drafter: bool = True  # False: the drafter is not called after this step
 
     @property
     def is_empty(self) -> bool:
@@ -96,6 +97,7 @@ class RequestResult(NamedTuple):
     num_draft_tokens: int  # nodes verified, the root not counted
     logprobs: list[TokenLogprob] | None  # one for each of token_ids
     error: str | None  # set if the logits are not finite; the scheduler must end the request
+    accepted_nodes: Sequence[int] = ()  # of the verified tree, one for each of token_ids but the last
 
 
 class StepTimes(NamedTuple):

@@ -25,10 +25,9 @@ def pack(message: StepPlan | StepResult) -> bytes:
 
 def unpack_plan(data: bytes) -> StepPlan:
     """Inverse of `pack` for a plan."""
-    step_id, freed, new_requests, rows = msgpack.unpackb(data)
-    return StepPlan(
-        step_id, freed, [new_request(*row) for row in new_requests], [_scheduled_request(*row) for row in rows]
-    )
+    step_id, freed, new_requests, rows, feeds_drafter = msgpack.unpackb(data)
+    entering, scheduled = [new_request(*row) for row in new_requests], [_scheduled_request(*row) for row in rows]
+    return StepPlan(step_id, freed, entering, scheduled, feeds_drafter)
 
 
 def unpack_result(data: bytes) -> StepResult:
@@ -49,7 +48,8 @@ def _scheduled_request(*fields: Any) -> ScheduledRequest:
 
 
 def _request_result(*fields: Any) -> RequestResult:
-    slot, token_ids, num_draft_tokens, logprobs, error = fields
-    if logprobs is not None:
-        logprobs = [TokenLogprob(token, value, [tuple(pair) for pair in top]) for token, value, top in logprobs]
-    return RequestResult(slot, token_ids, num_draft_tokens, logprobs, error)
+    result = RequestResult(*fields)
+    if result.logprobs is None:
+        return result
+    logprobs = [TokenLogprob(token, value, [tuple(pair) for pair in top]) for token, value, top in result.logprobs]
+    return result._replace(logprobs=logprobs)

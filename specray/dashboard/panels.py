@@ -93,6 +93,7 @@ def _quantiles(name: str) -> tuple[Query, ...]:
     return tuple(Query(f"histogram_quantile({share / 100:g}, {buckets})", f"p{share}") for share in (50, 95))
 
 
+ALLOWED = "specray_draft_budget_tokens_total"
 ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
 DRAFTS = "specray_spec_decode_num_drafts_total"
 DRAFT_TOKENS = "specray_spec_decode_num_draft_tokens_total"
@@ -133,6 +134,17 @@ SPECULATION = Row(
             tuple(
                 Query(_conditional_acceptance(depth), f"{{{{drafter}}}} depth {depth}")
                 for depth in range(1, NUM_DEPTHS + 1)
+            ),
+            is_main=True,
+        ),
+        Panel(
+            "Draft budget",
+            "none",
+            "Draft tokens for each request and step: allowed by the budget, and verified. With `budget: auto` they "
+            "fall when the batch grows or drafts are refused, down to none.",
+            (
+                Query(f"{rate(ALLOWED, 'drafter')} / {rate(VERIFY_STEPS, 'drafter')}", "{{drafter}} allowed"),
+                Query(f"{rate(DRAFT_TOKENS, 'drafter')} / {rate(VERIFY_STEPS, 'drafter')}", "{{drafter}} verified"),
             ),
             is_main=True,
         ),

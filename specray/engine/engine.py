@@ -13,6 +13,7 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.acceptance import AcceptanceAlarm
 from specray.engine.admission import Admission
 from specray.engine.detokenizer import TextStream
+from specray.engine.draft_budget import StepTimer, make_budget
 from specray.engine.executor import Executor
 from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.scheduler import Scheduler
@@ -39,6 +40,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._texts: dict[str, TextStream] = {}
         self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
+        self._timer = StepTimer()
         self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
 
     @property
@@ -76,12 +78,14 @@ class Engine:
         With two plans in flight, the ranks compute the next step while the outputs of this one are handled.
         """
         start = time.perf_counter()
+        self._timer.start(start, is_busy=bool(self._in_flight))
         self._end_overdue()
         while len(self._in_flight) < self.capacity.max_plans and self._submit():
             pass
         if self._in_flight:
-            result = self.executor.collect()
-            for emitted in self.scheduler.emitted(self._in_flight.popleft(), result):
+            result, plan = self.executor.collect(), self._in_flight.popleft()
+            self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
+            for emitted in self.scheduler.emitted(plan, result):
                 self._pending_outputs.append(self._commit(emitted))
             self._count_step(result, time.perf_counter() - start)
         return self._take_outputs()
@@ -90,7 +94,7 @@ class Engine:
         """Plan for another drafter. The worker may switch earlier or later, because it truncates trees to the plan."""
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
-        self.scheduler.max_step_draft_tokens = speculative.max_step_draft_tokens
+        self.scheduler.budget = make_budget(self.config, speculative, self.capacity)
         self.stats.name_drafter(speculative.drafter_name)
         self._alarm.reset()
 
@@ -117,6 +121,7 @@ class Engine:
         if plan.is_empty:
             return False
         self._record_queue_times(plan)
+        self.stats.add("specray_draft_budget_tokens_total", sum(row.draft_limit.num_tokens for row in plan.rows))
         self.executor.submit(plan)
         self._in_flight.append(plan)
         return True

@@ -6,6 +6,7 @@ from enum import Enum
 from math import inf
 from typing import NamedTuple
 
+from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.radix_cache import CacheNode
 from specray.outputs import FinishReason, RequestUsage
 from specray.sampling_params import SamplingParams
@@ -65,6 +66,7 @@ class Request:
     num_draft_tokens: int = 0
     num_accepted: int = 0
     accept_histogram: list[int] = field(default_factory=list)  # see RequestUsage
+    acceptance: RequestAcceptance = field(default_factory=RequestAcceptance)  # by its latest trees, for the draft budget
     num_preemptions: int = 0
     is_lossy: bool = False  # see RequestUsage
 

@@ -8,9 +8,12 @@ it can have, and is left out if it may have ended. The worker knows its tokens a
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 from specray.config import EngineConfig
 from specray.engine.block_pool import BlockPool
+from specray.engine.draft_budget import DraftBudget, make_budget
+from specray.engine.draft_budget.budget import Drafting
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
 from specray.engine.radix_cache import RadixCache
@@ -31,7 +34,7 @@ class Scheduler:
         self.chunk_size = config.chunked_prefill_size
         self.max_prefill_tokens = config.max_prefill_tokens
         self.max_draft_tokens = capacity.max_draft_tokens
-        self.max_step_draft_tokens = config.speculative.max_step_draft_tokens
+        self.budget: DraftBudget = make_budget(config, config.speculative, capacity)
         self.eos_token_ids = capacity.eos_token_ids
         self.waiting = FairQueue()
         self.running: list[Request] = []
@@ -83,11 +86,11 @@ class Scheduler:
             new_requests.append(self._new_request(request))
             work.append((request, num_tokens, []))
             budget -= num_tokens
-        shares = self._draft_shares([request for request, *_ in work])
+        shares, feeds_drafter = self._draft_shares(work)
         rows = [self._schedule_request(*item, share) for item, share in zip(work, shares, strict=True)]
         freed, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
-        plan = StepPlan(self._num_steps, freed, new_requests, rows)
+        plan = StepPlan(self._num_steps, freed, new_requests, rows, feeds_drafter)
         if not plan.is_empty:
             self._planned.append([(request, request.num_preemptions) for request, *_ in work])
         return plan
@@ -111,7 +114,9 @@ class Scheduler:
         request.in_flight.pop(0)
         request.num_computed_tokens += emitted.num_tokens
         if token_ids:
-            request.count_verify(emitted.result.num_draft_tokens, len(token_ids) - 1)
+            num_drafts = emitted.result.num_draft_tokens
+            self.budget.count(request.acceptance, num_drafts, emitted.result.accepted_nodes)
+            request.count_verify(num_drafts, len(token_ids) - 1)
             request.num_computed_tokens += num_kept - 1
         request.token_ids += token_ids[:num_kept]
         self.waiting.charge(request, len(token_ids))
@@ -149,21 +154,30 @@ class Scheduler:
             self._preempt(self.running[-1])
         return None
 
-    def _draft_shares(self, requests: list[Request]) -> list[int]:
-        """Draft tokens for each request: equal shares of the step's limit; the oldest get the remainder."""
-        if self.max_step_draft_tokens is None:
-            return [self.max_draft_tokens] * len(requests)
-        num_rows = sum(request.num_pending_tokens == 1 for request in requests)
-        share, num_more = divmod(self.max_step_draft_tokens, max(1, num_rows))
-        return [min(self.max_draft_tokens, share + (place < num_more)) for place in range(len(requests))]
+    def _draft_shares(self, work: Sequence[tuple[Request, int, list[int]]]) -> tuple[list[int], bool]:
+        """(draft tokens for each request, whether the drafter is called after the step)."""
+        samples = [num_tokens == request.num_pending_tokens for request, num_tokens, _ in work]
+        requests = [
+            Drafting(self._most_drafts(request), request.acceptance)
+            for (request, *_), does in zip(work, samples, strict=True)
+            if does
+        ]
+        chosen = self.budget.shares(requests)
+        shares = iter(chosen.num_drafts)
+        return [next(shares) if does else 0 for does in samples], chosen.feeds_drafter
+
+    def _most_drafts(self, request: Request) -> int:
+        """The largest tree that may be verified for a request after this step."""
+        limit = request.spec.draft_limit
+        most = min(self.max_draft_tokens, request.max_useful_drafts, limit.num_tokens)
+        return max(0, most) if limit.allows_drafts else 0
 
     def _schedule_request(
         self, request: Request, num_tokens: int, new_block_ids: list[int], draft_share: int
     ) -> ScheduledRequest:
-        num_known, num_drafts, limit = request.most_tokens, 0, request.spec.draft_limit
+        num_known, num_drafts, limit = request.most_tokens, draft_share, request.spec.draft_limit
         samples = num_tokens == request.num_pending_tokens
-        if samples and limit.allows_drafts:
-            num_drafts = max(0, min(draft_share, request.max_useful_drafts, limit.num_tokens))
+        if num_drafts:
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
         request.in_flight.append(Planned(num_tokens, samples, num_drafts))

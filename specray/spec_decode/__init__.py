@@ -29,6 +29,7 @@ class Method(NamedTuple):
 _ALL = frozenset(
     {
         "algorithm",
+        "budget",
         "max_step_draft_tokens",
         "verification",
         "accept_threshold_single",

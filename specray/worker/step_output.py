@@ -65,6 +65,12 @@ class StepOutput(NamedTuple):
         tokens: list[int] = self.host[row, _NUM_COUNTS : _NUM_COUNTS + self.host[row, 1]].tolist()
         return tokens
 
+    def accepted_nodes(self, row: int) -> list[int]:
+        """The accepted drafts' places in the row's tree, on the host."""
+        start = _NUM_COUNTS + self._depth
+        nodes: list[int] = self.host[row, start + 1 : start + self.host[row, 0]].tolist()
+        return nodes
+
     @property
     def _depth(self) -> int:
         return (self.device.shape[1] - _NUM_COUNTS) // 2

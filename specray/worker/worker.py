@@ -120,11 +120,13 @@ class Worker:
         batch = self._build(plan, rows)
         draft_seconds = self.drafts.seconds
         prepared = time.perf_counter()
-        hidden, logits, aux_hidden_states = self._runner.forward(batch, self.drafts.aux_hidden_state_layers)
+        aux_layers = self.drafts.aux_hidden_state_layers if plan.feeds_drafter else ()
+        hidden, logits, aux_hidden_states = self._runner.forward(batch, aux_layers)
         forwarded = time.perf_counter()
         output = self._verify(batch, hidden, logits)
         results = self._commit(batch, output)
-        self._context = self._draft_context(plan, batch, output, aux_hidden_states)
+        if plan.feeds_drafter:
+            self._context = self._draft_context(plan, batch, output, aux_hidden_states)
         verified = time.perf_counter()
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self.drafts.take_faults())
@@ -186,8 +188,8 @@ class Worker:
         state.num_computed_tokens += batch.rows.num_known[row] + num_kept - 1
         state.token_ids += tokens
         state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
-        num_drafts = batch.num_nodes[row] - 1
-        return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None)
+        num_drafts, nodes = batch.num_nodes[row] - 1, output.accepted_nodes(row)
+        return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None, nodes)
 
     def _draft_context(
         self, plan: StepPlan, batch: InputBatch, output: StepOutput, aux_hidden_states: list[Tensor]

@@ -3,12 +3,16 @@
 test_conformance compares every drafting method with plain decoding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
+from specray.engine.draft_budget.budget import Drafting as Drafted
+from specray.engine.draft_budget.budget import Shares
+from specray.engine.draft_budget.static import StaticBudget
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.testing.conformance import DRAFT_LIMITS, PREFIX, PROMPTS, SAMPLED, SAMPLING_OPTIONS, require_equal
@@ -34,6 +38,19 @@ def texts(toy: Path) -> list[list[int]]:
         for i, o in enumerate(SAMPLING_OPTIONS)
     ]
     return [p + c.token_ids for p, c in zip(PROMPTS, generate(toy, PROMPTS, unending), strict=True)]
+
+
+class RandomBudget(StaticBudget):
+    """Shares without a reason."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(None)
+        self._random = Random(seed)
+
+    def shares(self, requests: Sequence[Drafted]) -> Shares:
+        counts = [self._random.choice((0, 1, 2, request.most)) for request in requests]
+        return Shares([min(count, request.most) for count, request in zip(counts, requests, strict=True)],
+                      feeds_drafter=self._random.random() < 0.8)
 
 
 Drafting = Callable[[str], dict[str, Any]]
@@ -80,6 +97,18 @@ def test_output_does_not_depend_on_max_step_draft_tokens(
     options = drafting(name)
     speculative = options["speculative"].model_copy(update={"max_step_draft_tokens": bound})
     require_equal(generate(toy, PROMPTS, SAMPLED, **options | {"speculative": speculative}), plain)
+
+
+@pytest.mark.parametrize("name", SOME_METHODS)
+def test_output_does_not_depend_on_the_budget(
+    name: str, toy: Path, plain: list[Completion], drafting: Drafting
+) -> None:
+    """Any budget: trees of any size for each request and step, and a drafter that is left out at times."""
+    options = drafting(name)
+    with make_llm(toy, None, **options) as llm:
+        llm.engine.scheduler.budget = RandomBudget(7)
+        choices = [generation.choices[0] for generation in llm.generate(PROMPTS, SAMPLED)]
+    require_equal(choices, plain)
 
 
 @pytest.mark.parametrize("name", ["right", "right-last"])

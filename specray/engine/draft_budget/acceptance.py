@@ -1,0 +1,65 @@
+"""What drafts are expected to bring: how often the target accepts the nodes of a tree.
+
+Drafters put the likeliest nodes first, so the first n nodes are their best tree of n nodes, and node k is accepted less
+often than node k - 1. The rate of each place is measured over all requests. A request's own acceptance scales them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+UNKNOWN_FIRST, UNKNOWN_RATIO = 0.6, 0.8  # assumed until measured: of the first node, and of a node to the one before
+LEARNING_RATE = 1 / 256  # of a tree, once more than this many were measured
+MEMORY_TREES = 64  # of a request's own acceptance
+PRIOR_TOKENS = 4.0  # accepted tokens at the average rate that a request starts with
+
+
+@dataclass(slots=True)
+class RequestAcceptance:
+    """Accepted tokens of one request, and how many the average rates predicted; older trees count less."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    def add(self, accepted: int, expected: float) -> None:
+        keep = 1 - 1 / MEMORY_TREES
+        self.accepted, self.expected = self.accepted * keep + accepted, self.expected * keep + expected
+
+    @property
+    def factor(self) -> float:
+        """This request's acceptance relative to the average."""
+        return (self.accepted + PRIOR_TOKENS) / (self.expected + PRIOR_TOKENS)
+
+
+class NodeAcceptance:
+    """Share of the verified nodes that were accepted, by their place in the tree."""
+
+    def __init__(self) -> None:
+        self._rates: list[float] = []
+        self._counts: list[int] = []
+
+    @property
+    def num_trees(self) -> int:
+        """Trees with at least one draft."""
+        return self._counts[0] if self._counts else 0
+
+    def observe(self, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
+        """Count one verified tree; nodes are counted from 1, the root is 0."""
+        missing = max(0, num_drafts - len(self._rates))
+        self._rates += [0.0] * missing
+        self._counts += [0] * missing
+        accepted = set(accepted_nodes)
+        for place in range(num_drafts):
+            self._counts[place] += 1
+            rate = max(LEARNING_RATE, 1 / self._counts[place])
+            self._rates[place] += rate * ((place + 1 in accepted) - self._rates[place])
+
+    def gains(self, num_drafts: int) -> list[float]:
+        """Expected accepted tokens of each of the first `num_drafts` nodes; never rising."""
+        gains, last = [], UNKNOWN_FIRST / UNKNOWN_RATIO
+        for rate in self._rates[:num_drafts]:
+            last = min(last, rate) if gains else rate
+            gains.append(last)
+        while len(gains) < num_drafts:
+            last *= UNKNOWN_RATIO
+            gains.append(last)
+        return gains

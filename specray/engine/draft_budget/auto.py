@@ -1,0 +1,105 @@
+"""Drafts where they pay: as many as generate the most tokens per second with the costs measured so far.
+
+The costs of what is never done cannot be measured. Steps without drafts, or with larger trees, are therefore tried out
+now and then, for a few steps at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAcceptance
+from specray.engine.draft_budget.allocation import allocate
+from specray.engine.draft_budget.budget import Drafting, Shares
+from specray.engine.draft_budget.costs import StepCosts, StepShape
+
+NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
+FIRST_TRIAL_STEP, STEPS_BETWEEN_TRIALS = 24, 384  # counted for each size of the batch, by powers of two
+TRIAL_STEPS = 4  # the first shows little: its trees were drafted under the limits of the step before
+UNFED_AFTER = 16  # steps without drafts until the drafter is no longer called
+MOST_STEP_DRAFTS = 1024  # without a configured limit
+GAIN_OF_CHANGE = 1.01  # decoding without drafts must not lose to noise
+
+
+class Trial(Enum):
+    """What is tried out instead of the best known choice."""
+
+    NO_DRAFTS = "no drafts"
+    MORE_DRAFTS = "more drafts"
+
+
+class AutoBudget:
+    """DraftBudget that learns while it serves. `keep` is called with the costs from time to time."""
+
+    def __init__(
+        self,
+        max_step_draft_tokens: int | None,
+        costs: StepCosts | None = None,
+        keep: Callable[[StepCosts], object] = lambda costs: None,  # noqa: ARG005
+    ) -> None:
+        self._most = max_step_draft_tokens or MOST_STEP_DRAFTS
+        self._costs = costs or StepCosts()
+        self._keep = keep
+        self._nodes = NodeAcceptance()
+        self._num_steps: dict[int, int] = {}  # by the batch's size class
+        self._trial: Trial | None = None
+        self._trial_steps_left = 0
+        self._num_trials = 0
+        self._num_without_drafts = 0  # steps in a row
+        self._num_timed = 0
+
+    def shares(self, requests: Sequence[Drafting]) -> Shares:
+        if not requests:
+            return Shares([])
+        if self._nodes.num_trees < NUM_FIRST_TREES:
+            return Shares(self._limited([request.most for request in requests]))
+        num_drafts = self._best(requests)
+        self._advance_trial(len(requests), any(num_drafts))
+        if self._trial is Trial.NO_DRAFTS:
+            return Shares([0] * len(requests), feeds_drafter=False)
+        if self._trial is Trial.MORE_DRAFTS:
+            wider = [min(request.most, 2 * count + 2) for request, count in zip(requests, num_drafts, strict=True)]
+            num_drafts = self._limited(wider)
+        self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
+        return Shares(num_drafts, feeds_drafter=self._num_without_drafts <= UNFED_AFTER)
+
+    def count(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
+        if num_drafts:
+            request.add(len(accepted_nodes), sum(self._nodes.gains(num_drafts)))
+            self._nodes.observe(num_drafts, accepted_nodes)
+
+    def time(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
+        self._costs.observe(shape, target_seconds, rest_seconds)
+        self._num_timed += 1
+        if self._num_timed % 1024 == 0:
+            self._keep(self._costs)
+
+    def _best(self, requests: Sequence[Drafting]) -> list[int]:
+        usual = self._nodes.gains(max(request.most for request in requests))
+        gains = [
+            [min(1.0, gain * request.acceptance.factor) for gain in usual[: request.most]] for request in requests
+        ]
+
+        def step_seconds(num_drafts: int, most_drafts: int) -> float:
+            drafts = num_drafts > 0
+            seconds = self._costs.seconds(StepShape(len(requests), num_drafts, most_drafts, feeds_drafter=drafts))
+            return seconds * GAIN_OF_CHANGE if drafts else seconds
+
+        return allocate(gains, step_seconds, self._most).num_drafts
+
+    def _limited(self, num_drafts: list[int]) -> list[int]:
+        """At most `_most` drafts in all, in equal shares."""
+        share, num_more = divmod(self._most, len(num_drafts))
+        return [min(count, share + (place < num_more)) for place, count in enumerate(num_drafts)]
+
+    def _advance_trial(self, num_requests: int, drafts: bool) -> None:
+        """Go on with a trial, or start one when it is time; nothing but the best choice otherwise."""
+        self._trial_steps_left -= 1
+        if self._trial_steps_left > 0:
+            return
+        size_class = num_requests.bit_length()
+        number = self._num_steps[size_class] = self._num_steps.get(size_class, 0) + 1
+        self._trial = None
+        if number >= FIRST_TRIAL_STEP and (number - FIRST_TRIAL_STEP) % STEPS_BETWEEN_TRIALS == 0:
+            self._num_trials += 1
+            self._trial = Trial.NO_DRAFTS if drafts and self._num_trials % 2 else Trial.MORE_DRAFTS
+            self._trial_steps_left = TRIAL_STEPS

@@ -1,0 +1,37 @@
+"""The interface of draft budgets."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from specray.engine.draft_budget.acceptance import RequestAcceptance
+from specray.engine.draft_budget.costs import StepShape
+
+
+class Drafting(NamedTuple):
+    """A request that samples in the step to be planned."""
+
+    most: int  # draft tokens that may be verified for it: the drafter's tree, the client's limit, the tokens left
+    acceptance: RequestAcceptance
+
+
+class Shares(NamedTuple):
+    """What a step may draft."""
+
+    num_drafts: list[int]  # for each request
+    feeds_drafter: bool = True  # False: the drafter is not called after the step
+
+
+class DraftBudget(Protocol):
+    """Chooses the drafts of every step, and learns from the steps. A new drafter gets a new budget."""
+
+    def shares(self, requests: Sequence[Drafting]) -> Shares:
+        """Draft tokens for each of the requests that sample in the next step, oldest first."""
+
+    def count(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
+        """Learn from one verified tree; its nodes are counted from 1, because the root is 0."""
+
+    def time(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
+        """Learn from a step of which each request computed one known token and its drafts.
+
+        `target_seconds` are those of forward and verification, `rest_seconds` all others since the step before.
+        """

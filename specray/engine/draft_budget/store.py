@@ -1,0 +1,39 @@
+"""Step costs on disk, so that a restarted server knows its machine."""
+
+import contextlib
+import hashlib
+import json
+import platform
+from pathlib import Path
+
+from specray.caches import cache_root
+from specray.config import EngineConfig
+from specray.engine.draft_budget.costs import StepCosts
+from specray.engine.executor import Capacity
+
+
+class CostStore:
+    """One file for each machine, model and configuration. A file that cannot be read or written is done without."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of(cls, config: EngineConfig, capacity: Capacity) -> "CostStore":
+        described = (platform.node(), platform.machine(), capacity.dtype, config.model_dump_json())
+        name = hashlib.sha256(repr(described).encode()).hexdigest()[:24]
+        return cls(cache_root() / "step-costs" / f"{name}.json")
+
+    def load(self) -> StepCosts:
+        """The stored costs, or none."""
+        try:
+            return StepCosts.from_json(json.loads(self.path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError):
+            return StepCosts()
+
+    def save(self, costs: StepCosts) -> None:
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(costs.to_json()), encoding="utf-8")
+            partial.replace(self.path)

@@ -1,0 +1,36 @@
+"""Times of steps for the draft budget."""
+
+from specray.engine.draft_budget.budget import DraftBudget
+from specray.engine.draft_budget.costs import StepShape
+from specray.step import StepPlan, StepResult
+
+
+class StepTimer:
+    """Passes the times of steps that only decode to a budget.
+
+    While plans are in flight, a step's time counts from the result before it: what the host does meanwhile is hidden.
+    """
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._last: tuple[int, int, bool] | None = None  # of the plan before: requests, most drafts, feeds_drafter
+
+    def start(self, now: float, *, is_busy: bool) -> None:
+        """The engine begins to wait for a step; `is_busy` if the ranks had its plan already."""
+        if not is_busy:
+            self._since = now
+
+    def end(self, now: float, plan: StepPlan, result: StepResult, budget: DraftBudget) -> None:
+        """The result of `plan` has arrived."""
+        seconds, self._since = now - self._since, now
+        allowed = max((row.draft_limit.num_tokens for row in plan.rows), default=0)
+        kind, before = (len(plan.rows), allowed, plan.feeds_drafter), self._last
+        self._last = kind
+        decodes = all(row.num_tokens == 1 for row in plan.rows) and all(row.token_ids for row in result.rows)
+        # Drafts of a step are made after the step before, under its limits: both steps have to be alike.
+        if not plan.rows or plan.new_requests or not decodes or kind != before:
+            return
+        drafts = [row.num_draft_tokens for row in result.rows]
+        shape = StepShape(len(drafts), sum(drafts), max(drafts), plan.feeds_drafter)
+        target = result.times.forward + result.times.verify
+        budget.time(shape, target, max(0.0, seconds - target))

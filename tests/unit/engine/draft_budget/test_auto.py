@@ -1,0 +1,122 @@
+"""The automatic budget on simulated machines: against the best fixed tree, and against no drafts at all."""
+
+from collections.abc import Callable
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from specray.engine.draft_budget.acceptance import RequestAcceptance
+from specray.engine.draft_budget.auto import AutoBudget
+from specray.engine.draft_budget.budget import DraftBudget, Drafting
+from specray.engine.draft_budget.costs import StepShape
+from specray.engine.draft_budget.static import StaticBudget
+
+MOST = 16  # nodes of the drafter's trees
+BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+class Machine(NamedTuple):
+    """Milliseconds of a step."""
+
+    target: Callable[[int], float]  # by number of tokens
+    fixed: float  # of calling the drafter
+    level: float  # of each level of the trees, and a tenth of it for each request
+
+    def seconds(self, shape: StepShape) -> tuple[float, float]:
+        """(the target's time, the rest)"""
+        target = self.target(shape.num_requests + shape.num_drafts)
+        drafting = self.fixed + self.level * min(4, shape.most_drafts) * (1 + shape.num_requests / 10)
+        return target / 1000, (0.3 + drafting * shape.feeds_drafter) / 1000
+
+
+MACHINES = {
+    "cpu": Machine(lambda tokens: 9 + 0.55 * tokens, 0.6, 0.5),
+    "gpu": Machine(lambda tokens: 6 + 0.02 * max(0, tokens - 100), 0.5, 0.4),
+    "tiles of 16": Machine(lambda tokens: 5 + 3 * -(-tokens // 16), 0.3, 0.3),
+    "slow drafter": Machine(lambda tokens: 4 + 0.1 * tokens, 6.0, 3.0),
+}
+ACCEPTANCE = {
+    "good": [0.75, 0.55, 0.42, 0.33, 0.25, 0.2, 0.16, 0.13, 0.11, 0.09, 0.08, 0.07, 0.06, 0.05, 0.04, 0.03],
+    "bad": [0.15, 0.06, 0.03] + [0.01] * 13,
+}
+
+
+def tokens_per_second(
+    budget: DraftBudget, machine: Machine, rates: list[float], num_requests: int, steps: int = 3000, skip: int = 1000
+) -> float:
+    """Tokens per second after the first `skip` steps; node k is accepted with rate k, which is its marginal gain."""
+    random, requests = Random(0), [RequestAcceptance() for _ in range(num_requests)]
+    tokens = seconds = 0.0
+    last = None
+    for step in range(steps):
+        shares, feeds = budget.shares([Drafting(MOST, request) for request in requests])
+        accepted = [[node + 1 for node in range(count) if random.random() < rates[node]] for count in shares]
+        shape = StepShape(num_requests, sum(shares), max(shares), feeds)
+        target, rest = machine.seconds(shape)
+        noise = random.uniform(0.95, 1.05)
+        if step >= skip:
+            tokens += num_requests + sum(map(len, accepted))
+            seconds += target + rest
+        for request, count, nodes in zip(requests, shares, accepted, strict=True):
+            budget.count(request, count, nodes)
+        if (shape.most_drafts, feeds) == last:
+            budget.time(shape, target * noise, rest * noise)
+        last = (shape.most_drafts, feeds)
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("quality", ACCEPTANCE)
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("num_requests", BATCHES)
+def test_it_loses_nothing_to_the_best_fixed_tree_or_to_no_drafts(name: str, quality: str, num_requests: int) -> None:
+    machine, rates = MACHINES[name], ACCEPTANCE[quality]
+    target, rest = machine.seconds(StepShape(num_requests, 0, 0, False))
+    best = num_requests / (target + rest)
+    for count in range(1, MOST + 1):
+        target, rest = machine.seconds(StepShape(num_requests, count * num_requests, count, True))
+        best = max(best, num_requests * (1 + sum(rates[:count])) / (target + rest))
+    assert tokens_per_second(AutoBudget(None), machine, rates, num_requests) >= 0.97 * best
+
+
+def test_traffic_that_changes_gains_over_every_fixed_budget() -> None:
+    machine, rates = MACHINES["cpu"], ACCEPTANCE["good"]
+
+    def both_loads(budget: DraftBudget) -> float:
+        """Tokens per second where each load takes half of the steps."""
+        one, many = (tokens_per_second(budget, machine, rates, n) for n in (1, 32))
+        return 2 / (1 / one + 1 / many)
+
+    fixed = max(both_loads(StaticBudget(most)) for most in (None, 2, 4, 8, 16, 32))
+    assert both_loads(AutoBudget(None)) >= fixed
+
+
+def test_a_step_without_drafts_in_sight_does_not_call_the_drafter() -> None:
+    machine = MACHINES["slow drafter"]
+    budget, requests = AutoBudget(None), [RequestAcceptance() for _ in range(4)]
+    fed = []
+    for _ in range(600):
+        shares, feeds = budget.shares([Drafting(MOST, request) for request in requests])
+        for request, count in zip(requests, shares, strict=True):
+            budget.count(request, count, [])
+        shape = StepShape(4, sum(shares), max(shares), feeds)
+        budget.time(shape, *machine.seconds(shape))
+        fed.append(feeds)
+    assert sum(fed[-300:]) < 15
+
+
+def test_a_request_that_accepts_nothing_drafts_nothing() -> None:
+    machine = MACHINES["cpu"]
+    budget, good, bad = AutoBudget(None), RequestAcceptance(), RequestAcceptance()
+    counts = []
+    random = Random(1)
+    for _ in range(1500):
+        shares, feeds = budget.shares([Drafting(MOST, good), Drafting(MOST, bad)])
+        rates = ACCEPTANCE["good"]
+        budget.count(good, shares[0], [node + 1 for node in range(shares[0]) if random.random() < rates[node]])
+        budget.count(bad, shares[1], [])
+        shape = StepShape(2, sum(shares), max(shares), feeds)
+        budget.time(shape, *machine.seconds(shape))
+        counts.append(shares)
+    good_drafts, bad_drafts = (sum(count) for count in zip(*counts[-500:], strict=True))
+    assert bad_drafts < 0.1 * good_drafts

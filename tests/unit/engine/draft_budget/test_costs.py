@@ -1,0 +1,65 @@
+"""Costs of steps: what was measured is predicted, and what lies between or beyond is guessed sensibly."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specray.engine.draft_budget.costs import StepCosts, StepShape
+from specray.engine.draft_budget.store import CostStore
+
+
+def shape(num_requests: int, num_drafts: int, *, feeds: bool = True) -> StepShape:
+    return StepShape(num_requests, num_drafts, -(-num_drafts // num_requests), feeds)
+
+
+def learnt(num_requests: int = 1) -> StepCosts:
+    """A target of 10 ms and 1 ms a token beyond 4; drafting takes 1 ms, and 0.5 ms a level."""
+    costs = StepCosts()
+    for _ in range(200):
+        for drafts in (0, 2, 5, 9):
+            shaped = shape(num_requests, drafts * num_requests, feeds=drafts > 0)
+            target = 0.010 + 0.001 * max(0, num_requests * (1 + drafts) - 4)
+            rest = 0.001 * shaped.feeds_drafter + 0.0005 * drafts
+            costs.observe(shaped, target, rest)
+    return costs
+
+
+@pytest.mark.parametrize(
+    ("drafts", "seconds"),
+    [(0, 0.010), (2, 0.012), (5, 0.0155), (9, 0.0215), (7, 0.0185), (14, 0.029)],
+)
+def test_times_are_predicted_at_between_and_beyond_what_was_measured(drafts: int, seconds: float) -> None:
+    predicted = learnt().seconds(shape(1, drafts, feeds=drafts > 0))
+    assert predicted == pytest.approx(seconds, rel=0.03)
+
+
+def test_one_disturbed_step_changes_little() -> None:
+    costs = learnt()
+    before = costs.seconds(shape(1, 5))
+    costs.observe(shape(1, 5), 3.0, 3.0)
+    assert costs.seconds(shape(1, 5)) == pytest.approx(before, rel=0.15)
+
+
+def test_a_machine_that_became_slower_is_learnt_again() -> None:
+    costs = learnt()
+    for _ in range(200):
+        costs.observe(shape(1, 5), 0.1, 0.02)
+    assert costs.seconds(shape(1, 5)) > 0.1
+
+
+def test_nothing_is_known_at_the_start() -> None:
+    assert StepCosts().seconds(shape(1, 0)) == StepCosts().seconds(shape(8, 40)) > 0
+
+
+def test_a_restarted_server_knows_its_costs(tmp_path: Path) -> None:
+    store = CostStore(tmp_path / "costs" / "of.json")
+    store.save(learnt())
+    assert store.load().seconds(shape(1, 7)) == learnt().seconds(shape(1, 7))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"target": [[1]], "rest": {}}', '{"target": 3, "rest": null}'])
+def test_a_damaged_file_is_done_without(tmp_path: Path, text: str) -> None:
+    store = CostStore(tmp_path / "costs.json")
+    store.path.write_text(text)
+    assert store.load().to_json() == json.loads(json.dumps(StepCosts().to_json()))
