@@ -51,5 +51,5 @@ def _request_result(*fields: Any) -> RequestResult:
     result = RequestResult(*fields)
     if result.logprobs is None:
         return result
-    logprobs = [TokenLogprob(token, value, [tuple(pair) for pair in top]) for token, value, top in result.logprobs]
+    logprobs = [TokenLogprob(token, value, [(id_, at) for id_, at in top]) for token, value, top in result.logprobs]
     return result._replace(logprobs=logprobs)

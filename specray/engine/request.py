@@ -66,7 +66,9 @@ class Request:
     num_draft_tokens: int = 0
     num_accepted: int = 0
     accept_histogram: list[int] = field(default_factory=list)  # see RequestUsage
-    acceptance: RequestAcceptance = field(default_factory=RequestAcceptance)  # by its latest trees, for the draft budget
+    acceptance: RequestAcceptance = field(
+        default_factory=RequestAcceptance
+    )  # by its latest trees, for the draft budget
     num_preemptions: int = 0
     is_lossy: bool = False  # see RequestUsage
 

@@ -49,8 +49,10 @@ class RandomBudget(StaticBudget):
 
     def shares(self, requests: Sequence[Drafted]) -> Shares:
         counts = [self._random.choice((0, 1, 2, request.most)) for request in requests]
-        return Shares([min(count, request.most) for count, request in zip(counts, requests, strict=True)],
-                      feeds_drafter=self._random.random() < 0.8)
+        return Shares(
+            [min(count, request.most) for count, request in zip(counts, requests, strict=True)],
+            feeds_drafter=self._random.random() < 0.8,
+        )
 
 
 Drafting = Callable[[str], dict[str, Any]]

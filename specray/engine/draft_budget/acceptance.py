@@ -55,7 +55,8 @@ class NodeAcceptance:
 
     def gains(self, num_drafts: int) -> list[float]:
         """Expected accepted tokens of each of the first `num_drafts` nodes; never rising."""
-        gains, last = [], UNKNOWN_FIRST / UNKNOWN_RATIO
+        gains: list[float] = []
+        last = UNKNOWN_FIRST / UNKNOWN_RATIO
         for rate in self._rates[:num_drafts]:
             last = min(last, rate) if gains else rate
             gains.append(last)

@@ -13,7 +13,7 @@ from specray.engine.draft_budget.budget import Drafting, Shares
 from specray.engine.draft_budget.costs import StepCosts, StepShape
 
 NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
-FIRST_TRIAL_STEP, STEPS_BETWEEN_TRIALS = 24, 384  # counted for each size of the batch, by powers of two
+FIRST_TRIAL_STEP, STEPS_BETWEEN_TRIALS = 24, 384  # at first the steps between two trials double from trial to trial
 TRIAL_STEPS = 4  # the first shows little: its trees were drafted under the limits of the step before
 UNFED_AFTER = 16  # steps without drafts until the drafter is no longer called
 MOST_STEP_DRAFTS = 1024  # without a configured limit
@@ -24,7 +24,8 @@ class Trial(Enum):
     """What is tried out instead of the best known choice."""
 
     NO_DRAFTS = "no drafts"
-    MORE_DRAFTS = "more drafts"
+    MORE_DRAFTS = "more drafts"  # by a quarter, to find the next bend of the costs
+    TWICE_THE_DRAFTS = "twice the drafts"
 
 
 class AutoBudget:
@@ -40,10 +41,9 @@ class AutoBudget:
         self._costs = costs or StepCosts()
         self._keep = keep
         self._nodes = NodeAcceptance()
-        self._num_steps: dict[int, int] = {}  # by the batch's size class
+        self._schedules: dict[int, TrialSchedule] = {}  # by the batch's size, in powers of two
         self._trial: Trial | None = None
         self._trial_steps_left = 0
-        self._num_trials = 0
         self._num_without_drafts = 0  # steps in a row
         self._num_timed = 0
 
@@ -53,13 +53,15 @@ class AutoBudget:
         if self._nodes.num_trees < NUM_FIRST_TREES:
             return Shares(self._limited([request.most for request in requests]))
         num_drafts = self._best(requests)
+        self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
         self._advance_trial(len(requests), any(num_drafts))
         if self._trial is Trial.NO_DRAFTS:
             return Shares([0] * len(requests), feeds_drafter=False)
-        if self._trial is Trial.MORE_DRAFTS:
-            wider = [min(request.most, 2 * count + 2) for request, count in zip(requests, num_drafts, strict=True)]
-            num_drafts = self._limited(wider)
-        self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
+        if self._trial is not None:
+            quarters = 5 if self._trial is Trial.MORE_DRAFTS else 8
+            wider = [count * quarters // 4 + 1 for count in num_drafts]
+            wanted = [min(request.most, count) for request, count in zip(requests, wider, strict=True)]
+            return Shares(self._limited(wanted))
         return Shares(num_drafts, feeds_drafter=self._num_without_drafts <= UNFED_AFTER)
 
     def count(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
@@ -75,14 +77,11 @@ class AutoBudget:
 
     def _best(self, requests: Sequence[Drafting]) -> list[int]:
         usual = self._nodes.gains(max(request.most for request in requests))
-        gains = [
-            [min(1.0, gain * request.acceptance.factor) for gain in usual[: request.most]] for request in requests
-        ]
+        gains = [[min(1.0, gain * request.acceptance.factor) for gain in usual[: request.most]] for request in requests]
 
         def step_seconds(num_drafts: int, most_drafts: int) -> float:
-            drafts = num_drafts > 0
-            seconds = self._costs.seconds(StepShape(len(requests), num_drafts, most_drafts, feeds_drafter=drafts))
-            return seconds * GAIN_OF_CHANGE if drafts else seconds
+            seconds = self._costs.seconds(StepShape(len(requests), num_drafts, most_drafts))
+            return seconds * GAIN_OF_CHANGE if num_drafts else seconds
 
         return allocate(gains, step_seconds, self._most).num_drafts
 
@@ -96,10 +95,24 @@ class AutoBudget:
         self._trial_steps_left -= 1
         if self._trial_steps_left > 0:
             return
-        size_class = num_requests.bit_length()
-        number = self._num_steps[size_class] = self._num_steps.get(size_class, 0) + 1
-        self._trial = None
-        if number >= FIRST_TRIAL_STEP and (number - FIRST_TRIAL_STEP) % STEPS_BETWEEN_TRIALS == 0:
-            self._num_trials += 1
-            self._trial = Trial.NO_DRAFTS if drafts and self._num_trials % 2 else Trial.MORE_DRAFTS
-            self._trial_steps_left = TRIAL_STEPS
+        schedule = self._schedules.setdefault(StepShape(num_requests, 0, 0).size_class, TrialSchedule())
+        self._trial = schedule.next(drafts=drafts)
+        self._trial_steps_left = 0 if self._trial is None else TRIAL_STEPS
+
+
+class TrialSchedule:
+    """When to try what, counted in steps outside of trials."""
+
+    def __init__(self) -> None:
+        self._num_trials = 0
+        self._steps_left = self._distance = FIRST_TRIAL_STEP
+
+    def next(self, *, drafts: bool) -> Trial | None:
+        """The trial that begins now; `drafts` is whether the best known choice drafts."""
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return None
+        self._steps_left = self._distance = min(2 * self._distance, STEPS_BETWEEN_TRIALS)
+        order = (Trial.NO_DRAFTS, Trial.MORE_DRAFTS, Trial.TWICE_THE_DRAFTS) if drafts else (Trial.MORE_DRAFTS,)
+        self._num_trials += 1
+        return order[(self._num_trials - 1) % len(order)]

@@ -31,6 +31,7 @@ class StepTimer:
         if not plan.rows or plan.new_requests or not decodes or kind != before:
             return
         drafts = [row.num_draft_tokens for row in result.rows]
-        shape = StepShape(len(drafts), sum(drafts), max(drafts), plan.feeds_drafter)
+        if plan.feeds_drafter == (allowed == 0):
+            return  # a drafter that reads along without drafting is no lasting state
         target = result.times.forward + result.times.verify
-        budget.time(shape, target, max(0.0, seconds - target))
+        budget.time(StepShape(len(drafts), sum(drafts), allowed), target, max(0.0, seconds - target))

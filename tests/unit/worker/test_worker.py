@@ -88,7 +88,7 @@ def greedy(toy: Path) -> list[int]:
 def test_a_prompt_computed_in_one_step_emits_the_targets_token(toy: Path, greedy: list[int]) -> None:
     driver = Driver(toy)
     driver.enter(1)
-    assert driver.step([1]) == [RequestResult(1, greedy[9:10], 0, None, None)]
+    assert driver.step([1]) == [RequestResult(1, greedy[9:10], 0, None, None, [])]
     assert driver.run(1, 8) == greedy[10:18]
 
 
@@ -104,7 +104,7 @@ def test_a_chunk_that_is_not_the_last_emits_nothing(chunk: int, toy: Path, greed
     driver = Driver(toy, Recorder(draw_right, [greedy]))
     driver.enter(0)
     for _ in range((len(PROMPT) - 1) // chunk):
-        assert driver.step([0], num_tokens=chunk) == [RequestResult(0, [], 0, None, None)]
+        assert driver.step([0], num_tokens=chunk) == [RequestResult(0, [], 0, None, None, [])]
     assert drafted == []
     assert driver.step([0], num_tokens=chunk)[0].token_ids == greedy[9:10]
     assert drafted == [greedy[:10]]
@@ -139,15 +139,15 @@ def test_right_drafts_are_accepted_and_counted(toy: Path, greedy: list[int]) -> 
     driver = Driver(toy, ScriptedDrafter(draw_right, [greedy]))
     driver.enter(0)
     driver.step([0])
-    assert driver.step([0], max_draft_tokens=5) == [RequestResult(0, greedy[10:16], 5, None, None)]
-    assert driver.step([0], max_draft_tokens=0) == [RequestResult(0, greedy[16:17], 0, None, None)]
+    assert driver.step([0], max_draft_tokens=5) == [RequestResult(0, greedy[10:16], 5, None, None, [1, 2, 3, 4, 5])]
+    assert driver.step([0], max_draft_tokens=0) == [RequestResult(0, greedy[16:17], 0, None, None, [])]
 
 
 def test_all_nodes_of_a_tree_count_as_drafts(toy: Path, greedy: list[int]) -> None:
     driver = Driver(toy, ScriptedDrafter(draw_right_last, [greedy]))
     driver.enter(0)
     driver.step([0])
-    assert driver.step([0]) == [RequestResult(0, greedy[10:14], 12, None, None)]
+    assert driver.step([0]) == [RequestResult(0, greedy[10:14], 12, None, None, [4, 8, 12])]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5])

@@ -9,8 +9,8 @@ from specray.engine.draft_budget.costs import StepCosts, StepShape
 from specray.engine.draft_budget.store import CostStore
 
 
-def shape(num_requests: int, num_drafts: int, *, feeds: bool = True) -> StepShape:
-    return StepShape(num_requests, num_drafts, -(-num_drafts // num_requests), feeds)
+def shape(num_requests: int, num_drafts: int) -> StepShape:
+    return StepShape(num_requests, num_drafts, -(-num_drafts // num_requests))
 
 
 def learnt(num_requests: int = 1) -> StepCosts:
@@ -18,9 +18,9 @@ def learnt(num_requests: int = 1) -> StepCosts:
     costs = StepCosts()
     for _ in range(200):
         for drafts in (0, 2, 5, 9):
-            shaped = shape(num_requests, drafts * num_requests, feeds=drafts > 0)
+            shaped = shape(num_requests, drafts * num_requests)
             target = 0.010 + 0.001 * max(0, num_requests * (1 + drafts) - 4)
-            rest = 0.001 * shaped.feeds_drafter + 0.0005 * drafts
+            rest = 0.001 * (drafts > 0) + 0.0005 * drafts
             costs.observe(shaped, target, rest)
     return costs
 
@@ -30,7 +30,7 @@ def learnt(num_requests: int = 1) -> StepCosts:
     [(0, 0.010), (2, 0.012), (5, 0.0155), (9, 0.0215), (7, 0.0185), (14, 0.029)],
 )
 def test_times_are_predicted_at_between_and_beyond_what_was_measured(drafts: int, seconds: float) -> None:
-    predicted = learnt().seconds(shape(1, drafts, feeds=drafts > 0))
+    predicted = learnt().seconds(shape(1, drafts))
     assert predicted == pytest.approx(seconds, rel=0.03)
 
 
