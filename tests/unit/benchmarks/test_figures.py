@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as figures
-from benchmarks import eagle
+from benchmarks import budget, eagle
 from benchmarks.figure import QUICK, Effort, Figure, Section, mt_bench_prompts
 from specray.bench.measure import Settings
 from specray.config import SpeculativeConfig
@@ -43,6 +43,16 @@ def measure(wanted: set[str], effort: Effort = QUICK) -> list[Figure]:
 
 def test_row_names_are_unique() -> None:
     assert len(set(figures.ROWS)) == len(figures.ROWS)
+
+
+def test_the_automatic_budget_is_compared_with_the_best_fixed_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {"plain": 10.0, "1-1-2": 11.0, "3-2-4": 14.0, "4-3-6": 16.0, "5-4-10": 15.0, "auto": 20.0}
+    session = ScriptedSession(lambda variant, _: speeds[variant])
+    monkeypatch.setattr(budget, "_session", lambda: session)
+    monkeypatch.setattr(budget, "served", eagle.served)
+    rows = list(budget.measure(QUICK, {"budget"}))
+    assert [row.measured for row in rows] == pytest.approx([1.25, 2.0] * len(budget.LOADS) + [1.25])
+    assert all("(4-3-6)" in row.what for row in rows[::2][: len(budget.LOADS)])
 
 
 def test_wanted_rows_share_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,61 @@
+"""Figures of `speculative.budget: auto`: against the best fixed tree and plain decoding, at several loads."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
+
+from benchmarks.eagle import EAGLE3, served
+from benchmarks.figure import Effort, Figure, Section, mt_bench_prompts
+from specray.bench.command import engine_config
+from specray.bench.measure import Record, Settings
+from specray.bench.report import ALL, speed_ratios
+from specray.bench.session import Session
+from specray.bench.variants import PLAIN, with_tree
+
+LOADS = (1, 2, 4, 8, 16, 32)
+TREES = ("1-1-2", "3-2-4", "4-3-6", "5-4-10")  # fixed for every step and request
+AUTO, AUTO_TREE = "auto", "5-4-12"
+NUM_PROMPTS = 8  # or as many as are answered at once
+
+
+def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    """One comparison for each load, with the requests of a turn all at once."""
+    del wanted
+    prompts, data = mt_bench_prompts(effort)
+    prompts = [prompt.model_copy(update={"category": ALL}) for prompt in prompts]
+    session = _session()
+    whole = served(EAGLE3)
+    for tree in TREES:
+        session.define(tree, with_tree(whole, tree))
+    session.define(AUTO, with_tree(whole, AUTO_TREE).model_copy(update={"budget": "auto"}))
+    speeds: dict[int, dict[str, float]] = {}
+    for load in LOADS:
+        part = (prompts * load)[: max(load, min(NUM_PROMPTS, len(prompts)))]
+        settings = Settings(load, effort.max_tokens, cache_salt=f"{load}-", repeats=effort.rounds, ignore_eos=True)
+        session.compare([AUTO], part, replace(settings, repeats=1), progress=True, title=f"{load} at once, learning")
+        records = session.compare([PLAIN, *TREES, AUTO], part, settings, progress=True, title=f"{load} at once")
+        to_plain = {name: median(speed_ratios(records, name, PLAIN)) for name in (*TREES, AUTO)}
+        best = max(to_plain, key=lambda name: to_plain[name] if name != AUTO else 0.0)
+        if to_plain[best] < 1.0:
+            best = PLAIN
+        ratio = median(speed_ratios(records, AUTO, best))
+        yield Figure(f"budget auto / the best fixed tree ({best}), {load} at once, {data}", ratio, 0.97)
+        yield Figure(f"budget auto / plain, {load} at once, {data}", to_plain[AUTO], 0.98)
+        speeds[load] = {name: _tokens_per_s(records, name) for name in (PLAIN, *TREES, AUTO)}
+    ends = speeds[LOADS[0]], speeds[LOADS[-1]]
+    total = {name: 1 / (1 / ends[0][name] + 1 / ends[1][name]) for name in ends[0]}
+    best_fixed = max(value for name, value in total.items() if name != AUTO)
+    what = f"budget auto / the best fixed tree, as many tokens at {LOADS[0]} as at {LOADS[-1]} at once, {data}"
+    yield Figure(what, total[AUTO] / best_fixed, 1.1)
+
+
+def _session() -> Session:
+    return Session(engine_config(None, max(LOADS), dtype="bfloat16"), progress=sys.stderr.isatty())
+
+
+def _tokens_per_s(records: list[Record], variant: str) -> float:
+    return median(record.run.tokens_per_s for record in records if record.variant == variant)
+
+
+SECTIONS = (Section(("budget",), measure),)
