@@ -6,10 +6,10 @@ differ from machine to machine, so they are tables and not formulas.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-LEARNING_RATE = 1 / 16  # of a step
+MEMORY = 32  # steps that an average remembers
 CLIP = 3.0  # a step that takes longer than this many times the usual was disturbed, and counts as this
 
 
@@ -66,34 +66,48 @@ class StepCosts:
 
 
 class Curve:
-    """Seconds that rise with a count, as averages at the counts that were measured."""
+    """Seconds that rise with a count: averages at the counts that were measured, made monotone.
 
-    def __init__(self, points: Iterable[tuple[int, float]] = ()) -> None:
-        self._seconds = {int(count): float(seconds) for count, seconds in points}
-        self._counts = sorted(self._seconds)
+    More never takes less time. Where the averages say so, they are noise, and neighbours are averaged until they rise.
+    """
+
+    def __init__(self, points: Iterable[tuple[int, float, int]] = ()) -> None:
+        self._seconds: dict[int, float] = {}
+        self._weights: dict[int, int] = {}  # measurements, as far as they are remembered
+        for count, seconds, weight in points:
+            self._seconds[int(count)], self._weights[int(count)] = float(seconds), int(weight)
+        self._fit: tuple[list[int], list[float]] | None = None  # sorted counts and their fitted seconds
 
     def observe(self, count: int, seconds: float) -> None:
-        usual = self._seconds.get(count)
-        if usual is None:
-            self._counts.insert(bisect_left(self._counts, count), count)
-            self._seconds[count] = seconds
-        else:
-            self._seconds[count] += LEARNING_RATE * (min(seconds, CLIP * usual) - usual)
+        usual = self._seconds.setdefault(count, seconds)
+        weight = self._weights[count] = min(MEMORY, self._weights.get(count, 0) + 1)
+        self._seconds[count] += (min(seconds, CLIP * usual) - usual) / weight
+        self._fit = None
 
     def at(self, count: int) -> float:
-        """On the line between the neighbours; below the lowest as there, above the highest as steep as before it.
-
-        A larger count never takes less time: what looks so is noise.
-        """
-        counts, seconds = self._counts, self._seconds
+        """On the line between the neighbours; below the lowest as there, above the highest as steep as before it."""
+        if self._fit is None:
+            counts = sorted(self._seconds)
+            self._fit = counts, rising([(self._seconds[count], self._weights[count]) for count in counts])
+        counts, seconds = self._fit
         if len(counts) < 2 or count <= counts[0]:
-            return seconds[counts[0]] if counts else 0.0
-        place = min(max(1, bisect_left(counts, count)), len(counts) - 1)
-        lower, upper = counts[place - 1], counts[place]
-        if count == upper:
-            return seconds[upper]
-        slope = max(0.0, seconds[upper] - seconds[lower]) / (upper - lower)
-        return seconds[upper] + slope * (count - upper) if count > upper else seconds[lower] + slope * (count - lower)
+            return seconds[0] if seconds else 0.0
+        upper = min(max(1, bisect_left(counts, count)), len(counts) - 1)
+        slope = (seconds[upper] - seconds[upper - 1]) / (counts[upper] - counts[upper - 1])
+        return seconds[upper] + slope * (count - counts[upper])
 
-    def points(self) -> list[tuple[int, float]]:
-        return sorted(self._seconds.items())
+    def points(self) -> list[tuple[int, float, int]]:
+        return [(count, self._seconds[count], self._weights[count]) for count in sorted(self._seconds)]
+
+
+def rising(values: Sequence[tuple[float, int]]) -> list[float]:
+    """The never falling sequence next to weighted values, in the sense of least squares (pool adjacent violators)."""
+    pools: list[tuple[float, int, int]] = []  # mean, weight, length
+    for value, weight in values:
+        pool = (value, weight, 1)
+        while pools and pools[-1][0] > pool[0]:
+            mean, total, length = pools.pop()
+            both = total + pool[1]
+            pool = ((mean * total + pool[0] * pool[1]) / both, both, length + pool[2])
+        pools.append(pool)
+    return [mean for mean, _, length in pools for _ in range(length)]

@@ -1,11 +1,14 @@
 """Costs of steps: what was measured is predicted, and what lies between or beyond is guessed sensibly."""
 
 import json
+from operator import mul
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from specray.engine.draft_budget.costs import StepCosts, StepShape
+from specray.engine.draft_budget.costs import StepCosts, StepShape, rising
 from specray.engine.draft_budget.store import CostStore
 
 
@@ -44,8 +47,18 @@ def test_one_disturbed_step_changes_little() -> None:
 def test_a_machine_that_became_slower_is_learnt_again() -> None:
     costs = learnt()
     for _ in range(200):
-        costs.observe(shape(1, 5), 0.1, 0.02)
-    assert costs.seconds(shape(1, 5)) > 0.1
+        for drafts in (0, 2, 5, 9):
+            costs.observe(shape(1, drafts), 0.1 + 0.01 * drafts, 0.02)
+    assert costs.seconds(shape(1, 5)) == pytest.approx(0.17, rel=0.03)
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 1.0), st.integers(1, 32)), max_size=8))
+def test_fitted_times_rise_and_keep_their_weighted_mean(values: list[tuple[float, int]]) -> None:
+    fitted, weights = rising(values), [weight for _, weight in values]
+    assert fitted == sorted(fitted)
+    assert sum(map(mul, fitted, weights)) == pytest.approx(sum(seconds * weight for seconds, weight in values))
+    if [seconds for seconds, _ in values] == sorted(seconds for seconds, _ in values):
+        assert fitted == [seconds for seconds, _ in values]
 
 
 def test_nothing_is_known_at_the_start() -> None:
