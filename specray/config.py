@@ -29,8 +29,8 @@ class SpeculativeConfig(Options):
 
     algorithm: str | None = Field(
         None,
-        description="Drafting method: EAGLE3, EAGLE (or NEXTN), MTP, STANDALONE, NGRAM, or the import path of a "
-        "drafter (package.module:Class); null decodes without drafts.",
+        description="Drafting method: EAGLE3, EAGLE (or NEXTN), MTP, PARALLEL, STANDALONE, NGRAM, or the import path "
+        "of a drafter (package.module:Class); null decodes without drafts.",
     )
     num_steps: Annotated[int, Field(ge=1, le=32)] | None = Field(
         None,
@@ -259,7 +259,7 @@ class SpeculativeConfig(Options):
             name = changed[0]
             raise ConfigError(
                 f"speculative.{name}={getattr(self, name)!r} has no effect while speculative.algorithm is null; "
-                f"set an algorithm (EAGLE3, EAGLE, MTP, STANDALONE, NGRAM) or remove {name}"
+                f"set an algorithm (EAGLE3, EAGLE, MTP, PARALLEL, STANDALONE, NGRAM) or remove {name}"
             )
         return self
 

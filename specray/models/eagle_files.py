@@ -71,6 +71,7 @@ class HeadConfig(BaseModel):
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    ptd_token_id: Annotated[int, Field(ge=0)] | None = None  # P-EAGLE: the token that stands for unknown ones
     layer_types: list[Literal["full_attention", "sliding_attention"]] = []
     sliding_window: _Size | None = None
     use_sliding_window: bool = True

@@ -1,8 +1,10 @@
 """Loading an EAGLE head: the checkpoint's layout decides which network it is."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -13,10 +15,13 @@ from specray.models.eagle2 import Eagle2Head
 from specray.models.eagle3 import Eagle3Head
 from specray.models.eagle_files import HeadConfig, TensorNames, check_rest, head_shape
 from specray.models.files import resolve_draft
+from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_matrices import TargetMatrices
 
 logger = logging.getLogger(__name__)
+
+Third = TypeVar("Third", bound=Eagle3Head)
 
 ALGORITHMS: dict[Literal[2, 3], str] = {2: "EAGLE", 3: "EAGLE3"}
 
@@ -28,6 +33,27 @@ def load_eagle_head(
 
     `token_map` int64 [n] restricts an EAGLE-2 head to these ids of the target (FR-Spec).
     """
+    if version == 3:
+        return load_third(speculative, shared, Eagle3Head, token_map)
+    with _opened(speculative, shared, version) as (config, shape, loader, names):
+        return Eagle2Head(config, shape, loader, names, shared, token_map)
+
+
+def load_third(
+    speculative: SpeculativeConfig, shared: TargetMatrices, kind: type[Third], token_map: Tensor | None = None
+) -> Third:
+    """Load a head of EAGLE-3's layout as `kind`. `token_map` is ignored."""
+    with _opened(speculative, shared, 3) as (config, shape, loader, names):
+        if token_map is not None or speculative.token_map is not None:
+            logger.warning("speculative.token_map is ignored: an EAGLE-3 head has a vocabulary of its own")
+        return kind(config, shape, loader, names, shared)
+
+
+@contextlib.contextmanager
+def _opened(
+    speculative: SpeculativeConfig, shared: TargetMatrices, version: Literal[2, 3]
+) -> Iterator[tuple[HeadConfig, LlamaShape, Loader, TensorNames]]:
+    """The checkpoint's settings, sizes and tensors, all of which must be read when the context ends."""
     folder = resolve_draft(speculative, progress=False)
     config = HeadConfig.read(folder)
     config.check_target(folder, shared.shape)
@@ -38,16 +64,10 @@ def load_eagle_head(
         names = TensorNames.of(loader)
         _check_version(folder, names, version)
         shape = head_shape(config, folder, names)
-        if version == 2:
-            head: EagleHead = Eagle2Head(config, shape, loader, names, shared, token_map)
-        else:
-            if token_map is not None or speculative.token_map is not None:
-                logger.warning("speculative.token_map is ignored: an EAGLE-3 head has a vocabulary of its own")
-            head = Eagle3Head(config, shape, loader, names, shared)
+        yield config, shape, loader, names
         check_rest(loader, names, shape)
     finally:
         loader.close()
-    return head
 
 
 def _check_version(folder: Path, names: TensorNames, version: Literal[2, 3]) -> None:

@@ -77,6 +77,12 @@ def _standalone(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
     return make_standalone(config, target)
 
 
+def _parallel(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
+    from specray.spec_decode.parallel import make_parallel
+
+    return make_parallel(config, target)
+
+
 def _ngram(config: SpeculativeConfig, _target: "TargetView") -> "Drafter":
     from specray.spec_decode.ngram import NgramDrafter
 
@@ -95,6 +101,7 @@ DRAFTERS: dict[str, Method] = {
     "EAGLE": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree),
     "NEXTN": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree),
     "MTP": Method(_mtp, _HEAD | _TREE | {"token_map"}, check_tree),
+    "PARALLEL": Method(_parallel, _HEAD | _TREE, check_tree_drafter),
     "STANDALONE": Method(_standalone, _HEAD | _TREE | {"token_map"}, check_tree_drafter),
     "NGRAM": Method(_ngram, NGRAM_OPTIONS | {"num_draft_tokens"}, check_ngram),
 }

@@ -112,8 +112,7 @@ class TreeGrower:
                 parents = (frontier - (pool.scores.shape[1] - topk**2)) // topk  # places in the level just computed
                 states = self._model.recur(output).index_select(0, (parents + topk * rows).flatten())
                 sees = sees.gather(1, parents[:, :, None].expand_as(sees))
-        tree = pool.tree(context.roots(), shape.num_draft_tokens - 1)
-        return replace(tree, draft_probs=F.pad(torch.stack(level_probs, 1), (0, 0, 0, 1))) if level_probs else tree
+        return with_draft_probs(pool.tree(context.roots(), shape.num_draft_tokens - 1), level_probs)
 
     def _grow_fused(
         self, context: ProposeContext, prefix: TreePrefix, output: Tensor, shape: TreeShape, noise: TreeNoise | None
@@ -180,16 +179,35 @@ class TreeGrower:
     def _candidates(
         self, logits: Tensor, noise: TreeNoise | None, level: int, level_probs: list[Tensor], topk: int
     ) -> tuple[Tensor, Tensor]:
-        """(probabilities, target ids) of the likeliest tokens below a level's nodes, [B, nodes, topk], best first.
-
-        `logits` is [B, nodes, V].
-        """
-        if noise is not None:
-            if self._shape.returns_draft_probs:
-                level_probs.append(noise.probs(logits[:, 0], self._model.draft_token_ids))
-            logits = noise.added(logits, level, self._model.draft_token_ids)
-        probs, ids = likeliest(logits, topk)
+        kept = level_probs if self._shape.returns_draft_probs else None
+        probs, ids = candidates(logits, noise, level, self._model.draft_token_ids, kept, topk)
         return probs, self._model.target_ids(ids)
+
+
+def candidates(
+    logits: Tensor,
+    noise: TreeNoise | None,
+    level: int,
+    draft_token_ids: Tensor | None,
+    level_probs: list[Tensor] | None,
+    topk: int,
+) -> tuple[Tensor, Tensor]:
+    """(probabilities, draft ids) of the likeliest tokens below a level's nodes, [B, nodes, topk], best first.
+
+    `logits` is [B, nodes, V]. The distribution that sampled children are drawn from is appended to `level_probs`.
+    """
+    if noise is not None:
+        if level_probs is not None:
+            level_probs.append(noise.probs(logits[:, 0], draft_token_ids))
+        logits = noise.added(logits, level, draft_token_ids)
+    return likeliest(logits, topk)
+
+
+def with_draft_probs(tree: DraftTree, level_probs: list[Tensor]) -> DraftTree:
+    """The tree with the distributions of its levels, each [B, V], if there are any."""
+    if not level_probs:
+        return tree
+    return replace(tree, draft_probs=F.pad(torch.stack(level_probs, 1), (0, 0, 0, 1)))
 
 
 def by_layer(plans: Sequence[Attend]) -> Attend:

@@ -19,8 +19,9 @@ def write_random_head(
     draft_vocab_size: int | None = None,
     seed: int = 0,
     window: int | None = None,
+    is_parallel: bool = False,
 ) -> Path:
-    """Write a head of EAGLE-`version`; an EAGLE-3 head can have its own draft vocabulary."""
+    """Write a head of EAGLE-`version`; an EAGLE-3 head can have its own draft vocabulary, and a mask (P-EAGLE)."""
     target = load_config(target_folder)
     size, head_dim, num_layers = target.hidden_size, 16, target.num_hidden_layers
     config = {
@@ -42,6 +43,8 @@ def write_random_head(
             # Layer outputs: of the embedding, the middle and the last layer, which even the smallest target has.
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, num_layers // 2 - 1, num_layers - 1]},
         }
+    if is_parallel:
+        config |= {"parallel_drafting": True, "ptd_token_id": 3}
     if window is not None:
         config |= {"layer_types": ["sliding_attention"], "sliding_window": window}
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,6 +77,8 @@ def _tensors(config: dict[str, object], version: int, generator: torch.Generator
     if version == 3:
         tensors |= {name: scale() for name in ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight")}
         tensors["norm.weight"] = scale()
+        if "ptd_token_id" in config:
+            tensors["mask_hidden"] = torch.randn(1, version * size, generator=generator)
         if (num_ids := config["draft_vocab_size"]) is not None:
             tensors |= _draft_vocabulary(int(str(config["vocab_size"])), int(str(num_ids)), generator)
             tensors["lm_head.weight"] = matrix(int(str(num_ids)), size)

@@ -23,17 +23,21 @@ def eagle(
     draft_vocab_size: int | None = None,
     token_map: range | None = None,
     window: int | None = None,
+    is_parallel: bool = False,
 ) -> Make:
-    """EAGLE-`version` with a random head; `shape` is (num_steps, eagle_topk, num_draft_tokens), None automatic."""
+    """EAGLE-`version` or PARALLEL, with a random head.
+
+    `shape` is (num_steps, eagle_topk, num_draft_tokens), None automatic.
+    """
 
     def make(target: Path, folder: Path) -> SpeculativeConfig:
-        head = write_random_head(folder / "head", target, version, draft_vocab_size, window=window)
+        head = write_random_head(folder / "head", target, version, draft_vocab_size, 0, window, is_parallel)
         steps, topk, nodes = shape or (None, None, None)
         path = folder / "map.json"
         if token_map:
             path.write_text(json.dumps(list(token_map)))
         return SpeculativeConfig(
-            algorithm="EAGLE3" if version == 3 else "EAGLE",
+            algorithm="PARALLEL" if is_parallel else "EAGLE3" if version == 3 else "EAGLE",
             draft_model_path=str(head),
             num_steps=steps,
             eagle_topk=topk,
@@ -127,6 +131,8 @@ METHODS: dict[str, Make] = {
     "EAGLE-chain": eagle(2, shape=(3, 1, 4)),
     "EAGLE-deep": eagle(2, shape=(6, 2, 23)),
     "EAGLE-map": eagle(2, shape=(3, 3, 10), token_map=range(2, 60, 3)),
+    "PARALLEL": eagle(3, shape=(4, 3, 9), draft_vocab_size=40, is_parallel=True),
+    "PARALLEL-chain": eagle(3, shape=(4, 1, 5), is_parallel=True),
     "STANDALONE": standalone(),
     "STANDALONE-tree": standalone(shape=(3, 3, 10), token_map=range(2, 60, 3), variant="qwen3"),
     "MTP": mtp(),

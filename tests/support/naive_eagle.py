@@ -4,7 +4,7 @@ The tree is built in a loop over candidates. Every node is computed on its own p
 states come from a forward pass of the target without a cache. The models and the noise are the package's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specray.models.eagle import EagleHead
 from specray.models.llama import Llama
+from specray.models.parallel_head import ParallelHead
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_model import DraftModel
@@ -138,17 +139,35 @@ class NaiveDraft(NaiveTree):
     def _output(self, path: Path) -> Tensor:
         """The head's output [hidden] at the end of prefix and path, computed from scratch."""
         if path not in self._outputs:
-            states, end = self._states, self._end
-            for length in range(len(path)):
-                states = torch.cat((states, self._head.recur(self._output(path[:length])[None])))
-            tokens = torch.tensor([*self._text[1:], *path])
+            end = self._end
+            tokens = torch.tensor([*self._text[1:], *self._tokens_of(path)])
             positions = torch.tensor([*range(end), *(min(end + i, self._last_position) for i in range(len(path)))])
+            states = torch.cat((self._states, *(self._state(path[:length]) for length in range(len(path)))))
             self._outputs[path] = self._head(tokens, states, positions, self._record_kv_and_attend)[-1]
         return self._outputs[path]
+
+    def _tokens_of(self, path: Path) -> Sequence[int]:
+        return path
+
+    def _state(self, path: Path) -> Tensor:
+        """The state [1, hidden] of the token after `path`."""
+        return self._head.recur(self._output(path)[None])
 
     def _record_kv_and_attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         self._last_kv = kv.clone()
         return attend_to_the_past(layer, q, kv, self._head.window)
+
+
+class NaiveParallel(NaiveDraft):
+    """Tree of a P-EAGLE head: masks stand for the tokens of a path and for their states."""
+
+    def _tokens_of(self, path: Path) -> Sequence[int]:
+        assert isinstance(self._head, ParallelHead)
+        return [self._head.mask_token_id] * len(path)
+
+    def _state(self, path: Path) -> Tensor:  # noqa: ARG002
+        assert isinstance(self._head, ParallelHead)
+        return self._head.mask_state
 
 
 class NaiveStandalone(NaiveTree):

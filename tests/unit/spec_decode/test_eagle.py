@@ -18,13 +18,14 @@ from specray.spec_decode import DRAFTERS, Method
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter
+from specray.spec_decode.parallel import ParallelDrafter
 from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftLimit
 from tests.support.checked_runs import CLOSE, PREFIX, PROMPTS, RUNS, assert_checked, is_grown_to, run, total
 from tests.support.drafters import make_context
 from tests.support.engine import make_llm
 from tests.support.methods import Make, eagle, mtp
-from tests.support.naive_eagle import NaiveDraft
+from tests.support.naive_eagle import NaiveDraft, NaiveParallel
 from tests.support.toy import CONTEXT
 
 HEADS: dict[str, Make] = {
@@ -40,6 +41,11 @@ HEADS: dict[str, Make] = {
     "EAGLE-flat": eagle(2, shape=(1, 6, 5)),
     "MTP": mtp(shape=(3, 3, 8)),
 }
+PARALLEL: dict[str, Make] = {
+    "PARALLEL": eagle(3, shape=(3, 3, 8), draft_vocab_size=40, is_parallel=True),
+    "PARALLEL-sliding": eagle(3, shape=(4, 2, 9), window=3, is_parallel=True),
+    "PARALLEL-chain": eagle(3, shape=(4, 1, 5), is_parallel=True),
+}
 
 
 class CheckedDrafter:
@@ -47,7 +53,7 @@ class CheckedDrafter:
 
     reads_next_token = True
 
-    def __init__(self, drafter: EagleDrafter, shape: TreeShape, target: TargetView) -> None:
+    def __init__(self, drafter: EagleDrafter | ParallelDrafter, shape: TreeShape, target: TargetView) -> None:
         self.max_draft_tokens, self.aux_hidden_state_layers = drafter.max_draft_tokens, drafter.aux_hidden_state_layers
         self.num_checked = self.num_close_calls = 0
         self._drafter, self._shape, self._target = drafter, shape, target
@@ -71,7 +77,8 @@ class CheckedDrafter:
     def _naive(self, context: ProposeContext, request: DraftRequest) -> NaiveDraft:
         assert self._target.model is not None
         last = self._target.context_length - 1
-        return NaiveDraft(context, request, self._target.model, self._drafter._head, self._shape, last)
+        naive = NaiveParallel if isinstance(self._drafter, ParallelDrafter) else NaiveDraft
+        return naive(context, request, self._target.model, self._drafter._head, self._shape, last)
 
     def _kv(self, context: ProposeContext, request: DraftRequest) -> torch.Tensor:
         kv_slots = context.table.kv_slots[request.slot, : request.end].long()
@@ -89,23 +96,23 @@ def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     def checked(method: Method) -> Method:
         def make(config: SpeculativeConfig, target: TargetView) -> Drafter:
             drafter = method.make(config, target)
-            assert isinstance(drafter, EagleDrafter)
+            assert isinstance(drafter, EagleDrafter | ParallelDrafter)
             drafters.append(CheckedDrafter(drafter, TreeShape.of(config, target.architecture), target))
             return drafters[-1]
 
         return method._replace(make=make)
 
-    for name in ("EAGLE3", "EAGLE", "MTP"):
+    for name in ("EAGLE3", "EAGLE", "MTP", "PARALLEL"):
         monkeypatch.setitem(DRAFTERS, name, checked(DRAFTERS[name]))
 
     def start(head: str, **options: Any) -> tuple[LLM, CheckedDrafter]:
-        llm = make_llm(toy, speculative=HEADS[head](toy, tmp_path), **options)
+        llm = make_llm(toy, speculative=(HEADS | PARALLEL)[head](toy, tmp_path), **options)
         return llm, drafters[-1]
 
     return start
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", HEADS | PARALLEL)
 def test_trees_equal_the_reference_with_and_without_a_cached_prefix(head: str, start: Start) -> None:
     llm, drafter = start(head, page_size=4)
     with llm:
@@ -121,6 +128,7 @@ def test_trees_equal_the_reference_with_and_without_a_cached_prefix(head: str, s
 def test_trees_that_torch_grows_equal_the_reference(head: str, start: Start) -> None:
     """The kernels grow all levels in one call; elsewhere torch does, level by level."""
     llm, drafter = start(head, page_size=4)
+    assert isinstance(drafter._drafter, EagleDrafter)
     drafter._drafter._grower._model.network = None
     with llm:
         run(llm)
@@ -128,7 +136,7 @@ def test_trees_that_torch_grows_equal_the_reference(head: str, start: Start) -> 
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("head", ["EAGLE3", "EAGLE3-sliding", "EAGLE"])
+@pytest.mark.parametrize("head", ["EAGLE3", "EAGLE3-sliding", "EAGLE", "PARALLEL"])
 def test_trees_equal_the_reference_with_any_pages_chunks_and_preemption(head: str, name: str, start: Start) -> None:
     llm, drafter = start(head, **RUNS[name])
     with llm:
@@ -149,7 +157,7 @@ def test_a_cached_block_is_not_used_before_a_different_token(page_size: int, sta
     assert_checked(drafter, at_least=6)
 
 
-@pytest.mark.parametrize("head", ["EAGLE3", "EAGLE"])
+@pytest.mark.parametrize("head", ["EAGLE3", "EAGLE", "PARALLEL"])
 def test_trees_at_the_end_of_the_context(head: str, start: Start) -> None:
     """Nodes beyond the last position are never verified."""
     llm, drafter = start(head, page_size=16)
@@ -159,7 +167,7 @@ def test_trees_at_the_end_of_the_context(head: str, start: Start) -> None:
     assert_checked(drafter, at_least=3)
 
 
-@pytest.mark.parametrize("head", ["EAGLE3-chain", "EAGLE-chain"])
+@pytest.mark.parametrize("head", ["EAGLE3-chain", "EAGLE-chain", "PARALLEL-chain"])
 def test_nearly_all_drafts_are_accepted_at_a_very_high_temperature(head: str, start: Start) -> None:
     """Noise then outweighs the logits, and drafter and target use the same noise."""
     llm, drafter = start(head, page_size=4)
@@ -177,6 +185,7 @@ def test_no_requests_give_no_trees(start: Start) -> None:
 
 def test_levels_beyond_every_limit_are_not_computed(start: Start) -> None:
     llm, drafter = start("EAGLE3", page_size=4)
+    assert isinstance(drafter._drafter, EagleDrafter)
     grower = drafter._drafter._grower
     levels: list[int] = []
     grow = grower.grow
