@@ -5,7 +5,13 @@ from typing import Any
 
 from specray.train.settings import Counters, TrainSettings
 
-_METHODS = {"eagle3": "EAGLE-3 draft head", "eagle2": "EAGLE-2 draft head", "mtp": "MTP layer", "draft": "Draft model"}
+_METHODS = {
+    "eagle3": "EAGLE-3 draft head",
+    "parallel": "P-EAGLE draft head",
+    "eagle2": "EAGLE-2 draft head",
+    "mtp": "MTP layer",
+    "draft": "Draft model",
+}
 
 
 def model_card(

@@ -14,13 +14,19 @@ from specray.train.answer_options import AnswerOptions, add_answer_arguments
 if TYPE_CHECKING:
     import torch
 
+HEADS = {
+    "eagle3": "an EAGLE-3 head",
+    "parallel": "a P-EAGLE head, which drafts all levels in one pass (PARALLEL)",
+    "eagle2": "an EAGLE-2 head",
+    "mtp": "an MTP layer in MiMo's layout",
+}
 HELP = "Train a draft head or model for any supported target, or write a token map, from the target's own answers."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to make", required=True, metavar="KIND", dest="kind")
-    for kind, method in (("eagle3", "EAGLE-3 head"), ("eagle2", "EAGLE-2 head"), ("mtp", "MTP layer in MiMo's layout")):
-        making = kinds.add_parser(kind, help=f"an {method}", description=f"Train an {method}.")
+    for kind, method in HEADS.items():
+        making = kinds.add_parser(kind, help=method, description=f"Train {method}.")
         add_answer_arguments(making)
         _add_training(making, kind)
     drafting = kinds.add_parser(
@@ -145,7 +151,14 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
     add = parser.add_argument
-    add("--unroll", type=positive, default=3, metavar="N", help="draft steps per training step (default: %(default)s)")
+    steps = 5 if kind == "parallel" else 3
+    add(
+        "--unroll",
+        type=positive,
+        default=steps,
+        metavar="N",
+        help="draft steps per training step (default: %(default)s)",
+    )
     add(
         "--step-decay",
         type=float,
@@ -153,7 +166,7 @@ def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
         metavar="X",
         help="weight of each draft step relative to the previous one (default: %(default)s)",
     )
-    if kind == "eagle3":
+    if kind in ("eagle3", "parallel"):
         add(
             "--draft-vocab-size",
             type=positive,

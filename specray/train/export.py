@@ -17,7 +17,7 @@ from specray.train.card import model_card
 from specray.train.checkpoint import LOG
 from specray.train.draft_export import copy_side_files, draft_config, draft_tensors
 from specray.train.draft_model import DraftModel, TrainedModel
-from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, TrainedHead
+from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, ParallelHead, TrainedHead
 from specray.train.settings import Counters, TrainSettings
 from specray.train.target import Target
 
@@ -79,9 +79,11 @@ def head_config(head: TrainedHead, target: Target, aux_hidden_state_layers: list
         return {**common, **mimo, "num_hidden_layers": shape.num_layers, "num_nextn_predict_layers": 1}
     if isinstance(head, Eagle2Head):
         return {"architectures": ["LlamaForCausalLMEagle"], "bias": head.fc.bias is not None, **common}
+    mask = {"parallel_drafting": True, "ptd_token_id": head.mask_token_id} if isinstance(head, ParallelHead) else {}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **common,
+        **mask,
         "draft_vocab_size": len(head.draft_ids),
         "fc_norm": True,
         # Public heads list layer outputs: the input of layer l is the output of layer l - 1.
@@ -102,6 +104,8 @@ def load_exported(head: TrainedModel, folder: Path) -> None:
         _check_trainable(folder)
     if isinstance(head, Eagle3Head):
         _move_output_rows(head, tensors, path)
+    if isinstance(head, ParallelHead):
+        tensors.setdefault("mask_hidden", head.mask_hidden.detach())  # an EAGLE-3 head has none
     own = head.state_dict()
     for name, tensor in own.items():
         if name not in tensors or tensors[name].shape != tensor.shape:

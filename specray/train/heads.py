@@ -1,4 +1,4 @@
-"""Trainable EAGLE-3 and EAGLE-2 heads and MiMo's MTP layer, and their initialization.
+"""Trainable EAGLE-3, P-EAGLE and EAGLE-2 heads and MiMo's MTP layer, and their initialization.
 
 Parameter names are those of the checkpoints, so that `state_dict` is what is saved. `specray.models` has the inference
 modules of the same heads: with fused and packed weights, in-place operations and paged attention.
@@ -16,7 +16,7 @@ from specray.models.llama_shape import LlamaShape
 from specray.train.attention import ChainKV, TrainingKV
 from specray.train.norm import rms_norm
 from specray.train.target import Target
-from specray.train.unroll import Batch, hidden_state_rollout
+from specray.train.unroll import Batch, hidden_state_rollout, shifted
 
 _STD = 0.02  # standard deviation of randomly initialized matrices
 _SMALL_STD = 0.002  # of matrices that write into the residual stream, so that a layer starts as the identity
@@ -70,6 +70,32 @@ class Eagle3Head(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         return self.lm_head.weight
+
+
+class ParallelHead(Eagle3Head):
+    """P-EAGLE: after step 0, a mask stands for the token and the state, so that no step waits for the one before it.
+
+    The mask is the embedding of `mask_token_id` and a learned value of the aux hidden states.
+    """
+
+    def __init__(
+        self, shape: LlamaShape, draft_ids: Tensor, mask_token_id: int, num_aux_hidden_states: int = 3
+    ) -> None:
+        super().__init__(shape, draft_ids, num_aux_hidden_states)
+        self.mask_token_id = mask_token_id
+        self.mask_hidden = nn.Parameter(torch.randn(1, num_aux_hidden_states * shape.hidden_size))
+
+    def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
+        kv, states, device = ChainKV(batch.start), self.enter(batch.aux_hidden_states), batch.token_ids.device
+        num_rows, length = batch.token_ids.shape
+        embeds = target.embed(shifted(batch.token_ids, torch.arange(1, length + 1, device=device)))
+        yield self.step(embeds, states, *target.rotary.at(torch.arange(length, device=device)), kv)
+        chains = torch.arange(batch.start, length, device=device)
+        token = torch.tensor([self.mask_token_id], device=device)
+        embed, state = target.embed(token), self.enter(self.mask_hidden.to(states.dtype))
+        embeds, states = (mask.expand(num_rows, len(chains), -1) for mask in (embed, state))
+        for step in range(1, steps):
+            yield self.step(embeds, states, *target.rotary.at(chains + step), kv)
 
 
 class _FrozenOutputHead(nn.Module, ABC):

@@ -8,7 +8,7 @@ from typing import Any
 class TrainSettings:
     """Options of a run, stored in checkpoints and model cards."""
 
-    kind: str  # eagle3, eagle2, mtp or draft
+    kind: str  # eagle3, parallel, eagle2, mtp or draft
     tokens: int
     unroll: int = 3
     step_decay: float = 0.8

@@ -34,7 +34,7 @@ from specray.train.checkpoint import (
 )
 from specray.train.draft_model import DraftModel, TrainedModel, kept_layers
 from specray.train.export import export_head, load_exported
-from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead
+from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, ParallelHead
 from specray.train.hidden_states import HiddenStateComputer
 from specray.train.interrupts import Interrupts
 from specray.train.learner import Learner, autocast
@@ -226,6 +226,8 @@ def _build_head(
         head = Eagle2Head(shape, ids, settings.bias)
     elif settings.kind == "mtp":
         head = MtpHead(shape, ids)
+    elif settings.kind == "parallel":
+        head = ParallelHead(shape, ids, next(iter(target.eos_ids), 0), len(folder.aux_hidden_state_layers) - 1)
     else:
         head = Eagle3Head(shape, ids, len(folder.aux_hidden_state_layers) - 1)
     head.to(target.device)
@@ -236,8 +238,8 @@ def _build_head(
 def _head_columns(kind: str, folder: AnswerFolder) -> slice:
     """The head's input columns: the final state for EAGLE-2 and MTP, all others for EAGLE-3, none for a draft model."""
     last = (len(folder.aux_hidden_state_layers) - 1) * folder.hidden_size
-    read = {"eagle2": slice(last, None), "mtp": slice(last, None), "eagle3": slice(0, last), "draft": slice(0, 0)}
-    return read[kind]
+    own = {"eagle2": slice(last, None), "mtp": slice(last, None), "draft": slice(0, 0)}
+    return own.get(kind, slice(0, last))
 
 
 def _hidden_states(folder: AnswerFolder, max_length: int) -> HiddenStates:

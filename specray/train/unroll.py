@@ -96,7 +96,7 @@ def unroll(
     chain_of = torch.arange(batch.token_ids.shape[0] * len(first), device=device).view(-1, len(first))
     begins = first >= batch.prompt_lengths[:, None] - 2
     for step, states in enumerate(head.rollout(target, batch, steps)):
-        number = _shifted(labeled.number, first + 1 + step, fill=-1)
+        number = shifted(labeled.number, first + 1 + step, fill=-1)
         counts = begins & (number >= 0)
         yield StepOutput(head.outputs(states[counts]), number[counts], chain_of[counts])
 
@@ -108,12 +108,12 @@ def hidden_state_rollout(head: HiddenStateHead, target: Target, batch: Batch, st
     states = head.enter(batch.aux_hidden_states)
     for step in range(steps):
         positions = torch.arange(start if step else 0, length, device=batch.token_ids.device) + step
-        embeds = target.embed(_shifted(batch.token_ids, positions + 1))
+        embeds = target.embed(shifted(batch.token_ids, positions + 1))
         states = head.step(embeds, states, *target.rotary.at(positions), kv)
         yield states
 
 
-def _shifted(rows: Tensor, positions: Tensor, fill: int = 0) -> Tensor:
+def shifted(rows: Tensor, positions: Tensor, fill: int = 0) -> Tensor:
     """rows [B, L] at `positions`, `fill` past the end."""
     taken = rows[:, positions.clamp(max=rows.shape[1] - 1)]
     return taken.masked_fill(positions >= rows.shape[1], fill)

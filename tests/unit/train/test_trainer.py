@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from specray.errors import ConfigError
+from specray.models.eagle_files import HeadConfig
 from specray.train.checkpoint import read_log
 from specray.train.learner import Learner
 from specray.train.settings import TrainSettings
@@ -38,7 +39,14 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"kind": "eagle3"}, {"kind": "eagle2"}, {"kind": "mtp"}, {"kind": "draft", "layers": "1"}, {"optimizer": "muon"}],
+    [
+        {"kind": "eagle3"},
+        {"kind": "parallel"},
+        {"kind": "eagle2"},
+        {"kind": "mtp"},
+        {"kind": "draft", "layers": "1"},
+        {"optimizer": "muon"},
+    ],
     ids=str,
 )
 def test_a_stopped_run_ends_with_the_weights_of_an_uninterrupted_one(
@@ -124,6 +132,17 @@ def test_eagle3_is_exported_in_the_public_layout(tmp_path: Path) -> None:
     card = (run / "head" / "README.md").read_text()
     assert "EAGLE-3 draft head" in card
     assert "learning rate: 0.001" in card
+
+
+def test_a_parallel_head_starts_from_an_eagle3_head_and_is_exported_with_its_mask(tmp_path: Path) -> None:
+    answers, first, second = write_answers(tmp_path), tmp_path / "eagle3", tmp_path / "parallel"
+    Trainer(settings(), answers, first, CPU).run()
+    Trainer(settings(kind="parallel", init_head=str(first / "head")), answers, second, CPU).run()
+    config = json.loads((second / "head" / "config.json").read_text())
+    assert (config["parallel_drafting"], config["ptd_token_id"]) == (True, EOS)
+    tensors = load_file(second / "head" / "model.safetensors")
+    assert tensors["mask_hidden"].shape == (1, 3 * HIDDEN)
+    assert HeadConfig.read(second / "head").ptd_token_id == EOS
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -1,10 +1,11 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from specray.train.heads import Eagle2Head, Eagle3Head
+from specray.train.heads import Eagle2Head, Eagle3Head, ParallelHead
 from specray.train.target import Target, load_target
 from specray.train.unroll import Batch, labeled_positions, unroll
 from tests.support.toy import VOCAB_SIZE, write_toy
@@ -21,7 +22,12 @@ def target(tmp_path: Path) -> Target:
 def a_head(kind: str, target: Target) -> Head:
     torch.manual_seed(3)
     ids = torch.arange(0, VOCAB_SIZE, 2)
-    head: Head = Eagle3Head(target.shape, ids) if kind == "eagle3" else Eagle2Head(target.shape, ids, bias=True)
+    made: dict[str, Callable[[], Head]] = {
+        "eagle3": lambda: Eagle3Head(target.shape, ids),
+        "eagle2": lambda: Eagle2Head(target.shape, ids, bias=True),
+        "parallel": lambda: ParallelHead(target.shape, ids, mask_token_id=5),
+    }
+    head = made[kind]()
     head.start_from(target)
     for parameter in head.parameters():  # values near 0 or 1 would hide mistakes
         torch.nn.init.normal_(parameter, std=0.3)
@@ -71,8 +77,7 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
         )
         return torch.cat(parts), state
 
-    def entered(position: int) -> Tensor:
-        states = batch.aux_hidden_states[row, position]
+    def entered(states: Tensor) -> Tensor:
         if not eagle3:
             return states
         chunks = [norm(c, weights[f"fc_norm.{i}.weight"], eps) for i, c in enumerate(states.chunk(3))]
@@ -80,15 +85,18 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
 
     keys, values, outputs = [], [], []
     for position in range(start):
-        x, _ = inner(batch.token_ids[row, position + 1], entered(position))
+        x, _ = inner(batch.token_ids[row, position + 1], entered(batch.aux_hidden_states[row, position]))
         keys.append(turned(project(x, "k"), position))
         values.append(project(x, "v"))
-    state = entered(start)
+    state = entered(batch.aux_hidden_states[row, start])
     for step in range(STEPS):
         position = start + step
         if position + 1 >= batch.token_ids.shape[1]:
             break
-        x, residual = inner(batch.token_ids[row, position + 1], state)
+        token = batch.token_ids[row, position + 1]
+        if step and isinstance(head, ParallelHead):
+            token, state = torch.tensor(head.mask_token_id), entered(weights["mask_hidden"][0])
+        x, residual = inner(token, state)
         keys.append(turned(project(x, "k"), position))
         values.append(project(x, "v"))
         q = turned(project(x, "q"), position)
@@ -105,9 +113,9 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
     return outputs
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle2"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle2", "parallel"])
 def test_unrolled_steps_equal_single_chains(kind: str, target: Target) -> None:
-    head, batch = a_head(kind, target), a_batch(target, 3 if kind == "eagle3" else 1)
+    head, batch = a_head(kind, target), a_batch(target, 1 if kind == "eagle2" else 3)
     labeled = labeled_positions(batch)
     steps = list(unroll(head, target, batch, labeled, STEPS))
     per_row = batch.token_ids.shape[1] - batch.start
@@ -144,8 +152,9 @@ def test_tokens_outside_the_draft_vocabulary_have_no_label(target: Target) -> No
     assert set(labeled.next_ids.tolist()) == {int(batch.token_ids[0, 5])}
 
 
-def test_gradients_reach_every_parameter_through_all_steps(target: Target) -> None:
-    head, batch = a_head("eagle3", target), a_batch(target, 3)
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_gradients_reach_every_parameter_through_all_steps(kind: str, target: Target) -> None:
+    head, batch = a_head(kind, target), a_batch(target, 3)
     last = list(unroll(head, target, batch, labeled_positions(batch), STEPS))[-1]
     (last.outputs @ head.output_weight.T).sum().backward()
     assert [name for name, parameter in head.named_parameters() if parameter.grad is None] == []
