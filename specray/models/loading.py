@@ -38,12 +38,24 @@ class Loader:
         return name in self._reader.names()
 
     def tensor(self, name: str, shape: tuple[int, ...], part: slice = slice(None), dim: int = 0) -> Tensor:
-        """`part` along `dim` of tensor `name`. ConfigError if the tensor is missing or does not have `shape`."""
+        """`part` along `dim` of tensor `name`. ConfigError if the tensor is missing or does not have `shape`.
+
+        A rank expands its own part of a quantised matrix, on its own device.
+        """
+        if (matrix := self._reader.matrix(name)) is not None:
+            self._note(name, matrix.shape, shape)
+            rows, columns = (part, slice(None)) if dim == 0 else (slice(None), part)
+            return matrix.part(rows, columns, self.device).to(self.dtype)
         tensor = self.stored(name, shape)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            raise ConfigError(
+                f"{self._reader.path(name)}: tensor {name} is stored in {tensor.dtype} without a scale; its "
+                "config.json or the scale's tensor is missing: fetch the files again"
+            )
         return tensor.narrow(dim, *_span(part, shape[dim])).to(self.device, self.dtype)
 
     def weight(self, name: str, shape: tuple[int, int], part: slice = slice(None), dim: int = 0) -> Weight:
-        """A matrix for a linear layer: a GGUF file's own blocks if the model is quantised for a CPU, else `tensor`."""
+        """A matrix for a linear layer: the file's own groups if the model is quantised for a CPU, else `tensor`."""
         grouped = self._grouped(name, shape)
         if grouped is None:
             return self.tensor(name, shape, part, dim).contiguous()
@@ -52,13 +64,7 @@ class Loader:
     def stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Tensor `name` with its stored type, on the CPU. ConfigError if it is missing or does not have `shape`."""
         tensor = self._reader.get(name)
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(
-                f"{self._reader.path(name)}: tensor {name} has shape {list(tensor.shape)}, but config.json implies "
-                f"{list(shape)}; the weights and the config do not belong together"
-            )
-        self._read.add(name)
-        self._bar.update()
+        self._note(name, tuple(tensor.shape), shape)
         return tensor
 
     def vocab(self, name: str, shape: tuple[int, int]) -> Tensor:
@@ -91,9 +97,18 @@ class Loader:
         grouped = self._reader.grouped(name)
         if grouped is None or grouped.shape != shape:
             return None  # `tensor` reports a wrong shape
+        self._note(name, grouped.shape, shape)
+        return grouped
+
+    def _note(self, name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        """Count `name` as read. ConfigError if its `stored` shape is not the expected one."""
+        if stored != shape:
+            raise ConfigError(
+                f"{self._reader.path(name)}: tensor {name} has shape {list(stored)}, but config.json implies "
+                f"{list(shape)}; the weights and the config do not belong together"
+            )
         self._read.add(name)
         self._bar.update()
-        return grouped
 
     def close(self) -> None:
         self._bar.close()

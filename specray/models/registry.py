@@ -15,6 +15,7 @@ from specray.models.fused import are_row_wise, embed_and_head, fused_decoder
 from specray.models.llama import Llama
 from specray.models.loading import Loader
 from specray.models.moe_models import Mixtral, Qwen3Moe
+from specray.models.quantized_formats import checkpoint_format
 from specray.ops.attention import torch_dtype
 from specray.ops.cpu.library import kernels
 from specray.ops.quantization import check_quantization
@@ -46,11 +47,7 @@ def load_config(folder: Path) -> PretrainedConfig:
     for option in ("mlp_bias", "attention_out_bias"):
         if getattr(config, option, False):
             raise ConfigError(f"{folder}: config.json sets {option}, which is not supported; choose another model")
-    if method := getattr(config, "quantization_config", None):
-        raise ConfigError(
-            f"{folder}: the checkpoint is quantized ({_quantization(method)}), which is not supported; choose "
-            "one in bfloat16, float16 or float32"
-        )
+    checkpoint_format(folder)  # refuses unknown ones before any weight is read
     return config
 
 
@@ -115,10 +112,6 @@ def _read_config(folder: Path) -> PretrainedConfig:
         return known.from_dict(content)
     config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return config
-
-
-def _quantization(method: object) -> str:
-    return str(method.get("quant_method") if isinstance(method, dict) else method)
 
 
 def _architectures(config: PretrainedConfig) -> list[str]:

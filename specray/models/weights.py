@@ -1,6 +1,7 @@
 """Reads tensors by name from a model folder with one or many safetensors or .bin files.
 
-`gguf_files` converts GGUF files to safetensors first.
+`gguf_files` converts GGUF files to safetensors first. A matrix of a quantised checkpoint has one name, that of the
+weight, whatever the names of its parts are.
 """
 
 import json
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from specray.errors import ConfigError
 from specray.models.gguf_blocks import BLOCKS_FILE, grouped_weight
+from specray.models.quantized_formats import Names, checkpoint_format
+from specray.models.quantized_matrices import StoredMatrix
 from specray.ops.grouped_weight import GroupedWeight
 
 
@@ -30,15 +33,31 @@ class WeightReader:
         self._file_of = _files_by_tensor(folder, load_format, self._shards)
         blocks = folder / BLOCKS_FILE
         self._blocks = _Blocks(blocks) if blocks.is_file() else None
+        self._format = checkpoint_format(folder)
+        self._names = Names.of(self._format, self._file_of.keys())
 
     def names(self) -> Collection[str]:
-        return self._file_of.keys()
+        return self._names.plain | self._names.parts.keys()
+
+    def matrix(self, name: str) -> StoredMatrix | None:
+        """Matrix `name` as it is stored, if the checkpoint has it quantised."""
+        parts = self._names.parts.get(name)
+        return None if self._format is None or parts is None else self._format.matrix(name, parts, self._stored)
 
     def grouped(self, name: str) -> GroupedWeight | None:
-        """Matrix `name` in the quantised blocks of a GGUF file; None if it is not stored so."""
+        """Matrix `name` in the groups of a GGUF file or a quantised checkpoint; None if it is not stored so."""
+        if (matrix := self.matrix(name)) is not None:
+            return matrix.grouped()
         return None if self._blocks is None else self._blocks.get(name)
 
     def get(self, name: str) -> Tensor:
+        """Tensor `name` with its stored type; a quantised matrix in float32."""
+        matrix = self.matrix(name)
+        if matrix is None:
+            return self._stored(name)
+        return matrix.part(slice(None), slice(None), torch.device("cpu"))
+
+    def _stored(self, name: str) -> Tensor:
         file = self._file_of.get(name)
         if file is None:
             raise ConfigError(
@@ -49,7 +68,7 @@ class WeightReader:
 
     def path(self, name: str) -> Path:
         """The file of tensor `name`, which must exist."""
-        return self._folder / self._file_of[name]
+        return self._folder / self._file_of[self._names.parts.get(name, [name])[0]]
 
     def close(self) -> None:
         self._shards.clear()

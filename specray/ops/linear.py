@@ -53,13 +53,12 @@ def make_gated(gate: Weight, up: Weight, quantization: str | None = None) -> Lin
 
 
 def concat(*weights: Weight) -> Weight:
-    """Weights [.., in] one below the other."""
-    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
-    if len(tensors) == len(weights):
-        return torch.cat(tensors)
+    """Weights [.., in] one below the other. If only some are quantised, these are expanded."""
     grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
-    assert len(grouped) == len(weights), "weights of one matrix are all quantised or none"
-    return concatenated(grouped)
+    if len(grouped) == len(weights):
+        return concatenated(grouped)
+    dtype = next(weight.dtype for weight in weights if isinstance(weight, Tensor))
+    return torch.cat([weight if isinstance(weight, Tensor) else weight.float().to(dtype) for weight in weights])
 
 
 def _quantised(weight: Weight, quantization: str | None) -> Weight:

@@ -36,7 +36,7 @@ class PackedMatrix:
         self._kernels = kernels
         self._data = _packed(kernels, [weight])
         self._bias = None if bias is None else _padded(bias.float(), kernels.lanes)
-        self.struct = _struct(weight, _padded_size(self.columns, kernels.lanes), self._data, self._bias)
+        self.struct = _struct([weight], _padded_size(self.columns, kernels.lanes), self._data, self._bias)
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +67,7 @@ class GatedMatrix:
         self.columns, self.ins = gate.shape
         self._kernels = kernels
         self._data = _packed(kernels, [gate, up])
-        self.struct = _struct(gate, 2 * _padded_size(self.columns, kernels.lanes), self._data, None)
+        self.struct = _struct([gate, up], 2 * _padded_size(self.columns, kernels.lanes), self._data, None)
 
     @property
     def num_bytes(self) -> int:
@@ -89,27 +89,27 @@ class GatedMatrix:
         return y
 
 
-def kind_of(weight: Weight) -> int:
-    """`Kind` in matrix.h."""
+def kind_of(*weights: Weight) -> int:
+    """`Kind` in matrix.h that can hold all of these weights, which have one format."""
+    weight = weights[0]
     if isinstance(weight, Tensor):
         return FLOAT_TYPES[weight.dtype]
-    has_lows, is_half = weight.lows is not None, weight.is_exact_in_half
+    has_lows = weight.lows is not None
+    is_half = all(isinstance(other, GroupedWeight) and other.is_exact_in_half for other in weights)
     if weight.size == 32 and not is_half and (weight.bits == 8 or not has_lows):
         has_lows = True  # there is no kind of groups of 32 with float32 scales and without lows
     return _KINDS[weight.bits, has_lows, weight.size, is_half and weight.size == 32]
 
 
-def _struct(weight: Weight, outs: int, data: Tensor, bias: Tensor | None) -> Matrix:
-    kind = kind_of(weight)
+def _struct(weights: list[Weight], outs: int, data: Tensor, bias: Tensor | None) -> Matrix:
+    kind, weight = kind_of(*weights), weights[0]
     zero = 0 if isinstance(weight, Tensor) or kind in _WITH_LOWS else weight.zero
     return Matrix(kind, outs, weight.shape[1], zero, pointer(data), pointer(bias))
 
 
 def _packed(kernels: Kernels, weights: list[Weight]) -> Tensor:
     """Blocks of all weights, one of each in turn."""
-    kinds, (outs, ins), step = {kind_of(weight) for weight in weights}, weights[0].shape, len(weights)
-    assert len(kinds) == 1, kinds
-    kind = kinds.pop()
+    kind, (outs, ins), step = kind_of(*weights), weights[0].shape, len(weights)
     num_blocks = step * _padded_size(outs, kernels.lanes) // kernels.lanes
     data = torch.empty(num_blocks * kernels.block_bytes(kind, ins), dtype=torch.uint8)
     for place, weight in enumerate(weights):

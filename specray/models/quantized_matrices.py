@@ -1,0 +1,195 @@
+"""Matrices of quantised checkpoints and the weights they stand for.
+
+A matrix is read in parts, so that a rank expands only its own. Products are computed in float32, where they are exact
+or rounded once: weights have at most 8 bits, scales at most 24.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specray.errors import ConfigError
+from specray.ops.grouped_weight import GROUP, GroupedWeight
+
+_WORD = 32  # bits
+
+
+class StoredMatrix(Protocol):
+    """A matrix [outs, ins] of a linear layer."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def part(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
+        """float32 weights of these outputs and inputs."""
+
+    def grouped(self) -> GroupedWeight | None:
+        """The same integers and scales for the CPU kernels; None if they have no such format."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledMatrix:
+    """w = scale * stored, with a byte for each weight and a scale for each block."""
+
+    stored: Tensor  # float8 or int8 [outs, ins]
+    scales: Tensor  # [blocks of outputs, blocks of inputs]
+    block: tuple[int, int]  # outputs and inputs of a block
+
+    @classmethod
+    def of(cls, name: str, stored: Tensor, scales: Tensor, block: tuple[int, int] | None) -> "ScaledMatrix":
+        """`scales` is one number, one for each output, or one for each of the `block`s. ConfigError if it is not."""
+        if stored.dim() != 2 or stored.dtype not in _BYTES:
+            raise _damaged(name, f"is {stored.dtype} {list(stored.shape)} instead of a matrix of float8 or int8")
+        outs, ins = stored.shape
+        if scales.numel() == 1:
+            return cls(stored, scales.view(1, 1), (max(outs, 1), max(ins, 1)))
+        if block is None and scales.numel() == outs:
+            return cls(stored, scales.view(outs, 1), (1, max(ins, 1)))
+        if block is None or tuple(scales.shape) != (-(-outs // block[0]), -(-ins // block[1])):
+            blocks = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
+            raise _damaged(name, f"of {outs} x {ins} has scales {list(scales.shape)}{blocks}")
+        return cls(stored, scales, block)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.stored), self.stored.shape[1]
+
+    def part(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
+        weights = self.stored[rows, columns].to(device, torch.float32)
+        scales = self.scales.to(device, torch.float32)
+        for dim, (part, length, size) in enumerate(zip((rows, columns), self.shape, self.block, strict=True)):
+            places = torch.arange(*part.indices(length), device=device) // size
+            scales = scales.index_select(dim, places) if scales.shape[dim] > 1 else scales
+        return weights.mul_(scales)
+
+    def grouped(self) -> GroupedWeight | None:
+        outs, ins = self.shape
+        if self.stored.dtype is not torch.int8 or self.block[1] < ins or ins % GROUP:
+            return None
+        ints = (self.stored.to(torch.int16) + 128).to(torch.uint8)
+        scales = self.part_scales().expand(outs, ins // GROUP).contiguous()
+        return GroupedWeight(ins, ints, scales, None, 128, 8)
+
+    def part_scales(self) -> Tensor:
+        """float32 [outs, 1], of a matrix whose blocks have all inputs."""
+        places = torch.arange(len(self.stored)) // self.block[0]
+        return self.scales.float().index_select(0, places)
+
+
+@dataclass(frozen=True, slots=True)
+class WordLayout:
+    """How integers are packed into words of 32 bits."""
+
+    bits: int  # 4 or 8
+    order: Sequence[int]  # place of each of a word's integers, lowest bits first
+    packs_inputs: bool  # a word has integers of consecutive inputs, not outputs
+    zero_offset: int  # a zero is larger by this than the stored one
+
+    @property
+    def count(self) -> int:
+        return _WORD // self.bits
+
+    def unpacked(self, words: Tensor) -> Tensor:
+        """uint8 [n, w * count] from int32 words [n, w]."""
+        nibble = torch.tensor(self.order, device=words.device).argsort()  # by place
+        ints = words[:, :, None] >> (nibble * self.bits).to(torch.int32) & (1 << self.bits) - 1
+        return ints.to(torch.uint8).flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IntMatrix:
+    """w = scale * (integer - zero), with a scale and a zero for each output and group of inputs."""
+
+    layout: WordLayout
+    shape: tuple[int, int]
+    words: Tensor  # int32 [ins / count, outs] if words hold inputs, else [ins, outs / count]
+    zeros: Tensor | None  # int32 [groups, outs / count]; None: the middle of the range
+    scales: Tensor  # [groups, outs]
+    groups: Tensor  # int64 [ins]: the group of each input
+
+    @classmethod
+    def of(
+        cls, name: str, layout: WordLayout, words: Tensor, zeros: Tensor | None, scales: Tensor, groups: Tensor | int
+    ) -> "IntMatrix":
+        """`groups` is each input's group, or the size of groups of neighbours, -1 for all inputs.
+
+        ConfigError if the parts do not fit.
+        """
+        packed = [words] if zeros is None else [words, zeros]
+        if any(part.dim() != 2 for part in (*packed, scales)) or any(part.dtype != torch.int32 for part in packed):
+            raise _damaged(name, "is not packed in words of 32 bits")
+        ins, outs = len(words) * (layout.count if layout.packs_inputs else 1), scales.shape[1]
+        if isinstance(groups, int):
+            groups = torch.arange(ins) // (max(ins, 1) if groups == -1 else groups)
+        index = groups.to(torch.int64)
+        num_words = -(-outs // layout.count)
+        is_fitting = words.shape[1] == (outs if layout.packs_inputs else num_words) and len(index) == ins
+        if not is_fitting or (zeros is not None and zeros.shape != (len(scales), num_words)):
+            shapes = [list(part.shape) for part in (*packed, scales)]
+            raise _damaged(name, f"has words, zeros and scales of shapes {shapes}")
+        if ins and (int(index.min()) < 0 or int(index.max()) >= len(scales)):
+            found = f"{int(index.min())} … {int(index.max())}"
+            raise _damaged(name, f"has groups {found} and {len(scales)} scales of each output")
+        return cls(layout, (outs, ins), words, zeros, scales, index)
+
+    def part(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
+        places = self.groups[columns].to(device)
+        scales, zeros = (part.to(device).index_select(1, places) for part in self._per_group(rows))
+        return (self._ints(rows, columns, device) - zeros).mul_(scales)
+
+    def grouped(self) -> GroupedWeight | None:
+        ins = self.shape[1]
+        size = ins // max(len(self.scales), 1)
+        in_order = torch.arange(ins) // max(size, 1)
+        if not size or size % GROUP or not torch.equal(self.groups, in_order):
+            return None
+        whole = slice(None)
+        scales, zeros = self._per_group(whole)
+        is_uniform = bool((zeros == zeros[0, 0]).all())
+        lows = None if is_uniform else (scales * -zeros).repeat_interleave(size // GROUP, 1)
+        return GroupedWeight(
+            ins,
+            self._ints(whole, whole, torch.device("cpu")).to(torch.uint8),
+            scales.repeat_interleave(size // GROUP, 1),
+            lows,
+            int(zeros[0, 0]) if is_uniform else 0,
+            self.layout.bits,
+        )
+
+    def _per_group(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """(scales, zeros) float32 [outs, groups] of some outputs."""
+        scales, largest = self.scales[:, rows].t().float(), (1 << self.layout.bits) - 1
+        if self.zeros is None:
+            return scales, torch.full_like(scales, largest // 2 + 1)
+        words, inside = _covering(rows, self.shape[0], self.layout.count)
+        stored = self.layout.unpacked(self.zeros[:, words])[:, inside].t().to(torch.int32)
+        return scales, (stored + self.layout.zero_offset & largest).float()  # a zero of 0 is stored as `largest`
+
+    def _ints(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
+        """float32 [outs, ins] of the packed integers."""
+        outs, ins = self.shape
+        if self.layout.packs_inputs:
+            words, inside = _covering(columns, ins, self.layout.count)
+            return self.layout.unpacked(self.words[words, rows].to(device).t())[:, inside].float()
+        words, inside = _covering(rows, outs, self.layout.count)
+        return self.layout.unpacked(self.words[columns, words].to(device))[:, inside].t().float()
+
+
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
+def _covering(part: slice, length: int, count: int) -> tuple[slice, slice]:
+    """(the words that hold `part` of `length` integers, `count` in each; the part's place in them)."""
+    start, stop, _ = part.indices(length)
+    first = start // count
+    return slice(first, -(-stop // count)), slice(start - first * count, stop - first * count)
+
+
+def _damaged(name: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"the quantised matrix {name} {problem}; the files are damaged or quantization_config in config.json describes "
+        "others: fetch them again"
+    )

@@ -1,0 +1,312 @@
+"""Checkpoints in fp8, AWQ, GPTQ and compressed-tensors give the weights of an independent quantiser."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from specray.config import EngineConfig
+from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
+from specray.models.loading import Loader
+from specray.models.mtp import load_mtp_layers
+from specray.models.registry import load_config, load_model, resolve_dtype
+from specray.models.target_matrices import TargetMatrices
+from specray.models.weights import WeightReader
+from specray.ops.cpu.library import kernels
+from specray.ops.cpu.matrix import PackedMatrix
+from specray.ops.linear import concat, make_gated, make_linear
+from specray.sampling_params import SamplingParams
+from tests.support.architectures import write_architecture
+from tests.support.engine import generate
+from tests.support.methods import METHODS as DRAFTING
+from tests.support.mtp import write_deepseek
+from tests.support.naive_eagle import attend_to_the_past
+from tests.support.quantised import METHODS, Method, awq, compressed_ints, fp8_blocks, gptq, quantise_model
+from tests.support.toy import write_toy
+
+CPU = torch.device("cpu")
+OUTS, INS = 40, 64
+NAME, STEM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj."
+TOKENS = [0, 5, 63, 17, 17, 40, 2, 9, 9, 31, 50, 8]
+
+
+def matrix(outs: int = OUTS, ins: int = INS) -> np.ndarray:
+    return np.random.default_rng(outs).normal(size=(outs, ins)).astype(np.float32)
+
+
+def write_matrix(folder: Path, method: Method, weights: np.ndarray) -> np.ndarray:
+    """A checkpoint of one matrix; returns what it stands for, rounded once to float32."""
+    done = method.quantise(weights)
+    config = json.dumps({"model_type": "llama", "quantization_config": method.config})
+    (folder / "config.json").write_text(config)
+    save_file({STEM + suffix: part for suffix, part in done.parts.items()}, folder / "model.safetensors")
+    return done.weights.astype(np.float32)
+
+
+def loader(folder: Path, quantization: str | None = None) -> Loader:
+    return Loader(folder, "auto", torch.float32, CPU, quantization=quantization)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_matrix_is_what_its_parts_stand_for(name: str, tmp_path: Path) -> None:
+    weights = matrix()
+    expected = write_matrix(tmp_path, METHODS[name], weights)
+    assert np.abs(expected - weights).max() < 0.6, "the quantiser rounds, and does not change the weights otherwise"
+    reading = loader(tmp_path)
+    assert np.array_equal(reading.tensor(NAME, (OUTS, INS)), expected)
+    assert np.array_equal(reading.stored(NAME, (OUTS, INS)), expected)
+    assert NAME in reading
+    assert reading.names() == [NAME]
+    assert not reading.unread()
+    assert reading.path(NAME) == tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_rank_expands_its_own_part(name: str, tmp_path: Path) -> None:
+    expected = write_matrix(tmp_path, METHODS[name], matrix())
+    reading = loader(tmp_path)
+
+    @given(st.sampled_from([0, 1]), st.integers(0, OUTS - 1), st.integers(1, OUTS))
+    @settings(max_examples=15, database=None)
+    def part_is_that_of_the_whole(dim: int, start: int, count: int) -> None:
+        part = slice(start, min(start + count, (OUTS, INS)[dim]))
+        read = reading.tensor(NAME, (OUTS, INS), part, dim)
+        assert np.array_equal(read, expected[part] if dim == 0 else expected[:, part])
+
+    part_is_that_of_the_whole()
+
+
+def test_blocks_at_the_edge_are_smaller(tmp_path: Path) -> None:
+    expected = write_matrix(tmp_path, METHODS["fp8 in blocks"], matrix(19, 33))
+    assert np.array_equal(loader(tmp_path).tensor(NAME, (19, 33)), expected)
+
+
+KEPT: dict[str, Method] = {
+    "awq": Method(METHODS["awq"].config | {"group_size": 32}, lambda weights: awq(weights, 32)),
+    "gptq": Method(METHODS["gptq"].config | {"group_size": 64}, lambda weights: gptq(weights, 4, 64, True, False, 1)),
+    "gptq of 8 bits": Method(
+        METHODS["gptq of 8 bits"].config | {"group_size": 32, "sym": False},
+        lambda weights: gptq(weights, 8, 32, False, False, 1),
+    ),
+    "compressed int8": METHODS["compressed int8"],
+    "compressed int4": Method(
+        {
+            **METHODS["compressed int4"].config,
+            "config_groups": {
+                "group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}}
+            },
+        },
+        lambda weights: compressed_ints(weights, 4, INS, symmetric=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_groups_of_32_inputs_stay_as_they_are_on_a_cpu(name: str, tmp_path: Path) -> None:
+    expected = write_matrix(tmp_path, KEPT[name], matrix())
+    weight = loader(tmp_path, "auto").weight(NAME, (OUTS, INS))
+    assert not isinstance(weight, torch.Tensor)
+    assert weight.bits == (8 if "8" in name else 4)
+    assert np.array_equal(weight.float(), expected)
+    half = loader(tmp_path, "auto").weight(NAME, (OUTS, INS), slice(32, 64), 1)
+    assert not isinstance(half, torch.Tensor)
+    assert np.array_equal(half.float(), expected[:, 32:])
+    assert isinstance(loader(tmp_path).weight(NAME, (OUTS, INS)), torch.Tensor), "quantization: null expands"
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_kernels_compute_with_the_kept_groups(name: str, tmp_path: Path) -> None:
+    """Activations of one group, so that rounding them to 8 bits is exact."""
+    expected = torch.from_numpy(write_matrix(tmp_path, KEPT[name], matrix()))
+    weight = loader(tmp_path, "auto").weight(NAME, (OUTS, INS))
+    x = torch.randint(-127, 128, (3, INS), generator=torch.Generator().manual_seed(0)).float()
+    x[:, ::32] = 127
+    run = make_linear(weight, quantization="auto")
+    assert isinstance(run, PackedMatrix) or kernels() is None
+    torch.testing.assert_close(run(x), x @ expected.t(), atol=1e-3, rtol=1e-5)
+    gated = make_gated(weight, weight, "auto")(x / 100)
+    once = x / 100 @ expected.t()
+    torch.testing.assert_close(gated, torch.nn.functional.silu(once) * once, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq by activation", "fp8 in blocks", "compressed int4 with zeros"])
+def test_groups_that_the_kernels_do_not_have_are_expanded(name: str, tmp_path: Path) -> None:
+    expected = write_matrix(tmp_path, METHODS[name], matrix())
+    weight = loader(tmp_path, "auto").weight(NAME, (OUTS, INS))
+    assert isinstance(weight, torch.Tensor)
+    assert np.array_equal(weight, expected)
+
+
+def test_a_fused_matrix_may_be_quantised_in_part(tmp_path: Path) -> None:
+    expected = torch.from_numpy(write_matrix(tmp_path, KEPT["awq"], matrix()))
+    plain = torch.ones(8, INS)
+    both = concat(loader(tmp_path, "auto").weight(NAME, (OUTS, INS)), plain)
+    assert isinstance(both, torch.Tensor)
+    assert torch.equal(both, torch.cat((expected, plain)))
+
+
+@pytest.mark.parametrize("name", ["fp8 in blocks", "awq", "gptq by activation", "compressed int8"])
+def test_a_model_is_that_of_its_expanded_weights(name: str, tmp_path: Path) -> None:
+    plain = write_toy(tmp_path)
+    quantised = quantise_model(plain, tmp_path / "quantised", METHODS[name])
+    assert run(quantised) == run(plain)
+
+
+def test_a_model_in_groups_of_32_gives_one_text_with_and_without_drafts(tmp_path: Path) -> None:
+    method = Method(METHODS["awq"].config | {"group_size": -1}, lambda weights: awq(weights, weights.shape[1]))
+    quantised = quantise_model(write_toy(tmp_path), tmp_path / "quantised", method)
+    options = DRAFTING["NGRAM"](quantised, tmp_path)
+    assert run(quantised, quantization="auto") == run(quantised, quantization="auto", speculative=options)
+
+
+def test_experts_and_latent_attention_are_expanded(tmp_path: Path) -> None:
+    """DeepSeek-V3 as it is published: blocks of fp8, and MTP layers in the same files."""
+    write_deepseek(tmp_path)
+    quantised = quantise_model(tmp_path, tmp_path / "quantised", METHODS["fp8 in blocks"])
+    names = load_file(quantised / "model.safetensors").keys()
+    assert {f"model.layers.3.{part}_proj.weight_scale_inv" for part in ("self_attn.o", "mlp.experts.7.down")} <= names
+    both = [logits(folder) for folder in (tmp_path, quantised)]
+    assert torch.equal(*both)
+    states = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for folder in (tmp_path, quantised):
+        config = load_config(folder)
+        shape = model_of(folder).shape
+        matrices = TargetMatrices(shape, 64, folder, "auto", torch.float32, CPU, None)
+        layers = load_mtp_layers(folder, "auto", matrices)
+        positions = torch.arange(1, 5)
+        outputs.append(layers.layers[0](states, states.flip(0), positions, attend_to_the_past))
+        assert resolve_dtype("auto", config, CPU) in (torch.float32, torch.bfloat16)
+    assert torch.equal(*outputs)
+
+
+def test_a_mixture_in_awq_leaves_its_router_alone(tmp_path: Path) -> None:
+    write_architecture("qwen3-moe", tmp_path)
+    method = Method(METHODS["awq of whole columns"].config, METHODS["awq of whole columns"].quantise)
+    assert torch.equal(logits(quantise_model(tmp_path, tmp_path / "quantised", method)), logits(tmp_path))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quant_method=bitsandbytes, which is not supported.*awq"),
+    "no method": ({"bits": 4}, "quant_method=None"),
+    "gptq of 3 bits": ({"quant_method": "gptq", "bits": 3}, r"gptq and bits=3, .*\(only 4, 8\)"),
+    "marlin": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+    "bits by module": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*down.*": {"bits": 8}}},
+        r"dynamic\['\+:.*down.*'\]",
+    ),
+    "awq for vectors": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv'"),
+    "llm-awq": ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "backend='llm-awq'"),
+    "no number": ({"quant_method": "awq", "bits": 4, "group_size": "all"}, "group_size='all'"),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2'"),
+    "odd blocks": ({"quant_method": "fp8", "weight_block_size": [128]}, r"blocks of \[128\]"),
+    "nvfp4": (
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        "format='nvfp4-pack-quantized'",
+    ),
+    "sparse": (
+        METHODS["compressed int8"].config | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity_config.format='sparse-24-bitmask'",
+    ),
+    "two groups": (METHODS["compressed int8"].config | {"config_groups": {"a": {}, "b": {}}}, "config_groups"),
+    "a list": ({"quant_method": ["awq"]}, r"quant_method=\['awq'\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_methods_are_refused_before_weights_are_read(name: str, tmp_path: Path) -> None:
+    config, message = REFUSED[name]
+    write_toy(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_parts_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+    write_matrix(tmp_path, METHODS[name], matrix())
+    path = tmp_path / "model.safetensors"
+    whole = load_file(path)
+    for part, tensor in whole.items():
+        if part.endswith(("weight_shape", "input_scale")):
+            continue
+        save_file(whole | {part: tensor.flatten()[: tensor.numel() // 2].contiguous()}, path)
+        with pytest.raises(ConfigError, match=r"quantised matrix model.layers.0.mlp.up_proj.weight"):
+            loader(tmp_path).tensor(NAME, (OUTS, INS))
+    save_file(whole, path)
+    with pytest.raises(ConfigError, match=r"has shape \[40, 64\], but config.json implies \[40, 72\]"):
+        loader(tmp_path).tensor(NAME, (OUTS, 72))
+
+
+def test_groups_past_the_scales_are_refused(tmp_path: Path) -> None:
+    write_matrix(tmp_path, METHODS["gptq"], matrix())
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors[STEM + "g_idx"][5] = 4
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match="groups 0 … 4 and 4 scales"):
+        loader(tmp_path).tensor(NAME, (OUTS, INS))
+
+
+def test_missing_zeros_are_named(tmp_path: Path) -> None:
+    write_matrix(tmp_path, METHODS["awq"], matrix())
+    path = tmp_path / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if "qzeros" not in name}, path)
+    with pytest.raises(ConfigError, match=r"no tensor 'model.layers.0.mlp.up_proj.qzeros'"):
+        loader(tmp_path).tensor(NAME, (OUTS, INS))
+
+
+def test_bytes_without_a_quantization_config_are_no_weights(tmp_path: Path) -> None:
+    write_matrix(tmp_path, METHODS["fp8 in blocks"], matrix())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"stored in torch.float8_e4m3fn without a scale"):
+        loader(tmp_path).tensor(NAME, (OUTS, INS))
+
+
+def test_other_tensors_of_a_quantised_checkpoint_are_read_as_they_are(tmp_path: Path) -> None:
+    write_matrix(tmp_path, METHODS["awq"], matrix())
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"model.norm.weight": torch.ones(4), STEM + "bias": torch.zeros(40)}, path)
+    with WeightReader(tmp_path) as reader:
+        assert set(reader.names()) == {NAME, "model.norm.weight", STEM + "bias"}
+        assert reader.get("model.norm.weight").tolist() == [1, 1, 1, 1]
+
+
+def test_the_reference_packs_as_the_formats_say() -> None:
+    """A few values by hand, so that reader and reference cannot share a mistake."""
+    column = np.zeros((8, 1), np.float32)
+    weights = np.concatenate((column, 15 * np.ones((8, 1), np.float32)), 1)[:, :1] + np.arange(8)[:, None]
+    done = awq(np.concatenate((weights, np.full((8, 1), 15, np.float32)), 1).astype(np.float32), 2)
+    # Scales of 1 and zeros of 0: the word of input 0 holds outputs 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits on.
+    assert done.parts["scales"].tolist() == [[1.0] * 8]
+    assert done.parts["qweight"][0].item() & 0xFFFFFFFF == 0x75316420
+    block = fp8_blocks(np.array([[448.0, 1.0], [0.0, -2.0]], np.float32), 128)
+    assert block.parts["weight_scale_inv"].tolist() == [[1.0]]
+    assert block.parts["weight"].view(torch.uint8).tolist() == [[0x7E, 0x38], [0x00, 0xC0]]
+
+
+def run(folder: Path, **options: Any) -> list[list[int]]:
+    prompts = [[0, 10, 20, 30, 10, 20], [5], [0, *range(4, 40)]]
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=10, ignore_eos=True) for i in range(3)]
+    return [choice.token_ids for choice in generate(folder, prompts, params, **options)]
+
+
+def model_of(folder: Path) -> Any:
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu")
+    return load_model(folder, config, RankGroup(), CPU, progress=False)
+
+
+@torch.inference_mode()
+def logits(folder: Path) -> torch.Tensor:
+    model = model_of(folder)
+    hidden, _ = model(torch.tensor(TOKENS), torch.arange(len(TOKENS)), attend_to_the_past)
+    result: torch.Tensor = model.logits(hidden)
+    return result
