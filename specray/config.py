@@ -16,6 +16,8 @@ MAX_TREE_NODES = 128  # of a draft tree, its root included
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionKernels = Literal["auto", "torch", "triton", "flashinfer", "fa"]
+ExpertKernels = Literal["auto", "torch", "triton"]
 
 
 class Options(BaseModel):
@@ -73,9 +75,11 @@ class SpeculativeConfig(Options):
         description="Quantization of the draft model: null takes the target's, unquant disables it, auto chooses int8 "
         "on a CPU and none elsewhere. Weights shared with the target stay as they are.",
     )
-    draft_attention_backend: Annotated[
-        Literal["auto", "torch", "triton"] | None, unsupported_options.ATTENTION_KERNELS
-    ] = Field(None, description="Attention kernels of the draft model; null takes the target's.")
+    draft_attention_backend: Annotated[AttentionKernels | None, unsupported_options.ATTENTION_KERNELS] = Field(
+        None,
+        description="Attention kernels of the draft model; null takes the target's. With flashinfer and fa, the levels "
+        "of a draft tree use Triton's, and with fa the rest as well.",
+    )
     token_map: str | None = Field(
         None,
         min_length=1,
@@ -151,11 +155,13 @@ class SpeculativeConfig(Options):
         description="Lossy below 1.0: draft tokens are accepted as if their target probability were divided by this.",
     )
 
-    attention_mode: Annotated[str | None, unsupported_options.ATTENTION_MODE.check] = (
-        unsupported_options.ATTENTION_MODE.field
+    attention_mode: Annotated[Literal["prefill", "decode"], unsupported_options.ATTENTION_MODE] = Field(
+        "prefill",
+        description="How attention_backend: flashinfer verifies draft trees: by its prefill kernel with a mask, or by "
+        "Triton's kernel for decoding, which splits the keys. Other backends have one kernel for trees.",
     )
-    moe_runner_backend: Annotated[str | None, unsupported_options.MOE_RUNNER_BACKEND.check] = (
-        unsupported_options.MOE_RUNNER_BACKEND.field
+    moe_runner_backend: Annotated[ExpertKernels | None, unsupported_options.MOE_RUNNER_BACKEND] = Field(
+        None, description="Kernels for the experts of the draft model; null takes the target's."
     )
     moe_a2a_backend: Annotated[str | None, unsupported_options.MOE_A2A_BACKEND.check] = (
         unsupported_options.MOE_A2A_BACKEND.field
@@ -282,17 +288,25 @@ class EngineConfig(Options):
     quantization: Literal["auto", "int8", "int4", "fp8"] | None = Field(
         None,
         description="Quantization of weights (while loading) and activations: int8 or int4 on CPUs, fp8 on GPUs. auto "
-        "keeps the blocks of a quantised GGUF file on a CPU. null computes in dtype. The likeliest token was that of "
-        "float32 at 96 % of positions with int8 and at 68 % with int4 (embedded model, see the benchmarks page).",
+        "keeps the groups of a checkpoint in GGUF, AWQ, GPTQ or compressed-tensors on a CPU. null computes in dtype. "
+        "The likeliest token was that of float32 at 96 % of positions with int8 and at 68 % with int4 (embedded model, "
+        "see the benchmarks page).",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Device of the target; auto takes a GPU if there is one."
     )
     tp_size: int = Field(1, ge=1, le=64, description="Number of tensor-parallel ranks of the target.")
-    attention_backend: Annotated[Literal["auto", "torch", "triton"], unsupported_options.ATTENTION_KERNELS] = Field(
+    attention_backend: Annotated[AttentionKernels, unsupported_options.ATTENTION_KERNELS] = Field(
         "auto",
         description="Attention kernels. auto chooses the compiled ones on a CPU and Triton's on a GPU, and torch's "
-        "where these are not there. triton needs a GPU.",
+        "where these are not there. The others need a GPU: triton; flashinfer (the package flashinfer-python); fa, "
+        "vLLM's flash-attention (the package vllm), with Triton's for draft trees.",
+    )
+    moe_runner_backend: Annotated[ExpertKernels, unsupported_options.MOE_RUNNER_BACKEND] = Field(
+        "auto",
+        description="Kernels for the experts of a mixture. triton computes all of them in one grouped product and "
+        "needs a GPU; torch computes one expert after the other; auto takes triton on a GPU unless the weights are "
+        "quantized to fp8 there.",
     )
     num_threads: int | None = Field(
         None,

@@ -41,21 +41,24 @@ class UnsupportedOption:
         return self._harmless[0]
 
 
-def _check_kernels(value: object, info: ValidationInfo) -> object:
-    if value not in (None, "auto", "torch", "triton"):
-        raise ConfigError(
-            f"{info.field_name}={value!r} is not supported: attention uses our own kernels on CPUs, Triton's on GPUs, "
-            "or PyTorch's; set it to 'auto', 'triton' or 'torch', or remove it"
-        )
-    return value
+def _kernels(what: str, *names: str) -> BeforeValidator:
+    """A check that a value is null or one of `names`, some of SGLang's; `what` the kernels compute."""
+
+    def check(value: object, info: ValidationInfo) -> object:
+        if value is not None and value not in names:
+            raise ConfigError(
+                f"{info.field_name}={value!r} is not supported: the kernels for {what} are {', '.join(names)}; set it "
+                "to one of them, or remove it"
+            )
+        return value
+
+    return BeforeValidator(check)
 
 
 # For options that accept some of SGLang's values.
-ATTENTION_KERNELS = BeforeValidator(_check_kernels)
-ATTENTION_MODE = UnsupportedOption("draft trees are verified like prompts, on one path; remove it", "prefill")
-MOE_RUNNER_BACKEND = UnsupportedOption(
-    "experts run on PyTorch operations, in the target and in the draft; remove it", "auto"
-)
+ATTENTION_KERNELS = _kernels("attention", "auto", "torch", "triton", "flashinfer", "fa")
+ATTENTION_MODE = _kernels("draft trees", "prefill", "decode")
+MOE_RUNNER_BACKEND = _kernels("experts", "auto", "torch", "triton")
 MOE_A2A_BACKEND = UnsupportedOption(
     "tensor parallelism splits every expert, so ranks exchange no tokens; remove it", "none"
 )

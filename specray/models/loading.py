@@ -13,7 +13,10 @@ from specray.ops.grouped_weight import GroupedWeight, Weight
 
 
 class Loader:
-    """Takes tensors from a WeightReader for one rank of `group`; `quantization` is that of the model's linears."""
+    """Takes tensors from a WeightReader for one rank of `group`.
+
+    `quantization` is that of the model's linears, `moe_runner_backend` names the kernels of its experts.
+    """
 
     def __init__(
         self,
@@ -24,11 +27,13 @@ class Loader:
         progress: bool = False,
         quantization: str | None = None,
         group: RankGroup | None = None,
+        moe_runner_backend: str = "auto",
     ) -> None:
         self.folder = folder
         self.dtype = dtype
         self.device = device
         self.quantization = quantization
+        self.moe_runner_backend = moe_runner_backend
         self.group = group or RankGroup()
         self._reader = WeightReader(folder, load_format)
         self._read: set[str] = set()

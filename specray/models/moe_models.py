@@ -10,7 +10,7 @@ from specray.layers.module import Layer
 from specray.layers.moe import Expert, ExpertList, Experts, MixtureOfExperts, SoftmaxRoute
 from specray.models.llama import Llama
 from specray.models.loading import Loader
-from specray.ops.gpu import uses_triton
+from specray.ops.gpu import groups_experts
 
 QWEN_NAMES = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL_NAMES = ("w1", "w3", "w2")
@@ -60,7 +60,7 @@ def load_experts(
         gate, up, down = (f"{prefix}experts.{index}.{name}.weight" for name in names)
         narrow = loader.tensor(down, wide[::-1], part, 1).contiguous()
         weights.append((loader.tensor(gate, wide, part), loader.tensor(up, wide, part), narrow))
-    if loader.quantization is None and uses_triton(loader.device):
+    if groups_experts(loader.moe_runner_backend, loader.quantization, loader.device):
         from specray.ops.gpu.experts import GroupedExperts
 
         return GroupedExperts(weights)

@@ -74,7 +74,14 @@ def holds_mtp_layers(folder: Path, load_format: str) -> bool:
 def load_mtp_layers(folder: Path, load_format: str, shared: TargetMatrices) -> "MtpLayers":
     """Load all MTP layers in `folder`, not sharded. ConfigError if there are none, or if they do not fit the target."""
     config = load_config(folder)
-    loader = Loader(folder, load_format, shared.dtype, shared.device, quantization=shared.quantization)
+    loader = Loader(
+        folder,
+        load_format,
+        shared.dtype,
+        shared.device,
+        quantization=shared.quantization,
+        moe_runner_backend=shared.moe_runner_backend,
+    )
     try:
         found = [(layout, numbers) for layout in (MIMO, NEXTN) if (numbers := layout.numbers(loader.names()))]
         if len(found) != 1:

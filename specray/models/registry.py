@@ -90,7 +90,16 @@ def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: tor
         raise ConfigError(f"tp_size={group.size} is more than the model's {num_kv_heads} KV heads; lower tp_size")
     dtype = resolve_dtype(config.dtype, model_config, device)
     check_quantization(config.quantization, device, dtype)
-    loader = Loader(folder, config.load_format, dtype, device, progress and group.leads, config.quantization, group)
+    loader = Loader(
+        folder,
+        config.load_format,
+        dtype,
+        device,
+        progress and group.leads,
+        config.quantization,
+        group,
+        config.moe_runner_backend,
+    )
     try:
         positions = context_length(model_config, config.context_length)
         model = MODELS[_architectures(model_config)[0]](model_config, loader, positions)

@@ -18,7 +18,7 @@ class TargetMatrices:
 
     They are shared with `target`, quantized as there, if it holds them whole, in `dtype` and on `device`. Otherwise
     they are read from the target's files: a tensor-parallel rank has only a part, and a drafter process has no target.
-    `quantization` is that of the head's linears.
+    `quantization` is that of the head's linears, `moe_runner_backend` names the kernels of its experts.
     """
 
     def __init__(
@@ -31,9 +31,11 @@ class TargetMatrices:
         device: torch.device,
         target: TargetModel | None,
         quantization: str | None = None,
+        moe_runner_backend: str = "auto",
     ) -> None:
         self.shape = shape
         self.quantization = quantization
+        self.moe_runner_backend = moe_runner_backend
         self.dtype = dtype
         self.device = device
         self.max_positions = max_positions

@@ -1,16 +1,34 @@
 """Selection of the attention kernels."""
 
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from specray.ops.attention import AttentionBackend
+from specray.errors import ConfigError
+from specray.ops.attention import AttentionBackend, AttentionBatch
 from specray.ops.attention_torch import TorchAttention
 from specray.ops.cpu.attention import PagedAttention
 from specray.ops.cpu.library import kernels
 from specray.ops.gpu import check_triton, uses_triton
 
+_HALF_TYPES = (torch.bfloat16, torch.float16)
 
-def make_backend(name: str, pool: Tensor, num_heads: int) -> AttentionBackend:
-    """Kernels for `num_heads` query heads over `pool`; `name` is EngineConfig.attention_backend."""
+
+def make_backend(
+    name: str, pool: Tensor, num_heads: int, page_size: int | None = None, tree_mode: str = "decode"
+) -> AttentionBackend:
+    """Kernels for `num_heads` query heads over `pool`; `name` is EngineConfig.attention_backend.
+
+    `page_size`: a request's KV slots lie in whole blocks of this size; None: anywhere. `tree_mode` is
+    SpeculativeConfig.attention_mode; a drafter's trees, which grow by one level at a time, are decoded.
+    """
+    if name == "flashinfer":
+        return _flashinfer(pool, num_heads, tree_mode)
+    if name == "fa":
+        return _flash_attention(pool, num_heads, page_size)
     if name == "triton":
         check_triton(pool.device)
     if name == "triton" or (name == "auto" and uses_triton(pool.device)):
@@ -19,3 +37,59 @@ def make_backend(name: str, pool: Tensor, num_heads: int) -> AttentionBackend:
         return TritonAttention(pool, num_heads)
     own = kernels() if name == "auto" and pool.device.type == "cpu" else None
     return TorchAttention(pool, num_heads) if own is None else PagedAttention(own, pool, num_heads)
+
+
+def _flashinfer(pool: Tensor, num_heads: int, tree_mode: str) -> AttentionBackend:
+    library = _library("flashinfer", "flashinfer", "flashinfer-python", pool)
+    from specray.ops.gpu.attention import TritonAttend, TritonAttention
+    from specray.ops.gpu.flashinfer_attention import HEAD_DIMS, FlashInferReader
+    from specray.ops.gpu.routed_attention import Read, RoutedAttention
+
+    if pool.shape[-1] not in HEAD_DIMS:
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        raise _unfit("flashinfer", f"has kernels for heads of {sizes}, and the model's are {pool.shape[-1]}")
+    triton = TritonAttention(pool, num_heads)
+    causal, masked = (FlashInferReader(library, pool, num_heads, masks_trees) for masks_trees in (False, True))
+
+    def plan_trees(batch: AttentionBatch) -> Read:
+        if tree_mode == "decode" or batch.window is not None:
+            return TritonAttend(triton, batch).read
+        return masked.plan(batch)
+
+    return RoutedAttention(pool, num_heads, causal.plan, plan_trees)
+
+
+def _flash_attention(pool: Tensor, num_heads: int, page_size: int | None) -> AttentionBackend:
+    library = _library("fa", "vllm.vllm_flash_attn", "vllm", pool)
+    from specray.ops.gpu.attention import TritonAttend, TritonAttention
+    from specray.ops.gpu.flash_attention import LARGEST_HEAD_DIM, PAGE_MULTIPLE, FlashAttentionReader
+    from specray.ops.gpu.routed_attention import RoutedAttention
+
+    triton = TritonAttention(pool, num_heads)
+    if page_size is None:
+        return triton
+    if page_size % PAGE_MULTIPLE:
+        raise _unfit("fa", f"needs a page_size that is a multiple of {PAGE_MULTIPLE}, and it is {page_size}")
+    if pool.shape[-1] > LARGEST_HEAD_DIM or pool.shape[-1] % 8:
+        raise _unfit("fa", f"has kernels for heads of up to {LARGEST_HEAD_DIM}, and the model's are {pool.shape[-1]}")
+    causal = FlashAttentionReader(library, page_size)
+    return RoutedAttention(pool, num_heads, causal.plan, lambda batch: TritonAttend(triton, batch).read)
+
+
+def _library(name: str, module: str, package: str, pool: Tensor) -> Any:
+    """The module of another project's kernels. ConfigError if it is not installed or cannot compute on `pool`."""
+    if pool.device.type != "cuda":
+        raise _unfit(name, f"needs an NVIDIA GPU, and the device is {pool.device.type}")
+    check_triton(pool.device, f"attention_backend={name}")  # for trees, and for writing the KV
+    if pool.dtype not in _HALF_TYPES:
+        raise _unfit(name, f"computes in bfloat16 and float16, and the dtype is {pool.dtype}")
+    if find_spec(module.partition(".")[0]) is None:
+        raise _unfit(name, f"needs the package {package} (pip install 'specray[{name}]'), which is not installed")
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise _unfit(name, f"needs the package {package}, which cannot be imported ({error})") from error
+
+
+def _unfit(name: str, reason: str) -> ConfigError:
+    return ConfigError(f"attention_backend={name} {reason}; set it to auto or triton, on a CPU to auto or torch")

@@ -34,6 +34,7 @@ _ALL = frozenset(
         "verification",
         "accept_threshold_single",
         "accept_threshold_acc",
+        "attention_mode",
         "simulate_accept_length",
         "simulate_accept_rates",
         "simulate_output_is_meaningless",
@@ -47,6 +48,7 @@ _HEAD = frozenset(
         "draft_dtype",
         "draft_model_quantization",
         "draft_attention_backend",
+        "moe_runner_backend",
         "ngram_override_min_match",
     }
 )
@@ -148,5 +150,9 @@ def make_drafter(config: SpeculativeConfig, target: "TargetView") -> "Drafter | 
     check_speculative(config)
     if config.algorithm is None:
         return None
-    seen = replace(target, attention_backend=config.draft_attention_backend or target.attention_backend)
+    seen = replace(
+        target,
+        attention_backend=config.draft_attention_backend or target.attention_backend,
+        moe_runner_backend=config.moe_runner_backend or target.moe_runner_backend,
+    )
     return with_override(method_of(config.algorithm).make(config, seen), config)

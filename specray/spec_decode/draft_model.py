@@ -244,6 +244,7 @@ def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftMode
         dtype=str(dtype).removeprefix("torch."),
         context_length=min(context_length(model_config, None), target.context_length),
         quantization=quantization,
+        moe_runner_backend=target.moe_runner_backend,
     )
     model = load_model(folder, options, RankGroup(), target.device, progress=False)
     if target.model is not None:

@@ -42,4 +42,5 @@ def target_matrices(config: SpeculativeConfig, target: TargetView) -> TargetMatr
         target.device,
         target.model,
         draft_quantization(config, target),
+        target.moe_runner_backend,
     )

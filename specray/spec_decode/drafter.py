@@ -79,6 +79,7 @@ class TargetView:
     attention_backend: str  # the drafter's
     device: torch.device
     quantization: str | None = None  # of its linears
+    moe_runner_backend: str = "auto"  # the drafter's
 
 
 class DraftFaultError(Exception):

@@ -42,7 +42,13 @@ class ModelRunner:
         self.kv = KVCache(
             shape.num_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size, dtype, device
         )
-        self._attention = make_backend(config.attention_backend, self.kv.pool, shape.num_local_heads)
+        self._attention = make_backend(
+            config.attention_backend,
+            self.kv.pool,
+            shape.num_local_heads,
+            config.page_size,
+            config.speculative.attention_mode,
+        )
 
     def view(self, config: EngineConfig, folder: Path, eos_token_ids: list[int]) -> TargetView:
         """What a drafter on this rank can read and share."""
@@ -60,6 +66,7 @@ class ModelRunner:
             config.attention_backend,
             self.device,
             config.quantization,
+            config.moe_runner_backend,
         )
 
     def ring_limits(self, config: EngineConfig) -> RingLimits:

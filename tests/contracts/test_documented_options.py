@@ -26,6 +26,11 @@ WORKING = {
     "--speculative-accept-threshold-acc 0.9": "--speculative-algorithm NGRAM",
     "--speculative-token-map map.json": "--speculative-algorithm EAGLE --speculative-draft-model-path head",
     "--speculative-draft-attention-backend torch": f"--speculative-algorithm {HEAD}",
+    "--speculative-draft-attention-backend flashinfer": f"--speculative-algorithm {HEAD}",
+    "--speculative-attention-mode decode": "--speculative-algorithm NGRAM",
+    "--speculative-moe-runner-backend triton": "--speculative-algorithm MTP",
+    "--attention-backend fa": "",
+    "--moe-runner-backend torch": "",
     "--speculative-draft-model-quantization unquant": f"--speculative-algorithm {HEAD}",
     "--speculative-ngram-min-match-window-size 2": "--speculative-algorithm NGRAM",
     "--speculative-ngram-max-match-window-size 9": "--speculative-algorithm NGRAM",
@@ -42,14 +47,15 @@ WORKING = {
 }
 # flag -> (a value that describes what is done anyway, a value that is refused)
 REFUSED: dict[str, tuple[str | None, str]] = {
-    "--speculative-attention-mode": ("prefill", "decode"),
-    "--speculative-moe-runner-backend": ("auto", "triton"),
+    "--speculative-attention-mode": ("prefill", "both"),
+    "--moe-runner-backend": ("auto", "deep_gemm"),
+    "--speculative-moe-runner-backend": (None, "flashinfer_trtllm"),
     "--speculative-moe-a2a-backend": ("none", "deepep"),
     "--speculative-ngram-force-greedy-verify": ("false", "true"),  # SGLANG_NGRAM_FORCE_GREEDY_VERIFY
     "--enable-multi-layer-eagle": ("true", "false"),
     "--enable-dp-attention": ("false", "true"),
     "--attention-backend": ("auto", "fa3"),
-    "--speculative-draft-attention-backend": (None, "flashinfer"),
+    "--speculative-draft-attention-backend": (None, "flashmla"),
 }
 
 

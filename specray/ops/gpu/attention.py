@@ -54,7 +54,7 @@ class TritonAttend:
         """See Attend."""
         pool = self._backend.layers[layer]
         pool.index_copy_(0, self._written, kv)
-        return self._read(pool, q)
+        return self.read(pool, q)
 
     def rotated(
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float
@@ -62,9 +62,10 @@ class TritonAttend:
         """See FusedAttend."""
         pool = self._backend.layers[layer]
         rotate_and_store(qkv, cos, sin, norms, eps, pool, self._written)
-        return self._read(pool, qkv[:, : self._backend.num_heads])
+        return self.read(pool, qkv[:, : self._backend.num_heads])
 
-    def _read(self, pool: Tensor, q: Tensor) -> Tensor:
+    def read(self, pool: Tensor, q: Tensor) -> Tensor:
+        """[T, heads * dim] of queries [T, heads, dim] from one layer's pool, in which the step's KV is written."""
         backend = self._backend
         out = torch.empty(len(q), backend.num_heads, backend.head_dim, dtype=q.dtype, device=q.device)
         for tiles, queries in ((self._causal, backend.causal_queries), (self._nodes, 1)):

@@ -109,4 +109,5 @@ def remote_target_view(config: EngineConfig) -> TargetView:
         attention_backend=config.attention_backend,
         device=device,
         quantization=config.quantization,
+        moe_runner_backend=config.moe_runner_backend,
     )

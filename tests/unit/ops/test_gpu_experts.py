@@ -1,5 +1,7 @@
 """Grouped products of experts, in Triton's interpreter, against one expert at a time."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +9,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.errors import ConfigError
 from specray.layers.moe import Expert, ExpertList
+from specray.layers.parallel import RankGroup
+from specray.models.registry import load_model
+from specray.ops.gpu import groups_experts
 from specray.ops.gpu.experts import ROWS, GroupedExperts, expert_blocks
+from specray.spec_decode import mtp
+from tests.support.architectures import write_architecture
+from tests.support.engine import make_llm
+from tests.support.mtp import write_deepseek
 
 
 @given(st.lists(st.integers(0, 6), max_size=60))
@@ -65,3 +76,36 @@ def test_no_tokens_and_experts_without_tokens() -> None:
     assert none.shape == (0, 16)
     same = torch.full((4, 1), 2)
     assert experts(torch.randn(4, 16), torch.ones(4, 1), same).isfinite().all()
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("auto", ExpertList), ("torch", ExpertList), ("triton", GroupedExperts)])
+def test_moe_runner_backend_chooses_the_kernels(backend: str, kind: type, tmp_path: Path) -> None:
+    write_architecture("qwen3-moe", tmp_path)
+    config = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", moe_runner_backend=backend)
+    model = load_model(tmp_path, config, RankGroup(), torch.device("cpu"), progress=False)
+    assert [type(layer.ffn._experts) for layer in model.layers] == [kind] * 2
+
+
+@pytest.mark.parametrize(
+    ("drafts", "kind"), [(None, GroupedExperts), ("torch", ExpertList), ("triton", GroupedExperts)]
+)
+def test_the_draft_model_takes_its_own_kernels_or_the_targets(
+    drafts: str | None, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_deepseek(tmp_path)
+    seen: list[object] = []
+    load = mtp.load_mtp_layers
+    monkeypatch.setattr(mtp, "load_mtp_layers", lambda *args: seen.append(load(*args)) or seen[0])
+    speculative = SpeculativeConfig(algorithm="MTP", moe_runner_backend=drafts)
+    make_llm(tmp_path, moe_runner_backend="triton", speculative=speculative).close()
+    [layers] = seen
+    assert isinstance(layers.layers[0]._block.ffn._experts, kind)  # type: ignore[attr-defined]
+
+
+def test_the_grouped_product_is_refused_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"moe_runner_backend=triton multiplies .* quantization=fp8"):
+        groups_experts("triton", "fp8", cpu)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="moe_runner_backend=triton needs an NVIDIA GPU, and the device is cpu"):
+        groups_experts("triton", None, cpu)

@@ -1,0 +1,298 @@
+"""flashinfer and flash-attention: our calls fit the packages' signatures, and our arrays mean what the batch says."""
+
+import inspect
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specray.errors import ConfigError
+from specray.ops import backends
+from specray.ops.attention import AttentionBatch
+from specray.ops.attention_torch import TorchAttention
+from specray.ops.gpu.page_index import block_table, packed_mask, slot_pages
+from tests.support import attention_libraries
+from tests.support.signatures import recorded, signature, signature_in
+from tests.unit.ops.test_attention import RequestShape, make_rows, row_shapes, sees, slots_of
+
+pytest.importorskip("triton")
+
+from specray.ops.gpu.flash_attention import FlashAttentionReader
+from specray.ops.gpu.flashinfer_attention import FlashInferReader
+from specray.ops.gpu.routed_attention import RoutedAttention
+
+KV_HEADS, FOLD, DIM = 2, 3, 8
+SLOTS, PAGE = 416, 16
+LIBRARY: Any = attention_libraries
+CHUNK = RequestShape(num_past=5, num_known=9, parents=[-1])
+DECODING = RequestShape(num_past=20, num_known=1, parents=[-1])
+TREE = RequestShape(num_past=13, num_known=1, parents=[-1, 0, 0, 1, 2, 2])
+CHAIN = RequestShape(num_past=30, num_known=1, parents=[-1, 0, 1, 2])
+DRAFTED_PROMPT = RequestShape(num_past=0, num_known=6, parents=[-1, 0, 0])
+
+shapes = st.lists(row_shapes(longest=20), min_size=1, max_size=4)
+drafted = shapes.map(lambda rows: [row for row in rows if len(row.parents) > 1]).filter(bool)
+
+
+def run(backend: Any, rows: AttentionBatch, num_slots: int = SLOTS) -> tuple[Tensor, Tensor]:
+    """Results of `backend` and of the torch kernels, which test_attention compares with the definition."""
+    torch.manual_seed(len(rows.query_lens))
+    pool = torch.randn(2, num_slots, 2, KV_HEADS, DIM)
+    pool[:, :PAGE] = 0
+    total = sum(rows.query_lens)
+    q, kv = torch.randn(total, KV_HEADS * FOLD, DIM), torch.randn(total, 2, KV_HEADS, DIM)
+    copies = pool.clone(), pool.clone()
+    result = backend(copies[0]).plan(rows)(1, q, kv)
+    expected = TorchAttention(copies[1], KV_HEADS * FOLD).plan(rows)(1, q, kv)
+    assert torch.equal(*copies)
+    return result, expected
+
+
+def flashinfer(pool: Tensor) -> RoutedAttention:
+    readers = [FlashInferReader(LIBRARY, pool, KV_HEADS * FOLD, masks_trees) for masks_trees in (False, True)]
+    return RoutedAttention(pool, KV_HEADS * FOLD, readers[0].plan, readers[1].plan)
+
+
+def flash_attention(pool: Tensor) -> RoutedAttention:
+    def no_trees(_: AttentionBatch) -> Any:
+        raise AssertionError("flash-attention has no masks")
+
+    return RoutedAttention(pool, KV_HEADS * FOLD, FlashAttentionReader(LIBRARY, PAGE).plan, no_trees)
+
+
+@given(shapes, st.booleans())
+@settings(max_examples=40)
+def test_flashinfer_sees_what_the_batch_says(rows: list[RequestShape], scattered: bool) -> None:
+    """Chunks, decoding, trees and chains in one batch; KV slots in any order."""
+    torch.testing.assert_close(*run(flashinfer, make_rows(rows, scattered)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 7, 100])
+def test_flashinfer_has_windows_without_trees(window: int) -> None:
+    rows = replace(make_rows([CHUNK, DECODING], scattered=True), window=window)
+    torch.testing.assert_close(*run(flashinfer, rows), atol=1e-5, rtol=1e-5)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40)), min_size=1, max_size=4), st.none() | st.integers(1, 60)
+)
+@settings(max_examples=30)
+def test_flash_attention_sees_what_the_batch_says(sizes: list[tuple[int, int]], window: int | None) -> None:
+    """Chunks and decoding over pages in any order."""
+    pages = 1 + np.random.default_rng(0).permutation(25)
+    kv_slots, query_lens = [], []
+    for past, known in sizes:
+        used, pages = pages[: -(-(past + known) // PAGE)], pages[-(-(past + known) // PAGE) :]
+        kv_slots.append((used[:, None] * PAGE + np.arange(PAGE)).flatten()[: past + known])
+        query_lens.append(known)
+    rows = replace(paged_batch(query_lens, kv_slots), window=window)
+    torch.testing.assert_close(*run(flash_attention, rows), atol=1e-5, rtol=1e-5)
+
+
+def paged_batch(query_lens: list[int], kv_slots: list[np.ndarray]) -> AttentionBatch:
+    width = max(len(slots) for slots in kv_slots) + 3
+    table = np.stack([np.pad(slots, (0, width - len(slots)), constant_values=SLOTS - 1) for slots in kv_slots])
+    written = np.concatenate([slots[-count:] for slots, count in zip(kv_slots, query_lens, strict=True)])
+    return AttentionBatch(
+        query_lens,
+        [len(slots) for slots in kv_slots],
+        torch.from_numpy(table),
+        torch.from_numpy(written),
+        [(0, 0)] * len(query_lens),
+    )
+
+
+@given(drafted)
+@settings(max_examples=60)
+def test_a_packed_mask_has_a_bit_for_each_query_and_key(rows: list[RequestShape]) -> None:
+    batch = make_rows(rows, scattered=True)
+    mask = packed_mask(batch)
+    starts = mask.starts.tolist()
+    assert len(mask.bits) == starts[-1]
+    for place, (row, queries, keys) in enumerate(zip(rows, batch.query_lens, batch.kv_lens, strict=True)):
+        wanted = [[sees(row, query, key, None) for key in range(keys)] for query in range(queries)]
+        stored = np.unpackbits(mask.bits[starts[place] : starts[place + 1]].numpy(), bitorder="little")
+        assert np.array_equal(stored[: queries * keys].reshape(queries, keys), wanted)
+        assert len(stored) - queries * keys < 8
+
+
+def test_a_level_of_a_draft_tree_sees_its_ancestors_in_all_levels() -> None:
+    """Two queries whose tree has four keys, as drafters grow it: the last queries are fewer than the tree's keys."""
+    slots = torch.arange(16, 16 + 9)[None]
+    tree = torch.tensor([[[1, 0, 1, 0], [1, 0, 0, 1]]], dtype=torch.bool)
+    batch = AttentionBatch([2], [9], slots, slots[0, -2:], [(2, 4)], tree)
+    bits = np.unpackbits(packed_mask(batch).bits.numpy(), bitorder="little")[:18].reshape(2, 9)
+    assert bits.tolist() == [[1, 1, 1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 0, 0, 1]]
+    torch.testing.assert_close(*run(flashinfer, batch), atol=1e-5, rtol=1e-5)
+
+
+@given(shapes, st.booleans())
+@settings(max_examples=30)
+def test_page_tables_list_the_slots_of_each_request(rows: list[RequestShape], scattered: bool) -> None:
+    batch = make_rows(rows, scattered)
+    pages = slot_pages(batch)
+    starts = pages.kv_starts.tolist()
+    listed = [pages.slots[first:end].tolist() for first, end in pairwise(starts)]
+    assert listed == [slots.tolist() for slots in slots_of(batch)]
+    assert pages.query_starts.diff().tolist() == batch.query_lens
+
+
+def test_a_block_table_has_a_block_for_each_page() -> None:
+    kv_slots = [np.r_[48:64, 16:20], np.r_[32:37]]
+    table = block_table(paged_batch([3, 5], kv_slots), PAGE)
+    assert table.blocks[0].tolist() == [3, 1]
+    assert table.blocks[1, 0] == 2
+    assert (table.query_starts.tolist(), table.kv_lens.tolist()) == ([0, 3, 8], [20, 5])
+
+
+def test_offsets_in_bits_would_show_a_request_anothers_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own offsets, which FlashInferReader replaces, are wrong for all requests but the first."""
+    monkeypatch.setattr(
+        LIBRARY.BatchPrefillWithPagedKVCacheWrapper, "_mask_indptr_buf", property(_first, _keep_first), raising=False
+    )
+    result, expected = run(flashinfer, make_rows([TREE, TREE], scattered=False))
+    size = len(result) // 2
+    torch.testing.assert_close(result[:size], expected[:size], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(result[size:], expected[size:], atol=1e-2)
+
+
+def _first(wrapper: Any) -> Tensor:
+    kept: Tensor = wrapper.__dict__["kept"]
+    return kept
+
+
+def _keep_first(wrapper: Any, value: Tensor) -> None:
+    wrapper.__dict__.setdefault("kept", value)
+
+
+def test_only_the_latest_plan_can_be_read() -> None:
+    pool = torch.zeros(2, SLOTS, 2, KV_HEADS, DIM)
+    reader = FlashInferReader(LIBRARY, pool, KV_HEADS * FOLD, masks_trees=False)
+    rows = make_rows([DECODING], scattered=False)
+    first, second = reader.plan(rows), reader.plan(rows)
+    q = torch.zeros(1, KV_HEADS * FOLD, DIM)
+    second(pool[0], q)
+    with pytest.raises(AssertionError, match="another batch was planned"):
+        first(pool[0], q)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice of backends as on a GPU with both packages."""
+    monkeypatch.setattr(backends, "_library", lambda *_: LIBRARY)
+    monkeypatch.setattr("specray.ops.gpu.flashinfer_attention.HEAD_DIMS", (DIM,))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("name", "page_size", "mode"),
+    [
+        ("flashinfer", PAGE, "prefill"),
+        ("flashinfer", PAGE, "decode"),
+        ("flashinfer", None, "decode"),
+        ("fa", PAGE, "prefill"),
+    ],
+)
+def test_every_choice_computes_the_same(name: str, page_size: int | None, mode: str) -> None:
+    """Trees by the library's mask, or by Triton's kernel in its interpreter."""
+    rows = make_rows([CHUNK, TREE, DECODING, CHAIN, DRAFTED_PROMPT], scattered=name == "flashinfer")
+    if name == "fa":
+        rows = in_pages(rows)
+    choice = lambda pool: backends.make_backend(name, pool, KV_HEADS * FOLD, page_size, mode)  # noqa: E731
+    assert isinstance(choice(torch.zeros(2, SLOTS, 2, KV_HEADS, DIM)), RoutedAttention)
+    torch.testing.assert_close(*run(choice, rows, SLOTS * 2), atol=1e-4, rtol=1e-4)
+
+
+def in_pages(rows: AttentionBatch) -> AttentionBatch:
+    """The same requests in whole pages."""
+    width = rows.kv_slots.shape[1]
+    pages = -(-width // PAGE)
+    first = PAGE * (1 + torch.arange(len(rows.kv_lens))[:, None] * pages)
+    table = (first + torch.arange(width)).long()
+    written = [
+        table[r, kv_len - count : kv_len]
+        for r, (count, kv_len) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True))
+    ]
+    return replace(rows, kv_slots=table, slot_mapping=torch.cat(written))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_trees_in_a_window_are_tritons() -> None:
+    rows = replace(make_rows([TREE, CHUNK], scattered=True), window=6)
+    choice = lambda pool: backends.make_backend("flashinfer", pool, KV_HEADS * FOLD, None, "prefill")  # noqa: E731
+    torch.testing.assert_close(*run(choice, rows), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_rows_with_holes_are_not_flash_attentions() -> None:
+    """A drafter's KV slots are not in whole blocks, so Triton's kernels read them."""
+    from specray.ops.gpu.attention import TritonAttention
+
+    pool = torch.zeros(1, SLOTS, 2, KV_HEADS, DIM)
+    assert isinstance(backends.make_backend("fa", pool, KV_HEADS * FOLD), TritonAttention)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_sizes_without_a_kernel_are_refused() -> None:
+    pool = torch.zeros(1, SLOTS, 2, 1, 576)
+    with pytest.raises(ConfigError, match=r"attention_backend=flashinfer has kernels for heads of 8, and .* 576"):
+        backends.make_backend("flashinfer", pool, 4)
+    with pytest.raises(ConfigError, match=r"attention_backend=fa has kernels for heads of up to 256, and .* 576"):
+        backends.make_backend("fa", pool, 4, PAGE)
+    with pytest.raises(
+        ConfigError, match="attention_backend=fa needs a page_size that is a multiple of 16, and it is 8"
+    ):
+        backends.make_backend("fa", pool[..., :8], 4, 8)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "fa"])
+def test_a_cpu_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention_backend={name} needs an NVIDIA GPU, and the device is cpu"):
+        backends.make_backend(name, torch.zeros(1, SLOTS, 2, KV_HEADS, DIM), KV_HEADS * FOLD)
+
+
+@pytest.mark.parametrize(("name", "package"), [("flashinfer", "flashinfer-python"), ("fa", "vllm")])
+def test_a_missing_package_is_named(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, SLOTS, 2, 1, 64))
+    monkeypatch.setattr(backends, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=rf"attention_backend={name} needs the package {package} .*specray\[{name}\]"):
+        backends.make_backend(name, pool, 1, PAGE)
+    monkeypatch.setattr(backends, "find_spec", lambda _: object())
+    for module in ("flashinfer", "vllm"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=f"needs the package {package}, which cannot be imported"):
+        backends.make_backend(name, pool, 1, PAGE)
+    pool.dtype = torch.float32
+    with pytest.raises(ConfigError, match=r"computes in bfloat16 and float16, and the dtype is torch.float32"):
+        backends.make_backend(name, pool, 1, PAGE)
+
+
+def test_the_recorded_signatures_name_their_versions() -> None:
+    assert {name: (facts["version"], facts["licence"]) for name, facts in recorded().items()} == {
+        "flashinfer-python": ("0.7.2.post1", "Apache-2.0"),
+        "vllm": ("0.33.0", "Apache-2.0"),
+    }
+
+
+def test_signatures_are_read_from_sources() -> None:
+    source = "class A:\n def f(self): ...\n def f(self, a, /, b, c=1, *args, d, e=None, **others): ...\n"
+    assert str(signature_in(source, "A.f")) == "(self, a, /, b, c=None, *args, d, e=None, **others)"
+    plan = signature("flashinfer-python", "BatchPrefillWithPagedKVCacheWrapper.plan")
+    assert list(plan.parameters)[:5] == [
+        "self",
+        "qo_indptr",
+        "paged_kv_indptr",
+        "paged_kv_indices",
+        "paged_kv_last_page_len",
+    ]
+    assert plan.parameters["page_size"].default is inspect.Parameter.empty
+    with pytest.raises(TypeError, match="missing a required argument"):
+        plan.bind(None, 1, 2)
