@@ -29,7 +29,7 @@ INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.docs-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format bench bench-peers gpu-report heads draft mtp chaos docs clean distclean
+.PHONY: help install demo test test-fast extras lint format bench bench-peers gpu-report heads draft mtp chaos docs clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -65,6 +65,9 @@ test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
 
 chaos: $(INSTALLED)  ## break a running cluster in every way on the list and account for every request: hours
 	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+extras: $(INSTALLED)  ## resolve every extra of pyproject.toml against the package index; installs nothing
+	SPECRAY_RESOLVE_EXTRAS=1 $(BIN)/python -m pytest tests/contracts/test_extras.py $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## check style and types
 	$(BIN)/ruff check .

@@ -113,7 +113,8 @@ class _Scaled:
         }
 
     def matrix(self, name: str, parts: list[str], get: Get) -> StoredMatrix:
-        return ScaledMatrix.of(name, *(get(part) for part in parts), self.block)
+        weight, scales = (get(part) for part in parts)
+        return ScaledMatrix.of(name, weight, scales, self.block)
 
 
 @dataclass(frozen=True, slots=True)

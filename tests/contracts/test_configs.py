@@ -1,11 +1,12 @@
 """Every file in configs/ is valid, listens on loopback and refuses unknown options."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
-from transformers import DeepseekV2Config, LlamaConfig, PretrainedConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from cluster.cli.check import check_file
 from specray.config import EngineConfig
@@ -117,6 +118,63 @@ def test_the_mimo_config_fits_its_target() -> None:
     assert TreeShape.of(speculative, "MiMoForCausalLM") == TreeShape(num_steps=1, topk=1, num_draft_tokens=2)
 
 
+def test_the_qwen_config_fits_its_target(tmp_path: Path) -> None:
+    """With the sizes of both, but without weights."""
+    path = ROOT / "configs/qwen3-32b-tp4/eagle3.yaml"
+    engine = engine_of(path)
+    sizes = {
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    }
+    target = Qwen3Config(**sizes, num_hidden_layers=64, architectures=["Qwen3ForCausalLM"])
+    head = {**sizes, "num_hidden_layers": 1, "draft_vocab_size": 32000, "architectures": ["LlamaForCausalLMEagle3"]}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    config = HeadConfig.read(tmp_path)
+    config.check_target(tmp_path, shape_of(target))
+    assert config.aux_hidden_state_layers(tmp_path, 64) == (2, 32, 61)
+    shape = LlamaShape.of(target, rank(0, engine.tp_size))
+    assert (shape.num_local_heads, shape.num_local_kv_heads) == (16, 2)
+    bytes_per_token = shape.num_layers * 2 * shape.num_local_kv_heads * shape.head_dim * 2
+    assert f"{bytes_per_token // 1024} KB per token" in path.read_text()
+    assert engine.context_length is not None
+    assert engine.context_length <= sizes["max_position_embeddings"]
+    assert TreeShape.of(engine.speculative, "Qwen3ForCausalLM") == TreeShape(5, 4, 16)
+
+
+def test_the_deepseek_v3_config_fits_its_target() -> None:
+    path = ROOT / "configs/deepseek-v3/mtp.yaml"
+    engine = engine_of(path)
+    target = DeepseekV3Config()  # its defaults are DeepSeek-V3's sizes
+    shape = MODELS["DeepseekV3ForCausalLM"].shape_of(target, rank(0, engine.tp_size))
+    assert shape.num_local_heads * engine.tp_size == target.num_attention_heads == 128
+    bytes_per_token = shape.num_layers * 2 * shape.num_local_kv_heads * shape.head_dim * 2
+    assert f"{bytes_per_token / 1024:.0f} KB per token" in path.read_text()
+    expert = 3 * target.hidden_size * target.moe_intermediate_size
+    experts = (target.num_hidden_layers - target.first_k_dense_replace) * target.n_routed_experts * expert
+    assert experts * 2 / engine.tp_size < 84e9, "the experts alone, in bfloat16"
+    assert engine.speculative.draft_model_path is None
+    assert TreeShape.of(engine.speculative, "DeepseekV3ForCausalLM") == TreeShape(2, 1, 3)
+
+
+def test_the_cuda_image_installs_exactly_what_the_configs_for_gpus_need() -> None:
+    """Triton's kernels come with torch; another attention backend is an extra of the same name."""
+    engines = [engine_of(path) for path in (*CONFIGS, ROOT / "deploy/docker/serve-cuda.yaml")]
+    names = {engine.attention_backend for engine in engines if engine.device == "cuda"}
+    names |= {engine.speculative.draft_attention_backend or "auto" for engine in engines if engine.device == "cuda"}
+    needed = names - {"auto", "triton", "torch"}
+    dockerfile = (ROOT / "deploy/docker/Dockerfile.cuda").read_text()
+    [installed] = re.findall(
+        r"^RUN pip install --constraint constraints.txt '?\.(?:\[([\w,-]+)\])?'?$", dockerfile, re.M
+    )
+    assert set(filter(None, installed.split(","))) == needed
+    assert re.search(r"^RUN apt-get .* gcc ", dockerfile, re.M | re.S), "Triton starts kernels by compiled C code"
+
+
 def test_the_deepseek_config_states_the_size_of_its_kv_cache() -> None:
     """The latent twice, in 27 layers of bfloat16."""
     target = DeepseekV2Config(
@@ -138,6 +196,13 @@ def test_the_deepseek_config_states_the_size_of_its_kv_cache() -> None:
 
 def engine_of(path: Path) -> EngineConfig:
     return next(iter(check_file(path).values())).engine
+
+
+def rank(place: int, size: int) -> RankGroup:
+    """A rank that talks to nobody."""
+    group = RankGroup()
+    group.rank, group.size = place, size
+    return group
 
 
 def shape_of(config: PretrainedConfig) -> LlamaShape:

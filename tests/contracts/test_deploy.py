@@ -196,6 +196,17 @@ def test_compose_mounts_and_builds_existing_files() -> None:
             assert (ROOT / build["dockerfile"]).is_file()
 
 
+def test_tritons_cache_is_writable_and_may_hold_code() -> None:
+    """Root file systems are read-only, and Docker mounts memory without exec unless it is asked for."""
+    [folder] = re.findall(r"TRITON_CACHE_DIR=(\S+)", (DOCKER / "Dockerfile.cuda").read_text(encoding="utf-8"))
+    [mount] = [each for each in compose()["services"]["cuda"]["tmpfs"] if each.startswith(f"{folder}:")]
+    assert "exec" in mount.partition(":")[2].split(",")
+    for pod in pods(DEPLOY / "kuberay/multi-node-tp.yaml"):
+        for container in pod["containers"]:
+            if "nvidia.com/gpu" in container["resources"]["limits"]:
+                assert folder in [each["mountPath"] for each in container["volumeMounts"]]
+
+
 def test_compose_publishes_on_loopback_only_and_confines_every_container() -> None:
     for name, service in compose()["services"].items():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name

@@ -34,7 +34,7 @@ class FlashAttentionReader:
         window = [-1, -1] if batch.window is None else [batch.window - 1, 0]
 
         def read(layer_pool: Tensor, q: Tensor) -> Tensor:
-            blocks = layer_pool.unflatten(0, (-1, self._page_size))
+            blocks = layer_pool.view(-1, self._page_size, *layer_pool.shape[1:])
             return self._attend(
                 q,
                 blocks[:, :, 0],

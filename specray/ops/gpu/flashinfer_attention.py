@@ -37,7 +37,7 @@ class FlashInferReader:
         self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
             _workspace(pool.device), kv_layout="NHD", backend="fa2" if masks_trees else "auto"
         )
-        self._copied = torch.cuda.Event() if pool.device.type == "cuda" else None
+        self._copied = torch.Event(pool.device) if pool.device.type == "cuda" else None
         self._num_plans = 0
 
     def plan(self, batch: AttentionBatch) -> Read:

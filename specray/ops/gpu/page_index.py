@@ -84,7 +84,7 @@ def block_table(batch: AttentionBatch, page_size: int) -> BlockTable:
     device = batch.kv_slots.device
     starts, num_requests = list(accumulate(batch.query_lens, initial=0)), len(batch.kv_lens)
     lens = _int32([*starts, *batch.kv_lens]).to(device, non_blocking=True)
-    query_starts, kv_lens = lens.split([num_requests + 1, num_requests])
+    query_starts, kv_lens = lens.split_with_sizes([num_requests + 1, num_requests])
     blocks = batch.kv_slots[:, : max(batch.kv_lens) : page_size] // page_size
     return BlockTable(query_starts, kv_lens, blocks.to(torch.int32))
 

@@ -39,7 +39,7 @@ class RoutedAttention:
         members = [np.flatnonzero(np.array(has_tree) == wanted) for wanted in (False, True)]
         places = [np.flatnonzero(np.repeat(np.array(has_tree) == wanted, batch.query_lens)) for wanted in (False, True)]
         index = torch.from_numpy(np.concatenate((*members, *places))).to(batch.kv_slots.device, non_blocking=True)
-        rows, other_rows, queries, other_queries = index.split([len(part) for part in (*members, *places)])
+        rows, other_rows, queries, other_queries = index.split_with_sizes([len(p) for p in (*members, *places)])
         first = self._causal(_part(batch, members[0].tolist(), rows, queries))
         second = self._trees(_part(batch, members[1].tolist(), other_rows, other_queries))
 

@@ -278,7 +278,7 @@ def test_a_missing_package_is_named(name: str, package: str, monkeypatch: pytest
 def test_the_recorded_signatures_name_their_versions() -> None:
     assert {name: (facts["version"], facts["licence"]) for name, facts in recorded().items()} == {
         "flashinfer-python": ("0.7.2.post1", "Apache-2.0"),
-        "vllm": ("0.33.0", "Apache-2.0"),
+        "vllm": ("0.32.0", "Apache-2.0"),
     }
 
 
