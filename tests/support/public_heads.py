@@ -40,6 +40,7 @@ class Published:
     small: dict[str, Any] = field(default_factory=dict)
     small_layers: tuple[int, ...] = (2, NUM_LAYERS // 2, NUM_LAYERS - 3)  # as `entering`, of the small head
     layer: str = "layers.0."
+    spelling: dict[str, str] = field(default_factory=dict)  # other beginnings of names
     own: tuple[str, ...] = ()
     has_fc_bias: bool = False
     is_bin: bool = False
@@ -99,6 +100,25 @@ _GPT_OSS = {
     "rms_norm_eps": 1e-05,
     "vocab_size": 201088,
 }
+_EAGLE1_SPECULATORS = {
+    "architectures": ["EagleSpeculator"],
+    "fusion_bias": False,
+    "layernorms": False,
+    "speculators_config": {**_SPECULATORS, "algorithm": "eagle"},
+    "speculators_model_type": "eagle",
+    "speculators_version": "0.1.0",
+    "transformer_layer_architecture": "LlamaDecoderLayer",
+    "transformer_layer_config": {
+        **{name: _LLAMA_8B[name] for name in _LLAMA_8B if name not in ("draft_vocab_size", "torch_dtype")},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+    },
+}
 _INDIVISIBLE = {"num_attention_heads": 6, "num_key_value_heads": 2}  # 6 heads of 8 for a hidden size of 32
 
 _SPECULATORS_2026 = {
@@ -157,6 +177,79 @@ PUBLISHED: dict[str, Published] = {
         own=("embed_tokens.weight",),
         has_fc_bias=True,
         is_bin=True,
+    ),
+    "SafeAILab, EAGLE-2 for Llama 3 8B": Published(
+        2,
+        32,
+        (32,),
+        {
+            "architectures": ["LlamaForCausalLM"],
+            **{name: value for name, value in _LLAMA_8B.items() if name != "draft_vocab_size"},
+            "rope_theta": 500000.0,
+            "bias": False,
+        },
+        small_layers=(NUM_LAYERS,),
+        own=("embed_tokens.weight",),
+        is_bin=True,
+    ),
+    # Settings of the target, one layer, and what SafeAILab's code reads beside these.
+    "SafeAILab, EAGLE-2 for Qwen2 7B": Published(
+        2,
+        28,
+        (28,),
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "hidden_act": "silu",
+            "hidden_size": 3584,
+            "initializer_range": 0.02,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "model_type": "qwen2",
+            "num_attention_heads": 28,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 4,
+            "qkv_bias": True,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 131072,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "use_sliding_window": False,
+            "vocab_size": 152064,
+        },
+        small_layers=(NUM_LAYERS,),
+        own=("embed_tokens.weight",),
+        has_fc_bias=True,
+        is_bin=True,
+    ),
+    "speculators 0.1, converted from EAGLE-1 for Llama 3.1 8B": Published(
+        2,
+        32,
+        (32,),
+        _EAGLE1_SPECULATORS,
+        small_layers=(NUM_LAYERS,),
+        layer="transformer.",
+        spelling={"fc.": "fusion_fc."},
+    ),
+    "speculators 0.1, HASS for Llama 3.1 8B": Published(
+        2,
+        32,
+        (32,),
+        {
+            **_EAGLE1_SPECULATORS,
+            "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
+            "fusion_bias": True,
+        },
+        small_layers=(NUM_LAYERS,),
+        layer="transformer.",
+        spelling={"fc.": "fusion_fc."},
+        own=("lm_head.weight",),
+        has_fc_bias=True,
     ),
     "SpecForge, EAGLE-3 for Llama 3.1 8B": Published(
         3,
@@ -344,9 +437,12 @@ def small_head(name: str, seed: int = 0) -> ToyHead:
     defaults = {"head_dim": 8, "num_key_value_heads": flat["num_attention_heads"], IDS: [0, 0, 0]}
     settings: dict[str, Any] = {"rope_theta": 1e4, **defaults, **flat, "bias": published.has_fc_bias}
     settings |= flat.get("rope_parameters", {})
+    if settings.get("qkv_bias"):
+        settings["attention_bias"] = True
     layout = Layout(
         published.version,
         layer=published.layer,
+        spelling=published.spelling,
         own=published.own,
         save=save_bin if published.is_bin else save_safetensors,
     )
@@ -354,6 +450,8 @@ def small_head(name: str, seed: int = 0) -> ToyHead:
     if settings["model_type"] == "qwen3":
         layers = ("layer", "layer1")[: settings["num_hidden_layers"]]
         tensors |= {f"{n}.self_attn.{part}_norm.weight": torch.linspace(0.5, 2, 8) for part in "qk" for n in layers}
+    if settings.get("qkv_bias"):
+        del tensors["layer.self_attn.o_proj.bias"]
     weights = {name: tensor.double().numpy() for name, tensor in tensors.items()}
     return ToyHead(layout, settings, weights, {_spelled(n, layout): t for n, t in tensors.items()}, config)
 
