@@ -157,8 +157,9 @@ class SpeculativeConfig(Options):
 
     attention_mode: Annotated[Literal["prefill", "decode"], unsupported_options.ATTENTION_MODE] = Field(
         "prefill",
-        description="How attention_backend: flashinfer verifies draft trees: by its prefill kernel with a mask, or by "
-        "Triton's kernel for decoding, which splits the keys. Other backends have one kernel for trees.",
+        description="How attention_backend: flashinfer and fa verify drafts: by their prefill kernel where it can (fa: "
+        "chains only), or by Triton's kernel for decoding, which splits the keys. Other backends have one kernel for "
+        "both.",
     )
     moe_runner_backend: Annotated[ExpertKernels | None, unsupported_options.MOE_RUNNER_BACKEND] = Field(
         None, description="Kernels for the experts of the draft model; null takes the target's."

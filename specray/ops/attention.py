@@ -31,6 +31,7 @@ class AttentionBatch:
     tree_sizes: list[tuple[int, int]]  # (0, 0): no tree
     tree_mask: Tensor | None = None  # bool [R, n, m]: each node attends to itself and its ancestors
     window: int | None = None
+    are_chains: bool = False  # every tree is a chain, so that a query attends to all keys up to its own
 
 
 # attend(layer, q [T, heads, dim], kv [T, 2, kv_heads, dim]) -> [T, heads * dim]; writes kv, then reads the pool

@@ -28,7 +28,7 @@ def make_backend(
     if name == "flashinfer":
         return _flashinfer(pool, num_heads, tree_mode)
     if name == "fa":
-        return _flash_attention(pool, num_heads, page_size)
+        return _flash_attention(pool, num_heads, page_size, tree_mode)
     if name == "triton":
         check_triton(pool.device)
     if name == "triton" or (name == "auto" and uses_triton(pool.device)):
@@ -56,14 +56,14 @@ def _flashinfer(pool: Tensor, num_heads: int, tree_mode: str) -> AttentionBacken
             return TritonAttend(triton, batch).read
         return masked.plan(batch)
 
-    return RoutedAttention(pool, num_heads, causal.plan, plan_trees)
+    return RoutedAttention(pool, num_heads, causal.plan, plan_trees, takes_chains=tree_mode == "prefill")
 
 
-def _flash_attention(pool: Tensor, num_heads: int, page_size: int | None) -> AttentionBackend:
+def _flash_attention(pool: Tensor, num_heads: int, page_size: int | None, tree_mode: str) -> AttentionBackend:
     library = _library("fa", "vllm.vllm_flash_attn", "vllm", pool)
     from specray.ops.gpu.attention import TritonAttend, TritonAttention
     from specray.ops.gpu.flash_attention import LARGEST_HEAD_DIM, PAGE_MULTIPLE, FlashAttentionReader
-    from specray.ops.gpu.routed_attention import RoutedAttention
+    from specray.ops.gpu.routed_attention import Read, RoutedAttention
 
     triton = TritonAttention(pool, num_heads)
     if page_size is None:
@@ -73,7 +73,11 @@ def _flash_attention(pool: Tensor, num_heads: int, page_size: int | None) -> Att
     if pool.shape[-1] > LARGEST_HEAD_DIM or pool.shape[-1] % 8:
         raise _unfit("fa", f"has kernels for heads of up to {LARGEST_HEAD_DIM}, and the model's are {pool.shape[-1]}")
     causal = FlashAttentionReader(library, page_size)
-    return RoutedAttention(pool, num_heads, causal.plan, lambda batch: TritonAttend(triton, batch).read)
+
+    def plan_trees(batch: AttentionBatch) -> Read:
+        return TritonAttend(triton, batch).read
+
+    return RoutedAttention(pool, num_heads, causal.plan, plan_trees, takes_chains=tree_mode == "prefill")
 
 
 def _library(name: str, module: str, package: str, pool: Tensor) -> Any:

@@ -33,6 +33,7 @@ class DraftTree:
     # float32 [B, N, up to V]: the distribution that each node's children were drawn from, zeros where they were not
     # drawn; None: nowhere
     draft_probs: Tensor | None = None
+    are_chains: bool = False  # whether it is known on the host that each node's parent is the node before it
 
     @classmethod
     def from_lists(cls, trees: Sequence[TreeLists], device: torch.device | str = "cpu") -> "DraftTree":
@@ -83,7 +84,7 @@ class DraftTree:
     def to(self, device: torch.device) -> "DraftTree":
         tokens, parents, num_nodes = (part.to(device) for part in (self.tokens, self.parents, self.num_nodes))
         probs = None if self.draft_probs is None else self.draft_probs.to(device)
-        return DraftTree(tokens, parents, num_nodes, self.max_depth, probs)
+        return DraftTree(tokens, parents, num_nodes, self.max_depth, probs, self.are_chains)
 
     def select(self, rows: Tensor) -> "DraftTree":
         """The trees of `rows` int64 [n], ascending and each once; all rows are the tree itself."""
@@ -93,7 +94,7 @@ class DraftTree:
         tokens, parents, num_nodes = (
             part.index_select(0, rows) for part in (self.tokens, self.parents, self.num_nodes)
         )
-        return DraftTree(tokens, parents, num_nodes, self.max_depth, probs)
+        return DraftTree(tokens, parents, num_nodes, self.max_depth, probs, self.are_chains)
 
     def repeats_sibling(self) -> Tensor:
         """bool [B, N]: nodes that repeat the token of an earlier sibling. The first of equal siblings counts."""

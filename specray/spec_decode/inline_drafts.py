@@ -56,14 +56,16 @@ class PendingTrees:
         tree = DraftTree(tokens, parents, found, self._max_depth)
         is_usable = (found > 0) & (tokens[:, ROOT] == roots) & tree.is_valid(self._vocab_size)
         num_nodes = torch.where(is_usable, torch.minimum(found, most), 1)
+        nodes = torch.arange(tokens.shape[1], device=slots.device)
+        is_chain = ((parents == nodes - 1) | (nodes >= num_nodes[:, None])).all(-1)
         # Drafting's one copy to the host. It waits for the drafter and determines the shapes of the next forward.
-        counts: list[int] = torch.where(found == 0, 0, num_nodes).tolist()
+        counts, chains = torch.stack((torch.where(found == 0, 0, num_nodes), is_chain)).tolist()
         width = max(1, *counts)
-        is_past = torch.arange(width, device=slots.device) >= num_nodes[:, None]
+        is_past = nodes[:width] >= num_nodes[:, None]
         tokens, parents = (part[:, :width].masked_fill(is_past, NONE) for part in (tokens, parents))
         tokens[:, ROOT], parents[:, ROOT] = roots, NONE
         depth = min(self._max_depth, width - 1)
-        tree = DraftTree(tokens, parents, num_nodes, depth, self._take_probs(slots))
+        tree = DraftTree(tokens, parents, num_nodes, depth, self._take_probs(slots), all(chains))
         return tree, [max(1, count) for count in counts], 0 in counts
 
     def _take_probs(self, slots: Tensor) -> Tensor | None:

@@ -13,15 +13,17 @@ def broadcast_tree(
     group: RankGroup, tree: DraftTree | None, num_nodes: list[int] | None, device: torch.device
 ) -> tuple[DraftTree, list[int]]:
     """Rank 0's trees and numbers of nodes on every rank; the others pass None."""
-    array, depth = None, 0
+    array, number = None, 0
     if tree is not None:
-        array, depth = torch.cat((tree.num_nodes[:, None], tree.tokens, tree.parents), 1).cpu().numpy(), tree.max_depth
-    array, depth = _broadcast(group, array, depth)
+        array = torch.cat((tree.num_nodes[:, None], tree.tokens, tree.parents), 1).cpu().numpy()
+        number = 2 * tree.max_depth + tree.are_chains
+    array, number = _broadcast(group, array, number)
     if tree is not None and num_nodes is not None:
         return tree, num_nodes
     packed = torch.from_numpy(array).to(device)
     tokens, parents = packed[:, 1:].chunk(2, 1)
-    return DraftTree(tokens, parents, packed[:, 0], depth), array[:, 0].tolist()
+    depth, are_chains = divmod(number, 2)
+    return DraftTree(tokens, parents, packed[:, 0], depth, None, bool(are_chains)), array[:, 0].tolist()
 
 
 def broadcast_output(group: RankGroup, output: StepOutput | None, device: torch.device) -> StepOutput:

@@ -104,6 +104,7 @@ def build_batch(table: RequestTable, rows: ScheduledBatch, tree: DraftTree, num_
         table.kv_slots_at(slots, places_in_kv),
         tree_sizes,
         ancestors,
+        are_chains=tree.are_chains,
     )
     roots = query_lens.cumsum(0) - tree.num_nodes
     if rows.are_all_sampling and sum(lens) == sum(num_nodes):

@@ -1,4 +1,4 @@
-"""An attention backend of two: one for requests without a draft tree, one for requests with one.
+"""An attention backend of two: one for causal requests, one for requests with a draft tree.
 
 flash-attention has no masks and flashinfer has none with a sliding window, so another kernel computes the trees there.
 Both read the KV that was written once for the whole batch.
@@ -20,19 +20,26 @@ PlanRead = Callable[[AttentionBatch], Read]
 
 
 class RoutedAttention:
-    """AttentionBackend over `pool` [layers, slots, 2, kv_heads, dim]."""
+    """AttentionBackend over `pool` [layers, slots, 2, kv_heads, dim].
 
-    def __init__(self, pool: Tensor, num_heads: int, causal: PlanRead, trees: PlanRead) -> None:
+    `takes_chains`: trees that are chains are causal requests.
+    """
+
+    def __init__(
+        self, pool: Tensor, num_heads: int, causal: PlanRead, trees: PlanRead, takes_chains: bool = True
+    ) -> None:
         self.layers = pool.unbind()
         self.num_heads = num_heads
         self._causal = causal
         self._trees = trees
+        self._takes_chains = takes_chains
 
     def plan(self, batch: AttentionBatch) -> "RoutedAttend":
         return RoutedAttend(self, batch, self._read(batch))
 
     def _read(self, batch: AttentionBatch) -> Read:
-        has_tree = [num_nodes > 0 for num_nodes, _ in batch.tree_sizes]
+        is_causal = batch.are_chains and self._takes_chains
+        has_tree = [num_nodes > 0 and not is_causal for num_nodes, _ in batch.tree_sizes]
         if len(set(has_tree)) == 1:
             return (self._trees if has_tree[0] else self._causal)(batch)
         # One copy to the device: the requests and the queries of each part.

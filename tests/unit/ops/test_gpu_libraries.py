@@ -173,6 +173,13 @@ def _keep_first(wrapper: Any, value: Tensor) -> None:
     wrapper.__dict__.setdefault("kept", value)
 
 
+@pytest.mark.parametrize("backend", [flashinfer, flash_attention])
+def test_chains_are_causal(backend: Any) -> None:
+    """As prompts are: without a mask."""
+    rows = replace(in_pages(make_rows([CHAIN, DECODING, CHAIN, CHUNK], scattered=False)), are_chains=True)
+    torch.testing.assert_close(*run(backend, rows), atol=1e-5, rtol=1e-5)
+
+
 def test_only_the_latest_plan_can_be_read() -> None:
     pool = torch.zeros(2, SLOTS, 2, KV_HEADS, DIM)
     reader = FlashInferReader(LIBRARY, pool, KV_HEADS * FOLD, masks_trees=False)

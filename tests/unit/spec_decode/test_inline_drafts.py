@@ -1,6 +1,7 @@
 """Inline drafts: returned once, only for the root they were made for, and within the limits."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,3 +167,21 @@ def test_draft_probabilities_are_returned_with_their_trees() -> None:
     taken, _, _ = pending.take(torch.tensor([1, 2, 3]), torch.tensor([5, 5, 5]), [UNLIMITED] * 3)
     assert taken.draft_probs is not None
     assert torch.equal(taken.draft_probs, torch.stack((probs[1], torch.zeros(4, VOCAB_SIZE), probs[0])))
+
+
+@pytest.mark.parametrize(
+    ("parents", "are_chains"),
+    [
+        ([[-1, 0, 1], [-1, 0, 1]], True),
+        ([[-1, 0, 1], [-1, 0, 0]], False),
+        ([[-1, 0, 1], [-1, 0, 2]], True),  # invalid, so that only its root is verified
+        ([[-1, 0, 1], [-1]], True),
+    ],
+)
+def test_chains_are_recognised_whatever_the_drafter_says(parents: list[list[int]], are_chains: bool) -> None:
+    """Attention treats them as causal, so a tree that only claims to be one would be verified wrongly."""
+    tree = replace(DraftTree.from_lists([TreeLists([5] * len(row), row) for row in parents]), are_chains=True)
+    pending = PendingTrees(NUM_SLOTS, VOCAB_SIZE, CPU)
+    pending.put(torch.tensor([1, 2]), tree)
+    taken, _, _ = pending.take(torch.tensor([1, 2]), torch.tensor([5, 5]), [UNLIMITED] * 2)
+    assert taken.are_chains == are_chains
