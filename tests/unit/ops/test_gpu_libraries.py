@@ -20,6 +20,7 @@ from specray.ops.attention import AttentionBatch
 from specray.ops.attention_torch import TorchAttention
 from specray.ops.gpu.page_index import block_table, packed_mask, slot_pages
 from tests.support import attention_libraries
+from tests.support.fake_cuda import fake_cuda
 from tests.support.signatures import recorded, signature, signature_in
 from tests.unit.ops.test_attention import RequestShape, make_rows, row_shapes, sees, slots_of
 
@@ -303,3 +304,31 @@ def test_signatures_are_read_from_sources() -> None:
     assert plan.parameters["page_size"].default is inspect.Parameter.empty
     with pytest.raises(TypeError, match="missing a required argument"):
         plan.bind(None, 1, 2)
+
+
+def test_the_arrays_are_made_on_the_gpu_without_reading_it() -> None:
+    """On a GPU of fake tensors, where mixed devices and reads by the host are errors."""
+    rows = make_rows([TREE, CHUNK, CHAIN], scattered=False)
+    with fake_cuda():
+        gpu = torch.device("cuda", 0)
+        assert rows.tree_mask is not None
+        kv_slots, written, tree_mask = (
+            torch.zeros(part.shape, dtype=part.dtype, device=gpu)
+            for part in (rows.kv_slots, rows.slot_mapping, rows.tree_mask)
+        )
+        batch = replace(rows, kv_slots=kv_slots, slot_mapping=written, tree_mask=tree_mask)
+        pages, mask, table = slot_pages(batch), packed_mask(batch), block_table(batch, PAGE)
+        seen: list[AttentionBatch] = []
+
+        def plan(part: AttentionBatch) -> Any:
+            seen.append(part)
+            return lambda _pool, q: q.flatten(1)
+
+        pool = torch.zeros(2, SLOTS, 2, KV_HEADS, DIM, device=gpu)
+        q = torch.zeros(sum(rows.query_lens), KV_HEADS * FOLD, DIM, device=gpu)
+        kv = torch.zeros(len(q), 2, KV_HEADS, DIM, device=gpu)
+        out = RoutedAttention(pool, KV_HEADS * FOLD, plan, plan).plan(batch)(0, q, kv)
+        arrays = [pages.slots, *mask, *table, out, *(part.kv_slots for part in seen)]
+        assert {array.device for array in arrays} == {gpu}
+        assert {array.device.type for array in (pages.query_starts, pages.kv_starts, pages.last_page_lens)} == {"cpu"}
+    assert [part.query_lens for part in seen] == [[rows.query_lens[1]], [rows.query_lens[0], rows.query_lens[2]]]
