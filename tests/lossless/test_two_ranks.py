@@ -11,6 +11,9 @@ from specray.sampling_params import make_sampling_params
 from tests.support.engine import generate
 from tests.support.methods import METHODS
 from tests.support.mtp import write_deepseek
+from tests.support.quantised import METHODS as METHODS_OF_CHECKPOINTS
+from tests.support.quantised import quantise_model
+from tests.support.toy import write_toy
 from tests.support.two_ranks import run_ranks
 
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5], [0, *range(10, 50)], [0, 20, 21, 22, 20, 21]]
@@ -53,6 +56,15 @@ def test_two_ranks_of_deepseek_equal_one(tmp_path: Path) -> None:
     write_deepseek(tmp_path)
     alone = generate(tmp_path, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
     together = run_ranks(tmp_path, 2, SpeculativeConfig(algorithm="MTP"), PROMPTS, PARAMS)
+    assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
+
+
+def test_two_ranks_of_a_quantised_checkpoint_equal_one(tmp_path: Path) -> None:
+    """The second rank's feed-forward units begin inside a group, whose inputs are not neighbours."""
+    method = METHODS_OF_CHECKPOINTS["gptq by activation"]
+    quantised = quantise_model(write_toy(tmp_path), tmp_path / "quantised", method)
+    alone = generate(quantised, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
+    together = run_ranks(quantised, 2, SpeculativeConfig(), PROMPTS, PARAMS)
     assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
 
 
