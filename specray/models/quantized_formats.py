@@ -54,9 +54,9 @@ def checkpoint_format(folder: Path) -> Format | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None  # what reads the rest of the file describes the problem
-    settings = (
-        content.get("quantization_config") or content.get("compression_config") if isinstance(content, dict) else 0
-    )
+    if not isinstance(content, dict):
+        return None
+    settings = content.get("quantization_config") or content.get("compression_config")
     if not settings:
         return None
     if not isinstance(settings, dict):
@@ -84,11 +84,18 @@ class _Settings:
 
     def one_of(self, value: object, field: str, known: Collection[object]) -> Any:
         """`value` of a field. ConfigError if it is not one that this code reads."""
-        if isinstance(value, (dict, list)) or value not in known:
+        if isinstance(value, (dict, list, float)) or value not in known:
             raise ConfigError(
                 f"{self.path}: the checkpoint is quantised with {self.method} and {field}={value!r}, which is not "
                 f"supported (only {', '.join(map(str, known))}); choose another checkpoint"
             )
+        return value
+
+    def section(self, field: str) -> dict[str, Any]:
+        """A field with fields of its own; empty if it is not set. ConfigError if it is something else."""
+        value = self.get(field, default={})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.path}: {field}={value!r} of quantization_config is not an object")
         return value
 
     def size(self, value: object, field: str) -> int:
@@ -176,7 +183,7 @@ def _gptq(settings: _Settings) -> Format:
     form = settings.get("checkpoint_format", "format", default="gptq") or "gptq"
     settings.one_of(form, "checkpoint_format", ("gptq", "gptq_v2"))
     settings.one_of(settings.get("is_marlin_format", default=False), "is_marlin_format", (False,))
-    for rule, change in dict(settings.get("dynamic", default={})).items():
+    for rule, change in settings.section("dynamic").items():
         if not rule.startswith("-:"):  # which leaves modules unquantised
             settings.one_of(change, f"dynamic[{rule!r}]", ())
     # The first format stores each zero less one.
@@ -196,15 +203,13 @@ def _fbgemm_fp8(settings: _Settings) -> Format:  # noqa: ARG001
 def _compressed_tensors(settings: _Settings) -> Format:
     form = settings.get("format", default="dense")
     settings.one_of(form, "format", ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"))
-    sparsity = settings.get("sparsity_config", default={})
-    settings.one_of(
-        dict(sparsity).get("format", "dense") if sparsity else "dense", "sparsity_config.format", ("dense",)
-    )
-    groups = settings.get("config_groups", default={})
-    if not isinstance(groups, dict) or len(groups) != 1:
+    sparsity = _Settings(settings.path, settings.method, settings.section("sparsity_config"))
+    settings.one_of(sparsity.get("format", default="dense"), "sparsity_config.format", ("dense",))
+    groups = list(settings.section("config_groups").values())
+    if len(groups) != 1 or not isinstance(groups[0], dict):
         raise ConfigError(f"{settings.path}: config_groups of quantization_config has not one group, as is supported")
-    [group] = groups.values()
-    weights = _Settings(settings.path, settings.method, dict(group.get("weights") or {}))
+    group = _Settings(settings.path, settings.method, groups[0])
+    weights = _Settings(settings.path, settings.method, group.section("weights"))
     strategy = weights.get("strategy", default="tensor")
     if form == "pack-quantized":
         settings.one_of(strategy, "strategy", ("group", "channel"))

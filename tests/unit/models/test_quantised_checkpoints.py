@@ -1,7 +1,9 @@
 """Checkpoints in fp8, AWQ, GPTQ and compressed-tensors give the weights of an independent quantiser."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.loading import Loader
 from specray.models.mtp import load_mtp_layers
+from specray.models.quantized_formats import checkpoint_format
 from specray.models.registry import load_config, load_model, resolve_dtype
 from specray.models.target_matrices import TargetMatrices
 from specray.models.weights import WeightReader
@@ -228,6 +231,35 @@ def test_other_methods_are_refused_before_weights_are_read(name: str, tmp_path: 
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
     with pytest.raises(ConfigError, match=message):
         load_config(tmp_path)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 9)
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["4", "dense", "gptq"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["weights", "a", "-:b"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from(list(METHODS)), st.data())
+@settings(max_examples=150)
+def test_a_damaged_quantization_config_is_one_error(name: str, data: st.DataObject) -> None:
+    config = json.loads(json.dumps(METHODS[name].config))
+    place = config
+    while isinstance(inner := place.get(data.draw(st.sampled_from(sorted(place)))), dict) and data.draw(st.booleans()):
+        place = inner
+    place[data.draw(st.sampled_from([*sorted(place), "dynamic", "sparsity_config", "weight_block_size"]))] = data.draw(
+        JSON
+    )
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({"quantization_config": config}))
+        with suppress(ConfigError):
+            assert checkpoint_format(Path(folder)) is not None
 
 
 @pytest.mark.parametrize("name", METHODS)
