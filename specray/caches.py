@@ -9,3 +9,12 @@ def cache_root() -> Path:
     if own := os.environ.get("SPECRAY_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specray"
+
+
+def kernel_cache() -> Path:
+    """$SPECRAY_KERNEL_CACHE, or kernels in `cache_root`: compiled code, so files there must be allowed to run.
+
+    Containers set it where the rest of the cache is part of a read-only image.
+    """
+    own = os.environ.get("SPECRAY_KERNEL_CACHE")
+    return Path(own).expanduser() if own else cache_root() / "kernels"

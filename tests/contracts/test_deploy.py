@@ -207,6 +207,20 @@ def test_tritons_cache_is_writable_and_may_hold_code() -> None:
                 assert folder in [each["mountPath"] for each in container["volumeMounts"]]
 
 
+def test_the_kernels_can_be_compiled_in_the_cpu_image() -> None:
+    """The image has a compiler, and a writable folder that may hold code."""
+    recipe = (DOCKER / "Dockerfile.cpu").read_text(encoding="utf-8")
+    assert re.search(r"apt-get install .*g\+\+", recipe)
+    [folder] = re.findall(r"SPECRAY_KERNEL_CACHE=(\S+)", recipe)
+    [mount] = [each for each in compose()["services"]["cpu"]["tmpfs"] if each.startswith(f"{folder}:")]
+    assert "exec" in mount.partition(":")[2].split(",")
+    for manifest in ("single-node", "gcs-fault-tolerance"):
+        for pod in pods(DEPLOY / f"kuberay/{manifest}.yaml"):
+            for container in pod["containers"]:
+                mounts = [each["mountPath"] for each in container.get("volumeMounts", [])]
+                assert folder in mounts or "-cpu" not in container["image"], container["name"]
+
+
 def test_compose_publishes_on_loopback_only_and_confines_every_container() -> None:
     for name, service in compose()["services"].items():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name

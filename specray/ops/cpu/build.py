@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from specray.caches import cache_root
+from specray.caches import kernel_cache
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "cpu"
 # Without reassociation GCC keeps the sums of integers in registers: up to a third faster.
@@ -31,7 +31,7 @@ def build() -> Path:
     """The compiled library; compiles it if the cache does not have it. Raises BuildError."""
     compiler = _compiler()
     flags = [*FLAGS, *_target_flags(), *shlex.split(os.environ.get("SPECRAY_KERNEL_FLAGS", ""))]
-    target = cache_root() / "kernels" / f"{_key(compiler, flags)}.so"
+    target = kernel_cache() / f"{_key(compiler, flags)}.so"
     if target.is_file():
         return target
     try:
@@ -42,7 +42,7 @@ def build() -> Path:
                 _compile(compiler, flags, target)
     except OSError as error:
         raise BuildError(
-            f"{target.parent} cannot be written ({error}); set SPECRAY_CACHE to a folder that can"
+            f"{target.parent} cannot be written ({error}); set SPECRAY_KERNEL_CACHE to a folder that can"
         ) from error
     return target
 
