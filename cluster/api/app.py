@@ -9,10 +9,12 @@ from starlette.exceptions import HTTPException
 from cluster.api import errors
 from cluster.api.admin import add_admin_routes
 from cluster.api.auth import METRICS, PROBES, RequireKey, Tenant
+from cluster.api.completion_protocol import CompletionRequest
+from cluster.api.generate_protocol import GenerateRequest
 from cluster.api.keys import KeyRing
 from cluster.api.middleware import BodyLimit, CatchErrors
 from cluster.api.prometheus import CONTENT_TYPE, prometheus_text
-from cluster.api.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from cluster.api.protocol import ChatRequest
 from cluster.api.service import Service
 from cluster.config import ServerConfig
 from specray.errors import SpecRayError

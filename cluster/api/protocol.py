@@ -1,13 +1,15 @@
-"""Request bodies. Every field has bounds; those of sampling options come from `specray.sampling_params`.
+"""Request bodies: what all endpoints share, and /v1/chat/completions.
+
+Every field has bounds; those of sampling options come from `specray.sampling_params`.
 
 An unsupported field that would change the output is rejected. Any other unknown field is accepted and listed in
 `ignored_fields`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from cluster.api.errors import short_repr
 from specray.errors import InvalidRequestError
@@ -31,11 +33,7 @@ from specray.sampling_params import (
     make_sampling_params,
 )
 
-MAX_PROMPTS = 64  # also the most choices of a request, over all prompts
-MAX_TOKEN_ID = 2**31 - 1
 MAX_MESSAGES = 4096
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default of /v1/completions
-GENERATE_MAX_TOKENS = 128  # SGLang's default of /generate
 MAX_NAMED_FIELDS = 20
 MAX_FIELD_NAME = 64
 
@@ -262,107 +260,3 @@ class ChatRequest(OpenAIRequest):
     def sampling(self, default_max_tokens: int | None) -> SamplingParams:
         limit = self.max_completion_tokens or self.max_tokens or default_max_tokens
         return self._sampling(limit, (self.top_logprobs or 0) if self.logprobs else None)
-
-
-class PromptSet(NamedTuple):
-    """The prompts of a request: all strings or all token ids."""
-
-    items: list[str] | list[list[int]]
-    is_batch: bool  # sent as a list of prompts, possibly with one element
-
-
-def _prompt_set(value: object) -> PromptSet:
-    is_batch = not (isinstance(value, str) or _is_token_ids(value))
-    items: Any = value if is_batch else [value]
-    is_list = isinstance(items, list) and 1 <= len(items) <= MAX_PROMPTS
-    if is_list and (all(isinstance(item, str) for item in items) or all(_is_token_ids(item) for item in items)):
-        return PromptSet(items, is_batch)
-    raise InvalidRequestError(
-        f"prompt={short_repr(value)}: expected a string, token ids (0 to {MAX_TOKEN_ID}), or a list of 1 to "
-        f"{MAX_PROMPTS} of one of these",
-        "prompt",
-    )
-
-
-def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(i) is int and 0 <= i <= MAX_TOKEN_ID for i in value)
-
-
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}, "minItems": 1}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        _IDS_SCHEMA,
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
-        {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ]
-}
-PromptField = Annotated[PromptSet, PlainValidator(_prompt_set), WithJsonSchema(_PROMPT_SCHEMA)]
-
-
-class CompletionRequest(OpenAIRequest):
-    """Body of /v1/completions."""
-
-    prompt: PromptField
-    logprobs: NumLogprobs | None = None
-
-    @model_validator(mode="after")
-    def _choices_are_bounded(self) -> Self:
-        _check_choices(len(self.prompt.items), self.n or 1)
-        return self
-
-    def sampling(self) -> SamplingParams:
-        return self._sampling(self.max_tokens or COMPLETION_MAX_TOKENS, self.logprobs)
-
-
-class GenerateSampling(Sampling):
-    """SGLang's `sampling_params` object."""
-
-    sampling_seed: Seed | None = None
-    max_new_tokens: MaxTokens | None = None
-    min_new_tokens: MinTokens | None = None
-    no_stop_trim: bool | None = None
-
-    def sampling(self, logprobs: int | None) -> SamplingParams:
-        return self._params(
-            seed=self.sampling_seed,
-            max_tokens=self.max_new_tokens or GENERATE_MAX_TOKENS,
-            min_tokens=self.min_new_tokens,
-            include_stop_str_in_output=self.no_stop_trim,
-            logprobs=logprobs,
-        )
-
-
-class GenerateRequest(RequestOptions):
-    """Body of SGLang's /generate: exactly one of `text` and `input_ids`."""
-
-    text: PromptField | None = None
-    input_ids: PromptField | None = None
-    sampling_params: GenerateSampling = GenerateSampling()
-    return_logprob: bool | None = None
-    top_logprobs_num: NumLogprobs | None = None
-
-    @model_validator(mode="after")
-    def _one_prompt_field(self) -> Self:
-        if (self.text is None) == (self.input_ids is None):
-            raise InvalidRequestError("send exactly one of text and input_ids", "text")
-        _check_choices(len(self.prompt.items), self.sampling_params.n or 1)
-        return self
-
-    @property
-    def prompt(self) -> PromptSet:
-        prompt = self.text or self.input_ids
-        assert prompt is not None
-        return prompt
-
-    def sampling(self) -> SamplingParams:
-        return self.sampling_params.sampling((self.top_logprobs_num or 0) if self.return_logprob else None)
-
-
-def _check_choices(num_prompts: int, n: int) -> None:
-    if num_prompts * n > MAX_PROMPTS:
-        raise InvalidRequestError(
-            f"n={n} for {num_prompts} prompts makes {num_prompts * n} choices, more than {MAX_PROMPTS}; reduce n or "
-            "the number of prompts",
-            "n",
-        )

@@ -1,4 +1,6 @@
-"""Replies in each API dialect, complete or as the chunks of a stream. One class per dialect.
+"""Replies, complete or as the chunks of a stream: what all dialects share, and chat completions.
+
+Each dialect is one class; `completion_replies` and `generate_replies` hold the others.
 
 Both forms are built from the same parts, so the concatenated chunks equal the complete reply. Replies are plain dicts,
 because a chunk is written per step and request and must keep the nulls that clients expect. Sending lives in `streams`.
@@ -11,7 +13,6 @@ from typing import Any, Protocol
 from cluster.api.tokenization import TokenText
 from specray.outputs import (
     Completion,
-    FinishReason,
     RequestOutput,
     TokenLogprob,
     acceptance_per_depth,
@@ -120,7 +121,7 @@ class OpenAIReply:
         return [self._metadata.fields(self.chunk_kind) | {"choices": [], "usage": self._usage()}]
 
     def whole(self) -> Json:
-        choices = [self._whole_choice(choice) | _ending(choice) for choice in self.choices]
+        choices = [self._whole_choice(choice) | ending(choice) for choice in self.choices]
         return self._metadata.fields(self.kind) | {"choices": choices, "usage": self._usage()}
 
     def _chunk(self, choice: Completion, fields: Json) -> Json:
@@ -155,7 +156,7 @@ class ChatReply(OpenAIReply):
         return {"delta": {"content": output.text}, "logprobs": self._logprobs(output.logprobs), "finish_reason": None}
 
     def _last(self, choice: Completion) -> Json:
-        return {"delta": {}, "logprobs": None, **_ending(choice)}
+        return {"delta": {}, "logprobs": None, **ending(choice)}
 
     def _whole_choice(self, choice: Completion) -> Json:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -173,109 +174,6 @@ class ChatReply(OpenAIReply):
     def _token(self, token_id: int, logprob: float) -> Json:
         text, data = self._tokens(token_id)
         return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
-
-
-class CompletionReply(OpenAIReply):
-    """/v1/completions."""
-
-    kind = chunk_kind = "text_completion"
-
-    def __init__(
-        self, metadata: ReplyMetadata, num_prompts: int, params: SamplingParams, tokens: TokenTexts, include_usage: bool
-    ) -> None:
-        super().__init__(metadata, num_prompts, params, tokens, include_usage)
-        self._offsets = [0] * len(self.choices)  # characters of logprob tokens already sent, per choice
-
-    def _delta(self, choice: Completion, output: RequestOutput) -> Json:
-        logprobs = self._logprobs(output.logprobs, self._offsets[choice.index])
-        self._offsets[choice.index] += sum(len(token) for token in logprobs["tokens"]) if logprobs else 0
-        return {"text": output.text, "logprobs": logprobs, "finish_reason": None}
-
-    def _last(self, choice: Completion) -> Json:
-        return {"text": "", "logprobs": None, **_ending(choice)}
-
-    def _whole_choice(self, choice: Completion) -> Json:
-        return {"index": choice.index, "text": choice.text, "logprobs": self._logprobs(choice.logprobs, 0)}
-
-    def _logprobs(self, logprobs: list[TokenLogprob] | None, offset: int) -> Json | None:
-        if logprobs is None:
-            return None
-        tokens = [self._tokens(entry.token_id).text for entry in logprobs]
-        offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [finite(entry.logprob) for entry in logprobs],
-            "top_logprobs": [self._top(entry) for entry in logprobs],
-            "text_offset": offsets,
-        }
-
-    def _top(self, entry: TokenLogprob) -> Json:
-        pairs = [
-            (entry.token_id, entry.logprob),
-            *reversed(entry.top),
-        ]  # of tokens with equal text, the most likely one is kept
-        return {self._tokens(token_id).text: finite(value) for token_id, value in pairs}
-
-
-class GenerateReply:
-    """SGLang's /generate. Chunks repeat the text so far, as SGLang's do."""
-
-    def __init__(
-        self, metadata: ReplyMetadata, num_prompts: int, params: SamplingParams, tokens: TokenTexts, is_list: bool
-    ) -> None:
-        self.choices = empty_choices(num_prompts, params)
-        self._metadata = metadata
-        self._tokens = tokens
-        self._is_list = is_list
-        self._started = time.monotonic()
-
-    def opening(self) -> list[Json]:
-        return []
-
-    def chunks(self, choice: Completion, output: RequestOutput) -> list[Json]:
-        if not output.token_ids and output.finish_reason is None:
-            return []
-        return [self._choice(choice) | ({"index": choice.index} if self._is_list else {})]
-
-    def closing(self) -> list[Json]:
-        return []
-
-    def whole(self) -> Json | list[Json]:
-        replies = [self._choice(choice) for choice in self.choices]
-        return replies if self._is_list else replies[0]
-
-    def _choice(self, choice: Completion) -> Json:
-        return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": self._meta(choice)}
-
-    def _meta(self, choice: Completion) -> Json:
-        counts = choice.usage
-        assert counts is not None
-        meta = {
-            "id": f"{self._metadata.request_id}-{choice.index}" if self._is_list else self._metadata.request_id,
-            "finish_reason": _sglang_finish(choice),
-            "prompt_tokens": counts.num_prompt_tokens,
-            "completion_tokens": counts.num_completion_tokens,
-            "cached_tokens": counts.num_cached_tokens,
-            "spec_verify_ct": counts.num_verify_steps,
-            "spec_draft_token_num": counts.num_draft_tokens,
-            "spec_accept_token_num": counts.num_accepted,
-            "spec_accept_length": accept_length(counts.num_accepted, counts.num_verify_steps),
-            "spec_accept_histogram": list(counts.accept_histogram),
-            "spec_lossy": counts.is_lossy,
-            **self._metadata.warnings,
-            "e2e_latency": time.monotonic() - self._started,
-            "seed": choice.seed,
-        }
-        return meta if choice.logprobs is None else meta | self._logprobs(choice.logprobs)
-
-    def _logprobs(self, logprobs: list[TokenLogprob]) -> Json:
-        return {
-            "output_token_logprobs": [self._entry(entry.token_id, entry.logprob) for entry in logprobs],
-            "output_top_logprobs": [[self._entry(*pair) for pair in entry.top] for entry in logprobs],
-        }
-
-    def _entry(self, token_id: int, logprob: float) -> list[Any]:
-        return [finite(logprob), token_id, self._tokens(token_id).text]
 
 
 def usage(choices: Sequence[Completion], n: int) -> Json:
@@ -318,14 +216,7 @@ def finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def _ending(choice: Completion) -> Json:
+def ending(choice: Completion) -> Json:
+    """How and with which seed a choice ended, in OpenAI's fields."""
     assert choice.finish_reason is not None
     return {"finish_reason": choice.finish_reason.value, "stop_reason": choice.stop_reason, "seed": choice.seed}
-
-
-def _sglang_finish(choice: Completion) -> Json | None:
-    if choice.finish_reason is None:
-        return None
-    if choice.finish_reason is FinishReason.LENGTH:
-        return {"type": "length", "length": len(choice.token_ids)}
-    return {"type": choice.finish_reason.value, "matched": choice.stop_reason}

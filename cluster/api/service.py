@@ -14,9 +14,13 @@ from typing import Any
 
 from fastapi import Response
 
+from cluster.api.completion_protocol import CompletionRequest
+from cluster.api.completion_replies import CompletionReply
 from cluster.api.errors import ApiError, short_repr
-from cluster.api.protocol import Body, ChatRequest, CompletionRequest, GenerateRequest, RequestOptions
-from cluster.api.replies import ChatReply, CompletionReply, GenerateReply, Reply, ReplyMetadata
+from cluster.api.generate_protocol import GenerateRequest
+from cluster.api.generate_replies import GenerateReply
+from cluster.api.protocol import Body, ChatRequest, RequestOptions
+from cluster.api.replies import ChatReply, Reply, ReplyMetadata
 from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
 from cluster.api.tokenization import Tokenization

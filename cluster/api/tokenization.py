@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from cluster.api.protocol import Message, PromptSet
+from cluster.api.prompts import PromptSet
+from cluster.api.protocol import Message
 from specray.errors import InvalidRequestError
 from specray.models.tokenizer import render_chat
 

@@ -19,7 +19,9 @@ from fastapi import FastAPI
 
 from cluster.api.admin import add_admin_routes
 from cluster.api.app import create_app
-from cluster.api.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from cluster.api.completion_protocol import CompletionRequest
+from cluster.api.generate_protocol import GenerateRequest
+from cluster.api.protocol import ChatRequest
 from cluster.cli import check, serve
 from cluster.config import AppConfig
 from specray.cli.main import build_parser

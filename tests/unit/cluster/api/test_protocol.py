@@ -5,15 +5,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from cluster.api.completion_protocol import CompletionRequest
 from cluster.api.errors import from_validation
-from cluster.api.protocol import (
-    MAX_MESSAGES,
-    MAX_PROMPTS,
-    UNSUPPORTED,
-    ChatRequest,
-    CompletionRequest,
-    GenerateRequest,
-)
+from cluster.api.generate_protocol import GenerateRequest
+from cluster.api.prompts import MAX_PROMPTS
+from cluster.api.protocol import MAX_MESSAGES, UNSUPPORTED, ChatRequest
 
 USER = {"role": "user", "content": "hi"}
 
