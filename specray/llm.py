@@ -146,5 +146,7 @@ def _collect(completion: Completion, output: RequestOutput) -> None:
         completion.logprobs += output.logprobs or []
     completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
     completion.usage = output.usage
+    if output.prompt_logprobs is not None:
+        completion.prompt_logprobs = output.prompt_logprobs
     if output.finish_reason is FinishReason.ERROR:
         raise EngineDeadError(f"{output.request_id}: {output.error}")

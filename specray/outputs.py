@@ -17,7 +17,7 @@ class FinishReason(StrEnum):
 
 
 class TokenLogprob(NamedTuple):
-    """Log probability of a generated token under the target's unprocessed logits."""
+    """Log probability of a generated or prompt token under the target's unprocessed logits."""
 
     token_id: int
     logprob: float
@@ -66,6 +66,7 @@ class RequestOutput(NamedTuple):
     stop_reason: str | int | None  # the stop string or token id that ended the request
     error: str | None  # with FinishReason.ERROR
     usage: RequestUsage
+    prompt_logprobs: list[TokenLogprob] | None = None  # in one output: the first with tokens, or the last
 
 
 def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
@@ -75,6 +76,7 @@ def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         token_ids=first.token_ids + second.token_ids,
         text=first.text + second.text,
         logprobs=(first.logprobs or []) + (second.logprobs or []) if has_logprobs else None,
+        prompt_logprobs=second.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs,
     )
 
 
@@ -90,6 +92,7 @@ class Completion:
     stop_reason: str | int | None = None
     seed: int = 0
     usage: RequestUsage | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)

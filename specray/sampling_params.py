@@ -12,8 +12,10 @@ from pydantic.dataclasses import dataclass
 from specray.errors import InvalidRequestError
 
 _WRAP = 1 << 64
-MAX_CHOICES = 8
+MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_ALLOWED_TOKENS = 1024
 
 Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
@@ -25,13 +27,15 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 LogitBias = Annotated[dict[TokenId, Bias], Field(max_length=300)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-MaxTokens = Annotated[int, Field(ge=1, le=10_000_000)]
+MaxTokens = Annotated[int, Field(ge=0, le=10_000_000)]
 MinTokens = Annotated[int, Field(ge=0, le=10_000_000)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-StopStrings = Annotated[list[StopString], Field(max_length=4)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
 StopTokenIds = Annotated[list[TokenId], Field(max_length=64)]
 NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+AllowedTokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
+PromptPosition = Annotated[int, Field(ge=0, le=10_000_000)]
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
@@ -39,7 +43,8 @@ class SamplingParams:
     """Sampling options of a request. pydantic's ValidationError names an invalid field, its value and bound.
 
     Presence and frequency penalties count generated tokens, the repetition penalty prompt and generated tokens.
-    `logprobs` is the number of alternatives reported per token; 0 reports only the token's own.
+    `logprobs` is the number of alternatives reported per token; 0 reports only the token's own. `prompt_logprobs` is
+    the same for the prompt's tokens after position `prompt_logprobs_start`. `max_tokens=0` only computes the prompt.
     """
 
     temperature: Temperature = 1.0
@@ -60,6 +65,9 @@ class SamplingParams:
     logprobs: NumLogprobs | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    allowed_token_ids: AllowedTokenIds | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    prompt_logprobs_start: PromptPosition = 0
 
 
 _ADAPTER = TypeAdapter(SamplingParams)

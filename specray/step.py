@@ -51,6 +51,14 @@ class SamplingOptions(NamedTuple):
     min_tokens: int
     eos_token_ids: list[int]  # masked until min_tokens tokens were generated
     logprobs: int | None
+    allowed_token_ids: list[int] | None = None  # no other token is sampled
+
+
+class PromptLogprobs(NamedTuple):
+    """The log probabilities of a request's prompt tokens after position `start`, each given the tokens before it."""
+
+    start: int
+    num_top: int  # alternatives reported per token
 
 
 class NewRequest(NamedTuple):
@@ -63,6 +71,8 @@ class NewRequest(NamedTuple):
     block_ids: list[int]
     sampling: SamplingOptions
     cache_salt: str
+    prompt_logprobs: PromptLogprobs | None = None
+    predicted_token_ids: Sequence[int] = ()  # the client expects this output: a source of drafts
 
 
 class ScheduledRequest(NamedTuple):
@@ -98,6 +108,7 @@ class RequestResult(NamedTuple):
     logprobs: list[TokenLogprob] | None  # one for each of token_ids
     error: str | None  # set if the logits are not finite; the scheduler must end the request
     accepted_nodes: Sequence[int] = ()  # of the verified tree, one for each of token_ids but the last
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt tokens that follow the computed ones
 
 
 class StepTimes(NamedTuple):

@@ -8,6 +8,7 @@ from specray.outputs import TokenLogprob
 from specray.step import (
     DraftLimit,
     NewRequest,
+    PromptLogprobs,
     RequestResult,
     SamplingOptions,
     ScheduledRequest,
@@ -39,7 +40,8 @@ def unpack_result(data: bytes) -> StepResult:
 def new_request(*fields: Any) -> NewRequest:
     """A NewRequest from unpacked fields."""
     request = NewRequest(*fields)
-    return request._replace(sampling=SamplingOptions(*request.sampling))
+    wanted = request.prompt_logprobs and PromptLogprobs(*request.prompt_logprobs)
+    return request._replace(sampling=SamplingOptions(*request.sampling), prompt_logprobs=wanted)
 
 
 def _scheduled_request(*fields: Any) -> ScheduledRequest:
@@ -49,7 +51,11 @@ def _scheduled_request(*fields: Any) -> ScheduledRequest:
 
 def _request_result(*fields: Any) -> RequestResult:
     result = RequestResult(*fields)
-    if result.logprobs is None:
-        return result
-    logprobs = [TokenLogprob(token, value, [(id_, at) for id_, at in top]) for token, value, top in result.logprobs]
-    return result._replace(logprobs=logprobs)
+    logprobs, prompt_logprobs = _token_logprobs(result.logprobs), _token_logprobs(result.prompt_logprobs)
+    return result._replace(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def _token_logprobs(entries: list[Any] | None) -> list[TokenLogprob] | None:
+    if entries is None:
+        return None
+    return [TokenLogprob(token, value, [(id_, at) for id_, at in top]) for token, value, top in entries]

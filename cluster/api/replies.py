@@ -84,6 +84,8 @@ def extend(choice: Completion, output: RequestOutput) -> None:
     choice.text += output.text
     if choice.logprobs is not None:
         choice.logprobs += output.logprobs or []
+    if output.prompt_logprobs is not None:
+        choice.prompt_logprobs = output.prompt_logprobs
     choice.finish_reason = output.finish_reason
     choice.stop_reason = output.stop_reason
     choice.usage = output.usage

@@ -296,6 +296,7 @@ class _RequestProgress:
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
         self._emitted: list[int] = []
+        self._has_prompt_logprobs = False
         self._usage: RequestUsage | None = None
         self._usage_before: RequestUsage | None = None  # of earlier attempts
 
@@ -306,11 +307,17 @@ class _RequestProgress:
         self._usage_before = self._usage
         request_id = f"{self._request.request_id}~{number}"
         emitted = tuple(self._emitted)
-        return replace(self._request, request_id=request_id, emitted_token_ids=emitted, timeout_s=timeout_s)
+        params = self._request.params
+        if self._has_prompt_logprobs:
+            params = replace(params, prompt_logprobs=None)
+        return replace(
+            self._request, request_id=request_id, params=params, emitted_token_ids=emitted, timeout_s=timeout_s
+        )
 
     def add(self, output: RequestOutput) -> RequestOutput:
         """Record an output, and return it with the usage of all attempts."""
         self._emitted += output.token_ids
+        self._has_prompt_logprobs = self._has_prompt_logprobs or output.prompt_logprobs is not None
         self._usage = _merge_usage(self._usage_before, output.usage)
         return output._replace(usage=self._usage)
 

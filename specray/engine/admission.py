@@ -7,6 +7,7 @@ from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest, Request
 from specray.engine.scheduler import Scheduler
 from specray.errors import InvalidRequestError, QueueFullError
+from specray.sampling_params import SamplingParams
 
 
 class Admission:
@@ -23,7 +24,8 @@ class Admission:
 
     def check(self, spec: EngineRequest, arriving: Sequence[EngineRequest] = ()) -> None:
         """Raise if a request cannot be queued after the `arriving` ones: InvalidRequestError or QueueFullError."""
-        num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens or 1
+        num_prompt = len(spec.prompt_token_ids)
+        max_tokens = 1 if spec.params.max_tokens is None else spec.params.max_tokens
         if spec.request_id in self._requests or any(spec.request_id == other.request_id for other in arriving):
             raise InvalidRequestError(f"request_id={spec.request_id!r} is already in use; choose another", "request_id")
         if num_prompt == 0:
@@ -41,6 +43,7 @@ class Admission:
         self._check_ids("emitted_token_ids", spec.emitted_token_ids)
         self._check_ids("logit_bias", spec.params.logit_bias)
         self._check_ids("stop_token_ids", spec.params.stop_token_ids)
+        self._check_allowed(spec.params)
         self.check_queue(spec.tenant, arriving)
 
     def check_queue(self, tenant: str = "", arriving: Sequence[EngineRequest] = ()) -> None:
@@ -56,6 +59,19 @@ class Admission:
             raise QueueFullError(
                 f"{num_own} requests with this key are waiting and max_queued_of_tenant is "
                 f"{self._config.max_queued_of_tenant}; send the request again later"
+            )
+
+    def _check_allowed(self, params: SamplingParams) -> None:
+        allowed = params.allowed_token_ids
+        if allowed is None:
+            return
+        self._check_ids("allowed_token_ids", allowed)
+        masked = set(params.stop_token_ids) | set(() if params.ignore_eos else self._capacity.eos_token_ids)
+        if params.min_tokens and masked.issuperset(allowed):
+            raise InvalidRequestError(
+                f"allowed_token_ids has only tokens that end the output, which min_tokens={params.min_tokens} forbids; "
+                "allow another token or set min_tokens=0",
+                "allowed_token_ids",
             )
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from specray.engine.stop_strings import StopPrefixes
 from specray.outputs import FinishReason
 from specray.sampling_params import SamplingParams
 
@@ -35,6 +36,7 @@ class TextStream:
         self._max_tokens = max_tokens
         self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         self._longest_stop = max(map(len, params.stop), default=0)
+        self._prefixes = StopPrefixes(params.stop)
         self._num_tokens = 0
         self._text = ""  # all text so far, or its last part when there are no stop strings
         self._num_sent = 0  # characters of `_text` that were returned
@@ -42,6 +44,8 @@ class TextStream:
 
     def feed(self, token_ids: Sequence[int]) -> Cut:
         """Process emitted tokens; those after the one that ends the output are dropped."""
+        if self._max_tokens == 0:
+            return Cut(0, "", FinishReason.LENGTH, None)
         for index, token_id in enumerate(token_ids):
             reason, stop = self._feed_one(token_id)
             if reason is not None:
@@ -71,8 +75,7 @@ class TextStream:
         if new_text is None:
             return ""
         self._undecoded.clear()
-        self._text += new_text
-        return new_text
+        return self._append(new_text)
 
     def _decode_afresh(self) -> str:
         """Decode the pending tokens as a separate text.
@@ -87,8 +90,12 @@ class TextStream:
         """Decode the bytes of an incomplete character as U+FFFD."""
         rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._params.skip_special_tokens)
         self._undecoded.clear()
-        self._text += rest
-        return rest
+        return self._append(rest)
+
+    def _append(self, text: str) -> str:
+        self._text += text
+        self._prefixes.feed(text)
+        return text
 
     def _cut_at_stop(self, num_new: int) -> str | None:
         """Cut the text at the first stop string that ends in its last `num_new` characters."""
@@ -105,11 +112,7 @@ class TextStream:
 
     def _num_safe(self) -> int:
         """How many characters cannot be part of a stop string that is not complete yet."""
-        for held in range(min(self._longest_stop - 1, len(self._text) - self._num_sent), 0, -1):
-            tail = self._text[len(self._text) - held :]
-            if any(len(stop) > held and stop.startswith(tail) for stop in self._params.stop):
-                return len(self._text) - held
-        return len(self._text)
+        return max(self._num_sent, len(self._text) - self._prefixes.num_held)
 
     def _take(self, end: int) -> str:
         text = self._text[self._num_sent : end]

@@ -59,6 +59,7 @@ class Engine:
         known = [*spec.prompt_token_ids, *spec.emitted_token_ids]
         request = Request(spec, max_length, time.monotonic(), known, num_prompt)
         speculative = self.config.speculative
+        request.prompt_logprobs = None if spec.params.prompt_logprobs is None else []
         request.is_lossy = speculative.is_simulated or (speculative.is_lossy and spec.params.temperature > 0)
         text = TextStream(self._tokenizer, spec.params, self.capacity.eos_token_ids, max_length - num_prompt)
         text.feed(spec.emitted_token_ids)  # the caller already has this text
@@ -143,6 +144,8 @@ class Engine:
         request, result = emitted.request, emitted.result
         if result.error is not None:
             return self._end(request, FinishReason.ERROR, error=result.error)
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs += result.prompt_logprobs or []
         if not result.token_ids:
             self.scheduler.commit(emitted, 0)
             return _empty_output(request)
@@ -154,7 +157,9 @@ class Engine:
             token_ids=result.token_ids[: cut.num_kept],
             text=cut.text,
             logprobs=result.logprobs and result.logprobs[: cut.num_kept],
+            prompt_logprobs=request.prompt_logprobs,
         )
+        request.prompt_logprobs = None
         if cut.finish_reason is None:
             return output
         self._end(request, cut.finish_reason)

@@ -21,4 +21,5 @@ def sampling_options(params: SamplingParams, eos_token_ids: list[int]) -> Sampli
         params.min_tokens,
         stops + params.stop_token_ids if params.min_tokens else [],
         params.logprobs,
+        params.allowed_token_ids,
     )

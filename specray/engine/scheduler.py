@@ -19,7 +19,7 @@ from specray.engine.fair_queue import FairQueue
 from specray.engine.radix_cache import RadixCache
 from specray.engine.request import Emitted, Planned, Request, Status
 from specray.engine.sampling_options import sampling_options
-from specray.step import NewRequest, ScheduledRequest, StepPlan, StepResult
+from specray.step import NewRequest, PromptLogprobs, ScheduledRequest, StepPlan, StepResult
 
 
 class Scheduler:
@@ -194,6 +194,8 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Give a waiting request a slot, its cached prefix and blocks for its known tokens, if there are enough."""
         num_cacheable = len(request.token_ids) - 1  # one token is left to compute
+        if request.prompt_logprobs is not None:  # their logits are computed again
+            num_cacheable = min(num_cacheable, request.spec.params.prompt_logprobs_start)
         path = self.cache.match(request.spec.cache_salt, request.token_ids[: num_cacheable + self.cache.lookahead])
         self.cache.lock(path)
         request.block_ids = [node.block_id for node in path]
@@ -219,6 +221,8 @@ class Scheduler:
             list(request.block_ids),
             sampling_options(request.spec.params, self.eos_token_ids),
             request.spec.cache_salt,
+            _wanted_prompt_logprobs(request),
+            list(request.spec.predicted_token_ids),
         )
 
     def _share_full_blocks(self, request: Request) -> None:
@@ -236,6 +240,8 @@ class Scheduler:
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs = []
         self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
@@ -245,3 +251,11 @@ class Scheduler:
         self._freed_slots.append(request.slot)
         request.slot, request.num_computed_tokens = -1, 0
         request.block_ids, request.shared_path, request.in_flight = [], [], []
+
+
+def _wanted_prompt_logprobs(request: Request) -> PromptLogprobs | None:
+    """Those that were not reported yet."""
+    params = request.spec.params
+    if request.prompt_logprobs is None or params.prompt_logprobs is None:
+        return None
+    return PromptLogprobs(params.prompt_logprobs_start, params.prompt_logprobs)

@@ -1,6 +1,6 @@
 """Sampling: the argmax of processed logits plus the request's own Gumbel noise; greedy decoding adds no noise.
 
-The order is logit bias, penalties, masked end tokens, temperature, top-k, top-p and min-p as in SGLang, then noise.
+The order is logit bias, penalties, masked tokens, temperature, top-k, top-p and min-p as in SGLang, then noise.
 Filters are thresholds on the logit and keep all tied tokens, so the result does not depend on the order of a sort. A
 row's result does not depend on the other rows.
 """
@@ -75,7 +75,7 @@ def _adjusted(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
 
 
 def _adjust(logits: Tensor, state: SamplingState) -> Tensor:
-    """Bias, penalties and masked end tokens on one row's logits [V]."""
+    """Bias, penalties and masked tokens on one row's logits [V]."""
     logits, options = logits.clone(), state.options
     for token_id, bias in options.logit_bias:
         logits[token_id] += bias
@@ -87,6 +87,8 @@ def _adjust(logits: Tensor, state: SamplingState) -> Tensor:
         logits -= options.presence_penalty * (state.output_counts > 0)
     if state.masks_end_tokens:
         logits[options.eos_token_ids] = -torch.inf
+    if state.is_allowed is not None:
+        logits.masked_fill_(~state.is_allowed, -torch.inf)
     return logits
 
 

@@ -19,6 +19,7 @@ class SamplingState:
     num_output_tokens: int = 0
     output_counts: Tensor | None = None  # float32 [V], generated tokens; only with presence or frequency penalty
     is_known: Tensor | None = None  # bool [V], prompt and generated tokens; only with repetition penalty
+    is_allowed: Tensor | None = None  # bool [V]; only with allowed_token_ids
 
     @classmethod
     def start(
@@ -37,6 +38,9 @@ class SamplingState:
         if options.repetition_penalty != 1.0:
             state.is_known = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             state.is_known[torch.tensor(token_ids, dtype=torch.int64, device=device)] = True
+        if options.allowed_token_ids is not None:
+            state.is_allowed = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            state.is_allowed[torch.tensor(options.allowed_token_ids, dtype=torch.int64, device=device)] = True
         return state
 
     @property
@@ -45,9 +49,9 @@ class SamplingState:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits change before temperature: by bias, penalties or end tokens that are not allowed yet."""
-        counts = self.output_counts is not None or self.is_known is not None
-        return counts or bool(self.options.logit_bias) or self.masks_end_tokens
+        """Whether logits change before temperature: by bias, penalties or tokens that are not allowed (yet)."""
+        tensors = (self.output_counts, self.is_known, self.is_allowed)
+        return any(t is not None for t in tensors) or bool(self.options.logit_bias) or self.masks_end_tokens
 
     @property
     def masks_end_tokens(self) -> bool:

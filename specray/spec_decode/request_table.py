@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specray.ops.attention import make_zeros
 from specray.ops.sampling_state import SamplingBatch, SamplingState
-from specray.step import NewRequest, SamplingOptions
+from specray.step import NewRequest, PromptLogprobs, SamplingOptions
 
 _NUM_SCALARS = 8  # int32 columns behind token ids and KV slots: see RequestTable.__init__
 
@@ -47,6 +47,8 @@ class RequestState:
     block_ids: list[int]
     cache_salt: str
     sampling: SamplingState
+    prompt_logprobs: PromptLogprobs | None = None
+    predicted_token_ids: Sequence[int] = ()
 
 
 class RequestTable:
@@ -80,7 +82,16 @@ class RequestTable:
         """Start a request in its slot."""
         sampling = SamplingState.start(new.sampling, new.token_ids, new.num_prompt_tokens, self.vocab_size, self.device)
         self.states[new.slot] = RequestState(
-            new.slot, [], new.num_prompt_tokens, new.num_computed_tokens, 0, [], new.cache_salt, sampling
+            new.slot,
+            [],
+            new.num_prompt_tokens,
+            new.num_computed_tokens,
+            0,
+            [],
+            new.cache_salt,
+            sampling,
+            new.prompt_logprobs,
+            new.predicted_token_ids,
         )
         self._change(new.slot, 2 * self._width + 2, _scalars(new.sampling))
         self.extend(new.slot, new.token_ids, new.block_ids)

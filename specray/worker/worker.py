@@ -6,6 +6,7 @@ run the same code on what they receive, so ranks cannot diverge.
 
 import os
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from specray.models.causal_lm import TargetModel
 from specray.models.files import resolve_model
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.cpu.threads import use_threads
+from specray.outputs import TokenLogprob
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import Drafter, DraftRequest, DraftSource, ProposeContext
 from specray.spec_decode.inline_drafts import InlineDrafts
@@ -30,6 +32,7 @@ from specray.worker.broadcast import broadcast_output, broadcast_tree
 from specray.worker.devices import choose_device
 from specray.worker.input_batch import InputBatch, ScheduledBatch, build_batch
 from specray.worker.model_runner import ModelRunner
+from specray.worker.prompt_logprobs import compute_prompt_logprobs
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.step_output import StepOutput
@@ -123,8 +126,9 @@ class Worker:
         aux_layers = self.drafts.aux_hidden_state_layers if plan.feeds_drafter else ()
         hidden, logits, aux_hidden_states = self._runner.forward(batch, aux_layers)
         forwarded = time.perf_counter()
+        prompts = compute_prompt_logprobs(self.model, batch, hidden)
         output = self._verify(batch, hidden, logits)
-        results = self._commit(batch, output)
+        results = self._commit(batch, output, prompts)
         if plan.feeds_drafter:
             self._context = self._draft_context(plan, batch, output, aux_hidden_states)
         verified = time.perf_counter()
@@ -169,7 +173,9 @@ class Worker:
         assert output is not None
         return output
 
-    def _commit(self, batch: InputBatch, output: StepOutput) -> list[RequestResult]:
+    def _commit(
+        self, batch: InputBatch, output: StepOutput, prompts: Mapping[int, list[TokenLogprob]]
+    ) -> list[RequestResult]:
         """Keep the accepted paths: KV and tokens on the device, lengths and tokens in the host's copy."""
         rows, tree = batch.rows, batch.tree
         if tree.max_depth:
@@ -178,9 +184,11 @@ class Worker:
             kv_slots = self._table.kv_slots_at(rows.slots[:, None].expand_as(places).flatten(), places.flatten())
             self._runner.kv.commit(kv_slots.view_as(places), output.nodes, output.num_kept)
         self._table.append(rows.slots, output.tokens, output.num_emitted)
-        return [self._commit_row(batch, output, row) for row in range(len(rows.states))]
+        return [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
 
-    def _commit_row(self, batch: InputBatch, output: StepOutput, row: int) -> RequestResult:
+    def _commit_row(
+        self, batch: InputBatch, output: StepOutput, row: int, prompt_logprobs: list[TokenLogprob] | None
+    ) -> RequestResult:
         state, num_kept = batch.rows.states[row], int(output.host[row, 0])
         if not num_kept:
             return RequestResult(state.slot, [], 0, None, NOT_A_NUMBER)
@@ -189,7 +197,7 @@ class Worker:
         state.token_ids += tokens
         state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
         num_drafts, nodes = batch.num_nodes[row] - 1, output.accepted_nodes(row)
-        return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None, nodes)
+        return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None, nodes, prompt_logprobs)
 
     def _draft_context(
         self, plan: StepPlan, batch: InputBatch, output: StepOutput, aux_hidden_states: list[Tensor]

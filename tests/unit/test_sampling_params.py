@@ -20,12 +20,15 @@ NAN, INFINITY = float("nan"), float("inf")
         ("repetition_penalty", [0.1, 2.0], [0.0, -1.0, 2.1, NAN]),
         ("logit_bias", [{}, {3: -100.0}, {"3": 5}], [{3: 101.0}, {-1: 1.0}, {2**31: 1.0}, {3: NAN}, {"x": 1.0}]),
         ("seed", [None, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 0.5]),
-        ("n", [1, 8], [0, 9]),
-        ("max_tokens", [None, 1, 10_000_000], [0, -1, 10_000_001]),
+        ("n", [1, 128], [0, 129]),
+        ("max_tokens", [None, 0, 10_000_000], [-1, 10_000_001]),
         ("min_tokens", [0, 10_000_000], [-1, 10_000_001]),
-        ("stop", [[], ["a"], ["a", "b", "c", "d"]], [[""], ["a"] * 5, ["a" * 257], "a"]),
+        ("stop", [[], ["a"], ["a"] * 64], [[""], ["a"] * 65, ["a" * 257], "a"]),
         ("stop_token_ids", [[], [0, 2**31 - 1]], [[-1], [2**31], list(range(65))]),
         ("logprobs", [None, 0, 20], [-1, 21]),
+        ("prompt_logprobs", [None, 0, 20], [-1, 21]),
+        ("prompt_logprobs_start", [0, 10_000_000], [-1, None]),
+        ("allowed_token_ids", [None, [0], [2**31 - 1] * 1024], [[], [-1], [0] * 1025]),
     ],
 )
 def test_options_have_bounds(field: str, allowed: list[object], refused: list[object]) -> None:

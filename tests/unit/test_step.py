@@ -9,6 +9,7 @@ from specray.outputs import TokenLogprob
 from specray.step import (
     DraftLimit,
     NewRequest,
+    PromptLogprobs,
     RequestResult,
     SamplingOptions,
     ScheduledRequest,
@@ -37,14 +38,16 @@ sampling = st.builds(
     small,
     ids,
     st.none() | small,
+    st.none() | ids,
 )
-new_row = st.builds(NewRequest, small, ids, small, small, ids, sampling, st.text(max_size=5))
+prompts = st.none() | st.builds(PromptLogprobs, small, small)
+new_row = st.builds(NewRequest, small, ids, small, small, ids, sampling, st.text(max_size=5), prompts, ids)
 row_step = st.builds(ScheduledRequest, small, small, st.builds(DraftLimit, small, small), ids)
 plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))
 logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))
-row_result = st.builds(
-    RequestResult, small, ids, small, st.none() | st.lists(logprobs, max_size=3), st.none() | st.text(max_size=9)
-)
+some_logprobs = st.none() | st.lists(logprobs, max_size=3)
+errors = st.none() | st.text(max_size=9)
+row_result = st.builds(RequestResult, small, ids, small, some_logprobs, errors, ids, some_logprobs)
 results = st.builds(StepResult, small, st.lists(row_result, max_size=3), st.builds(StepTimes, real, real, real, real))
 
 
