@@ -6,7 +6,8 @@ from pydantic import model_validator
 
 from cluster.api.prompts import PromptField, check_choices
 from cluster.api.protocol import OpenAIRequest
-from specray.sampling_params import NumLogprobs, SamplingParams
+from specray.errors import InvalidRequestError
+from specray.sampling_params import NumChoices, NumLogprobs, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
@@ -16,11 +17,44 @@ class CompletionRequest(OpenAIRequest):
 
     prompt: PromptField
     logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    best_of: NumChoices | None = None
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _choices_are_bounded(self) -> Self:
-        check_choices(len(self.prompt.items), self.n or 1)
+        check_choices(len(self.prompt.items), self.num_generated)
         return self
 
+    @model_validator(mode="after")
+    def _best_of_leaves_a_choice(self) -> Self:
+        if self.best_of is None:
+            return self
+        if self.best_of < self.num_choices:
+            raise InvalidRequestError(
+                f"best_of={self.best_of} is less than n={self.num_choices}; raise best_of or lower n", "best_of"
+            )
+        if self.best_of > self.num_choices and self.stream:
+            raise InvalidRequestError(
+                f"best_of={self.best_of} cannot be streamed: the best choices are known at the end; set stream=false",
+                "best_of",
+            )
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """Choices in the reply, per prompt."""
+        return self.n or 1
+
+    @property
+    def num_generated(self) -> int:
+        """Choices to generate per prompt."""
+        return self.best_of or self.num_choices
+
     def sampling(self) -> SamplingParams:
-        return self._sampling(self.max_tokens or COMPLETION_MAX_TOKENS, self.logprobs)
+        """The options of all choices to generate; choosing among them needs their log probabilities."""
+        max_tokens = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        ranks = self.num_generated > self.num_choices
+        logprobs = 0 if self.logprobs is None and ranks else self.logprobs
+        prompt_logprobs = self.logprobs if self.echo else None
+        return self._sampling(max_tokens, logprobs, n=self.num_generated, prompt_logprobs=prompt_logprobs)

@@ -100,7 +100,8 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         return from_engine(cause)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {cause} at character {first['loc'][-1]}")
-    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "[key]"))
+    # Parts in brackets are pydantic's: the key of an object, and tags of unions.
+    param = ".".join(str(part) for part in first["loc"] if part != "body" and not str(part).startswith("["))
     if not param:
         return ApiError(400, f"the body must be a JSON object: {first['msg']}")
     if first["type"] == "missing":

@@ -1,49 +1,102 @@
 """The body of SGLang's /generate."""
 
-from typing import Self
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from cluster.api.prompts import PromptField, PromptSet, check_choices
-from cluster.api.protocol import RequestOptions, Sampling
+from cluster.api.prompts import MAX_PROMPTS, PromptField, PromptSet, check_choices
+from cluster.api.protocol import UNSUPPORTED, RequestName, RequestOptions, Sampling
 from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, MinTokens, NumLogprobs, SamplingParams, Seed
 
 GENERATE_MAX_TOKENS = 128  # SGLang's default
+FROM_THE_END = -1  # logprob_start_len: no log probabilities of the prompt
+
+WITHOUT_EFFECT = ("spaces_between_special_tokens", "stream_interval")  # in sampling_params
+
+T = TypeVar("T")
+# One value for all prompts, or a list with one for each. The tags keep pydantic's error locations apart.
+PerPrompt = Annotated[
+    Annotated[T, Tag("[one]")] | Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS), Tag("[each]")],
+    Discriminator(lambda value: "[each]" if isinstance(value, list) else "[one]"),
+]
 
 
 class GenerateSampling(Sampling):
-    """SGLang's `sampling_params` object."""
+    """SGLang's `sampling_params` object. A key that is not known is an error, because it may be a misspelled option."""
+
+    model_config = ConfigDict(extra="ignore")
 
     sampling_seed: Seed | None = None
     max_new_tokens: MaxTokens | None = None
     min_new_tokens: MinTokens | None = None
     no_stop_trim: bool | None = None
 
-    def sampling(self, logprobs: int | None) -> SamplingParams:
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, value: object) -> object:
+        known = (*cls.model_fields, *UNSUPPORTED, *WITHOUT_EFFECT)
+        for name in value if isinstance(value, Mapping) else ():
+            if name not in known:
+                close = get_close_matches(str(name)[:64], cls.model_fields, 1, 0.4)
+                hint = f"; did you mean {close[0]}?" if close else "; leave it out"
+                raise InvalidRequestError(
+                    f"sampling_params has no option {str(name)[:64]!r}{hint}", f"sampling_params.{str(name)[:64]}"
+                )
+        return value
+
+    def sampling(self, logprobs: int | None, prompt_logprobs_start: int | None) -> SamplingParams:
+        """`prompt_logprobs_start` is None without log probabilities of the prompt."""
         return self._params(
             seed=self.sampling_seed,
-            max_tokens=self.max_new_tokens or GENERATE_MAX_TOKENS,
+            max_tokens=GENERATE_MAX_TOKENS if self.max_new_tokens is None else self.max_new_tokens,
             min_tokens=self.min_new_tokens,
             include_stop_str_in_output=self.no_stop_trim,
             logprobs=logprobs,
+            prompt_logprobs=None if prompt_logprobs_start is None else logprobs,
+            prompt_logprobs_start=prompt_logprobs_start,
         )
 
 
 class GenerateRequest(RequestOptions):
-    """Body of SGLang's /generate: exactly one of `text` and `input_ids`."""
+    """Body of SGLang's /generate: exactly one of `text` and `input_ids`.
+
+    Options that are lists have one element per prompt.
+    """
 
     text: PromptField | None = None
     input_ids: PromptField | None = None
-    sampling_params: GenerateSampling = GenerateSampling()
-    return_logprob: bool | None = None
-    top_logprobs_num: NumLogprobs | None = None
+    sampling_params: PerPrompt[GenerateSampling] = GenerateSampling()
+    return_logprob: PerPrompt[bool] | None = None
+    logprob_start_len: PerPrompt[Annotated[int, Field(ge=FROM_THE_END, le=10_000_000)]] | None = None
+    top_logprobs_num: PerPrompt[NumLogprobs] | None = None
+    return_text_in_logprobs: bool | None = None
+    rid: PerPrompt[RequestName] | None = None
 
     @model_validator(mode="after")
     def _one_prompt_field(self) -> Self:
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequestError("send exactly one of text and input_ids", "text")
-        check_choices(len(self.prompt.items), self.sampling_params.n or 1)
+        return self
+
+    @model_validator(mode="after")
+    def _lists_fit_the_prompts(self) -> Self:
+        num_prompts = len(self.prompt.items)
+        for name in ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "rid"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != num_prompts:
+                raise InvalidRequestError(
+                    f"{name} has {len(value)} elements for {num_prompts} prompts; send one for each, or one for all",
+                    name,
+                )
+        counts = {options.n or 1 for options in _each(self.sampling_params, num_prompts)}
+        if len(counts) > 1:
+            raise InvalidRequestError(
+                f"sampling_params have n={sorted(counts)}; all prompts of a request have the same n", "sampling_params"
+            )
+        check_choices(num_prompts, counts.pop())
         return self
 
     @property
@@ -52,5 +105,28 @@ class GenerateRequest(RequestOptions):
         assert prompt is not None
         return prompt
 
-    def sampling(self) -> SamplingParams:
-        return self.sampling_params.sampling((self.top_logprobs_num or 0) if self.return_logprob else None)
+    @property
+    def has_own_params(self) -> bool:
+        """Whether each prompt has its own sampling options, and its own random seed if they have none."""
+        return isinstance(self.sampling_params, list)
+
+    @property
+    def names(self) -> list[str] | None:
+        """`rid` of each prompt; None if the request has none."""
+        return None if self.rid is None else list(_each(self.rid, len(self.prompt.items)))
+
+    def sampling(self) -> list[SamplingParams]:
+        """The options of each prompt."""
+        num_prompts = len(self.prompt.items)
+        columns = (self.sampling_params, self.return_logprob, self.top_logprobs_num, self.logprob_start_len)
+        return [
+            options.sampling(
+                (num_top or 0) if wants else None, None if not wants or start in (None, FROM_THE_END) else start
+            )
+            for options, wants, num_top, start in zip(*(_each(column, num_prompts) for column in columns), strict=True)
+        ]
+
+
+def _each(value: Any, count: int) -> Sequence[Any]:
+    """An option of each prompt."""
+    return value if isinstance(value, list) else [value] * count

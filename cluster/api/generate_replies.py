@@ -1,8 +1,10 @@
 """Replies of SGLang's /generate."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from cluster.api.choices import PreparedPrompt
 from cluster.api.replies import Json, ReplyMetadata, TokenTexts, accept_length, empty_choices, finite
 from specray.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
@@ -12,12 +14,21 @@ class GenerateReply:
     """SGLang's /generate. Chunks repeat the text so far, as SGLang's do."""
 
     def __init__(
-        self, metadata: ReplyMetadata, num_prompts: int, params: SamplingParams, tokens: TokenTexts, is_list: bool
+        self,
+        metadata: ReplyMetadata,
+        prompts: Sequence[PreparedPrompt],
+        tokens: TokenTexts,
+        is_list: bool,
+        shows_text: bool = True,
     ) -> None:
-        self.choices = empty_choices(num_prompts, params)
+        """Log probabilities have their tokens' texts only with `shows_text`."""
+        self.choices = empty_choices([prompt.params for prompt in prompts])
+        self._prompts = [prompt for prompt in prompts for _ in prompt.names]  # of each choice
+        self._names = [name for prompt in prompts for name in prompt.names]
         self._metadata = metadata
         self._tokens = tokens
         self._is_list = is_list
+        self._shows_text = shows_text
         self._started = time.monotonic()
 
     def opening(self) -> list[Json]:
@@ -42,7 +53,7 @@ class GenerateReply:
         counts = choice.usage
         assert counts is not None
         meta = {
-            "id": f"{self._metadata.request_id}-{choice.index}" if self._is_list else self._metadata.request_id,
+            "id": self._names[choice.index],
             "finish_reason": _sglang_finish(choice),
             "prompt_tokens": counts.num_prompt_tokens,
             "completion_tokens": counts.num_completion_tokens,
@@ -57,16 +68,42 @@ class GenerateReply:
             "e2e_latency": time.monotonic() - self._started,
             "seed": choice.seed,
         }
-        return meta if choice.logprobs is None else meta | self._logprobs(choice.logprobs)
+        if choice.logprobs is not None:
+            meta |= self._logprobs("output", choice.logprobs)
+        if choice.prompt_logprobs is not None:
+            meta |= self._logprobs("input", choice.prompt_logprobs, *self._unscored(choice))
+        return meta
 
-    def _logprobs(self, logprobs: list[TokenLogprob]) -> Json:
+    def _logprobs(self, kind: str, logprobs: list[TokenLogprob], *unscored: int) -> Json:
+        """`unscored` tokens come before the others and have no log probability."""
+        tokens: list[Any] = [self._entry(token_id, None) for token_id in unscored]
+        tops: list[Any] = [None for _ in unscored]
         return {
-            "output_token_logprobs": [self._entry(entry.token_id, entry.logprob) for entry in logprobs],
-            "output_top_logprobs": [[self._entry(*pair) for pair in entry.top] for entry in logprobs],
+            f"{kind}_token_logprobs": tokens + [self._entry(entry.token_id, entry.logprob) for entry in logprobs],
+            f"{kind}_top_logprobs": tops + [[self._entry(*pair) for pair in entry.top] for entry in logprobs],
         }
 
-    def _entry(self, token_id: int, logprob: float) -> list[Any]:
-        return [finite(logprob), token_id, self._tokens(token_id).text]
+    def _unscored(self, choice: Completion) -> list[int]:
+        """The prompt's token from which log probabilities start; none if the prompt ends before it."""
+        prompt = self._prompts[choice.index]
+        start = prompt.params.prompt_logprobs_start
+        return prompt.token_ids[start : start + 1]
+
+    def _entry(self, token_id: int, logprob: float | None) -> list[Any]:
+        text = self._tokens(token_id).text if self._shows_text else None
+        return [None if logprob is None else finite(logprob), token_id, text]
+
+
+def choice_names(
+    request_id: str, names: Sequence[str] | None, params: Sequence[SamplingParams], is_list: bool
+) -> list[list[str]]:
+    """The IDs of each prompt's choices: the client's name for the prompt, or one of our own for each choice."""
+    if names is not None:
+        return [[name] * options.n for name, options in zip(names, params, strict=True)]
+    if not is_list:
+        return [[request_id]]
+    n = params[0].n
+    return [[f"{request_id}-{prompt * n + index}" for index in range(n)] for prompt in range(len(params))]
 
 
 def _sglang_finish(choice: Completion) -> Json | None:

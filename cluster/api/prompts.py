@@ -7,7 +7,7 @@ from pydantic import PlainValidator, WithJsonSchema
 from cluster.api.errors import short_repr
 from specray.errors import InvalidRequestError
 
-MAX_PROMPTS = 64  # also the most choices of a request, over all prompts
+MAX_PROMPTS = 256  # also the most choices of a request, over all prompts
 MAX_TOKEN_ID = 2**31 - 1
 
 

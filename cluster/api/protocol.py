@@ -2,8 +2,8 @@
 
 Every field has bounds; those of sampling options come from `specray.sampling_params`.
 
-An unsupported field that would change the output is rejected. Any other unknown field is accepted and listed in
-`ignored_fields`.
+A field that would change the output and is not supported is rejected. `IGNORED` and any other unknown field are
+accepted and listed in `ignored_fields`.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from cluster.api.errors import short_repr
 from specray.errors import InvalidRequestError
 from specray.sampling_params import (
     AdditivePenalty,
+    AllowedTokenIds,
     LogitBias,
     MaxTokens,
     MinP,
@@ -37,7 +38,8 @@ MAX_MESSAGES = 4096
 MAX_NAMED_FIELDS = 20
 MAX_FIELD_NAME = 64
 
-# Unsupported field -> accepted values, which all mean "off". Null is always accepted.
+# Unsupported field -> accepted values, which all mean "off". Null is always accepted. An endpoint that supports one of
+# them declares it.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -47,7 +49,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "reasoning_effort": (),
     "best_of": (1,),
@@ -77,13 +78,47 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "input_embeds": ([],),
     "logprob_start_len": (-1,),
     "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "continuous_usage_stats": (False,),
+    "token_ids_logprob": ([],),
+    "stop_regex": ([], ""),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "add_special_tokens": (False,),
+    "verbosity": ("medium",),
+    "documents": ([],),
+    "prompt_embeds": ([],),
+    "mm_processor_kwargs": ({},),
+    "vllm_xargs": ({},),
+    "kv_transfer_params": ({},),
+    "custom_params": ({},),
+    "session_params": ({},),
+}
+
+# Known fields without effect on the output, and why they have none here.
+IGNORED: Mapping[str, str] = {
+    "user": "an API key names its client",
+    "safety_identifier": "an API key names its client",
+    "metadata": "nothing is stored",
+    "store": "nothing is stored",
+    "service_tier": "there is one tier",
+    "prompt_cache_retention": "cached prefixes stay until their memory is needed",
+    "priority": "requests start in the order of their clients' shares",
+    "request_id": "the server makes its own IDs",
+    "spaces_between_special_tokens": "fast tokenizers have no such option",
+    "data_parallel_rank": "the ingress chooses the engine",
+    "extra_key": "`cache_salt` separates prefix caches",
+    "log_metrics": "all requests are counted",
+    "no_logs": "requests are not logged",
 }
 
 
-def _refuse_unsupported(value: object) -> object:
+def _refuse_unsupported(cls: type[BaseModel], value: object) -> object:
     if isinstance(value, Mapping):
         for name, neutral in UNSUPPORTED.items():
-            if value.get(name) is not None and value[name] not in neutral:
+            if name not in cls.model_fields and value.get(name) is not None and value[name] not in neutral:
                 raise InvalidRequestError(
                     f"{name}={short_repr(value[name])}: this server does not support {name}; leave it out", name
                 )
@@ -95,7 +130,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
 
-    _refuse = model_validator(mode="before")(_refuse_unsupported)
+    _refuse = model_validator(mode="before")(classmethod(_refuse_unsupported))
 
     @property
     def ignored_fields(self) -> list[str]:
@@ -124,6 +159,8 @@ BiasByToken = Annotated[LogitBias, BeforeValidator(_integer_keys)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 CacheSalt = Annotated[str, Field(max_length=256)]
 Timeout = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
+RequestName = Annotated[str, Field(min_length=1, max_length=256)]  # by which /abort_request finds a request
+PromptLimit = Annotated[int, Field(ge=1, le=10_000_000)]
 
 
 class Sampling(Body):
@@ -174,38 +211,6 @@ class RequestOptions(Body):
     speculative: Speculation | None = None
 
 
-class OpenAIRequest(Sampling, RequestOptions):
-    """Fields that chat and text completions share."""
-
-    model: ModelName | None = None
-    stream_options: StreamOptions | None = None
-    seed: Seed | None = None
-    max_tokens: MaxTokens | None = None
-    min_tokens: MinTokens | None = None
-    include_stop_str_in_output: bool | None = None
-
-    @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError(
-                "stream_options requires stream=true; set stream=true or leave stream_options out", "stream_options"
-            )
-        return self
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        return self._params(
-            seed=self.seed,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            logprobs=logprobs,
-        )
-
-
 class TextPart(Body):
     """One part of a message's content. Only text is supported."""
 
@@ -229,6 +234,51 @@ def _joined(value: object) -> object:
     return "".join(texts)
 
 
+class Prediction(Body):
+    """Output that the client expects. It only suggests drafts: the output is the same without it."""
+
+    type: Literal["content"]
+    content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
+
+
+class OpenAIRequest(Sampling, RequestOptions):
+    """Fields that chat and text completions share."""
+
+    model: ModelName | None = None
+    stream_options: StreamOptions | None = None
+    seed: Seed | None = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: MinTokens | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    truncate_prompt_tokens: PromptLimit | None = None  # only the prompt's last tokens are kept
+    prediction: Prediction | None = None
+    rid: RequestName | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options requires stream=true; set stream=true or leave stream_options out", "stream_options"
+            )
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None, **own: object) -> SamplingParams:
+        return self._params(
+            seed=self.seed,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            allowed_token_ids=self.allowed_token_ids,
+            logprobs=logprobs,
+            **own,
+        )
+
+
 class Message(Body):
     """One message of a conversation."""
 
@@ -245,6 +295,7 @@ class ChatRequest(OpenAIRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: MaxTokens | None = None
+    add_generation_prompt: bool | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
 
@@ -258,5 +309,6 @@ class ChatRequest(OpenAIRequest):
         return self
 
     def sampling(self, default_max_tokens: int | None) -> SamplingParams:
-        limit = self.max_completion_tokens or self.max_tokens or default_max_tokens
+        limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
+        limit = next((limit for limit in limits if limit is not None), None)
         return self._sampling(limit, (self.top_logprobs or 0) if self.logprobs else None)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from cluster.api.choices import seed_of
 from cluster.api.tokenization import TokenText
 from specray.outputs import (
     Completion,
@@ -18,7 +19,7 @@ from specray.outputs import (
     acceptance_per_depth,
     add_histograms,
 )
-from specray.sampling_params import SamplingParams, choice_seed
+from specray.sampling_params import SamplingParams
 
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
 
@@ -67,14 +68,12 @@ class ReplyMetadata:
         }
 
 
-def empty_choices(num_prompts: int, params: SamplingParams) -> list[Completion]:
-    """`n` choices per prompt, prompt by prompt, each with its own seed."""
-    assert params.seed is not None
-    seeds = [choice_seed(params.seed, index) for index in range(params.n)]
-    wants_logprobs = params.logprobs is not None
+def empty_choices(params: Sequence[SamplingParams]) -> list[Completion]:
+    """`n` choices for each prompt's options, prompt by prompt, each with its own seed."""
+    pairs = [(options, index) for options in params for index in range(options.n)]
     return [
-        Completion(index, logprobs=[] if wants_logprobs else None, seed=seed)
-        for index, seed in enumerate(seeds * num_prompts)
+        Completion(place, logprobs=None if options.logprobs is None else [], seed=seed_of(options, index))
+        for place, (options, index) in enumerate(pairs)
     ]
 
 
@@ -100,7 +99,7 @@ class OpenAIReply:
     def __init__(
         self, metadata: ReplyMetadata, num_prompts: int, params: SamplingParams, tokens: TokenTexts, include_usage: bool
     ) -> None:
-        self.choices = empty_choices(num_prompts, params)
+        self.choices = empty_choices([params] * num_prompts)
         self._metadata = metadata
         self._n = params.n
         self._tokens = tokens

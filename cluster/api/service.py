@@ -7,19 +7,19 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
 from fastapi import Response
 
+from cluster.api.choices import PreparedPrompt, engine_requests, last_tokens, seeded, tenant_scoped
 from cluster.api.completion_protocol import CompletionRequest
-from cluster.api.completion_replies import CompletionReply
+from cluster.api.completion_replies import EchoedPrompt, completion_reply
 from cluster.api.errors import ApiError, short_repr
 from cluster.api.generate_protocol import GenerateRequest
-from cluster.api.generate_replies import GenerateReply
-from cluster.api.protocol import Body, ChatRequest, RequestOptions
+from cluster.api.generate_replies import GenerateReply, choice_names
+from cluster.api.protocol import Body, ChatRequest, OpenAIRequest, RequestOptions
 from cluster.api.replies import ChatReply, Reply, ReplyMetadata
 from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
@@ -29,10 +29,8 @@ from cluster.messages import RouterInfo
 from cluster.routing.client import NOT_READY
 from cluster.routing.rollout import DrafterRollout
 from cluster.routing.router_pool import DRAINING, RouterPool
-from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
-from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
-from specray.step import DraftLimit
+from specray.sampling_params import SamplingParams
 
 MAX_TOKEN_AGE_S = 5.0  # /readyz; an idle engine generates a probe token every few seconds
 IGNORED_FIELDS_HEADER = "x-specray-ignored-fields"
@@ -63,29 +61,36 @@ class Service:
     async def chat(self, body: ChatRequest, tenant: str) -> Response:
         self._check_model(body.model)
         tokenization = await self._admit()
-        params = _seeded(body.sampling(self.config.server.default_max_tokens))
-        prompt = await asyncio.to_thread(tokenization.chat, body.messages)
+        params = seeded(body.sampling(self.config.server.default_max_tokens))
+        prompt = await asyncio.to_thread(tokenization.chat, body.messages, body.add_generation_prompt is not False)
         metadata = self._metadata("chatcmpl", params)
         reply = ChatReply(metadata, 1, params, tokenization.token, body.include_usage)
-        return await self._respond(body, tenant, [prompt], params, metadata, reply)
+        prompts = await asyncio.to_thread(_prepared, tokenization, body, [prompt], params, metadata.request_id)
+        return await self._respond(body, tenant, prompts, metadata, reply)
 
     async def completion(self, body: CompletionRequest, tenant: str) -> Response:
         self._check_model(body.model)
         tokenization = await self._admit()
-        params = _seeded(body.sampling())
-        prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
+        params = seeded(body.sampling())
+        token_ids = await asyncio.to_thread(tokenization.prompts, body.prompt, body.add_special_tokens is not False)
         metadata = self._metadata("cmpl", params)
-        reply = CompletionReply(metadata, len(prompts), params, tokenization.token, body.include_usage)
-        return await self._respond(body, tenant, prompts, params, metadata, reply)
+        prompts = await asyncio.to_thread(_prepared, tokenization, body, token_ids, params, metadata.request_id)
+        echoed = await asyncio.to_thread(_echoed, tokenization, prompts) if body.echo else []
+        reply = completion_reply(body, metadata, params, tokenization.token, echoed)
+        return await self._respond(body, tenant, prompts, metadata, reply)
 
     async def generate(self, body: GenerateRequest, tenant: str) -> Response:
         tokenization = await self._admit()
-        params = _seeded(body.sampling())
-        prompts = await asyncio.to_thread(tokenization.prompts, body.prompt)
-        metadata = self._metadata("gen", params)
-        is_list = body.prompt.is_batch or params.n > 1
-        reply = GenerateReply(metadata, len(prompts), params, tokenization.token, is_list)
-        return await self._respond(body, tenant, prompts, params, metadata, reply)
+        params = body.sampling()
+        is_list = body.prompt.is_batch or params[0].n > 1
+        params = [seeded(options) for options in params] if body.has_own_params else [seeded(params[0])] * len(params)
+        token_ids = await asyncio.to_thread(tokenization.prompts, body.prompt)
+        metadata = self._metadata("gen", params[0])
+        names = choice_names(metadata.request_id, body.names, params, is_list)
+        prompts = [PreparedPrompt(*prompt) for prompt in zip(token_ids, params, names, strict=True)]
+        shows_text = body.return_text_in_logprobs is not False
+        reply = GenerateReply(metadata, prompts, tokenization.token, is_list, shows_text)
+        return await self._respond(body, tenant, prompts, metadata, reply)
 
     async def check_health(self) -> None:
         """Raise ApiError (503) unless a request would be served now."""
@@ -153,13 +158,12 @@ class Service:
         self,
         body: RequestOptions,
         tenant: str,
-        prompts: list[list[int]],
-        params: SamplingParams,
+        prompts: list[PreparedPrompt],
         metadata: ReplyMetadata,
         reply: Reply,
     ) -> Response:
         draft_limit = self._speculation().draft_limit(body.speculative)
-        requests = _engine_requests(metadata.request_id, prompts, params, tenant, body.cache_salt or "", draft_limit)
+        requests = engine_requests(metadata.request_id, prompts, tenant, body.cache_salt or "", draft_limit)
         limit = self.config.server.request_timeout_s
         session = tenant_scoped(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
         request_stream = await self._router_pool.submit(requests, min(body.timeout or limit, limit), session)
@@ -204,33 +208,19 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
 
 
-def tenant_scoped(tenant: str, text: str) -> str:
-    """`text` in the tenant's namespace. A tenant's name has no newline, so texts of two tenants never collide."""
-    return f"{tenant}\n{text}"
+def _prepared(
+    tokenization: Tokenization, body: OpenAIRequest, prompts: list[list[int]], params: SamplingParams, request_id: str
+) -> list[PreparedPrompt]:
+    names = [body.rid or request_id] * params.n
+    predicted: list[int] = []
+    if body.prediction is not None:
+        predicted = tokenization.encode(body.prediction.content, "prediction", add_special_tokens=False)
+    kept = last_tokens(prompts, body.truncate_prompt_tokens)
+    return [PreparedPrompt(token_ids, params, names, predicted) for token_ids in kept]
 
 
-def _seeded(params: SamplingParams) -> SamplingParams:
-    return params if params.seed is not None else replace(params, seed=fresh_seed())
-
-
-def _engine_requests(
-    request_id: str,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    tenant: str,
-    cache_salt: str,
-    draft_limit: DraftLimit,
-) -> list[EngineRequest]:
-    """One request per choice, in the order of `replies.empty_choices`."""
-    assert params.seed is not None
-    variants = [replace(params, seed=choice_seed(params.seed, index), n=1) for index in range(params.n)]
-    pairs = [(prompt, variant) for prompt in prompts for variant in variants]
-    return [
-        EngineRequest(
-            f"{request_id}-{index}", prompt, variant, tenant_scoped(tenant, cache_salt), tenant, draft_limit=draft_limit
-        )
-        for index, (prompt, variant) in enumerate(pairs)
-    ]
+def _echoed(tokenization: Tokenization, prompts: Sequence[PreparedPrompt]) -> list[EchoedPrompt]:
+    return [EchoedPrompt(tokenization.decode(prompt.token_ids), prompt.token_ids) for prompt in prompts]
 
 
 def _headers(body: Body) -> Mapping[str, str]:

@@ -31,25 +31,36 @@ class Tokenization:
         self._is_byte_level = tokenizer.backend_tokenizer.token_to_id("Ġ") is not None
         self._texts: dict[int, TokenText] = {}
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         _check_unicode("messages", *(message.content for message in messages))
-        return render_chat(self._tokenizer, [message.for_template for message in messages])
+        return render_chat(self._tokenizer, [message.for_template for message in messages], add_generation_prompt)
 
-    def prompts(self, prompts: PromptSet) -> list[list[int]]:
-        return [self._encode(item) if isinstance(item, str) else item for item in prompts.items]
+    def prompts(self, prompts: PromptSet, add_special_tokens: bool = True) -> list[list[int]]:
+        return [
+            self.encode(item, add_special_tokens=add_special_tokens) if isinstance(item, str) else item
+            for item in prompts.items
+        ]
+
+    def encode(self, text: str, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+        """The text's token ids. `name` is the field that errors name."""
+        _check_unicode(name, text)
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Those outside the vocabulary have none."""
+        return self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def piece(self, token_id: int) -> str:
+        """The token's entry in the vocabulary; empty outside it."""
+        return self._tokenizer.backend_tokenizer.id_to_token(token_id) or ""
 
     def token(self, token_id: int) -> TokenText:
         known = self._texts.get(token_id)
         if known is None:
-            piece = self._tokenizer.backend_tokenizer.id_to_token(token_id) or ""
-            data = _piece_bytes(piece, self._is_byte_level)
+            data = _piece_bytes(self.piece(token_id), self._is_byte_level)
             known = self._texts[token_id] = TokenText(data.decode("utf-8", "replace"), data)
         return known
-
-    def _encode(self, text: str) -> list[int]:
-        _check_unicode("prompt", text)
-        token_ids: list[int] = self._tokenizer.encode(text)
-        return token_ids
 
 
 def _check_unicode(name: str, *texts: str) -> None:

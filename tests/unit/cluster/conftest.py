@@ -103,9 +103,10 @@ class ScriptedRanks:
         pass
 
     def _run(self, slot: int, num_tokens: int, max_draft_tokens: int) -> RequestResult:
+        prompt_logprobs = self._prompt_logprobs(slot, num_tokens)
         self._pending[slot] -= num_tokens
         if self._pending[slot] > 0:
-            return RequestResult(slot, [], 0, None, None)
+            return RequestResult(slot, [], 0, None, None, prompt_logprobs)
         drafts = min(2, max_draft_tokens)
         start = self._written[slot]
         tokens = [self.script[(start + i) % len(self.script)] for i in range(drafts + 1)]
@@ -113,7 +114,16 @@ class ScriptedRanks:
         self._pending[slot] = 1
         wanted = self._rows[slot].sampling.logprobs
         logprobs = None if wanted is None else [logprob_of(token, wanted) for token in tokens]
-        return RequestResult(slot, tokens, drafts, logprobs, None)
+        return RequestResult(slot, tokens, drafts, logprobs, None, prompt_logprobs)
+
+    def _prompt_logprobs(self, slot: int, num_tokens: int) -> list[TokenLogprob] | None:
+        """Those of the prompt tokens after the `num_tokens` that are computed now."""
+        row = self._rows[slot]
+        if row.prompt_logprobs is None or self._written[slot]:
+            return None
+        first = row.num_prompt_tokens - self._pending[slot]
+        tokens = row.token_ids[max(first, row.prompt_logprobs.start) + 1 : first + num_tokens + 1]
+        return [logprob_of(token, row.prompt_logprobs.num_top) for token in tokens]
 
 
 def logprob_of(token: int, wanted: int) -> TokenLogprob:

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 
 from cluster.api.auth import PROBES, RequireKey
+from cluster.api.choices import tenant_scoped
 from cluster.api.keys import KeyRing
-from cluster.api.service import tenant_scoped
 from specray.errors import ConfigError
 from tests.unit.cluster.conftest import Serve, Server
 

@@ -23,10 +23,14 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
     ("repetition_penalty", [0.01, 2], [0, 2.1]),
     ("seed", [-(2**63), 2**63 - 1], [-(2**63) - 1, 2**63, 0.5]),
-    ("n", [1, 8], [0, 9, True]),
-    ("max_tokens", [1, 10_000_000], [0, 10_000_001, -1]),
+    ("n", [1, 128], [0, 129, True]),
+    ("max_tokens", [0, 10_000_000], [10_000_001, -1]),
     ("min_tokens", [0, 10_000_000], [-1, 10_000_001]),
-    ("stop", ["x", ["a"] * 4, [], "x" * 256], ["", ["a"] * 5, "x" * 257, [1], 1]),
+    ("stop", ["x", ["a"] * 64, [], "x" * 256], ["", ["a"] * 65, "x" * 257, [1], 1]),
+    ("allowed_token_ids", [[0], [2**31 - 1] * 1024], [[], [-1], [0] * 1025, "a"]),
+    ("truncate_prompt_tokens", [1, 10_000_000], [0, -1, 1.5]),
+    ("rid", ["r", "r" * 256], ["", "r" * 257, 1, ["r"]]),
+    ("prediction", [{"type": "content", "content": "x"}], [{"type": "content"}, {"type": "x", "content": ""}, "x"]),
     ("stop_token_ids", [[], [0] * 64, [2**31 - 1]], [[0] * 65, [-1], [2**31], ["0"]]),
     (
         "logit_bias",
@@ -73,7 +77,8 @@ def test_each_field_is_bounded(body: dict[str, Any], name: str, value: Any, is_g
         ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": [USER], "logprobs": 1}, "logprobs"),
         ({"messages": [USER], "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": [USER], "max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"messages": [USER], "add_generation_prompt": 1}, "add_generation_prompt"),
     ],
 )
 def test_an_invalid_chat_body_names_the_field(body: dict[str, Any], param: str) -> None:
@@ -126,9 +131,10 @@ def test_invalid_prompts_are_rejected(prompt: Any) -> None:
 
 
 def test_the_number_of_choices_is_bounded_over_all_prompts() -> None:
-    CompletionRequest.model_validate({"prompt": ["a"] * 8, "n": 8})
-    with pytest.raises(ValidationError):
-        CompletionRequest.model_validate({"prompt": ["a"] * 9, "n": 8})
+    CompletionRequest.model_validate({"prompt": ["a"] * 2, "n": 128})
+    for too_many in ({"prompt": ["a"] * 3, "n": 128}, {"prompt": ["a"] * 3, "best_of": 128}):
+        with pytest.raises(ValidationError):
+            CompletionRequest.model_validate(too_many)
 
 
 @pytest.mark.parametrize(
@@ -146,5 +152,49 @@ def test_sampling_options_are_converted() -> None:
     assert (params.stop, params.seed, params.n, params.min_tokens) == (["x"], 3, 2, 1)
     assert (params.max_tokens, params.logprobs) == (99, 0)
     own = {"max_new_tokens": 5, "sampling_seed": 4, "no_stop_trim": True}
-    params = GenerateRequest.model_validate({"text": "a", "sampling_params": own, "return_logprob": True}).sampling()
+    [params] = GenerateRequest.model_validate({"text": "a", "sampling_params": own, "return_logprob": True}).sampling()
     assert (params.max_tokens, params.seed, params.include_stop_str_in_output, params.logprobs) == (5, 4, True, 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("seed", "sampling_seed"),
+        ("max_tokens", "max_new_tokens"),
+        ("temperatur", "temperature"),
+        ("zzzz", "leave it out"),
+    ],
+)
+def test_an_unknown_sampling_option_of_generate_is_rejected_with_the_nearest_name(option: str, hint: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        GenerateRequest.model_validate({"text": "a", "sampling_params": {option: 1}})
+    error = from_validation(refused.value.errors())
+    assert error.param == f"sampling_params.{option}"
+    assert hint in str(error)
+
+
+def test_options_of_generate_may_be_lists_with_one_element_per_prompt() -> None:
+    body = {
+        "text": ["a", "b"],
+        "sampling_params": [{"temperature": 0}, {"max_new_tokens": 0}],
+        "return_logprob": [True, False],
+        "top_logprobs_num": 2,
+        "logprob_start_len": [3, 0],
+        "rid": ["x", "y"],
+    }
+    request = GenerateRequest.model_validate(body)
+    first, second = request.sampling()
+    assert (first.temperature, first.max_tokens, first.logprobs) == (0.0, 128, 2)
+    assert (first.prompt_logprobs, first.prompt_logprobs_start) == (2, 3)
+    assert (second.temperature, second.max_tokens, second.logprobs, second.prompt_logprobs) == (1.0, 0, None, None)
+    assert request.names == ["x", "y"]
+    for wrong in ({"rid": ["x"]}, {"sampling_params": [{}]}, {"sampling_params": [{"n": 1}, {"n": 2}]}):
+        with pytest.raises(ValidationError):
+            GenerateRequest.model_validate(body | wrong)
+
+
+@pytest.mark.parametrize("body", [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}])
+def test_best_of_must_leave_a_choice_and_cannot_be_streamed(body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        CompletionRequest.model_validate({"prompt": "a", **body})
+    assert from_validation(refused.value.errors()).param == "best_of"

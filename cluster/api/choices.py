@@ -1,0 +1,62 @@
+"""The engine's requests of one HTTP request: one for each choice of each prompt."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from specray.engine.request import EngineRequest
+from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
+from specray.step import DraftLimit
+
+
+class PreparedPrompt(NamedTuple):
+    """One prompt, tokenized, with the options of its `params.n` choices. `params.seed` is set."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    names: Sequence[str]  # of each choice, for /abort_request
+    predicted_token_ids: Sequence[int] = ()  # see EngineRequest
+
+
+def engine_requests(
+    request_id: str, prompts: Sequence[PreparedPrompt], tenant: str, cache_salt: str, draft_limit: DraftLimit
+) -> list[EngineRequest]:
+    """Prompt by prompt, in the order of `replies.empty_choices`."""
+    namespace = tenant_scoped(tenant, cache_salt)
+    requests: list[EngineRequest] = []
+    for prompt in prompts:
+        for index, name in enumerate(prompt.names):
+            requests.append(
+                EngineRequest(
+                    f"{request_id}-{len(requests)}",
+                    prompt.token_ids,
+                    replace(prompt.params, seed=seed_of(prompt.params, index), n=1),
+                    namespace,
+                    tenant,
+                    draft_limit=draft_limit,
+                    predicted_token_ids=prompt.predicted_token_ids,
+                    name=name,
+                )
+            )
+    return requests
+
+
+def seed_of(params: SamplingParams, index: int) -> int:
+    """The seed of choice `index` of a prompt."""
+    assert params.seed is not None
+    return choice_seed(params.seed, index)
+
+
+def seeded(params: SamplingParams) -> SamplingParams:
+    """The same options with a seed: the client's, or a random one."""
+    return params if params.seed is not None else replace(params, seed=fresh_seed())
+
+
+def tenant_scoped(tenant: str, text: str) -> str:
+    """`text` in the tenant's namespace. A tenant's name has no newline, so texts of two tenants never collide."""
+    return f"{tenant}\n{text}"
+
+
+def last_tokens(prompts: Sequence[list[int]], limit: int | None) -> list[list[int]]:
+    """The last `limit` tokens of each prompt; all of them without a limit."""
+    return [prompt if limit is None else prompt[-limit:] for prompt in prompts]

@@ -1,0 +1,143 @@
+"""Prompts that are scored, echoed and truncated, and choices that are ranked, through the HTTP API."""
+
+import asyncio
+import json
+from operator import itemgetter
+from typing import Any
+
+import pytest
+
+from tests.unit.cluster.conftest import Serve, Server, byte_tokenizer
+
+PROMPT = "Hello, prompt"
+SCORE = -0.5  # of every token, see ScriptedRanks
+
+
+def ids(text: str) -> list[int]:
+    token_ids: list[int] = byte_tokenizer().encode(text)
+    return token_ids
+
+
+async def post(server: Server, path: str, body: dict[str, Any]) -> Any:
+    response = await server.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def streamed(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = await server.http.post(path, json=body | {"stream": True})
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_loglikelihood_requests_of_lm_eval_are_answered(serve: Serve) -> None:
+    """Its local-completions model sends token ids of several prompts and sums the log probabilities of each ending."""
+
+    async def run() -> None:
+        async with serve() as server:
+            prompts = [ids("The sky is blue"), ids("Fire")]
+            body = {"prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+            reply = await post(server, "/v1/completions", body)
+        choices = sorted(reply["choices"], key=itemgetter("index"))
+        for prompt, choice, num_context in zip(prompts, choices, (10, 2), strict=True):
+            scored = choice["logprobs"]
+            assert [len(scored[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == (
+                [len(prompt) + 1] * 4
+            )
+            assert (scored["token_logprobs"][0], scored["top_logprobs"][0]) == (None, None)
+            assert sum(scored["token_logprobs"][num_context:-1]) == SCORE * (len(prompt) - num_context)
+            for value, top in zip(scored["token_logprobs"][1:], scored["top_logprobs"][1:], strict=True):
+                assert value == max(top.values())
+            assert "".join(scored["tokens"]) == choice["text"]
+            assert choice["text"][scored["text_offset"][-1] :] == scored["tokens"][-1]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 7])
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("prompt", [PROMPT, ids(PROMPT), [PROMPT, "B"]])
+def test_an_echoed_stream_equals_the_complete_reply(
+    serve: Serve, max_tokens: int, logprobs: int | None, prompt: Any
+) -> None:
+    body = {"prompt": prompt, "echo": True, "logprobs": logprobs, "max_tokens": max_tokens, "n": 2, "seed": 3}
+
+    async def run() -> None:
+        async with serve() as server:
+            whole = await post(server, "/v1/completions", body)
+            chunks = await streamed(server, "/v1/completions", body)
+        for choice in whole["choices"]:
+            parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            assert choice["text"].startswith(PROMPT if choice["index"] < 2 else "B")
+            scored = [part["logprobs"] for part in parts if part["logprobs"]]
+            for key in choice["logprobs"] or {}:
+                assert [item for part in scored for item in part[key]] == choice["logprobs"][key]
+            assert bool(scored) == (logprobs is not None)
+        assert whole["usage"]["completion_tokens"] == max_tokens * len(whole["choices"])
+
+    asyncio.run(run())
+
+
+def test_best_of_returns_the_likeliest_choices_first(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with serve() as server:
+            body = {"prompt": ["A", "B"], "n": 2, "best_of": 4, "max_tokens": 6, "seed": 1}
+            everything = await post(server, "/v1/completions", body | {"n": 4, "best_of": None, "logprobs": 0})
+            monkeypatch.setattr("cluster.api.completion_replies._mean_logprob", lambda choice: choice.index % 3)
+            reply = await post(server, "/v1/completions", body)
+        assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+        seeds = [choice["seed"] for choice in everything["choices"]]
+        assert [choice["seed"] for choice in reply["choices"]] == [seeds[2], seeds[1], seeds[5], seeds[4]]
+        assert [choice["logprobs"] for choice in reply["choices"]] == [None] * 4
+        assert reply["usage"]["completion_tokens"] == 8 * 6
+
+    asyncio.run(run())
+
+
+def test_generate_scores_prompts_from_the_given_position(serve: Serve) -> None:
+    async def run() -> None:
+        async with serve() as server:
+            body = {
+                "input_ids": [ids("abcdef"), ids("xyz")],
+                "sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 3}],
+                "return_logprob": True,
+                "top_logprobs_num": 1,
+                "logprob_start_len": [2, -1],
+                "return_text_in_logprobs": False,
+                "rid": ["one", "two"],
+            }
+            scored, generated = await post(server, "/generate", body)
+            chunks = await streamed(server, "/generate", body)
+        meta = scored["meta_info"]
+        assert [entry[:2] for entry in meta["input_token_logprobs"]] == [
+            [None, ids("c")[0]], *[[SCORE, token] for token in ids("def")]
+        ]  # fmt: skip
+        assert meta["input_top_logprobs"] == [None, *[[[SCORE, token, None]] for token in ids("def")]]
+        assert (scored["text"], scored["output_ids"], meta["completion_tokens"]) == ("", [], 0)
+        assert meta["finish_reason"] == {"type": "length", "length": 0}
+        assert "input_token_logprobs" not in generated["meta_info"]
+        assert len(generated["meta_info"]["output_token_logprobs"]) == 3
+        assert [reply["meta_info"]["id"] for reply in (scored, generated)] == ["one", "two"]
+        last = {chunk["index"]: chunk for chunk in chunks}
+        for index, reply in enumerate((scored, generated)):
+            for reply_part in (last[index], reply):
+                del reply_part["meta_info"]["e2e_latency"], reply_part["meta_info"]["seed"]
+            assert last[index] == {**reply, "index": index}
+
+    asyncio.run(run())
+
+
+def test_only_the_last_tokens_of_a_truncated_prompt_are_used(serve: Serve) -> None:
+    async def run() -> None:
+        async with serve() as server:
+            body = {"prompt": PROMPT, "truncate_prompt_tokens": 6, "echo": True, "max_tokens": 1}
+            reply = await post(server, "/v1/completions", body)
+            message = {"role": "user", "content": PROMPT}
+            chat = {"messages": [message], "truncate_prompt_tokens": 2, "max_tokens": 1}
+            assert (await post(server, "/v1/chat/completions", chat))["usage"]["prompt_tokens"] == 2
+        assert reply["choices"][0]["text"].startswith("prompt")
+        assert reply["usage"]["prompt_tokens"] == 6
+
+    asyncio.run(run())
