@@ -30,6 +30,23 @@ class ServerConfig(Options):
         "disables /admin.",
     )
     open_metrics: bool = Field(False, description="Serve /metrics without a key even if the API requires one.")
+    metric_aliases: bool = Field(
+        False,
+        description="Serve /metrics also under the names of vLLM (`vllm:`) and SGLang (`sglang:`), for their boards.",
+    )
+    cors_origins: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
+        [],
+        max_length=64,
+        description="Origins of web pages that may call the API from a browser, such as `https://chat.example.org`; "
+        "`*` allows all.",
+    )
+    allowed_hosts: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
+        [],
+        max_length=64,
+        description="Host names that a server without API keys answers to, besides addresses, the machine's own name, "
+        "names without a dot and private ones; `*` allows all. Other names are refused, because a web page could use "
+        "them to reach the server through a visitor's browser.",
+    )
     request_timeout_s: float = Field(
         600.0, gt=0.0, le=86_400.0, description="Maximum duration of a request; a client's `timeout` can shorten it."
     )

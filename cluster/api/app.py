@@ -5,17 +5,21 @@ from typing import Any
 from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from cluster.api import errors
 from cluster.api.admin import add_admin_routes
 from cluster.api.auth import METRICS, PROBES, RequireKey, Tenant
 from cluster.api.completion_protocol import CompletionRequest
+from cluster.api.engine_routes import add_engine_routes
 from cluster.api.generate_protocol import GenerateRequest
+from cluster.api.host_check import ANY_HOST, HostCheck
 from cluster.api.keys import KeyRing
 from cluster.api.middleware import BodyLimit, CatchErrors
 from cluster.api.prometheus import CONTENT_TYPE, prometheus_text
 from cluster.api.protocol import ChatRequest
-from cluster.api.service import Service
+from cluster.api.service import IGNORED_FIELDS_HEADER, Service
+from cluster.api.tokenize import add_tokenize_routes
 from cluster.config import ServerConfig
 from specray.errors import SpecRayError
 
@@ -27,6 +31,10 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="SpecRay", openapi_url="/openapi.json")
     app.add_middleware(BodyLimit, max_bytes=service.config.server.max_body_bytes)
     app.add_middleware(RequireKey, **_access(service.config.server))  # runs before BodyLimit, which reads the body
+    if service.config.server.api_key_file is None and ANY_HOST not in service.config.server.allowed_hosts:
+        app.add_middleware(HostCheck, allowed=service.config.server.allowed_hosts)
+    if service.config.server.cors_origins:
+        _allow_origins(app, service.config.server.cors_origins)
     app.add_middleware(CatchErrors)
     app.add_exception_handler(errors.ApiError, errors.handle_api_error)
     app.add_exception_handler(SpecRayError, errors.handle_engine_error)
@@ -35,10 +43,20 @@ def create_app(service: Service) -> FastAPI:
     _add_openai_routes(app, service)
     _add_speculation_routes(app, service)
     _add_sglang_routes(app, service)
+    add_tokenize_routes(app, service)
+    add_engine_routes(app, service)
     _add_operator_routes(app, service)
     if service.config.server.admin_key_file is not None:
         add_admin_routes(app, service.config, service.drafter_rollout)
     return app
+
+
+def _allow_origins(app: FastAPI, origins: list[str]) -> None:
+    """Answer the preflight requests of these origins' pages, which have no key. Cookies are never used."""
+    exposed = [IGNORED_FIELDS_HEADER, "retry-after"]
+    app.add_middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
+    )
 
 
 def _access(config: ServerConfig) -> dict[str, Any]:
@@ -77,26 +95,21 @@ def _add_sglang_routes(app: FastAPI, service: Service) -> None:
     async def generate(body: GenerateRequest, tenant: Tenant) -> Response:
         return await service.generate(body, tenant)
 
-    @app.get("/get_model_info")
-    async def get_model_info() -> Json:
-        return service.model_info()
-
-    @app.get("/server_info")
-    async def server_info() -> Json:
-        return await service.server_info()
-
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health() -> Json:
         await service.check_health()
         return {"status": "ok"}
 
     @app.get("/livez")
+    @app.head("/livez", include_in_schema=False)
     async def livez() -> Json:
         return {"status": "ok"}
 
     @app.get("/readyz")
+    @app.head("/readyz", include_in_schema=False)
     async def readyz() -> Json:
         service.check_ready()
         return {"status": "ok"}

@@ -14,8 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.api.errors import ApiError, error_response
 from cluster.api.keys import KeyRing
 
-PROBES = frozenset({"/livez", "/readyz", "/health"})  # no key required; the response holds only a status
+PING = "/ping"  # of SageMaker
+PROBES = frozenset({"/livez", "/readyz", "/health", PING})  # no key required; the response holds only a status
 METRICS = "/metrics"
+FLUSH_CACHE = "/flush_cache"  # SGLang's; an admin route
 ADMIN = "/admin/"  # prefix of admin routes, which are closed unless admin keys are configured
 TENANT = "tenant"  # in the request's state
 
@@ -53,8 +55,9 @@ class RequireKey:
     def _tenant(self, scope: Scope) -> str | None:
         """The owner of the request's key, empty where no key is required; None if the request is rejected."""
         path = _route(scope)
-        keys = self._admin_keys if path.startswith(ADMIN) else self._keys
-        if path in self._open_paths or (keys is None and not path.startswith(ADMIN)):
+        is_admin = path.startswith(ADMIN) or path == FLUSH_CACHE
+        keys = self._admin_keys if is_admin else self._keys
+        if path in self._open_paths or (keys is None and not is_admin):
             return ""
         key = _bearer(scope)
         return keys.owner(key) if keys is not None and key is not None else None

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import PlainValidator, WithJsonSchema
+from pydantic import PlainValidator, ValidationInfo, WithJsonSchema
 
 from cluster.api.errors import short_repr
 from specray.errors import InvalidRequestError
@@ -18,16 +18,16 @@ class PromptSet(NamedTuple):
     is_batch: bool  # sent as a list of prompts, possibly with one element
 
 
-def _prompt_set(value: object) -> PromptSet:
+def _prompt_set(value: object, info: ValidationInfo) -> PromptSet:
     is_batch = not (isinstance(value, str) or _is_token_ids(value))
     items: Any = value if is_batch else [value]
     is_list = isinstance(items, list) and 1 <= len(items) <= MAX_PROMPTS
     if is_list and (all(isinstance(item, str) for item in items) or all(_is_token_ids(item) for item in items)):
         return PromptSet(items, is_batch)
     raise InvalidRequestError(
-        f"prompt={short_repr(value)}: expected a string, token ids (0 to {MAX_TOKEN_ID}), or a list of 1 to "
+        f"{info.field_name}={short_repr(value)}: expected a string, token ids (0 to {MAX_TOKEN_ID}), or a list of 1 to "
         f"{MAX_PROMPTS} of one of these",
-        "prompt",
+        info.field_name,
     )
 
 

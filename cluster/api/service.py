@@ -29,9 +29,11 @@ from cluster.messages import RouterInfo
 from cluster.routing.client import NOT_READY
 from cluster.routing.rollout import DrafterRollout
 from cluster.routing.router_pool import DRAINING, RouterPool
+from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
 from specray.sampling_params import SamplingParams
 
+GENERATION_TIMEOUT_S = 20.0  # of /health_generate, as SGLang's
 MAX_TOKEN_AGE_S = 5.0  # /readyz; an idle engine generates a probe token every few seconds
 IGNORED_FIELDS_HEADER = "x-specray-ignored-fields"
 
@@ -59,7 +61,7 @@ class Service:
         return self._router_pool.drafter_rollout
 
     async def chat(self, body: ChatRequest, tenant: str) -> Response:
-        self._check_model(body.model)
+        self.check_model(body.model)
         tokenization = await self._admit()
         params = seeded(body.sampling(self.config.server.default_max_tokens))
         prompt = await asyncio.to_thread(tokenization.chat, body.messages, body.add_generation_prompt is not False)
@@ -69,7 +71,7 @@ class Service:
         return await self._respond(body, tenant, prompts, metadata, reply)
 
     async def completion(self, body: CompletionRequest, tenant: str) -> Response:
-        self._check_model(body.model)
+        self.check_model(body.model)
         tokenization = await self._admit()
         params = seeded(body.sampling())
         token_ids = await asyncio.to_thread(tokenization.prompts, body.prompt, body.add_special_tokens is not False)
@@ -92,10 +94,39 @@ class Service:
         reply = GenerateReply(metadata, prompts, tokenization.token, is_list, shows_text)
         return await self._respond(body, tenant, prompts, metadata, reply)
 
+    async def tokenization(self) -> Tokenization:
+        """The tokenizer, once an engine is connected. ApiError (503) before."""
+        return await self._ready()
+
+    @property
+    def info(self) -> RouterInfo:
+        """The engines' model and limits. ApiError (503) before one is connected."""
+        return self._info()
+
     async def check_health(self) -> None:
         """Raise ApiError (503) unless a request would be served now."""
         self._check_not_draining()
         await self._ready()
+
+    async def check_generation(self) -> None:
+        """Generate one token. SpecRayError or ApiError if no engine can."""
+        await self._admit()
+        params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
+        request = EngineRequest(f"health-{uuid.uuid4().hex}", [0], params, is_probe=True)
+        request_stream = await self._router_pool.submit([request], GENERATION_TIMEOUT_S)
+        try:
+            async for _ in request_stream.outputs():
+                pass
+        finally:
+            request_stream.close()
+
+    async def abort(self, tenant: str, name: str | None) -> None:
+        """End a tenant's requests of this name, or all of them, on every engine. Their replies end with `abort`."""
+        await self._router_pool.abort(tenant, name)
+
+    async def flush_caches(self) -> list[str]:
+        """Empty the prefix cache of every engine, apart from what running requests use. Returns their replica IDs."""
+        return await self._router_pool.flush_caches()
 
     def check_ready(self) -> None:
         """Raise ApiError (503) if the server is draining or no engine generated a token recently."""
@@ -112,7 +143,7 @@ class Service:
         return {"object": "list", "data": [self.model(self.config.model_name)]}
 
     def model(self, name: str) -> Json:
-        self._check_model(name)
+        self.check_model(name)
         info = self._router_pool.info
         return {
             "id": self.config.model_name,
@@ -202,7 +233,8 @@ class Service:
         request_id, is_simulated = f"{prefix}-{uuid.uuid4().hex}", self.config.speculative.is_simulated
         return ReplyMetadata(request_id, self.config.model_name, self._fingerprint, params.seed, is_simulated)
 
-    def _check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None) -> None:
+        """ApiError (404) unless a request's `model` is this server's."""
         if name is not None and name not in self.config.model_names:
             message = f"model={short_repr(name)} is not served here; use {self.config.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")

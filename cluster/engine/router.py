@@ -150,6 +150,15 @@ class Router:
         self._is_draining = True
         self._send_heartbeat(self._engine.stats())
 
+    async def abort_of(self, tenant: str, name: str | None, to: str | None = None) -> None:
+        """See `AsyncEngine.abort_of`."""
+        self._check_addressee(to)
+        self._engine.abort_of(tenant, name)
+
+    async def flush_cache(self, to: str | None = None) -> None:
+        self._check_addressee(to)
+        self._engine.flush_cache()
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, which passes the result to the autoscaling policy."""
         return autoscaling_stats(self._engine.stats())

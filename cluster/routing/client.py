@@ -48,6 +48,10 @@ class RouterHandle(Protocol):
 
     async def drain(self) -> None: ...
 
+    async def abort_of(self, tenant: str, name: str | None) -> None: ...
+
+    async def flush_cache(self) -> None: ...
+
 
 class RequestRefusedError(SpecRayError):
     """The router refused a request, with the given `status`, `param` and `retry_after_s`."""
@@ -179,6 +183,15 @@ class RouterClient:
         """Notify the router, and through its heartbeats every ingress, that the application is about to stop."""
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
             await self._handle.drain()
+
+    async def abort_of(self, tenant: str, name: str | None) -> None:
+        """See `AsyncEngine.abort_of`."""
+        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+            await self._handle.abort_of(tenant, name)
+
+    async def flush_cache(self) -> None:
+        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+            await self._handle.flush_cache()
 
     @property
     def desired(self) -> DesiredDrafter | None:

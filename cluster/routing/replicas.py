@@ -86,6 +86,12 @@ class ServeRouterHandle:
     async def drain(self) -> None:
         await self._answer(self._handle.drain)
 
+    async def abort_of(self, tenant: str, name: str | None) -> None:
+        await self._answer(self._handle.abort_of, tenant, name)
+
+    async def flush_cache(self) -> None:
+        await self._answer(self._handle.flush_cache)
+
     async def _answer(self, method: DeploymentHandle[Any], *arguments: object) -> Any:
         """Call and await. A cancelled call is cancelled in Serve, too, which would retry a dead replica forever."""
         response = self._call(method, *arguments)

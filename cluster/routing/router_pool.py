@@ -8,7 +8,7 @@ repeats nor loses a token. One router's connection lives in `client`, the choice
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Protocol
@@ -123,6 +123,20 @@ class RouterPool:
             raise EngineDeadError(NOT_READY)
         return found
 
+    async def abort(self, tenant: str, name: str | None) -> None:
+        """End a tenant's requests of this name, or all of them, whichever ingress sent them.
+
+        EngineDeadError if an engine does not answer.
+        """
+        clients = [client for client in self._clients.values() if client.info is not None]
+        await _all(client.abort_of(tenant, name) for client in clients)
+
+    async def flush_caches(self) -> list[str]:
+        """Evict idle blocks from all prefix caches. Returns the replica IDs; EngineDeadError if one does not answer."""
+        clients = [client for client in self._clients.values() if client.info is not None]
+        await _all(client.flush_cache() for client in clients)
+        return [client.replica_id for client in clients]
+
     def check_queues(self) -> None:
         """Raise RequestRefusedError if the last heartbeat of every router reported a full queue.
 
@@ -204,6 +218,13 @@ class RouterPool:
         client.start()
 
 
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Wait for calls to several routers. EngineDeadError if one of them failed."""
+    failures = [result for result in await asyncio.gather(*calls, return_exceptions=True) if result is not None]
+    if failures:
+        raise EngineDeadError(f"{len(failures)} engines did not answer; send the request again")
+
+
 class RequestStream:
     """Requests submitted together. Iterate `outputs`, and always `close` it afterwards."""
 
@@ -235,7 +256,8 @@ class RequestStream:
                 continue
             if event.finish_reason is not None:
                 del self._unfinished[event.request_id]
-            if event.finish_reason is FinishReason.ABORT:  # by the engine: requests aborted here have no further output
+            # Requests aborted here have no further output. The engine aborts at the deadline, or for the client.
+            if event.finish_reason is FinishReason.ABORT and event.error is not None:
                 raise self._deadline_error()
             if event.finish_reason is FinishReason.ERROR:
                 raise RequestFailedError(f"the engine failed on this request: {event.error}")

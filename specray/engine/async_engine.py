@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class AsyncEngine:
     """Thread-safe interface of an `Engine`; start it once, close it once.
 
-    Calls only append to `_arrived`, `_aborted` and `_drafting`. The engine itself belongs to the loop's thread, so no
+    Calls only append to `_arrived`, `_aborted` and `_calls`. The engine itself belongs to the loop's thread, so no
     caller waits for a step.
     """
 
@@ -37,7 +37,7 @@ class AsyncEngine:
         self._buffer = OutputBuffer(stream_interval_s, time.monotonic)
         self._arrived: list[EngineRequest] = []
         self._aborted: list[str] = []
-        self._drafting: tuple[SpeculativeConfig, int] | None = None
+        self._calls: list[Callable[[], None]] = []  # to run in the loop's thread before the next step
         self._changed = threading.Condition()
         self._closing = False
         self._error: str | None = None
@@ -81,9 +81,15 @@ class AsyncEngine:
 
     def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
         """Plan for another drafter from the next step on."""
-        with self._changed:
-            self._drafting = speculative, max_draft_tokens
-            self._changed.notify()
+        self._call(lambda: self._engine.draft_with(speculative, max_draft_tokens))
+
+    def abort_of(self, tenant: str, name: str | None) -> None:
+        """End a tenant's requests of this name, or all of them, with finish reason `abort`."""
+        self._call(lambda: self._engine.abort_of(tenant, name))
+
+    def flush_cache(self) -> None:
+        """Evict all blocks that no running request uses from the prefix cache."""
+        self._call(self._engine.scheduler.cache.clear)
 
     def stats(self) -> Snapshot:
         """Metrics as of the last step."""
@@ -102,6 +108,11 @@ class AsyncEngine:
         if self._thread.is_alive():
             self._thread.join()
 
+    def _call(self, function: Callable[[], None]) -> None:
+        with self._changed:
+            self._calls.append(function)
+            self._changed.notify()
+
     def _run(self) -> None:
         try:
             while self._take_calls():
@@ -114,16 +125,16 @@ class AsyncEngine:
     def _take_calls(self) -> bool:
         """Wait until there is work, then apply the calls made meanwhile; False when closing."""
         with self._changed:
-            while not (self._closing or self._arrived or self._aborted or self._drafting or self._engine.has_work):
+            while not (self._closing or self._arrived or self._aborted or self._calls or self._engine.has_work):
                 self._changed.wait()
             arrived, self._arrived = self._arrived, []
             aborted, self._aborted = self._aborted, []
             for request in arrived:
                 self._engine.enqueue(request)
             self._engine.abort(aborted)
-            if self._drafting is not None:
-                self._engine.draft_with(*self._drafting)
-                self._drafting = None
+            calls, self._calls = self._calls, []
+            for call in calls:
+                call()
             return not self._closing
 
     def _publish(self, outputs: list[RequestOutput]) -> None:

@@ -73,6 +73,11 @@ class Engine:
             if request := self._requests.get(request_id):
                 self._pending_outputs.append(self._end(request, FinishReason.ABORT))
 
+    def abort_of(self, tenant: str, name: str | None) -> None:
+        """End a tenant's requests of this name; all of its requests if `name` is None."""
+        specs = [request.spec for request in self._requests.values()]
+        self.abort(spec.request_id for spec in specs if spec.tenant == tenant and name in (None, spec.name))
+
     def step(self) -> list[RequestOutput]:
         """Run one step of every running request, and return the outputs of those that have any.
 

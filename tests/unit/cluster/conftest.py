@@ -194,6 +194,12 @@ class ReplicaHandle:
     async def drain(self) -> None:
         await (await self._reach()).drain()
 
+    async def abort_of(self, tenant: str, name: str | None) -> None:
+        await (await self._reach()).abort_of(tenant, name)
+
+    async def flush_cache(self) -> None:
+        await (await self._reach()).flush_cache()
+
     async def _reach(self) -> Router:
         await self._replica.runs.wait()
         if self._replica.is_dead:

@@ -1,0 +1,96 @@
+"""/tokenize and /detokenize, in the shapes of vLLM and of SGLang, and what a client needs to call them."""
+
+import asyncio
+from typing import Annotated, Any, Self
+
+from fastapi import FastAPI
+from pydantic import Field, model_validator
+
+from cluster.api.prompts import PromptField, PromptSet
+from cluster.api.protocol import MAX_MESSAGES, Body, Message, ModelName
+from cluster.api.service import Service
+from specray.errors import InvalidRequestError
+
+Json = dict[str, Any]
+
+
+class TokenizeRequest(Body):
+    """Text to tokenize: exactly one of `prompt` and `messages`, which the chat template renders."""
+
+    model: ModelName | None = None
+    prompt: PromptField | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("send exactly one of prompt and messages", "prompt")
+        if self.prompt is not None and not isinstance(self.prompt.items[0], str):
+            raise InvalidRequestError("prompt has token ids already; send a string, or use /detokenize", "prompt")
+        return self
+
+
+class DetokenizeRequest(Body):
+    model: ModelName | None = None
+    tokens: PromptField
+    skip_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_token_ids(self) -> Self:
+        if isinstance(self.tokens.items[0], str):
+            raise InvalidRequestError("tokens has text; send token ids, or use /tokenize", "tokens")
+        return self
+
+
+def add_tokenize_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Json:
+        return await _tokenize(service, body)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Json:
+        return await _detokenize(service, body)
+
+
+async def _tokenize(service: Service, body: TokenizeRequest) -> Json:
+    service.check_model(body.model)
+    tokenization = await service.tokenization()
+    if body.messages is not None:
+        add_prompt = body.add_generation_prompt is not False
+        rows = [await asyncio.to_thread(tokenization.chat, body.messages, add_prompt)]
+    else:
+        assert body.prompt is not None
+        add_special = body.add_special_tokens is not False
+        rows = await asyncio.to_thread(tokenization.prompts, body.prompt, add_special)
+    is_batch = body.prompt is not None and body.prompt.is_batch
+    strings = [[tokenization.piece(token_id) for token_id in row] for row in rows] if body.return_token_strs else None
+    return {
+        "tokens": rows if is_batch else rows[0],
+        "count": [len(row) for row in rows] if is_batch else len(rows[0]),
+        "max_model_len": service.info.context_length,
+        "token_strs": strings if strings is None or is_batch else strings[0],
+    }
+
+
+async def _detokenize(service: Service, body: DetokenizeRequest) -> Json:
+    """vLLM's `prompt` has special tokens; SGLang's `text` has none unless the request wants them."""
+    service.check_model(body.model)
+    tokenization = await service.tokenization()
+    rows = _token_ids(body.tokens, service.info.vocab_size)
+    skips = body.skip_special_tokens
+    prompts = [tokenization.decode(row, skips is True) for row in rows]
+    texts = [tokenization.decode(row, skips is not False) for row in rows]
+    is_batch = body.tokens.is_batch
+    return {"prompt": prompts if is_batch else prompts[0], "text": texts if is_batch else texts[0]}
+
+
+def _token_ids(tokens: PromptSet, vocab_size: int) -> list[list[int]]:
+    rows = [row for row in tokens.items if isinstance(row, list)]
+    if (largest := max(map(max, rows))) >= vocab_size:
+        raise InvalidRequestError(
+            f"tokens has token id {largest}, but the vocabulary has {vocab_size} tokens", "tokens"
+        )
+    return rows
