@@ -1,0 +1,71 @@
+"""Reasoning models: separating `<think>...</think>` from the answer."""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from cluster.api.model_output.events import Content, Event, EventBuffer, Reasoning
+from cluster.api.model_output.parser import Parser
+from cluster.api.model_output.reader import Reader, Reading
+from cluster.api.model_output.trimmer import Trimmer
+from cluster.config import ReasoningParserName
+
+THINK = "<think>"
+END_THINK = "</think>"
+_SPACE = re.compile(r"\s*")
+
+
+class ReasoningFormat(NamedTuple):
+    """How a family of models marks its reasoning."""
+
+    is_always_open: bool  # the model reasons from its first token, even if neither it nor the prompt wrote <think>
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether a completion of `prompt` starts with reasoning. Only the prompt's last words matter."""
+        end = prompt.rstrip()
+        return end.endswith(THINK) or (self.is_always_open and not end.endswith(END_THINK))
+
+    def parser(self, prompt: str) -> Parser:
+        sink = _ReasoningSink()
+        return Parser(lambda reader: _scan(reader, sink, self.is_open(prompt)), sink)
+
+
+REASONING_FORMATS: Mapping[ReasoningParserName, ReasoningFormat] = {
+    "deepseek-r1": ReasoningFormat(is_always_open=True),
+    "qwen3": ReasoningFormat(is_always_open=False),
+}
+
+
+class _ReasoningSink:
+    """Drops the whitespace around reasoning."""
+
+    def __init__(self) -> None:
+        self._buffer = EventBuffer()
+        self._reasoning = Trimmer()
+        self._content = Trimmer(keeps_leading=True)
+
+    def reasoning(self, text: str) -> None:
+        self._buffer.text(Reasoning, self._reasoning.push(text))
+
+    def end_reasoning(self) -> None:
+        self._content = Trimmer()
+
+    def content(self, text: str) -> None:
+        self._buffer.text(Content, self._content.push(text))
+
+    def take(self) -> list[Event]:
+        return self._buffer.take()
+
+    def finish(self) -> None:
+        self._buffer.text(Content, self._content.held())
+
+
+def _scan(reader: Reader, sink: _ReasoningSink, is_open: bool) -> Reading[None]:
+    space: list[str] = []
+    yield from reader.run(_SPACE, space.append)
+    if (yield from reader.accept(THINK)) or is_open:
+        yield from reader.through((END_THINK,), sink.reasoning)
+        sink.end_reasoning()
+    else:
+        sink.content("".join(space))
+    yield from reader.rest(sink.content)

@@ -1,0 +1,73 @@
+"""What scanners of tool calls share: the sink that they write to, and giving text back that is not a call."""
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+from cluster.api.model_output.events import CallArguments, CallStart, Content, Event, EventBuffer
+from cluster.api.model_output.reader import NotACallError, Reader, Reading
+from cluster.api.model_output.trimmer import Trimmer
+
+
+class CallSink:
+    """Receives content and calls from a scanner. Whitespace beside calls is dropped."""
+
+    def __init__(self, names: Collection[str], new_id: Callable[[], str], max_calls: int | None = None) -> None:
+        """`names` of the request's functions. Calls after the first `max_calls` are dropped."""
+        self.num_calls = 0
+        self._names = names
+        self._new_id = new_id
+        self._max_calls = max_calls
+        self._buffer = EventBuffer()
+        self._content = Trimmer(keeps_leading=True)
+        self._arguments: Callable[[str], Event] = Content
+
+    def content(self, text: str) -> None:
+        self._buffer.text(Content, self._content.push(text))
+
+    def start(self, name: str) -> None:
+        """Begin a call. NotACallError if the request has no function of this name."""
+        if name not in self._names:
+            raise NotACallError
+        index = self.num_calls
+        self.num_calls += 1
+        self._content = Trimmer()
+        self._arguments = partial(CallArguments, index)
+        if self._is_wanted:
+            self._buffer.start(CallStart(index, self._new_id(), name))
+
+    def arguments(self, text: str) -> None:
+        """More of the arguments of the call that was started last."""
+        if self._is_wanted:
+            self._buffer.text(self._arguments, text)
+
+    def take(self) -> list[Event]:
+        return self._buffer.take()
+
+    def finish(self) -> None:
+        if not self.num_calls:
+            self._buffer.text(Content, self._content.held())
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._max_calls is None or self.num_calls <= self._max_calls
+
+
+Scan = Callable[[Reader, CallSink], Reading[None]]
+
+
+def read_call(reader: Reader, sink: CallSink, opening: str, scan: Scan) -> Reading[bool]:
+    """Read a call after `opening`, which was read already. False if what follows is not a complete call.
+
+    If not even a function's name was found, the text becomes content, `opening` included.
+    """
+    num_calls = sink.num_calls
+    reader.mark()
+    try:
+        yield from scan(reader, sink)
+    except NotACallError:
+        text = reader.marked()
+        if sink.num_calls == num_calls:
+            sink.content(opening + text)
+        return False
+    reader.marked()
+    return True

@@ -1,0 +1,49 @@
+"""DeepSeek V3, R1 and V3.1: calls between markers, the arguments in a block of JSON or, since V3.1, bare."""
+
+from cluster.api.model_output.reader import NotACallError, Reader, Reading
+from cluster.api.tool_calls.calls import CallSink, read_call
+from cluster.api.tool_calls.json_text import copy_value
+
+CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
+CALLS_END = "<｜tool▁calls▁end｜>"
+CALL_BEGIN = "<｜tool▁call▁begin｜>"
+CALL_END = "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+BLOCK = "```json"
+BLOCK_END = "```"
+
+
+def scan(reader: Reader, sink: CallSink) -> Reading[None]:
+    marker = yield from reader.through((CALLS_BEGIN, CALL_BEGIN), sink.content)
+    while marker is not None:
+        if marker == CALL_BEGIN:
+            yield from read_call(reader, sink, CALL_BEGIN, _scan_call)
+        yield from reader.skip_space()
+        yield from reader.accept(CALLS_END)
+        marker = yield from reader.through((CALLS_BEGIN, CALL_BEGIN), sink.content)
+
+
+def _scan_call(reader: Reader, sink: CallSink) -> Reading[None]:
+    head: list[str] = []
+    if (yield from reader.through((SEPARATOR,), head.append)) is None:
+        raise NotACallError
+    if (yield from reader.peek()) == "{":
+        sink.start("".join(head).strip())
+        yield from copy_value(reader, sink.arguments)
+    else:
+        yield from _scan_block(reader, sink)  # the head is the call's type
+    yield from reader.skip_space()
+    yield from reader.accept(CALL_END)
+
+
+def _scan_block(reader: Reader, sink: CallSink) -> Reading[None]:
+    name: list[str] = []
+    if (yield from reader.through((BLOCK,), name.append)) is None:
+        raise NotACallError
+    yield from reader.skip_space()
+    if (yield from reader.peek()) != "{":
+        raise NotACallError
+    sink.start("".join(name).strip())
+    yield from copy_value(reader, sink.arguments)
+    yield from reader.skip_space()
+    yield from reader.accept(BLOCK_END)
