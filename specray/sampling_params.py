@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from specray.errors import InvalidRequestError
+from specray.grammar import GrammarSpec
 
 _WRAP = 1 << 64
 MAX_CHOICES = 128
@@ -68,6 +69,7 @@ class SamplingParams:
     allowed_token_ids: AllowedTokenIds | None = None
     prompt_logprobs: NumLogprobs | None = None
     prompt_logprobs_start: PromptPosition = 0
+    grammar: GrammarSpec | None = None  # the output matches it, unless max_tokens ends it before
 
 
 _ADAPTER = TypeAdapter(SamplingParams)

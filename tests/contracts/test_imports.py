@@ -19,6 +19,7 @@ LEAVES = {
     "sampling_params",
     "outputs",
     "errors",
+    "grammar",
     "metrics",
     "step",
     "step_wire",

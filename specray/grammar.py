@@ -1,0 +1,76 @@
+"""What a request asks its output to match. `specray.structured_output` compiles and enforces it.
+
+Plain data without torch or xgrammar: it travels with the request's sampling parameters to every process.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
+
+from specray.errors import InvalidRequestError
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag"]
+GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
+MAX_GRAMMAR_LENGTH = 1 << 18  # characters
+
+
+class GrammarSpec(NamedTuple):
+    """A grammar in the notation of its kind. Construct it with `make_grammar`, which checks it."""
+
+    kind: GrammarKind
+    text: str = ""  # JSON of the schema, choices or tags; a regular expression; xgrammar's EBNF; "" for json_object
+
+
+def make_grammar(kind: GrammarKind, value: object = "", param: str | None = None) -> GrammarSpec:
+    """The grammar of untrusted `value`: text, or a JSON value where the kind's text is JSON.
+
+    InvalidRequestError names `param` if the value does not have the kind's form.
+    """
+    param = param or kind
+    if kind == "json_object":
+        return GrammarSpec(kind)
+    if kind in ("json_schema", "choice", "structural_tag"):
+        value = _json_text(kind, _parsed(value, param), param)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{param} is a {type(value).__name__}; send a string that is not empty", param)
+    if len(value) > MAX_GRAMMAR_LENGTH:
+        raise InvalidRequestError(
+            f"{param} has {len(value)} characters, more than {MAX_GRAMMAR_LENGTH}; send a smaller grammar", param
+        )
+    _check_unicode(value, param)
+    return GrammarSpec(kind, value)
+
+
+def _parsed(value: object, param: str) -> object:
+    """A JSON value that was sent as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed: object = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{param} is not valid JSON: {error}", param) from None
+    return parsed
+
+
+def _json_text(kind: GrammarKind, value: object, param: str) -> str:
+    if kind == "choice":
+        are_texts = isinstance(value, list | tuple) and all(isinstance(item, str) and item for item in value)
+        is_valid = are_texts and bool(value)
+        expected = "a list of one or more strings that are not empty"
+    else:
+        is_valid, expected = isinstance(value, Mapping), "a JSON object"
+    if not is_valid:
+        raise InvalidRequestError(f"{param} must be {expected}", param)
+    try:
+        return json.dumps(value)
+    except (ValueError, TypeError, RecursionError):
+        raise InvalidRequestError(f"{param} is nested too deeply or holds values that are not JSON", param) from None
+
+
+def _check_unicode(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param} has an unpaired surrogate at character {error.start}; send valid Unicode text", param
+        ) from None
