@@ -42,7 +42,7 @@ def test_a_grammar_is_text_of_its_kind(kind: GrammarKind, value: object, text: s
     ],
 )
 def test_a_value_of_another_form_is_refused_with_the_name_of_its_field(kind: GrammarKind, value: object) -> None:
-    with pytest.raises(InvalidRequestError, match="^guided ") as caught:
+    with pytest.raises(InvalidRequestError, match=r"^guided ") as caught:
         make_grammar(kind, value, "guided")
     assert caught.value.param == "guided"
 
