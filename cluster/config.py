@@ -11,6 +11,21 @@ from pydantic import Field, model_validator
 from specray.config import EngineConfig, Options
 from specray.errors import ConfigError
 
+ToolCallParserName = Literal[
+    "hermes",
+    "qwen",
+    "qwen25",
+    "llama3",
+    "llama3_json",
+    "mistral",
+    "deepseekv3",
+    "deepseek_v3",
+    "deepseekv31",
+    "deepseek_v31",
+    "pythonic",
+]
+ReasoningParserName = Literal["deepseek-r1", "deepseek_r1", "qwen3"]
+
 
 class ServerConfig(Options):
     """The HTTP API, request limits, timeouts, replicas and their CPU reservations."""
@@ -55,6 +70,14 @@ class ServerConfig(Options):
     )
     default_max_tokens: int | None = Field(
         None, ge=1, le=10_000_000, description="max_tokens of chat requests that set none; null fills the context."
+    )
+    tool_call_parser: ToolCallParserName | None = Field(
+        None, description="Format in which the model writes tool calls; null recognizes it by the chat template."
+    )
+    reasoning_parser: ReasoningParserName | None = Field(
+        None,
+        description="Format in which the model writes its reasoning, which replies then hold apart from the answer; "
+        "null leaves it in the text.",
     )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
         "info", description="Minimum severity of log messages, in all processes of the application."

@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cluster.api import errors
 from cluster.api.admin import add_admin_routes
+from cluster.api.anthropic.protocol import CountTokensRequest, MessagesRequest
 from cluster.api.auth import METRICS, PROBES, RequireKey, Tenant
 from cluster.api.completion_protocol import CompletionRequest
 from cluster.api.engine_routes import add_engine_routes
@@ -41,6 +42,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestValidationError, errors.handle_validation_error)
     app.add_exception_handler(HTTPException, errors.handle_http_error)
     _add_openai_routes(app, service)
+    _add_anthropic_routes(app, service)
     _add_speculation_routes(app, service)
     _add_sglang_routes(app, service)
     add_tokenize_routes(app, service)
@@ -82,6 +84,16 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
         return service.model(name)
+
+
+def _add_anthropic_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages")
+    async def messages(body: MessagesRequest, tenant: Tenant) -> Response:
+        return await service.message(body, tenant)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountTokensRequest) -> Json:
+        return await service.count_tokens(body)
 
 
 def _add_speculation_routes(app: FastAPI, service: Service) -> None:

@@ -59,7 +59,7 @@ class RequireKey:
         keys = self._admin_keys if is_admin else self._keys
         if path in self._open_paths or (keys is None and not is_admin):
             return ""
-        key = _bearer(scope)
+        key = _key(scope)
         return keys.owner(key) if keys is not None and key is not None else None
 
 
@@ -78,9 +78,12 @@ def _route(scope: Scope) -> str:
     return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 
 
-def _bearer(scope: Scope) -> bytes | None:
-    """The request's bearer token; None unless it has exactly one Authorization header."""
-    values = Headers(scope=scope).getlist("authorization")
+def _key(scope: Scope) -> bytes | None:
+    """The request's bearer token, or its X-Api-Key, which Anthropic's clients send; None unless it has exactly one."""
+    headers = Headers(scope=scope)
+    values = headers.getlist("authorization")
+    if not values and len(keys := headers.getlist("x-api-key")) == 1:
+        return keys[0].strip().encode("latin-1")
     scheme, _, key = values[0].partition(" ") if len(values) == 1 else ("", "", "")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None
 

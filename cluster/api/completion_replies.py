@@ -53,8 +53,9 @@ class CompletionReply(OpenAIReply):
     def _echo(self, choice: Completion) -> EchoedPrompt:
         return self._echoed[choice.index // self._n]
 
-    def _delta(self, choice: Completion, output: RequestOutput) -> Json:
-        return self._scored(choice, output.text, output.logprobs)
+    def _deltas(self, choice: Completion, output: RequestOutput) -> list[Json]:
+        has_news = output.text or output.logprobs
+        return [self._scored(choice, output.text, output.logprobs)] if has_news else []
 
     def _scored(
         self, choice: Completion, text: str, logprobs: list[TokenLogprob] | None, unscored: int | None = None

@@ -10,7 +10,9 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
+from cluster.api.anthropic.errors import anthropic_error, is_anthropic_route
 from specray.errors import InvalidRequestError, SpecRayError
 
 INTERNAL_MESSAGE = "internal server error, logged on the server; send the request again"
@@ -56,10 +58,22 @@ class ApiError(Exception):
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
 
+class ErrorResponse(Response):
+    """An error as a complete response, in the shape of the API that the route belongs to."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(_ascii(error.body), error.status, error.headers, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_anthropic_route(scope):
+            self.body = _ascii(anthropic_error(self._error.status, str(self._error)))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
 def error_response(error: ApiError) -> Response:
-    """The error as a complete response."""
-    content = json.dumps(error.body)  # ASCII: the message may repeat text that is not valid Unicode
-    return Response(content, error.status, error.headers, "application/json")
+    return ErrorResponse(error)
 
 
 def from_engine(error: SpecRayError) -> ApiError:
@@ -96,17 +110,22 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     """Convert the first of pydantic's errors to a message with the field, the value seen and the bound."""
     first = errors[0]
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, InvalidRequestError):
-        return from_engine(cause)
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {cause} at character {first['loc'][-1]}")
     # Parts in brackets are pydantic's: the key of an object, and tags of unions.
     param = ".".join(str(part) for part in first["loc"] if part != "body" and not str(part).startswith("["))
+    if isinstance(cause, InvalidRequestError):
+        return ApiError(cause.status, str(cause), cause.param or param or None)
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {cause} at character {first['loc'][-1]}")
     if not param:
         return ApiError(400, f"the body must be a JSON object: {first['msg']}")
     if first["type"] == "missing":
         return ApiError(400, f"{param} is required", param)
     return ApiError(400, f"{param}={short_repr(first['input'])}: {first['msg']}", param)
+
+
+def _ascii(body: dict[str, Any]) -> bytes:
+    """JSON in ASCII, because a message may repeat text that is not valid Unicode."""
+    return json.dumps(body).encode()
 
 
 def short_repr(value: object) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.api.choices import PreparedPrompt
+from cluster.api.event_framing import OPENAI_FRAMING
 from cluster.api.replies import Json, ReplyMetadata, TokenTexts, accept_length, empty_choices, finite
 from specray.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
@@ -12,6 +13,8 @@ from specray.sampling_params import SamplingParams
 
 class GenerateReply:
     """SGLang's /generate. Chunks repeat the text so far, as SGLang's do."""
+
+    framing = OPENAI_FRAMING
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from cluster.api.errors import short_repr
+from cluster.api.messages import MAX_TOOLS, JoinedText, Message, Tool, ToolChoice, check_tools
 from specray.errors import InvalidRequestError
 from specray.sampling_params import (
     AdditivePenalty,
@@ -186,6 +187,12 @@ class Sampling(Body):
         return make_sampling_params(**{name: value for name, value in fields.items() if value is not None})
 
 
+TemplateName = Annotated[str, Field(pattern=r"^[a-zA-Z][a-zA-Z0-9_]{0,63}$")]
+TemplateValue = bool | int | float | Annotated[str, Field(max_length=1024)] | None
+TemplateVariables = Annotated[dict[TemplateName, TemplateValue], Field(max_length=16)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
 
@@ -211,34 +218,11 @@ class RequestOptions(Body):
     speculative: Speculation | None = None
 
 
-class TextPart(Body):
-    """One part of a message's content. Only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-def _joined(value: object) -> object:
-    """Join text parts to one string. Any other part is rejected by its index."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for index, part in enumerate(value):
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise InvalidRequestError(
-                f"content part {index} is {short_repr(kind)}; only parts of type 'text' with a string are supported",
-                "messages",
-            )
-        texts.append(part["text"])
-    return "".join(texts)
-
-
 class Prediction(Body):
     """Output that the client expects. It only suggests drafts: the output is the same without it."""
 
     type: Literal["content"]
-    content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
+    content: JoinedText
 
 
 class OpenAIRequest(Sampling, RequestOptions):
@@ -279,17 +263,6 @@ class OpenAIRequest(Sampling, RequestOptions):
         )
 
 
-class Message(Body):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
-
-    @property
-    def for_template(self) -> dict[str, str]:
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-
-
 class ChatRequest(OpenAIRequest):
     """Body of /v1/chat/completions."""
 
@@ -298,6 +271,29 @@ class ChatRequest(OpenAIRequest):
     add_generation_prompt: bool | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None  # SGLang's; false leaves the reasoning in the content
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+    @model_validator(mode="after")
+    def _tools_fit_together(self) -> Self:
+        check_tools(self.tools or [], self.tool_choice)
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told about."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def template_variables(self) -> dict[str, TemplateValue]:
+        """Further variables of the chat template. Effort "none" also turns off the thinking of Qwen and DeepSeek."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        quiet = {"enable_thinking": False, "thinking": False} if self.reasoning_effort == "none" else {}
+        return effort | quiet | (self.chat_template_kwargs or {})
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:

@@ -7,15 +7,15 @@ because a chunk is written per step and request and must keep the nulls that cli
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from cluster.api.choices import seed_of
+from cluster.api.event_framing import OPENAI_FRAMING, Framing
 from cluster.api.tokenization import TokenText
 from specray.outputs import (
     Completion,
     RequestOutput,
-    TokenLogprob,
     acceptance_per_depth,
     add_histograms,
 )
@@ -29,6 +29,10 @@ TokenTexts = Callable[[int], TokenText]
 
 class Reply(Protocol):
     """One request's reply. `choices` hold what has arrived so far, in the order of the reply."""
+
+    @property
+    def framing(self) -> Framing:
+        """How the chunks are written to a stream."""
 
     @property
     def choices(self) -> Sequence[Completion]: ...
@@ -93,6 +97,7 @@ def extend(choice: Completion, output: RequestOutput) -> None:
 class OpenAIReply:
     """Shared by chat and text completions: envelopes, final and usage chunks."""
 
+    framing = OPENAI_FRAMING
     kind: str
     chunk_kind: str
 
@@ -109,9 +114,7 @@ class OpenAIReply:
         return []
 
     def chunks(self, choice: Completion, output: RequestOutput) -> list[Json]:
-        chunks = []
-        if output.text or output.logprobs:
-            chunks.append(self._chunk(choice, self._delta(choice, output)))
+        chunks = [self._chunk(choice, delta) for delta in self._deltas(choice, output)]
         if choice.finish_reason is not None:
             chunks.append(self._chunk(choice, self._last(choice)))
         return chunks
@@ -122,7 +125,7 @@ class OpenAIReply:
         return [self._metadata.fields(self.chunk_kind) | {"choices": [], "usage": self._usage()}]
 
     def whole(self) -> Json:
-        choices = [self._whole_choice(choice) | ending(choice) for choice in self.choices]
+        choices = [self._whole_choice(choice) | self._ending(choice) for choice in self.choices]
         return self._metadata.fields(self.kind) | {"choices": choices, "usage": self._usage()}
 
     def _chunk(self, choice: Completion, fields: Json) -> Json:
@@ -133,7 +136,11 @@ class OpenAIReply:
     def _usage(self) -> Json:
         return usage(self.choices, self._n)
 
-    def _delta(self, choice: Completion, output: RequestOutput) -> Json:
+    def _ending(self, choice: Completion) -> Json:
+        return ending(choice)
+
+    def _deltas(self, choice: Completion, output: RequestOutput) -> list[Json]:
+        """The choice's fields in each chunk of one output."""
         raise NotImplementedError
 
     def _last(self, choice: Completion) -> Json:
@@ -141,40 +148,6 @@ class OpenAIReply:
 
     def _whole_choice(self, choice: Completion) -> Json:
         raise NotImplementedError
-
-
-class ChatReply(OpenAIReply):
-    """/v1/chat/completions."""
-
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def opening(self) -> list[Json]:
-        delta = {"role": "assistant", "content": ""}
-        return [self._chunk(c, {"delta": delta, "logprobs": None, "finish_reason": None}) for c in self.choices]
-
-    def _delta(self, choice: Completion, output: RequestOutput) -> Json:  # noqa: ARG002
-        return {"delta": {"content": output.text}, "logprobs": self._logprobs(output.logprobs), "finish_reason": None}
-
-    def _last(self, choice: Completion) -> Json:
-        return {"delta": {}, "logprobs": None, **ending(choice)}
-
-    def _whole_choice(self, choice: Completion) -> Json:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"index": choice.index, "message": message, "logprobs": self._logprobs(choice.logprobs)}
-
-    def _logprobs(self, logprobs: Iterable[TokenLogprob] | None) -> Json | None:
-        if logprobs is None:
-            return None
-        return {"content": [self._logprob(entry) for entry in logprobs], "refusal": None}
-
-    def _logprob(self, entry: TokenLogprob) -> Json:
-        top = [self._token(token_id, value) for token_id, value in entry.top]
-        return self._token(entry.token_id, entry.logprob) | {"top_logprobs": top}
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        text, data = self._tokens(token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
 
 def usage(choices: Sequence[Completion], n: int) -> Json:

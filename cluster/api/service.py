@@ -13,6 +13,10 @@ from typing import Any
 
 from fastapi import Response
 
+from cluster.api.anthropic.protocol import CountTokensRequest, MessagesRequest
+from cluster.api.anthropic.replies import MessagesReply
+from cluster.api.chat import count_prompt_tokens, prepare_chat
+from cluster.api.chat_replies import ChatReply
 from cluster.api.choices import PreparedPrompt, engine_requests, last_tokens, seeded, tenant_scoped
 from cluster.api.completion_protocol import CompletionRequest
 from cluster.api.completion_replies import EchoedPrompt, completion_reply
@@ -20,7 +24,7 @@ from cluster.api.errors import ApiError, short_repr
 from cluster.api.generate_protocol import GenerateRequest
 from cluster.api.generate_replies import GenerateReply, choice_names
 from cluster.api.protocol import Body, ChatRequest, OpenAIRequest, RequestOptions
-from cluster.api.replies import ChatReply, Reply, ReplyMetadata
+from cluster.api.replies import Reply, ReplyMetadata
 from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
 from cluster.api.tokenization import Tokenization
@@ -63,12 +67,35 @@ class Service:
     async def chat(self, body: ChatRequest, tenant: str) -> Response:
         self.check_model(body.model)
         tokenization = await self._admit()
-        params = seeded(body.sampling(self.config.server.default_max_tokens))
-        prompt = await asyncio.to_thread(tokenization.chat, body.messages, body.add_generation_prompt is not False)
+        chat = await asyncio.to_thread(prepare_chat, body, tokenization, self.config.server)
+        params = seeded(chat.params)
         metadata = self._metadata("chatcmpl", params)
-        reply = ChatReply(metadata, 1, params, tokenization.token, body.include_usage)
-        prompts = await asyncio.to_thread(_prepared, tokenization, body, [prompt], params, metadata.request_id)
+        reply = ChatReply(metadata, params, tokenization.token, body.include_usage, chat.output)
+        prompts = await asyncio.to_thread(_prepared, tokenization, body, [chat.token_ids], params, metadata.request_id)
         return await self._respond(body, tenant, prompts, metadata, reply)
+
+    async def message(self, body: MessagesRequest, tenant: str) -> Response:
+        """Anthropic's /v1/messages."""
+        self.check_model(body.model)
+        tokenization = await self._admit()
+        request = body.for_chat()
+        chat = await asyncio.to_thread(prepare_chat, request, tokenization, self.config.server)
+        params = seeded(chat.params)
+        metadata = self._metadata("msg", params)
+        reply = MessagesReply(metadata, params, chat.output, len(chat.token_ids))
+        prompts = await asyncio.to_thread(
+            _prepared, tokenization, request, [chat.token_ids], params, metadata.request_id
+        )
+        response = await self._respond(request, tenant, prompts, metadata, reply)
+        response.headers.update(_headers(body))
+        return response
+
+    async def count_tokens(self, body: CountTokensRequest) -> Json:
+        """Anthropic's /v1/messages/count_tokens."""
+        self.check_model(body.model)
+        tokenization = await self._ready()
+        count = await asyncio.to_thread(count_prompt_tokens, body.for_chat(), tokenization, self.config.server)
+        return {"input_tokens": count}
 
     async def completion(self, body: CompletionRequest, tenant: str) -> Response:
         self.check_model(body.model)

@@ -4,7 +4,6 @@ The contents of chunks live in `replies`.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -14,11 +13,10 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.errors import INTERNAL_MESSAGE, ApiError, from_engine
+from cluster.api.event_framing import dumps
 from cluster.api.replies import Reply, extend
 from cluster.routing.router_pool import RequestStream
 from specray.errors import SpecRayError
-
-DONE = b"data: [DONE]\n\n"
 
 logger = logging.getLogger(__name__)
 
@@ -71,22 +69,23 @@ class JsonReply(Response):
 async def events(request_stream: RequestStream, reply: Reply) -> AsyncIterator[bytes]:
     """All events of a stream.
 
-    A failed stream ends with an error event and without [DONE], so that clients do not take it for complete.
+    A failed stream ends with an error event and without the reply's last events, so that clients do not take it for
+    complete.
     """
     try:
         if opening := reply.opening():
-            yield _encode(opening)
+            yield _encode(reply, opening)
         async for index, output in request_stream.outputs():
             choice = reply.choices[index]
             extend(choice, output)
             if chunks := reply.chunks(choice, output):
-                yield _encode(chunks)
-        yield _encode(reply.closing()) + DONE
+                yield _encode(reply, chunks)
+        yield _encode(reply, reply.closing()) + reply.framing.done
     except SpecRayError as error:
-        yield _encode([from_engine(error).body])
+        yield _encode(reply, [reply.framing.error(from_engine(error))])
     except Exception:
         logger.exception("unexpected error in a stream")
-        yield _encode([ApiError(500, INTERNAL_MESSAGE).body])
+        yield _encode(reply, [reply.framing.error(ApiError(500, INTERNAL_MESSAGE))])
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -95,9 +94,5 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def dumps(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _encode(chunks: list[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: " + dumps(chunk) + b"\n\n" for chunk in chunks)
+def _encode(reply: Reply, chunks: list[dict[str, Any]]) -> bytes:
+    return b"".join(map(reply.framing.encode, chunks))

@@ -6,14 +6,17 @@ All functions are safe to call from any thread. Loading a tokenizer and renderin
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
+from cluster.api.chat_prompt import ChatPrompt
 from cluster.api.prompts import PromptSet
-from cluster.api.protocol import Message
 from specray.errors import InvalidRequestError
-from specray.models.tokenizer import render_chat
+from specray.models.tokenizer import chat_template, render_chat
+
+NUM_END_TOKENS = 16  # of a prompt, to see whether it ends inside reasoning
 
 
 class TokenText(NamedTuple):
@@ -31,9 +34,18 @@ class Tokenization:
         self._is_byte_level = tokenizer.backend_tokenizer.token_to_id("Ġ") is not None
         self._texts: dict[int, TokenText] = {}
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        _check_unicode("messages", *(message.content for message in messages))
-        return render_chat(self._tokenizer, [message.for_template for message in messages], add_generation_prompt)
+    @cached_property
+    def template(self) -> str:
+        """The source of the chat template; empty if there is none."""
+        return chat_template(self._tokenizer)
+
+    def chat(self, prompt: ChatPrompt) -> list[int]:
+        """The token ids of a chat. InvalidRequestError if the template does not accept it."""
+        return render_chat(self._tokenizer, *prompt)
+
+    def end_of(self, token_ids: Sequence[int]) -> str:
+        """The text of the last tokens, with special tokens."""
+        return self.decode(token_ids[-NUM_END_TOKENS:])
 
     def prompts(self, prompts: PromptSet, add_special_tokens: bool = True) -> list[list[int]]:
         return [

@@ -23,6 +23,8 @@ ALIASES = {
     "mem_fraction_static": ("--mem-fraction",),
     "server.served_model_name": ("--served-model-name",),
     "server.log_level": ("--log-level",),
+    "server.tool_call_parser": ("--tool-call-parser",),
+    "server.reasoning_parser": ("--reasoning-parser",),
 }
 
 

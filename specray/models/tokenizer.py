@@ -4,12 +4,14 @@ Only the chat template may write special tokens; in a message they are plain tex
 `specray.engine.detokenizer`.
 """
 
+import inspect
 import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from specray.errors import ConfigError, InvalidRequestError
 
 Message = Mapping[str, Any]
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -53,23 +56,39 @@ def eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]
     return sorted(set(ids))
 
 
-def render_chat(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add_generation_prompt: bool = True
-) -> list[int]:
-    """Render `messages` with the chat template and return token ids.
+def chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
+    """The source of the template that renders chats with tools; empty if there is none."""
+    try:
+        return str(tokenizer.get_chat_template(tools=[]))
+    except ValueError:
+        return ""
 
-    Equal to `tokenizer.apply_chat_template`, except that a special token inside a message ("<|im_end|>") is encoded as
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Message] = (),
+    variables: Mapping[str, Any] = NO_VARIABLES,
+) -> list[int]:
+    """Render `messages` and `tools` with the chat template and return token ids.
+
+    `variables` are further variables of the template, such as enable_thinking. Equal to
+    `tokenizer.apply_chat_template`, except that a special token inside a message or tool ("<|im_end|>") is encoded as
     plain text, so that a message cannot start or end a role. Thread-safe.
     """
     encoder = _ENCODERS.setdefault(tokenizer, _ChatEncoder(tokenizer.backend_tokenizer))
-    for name in _names(messages):
-        if encoder.mentions_special(name):
-            raise InvalidRequestError(f"{name!r} as a role or key of messages contains a special token", "messages")
-    text = _render(tokenizer, messages, add_generation_prompt)
-    marks = _template_marks(encoder, tokenizer, messages, add_generation_prompt, text)
+    _check_variables(tokenizer, variables)
+    names = [*_names((messages, tools)), *(value for value in variables.values() if isinstance(value, str))]
+    if encoder.mentions_special("\n".join(names)):
+        name = next((name for name in names if encoder.mentions_special(name)), "a name")
+        raise InvalidRequestError(f"{name!r} as a role, key or variable contains a special token", "messages")
+    chat = _Chat(messages, tools, variables, add_generation_prompt)
+    text = _render(tokenizer, chat)
+    marks = _template_marks(encoder, tokenizer, chat, text)
     if marks is not None:
         return encoder.encode_marked(text, marks)
-    texts = _texts(messages)
+    texts = _texts((messages, tools))
     if encoder.mentions_special("".join(texts)) or encoder.mentions_special("".join(t.strip() for t in texts)):
         raise InvalidRequestError(
             "a message contains a special token of the model as text, and this model's chat template rewrites messages "
@@ -172,15 +191,40 @@ _NAMING_KEYS = ("role", "type")
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-    if not messages:
+class _Chat(NamedTuple):
+    """The input of a template."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Message]
+    variables: Mapping[str, Any]
+    add_generation_prompt: bool
+
+
+def _check_variables(tokenizer: PreTrainedTokenizerFast, variables: Mapping[str, Any]) -> None:
+    """Refuse variables that would replace those of transformers or special tokens."""
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    if taken := sorted(reserved & variables.keys()):
+        raise InvalidRequestError(
+            f"the chat template's variable {taken[0]!r} is set by the server; leave it out", "chat_template_kwargs"
+        )
+
+
+def _render(tokenizer: PreTrainedTokenizerFast, chat: _Chat) -> str:
+    if not chat.messages:
         raise InvalidRequestError("messages is empty; a chat needs at least one", "messages")
     if tokenizer.chat_template is None:
         raise InvalidRequestError("this model has no chat template; use plain completions instead", "messages")
-    conversation: list[Any] = [dict(message) for message in messages]
+    conversation: list[Any] = [dict(message) for message in chat.messages]
+    tools: list[Any] = [dict(tool) for tool in chat.tools]
     try:
         return str(
-            tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
+            tokenizer.apply_chat_template(
+                conversation,
+                tools=tools or None,
+                tokenize=False,
+                add_generation_prompt=chat.add_generation_prompt,
+                **chat.variables,
+            )
         )
     except _TEMPLATE_ERRORS as error:
         raise InvalidRequestError(
@@ -191,13 +235,12 @@ def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add
 def _template_marks(
     encoder: _ChatEncoder,
     tokenizer: PreTrainedTokenizerFast,
-    messages: Sequence[Message],
-    add_generation_prompt: bool,
+    chat: _Chat,
     text: str,
 ) -> list[_Mark] | None:
     """The special tokens in `text` that the template wrote; None if its part of the text cannot be identified.
 
-    A second rendering has a placeholder in every message. The text between placeholders is the template's.
+    A second rendering has a placeholder for every text. The text between placeholders is the template's.
     """
     texts: list[str] = []
     placeholder = re.compile(f"\ue000{secrets.token_hex(8)}\\.(\\d+)\ue001")
@@ -207,7 +250,8 @@ def _template_marks(
         return placeholder.pattern.replace("\\.(\\d+)", f".{len(texts) - 1}")
 
     try:
-        rendered = _render(tokenizer, _replaced(messages, stand_in), add_generation_prompt)
+        messages, tools = _replaced(chat.messages, stand_in), _replaced(chat.tools, stand_in)
+        rendered = _render(tokenizer, chat._replace(messages=messages, tools=tools))
     except InvalidRequestError:  # the template inspects contents and rejects placeholders
         return None
     pieces = placeholder.split(rendered)
@@ -219,19 +263,27 @@ def _template_marks(
 
 
 def _literal_starts(text: str, literals: list[str], contents: list[str]) -> list[int] | None:
-    """Start of each literal if `text` alternates literals and contents, which may be trimmed; otherwise None."""
+    """Start of each literal if `text` alternates literals and contents; otherwise None.
+
+    Contents may be trimmed, or written as inside a JSON string.
+    """
     if not text.startswith(literals[0]):
         return None
     starts = [0]
     position = len(literals[0])
     for content, literal in zip(contents, literals[1:], strict=True):
-        variants = (content, content.strip(), content.lstrip(), content.rstrip())
+        variants = (content, content.strip(), content.lstrip(), content.rstrip(), _in_json(content))
         fitting = next((v for v in variants if text.startswith(v + literal, position)), None)
         if fitting is None:
             return None
         starts.append(position + len(fitting))
         position = starts[-1] + len(literal)
     return starts if position == len(text) else None
+
+
+def _in_json(text: str) -> str:
+    """`text` as templates' filter `tojson` writes it, without quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _replaced(value: Any, change: Callable[[str], str], key: object = None) -> Any:
@@ -245,14 +297,14 @@ def _replaced(value: Any, change: Callable[[str], str], key: object = None) -> A
     return value
 
 
-def _texts(messages: Sequence[Message]) -> list[str]:
+def _texts(value: Any) -> list[str]:
     found: list[str] = []
 
     def note(text: str) -> str:
         found.append(text)
         return text
 
-    _replaced(messages, note)
+    _replaced(value, note)
     return found
 
 

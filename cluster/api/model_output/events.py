@@ -19,7 +19,7 @@ class Reasoning(NamedTuple):
 class CallStart(NamedTuple):
     """A tool call begins. Calls are numbered from 0."""
 
-    index: int
+    number: int
     call_id: str
     name: str
 
@@ -27,7 +27,7 @@ class CallStart(NamedTuple):
 class CallArguments(NamedTuple):
     """More of the JSON text of a call's arguments."""
 
-    index: int
+    number: int
     text: str
 
 
@@ -55,7 +55,7 @@ def collect(events: Iterable[Event]) -> ParsedMessage:
     arguments: list[list[str]] = [[] for _ in starts]
     for event in listed:
         if isinstance(event, CallArguments):
-            arguments[event.index].append(event.text)
+            arguments[event.number].append(event.text)
     return ParsedMessage(
         "".join(event.text for event in listed if isinstance(event, Content)),
         "".join(event.text for event in listed if isinstance(event, Reasoning)),

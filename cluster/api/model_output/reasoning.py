@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cluster.api.model_output.events import Content, Event, EventBuffer, Reasoning
 from cluster.api.model_output.parser import Parser
 from cluster.api.model_output.reader import Reader, Reading
 from cluster.api.model_output.trimmer import Trimmer
 from cluster.config import ReasoningParserName
+
+Json = dict[str, Any]
 
 THINK = "<think>"
 END_THINK = "</think>"
@@ -25,13 +27,25 @@ class ReasoningFormat(NamedTuple):
         end = prompt.rstrip()
         return end.endswith(THINK) or (self.is_always_open and not end.endswith(END_THINK))
 
+    def structural_tag(self, prompt: str) -> Json | None:
+        """The format, in xgrammar's notation, of reasoning that a forced answer follows; None if there is none."""
+        if prompt.rstrip().endswith(END_THINK):
+            return None
+        begin = "" if self.is_open(prompt) else THINK
+        reasoning = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": END_THINK}
+        parts = {"type": "sequence", "elements": [reasoning, {"type": "regex", "pattern": r"\n?\n?"}]}
+        return parts if self.is_open(prompt) else {"type": "optional", "content": parts}
+
     def parser(self, prompt: str) -> Parser:
         sink = _ReasoningSink()
         return Parser(lambda reader: _scan(reader, sink, self.is_open(prompt)), sink)
 
 
+_DEEPSEEK_R1 = ReasoningFormat(is_always_open=True)
+
 REASONING_FORMATS: Mapping[ReasoningParserName, ReasoningFormat] = {
-    "deepseek-r1": ReasoningFormat(is_always_open=True),
+    "deepseek-r1": _DEEPSEEK_R1,
+    "deepseek_r1": _DEEPSEEK_R1,
     "qwen3": ReasoningFormat(is_always_open=False),
 }
 

@@ -28,12 +28,12 @@ class CallSink:
         """Begin a call. NotACallError if the request has no function of this name."""
         if name not in self._names:
             raise NotACallError
-        index = self.num_calls
+        number = self.num_calls
         self.num_calls += 1
         self._content = Trimmer()
-        self._arguments = partial(CallArguments, index)
+        self._arguments = partial(CallArguments, number)
         if self._is_wanted:
-            self._buffer.start(CallStart(index, self._new_id(), name))
+            self._buffer.start(CallStart(number, self._new_id(), name))
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that was started last."""

@@ -4,11 +4,12 @@ from cluster.api.model_output.reader import NotACallError, Reader, Reading
 from cluster.api.tool_calls.calls import CallSink, read_call
 from cluster.api.tool_calls.json_text import copy_value
 
-CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
-CALLS_END = "<｜tool▁calls▁end｜>"
-CALL_BEGIN = "<｜tool▁call▁begin｜>"
-CALL_END = "<｜tool▁call▁end｜>"
-SEPARATOR = "<｜tool▁sep｜>"
+_BAR = "\uff5c"  # a full-width vertical line
+CALLS_BEGIN = f"<{_BAR}tool▁calls▁begin{_BAR}>"
+CALLS_END = f"<{_BAR}tool▁calls▁end{_BAR}>"
+CALL_BEGIN = f"<{_BAR}tool▁call▁begin{_BAR}>"
+CALL_END = f"<{_BAR}tool▁call▁end{_BAR}>"
+SEPARATOR = f"<{_BAR}tool▁sep{_BAR}>"
 BLOCK = "```json"
 BLOCK_END = "```"
 

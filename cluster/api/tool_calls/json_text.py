@@ -44,6 +44,7 @@ def read_string(reader: Reader) -> Reading[str]:
     yield from copy_string(reader, parts.append)
     try:
         value: str = json.loads("".join(parts), strict=False)
+        value.encode()  # an escape can name half of a character
     except ValueError:
         raise NotACallError from None
     return value

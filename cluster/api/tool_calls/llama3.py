@@ -1,4 +1,4 @@
-"""Llama 3: `{"name": ..., "parameters": ...}` as the whole message, or after `<|python_tag|>`; several joined by `;`."""
+"""Llama 3: `{"name": ..., "parameters": ...}` as the whole message or after `<|python_tag|>`; several joined by `;`."""
 
 import re
 
@@ -18,10 +18,17 @@ def scan(reader: Reader, sink: CallSink) -> Reading[None]:
     if (yield from reader.peek()) != "{":
         sink.content("".join(space))
         opening = yield from reader.through((TAG,), sink.content)
-    while opening is not None and (yield from read_call(reader, sink, opening, _scan_call)):
-        yield from reader.skip_space()
-        opening = yield from _read_separator(reader)
+    if opening is not None:
+        yield from scan_calls(reader, sink, opening)
     yield from reader.rest(sink.content)
+
+
+def scan_calls(reader: Reader, sink: CallSink, opening: str) -> Reading[None]:
+    """Read one call or several after `opening`, which was read already."""
+    separator: str | None = opening
+    while separator is not None and (yield from read_call(reader, sink, separator, _scan_call)):
+        yield from reader.skip_space()
+        separator = yield from _read_separator(reader)
 
 
 def _scan_call(reader: Reader, sink: CallSink) -> Reading[None]:

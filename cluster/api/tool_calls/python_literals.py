@@ -1,4 +1,4 @@
-"""Reading Python literals: strings, numbers, True, False, None, lists, tuples and dictionaries. Nothing is evaluated."""
+"""Reading Python literals: strings, numbers, True, False, None, lists, tuples and dictionaries. None is evaluated."""
 
 import json
 import re
@@ -89,10 +89,13 @@ def _read_escape(reader: Reader) -> Reading[str]:
     if char not in _HEX_ESCAPES:
         return _ESCAPES.get(char, "\\" + char)
     digits = yield from reader.peek(_HEX_ESCAPES[char])
-    if not re.fullmatch(f"[0-9a-fA-F]{{{_HEX_ESCAPES[char]}}}", digits) or int(digits, 16) > 0x10FFFF:
+    if not re.fullmatch(f"[0-9a-fA-F]{{{_HEX_ESCAPES[char]}}}", digits):
+        raise NotACallError
+    code = int(digits, 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:  # no character, or half of one
         raise NotACallError
     yield from reader.expect(digits)
-    return chr(int(digits, 16))
+    return chr(code)
 
 
 def _word_value(word: str) -> object:

@@ -1,9 +1,13 @@
-"""Llama 4 and others: a list of Python calls as the whole message, such as `[f(city="Paris"), g(x=1)]`."""
+"""Llama 4 and others: a list of Python calls as the whole message, such as `[f(city="Paris"), g(x=1)]`.
+
+Calls that a grammar forces are JSON objects, as Llama 3 writes them.
+"""
 
 import json
 import re
 
 from cluster.api.model_output.reader import NotACallError, Reader, Reading
+from cluster.api.tool_calls import llama3
 from cluster.api.tool_calls.calls import CallSink, read_call
 from cluster.api.tool_calls.python_literals import read_literal
 
@@ -22,6 +26,8 @@ def scan(reader: Reader, sink: CallSink) -> Reading[None]:
         opening = START
     if (yield from reader.accept("[")):
         yield from _scan_list(reader, sink, opening + "[")
+    elif (yield from reader.peek()) == "{":
+        yield from llama3.scan_calls(reader, sink, opening)
     else:
         sink.content(opening)
     yield from reader.rest(sink.content)

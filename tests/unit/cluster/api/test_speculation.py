@@ -140,7 +140,8 @@ def test_capabilities_report_the_exactness_of_the_output(
                 "num_draft_tokens": {"min": 2, "max": 3},
             }
             assert set(reply["options"]["exact"]) == set(SamplingParams.__dataclass_fields__)
-            assert "tools" in reply["options"]["refused"]
+            assert "lora_path" in reply["options"]["refused"]
+            assert "tools" not in reply["options"]["refused"]
 
     asyncio.run(scenario())
 

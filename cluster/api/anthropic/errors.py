@@ -1,0 +1,28 @@
+"""Errors in the shape of Anthropic's API, for the routes below `PREFIX`."""
+
+from typing import Any
+
+from starlette.types import Scope
+
+PREFIX = "/v1/messages"
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def is_anthropic_route(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")).startswith(PREFIX)
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """The body of an error reply, also the data of an error event."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}

@@ -1,0 +1,50 @@
+"""Preparing a chat request: its prompt, its sampling options, and how its output is read."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from cluster.api.chat_output import ChatOutput, call_grammar, chat_output
+from cluster.api.chat_prompt import chat_prompt, tool_format
+from cluster.api.model_output.reasoning import REASONING_FORMATS, ReasoningFormat
+from cluster.api.protocol import ChatRequest
+from cluster.api.tokenization import Tokenization
+from cluster.api.tool_calls.formats import ToolFormat
+from cluster.config import ServerConfig
+from specray.sampling_params import SamplingParams
+
+
+class PreparedChat(NamedTuple):
+    token_ids: list[int]  # of the prompt
+    params: SamplingParams
+    output: ChatOutput
+
+
+class ChatFormats(NamedTuple):
+    """The formats of the served model's output."""
+
+    calls: ToolFormat | None  # None: the model's own format is not in the table
+    reasoning: ReasoningFormat | None  # None: reasoning is not separated
+
+    @classmethod
+    def of(cls, config: ServerConfig, tokenization: Tokenization) -> "ChatFormats":
+        reasoning = REASONING_FORMATS[config.reasoning_parser] if config.reasoning_parser else None
+        return cls(tool_format(config.tool_call_parser, tokenization.template), reasoning)
+
+
+def prepare_chat(body: ChatRequest, tokenization: Tokenization, config: ServerConfig) -> PreparedChat:
+    """InvalidRequestError if the model's chat template does not accept the messages or tools."""
+    formats = ChatFormats.of(config, tokenization)
+    token_ids = tokenization.chat(chat_prompt(body, formats.calls, tokenization.template))
+    prompt_end = tokenization.end_of(token_ids)
+    output = chat_output(body, *formats, prompt_end)
+    params = body.sampling(config.default_max_tokens)
+    if output.calls is not None and output.calls.has_special_tokens and body.skip_special_tokens is None:
+        params = replace(params, skip_special_tokens=False)
+    if (grammar := call_grammar(body, *formats, prompt_end)) is not None:
+        params = replace(params, grammar=grammar)
+    return PreparedChat(token_ids, params, output)
+
+
+def count_prompt_tokens(body: ChatRequest, tokenization: Tokenization, config: ServerConfig) -> int:
+    """The length of the prompt in tokens."""
+    return len(prepare_chat(body, tokenization, config).token_ids)

@@ -1,0 +1,197 @@
+"""Messages and tools of a chat request, in OpenAI's shape, with their bounds.
+
+Each model has `for_template`, the value that a chat template receives.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from cluster.api.errors import short_repr
+from specray.errors import InvalidRequestError
+
+MAX_TOOLS = 128
+MAX_TOOLS_LENGTH = 256 * 1024  # characters of all tools of a request, as JSON
+MAX_DEPTH = 32  # of a schema or of a call's arguments
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
+
+Json = dict[str, Any]
+FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
+
+
+class FunctionDefinition(_Part):
+    """A function that the model may call. `parameters` is a JSON schema; null accepts an empty object."""
+
+    name: FunctionName
+    description: Annotated[str, Field(max_length=65_536)] | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(_Part):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    @property
+    def for_template(self) -> Json:
+        parameters = self.function.parameters or {"type": "object", "properties": {}}
+        function = {
+            "name": self.function.name,
+            "description": self.function.description or "",
+            "parameters": parameters,
+        }
+        return {"type": "function", "function": function}
+
+
+class ChosenFunction(_Part):
+    name: FunctionName
+
+
+class ChosenTool(_Part):
+    """A `tool_choice` that names the function to call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | ChosenTool
+
+
+class CalledFunction(_Part):
+    name: FunctionName
+    arguments: Annotated[str, Field(max_length=1_000_000)]
+
+    @property
+    def value(self) -> object:
+        """The arguments as templates expect them: an object; text that is not the JSON of one stays text."""
+        try:
+            value = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return self.arguments
+        return value if isinstance(value, dict) and depth(value) <= MAX_DEPTH else self.arguments
+
+
+class ToolCall(_Part):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: CallId
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class TextPart(_Part):
+    """One part of a message's content. Only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _joined(value: object) -> object:
+    """Join text parts to one string. Any other part is rejected by its index."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for index, part in enumerate(value):
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InvalidRequestError(
+                f"content part {index} is {short_repr(kind)}; only parts of type 'text' with a string are supported",
+                "messages",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+JoinedText = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
+
+
+class Message(_Part):
+    """One message of a conversation. Only an assistant's message may have no content."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: JoinedText | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: CallId | None = None
+    function_call: None = None
+    audio: None = None
+
+    @model_validator(mode="after")
+    def _fields_fit_the_role(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise InvalidRequestError(f"content is required in a message of role {self.role!r}")
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequestError(f"a message of role {self.role!r} has tool_calls; only assistants call tools")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise InvalidRequestError("a message of role 'tool' needs the tool_call_id that it answers")
+        return self
+
+    @property
+    def for_template(self) -> Json:
+        """Absent fields are left out, because templates test whether they are defined."""
+        message: Json = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        if self.role == "tool":
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """All text of the message that reaches the model."""
+        yield self.content or ""
+        yield self.reasoning_content or ""
+        for call in self.tool_calls or []:
+            yield call.function.arguments
+
+
+def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
+    """InvalidRequestError if tools are too large or not distinct, or if `choice` names none of them."""
+    names = [tool.function.name for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidRequestError(f"two tools are named {twice[0]!r}; give each its own name", "tools")
+    for tool in tools:
+        if depth(tool.function.parameters) > MAX_DEPTH:
+            raise InvalidRequestError(
+                f"parameters of {tool.function.name!r} are nested more than {MAX_DEPTH} levels; flatten the schema",
+                "tools",
+            )
+    length = sum(len(json.dumps(tool.for_template)) for tool in tools)
+    if length > MAX_TOOLS_LENGTH:
+        raise InvalidRequestError(
+            f"the tools have {length} characters of JSON, more than {MAX_TOOLS_LENGTH}; send fewer or shorter ones",
+            "tools",
+        )
+    if isinstance(choice, ChosenTool) and choice.function.name not in names:
+        raise InvalidRequestError(
+            f"tool_choice names {choice.function.name!r}, which is not in tools; add it or name another", "tool_choice"
+        )
+    if choice == "required" and not tools:
+        raise InvalidRequestError(
+            "tool_choice='required' needs tools; add them or leave tool_choice out", "tool_choice"
+        )
+
+
+def depth(value: object) -> int:
+    """Levels of nesting of a JSON value, up to one more than MAX_DEPTH: 0 for a scalar."""
+    level, values = 0, [value]
+    while containers := [item for item in values if isinstance(item, dict | list)]:
+        level += 1
+        if level > MAX_DEPTH:
+            break
+        values = [inner for item in containers for inner in (item.values() if isinstance(item, dict) else item)]
+    return level
+
+
+def _call_for_template(call: ToolCall) -> Json:
+    function = {"name": call.function.name, "arguments": call.function.value}
+    return {"id": call.id, "type": "function", "function": function}
