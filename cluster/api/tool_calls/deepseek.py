@@ -15,13 +15,14 @@ BLOCK_END = "```"
 
 
 def scan(reader: Reader, sink: CallSink) -> Reading[None]:
-    marker = yield from reader.through((CALLS_BEGIN, CALL_BEGIN), sink.content)
-    while marker is not None:
-        if marker == CALL_BEGIN:
-            yield from read_call(reader, sink, CALL_BEGIN, _scan_call)
-        yield from reader.skip_space()
-        yield from reader.accept(CALLS_END)
-        marker = yield from reader.through((CALLS_BEGIN, CALL_BEGIN), sink.content)
+    while opening := (yield from reader.through((CALLS_BEGIN, CALL_BEGIN), sink.content)):
+        if opening == CALLS_BEGIN and (yield from reader.accept(CALL_BEGIN)):
+            opening += CALL_BEGIN
+        if not opening.endswith(CALL_BEGIN):
+            sink.content(opening)
+        elif (yield from read_call(reader, sink, opening, _scan_call)):
+            yield from reader.skip_space()
+            yield from reader.accept(CALLS_END)
 
 
 def _scan_call(reader: Reader, sink: CallSink) -> Reading[None]:

@@ -1,0 +1,54 @@
+"""Reasoning is separated from the answer, whatever pieces the text arrives in."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.api.model_output.events import collect
+from cluster.api.model_output.parser import MessageParser
+from cluster.api.model_output.reasoning import REASONING_FORMATS
+from cluster.api.tool_calls.formats import TOOL_FORMATS
+from cluster.config import ReasoningParserName
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+# parser, end of the prompt, text, reasoning, content
+CASES: list[tuple[ReasoningParserName, str, str, str, str]] = [
+    ("qwen3", "assistant\n", "<think>\nIt is 4.\n</think>\n\nFour.", "It is 4.", "Four."),
+    ("qwen3", "assistant\n<think>\n\n</think>\n\n", "Four.", "", "Four."),
+    ("qwen3", "assistant\n<think>\n", "It is 4.\n</think>\n\nFour.\n", "It is 4.", "Four.\n"),
+    ("qwen3", "assistant\n", "  no <think> here </think>", "", "  no <think> here </think>"),
+    ("qwen3", "", "", "", ""),
+    ("deepseek-r1", "<think>\n", "Hmm.</think>Four.", "Hmm.", "Four."),
+    ("deepseek-r1", "", "<think>Hmm.</think>\nFour.", "Hmm.", "Four."),
+    ("deepseek-r1", "</think>", "Four.", "", "Four."),
+    ("deepseek-r1", "", "Hmm. No end </thin", "Hmm. No end </thin", ""),
+]
+
+
+def parsed(name: ReasoningParserName, prompt: str, pieces: list[str]) -> tuple[str, str, int]:
+    parser = MessageParser(REASONING_FORMATS[name].parser(prompt), TOOL_FORMATS["hermes"].parser(("f",), None))
+    message = collect([event for piece in pieces for event in parser.feed(piece)] + parser.end())
+    return message.reasoning, message.content, len(message.calls)
+
+
+@pytest.mark.parametrize(("name", "prompt", "text", "reasoning", "content"), CASES)
+def test_reasoning_and_content_are_separated(
+    name: ReasoningParserName, prompt: str, text: str, reasoning: str, content: str
+) -> None:
+    assert parsed(name, prompt, [text]) == (reasoning, content, 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_pieces_of_a_text_give_the_same_message(data: st.DataObject) -> None:
+    name, prompt, text, _, _ = data.draw(st.sampled_from(CASES))
+    text += data.draw(st.sampled_from(["", CALL, f"\n{CALL}\n</think>", "<think>"]))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
+    assert parsed(name, prompt, pieces) == parsed(name, prompt, [text]) == parsed(name, prompt, list(text))
+
+
+def test_a_call_in_the_reasoning_is_reasoning() -> None:
+    assert parsed("deepseek-r1", "", [f"{CALL}</think>{CALL}"]) == (CALL, "", 1)

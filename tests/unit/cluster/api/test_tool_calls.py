@@ -1,0 +1,225 @@
+"""Scanners of tool calls: what each format's texts mean, whatever pieces they arrive in."""
+
+import json
+import time
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.api.model_output.events import CallArguments, CallStart, collect
+from cluster.api.model_output.parser import MessageParser
+from cluster.api.model_output.reasoning import REASONING_FORMATS
+from cluster.api.tool_calls.formats import TOOL_FORMATS, detected_format
+from cluster.config import AppConfig, ReasoningParserName, ToolCallParserName
+
+NAMES = ("f", "get_weather")
+BAR = "\uff5c"
+DEEPSEEK = {name: f"<{BAR}tool▁{name}{BAR}>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")}
+
+
+def deepseek(text: str) -> str:
+    """`text` with the markers' names in brackets replaced by the markers."""
+    for name, marker in DEEPSEEK.items():
+        text = text.replace(f"[{name}]", marker)
+    return text
+
+
+Calls = list[tuple[str, Any]]
+WEATHER: Calls = [("get_weather", {"city": "Paris"})]
+BOTH: Calls = [*WEATHER, ("f", {})]
+
+# format, text, content, calls
+CASES: list[tuple[ToolCallParserName, str, str, Calls]] = [
+    (
+        "hermes",
+        'Sure.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        "Sure.",
+        WEATHER,
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>\n'
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n',
+        "",
+        BOTH,
+    ),
+    ("hermes", '<tool_call>{"arguments": {"city": "Paris"}, "name": "get_weather"}</tool_call>', "", WEATHER),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>', "", WEATHER),
+    ("hermes", '<tool_call>{"name": "f"}', "", [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}<tool_call>{"name": "f", "id": [1]}', "", [("f", {})] * 2),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "}</tool_call>\\""}}',
+        "",
+        [("f", {"a": '}</tool_call>"'})],
+    ),
+    ("hermes", " plain text, < <tool_cal \n", " plain text, < <tool_cal \n", []),
+    ("hermes", "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
+    (
+        "hermes",
+        '<tool_call>{"name": "rm"}</tool_call> <tool_call>{"name": "f"}</tool_call> done',
+        '<tool_call>{"name": "rm"}</tool_call>done',
+        [("f", {})],
+    ),
+    ("llama3", '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", WEATHER),
+    (
+        "llama3",
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "f", "parameters": {}}',
+        "",
+        BOTH,
+    ),
+    ("llama3", 'Let me see.<|python_tag|>{"type": "function", "name": "f"}', "Let me see.", [("f", {})]),
+    ("llama3", '{"answer": 3}', '{"answer": 3}', []),
+    ("llama3", 'It is {"name": "f"}', 'It is {"name": "f"}', []),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "f", "arguments": {}}]',
+        "",
+        BOTH,
+    ),
+    ("mistral", 'Yes.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]f[CALL_ID]x1[ARGS]{}', "Yes.", BOTH),
+    ("mistral", '[TOOL_CALLS] {"name": "f", "arguments": {}}', "", [("f", {})]),
+    ("mistral", "[TOOL_CALLS]nothing", "[TOOL_CALLS]nothing", []),
+    (
+        "deepseekv3",
+        deepseek(
+            "Sure.[calls▁begin][call▁begin]function[sep]get_weather\n```json\n"
+            '{"city": "Paris"}\n```[call▁end]\n[call▁begin]function[sep]f\n```json\n{}\n```[call▁end][calls▁end]'
+        ),
+        "Sure.",
+        BOTH,
+    ),
+    (
+        "deepseekv31",
+        deepseek(
+            '[calls▁begin][call▁begin]get_weather[sep]{"city": "Paris"}[call▁end]'
+            "[call▁begin]f[sep]{}[call▁end][calls▁end]"
+        ),
+        "",
+        BOTH,
+    ),
+    ("deepseekv31", deepseek("[call▁begin]f"), deepseek("[call▁begin]f"), []),
+    ("pythonic", '[get_weather(city="Paris"), f()]', "", BOTH),
+    ("pythonic", "<|python_start|>[get_weather(city='Paris',)]<|python_end|>", "", WEATHER),
+    (
+        "pythonic",
+        "[f(a=[1, -2.5, True, None], b={'k': ('x', \"it's\")}, c='\\u00e9\\n\\x41\\q', d=false)]",
+        "",
+        [("f", {"a": [1, -2.5, True, None], "b": {"k": ["x", "it's"]}, "c": "é\nA\\q", "d": False})],
+    ),
+    ("pythonic", "[1](https://example.org)", "[1](https://example.org)", []),
+    ("pythonic", '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", WEATHER),
+]
+TEXTS = [(case[0], case[1]) for case in CASES]
+
+
+def parsed(
+    name: ToolCallParserName, pieces: Iterable[str], max_calls: int | None = None
+) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls, the latter without their random ids."""
+    parser = MessageParser(calls=TOOL_FORMATS[name].parser(NAMES, max_calls))
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    message = collect(events + parser.end())
+    assert len({call.call_id for call in message.calls}) == len(message.calls)
+    return message.content, [(call.name, call.arguments) for call in message.calls]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_a_text_becomes_content_and_calls(name: ToolCallParserName, text: str, content: str, calls: Calls) -> None:
+    found_content, found = parsed(name, [text])
+    assert (found_content, [(called, json.loads(arguments)) for called, arguments in found]) == (content, calls)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_pieces_of_a_text_give_the_same_calls(data: st.DataObject) -> None:
+    name, text = data.draw(st.sampled_from(TEXTS))
+    end = data.draw(st.integers(0, len(text)))  # max_tokens may cut the text anywhere
+    inserted = data.draw(st.text(st.sampled_from('{}[]()"\\,:=<>| \nfé'), max_size=4))
+    text = text[:end] + inserted + (text[end:] if data.draw(st.booleans()) else "")
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
+    whole = parsed(name, [text])
+    assert parsed(name, pieces) == whole
+    assert parsed(name, text) == whole  # one character at a time
+
+
+@pytest.mark.parametrize(("name", "text"), TEXTS)
+def test_a_text_without_calls_is_unchanged(name: ToolCallParserName, text: str) -> None:
+    """Functions that a request does not have are not called, and what is not a call is not lost."""
+    parser = TOOL_FORMATS[name].parser((), None)
+    message = collect(MessageParser(calls=parser).parse(text))
+    assert not message.calls
+    assert message.content.replace(" ", "") == text.replace(" ", "")
+
+
+def test_arguments_are_streamed_before_the_call_is_complete() -> None:
+    parser = MessageParser(calls=TOOL_FORMATS["hermes"].parser(NAMES, None))
+    assert [type(event) for event in parser.feed('<tool_call>{"name": "f"')] == [CallStart]
+    assert parser.feed(', "arguments": {"a": [1, 2') == [CallArguments(0, '{"a": [1, 2')]
+    assert parser.feed(', "x') == [CallArguments(0, ', "x')]
+
+
+def test_only_the_wanted_number_of_calls_is_kept() -> None:
+    name, text = TEXTS[1]
+    assert [called for called, _ in parsed(name, [text], max_calls=1)[1]] == ["get_weather"]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_what_a_format_writes_it_reads(name: ToolCallParserName) -> None:
+    calls = [("get_weather", '{"city": "a}b\\"c"}'), ("f", "{}")]
+    assert parsed(name, [TOOL_FORMATS[name].syntax.write(calls)]) == ("", calls)
+
+
+BOMBS = {
+    "hermes": ["<tool_call>", '<tool_call>{"name": "f", "arguments": ', "{", '["', '\\"', "<tool_call"],
+    "llama3": ['{"a":', "<|python_tag|>{", "<|python"],
+    "mistral": ["[TOOL_CALLS][", "[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS"],
+    "deepseekv3": [DEEPSEEK["call▁begin"], DEEPSEEK["sep"], DEEPSEEK["calls▁begin"]],
+    "pythonic": ["[f(a=", "[f(a='\\", "{'a':", "((", "f(", "-"],
+}
+
+
+@pytest.mark.parametrize(("name", "piece"), [(name, piece) for name, pieces in BOMBS.items() for piece in pieces])
+def test_hostile_output_is_parsed_in_linear_time(name: ToolCallParserName, piece: str) -> None:
+    opening = {"pythonic": "[f(a=", "hermes": '<tool_call>{"name": "f", "arguments": '}.get(name, "")
+    seconds = []
+    for size in (20_000, 80_000):
+        text = opening + piece * (size // len(piece))
+        started = time.process_time()
+        parsed(name, (text[start : start + 5] for start in range(0, len(text), 5)))
+        seconds.append(time.process_time() - started)
+    assert seconds[1] < 10 * seconds[0] + 0.05  # 4 if it is linear, 16 if it is quadratic
+
+
+TEMPLATES: dict[str, ToolCallParserName | None] = {
+    "{% if tools %}<tools>{% endif %}<tool_call>\n": "hermes",
+    "{% if tools %}<tool_call>\n<function={{ name }}>": None,  # Qwen 3 Coder
+    "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]": "mistral",
+    "<|python_tag|>{{ tools }}": "llama3",
+    '<|start_header_id|>{{ tools }}{"name": function name, "parameters": dictionary}': "llama3",
+    deepseek("[calls▁begin][call▁begin]{{ type }}[sep]{{ name }}\n```json\n"): "deepseekv3",
+    deepseek("[calls▁begin][call▁begin]{{ name }}[sep]{{ arguments }}"): "deepseekv31",
+    "[func_name1(params_name1=params_value1)]": "pythonic",
+    "{{ messages }}": None,
+}
+
+
+@pytest.mark.parametrize(("template", "name"), TEMPLATES.items())
+def test_a_format_is_recognized_by_its_template(template: str, name: ToolCallParserName | None) -> None:
+    assert detected_format(template) == name
+
+
+def test_every_name_of_the_options_has_a_format() -> None:
+    assert set(TOOL_FORMATS) == set(get_args(ToolCallParserName))
+    assert set(REASONING_FORMATS) == set(get_args(ReasoningParserName))
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_a_configuration_error(option: str) -> None:
+    with pytest.raises(ValueError, match=f"server.{option}\n.*Input should be '"):
+        AppConfig.model_validate({"server": {option: "gpt5"}})
