@@ -57,9 +57,12 @@ class LLM:
         *,
         cache_salt: str = "",
         draft_limits: Sequence[DraftLimit] | None = None,
+        predictions: Sequence[str | Sequence[int]] | None = None,
         progress: bool = False,
     ) -> list[Generation]:
         """Complete all prompts (text or token ids), in order; `draft_limits` has one entry per prompt.
+
+        So has `predictions`: outputs that are expected, from which drafts are taken while they hold.
 
         InvalidRequestError if one of the prompts is invalid; then none is run.
         """
@@ -68,9 +71,10 @@ class LLM:
         generations = [Generation(list(ids), []) for ids in token_ids]
         choices: dict[str, Completion] = {}
         requests = []
-        draft_limits = draft_limits or [UNLIMITED] * len(prompts)
-        for generation, ids, options, limit in zip(generations, token_ids, all_params, draft_limits, strict=True):
-            for request, completion in self._choices(ids, options, cache_salt, limit):
+        hints = zip(draft_limits or [UNLIMITED] * len(prompts), predictions or [()] * len(prompts), strict=True)
+        for generation, ids, options, (limit, predicted) in zip(generations, token_ids, all_params, hints, strict=True):
+            expected = self._tokens(predicted, add_special_tokens=False)
+            for request, completion in self._choices(ids, options, cache_salt, limit, expected):
                 generation.choices.append(completion)
                 choices[request.request_id] = completion
                 requests.append(request)
@@ -96,11 +100,18 @@ class LLM:
             raise InvalidRequestError(f"{len(prompts)} prompts have {len(params)} params; pass one for each", "params")
         return params
 
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        return list(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    def _tokens(self, text: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
+        if isinstance(text, str):
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return list(text)
 
     def _choices(
-        self, token_ids: list[int], params: SamplingParams, cache_salt: str, draft_limit: DraftLimit
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        cache_salt: str,
+        draft_limit: DraftLimit,
+        predicted_token_ids: list[int],
     ) -> list[tuple[EngineRequest, Completion]]:
         seed = fresh_seed() if params.seed is None else params.seed
         pairs = []
@@ -109,7 +120,14 @@ class LLM:
             completion = Completion(index, seed=choice_seed(seed, index))
             completion.logprobs = None if params.logprobs is None else []
             request_id = f"llm-{next(self._ids)}"
-            request = EngineRequest(request_id, token_ids, seeded, cache_salt, draft_limit=draft_limit)
+            request = EngineRequest(
+                request_id,
+                token_ids,
+                seeded,
+                cache_salt,
+                draft_limit=draft_limit,
+                predicted_token_ids=predicted_token_ids,
+            )
             pairs.append((request, completion))
         return pairs
 

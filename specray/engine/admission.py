@@ -41,6 +41,7 @@ class Admission:
             raise InvalidRequestError("emitted_token_ids has max_tokens tokens already; none is left to generate")
         self._check_ids("prompt", spec.prompt_token_ids)
         self._check_ids("emitted_token_ids", spec.emitted_token_ids)
+        self._check_ids("prediction", spec.predicted_token_ids)
         self._check_ids("logit_bias", spec.params.logit_bias)
         self._check_ids("stop_token_ids", spec.params.stop_token_ids)
         self._check_allowed(spec.params)

@@ -146,6 +146,7 @@ def check_speculative(config: SpeculativeConfig) -> None:
 def make_drafter(config: SpeculativeConfig, target: "TargetView") -> "Drafter | None":
     """The configured drafter for `target`, or None for plain decoding."""
     from specray.spec_decode.combined import with_override
+    from specray.spec_decode.predicted_output import PredictionDrafter
 
     check_speculative(config)
     if config.algorithm is None:
@@ -155,4 +156,4 @@ def make_drafter(config: SpeculativeConfig, target: "TargetView") -> "Drafter | 
         attention_backend=config.draft_attention_backend or target.attention_backend,
         moe_runner_backend=config.moe_runner_backend or target.moe_runner_backend,
     )
-    return with_override(method_of(config.algorithm).make(config, seen), config)
+    return PredictionDrafter(with_override(method_of(config.algorithm).make(config, seen), config))

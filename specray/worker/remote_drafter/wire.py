@@ -149,6 +149,7 @@ class DeltaEncoder:
             else:
                 options = state.sampling.options
                 new = NewRequest(slot, tokens, state.num_prompt_tokens, 0, blocks, options, state.cache_salt)
+                new = new._replace(predicted_token_ids=state.predicted_token_ids)
                 order.new_requests.append(new)
             self._sent[slot] = len(state.token_ids), len(state.block_ids)
         return order
