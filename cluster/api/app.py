@@ -19,6 +19,7 @@ from cluster.api.keys import KeyRing
 from cluster.api.middleware import BodyLimit, CatchErrors
 from cluster.api.prometheus import CONTENT_TYPE, prometheus_text
 from cluster.api.protocol import ChatRequest
+from cluster.api.responses.protocol import InputTokensRequest, ResponsesRequest
 from cluster.api.service import IGNORED_FIELDS_HEADER, Service
 from cluster.api.tokenize import add_tokenize_routes
 from cluster.config import ServerConfig
@@ -77,6 +78,14 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
         return await service.completion(body, tenant)
 
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, tenant: Tenant) -> Response:
+        return await service.response(body, tenant)
+
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens(body: InputTokensRequest) -> Json:
+        return {"object": "response.input_tokens", "input_tokens": await service.count_tokens(body)}
+
     @app.get("/v1/models")
     async def models() -> Json:
         return service.models()
@@ -93,7 +102,7 @@ def _add_anthropic_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> Json:
-        return await service.count_tokens(body)
+        return {"input_tokens": await service.count_tokens(body)}
 
 
 def _add_speculation_routes(app: FastAPI, service: Service) -> None:

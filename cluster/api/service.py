@@ -15,7 +15,7 @@ from fastapi import Response
 
 from cluster.api.anthropic.protocol import CountTokensRequest, MessagesRequest
 from cluster.api.anthropic.replies import MessagesReply
-from cluster.api.chat import count_prompt_tokens, prepare_chat
+from cluster.api.chat import PreparedChat, count_prompt_tokens, prepare_chat
 from cluster.api.chat_replies import ChatReply
 from cluster.api.choices import PreparedPrompt, engine_requests, last_tokens, seeded, tenant_scoped
 from cluster.api.completion_protocol import CompletionRequest
@@ -24,7 +24,9 @@ from cluster.api.errors import ApiError, short_repr
 from cluster.api.generate_protocol import GenerateRequest
 from cluster.api.generate_replies import GenerateReply, choice_names
 from cluster.api.protocol import Body, ChatRequest, OpenAIRequest, RequestOptions
-from cluster.api.replies import Reply, ReplyMetadata
+from cluster.api.replies import Reply, ReplyMetadata, TokenTexts
+from cluster.api.responses.protocol import InputTokensRequest, ResponsesRequest
+from cluster.api.responses.replies import ResponsesReply
 from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
 from cluster.api.tokenization import Tokenization
@@ -65,37 +67,35 @@ class Service:
         return self._router_pool.drafter_rollout
 
     async def chat(self, body: ChatRequest, tenant: str) -> Response:
+        def reply(metadata: ReplyMetadata, chat: PreparedChat, tokens: TokenTexts) -> Reply:
+            return ChatReply(metadata, chat.params, tokens, body.include_usage, chat.output)
+
         self.check_model(body.model)
-        tokenization = await self._admit()
-        chat = await asyncio.to_thread(prepare_chat, body, tokenization, self.config.server)
-        params = seeded(chat.params)
-        metadata = self._metadata("chatcmpl", params)
-        reply = ChatReply(metadata, params, tokenization.token, body.include_usage, chat.output)
-        prompts = await asyncio.to_thread(_prepared, tokenization, body, [chat.token_ids], params, metadata.request_id)
-        return await self._respond(body, tenant, prompts, metadata, reply)
+        return await self._chat(body, tenant, "chatcmpl", reply, _headers(body))
 
     async def message(self, body: MessagesRequest, tenant: str) -> Response:
         """Anthropic's /v1/messages."""
-        self.check_model(body.model)
-        tokenization = await self._admit()
-        request = body.for_chat()
-        chat = await asyncio.to_thread(prepare_chat, request, tokenization, self.config.server)
-        params = seeded(chat.params)
-        metadata = self._metadata("msg", params)
-        reply = MessagesReply(metadata, params, chat.output, len(chat.token_ids))
-        prompts = await asyncio.to_thread(
-            _prepared, tokenization, request, [chat.token_ids], params, metadata.request_id
-        )
-        response = await self._respond(request, tenant, prompts, metadata, reply)
-        response.headers.update(_headers(body))
-        return response
 
-    async def count_tokens(self, body: CountTokensRequest) -> Json:
-        """Anthropic's /v1/messages/count_tokens."""
+        def reply(metadata: ReplyMetadata, chat: PreparedChat, _: TokenTexts) -> Reply:
+            return MessagesReply(metadata, chat.params, chat.output, len(chat.token_ids))
+
+        self.check_model(body.model)
+        return await self._chat(body.for_chat(), tenant, "msg", reply, _headers(body))
+
+    async def response(self, body: ResponsesRequest, tenant: str) -> Response:
+        """OpenAI's /v1/responses."""
+
+        def reply(metadata: ReplyMetadata, chat: PreparedChat, tokens: TokenTexts) -> Reply:
+            return ResponsesReply(body, metadata, chat.params, tokens, chat.output)
+
+        self.check_model(body.model)
+        return await self._chat(body.for_chat(), tenant, "resp", reply, _headers(body))
+
+    async def count_tokens(self, body: CountTokensRequest | InputTokensRequest) -> int:
+        """The length of a conversation's prompt."""
         self.check_model(body.model)
         tokenization = await self._ready()
-        count = await asyncio.to_thread(count_prompt_tokens, body.for_chat(), tokenization, self.config.server)
-        return {"input_tokens": count}
+        return await asyncio.to_thread(count_prompt_tokens, body.for_chat(), tokenization, self.config.server)
 
     async def completion(self, body: CompletionRequest, tenant: str) -> Response:
         self.check_model(body.model)
@@ -106,7 +106,7 @@ class Service:
         prompts = await asyncio.to_thread(_prepared, tokenization, body, token_ids, params, metadata.request_id)
         echoed = await asyncio.to_thread(_echoed, tokenization, prompts) if body.echo else []
         reply = completion_reply(body, metadata, params, tokenization.token, echoed)
-        return await self._respond(body, tenant, prompts, metadata, reply)
+        return await self._respond(body, tenant, prompts, metadata, reply, _headers(body))
 
     async def generate(self, body: GenerateRequest, tenant: str) -> Response:
         tokenization = await self._admit()
@@ -119,7 +119,7 @@ class Service:
         prompts = [PreparedPrompt(*prompt) for prompt in zip(token_ids, params, names, strict=True)]
         shows_text = body.return_text_in_logprobs is not False
         reply = GenerateReply(metadata, prompts, tokenization.token, is_list, shows_text)
-        return await self._respond(body, tenant, prompts, metadata, reply)
+        return await self._respond(body, tenant, prompts, metadata, reply, _headers(body))
 
     async def tokenization(self) -> Tokenization:
         """The tokenizer, once an engine is connected. ApiError (503) before."""
@@ -212,6 +212,25 @@ class Service:
             "internal_states": list((await self.stats()).values()),
         }
 
+    async def _chat(
+        self,
+        request: ChatRequest,
+        tenant: str,
+        id_prefix: str,
+        make_reply: Callable[[ReplyMetadata, PreparedChat, TokenTexts], Reply],
+        headers: Mapping[str, str],
+    ) -> Response:
+        """Answer a conversation in the dialect of `make_reply`."""
+        tokenization = await self._admit()
+        chat = await asyncio.to_thread(prepare_chat, request, tokenization, self.config.server)
+        chat = chat._replace(params=seeded(chat.params))
+        metadata = self._metadata(id_prefix, chat.params)
+        reply = make_reply(metadata, chat, tokenization.token)
+        prompts = await asyncio.to_thread(
+            _prepared, tokenization, request, [chat.token_ids], chat.params, metadata.request_id
+        )
+        return await self._respond(request, tenant, prompts, metadata, reply, headers)
+
     async def _respond(
         self,
         body: RequestOptions,
@@ -219,13 +238,13 @@ class Service:
         prompts: list[PreparedPrompt],
         metadata: ReplyMetadata,
         reply: Reply,
+        headers: Mapping[str, str],
     ) -> Response:
         draft_limit = self._speculation().draft_limit(body.speculative)
         requests = engine_requests(metadata.request_id, prompts, tenant, body.cache_salt or "", draft_limit)
         limit = self.config.server.request_timeout_s
         session = tenant_scoped(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
         request_stream = await self._router_pool.submit(requests, min(body.timeout or limit, limit), session)
-        headers = _headers(body)
         return (EventStream if body.stream else JsonReply)(request_stream, reply, headers)
 
     async def _admit(self) -> Tokenization:

@@ -68,9 +68,10 @@ class ScriptedSupervisor:
 class ScriptedRanks:
     """An executor whose rows repeat TEXT, with up to two accepted drafts per step. `broken` simulates a dead rank."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, step_s: float = 0.0) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, step_s: float = 0.0, context_length: int = 512) -> None:
+        self.tokenizer = tokenizer
         self.script = tokenizer.encode(TEXT)
-        self.capacity = Capacity(65, 2, 512, len(tokenizer), [tokenizer.eos_token_id])
+        self.capacity = Capacity(context_length // 8 + 1, 2, context_length, len(tokenizer), [tokenizer.eos_token_id])
         self.drafter = ScriptedSupervisor()
         self.rank_nodes = ("10.0.0.1",)
         self.step_s = step_s
@@ -279,12 +280,12 @@ def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -
 
     @asynccontextmanager
     async def run(
-        step_s: float = 0.0, connect: bool = True, num_replicas: int = 1, **options: Any
+        step_s: float = 0.0, connect: bool = True, num_replicas: int = 1, longest: int = 512, **options: Any
     ) -> AsyncIterator[Server]:
         config = AppConfig(model="toy", **options)
 
         async def start(replica_id: str) -> Replica:
-            ranks = ScriptedRanks(tokenizer, step_s)
+            ranks = ScriptedRanks(tokenizer, step_s, longest)
             monkeypatch.setattr(
                 cluster.engine.router,
                 "_start_engine",

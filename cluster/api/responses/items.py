@@ -1,0 +1,120 @@
+"""Items of a response request's input, and their translation to messages of a chat."""
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from cluster.api.messages import CallId, FunctionName
+
+Json = dict[str, Any]
+
+MAX_ITEMS = 4096
+_DEFAULT_TYPE = "message"  # of an item that has only role and content
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
+
+
+class TextContent(_Part):
+    """One part of a message's content. Only text is supported."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+# Text or a list, whose tags keep pydantic's names of types out of the locations of errors.
+_BY_SHAPE = Discriminator(lambda value: "[list]" if isinstance(value, list) else "[text]")
+Text = Annotated[str, Tag("[text]")]
+TextOrParts = Annotated[Text | Annotated[list[TextContent], Tag("[list]")], _BY_SHAPE]
+
+
+class ReasoningContent(_Part):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class MessageItem(_Part):
+    role: Literal["user", "system", "developer", "assistant"]
+    content: TextOrParts
+
+
+class ReasoningItem(_Part):
+    """Reasoning of an earlier answer. Encrypted reasoning of another server is dropped, because it cannot be read."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningContent] | None = None
+
+
+class FunctionCallItem(_Part):
+    type: Literal["function_call"]
+    call_id: CallId
+    name: FunctionName
+    arguments: Annotated[str, Field(max_length=1_000_000)]
+
+
+class FunctionOutputItem(_Part):
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: TextOrParts
+
+
+def _type_of(value: object) -> object:
+    """The tag of an item. The brackets keep it out of the locations of errors."""
+    kind = value.get("type", _DEFAULT_TYPE) if isinstance(value, dict) else getattr(value, "type", _DEFAULT_TYPE)
+    return f"[{kind}]"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("[message]")]
+    | Annotated[ReasoningItem, Tag("[reasoning]")]
+    | Annotated[FunctionCallItem, Tag("[function_call]")]
+    | Annotated[FunctionOutputItem, Tag("[function_call_output]")],
+    Discriminator(
+        _type_of,
+        custom_error_type="unsupported_item",
+        custom_error_message="expected an item of type message, reasoning, function_call or function_call_output",
+    ),
+]
+Input = Annotated[Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS), Tag("[list]")], _BY_SHAPE]
+
+
+def chat_messages(
+    items: Iterable[MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem],
+) -> Iterator[Json]:
+    """The conversation as OpenAI's messages. Items that one answer consists of become one message of the assistant."""
+    answer: Json = {}
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            yield from _finished(answer)
+            answer = {"reasoning_content": "\n".join(part.text for part in item.content or []) or None}
+        elif isinstance(item, FunctionCallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            calls = [*answer.get("tool_calls", []), {"id": item.call_id, "type": "function", "function": function}]
+            answer = answer | {"tool_calls": calls}
+        elif isinstance(item, MessageItem) and item.role == "assistant":
+            if answer.keys() & {"content", "tool_calls"}:
+                yield from _finished(answer)
+                answer = {}
+            answer = answer | {"content": _text(item.content)}
+        else:
+            yield from _finished(answer)
+            answer = {}
+            yield _other(item)
+    yield from _finished(answer)
+
+
+def _finished(answer: Json) -> Iterator[Json]:
+    if answer.keys() & {"content", "tool_calls"}:  # reasoning alone is no message
+        yield {"role": "assistant", **answer}
+
+
+def _other(item: MessageItem | FunctionOutputItem) -> Json:
+    if isinstance(item, FunctionOutputItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+    return {"role": item.role, "content": _text(item.content)}
+
+
+def _text(content: str | list[TextContent]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,151 @@
+"""The body of /v1/responses, and its translation to a chat request."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.api.errors import from_validation
+from cluster.api.messages import MAX_TOOLS, FunctionName
+from cluster.api.protocol import Body, ChatRequest, ModelName, ReasoningEffort, RequestName, RequestOptions, Sampling
+from cluster.api.responses.items import Input, chat_messages
+from specray.errors import InvalidRequestError
+from specray.sampling_params import MaxTokens, NumLogprobs, Seed
+
+Json = dict[str, Any]
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"  # accepted: what clients without a store ask for; always null here
+
+# Field that needs what this server does not have -> accepted values, and the reason with what to do instead.
+_STATELESS: dict[str, tuple[tuple[object, ...], str]] = {
+    "previous_response_id": ((), "responses are not stored; send the whole conversation in input"),
+    "conversation": ((), "conversations are not stored; send the whole conversation in input"),
+    "store": ((False,), "responses are not stored, because any replica may answer the next request; set store=false"),
+    "background": ((False,), "responses are not stored, so none can be fetched later; set background=false"),
+    "prompt": ((), "there are no stored prompts; send instructions and input"),
+    "truncation": (("disabled",), "input is never dropped silently; shorten it and set truncation='disabled'"),
+    "context_management": (([],), "input is never compacted; leave context_management out"),
+    "moderation": ((), "there is no moderation; leave it out"),
+}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
+
+
+class FunctionTool(_Part):
+    """A function of the client's. Tools that OpenAI runs, such as web search, have other types."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Annotated[str, Field(max_length=65_536)] | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+    def for_chat(self) -> Json:
+        return {
+            "type": "function",
+            "function": self.model_dump(include={"name", "description", "parameters", "strict"}),
+        }
+
+
+class ChosenFunction(_Part):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class Reasoning(_Part):
+    effort: ReasoningEffort | None = None
+
+
+class TextFormat(_Part):
+    """`schema`, `name` and the rest of a format are passed on to `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+    def for_chat(self) -> Json:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": self.model_extra}
+
+
+class TextOptions(_Part):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class InputTokensRequest(Sampling, RequestOptions):
+    """Body of /v1/responses/input_tokens: what becomes part of the prompt."""
+
+    model: ModelName | None = None
+    input: Input
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_needs_a_store(cls, value: object) -> object:
+        for name, (accepted, reason) in _STATELESS.items() if isinstance(value, dict) else ():
+            if value.get(name) is not None and value[name] not in accepted:
+                raise InvalidRequestError(f"{name}: {reason}", name)
+        return value
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        names = [name for name in super().ignored_fields if name not in _STATELESS]
+        summarizes = self.reasoning is not None and (self.reasoning.model_extra or {}).get("summary") is not None
+        return names + (["reasoning.summary"] if summarizes else [])
+
+    def for_chat(self) -> ChatRequest:
+        """The same request for chat completions. ApiError for what only the whole request shows to be invalid."""
+        try:
+            return ChatRequest.model_validate(self._chat_fields())
+        except ValidationError as error:
+            raise from_validation(error.errors()) from None
+
+    def _chat_fields(self) -> Json:
+        own = {name: getattr(self, name) for name in {**Sampling.model_fields, **RequestOptions.model_fields}}
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        turns = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else chat_messages(self.input)
+        choice = self.tool_choice
+        if isinstance(choice, ChosenFunction):
+            own["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        else:
+            own["tool_choice"] = choice
+        return own | {
+            "messages": [*system, *turns],
+            "tools": [tool.for_chat() for tool in self.tools or []] or None,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "response_format": self.text.format.for_chat() if self.text and self.text.format else None,
+        }
+
+
+class ResponsesRequest(InputTokensRequest):
+    """Body of /v1/responses."""
+
+    n: Literal[1] | None = None
+    seed: Seed | None = None
+    rid: RequestName | None = None
+    max_output_tokens: MaxTokens | None = None
+    top_logprobs: NumLogprobs | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    metadata: dict[str, str] | None = None
+    stream_options: Body | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or []) or bool(self.top_logprobs)
+
+    def _chat_fields(self) -> Json:
+        return super()._chat_fields() | {
+            "seed": self.seed,
+            "rid": self.rid,
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+        }
