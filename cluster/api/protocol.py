@@ -116,22 +116,21 @@ IGNORED: Mapping[str, str] = {
 }
 
 
-def _refuse_unsupported(cls: type[BaseModel], value: object) -> object:
-    if isinstance(value, Mapping):
-        for name, neutral in UNSUPPORTED.items():
-            if name not in cls.model_fields and value.get(name) is not None and value[name] not in neutral:
-                raise InvalidRequestError(
-                    f"{name}={short_repr(value[name])}: this server does not support {name}; leave it out", name
-                )
-    return value
-
-
 class Body(BaseModel):
     """Base of all bodies: strict JSON types, unsupported fields rejected, unknown fields kept in `model_extra`."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
 
-    _refuse = model_validator(mode="before")(classmethod(_refuse_unsupported))
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            for name, neutral in UNSUPPORTED.items():
+                if name not in cls.model_fields and value.get(name) is not None and value[name] not in neutral:
+                    raise InvalidRequestError(
+                        f"{name}={short_repr(value[name])}: this server does not support {name}; leave it out", name
+                    )
+        return value
 
     @property
     def ignored_fields(self) -> list[str]:
@@ -187,6 +186,8 @@ class Sampling(Body):
         return make_sampling_params(**{name: value for name, value in fields.items() if value is not None})
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 TemplateName = Annotated[str, Field(pattern=r"^[a-zA-Z][a-zA-Z0-9_]{0,63}$")]
 TemplateValue = bool | int | float | Annotated[str, Field(max_length=1024)] | None
 TemplateVariables = Annotated[dict[TemplateName, TemplateValue], Field(max_length=16)]
@@ -266,12 +267,12 @@ class OpenAIRequest(Sampling, RequestOptions):
 class ChatRequest(OpenAIRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: MaxTokens | None = None
     add_generation_prompt: bool | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None  # SGLang's; false leaves the reasoning in the content

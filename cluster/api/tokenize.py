@@ -1,13 +1,14 @@
 """/tokenize and /detokenize, in the shapes of vLLM and of SGLang, and what a client needs to call them."""
 
 import asyncio
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 from fastapi import FastAPI
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from cluster.api.chat import prepare_chat
 from cluster.api.prompts import PromptField, PromptSet
-from cluster.api.protocol import MAX_MESSAGES, Body, Message, ModelName
+from cluster.api.protocol import Body, ChatRequest, Messages, ModelName, TemplateVariables, Tools
 from cluster.api.service import Service
 from specray.errors import InvalidRequestError
 
@@ -19,9 +20,11 @@ class TokenizeRequest(Body):
 
     model: ModelName | None = None
     prompt: PromptField | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -31,6 +34,16 @@ class TokenizeRequest(Body):
         if self.prompt is not None and not isinstance(self.prompt.items[0], str):
             raise InvalidRequestError("prompt has token ids already; send a string, or use /detokenize", "prompt")
         return self
+
+    def as_chat(self) -> ChatRequest:
+        """The chat request whose prompt is asked for."""
+        assert self.messages is not None
+        return ChatRequest(
+            messages=self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
 
 class DetokenizeRequest(Body):
@@ -59,8 +72,8 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> Json:
     service.check_model(body.model)
     tokenization = await service.tokenization()
     if body.messages is not None:
-        add_prompt = body.add_generation_prompt is not False
-        rows = [await asyncio.to_thread(tokenization.chat, body.messages, add_prompt)]
+        chat = await asyncio.to_thread(prepare_chat, body.as_chat(), tokenization, service.config.server)
+        rows = [chat.token_ids]
     else:
         assert body.prompt is not None
         add_special = body.add_special_tokens is not False
