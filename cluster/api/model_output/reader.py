@@ -66,6 +66,12 @@ class Reader:
         if not (yield from self.accept(literal)):
             raise NotACallError
 
+    def skip(self, literal: str) -> Reading[None]:
+        """Read `literal` if the text continues with it, or what a cut text has of it."""
+        if not (yield from self.accept(literal)) and self._is_ended:
+            unread = self._text[self._position :]
+            self._take(len(self._text) if literal.startswith(unread) else self._position)
+
     def skip_space(self) -> Reading[None]:
         yield from self.run(_SPACE, _ignore)
 

@@ -22,7 +22,7 @@ def scan(reader: Reader, sink: CallSink) -> Reading[None]:
             sink.content(opening)
         elif (yield from read_call(reader, sink, opening, _scan_call)):
             yield from reader.skip_space()
-            yield from reader.accept(CALLS_END)
+            yield from reader.skip(CALLS_END)
 
 
 def _scan_call(reader: Reader, sink: CallSink) -> Reading[None]:
@@ -35,7 +35,7 @@ def _scan_call(reader: Reader, sink: CallSink) -> Reading[None]:
     else:
         yield from _scan_block(reader, sink)  # the head is the call's type
     yield from reader.skip_space()
-    yield from reader.accept(CALL_END)
+    yield from reader.skip(CALL_END)
 
 
 def _scan_block(reader: Reader, sink: CallSink) -> Reading[None]:
@@ -48,4 +48,4 @@ def _scan_block(reader: Reader, sink: CallSink) -> Reading[None]:
     sink.start("".join(name).strip())
     yield from copy_value(reader, sink.arguments)
     yield from reader.skip_space()
-    yield from reader.accept(BLOCK_END)
+    yield from reader.skip(BLOCK_END)

@@ -24,7 +24,7 @@ def _scan_call(reader: Reader, sink: CallSink) -> Reading[None]:
     yield from reader.skip_space()
     yield from scan_object(reader, sink)
     yield from reader.skip_space()
-    yield from reader.accept(CLOSE)  # models leave it out at times
+    yield from reader.skip(CLOSE)  # models leave it out at times
 
 
 def _ignore(text: str) -> None:

@@ -39,7 +39,7 @@ def _scan_list(reader: Reader, sink: CallSink, opening: str) -> Reading[None]:
         if not (yield from reader.accept(",")):
             yield from reader.accept("]")
             yield from reader.skip_space()
-            yield from reader.accept(END)
+            yield from reader.skip(END)
             return
         opening = ","
 

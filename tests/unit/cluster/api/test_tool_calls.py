@@ -165,6 +165,14 @@ def test_arguments_are_streamed_before_the_call_is_complete() -> None:
     assert parser.feed(', "x') == [CallArguments(0, ', "x')]
 
 
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_text_that_is_cut_after_a_call_has_no_rest_of_a_marker(name: ToolCallParserName) -> None:
+    syntax = TOOL_FORMATS[name].syntax
+    text = syntax.write([("f", '{"a": 1}')])
+    for end in range(len(text) - len(syntax.end) - len(syntax.suffix), len(text)):
+        assert parsed(name, [text[:end]])[0] == ""
+
+
 def test_only_the_wanted_number_of_calls_is_kept() -> None:
     name, text = TEXTS[1]
     assert [called for called, _ in parsed(name, [text], max_calls=1)[1]] == ["get_weather"]
