@@ -137,4 +137,5 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(prometheus_text(await service.stats()), media_type=CONTENT_TYPE)
+        alias_model = service.config.model_name if service.config.server.metric_aliases else None
+        return Response(prometheus_text(await service.stats(), alias_model), media_type=CONTENT_TYPE)

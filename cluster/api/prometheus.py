@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cluster.api.metric_aliases import AliasCollector
 from specray.metrics import METRICS, HistogramSnapshot, Snapshot, labelled
 from specray.metrics import Metric as Definition
 
@@ -19,10 +20,12 @@ Value = float | dict[str, float] | HistogramSnapshot
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def prometheus_text(snapshots: Mapping[str, Snapshot]) -> bytes:
-    """Snapshots, by replica, in Prometheus text format."""
+def prometheus_text(snapshots: Mapping[str, Snapshot], alias_model: str | None = None) -> bytes:
+    """Snapshots, by replica, in Prometheus text format; for the model `alias_model` also under names of others."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(SnapshotCollector(snapshots))
+    if alias_model is not None:
+        registry.register(AliasCollector(snapshots, alias_model))
     text: bytes = generate_latest(registry)
     return text
 
