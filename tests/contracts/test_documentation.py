@@ -165,7 +165,7 @@ def test_curl_commands_name_a_route_and_send_a_valid_body(command: list[str]) ->
 
 def test_documented_routes_exist() -> None:
     known = routes()
-    for name in ("README.md", "docs/serving.md"):
+    for name in ("README.md", "docs/serving.md", "docs/api.md"):
         named = {code for code in backticked(PAGES[name]) if re.fullmatch(r"/[a-z_0-9./]+", code)}
         assert named - {"/admin"} <= known
 
