@@ -89,7 +89,9 @@ class InputTokensRequest(Sampling, RequestOptions):
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_needs_a_store(cls, value: object) -> object:
-        for name, (accepted, reason) in _STATELESS.items() if isinstance(value, dict) else ():
+        if not isinstance(value, dict):
+            return value
+        for name, (accepted, reason) in _STATELESS.items():
             if value.get(name) is not None and value[name] not in accepted:
                 raise InvalidRequestError(f"{name}: {reason}", name)
         return value
