@@ -20,7 +20,7 @@ PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5], [0, *range(10, 50)], [0, 20, 21, 22, 2
 PARAMS = [
     {"seed": 1, "temperature": 0.0, "max_tokens": 30},
     {"seed": 2, "temperature": 0.7, "top_p": 0.9, "max_tokens": 30},
-    {"seed": 3, "temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.5, "max_tokens": 30},
+    {"seed": 3, "temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.5, "prompt_logprobs": 1, "max_tokens": 30},
     {"seed": 4, "temperature": 1.0, "top_k": 20, "repetition_penalty": 1.2, "stop": ["a"], "max_tokens": 30},
 ]
 
@@ -34,6 +34,9 @@ def test_two_ranks_with_drafts_equal_one(name: str, toy: Path, tmp_path: Path) -
     assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
     assert [choice["text"] for choice in together] == [choice.text for choice in alone]
     assert [choice["finish_reason"] for choice in together] == [choice.finish_reason for choice in alone]
+    scores = [entry.logprob for entry in alone[2].prompt_logprobs or []]
+    assert [entry.logprob for entry in together[2]["prompt_logprobs"]] == pytest.approx(scores, abs=2e-4)
+    assert len(scores) == len(PROMPTS[2]) - 1
 
 
 @pytest.mark.skipif(kernels() is None, reason="torch's operations promise this in float32 only")

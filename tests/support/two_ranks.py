@@ -87,6 +87,8 @@ def lead(
             choice["token_ids"] += output.token_ids
             choice["text"] += output.text
             choice["finish_reason"] = output.finish_reason
+            if output.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = output.prompt_logprobs
             assert output.finish_reason is not FinishReason.ERROR, output.error
     return choices
 
