@@ -18,6 +18,7 @@ import yaml
 from fastapi import FastAPI
 
 from cluster.api.admin import add_admin_routes
+from cluster.api.anthropic.protocol import MessagesRequest
 from cluster.api.app import create_app
 from cluster.api.completion_protocol import CompletionRequest
 from cluster.api.generate_protocol import GenerateRequest
@@ -49,6 +50,7 @@ BODIES: dict[str, Any] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/generate": GenerateRequest,
+    "/v1/messages": MessagesRequest,
 }
 SAME = "the same"
 
@@ -245,13 +247,15 @@ CALLS: dict[str, Any] = {"LLM": EngineConfig, "create": ChatRequest, "SamplingPa
 
 
 def python_calls(name: str) -> list[dict[str, Any]]:
-    """Keyword arguments of the calls of `name` in the Python examples."""
-    trees = [ast.parse(block) for text in PAGES.values() for block in blocks(text, "python")]
+    """Keyword arguments of the calls of `name` in the Python examples, apart from variables and Anthropic's client."""
+    examples = [block for text in PAGES.values() for block in blocks(text, "python") if "Anthropic(" not in block]
+    trees = [ast.parse(block) for block in examples]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [
         {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
         for call in calls
         if name in (getattr(call.func, "id", None), getattr(call.func, "attr", None))
+        and not any(isinstance(node, ast.Name) for keyword in call.keywords for node in ast.walk(keyword.value))
     ]
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from cluster.config import ToolCallParserName
 from tests.unit.cluster.api.clients import MODEL, answer_with, openai_client
 from tests.unit.cluster.api.test_tool_calls import CASES, Calls
-from tests.unit.cluster.conftest import Serve, Server
+from tests.unit.cluster.conftest import Serve, Server, listening
 
 WEATHER_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [
@@ -21,6 +23,7 @@ TOOLS: list[Any] = [
 USER: list[Any] = [{"role": "user", "content": "hi"}]
 HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ASKED: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": TOOLS, "seed": 1, "max_tokens": 300}
+PAGE = Path(__file__).parents[4] / "docs/tools.md"
 TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[-1].content }}"
 
 
@@ -117,6 +120,23 @@ def test_options_decide_which_calls_are_returned(
 
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_the_documentations_examples_run(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OpenAI's and Anthropic's clients over a socket; the scripted model calls the function in every turn."""
+
+    async def scenario() -> None:
+        async with serve() as server, listening(server) as url:
+            answer_with(server, tokenizer, HERMES)
+            for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+                await asyncio.to_thread(exec, block.replace("http://127.0.0.1:8000", url), {})
+
+    asyncio.run(scenario())
+    assert capsys.readouterr().out == f"None\n[TextBlock(citations=None, text={HERMES!r}, type='text')]\n"
+
+
 NESTED: dict[str, Any] = {}
 for _ in range(40):
     NESTED = {"properties": NESTED}
