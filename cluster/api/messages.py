@@ -4,7 +4,7 @@ Each model has `for_template`, the value that a chat template receives.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -144,14 +144,6 @@ class Message(_Part):
         if self.role == "tool":
             message["tool_call_id"] = self.tool_call_id
         return message
-
-    @property
-    def texts(self) -> Iterator[str]:
-        """All text of the message that reaches the model."""
-        yield self.content or ""
-        yield self.reasoning_content or ""
-        for call in self.tool_calls or []:
-            yield call.function.arguments
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
