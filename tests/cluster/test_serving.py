@@ -85,6 +85,26 @@ def test_errors_map_to_the_clients_exceptions(client: openai.OpenAI, error: type
         client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES} | options)
 
 
+def test_prompts_are_scored_by_remote_ranks(app: Any) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 0, "echo": True, "logprobs": 1}
+    [choice] = app.http.post("/v1/completions", json=body).json()["choices"]
+    first, *scores = choice["logprobs"]["token_logprobs"]
+    assert first is None
+    assert len(scores) == len(choice["logprobs"]["tokens"]) - 1 > 0
+    assert all(score < 0 for score in scores)
+    assert choice["text"].endswith("Once upon a time")
+
+
+def test_a_request_is_aborted_by_its_name(app: Any) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(app.http.post, "/v1/completions", json=LONG | {"rid": "mine"})
+        while not samples(app)["specray_num_requests_running"]:
+            time.sleep(0.01)
+        assert app.http.post("/abort_request", json={"rid": "mine"}).status_code == 200
+        [choice] = running.result().json()["choices"]
+    assert choice["finish_reason"] == "abort"
+
+
 def test_routes_and_bodies_that_are_not_served(app: Any) -> None:
     replies = {
         404: app.http.get("/v2"),
