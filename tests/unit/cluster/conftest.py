@@ -107,7 +107,7 @@ class ScriptedRanks:
         prompt_logprobs = self._prompt_logprobs(slot, num_tokens)
         self._pending[slot] -= num_tokens
         if self._pending[slot] > 0:
-            return RequestResult(slot, [], 0, None, None, prompt_logprobs)
+            return RequestResult(slot, [], 0, None, None, prompt_logprobs=prompt_logprobs)
         drafts = min(2, max_draft_tokens)
         start = self._written[slot]
         tokens = [self.script[(start + i) % len(self.script)] for i in range(drafts + 1)]
@@ -115,7 +115,7 @@ class ScriptedRanks:
         self._pending[slot] = 1
         wanted = self._rows[slot].sampling.logprobs
         logprobs = None if wanted is None else [logprob_of(token, wanted) for token in tokens]
-        return RequestResult(slot, tokens, drafts, logprobs, None, prompt_logprobs)
+        return RequestResult(slot, tokens, drafts, logprobs, None, prompt_logprobs=prompt_logprobs)
 
     def _prompt_logprobs(self, slot: int, num_tokens: int) -> list[TokenLogprob] | None:
         """Those of the prompt tokens after the `num_tokens` that are computed now."""
