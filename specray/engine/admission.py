@@ -42,6 +42,12 @@ class Admission:
         self._check_ids("prompt", spec.prompt_token_ids)
         self._check_ids("emitted_token_ids", spec.emitted_token_ids)
         self._check_ids("prediction", spec.predicted_token_ids)
+        if (num_predicted := len(spec.predicted_token_ids)) > self.max_length:
+            raise InvalidRequestError(
+                f"prediction has {num_predicted} tokens, but this server allows {self.max_length} per request; "
+                "shorten it or leave it out",
+                "prediction",
+            )
         self._check_ids("logit_bias", spec.params.logit_bias)
         self._check_ids("stop_token_ids", spec.params.stop_token_ids)
         self._check_allowed(spec.params)

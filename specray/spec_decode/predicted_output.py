@@ -24,11 +24,11 @@ class PredictionDrafter:
         self.max_draft_tokens = drafter.max_draft_tokens
         self.aux_hidden_state_layers = drafter.aux_hidden_state_layers
         self.reads_next_token = drafter.reads_next_token
-        self._drafter = drafter
+        self.drafter = drafter
         self._predictions: dict[int, Prediction] = {}  # by slot
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        tree = self._drafter.propose(context)  # for all requests, so that its state stays up to date
+        tree = self.drafter.propose(context)  # for all requests, so that its state stays up to date
         states = [context.table.states[request.slot] for request in context.requests]
         chains = {place: self._chain(state) for place, state in enumerate(states) if state.predicted_token_ids}
         places = [place for place, chain in chains.items() if chain]
@@ -39,7 +39,7 @@ class PredictionDrafter:
         return replace_trees(tree, torch.tensor(places, device=device), DraftTree.from_lists(trees, device))
 
     def release(self, slots: Sequence[int]) -> None:
-        self._drafter.release(slots)
+        self.drafter.release(slots)
         for slot in slots:
             self._predictions.pop(slot, None)
 

@@ -375,7 +375,7 @@ def resized_copy(model: Path, folder: Path, vocab_size: int) -> Path:
 
 
 def drafter_of(llm: LLM) -> StandaloneDrafter:
-    drafter = worker_of(llm).drafts.drafter  # type: ignore[attr-defined]
+    drafter = worker_of(llm).drafts.drafter.drafter  # type: ignore[attr-defined]
     assert isinstance(drafter, StandaloneDrafter)
     return drafter
 

@@ -102,7 +102,7 @@ def test_without_a_draft_path_the_targets_own_mtp_layers_draft(algorithm: str, t
     plain = [choice.token_ids for choice in generate(tmp_path, prompts, params)]
     speculative = SpeculativeConfig(algorithm=algorithm)
     with make_llm(tmp_path, speculative=speculative) as llm:
-        assert isinstance(llm._executor.worker.drafts.drafter, EagleDrafter)  # type: ignore[attr-defined]
+        assert isinstance(llm._executor.worker.drafts.drafter.drafter, EagleDrafter)  # type: ignore[attr-defined]
         assert [g.choices[0].token_ids for g in llm.generate(prompts, params)] == plain
 
 

@@ -316,6 +316,7 @@ def shown(response: Any) -> dict[str, Any]:
         (CHAT | {"messages": []}, openai.BadRequestError, "messages"),
         (CHAT | {"messages": [{"role": "user", "content": None}]}, openai.BadRequestError, "messages.0"),
         (CHAT | {"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
+        (CHAT | {"prediction": {"type": "content", "content": "x" * 1025}}, openai.BadRequestError, "prediction"),
         (CHAT | {"modalities": ["audio"]}, openai.BadRequestError, "modalities"),
         (CHAT | {"extra_body": {"stop_regex": "a+"}}, openai.BadRequestError, "stop_regex"),
         (TEXTS | {"suffix": "x"}, openai.BadRequestError, "suffix"),
