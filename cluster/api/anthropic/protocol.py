@@ -4,15 +4,17 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.api.errors import from_validation
 from cluster.api.messages import MAX_TOOLS, CallId, FunctionName
-from cluster.api.protocol import MAX_MESSAGES, Body, ChatRequest, ModelName, Stop
+from cluster.api.protocol import MAX_MESSAGES, Body, ChatRequest, ModelName, ReasoningEffort, Stop
+from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, TopK, TopP
 
 Json = dict[str, Any]
 
+_HOSTED = ("container", "context_management", "mcp_servers")  # would change the answer
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # Anthropic's -> OpenAI's
 
 
@@ -117,6 +119,21 @@ class Thinking(_Part):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class OutputFormat(_Part):
+    type: Literal["json_schema"]
+    schema_: Annotated[Json, Field(alias="schema")]
+
+    def for_chat(self) -> Json:
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": self.schema_}}
+
+
+class OutputConfig(_Part):
+    """How much the model reasons, and the JSON schema of its answer."""
+
+    effort: ReasoningEffort | None = None
+    format: OutputFormat | None = None
+
+
 class CountTokensRequest(Body):
     """Body of /v1/messages/count_tokens: what becomes part of the prompt."""
 
@@ -126,6 +143,15 @@ class CountTokensRequest(Body):
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[AnthropicToolChoice | AnthropicNamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_hosted_features(cls, value: object) -> object:
+        for name in _HOSTED if isinstance(value, dict) else ():
+            if isinstance(value, dict) and value.get(name):
+                raise InvalidRequestError(f"{name} needs a service of Anthropic's; leave it out", name)
+        return value
 
     @property
     def ignored_fields(self) -> list[str]:
@@ -141,13 +167,15 @@ class CountTokensRequest(Body):
 
     def _chat_fields(self) -> Json:
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []
-        choice = self.tool_choice
+        choice, config = self.tool_choice, self.output_config or OutputConfig()
         return {
             "messages": [*system, *(part for message in self.messages for part in message.for_chat())],
             "tools": [tool.for_chat() for tool in self.tools or []] or None,
             "tool_choice": choice.for_chat() if choice else None,
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
             "chat_template_kwargs": _thinking_variables(self.thinking),
+            "reasoning_effort": config.effort,
+            "response_format": config.format.for_chat() if config.format else None,
         }
 
 

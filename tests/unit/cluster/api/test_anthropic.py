@@ -197,13 +197,14 @@ def test_options_become_those_of_a_chat() -> None:
         "metadata": {"user_id": "me"},
         "tools": TOOLS,
         "tool_choice": {"type": "any"},
+        "output_config": {"effort": "low"},
     }
     body = MessagesRequest.model_validate(ASKED | options)
     chat = body.for_chat()
     params = chat.sampling(None)
     assert (params.temperature, params.top_k, params.top_p, params.stop) == (0.5, 3, 0.9, ["x"])
     assert params.max_tokens == 300
-    assert chat.template_variables == {"enable_thinking": False, "thinking": False}
+    assert chat.template_variables == {"reasoning_effort": "low", "enable_thinking": False, "thinking": False}
     assert (chat.tool_choice, [tool.function.name for tool in chat.offered_tools]) == ("required", ["get_weather", "f"])
     assert body.ignored_fields == ["metadata"]
     budget = {"thinking": {"type": "enabled", "budget_tokens": 9}}
@@ -235,6 +236,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error", "tools.0"),
         ({"tools": TOOLS[:1] * 2}, 400, "invalid_request_error", "two tools"),
         ({"tool_choice": {"type": "tool", "name": "g"}}, 400, "invalid_request_error", "'g'"),
+        ({"mcp_servers": [{"type": "url"}]}, 400, "invalid_request_error", "mcp_servers"),
+        ({"output_config": {"effort": "a lot"}}, 400, "invalid_request_error", "output_config.effort"),
         ({"model": "claude-opus-9"}, 404, "not_found_error", "claude-opus-9"),
         ({"max_tokens": 5000}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 413, "request_too_large", "4096"),
