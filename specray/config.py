@@ -366,8 +366,13 @@ class EngineConfig(Options):
     torch_compile_max_bs: int | None = Field(
         None, ge=1, description=unsupported_options.without_effect("torch_compile_max_bs")
     )
+    disable_cuda_graph: bool = Field(
+        False,
+        description="Launch every kernel of a decode step instead of replaying CUDA graphs. CPUs and engines of "
+        "several ranks have none.",
+    )
     cuda_graph_max_bs: int | None = Field(
-        None, ge=1, description=unsupported_options.without_effect("cuda_graph_max_bs")
+        None, ge=1, description="Largest batch of decode steps with CUDA graphs; null takes max_running_requests."
     )
 
     speculative: SpeculativeConfig = SpeculativeConfig()

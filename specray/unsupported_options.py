@@ -77,7 +77,6 @@ _WITHOUT_EFFECT = {
     "trust_remote_code": "code from a checkpoint is never run",
     "enable_torch_compile": "steps are not compiled",
     "torch_compile_max_bs": "steps are not compiled",
-    "cuda_graph_max_bs": "no CUDA graphs are captured",
 }
 
 

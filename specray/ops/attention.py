@@ -34,6 +34,36 @@ class AttentionBatch:
     are_chains: bool = False  # every tree is a chain, so that a query attends to all keys up to its own
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedBatch:
+    """T queries: all sizes are fixed and all contents are on the device, as CUDA graphs need it.
+
+    Query t attends to the first `prefix_lens[t]` KV slots of row `rows[t]` of `kv_slots`, and behind them to its path:
+    the first `path_lengths[t]` KV slots of `paths[t]`, the last of which is its own. Padding attends to KV slot 0,
+    which is zero, and writes to a KV slot that nobody reads.
+    """
+
+    prefix_lens: Tensor  # int64 [T]
+    rows: Tensor  # int64 [T]
+    kv_slots: Tensor  # int32 or int64 [any, K]
+    paths: Tensor  # int64 [T, M]
+    path_lengths: Tensor  # int64 [T], at least 1
+    slot_mapping: Tensor  # int64 [T]: the KV slot each query's KV is written to
+    window: int | None = None  # as in AttentionBatch; keys of the path are counted in its order
+
+
+def pack_paths(sees: Tensor, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """(paths int64 [R * N, M + 1], path_lengths int64 [R * N]) of N queries of each of R requests.
+
+    `sees` bool [R, N, M] are the keys of each query among `kv_slots` int64 [R, M].
+    """
+    width = sees.shape[-1]
+    rank = torch.where(sees, sees.cumsum(-1) - 1, width)  # hidden keys go to one more column
+    paths = torch.zeros(*sees.shape[:2], width + 1, dtype=torch.int64, device=sees.device)
+    paths.scatter_(2, rank, kv_slots[:, None].expand_as(sees))
+    return paths.flatten(0, 1), sees.sum(-1).flatten()
+
+
 # attend(layer, q [T, heads, dim], kv [T, 2, kv_heads, dim]) -> [T, heads * dim]; writes kv, then reads the pool
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -56,6 +86,14 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: AttentionBatch) -> Attend:
         """Prepare what all layers of one step share."""
+
+
+@runtime_checkable
+class PaddedAttention(Protocol):
+    """A backend whose kernels can be captured in a CUDA graph."""
+
+    def plan_padded(self, batch: PaddedBatch) -> Attend:
+        """Like AttentionBackend.plan, without reading a tensor on the host."""
 
 
 def make_pool(

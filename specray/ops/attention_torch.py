@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.ops.attention import Attend, AttentionBatch
+from specray.ops.attention import Attend, AttentionBatch, PaddedBatch
 
 _SHORT = 64  # most queries of a request that shares a padded batch
 # KV bytes of a padded batch on a CPU. Beyond the L2 cache a batch is slower than its parts: 64 rows of 256 keys took
@@ -47,8 +47,23 @@ class TorchAttention:
         is_cpu = self.pool.device.type == "cpu"
         most_keys = _BATCH_BYTES // (self._layers[0][0].nbytes) if is_cpu else _ANY_NUMBER
         groups = [self._group(batch, members) for members in _grouped(batch.query_lens, batch.kv_lens, most_keys)]
-        slot_mapping = batch.slot_mapping
+        return self._attend_groups(groups, batch.slot_mapping)
 
+    def plan_padded(self, batch: PaddedBatch) -> Attend:
+        """See PaddedAttention. Every query is a request, with as many keys as a row of `kv_slots` and a path."""
+        size, width = batch.paths.shape
+        key, place = (torch.arange(count, device=self.pool.device) for count in (batch.kv_slots.shape[1], width))
+        is_prefix, is_path = key < batch.prefix_lens[:, None], place < batch.path_lengths[:, None]
+        visible = torch.cat((is_prefix, is_path), 1)
+        if batch.window is not None:
+            positions = torch.cat((key.expand(size, -1), batch.prefix_lens[:, None] + place), 1)
+            visible &= positions > (batch.prefix_lens + batch.path_lengths)[:, None] - 1 - batch.window
+        prefix = batch.kv_slots.index_select(0, batch.rows).long()
+        keys = torch.cat((prefix.where(is_prefix, 0), batch.paths.where(is_path, 0)), 1).flatten()
+        group = _Group(size, 1, None, None, keys, [], self._additive(visible[:, None]))
+        return self._attend_groups([group], batch.slot_mapping)
+
+    def _attend_groups(self, groups: list[_Group], slot_mapping: Tensor) -> Attend:
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             self._layers[layer].index_copy_(0, slot_mapping, kv)
             if len(groups) == 1 and groups[0].queries is None:

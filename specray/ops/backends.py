@@ -41,7 +41,7 @@ def make_backend(
 
 def _flashinfer(pool: Tensor, num_heads: int, tree_mode: str) -> AttentionBackend:
     library = _library("flashinfer", "flashinfer", "flashinfer-python", pool)
-    from specray.ops.gpu.attention import TritonAttend, TritonAttention
+    from specray.ops.gpu.attention import TritonAttention
     from specray.ops.gpu.flashinfer_attention import HEAD_DIMS, FlashInferReader
     from specray.ops.gpu.routed_attention import Read, RoutedAttention
 
@@ -53,7 +53,7 @@ def _flashinfer(pool: Tensor, num_heads: int, tree_mode: str) -> AttentionBacken
 
     def plan_trees(batch: AttentionBatch) -> Read:
         if tree_mode == "decode" or batch.window is not None:
-            return TritonAttend(triton, batch).read
+            return triton.plan(batch).read
         return masked.plan(batch)
 
     return RoutedAttention(pool, num_heads, causal.plan, plan_trees, takes_chains=tree_mode == "prefill")
@@ -61,7 +61,7 @@ def _flashinfer(pool: Tensor, num_heads: int, tree_mode: str) -> AttentionBacken
 
 def _flash_attention(pool: Tensor, num_heads: int, page_size: int | None, tree_mode: str) -> AttentionBackend:
     library = _library("fa", "vllm.vllm_flash_attn", "vllm", pool)
-    from specray.ops.gpu.attention import TritonAttend, TritonAttention
+    from specray.ops.gpu.attention import TritonAttention
     from specray.ops.gpu.flash_attention import LARGEST_HEAD_DIM, PAGE_MULTIPLE, FlashAttentionReader
     from specray.ops.gpu.routed_attention import Read, RoutedAttention
 
@@ -75,7 +75,7 @@ def _flash_attention(pool: Tensor, num_heads: int, page_size: int | None, tree_m
     causal = FlashAttentionReader(library, page_size)
 
     def plan_trees(batch: AttentionBatch) -> Read:
-        return TritonAttend(triton, batch).read
+        return triton.plan(batch).read
 
     return RoutedAttention(pool, num_heads, causal.plan, plan_trees, takes_chains=tree_mode == "prefill")
 

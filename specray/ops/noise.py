@@ -59,7 +59,7 @@ def _shift64(words: Tensor, count: int) -> Tensor:
     return (words >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
-def _mix(bits: Tensor, key: Tensor) -> Tensor:
+def _mix(bits: Tensor, key: Tensor | int) -> Tensor:
     """Two rounds of a 32-bit integer hash, in place, with the key's second word between them."""
     bits ^= _shift32(bits, 16)
     bits *= 0x7FEB352D
@@ -83,4 +83,4 @@ def _vocab_hash(vocab_size: int, device: torch.device) -> Tensor:
 def _hash(ids: Tensor) -> Tensor:
     """A hash of each token id, int32 like `ids`: the part of the noise that does not depend on the key."""
     bits = (ids + 1) * -0x61C88647  # 0x9E3779B9
-    return _mix(bits, torch.tensor(0x2545F491, dtype=torch.int32, device=ids.device))
+    return _mix(bits, 0x2545F491)

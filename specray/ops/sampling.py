@@ -14,7 +14,7 @@ from specray.ops.argmax import argmax
 from specray.ops.cpu import sampling as cpu_sampling
 from specray.ops.cpu.library import kernels
 from specray.ops.noise import gumbel
-from specray.ops.sampling_state import SamplingBatch, SamplingState
+from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch, SamplingState
 from specray.outputs import TokenLogprob
 
 _PREFIX = 1024  # top tokens that top-p looks at on a CPU before it sorts the whole vocabulary
@@ -37,6 +37,14 @@ def sample(logits: Tensor, batch: SamplingBatch, keys: Tensor) -> Tensor:
     return argmax(logits).index_copy(0, index, argmax(drawn))
 
 
+def sample_padded(logits: Tensor, batch: SamplingBatch, keys: Tensor) -> Tensor:
+    """The same for rows of which the host knows nothing, without bias, penalties and masked end tokens."""
+    is_sampled = batch.temperature >= GREEDY_BELOW
+    scaled = logits / batch.temperature.where(is_sampled, 1.0)[:, None]
+    kept = scaled.masked_fill(scaled < _lowest_kept(scaled, batch, logits.shape[-1]), -torch.inf)
+    return torch.where(is_sampled, argmax(kept + gumbel(keys, logits.shape[-1])), argmax(logits))
+
+
 def target_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """float32 [n, V]: the distribution that `sample` draws from; one-hot for rows that are greedy or not finite."""
     logits, sampled = _adjusted(logits, batch.states), _sampled_rows(batch)
@@ -52,7 +60,7 @@ def scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
     scaled = logits / batch.temperature[:, None]
     options = [state.options for state in batch.states]
     if any(o.top_k > 0 or o.top_p < 1.0 or o.min_p > 0.0 for o in options):
-        scaled.masked_fill_(scaled < _lowest_kept(scaled, batch), -torch.inf)
+        scaled.masked_fill_(scaled < _lowest_kept(scaled, batch, _prefix(scaled, batch)), -torch.inf)
     return scaled
 
 
@@ -92,13 +100,24 @@ def _adjust(logits: Tensor, state: SamplingState) -> Tensor:
     return logits
 
 
-def _lowest_kept(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """The smallest logit [n, 1] that passes top-k, top-p over the tokens that top-k kept, and min-p."""
+def _prefix(scaled: Tensor, batch: SamplingBatch) -> int:
+    """How many of the likeliest tokens to sort.
+
+    A prefix is enough for almost every nucleus. On a GPU the host could not check that without a copy.
+    """
+    if scaled.device.type != "cpu":
+        return scaled.shape[-1]
+    longest = max((state.options.top_k for state in batch.states), default=0)
+    return min(scaled.shape[-1], max(longest, _PREFIX))
+
+
+def _lowest_kept(scaled: Tensor, batch: SamplingBatch, prefix: int) -> Tensor:
+    """The smallest logit [n, 1] that passes top-k, top-p over the tokens that top-k kept, and min-p.
+
+    Only the `prefix` likeliest tokens are sorted at first.
+    """
     logprobs = scaled.log_softmax(-1)  # row by row, so that no row's bits depend on the others
     vocab_size = scaled.shape[-1]
-    # Sorting a prefix is enough for almost every nucleus. On a GPU the host could not check that without a copy.
-    longest = max((state.options.top_k for state in batch.states), default=0)
-    prefix = min(vocab_size, max(longest, _PREFIX)) if scaled.device.type == "cpu" else vocab_size
     ids, count, is_enough = _nucleus(logprobs, prefix, batch)
     if prefix < vocab_size and not bool(is_enough.all()):
         ids, count, _ = _nucleus(logprobs, vocab_size, batch)

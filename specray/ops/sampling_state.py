@@ -68,7 +68,10 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """Sampling options of n rows: tensors for the device, states for the host's choice of a code path."""
+    """Sampling options of n rows: tensors for the device, states for the host's choice of a code path.
+
+    `states` is empty in a padded batch, where nothing depends on the host.
+    """
 
     states: list[SamplingState]
     seeds: Tensor  # int64 [n]
@@ -86,6 +89,11 @@ class SamplingBatch:
         integers = torch.tensor([(o.seed, o.top_k) for o in options], dtype=torch.int64)
         seeds, top_k = integers.view(-1, 2).to(device).unbind(1)
         return cls(list(states), seeds, temperature, top_k, top_p, min_p)
+
+    def repeat(self, count: int) -> "SamplingBatch":
+        """Each row `count` times in succession; without states."""
+        tensors = (self.seeds, self.temperature, self.top_k, self.top_p, self.min_p)
+        return SamplingBatch([], *(tensor.repeat_interleave(count) for tensor in tensors))
 
     def select(self, rows: Sequence[int]) -> "SamplingBatch":
         """These rows, in this order; a row may be named more than once."""

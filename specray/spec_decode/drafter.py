@@ -6,10 +6,11 @@ SpeculativeConfig, target: TargetView). Wrong, late or missing drafts cost speed
 `specray.testing` checks a drafter against this interface.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class DraftRequest(NamedTuple):
     draft_limit: DraftLimit  # nodes and levels beyond it will not be verified
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ProposeContext:
     """Input for the next step's drafts."""
 
@@ -43,9 +44,18 @@ class ProposeContext:
     requests: list[DraftRequest]  # each gets a tree, whose root is its last known token, at `end`
     # Requests that get no tree: their prompt is not complete, or their limit allows no drafts.
     unfinished: list[DraftRequest] = field(default_factory=list)
-    # [sum of end - start, len(aux_hidden_state_layers) * hidden] of the computed tokens, first of `requests`, then of
-    # `unfinished`
-    aux_hidden_states: Tensor | None = None
+    gather_aux_hidden_states: Callable[[], Tensor] | None = None  # None: the drafter asked for none
+    # `PaddedDrafter.propose_padded` for `requests` as a CUDA graph, which is faster. None: it was not captured, or some
+    # request is unfinished or committed tokens of its prompt.
+    replay: Callable[[], DraftTree] | None = None
+
+    @cached_property
+    def aux_hidden_states(self) -> Tensor | None:
+        """[sum of end - start, len(aux_hidden_state_layers) * hidden] of the computed tokens.
+
+        First of `requests`, then of `unfinished`.
+        """
+        return None if self.gather_aux_hidden_states is None else self.gather_aux_hidden_states()
 
     def token_ids(self, request: DraftRequest) -> list[int]:
         """A request's known tokens up to `end`, on the host."""
@@ -106,6 +116,26 @@ class Drafter(Protocol):
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget the requests of these slots."""
+
+
+class PaddedCommit(NamedTuple):
+    """What a step of R trees of N nodes committed, on the device. Rows past the requests are padding."""
+
+    slots: Tensor  # int64 [R], of the request table; an empty request for padding
+    num_kept: Tensor  # int64 [R], accepted nodes, the root included; 0 for padding
+    nodes: Tensor  # int64 [R, N], accepted nodes by depth; undefined past `num_kept`, but nodes
+    aux_hidden_states: Tensor  # [R * N, len(aux_hidden_state_layers) * hidden], of all nodes
+
+
+@runtime_checkable
+class PaddedDrafter(Protocol):
+    """A Drafter that can also draft in a CUDA graph."""
+
+    def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
+        """`propose` for R rows without the host; `is_sampled`: not all requests are greedy.
+
+        Trees may exceed draft limits: whoever takes them cuts them.
+        """
 
 
 class DraftSource(Protocol):

@@ -15,13 +15,13 @@ from torch import Tensor
 from specray.config import SpeculativeConfig
 from specray.models.eagle import EagleHead
 from specray.models.eagle_loading import load_eagle_head
-from specray.ops.attention import AttentionBatch, make_pool
+from specray.ops.attention import AttentionBatch, PaddedAttention, PaddedBatch, make_pool
 from specray.ops.backends import make_backend
 from specray.spec_decode.draft_setup import scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
+from specray.spec_decode.drafter import DraftRequest, PaddedCommit, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
-from specray.spec_decode.request_table import RaggedIndex
+from specray.spec_decode.request_table import RaggedIndex, RequestTable
 from specray.spec_decode.tree_growth import TreeGrower, TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.written_slots import WrittenSlots
@@ -45,8 +45,10 @@ class EagleDrafter:
         self.max_draft_tokens = shape.num_draft_tokens - 1
         self.aux_hidden_state_layers = head.aux_hidden_state_layers
         self._head = head
+        self._shape = shape
         scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
-        num_slots = target.num_slots + scratch.numel()
+        self._padding_slot = target.num_slots + scratch.numel()  # where padding writes
+        num_slots = self._padding_slot + 1
         pool = make_pool(head.num_layers, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
         self._attention = make_backend(target.attention_backend, pool, head.num_heads)
         last_position = target.context_length - 1
@@ -58,8 +60,9 @@ class EagleDrafter:
         requests = context.requests + context.unfinished
         if not requests:
             return DraftTree.from_lists([], context.table.device)
-        assert context.aux_hidden_states is not None
         self._written.update(context.table, requests, [request.start for request in requests])
+        if context.replay is not None and self._written.are_all(context.table, requests):
+            return context.replay()
         [slots] = context.columns(requests, "slot")
         visible = self._written.visible(context.table, slots, requests)
         output = self._extend(context, requests, visible)
@@ -72,8 +75,43 @@ class EagleDrafter:
         prefix = TreePrefix(context.requests, slots[:count], ends, [(kv_slots[:count], kv_lens[:count])])
         return self._grower.grow(context, prefix, output[:count])
 
+    @torch.inference_mode()
+    def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
+        """See PaddedDrafter. For requests of which this drafter has written all KV. Ignores draft limits."""
+        last = table.num_tokens.index_select(0, commit.slots).long() - 1
+        ends = last.clamp(min=0)
+        output = self._extend_padded(table, commit, ends)
+        return self._grower.grow_padded(table, commit.slots, ends, output, is_sampled)
+
     def release(self, slots: Sequence[int]) -> None:
         """The only state is KV in the requests' blocks."""
+
+    def _extend_padded(self, table: RequestTable, commit: PaddedCommit, ends: Tensor) -> Tensor:
+        """`_extend` with as many positions for each request as a path of a tree can have."""
+        num_rows, num_nodes = commit.nodes.shape
+        width = min(num_nodes, self._shape.num_steps + 1)
+        depth = torch.arange(width, device=ends.device)
+        is_real = depth < commit.num_kept[:, None]
+        starts = ends - commit.num_kept
+        positions = (starts[:, None] + depth).where(is_real, 0)
+        rows = commit.slots.repeat_interleave(width)
+        kv_slots = table.kv_slots_at(rows, positions.flatten()).view_as(positions)
+        batch = PaddedBatch(
+            starts.repeat_interleave(width),
+            rows,
+            table.kv_slots,
+            kv_slots.where(is_real, 0).repeat_interleave(width, 0),
+            (depth + 1).repeat(num_rows),
+            kv_slots.where(is_real, self._padding_slot).flatten(),
+            self._head.window,
+        )
+        assert isinstance(self._attention, PaddedAttention)
+        attend, row = self._attention.plan_padded(batch), torch.arange(num_rows, device=ends.device)
+        nodes = (row[:, None] * num_nodes + commit.nodes[:, :width]).flatten()
+        states = self._head.fuse(commit.aux_hidden_states.index_select(0, nodes))
+        tokens = table.tokens_at(rows, positions.flatten() + 1)
+        output = self._head(tokens, states, positions.flatten(), attend)
+        return output.index_select(0, row * width + (commit.num_kept - 1).clamp(min=0))
 
     def _extend(
         self, context: ProposeContext, requests: list[DraftRequest], visible: tuple[Tensor, list[int]]

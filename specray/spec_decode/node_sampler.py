@@ -4,12 +4,13 @@
 `samplers` selects the configured one.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from specray.ops.sampling import sample
 from specray.ops.sampling_state import SamplingBatch
+from specray.spec_decode.draft_tree import DraftTree
 
 
 class NodeBatch(NamedTuple):
@@ -29,6 +30,17 @@ class NodeSampler(Protocol):
 
     def __call__(self, nodes: NodeBatch) -> Tensor:
         """int64 [n]"""
+
+
+@runtime_checkable
+class PaddedSampler(Protocol):
+    """A NodeSampler that can also choose at all nodes at once, without the host."""
+
+    def at_nodes(self, chosen: Tensor, tree: DraftTree, seeds: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
+        """int64 [B, N], the tokens after all nodes, from `chosen` [B, N], those that `coupled` chooses.
+
+        `seeds` and `lengths`, known tokens, are int64 [B].
+        """
 
 
 def coupled(nodes: NodeBatch) -> Tensor:

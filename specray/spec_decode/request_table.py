@@ -59,19 +59,21 @@ class RequestTable:
         self.num_slots, self.max_tokens, self.page_size, self.vocab_size = num_slots, max_tokens, page_size, vocab_size
         self._width = max_tokens + max_tokens % 2  # even, so that the seeds are aligned
         self._row = 2 * self._width + _NUM_SCALARS
-        arena = make_zeros((num_slots + 1, self._row), torch.int32, device)  # the last row takes masked writes
+        # The last row takes masked writes, and is an empty request for padding.
+        arena = make_zeros((num_slots + 1, self._row), torch.int32, device)
+        self.padding_slot = num_slots
         scalars = 2 * self._width
         floats = arena.view(torch.float32)
         self._arena = arena.view(-1)
-        self.token_ids = arena[:num_slots, : self._width]
-        self.kv_slots = arena[:num_slots, self._width : scalars]
-        self.num_tokens = arena[:num_slots, scalars]
-        self._scalars = arena[:num_slots, scalars:]
-        self.seeds = arena.view(torch.int64)[:num_slots, scalars // 2 + 1]
-        self.top_k = arena[:num_slots, scalars + 4]
-        self.temperature = floats[:num_slots, scalars + 5]
-        self.top_p = floats[:num_slots, scalars + 6]
-        self.min_p = floats[:num_slots, scalars + 7]
+        self.token_ids = arena[:, : self._width]
+        self.kv_slots = arena[:, self._width : scalars]
+        self.num_tokens = arena[:, scalars]
+        self._scalars = arena[:, scalars:]
+        self.seeds = arena.view(torch.int64)[:, scalars // 2 + 1]
+        self.top_k = arena[:, scalars + 4]
+        self.temperature = floats[:, scalars + 5]
+        self.top_p = floats[:, scalars + 6]
+        self.min_p = floats[:, scalars + 7]
         self.host_kv_slots = np.zeros((num_slots, self._width), dtype=np.int32)
         self.states: dict[int, RequestState] = {}
         self.device = device
@@ -151,7 +153,7 @@ class RequestTable:
         return self.kv_slots[:, :num_tokens].index_select(0, slots).long()
 
     def sampling(self, slots: Tensor, states: Sequence[RequestState]) -> SamplingBatch:
-        """Sampling options of requests; `states` are those of `slots`."""
+        """Sampling options of requests; `states` are those of `slots`, or none if the host does not look at them."""
         rows = self._scalars.index_select(0, slots)  # one gather, of which the options are views
         floats, seeds = rows.view(torch.float32), rows.view(torch.int64)[:, 1]
         options = (floats[:, 5], rows[:, 4].long(), floats[:, 6], floats[:, 7])

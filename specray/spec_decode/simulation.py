@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specray.ops.noise import salted, uniform
 from specray.ops.sampling import sample
+from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.node_sampler import NodeBatch
 
 
@@ -41,3 +42,21 @@ class SimulatedAcceptance:
             tokens = torch.where(is_child, (tokens + 1) % nodes.logits.shape[-1], tokens)
         best = siblings[:, 0]
         return torch.where(is_accepted & (best >= 0), best, tokens)
+
+    def at_nodes(self, chosen: Tensor, tree: DraftTree, seeds: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
+        """See PaddedSampler. A token that is a child by chance becomes one beside all children."""
+        nodes = torch.arange(tree.tokens.shape[1], device=chosen.device)
+        is_child = (tree.parents[:, None] == nodes[:, None]) & ~tree.repeats_sibling()[:, None]
+        depths = tree.ancestors().sum(-1) - 1
+        rates = torch.zeros(len(nodes), dtype=torch.float64, device=chosen.device)
+        for depth, rate in enumerate(self.rates[: len(nodes)]):
+            rates[depth].fill_(rate)
+        draws = uniform(salted(seeds)[:, None], lengths[:, None] + depths, depths)
+        children = tree.tokens[:, None].expand_as(is_child)
+        highest = children.masked_fill(~is_child, NONE).amax(-1)
+        lowest = children.masked_fill(~is_child, vocab_size).amin(-1)
+        other = torch.where(highest + 1 < vocab_size, highest + 1, lowest - 1)
+        is_hit = (is_child & (children == chosen[:, :, None])).any(-1)
+        best = tree.tokens.gather(1, is_child.to(torch.int8).argmax(-1))
+        is_accepted = (draws < rates[depths]) & is_child.any(-1)
+        return torch.where(is_accepted, best, torch.where(is_hit, other, chosen))

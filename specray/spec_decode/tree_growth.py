@@ -5,7 +5,7 @@ acceptance and cannot change the output. The KV of nodes lies in scratch slots b
 and is discarded. `eagle_tree` selects the nodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.ops.attention import Attend, AttentionBackend, AttentionBatch
+from specray.ops.attention import (
+    Attend,
+    AttentionBackend,
+    AttentionBatch,
+    PaddedAttention,
+    PaddedBatch,
+    pack_paths,
+)
 from specray.ops.cpu.attention import PagedAttention
 from specray.ops.cpu.trees import TreeNetwork, TreeRequests
 from specray.ops.likeliest import likeliest
@@ -21,6 +28,7 @@ from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext
 from specray.spec_decode.eagle_tree import CandidatePool
+from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
 
@@ -90,11 +98,52 @@ class TreeGrower:
         noise = TreeNoise.of(context, prefix.requests, prefix.slots, shape.num_steps)
         if (tree := self._grow_fused(context, prefix, output, shape, noise)) is not None:
             return tree
-        topk, num_steps, num_rows = shape.topk, shape.num_steps, len(prefix.requests)
+        keys = [self._with_scratch(kv_slots, kv_lens) for kv_slots, kv_lens in prefix.visible]
+
+        def attend_at(level: int, sees: Tensor) -> Attend:
+            return self._plan_level(prefix, keys, sees, level, shape.topk)
+
+        return self._grow(context.roots(), prefix.positions, output, shape, noise, attend_at)
+
+    def grow_padded(
+        self, table: RequestTable, slots: Tensor, ends: Tensor, output: Tensor, is_sampled: bool
+    ) -> DraftTree:
+        """The same for R requests in table slots `slots` int64 [R], of any draft limits, in a CUDA graph.
+
+        Their nodes attend to all positions before `ends` int64 [R], those of the roots.
+        """
+        assert isinstance(self._attention, PaddedAttention)
+        plan, shape = self._attention.plan_padded, self._shape
+        scratch, topk = self._scratch[: len(slots)], shape.topk
+        prefix_lens, rows = (part.repeat_interleave(topk) for part in (ends, slots)) if topk > 1 else (ends, slots)
+
+        def attend_at(level: int, sees: Tensor) -> Attend:
+            written, own = scratch[:, (level - 1) * topk : level * topk].flatten(), scratch[:, : level * topk]
+            paths = pack_paths(sees, own) if topk > 1 else (own, torch.full_like(ends, level))
+            return plan(PaddedBatch(prefix_lens, rows, table.kv_slots, *paths, written, self._window))
+
+        noise = TreeNoise.padded(table, slots, ends, shape.num_steps) if is_sampled else None
+        return self._grow(table.tokens_at(slots, ends), ends, output, shape, noise, attend_at)
+
+    def _grow(
+        self,
+        roots: Tensor,
+        positions: Tensor,
+        output: Tensor,
+        shape: TreeShape,
+        noise: TreeNoise | None,
+        attend_at: Callable[[int, Tensor], Attend],
+    ) -> DraftTree:
+        """Trees below `roots` int64 [B], whose children have `positions`.
+
+        `attend_at` is the attention of a level's nodes, of which `sees` bool [B, topk, level * topk] are the ancestors.
+        """
+        if shape.topk == 1 and not shape.returns_draft_probs:
+            return self._grow_chain(roots, positions, output, shape, noise, attend_at)
+        topk, num_steps, num_rows = shape.topk, shape.num_steps, len(roots)
         level_probs: list[Tensor] = []  # the distribution that each level's children are drawn from
         scores, tokens = self._candidates(self._model.logits(output)[:, None], noise, 0, level_probs, topk)
         pool = CandidatePool.of_roots(scores[:, 0], tokens[:, 0])
-        keys = [self._with_scratch(kv_slots, kv_lens) for kv_slots, kv_lens in prefix.visible]
         states = self._model.recur(output).repeat_interleave(topk, 0)  # of the parent of each token of the frontier
         rows = torch.arange(num_rows, device=self._device)[:, None]
         eye = torch.eye(topk, dtype=torch.bool, device=self._device).expand(num_rows, topk, topk)
@@ -103,7 +152,9 @@ class TreeGrower:
         for level in range(1, num_steps):
             tokens = pool.tokens.gather(1, frontier).flatten()
             sees = torch.cat((sees, eye), 2)
-            output = self._forward_level(prefix, keys, tokens, states, sees, level, topk)
+            # A node past the last position has no rotary angle, but is never verified.
+            at_level = (positions + level - 1).clamp(max=self._last_position).repeat_interleave(topk)
+            output = self._model(tokens, states, at_level, attend_at(level, sees))
             logits = self._model.logits(output).view(num_rows, topk, -1)
             probs, children = self._candidates(logits, noise, level, level_probs, topk)
             pool.expand(frontier, pool.scores.gather(1, frontier)[:, :, None] * probs, children)
@@ -112,7 +163,33 @@ class TreeGrower:
                 parents = (frontier - (pool.scores.shape[1] - topk**2)) // topk  # places in the level just computed
                 states = self._model.recur(output).index_select(0, (parents + topk * rows).flatten())
                 sees = sees.gather(1, parents[:, :, None].expand_as(sees))
-        return with_draft_probs(pool.tree(context.roots(), shape.num_draft_tokens - 1), level_probs)
+        return with_draft_probs(pool.tree(roots, shape.num_draft_tokens - 1), level_probs)
+
+    def _grow_chain(
+        self,
+        roots: Tensor,
+        positions: Tensor,
+        output: Tensor,
+        shape: TreeShape,
+        noise: TreeNoise | None,
+        attend_at: Callable[[int, Tensor], Attend],
+    ) -> DraftTree:
+        """The same for trees of one branch: the likeliest token after each other, without scores."""
+        sees = torch.ones(len(roots), 1, shape.num_steps, dtype=torch.bool, device=self._device)
+        chain, best = [roots], []
+        for level in range(shape.num_steps):
+            if level:
+                states = self._model.recur(output)
+                at_level = (positions + (level - 1)).clamp(max=self._last_position)
+                output = self._model(chain[-1], states, at_level, attend_at(level, sees[:, :, :level]))
+            logits = self._model.logits(output)
+            if noise is not None:
+                logits = noise.added(logits[:, None], level, self._model.draft_token_ids)[:, 0]
+            logit, token = logits.max(-1)
+            chain.append(self._model.target_ids(token))
+            best.append(logit)
+        tree = DraftTree.chains(torch.stack(chain, 1))
+        return replace(tree, num_nodes=tree.num_nodes * torch.stack(best, 1).isfinite().all(-1))
 
     def _grow_fused(
         self, context: ProposeContext, prefix: TreePrefix, output: Tensor, shape: TreeShape, noise: TreeNoise | None
@@ -145,17 +222,8 @@ class TreeGrower:
         places = ends + torch.arange(scratch.shape[1], device=self._device)
         return F.pad(kv_slots, (0, scratch.shape[1])).scatter_(1, places, scratch)
 
-    def _forward_level(
-        self,
-        prefix: TreePrefix,
-        keys: list[Tensor],
-        tokens: Tensor,
-        states: Tensor,
-        sees: Tensor,
-        level: int,
-        topk: int,
-    ) -> Tensor:
-        """The model's output [B * topk, H] for one level's nodes, grouped by request."""
+    def _plan_level(self, prefix: TreePrefix, keys: list[Tensor], sees: Tensor, level: int, topk: int) -> Attend:
+        """The attention of one level's nodes, grouped by request; `keys` are `_with_scratch`."""
         num_rows = len(prefix.requests)
         written = self._scratch[:num_rows, (level - 1) * topk : level * topk].flatten()
         plans = [
@@ -172,9 +240,7 @@ class TreeGrower:
             )
             for kv_slots, (_, kv_lens) in zip(keys, prefix.visible, strict=True)
         ]
-        # A node past the last position has no rotary angle, but is never verified.
-        positions = (prefix.positions + level - 1).clamp(max=self._last_position).repeat_interleave(topk)
-        return self._model(tokens, states, positions, by_layer(plans))
+        return by_layer(plans)
 
     def _candidates(
         self, logits: Tensor, noise: TreeNoise | None, level: int, level_probs: list[Tensor], topk: int

@@ -10,13 +10,14 @@ from torch import Tensor
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.drafter import DraftRequest, ProposeContext
+from specray.spec_decode.request_table import RequestTable
 
 
 @dataclass(frozen=True, eq=False)
 class TreeNoise:
     """The target's noise for the next positions of sampled requests."""
 
-    is_sampled: list[bool]
+    is_sampled: list[bool] | None  # None: only the device knows
     temperature: Tensor  # float32 [B]
     seeds: Tensor  # int64 [B]
     ends: Tensor  # int64 [B], positions of the roots
@@ -35,6 +36,12 @@ class TreeNoise:
         temperature, seeds = table.temperature.index_select(0, slots), table.seeds.index_select(0, slots)
         return cls(is_sampled, temperature, seeds, ends, num_levels)
 
+    @classmethod
+    def padded(cls, table: RequestTable, slots: Tensor, ends: Tensor, num_levels: int) -> "TreeNoise":
+        """The noise of requests of which some are sampled; see `of`."""
+        temperature, seeds = table.temperature.index_select(0, slots), table.seeds.index_select(0, slots)
+        return cls(None, temperature, seeds, ends, num_levels)
+
     @cached_property
     def keys(self) -> Tensor:
         """int32 [B, levels, 2]; the CPU kernels make their own."""
@@ -43,6 +50,11 @@ class TreeNoise:
 
     def added(self, logits: Tensor, level: int, ids: Tensor | None) -> Tensor:
         """Logits [B, nodes, V] under temperature and noise where the request is sampled."""
+        if self.is_sampled is None:
+            is_sampled = (self.temperature >= GREEDY_BELOW)[:, None, None]
+            noise = gumbel(self.keys[:, level], logits.shape[-1], ids)
+            scaled = logits / self.temperature[:, None, None].where(is_sampled, 1.0)
+            return torch.where(is_sampled, scaled + noise[:, None], logits)
         if all(self.is_sampled):
             noise = gumbel(self.keys[:, level], logits.shape[-1], ids)
             return logits / self.temperature[:, None, None] + noise[:, None]

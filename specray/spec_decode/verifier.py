@@ -8,6 +8,8 @@ logprobs, or whose sampler depends on the drafts are walked depth by depth (`dep
 CPU without the kernels, where noise for unvisited nodes costs more than the depths.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,11 +18,11 @@ from specray.ops.argmax import argmax
 from specray.ops.cpu.library import Kernels, kernels
 from specray.ops.cpu.sampling import walk
 from specray.ops.noise import noise_keys
-from specray.ops.sampling import sample
-from specray.ops.sampling_state import SamplingState
+from specray.ops.sampling import sample, sample_padded
+from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.spec_decode.depth_walk import walk_by_depth
-from specray.spec_decode.draft_tree import ROOT
-from specray.spec_decode.node_sampler import NodeSampler, coupled
+from specray.spec_decode.draft_tree import ROOT, DraftTree
+from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler, coupled
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 
 
@@ -46,34 +48,81 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, allowed: Tensor 
     return VerifyOutput(num_tokens, tokens, nodes, {walked[row]: probs for row, probs in by_depth.logprobs.items()})
 
 
+def can_verify_padded(states: Sequence[SamplingState], sampler: NodeSampler) -> bool:
+    """Whether `verify_padded` can verify these requests."""
+    return is_padded(sampler) and not any(_needs_walk(state, walks_sampled=False) for state in states)
+
+
+def is_padded(sampler: NodeSampler) -> bool:
+    """Whether the sampler can choose in a CUDA graph."""
+    return sampler is coupled or isinstance(sampler, PaddedSampler)
+
+
 def _needs_walk(state: SamplingState, walks_sampled: bool) -> bool:
     return state.options.logprobs is not None or state.adjusts_logits or (walks_sampled and state.is_sampled)
 
 
 def _verify_at_once(inputs: VerifyInput, own: Kernels | None) -> VerifyOutput:
     """Choose the target's token at every node, then accept the nodes whose whole path was chosen."""
-    tree, device = inputs.tree, inputs.logits.device
+    tree = inputs.tree
     if own is not None:
         parts = (tree.tokens, tree.parents, tree.num_nodes, tree.max_depth, inputs.sampling, inputs.lengths)
         return VerifyOutput(*walk(own, inputs.logits, *parts), {})
-    num_rows, width = tree.tokens.shape
     ancestors = tree.ancestors()
     depths = ancestors.sum(-1) - 1
-    nodes = torch.arange(width, device=device)
+    nodes = torch.arange(tree.tokens.shape[1], device=inputs.logits.device)
     is_node = nodes < tree.num_nodes[:, None]
     starts = tree.num_nodes.cumsum(0) - tree.num_nodes
     places = torch.where(is_node, starts[:, None] + nodes, 0)
     flat = _choose_everywhere(inputs, depths, is_node)
     is_finite = inputs.logits.gather(1, flat[:, None])[:, 0].isfinite()
-    chosen, is_finite = flat[places], is_finite[places] & is_node
+    return _accept(tree, ancestors, flat[places], is_finite[places])
+
+
+def verify_padded(
+    logits: Tensor,
+    tree: DraftTree,
+    sampling: SamplingBatch | None,
+    lengths: Tensor,
+    is_sampled: bool,
+    sampler: NodeSampler,
+) -> VerifyOutput:
+    """`verify` for CUDA graphs, where `can_verify_padded`.
+
+    `logits` float32 [B * N, V] has a row for every place of `tree`. Unless `is_sampled`, all requests are greedy.
+    `lengths` int64 [B] are the known tokens. A request whose tree has no node keeps and emits nothing. `sampling` may
+    be None for greedy requests with coupled sampling.
+    """
+    ancestors, shape = tree.ancestors(), tree.tokens.shape
+    if not is_sampled:
+        chosen = argmax(logits)
+    else:
+        assert sampling is not None
+        keys = noise_keys(sampling.seeds[:, None], lengths[:, None] + ancestors.sum(-1) - 1)
+        chosen = sample_padded(logits, sampling.repeat(shape[1]), keys.flatten(0, 1))
+    is_finite = logits.gather(1, chosen[:, None])[:, 0].isfinite()
+    chosen = chosen.view(shape)
+    if isinstance(sampler, PaddedSampler):
+        assert sampling is not None
+        chosen = sampler.at_nodes(chosen, tree, sampling.seeds, lengths, logits.shape[-1])
+    return _accept(tree, ancestors, chosen, is_finite.view(shape))
+
+
+def _accept(tree: DraftTree, ancestors: Tensor, chosen: Tensor, is_finite: Tensor) -> VerifyOutput:
+    """Accept the nodes whose whole path was chosen, from the target's token at every node, [B, N]."""
+    num_rows, width = tree.tokens.shape
+    nodes = torch.arange(width, device=chosen.device)
+    is_node = nodes < tree.num_nodes[:, None]
+    depths = ancestors.sum(-1) - 1
+    is_finite = is_finite & is_node
     parents = tree.parents.clamp(min=0)
     is_chosen = (tree.tokens == chosen.gather(1, parents)) & is_node & ~tree.repeats_sibling()
-    is_chosen[:, ROOT] = True
+    is_chosen[:, ROOT].fill_(True)
     is_accepted = (is_chosen[:, None, :] | ~ancestors).all(-1) & (depths <= tree.max_depth) & is_node
     has_finite_path = (is_finite | ~is_accepted).all(-1)
     # At most one node of each depth is accepted; the others go to a column that is cut off.
     columns = torch.where(is_accepted, depths, tree.max_depth + 1)
-    path = torch.zeros(num_rows, tree.max_depth + 2, dtype=torch.int64, device=device)
+    path = torch.zeros(num_rows, tree.max_depth + 2, dtype=torch.int64, device=chosen.device)
     path = path.scatter_(1, columns, nodes.expand(num_rows, width))[:, :-1]
     return VerifyOutput(is_accepted.sum(-1) * has_finite_path, chosen.gather(1, path), path, {})
 

@@ -6,6 +6,7 @@ is the root of its tree. If they exceed the step's budget, the tree is that one 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,35 +55,49 @@ class ScheduledBatch:
         return table.tokens_at(self.slots, self.starts + self.counts - 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InputBatch:
-    """A step's rows and trees, flattened to T tokens."""
+class StepBatch(NamedTuple):
+    """A step's rows and their trees."""
 
     rows: ScheduledBatch
     tree: DraftTree  # of all R rows
     num_nodes: list[int]  # the host's copy of tree.num_nodes
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether every row's only known token is the root of its tree, and samples."""
+        return self.rows.are_all_sampling and max(self.rows.num_known) == 1
+
+    def committed_places(
+        self, roots: Tensor, order: Sequence[int], nodes: Tensor, num_tokens: Tensor, lengths: list[int]
+    ) -> Tensor:
+        """Places, int64 [sum of lengths], of the tokens that rows `order` committed, row by row.
+
+        These are the known tokens before the root and the accepted path: `num_tokens` int64 [R] nodes of `nodes`
+        int64 [R, D + 1]. `lengths` are their numbers, in the same order. `roots` int64 [R] are the places of the roots,
+        which a row's known tokens precede and its nodes follow.
+        """
+        rows = torch.tensor(order, dtype=torch.int64).to(roots.device)
+        before = (self.rows.counts - 1).index_select(0, rows)
+        index = RaggedIndex.of(before + num_tokens.index_select(0, rows), sum(lengths))
+        row, depth = rows.index_select(0, index.rows), index.offsets - before.index_select(0, index.rows)
+        node = torch.where(depth >= 0, nodes[row, depth.clamp(min=0)], depth)
+        return roots.index_select(0, row) + node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputBatch:
+    """A step's rows and trees, flattened to T tokens."""
+
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     attention: AttentionBatch
     roots: Tensor  # int64 [R], place of each row's root; its nodes follow in order
     node_places: Tensor | None  # int64 [M], places of the nodes of the rows that sample; None: all T
 
-    def committed_places(self, order: Sequence[int], nodes: Tensor, num_tokens: Tensor, lengths: list[int]) -> Tensor:
-        """Places, int64 [sum of lengths], of the tokens that rows `order` committed, row by row.
 
-        These are the known tokens before the root and the accepted path: `num_tokens` int64 [R] nodes of `nodes`
-        int64 [R, D + 1]. `lengths` are their numbers, in the same order.
-        """
-        rows = torch.tensor(order, dtype=torch.int64).to(self.roots.device)
-        before = (self.rows.counts - 1).index_select(0, rows)
-        index = RaggedIndex.of(before + num_tokens.index_select(0, rows), sum(lengths))
-        row, depth = rows.index_select(0, index.rows), index.offsets - before.index_select(0, index.rows)
-        node = torch.where(depth >= 0, nodes[row, depth.clamp(min=0)], depth)
-        return self.roots.index_select(0, row) + node
-
-
-def build_batch(table: RequestTable, rows: ScheduledBatch, tree: DraftTree, num_nodes: list[int]) -> InputBatch:
+def build_batch(table: RequestTable, batch: StepBatch) -> InputBatch:
     """Flatten rows and their trees."""
+    rows, tree, num_nodes = batch
     lens = [known + nodes - 1 for known, nodes in zip(rows.num_known, num_nodes, strict=True)]
     kv_lens = [state.num_computed_tokens + length for state, length in zip(rows.states, lens, strict=True)]
     query_lens = rows.counts + tree.num_nodes - 1
@@ -108,10 +123,10 @@ def build_batch(table: RequestTable, rows: ScheduledBatch, tree: DraftTree, num_
     )
     roots = query_lens.cumsum(0) - tree.num_nodes
     if rows.are_all_sampling and sum(lens) == sum(num_nodes):
-        return InputBatch(rows, tree, num_nodes, token_ids, positions, attention, roots, None)
+        return InputBatch(token_ids, positions, attention, roots, None)
     sampling = np.array(rows.sampling, dtype=np.int64)
     num_sampled = int(np.array(num_nodes)[sampling].sum())
     selected = torch.from_numpy(sampling).to(roots.device)
     nodes = RaggedIndex.of(tree.num_nodes.index_select(0, selected), num_sampled)
     node_places = roots.index_select(0, selected).index_select(0, nodes.rows) + nodes.offsets
-    return InputBatch(rows, tree, num_nodes, token_ids, positions, attention, roots, node_places)
+    return InputBatch(token_ids, positions, attention, roots, node_places)

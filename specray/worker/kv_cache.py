@@ -9,7 +9,10 @@ from specray.ops.cpu.library import kernels
 
 
 class KVCache:
-    """Pool [layers, KV slots, 2, kv_heads, dim]. Block 0 stays zero and is read as padding."""
+    """Pool [layers, KV slots, 2, kv_heads, dim] of `num_blocks` blocks, and one that takes the writes of padding.
+
+    Block 0 stays zero and is read as padding.
+    """
 
     def __init__(
         self,
@@ -21,7 +24,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.pool = make_pool(num_layers, num_blocks * page_size, num_kv_heads, head_dim, dtype, device)
+        self.padding_slot = num_blocks * page_size
+        self.pool = make_pool(num_layers, self.padding_slot + page_size, num_kv_heads, head_dim, dtype, device)
 
     def commit(self, kv_slots: Tensor, nodes: Tensor, num_tokens: Tensor) -> None:
         """Move the KV of accepted paths behind their prefixes.

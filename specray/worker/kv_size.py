@@ -9,10 +9,11 @@ import torch
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.worker.memory_advice import memory_fraction, weight_options
+from specray.worker.memory_plan import Demand, pool_bytes
 
 
-def count_blocks(config: EngineConfig, bytes_per_token: int, context_length: int, device: torch.device) -> int:
-    """Blocks of this rank's pool, the null block included: `max_total_tokens`, or what memory leaves after the weights.
+def count_blocks(config: EngineConfig, demand: Demand, context_length: int, device: torch.device) -> int:
+    """Blocks of this rank's pool, the null block included: `max_total_tokens`, or what memory leaves for it.
 
     Never more than all running requests could use. ConfigError if not even one block fits.
     """
@@ -21,14 +22,14 @@ def count_blocks(config: EngineConfig, bytes_per_token: int, context_length: int
         return config.max_total_tokens // config.page_size + 1
     total, used = _memory(device)
     fraction = memory_fraction(config, device.type == "cuda")
-    available = int(total * fraction) - used
-    tokens = min(available // bytes_per_token, useful)
+    available = pool_bytes(total, used, fraction, demand)
+    tokens = min(available // demand.token, useful)
     if tokens < config.page_size:
         smaller = "; ".join(["raise it", *weight_options(config), "or set max_total_tokens"])
         raise ConfigError(
             f"mem_fraction_static={fraction} of {total / 2**30:.1f} GiB leaves {available / 2**30:.2f} GiB for the KV "
-            f"pool after {used / 2**30:.1f} GiB already in use, less than one block of {config.page_size} tokens; "
-            f"{smaller}"
+            f"pool after {used / 2**30:.1f} GiB already in use, {demand.weights / 2**30:.1f} GiB of draft weights and "
+            f"{demand.dynamic / 2**30:.1f} GiB for steps, less than one block of {config.page_size} tokens; {smaller}"
         )
     return tokens // config.page_size + 1
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,17 @@ from specray.spec_decode.drafter import TargetView
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
 from specray.worker.kv_size import count_blocks
+from specray.worker.memory_demand import demand_of
 from specray.worker.remote_drafter.source import RingLimits
+
+
+class ForwardOutput(NamedTuple):
+    """What a forward pass over T tokens returns."""
+
+    hidden: Tensor | None  # [T, hidden], after the final norm; None if all rows sample
+    logits: Tensor | None  # float32 [M, V], of the nodes of the rows that sample; None if a graph verifies them
+    aux_hidden_states: list[Tensor]  # each [T, any], to be concatenated
+    roots: Tensor  # int64 [R], places of the rows' roots among the T tokens
 
 
 class ModelRunner:
@@ -30,19 +41,21 @@ class ModelRunner:
         device: torch.device,
         progress: bool = False,
         model: TargetModel | None = None,
+        colocates: bool = False,
     ) -> None:
+        """`colocates`: the drafter has a process of its own beside rank 0."""
         self.device = device
         self.model = model or load_model(folder, config, group, device, progress)
         model_config = load_config(folder)
         self._architecture = (model_config.architectures or [""])[0]
         self.context_length = context_length(model_config, config.context_length)
         shape, dtype = self.model.shape, self.model.embedding.weight.dtype
-        token_bytes = shape.num_layers * 2 * shape.num_local_kv_heads * shape.head_dim * dtype.itemsize
-        self.num_blocks = group.smallest(count_blocks(config, token_bytes, self.context_length, device))
+        demand = demand_of(config, model_config, shape, folder, dtype, device, group, colocates)
+        self.num_blocks = group.smallest(count_blocks(config, demand, self.context_length, device))
         self.kv = KVCache(
             shape.num_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size, dtype, device
         )
-        self._attention = make_backend(
+        self.attention = make_backend(
             config.attention_backend,
             self.kv.pool,
             shape.num_local_heads,
@@ -82,14 +95,11 @@ class ModelRunner:
         In float32, torch's operations differ too, but by so little that tests have found no text that changed.
         """
         is_float32 = self.model.embedding.weight.dtype is torch.float32 and config.quantization is None
-        return is_float32 or (isinstance(self._attention, PagedAttention) and self.model.is_row_wise)
+        return is_float32 or (isinstance(self.attention, PagedAttention) and self.model.is_row_wise)
 
-    def forward(self, batch: InputBatch, aux_hidden_state_layers: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(final hidden states [T, hidden], float32 logits [M, V] of the sampled nodes, aux hidden states).
-
-        Each aux hidden state is [T, hidden].
-        """
-        attend = self._attention.plan(batch.attention)
-        return self.model.with_logits(
+    def forward(self, batch: InputBatch, aux_hidden_state_layers: Sequence[int]) -> ForwardOutput:
+        attend = self.attention.plan(batch.attention)
+        hidden, logits, aux_hidden_states = self.model.with_logits(
             batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers
         )
+        return ForwardOutput(hidden, logits, aux_hidden_states, batch.roots)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from specray.models.causal_lm import TargetModel
 from specray.outputs import TokenLogprob
-from specray.worker.input_batch import InputBatch
+from specray.worker.input_batch import StepBatch
 
 SLICE_LOGITS = 2**23  # logits of a slice: 32 MiB in float32
 
 
-def compute_prompt_logprobs(model: TargetModel, batch: InputBatch, hidden: Tensor) -> dict[int, list[TokenLogprob]]:
+def compute_prompt_logprobs(model: TargetModel, batch: StepBatch, hidden: Tensor) -> dict[int, list[TokenLogprob]]:
     """By row, those of the prompt tokens that follow the positions computed in this step.
 
     `hidden` [T, hidden] are the final states. Call it on all ranks, before the step is committed.
@@ -36,8 +36,8 @@ def compute_prompt_logprobs(model: TargetModel, batch: InputBatch, hidden: Tenso
     return found
 
 
-def _root_places(batch: InputBatch) -> list[int]:
-    """The host's copy of `batch.roots`."""
+def _root_places(batch: StepBatch) -> list[int]:
+    """Places of the roots in the flattened batch (see InputBatch), on the host."""
     num_known, num_nodes = batch.rows.num_known, batch.num_nodes
     ends = accumulate(known + nodes - 1 for known, nodes in zip(num_known, num_nodes, strict=True))
     return [end - nodes for end, nodes in zip(ends, num_nodes, strict=True)]

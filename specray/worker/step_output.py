@@ -44,6 +44,11 @@ class StepOutput(NamedTuple):
         outcome = torch.cat((count, count, verified.tokens, verified.nodes), 1)
         return cls(outcome, outcome.cpu().numpy(), verified.logprobs)
 
+    @classmethod
+    def of_outcome(cls, outcome: Tensor) -> "StepOutput":
+        """The same from a graph's outcome, int64 [R, 2 + 2 * (D + 1)]."""
+        return cls(outcome, outcome.cpu().numpy(), {})
+
     @property
     def num_kept(self) -> Tensor:
         return self.device[:, 0]

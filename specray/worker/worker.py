@@ -4,9 +4,10 @@
 run the same code on what they receive, so ranks cannot diverge.
 """
 
+import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,25 +18,32 @@ from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import TargetModel
 from specray.models.files import resolve_model
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
+from specray.ops.attention import PaddedAttention
 from specray.ops.cpu.threads import use_threads
+from specray.ops.graphs import make_graphs
 from specray.outputs import TokenLogprob
 from specray.spec_decode import make_drafter
-from specray.spec_decode.drafter import Drafter, DraftRequest, DraftSource, ProposeContext
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import Drafter, DraftRequest, DraftSource, PaddedDrafter, ProposeContext
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
-from specray.spec_decode.verifier import verify
+from specray.spec_decode.verifier import can_verify_padded, is_padded, verify
 from specray.spec_decode.verify_batch import VerifyInput
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
 from specray.worker.broadcast import broadcast_output, broadcast_tree
+from specray.worker.buckets import Bucket
+from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.devices import choose_device
-from specray.worker.input_batch import InputBatch, ScheduledBatch, build_batch
-from specray.worker.model_runner import ModelRunner
+from specray.worker.input_batch import ScheduledBatch, StepBatch, build_batch
+from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.step_output import StepOutput
+
+logger = logging.getLogger(__name__)
 
 NO_DRAFTS = DraftLimit(0, 0)
 NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"
@@ -64,7 +72,7 @@ class Worker:
             use_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
         folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
         self._group = RankGroup(rank, world_size, init_method, device)
-        self._runner = ModelRunner(config, folder, self._group, device, progress, model)
+        self._runner = ModelRunner(config, folder, self._group, device, progress, model, colocates=colocate is not None)
         vocab_size = self._runner.model.shape.vocab_size
         max_tokens = self._runner.context_length + MAX_TREE_NODES + config.page_size
         self._table = RequestTable(config.max_running_requests, max_tokens, config.page_size, vocab_size, device)
@@ -77,6 +85,7 @@ class Worker:
                 drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
             self.drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
         self._sampler = make_sampler(config.speculative)
+        self._graphs = self._capture(config)
         self._context = ProposeContext(self._table, [])
         self.capacity = Capacity(
             num_blocks=self._runner.num_blocks,
@@ -113,6 +122,27 @@ class Worker:
     def close(self) -> None:
         self._group.close()
 
+    @torch.inference_mode()
+    def _capture(self, config: EngineConfig) -> DecodeGraphs | None:
+        """The graphs of decode steps; None where there are none.
+
+        Ranks above 0 do not know the drafter, so they could not choose the same buckets.
+        """
+        if config.disable_cuda_graph or self._group.size > 1:
+            return None
+        graphs = make_graphs(self._table.device, config.attention_backend)
+        if graphs is None:
+            return None
+        if not isinstance(self._runner.attention, PaddedAttention):
+            logger.info("attention_backend=%s has no CUDA graphs", config.attention_backend)
+            return None
+        rows = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
+        drafter = self.drafts.drafter if isinstance(self.drafts, InlineDrafts) else None
+        padded = drafter if isinstance(drafter, PaddedDrafter) and is_padded(self._sampler) else None
+        captured = DecodeGraphs(graphs, self._runner, self._table, self.drafts, rows, padded, self._sampler)
+        captured.capture()
+        return captured
+
     def _execute(self, plan: StepPlan) -> StepResult:
         start = time.perf_counter()
         rows = ScheduledBatch.of(self._table, plan)
@@ -120,23 +150,27 @@ class Worker:
         self._context = ProposeContext(self._table, [])  # the last step's may name slots that were just freed
         if not rows.states:
             return StepResult(plan.step_id, [], StepTimes(time.perf_counter() - start, 0.0, 0.0, 0.0))
-        batch = self._build(plan, rows)
+        batch = self._collect(plan, rows)
         draft_seconds = self.drafts.seconds
         prepared = time.perf_counter()
-        aux_layers = self.drafts.aux_hidden_state_layers if plan.feeds_drafter else ()
-        hidden, logits, aux_hidden_states = self._runner.forward(batch, aux_layers)
+        bucket = self._graphs.bucket(batch) if self._graphs is not None else None
+        states = [state.sampling for state in rows.states]
+        verifying = bucket if can_verify_padded(states, self._sampler) else None
+        computed = self._forward(batch, bucket, plan.feeds_drafter, returns_logits=verifying is None)
         forwarded = time.perf_counter()
-        prompts = compute_prompt_logprobs(self.model, batch, hidden)
-        output = self._verify(batch, hidden, logits)
-        results = self._commit(batch, output, prompts)
+        # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
+        prompts = {} if computed.hidden is None else compute_prompt_logprobs(self.model, batch, computed.hidden)
+        output = self._verify(batch, verifying, computed)
+        results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
         if plan.feeds_drafter:
-            self._context = self._draft_context(plan, batch, output, aux_hidden_states)
+            replay = None if self._graphs is None or verifying is None else self._graphs.draft(batch, verifying)
+            self._context = self._draft_context(plan, batch, output, computed, replay)
         verified = time.perf_counter()
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self.drafts.take_faults())
 
-    def _build(self, plan: StepPlan, rows: ScheduledBatch) -> InputBatch:
-        """Collect the draft trees of the rows that sample, and flatten everything."""
+    def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
+        """The draft trees of the rows that sample."""
         roots, tree, num_nodes = rows.roots(self._table), None, None
         if self._group.leads:
             sampling = set(rows.sampling)
@@ -146,37 +180,53 @@ class Worker:
             tree, num_nodes = broadcast_tree(self._group, tree, num_nodes, self._table.device)
         assert tree is not None
         assert num_nodes is not None
-        return build_batch(self._table, rows, tree, num_nodes)
+        return StepBatch(rows, tree, num_nodes)
 
-    def _verify(self, batch: InputBatch, hidden: Tensor, logits: Tensor) -> StepOutput:
+    def _forward(
+        self, batch: StepBatch, bucket: Bucket | None, feeds_drafter: bool, returns_logits: bool
+    ) -> ForwardOutput:
+        if self._graphs is not None and bucket is not None:
+            return self._graphs.forward(batch, bucket, returns_logits)
+        layers = self.drafts.aux_hidden_state_layers if feeds_drafter else ()
+        return self._runner.forward(build_batch(self._table, batch), layers)
+
+    def _verify(self, batch: StepBatch, bucket: Bucket | None, computed: ForwardOutput) -> StepOutput:
+        """Verify the trees and keep the accepted paths, in the graph of `bucket` or without one."""
+        if self._graphs is not None and bucket is not None:
+            return self._graphs.verify(batch, bucket)
+        output = self._verify_eagerly(batch, computed)
+        self._commit(batch, output)
+        return output
+
+    def _verify_eagerly(self, batch: StepBatch, computed: ForwardOutput) -> StepOutput:
         """Verify the trees of the rows that sample. The outcome of all rows is copied to the host once."""
         rows, output = batch.rows, None
         if self._group.leads:
             states, num_nodes, tree = rows.states, batch.num_nodes, batch.tree
             slots, lengths, sampling = rows.slots, rows.starts + rows.counts, None
             if not rows.are_all_sampling:
-                sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(logits.device)
+                sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(self._table.device)
                 states, num_nodes = [states[row] for row in rows.sampling], [num_nodes[row] for row in rows.sampling]
                 slots, lengths, tree = slots[sampling], lengths[sampling], tree.select(sampling)
             verified = None
             if states:
+                assert computed.logits is not None
                 options = self._table.sampling(slots, states)
-                verified = verify(VerifyInput(logits, tree, num_nodes, options, lengths), self._sampler)
+                verified = verify(VerifyInput(computed.logits, tree, num_nodes, options, lengths), self._sampler)
             if sampling is None:
                 assert verified is not None
                 output = StepOutput.of_sampled(verified)
             else:
-                is_finite = hidden.index_select(0, batch.roots).isfinite().all(-1)
+                assert computed.hidden is not None
+                is_finite = computed.hidden.index_select(0, computed.roots).isfinite().all(-1)
                 output = StepOutput.of(is_finite, sampling, rows.sampling, verified)
         if self._group.size > 1:
             output = broadcast_output(self._group, output, self._table.device)
         assert output is not None
         return output
 
-    def _commit(
-        self, batch: InputBatch, output: StepOutput, prompts: Mapping[int, list[TokenLogprob]]
-    ) -> list[RequestResult]:
-        """Keep the accepted paths: KV and tokens on the device, lengths and tokens in the host's copy."""
+    def _commit(self, batch: StepBatch, output: StepOutput) -> None:
+        """Keep the accepted paths on the device: KV and tokens."""
         rows, tree = batch.rows, batch.tree
         if tree.max_depth:
             nodes = torch.arange(tree.tokens.shape[1], device=self._table.device)
@@ -184,11 +234,11 @@ class Worker:
             kv_slots = self._table.kv_slots_at(rows.slots[:, None].expand_as(places).flatten(), places.flatten())
             self._runner.kv.commit(kv_slots.view_as(places), output.nodes, output.num_kept)
         self._table.append(rows.slots, output.tokens, output.num_emitted)
-        return [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
 
     def _commit_row(
-        self, batch: InputBatch, output: StepOutput, row: int, prompt_logprobs: list[TokenLogprob] | None
+        self, batch: StepBatch, output: StepOutput, row: int, prompt_logprobs: list[TokenLogprob] | None
     ) -> RequestResult:
+        """Keep a row's accepted path in the host's copy: lengths and tokens."""
         state, num_kept = batch.rows.states[row], int(output.host[row, 0])
         if not num_kept:
             return RequestResult(state.slot, [], 0, None, NOT_A_NUMBER)
@@ -200,7 +250,12 @@ class Worker:
         return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None, nodes, prompt_logprobs)
 
     def _draft_context(
-        self, plan: StepPlan, batch: InputBatch, output: StepOutput, aux_hidden_states: list[Tensor]
+        self,
+        plan: StepPlan,
+        batch: StepBatch,
+        output: StepOutput,
+        computed: ForwardOutput,
+        replay: Callable[[], DraftTree] | None,
     ) -> ProposeContext:
         """The drafter's input: rows with finite logits, and the hidden states of the tokens they committed."""
         rows, num_kept = batch.rows, output.host[:, 0].tolist()
@@ -216,8 +271,15 @@ class Worker:
             useful = DraftLimit(limit.num_tokens, min(limit))  # a tree of n nodes has n levels at most
             requests.append(DraftRequest(state.slot, end - length, end, useful))
         count = sum(gets_drafts[row] for row in order)
-        together = None
-        if aux_hidden_states:
-            index = batch.committed_places(order, output.nodes, output.num_kept, lengths)
-            together = torch.cat([states.index_select(0, index) for states in aux_hidden_states], -1)
-        return ProposeContext(self._table, requests[:count], requests[count:], together)
+
+        def gather() -> Tensor:
+            index = batch.committed_places(computed.roots, order, output.nodes, output.num_kept, lengths)
+            return torch.cat([states.index_select(0, index) for states in computed.aux_hidden_states], -1)
+
+        return ProposeContext(
+            self._table,
+            requests[:count],
+            requests[count:],
+            gather if computed.aux_hidden_states else None,
+            replay if count == len(num_kept) else None,
+        )

@@ -55,7 +55,7 @@ def main(toy: Path, folder: Path, names: list[str | None]) -> None:
 
     torch.set_num_threads(1)
     with make_llm(toy) as llm:
-        attention = llm._executor.worker._runner._attention
+        attention = llm._executor.worker._runner.attention
         assert isinstance(attention, TritonAttention), attention
     print(json.dumps(outputs(toy, folder, names)))
 

@@ -25,7 +25,9 @@ POINTERS = {
     "tiles": "*i32",
     "kv_slots": "*i64",
     "paths": "*i64",
-    "path_lengths": "*i32",
+    "path_lengths": "*i64",
+    "prefix_lens": "*i64",
+    "rows": "*i64",
     "cos": "*fp32",
     "sin": "*fp32",
     "slot_mapping": "*i64",
@@ -45,12 +47,15 @@ def cases() -> Iterator[Case]:
     for group, kv_heads, dim in HEADS:
         shape = {"DIM": dim, "DIM_PADDED": triton.next_power_of_2(dim)}
         blocks = {"KEYS": attention_kernels.KEYS, "CHUNK": attention_kernels.CHUNK}
-        for rows, splits in ((16, True), (16, False), (32, False)):
-            heads = {"GROUP": group, "KV_HEADS": kv_heads, "ROWS": rows, "WINDOW": 0, "SPLIT": splits}
+        for rows, splits, padded in ((16, True, True), (16, True, False), (16, False, True), (32, False, False)):
+            heads = {"GROUP": group, "KV_HEADS": kv_heads, "ROWS": rows, "WINDOW": 0, "SPLIT": splits, "PADDED": padded}
             yield Case(attention_kernels.attend_tiles, shape | blocks | heads, num_warps(rows))
         num_heads = group * kv_heads
         heads = {"HEADS": num_heads, "HEADS_PADDED": triton.next_power_of_2(num_heads)}
-        yield Case(attention_kernels.merge_chunks, shape | heads)
+        yield Case(
+            attention_kernels.merge_chunks,
+            shape | heads | {"CHUNK": attention_kernels.CHUNK, "WINDOW": 0, "PADDED": True},
+        )
         rotated = {"Q_HEADS": num_heads, "KV_HEADS": kv_heads, "DIM": dim, "HALF_PADDED": dim // 2, "HAS_NORM": True}
         yield Case(layer_kernels.rotate_head, rotated, num_warps=1)
     for adds in (False, True):

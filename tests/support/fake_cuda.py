@@ -20,12 +20,16 @@ from torch.overrides import TorchFunctionMode
 from specray.models import weights
 
 LOADERS = ("eagle_files.py",)  # loading a head checks that its ids are those of the target
-READERS = ("inline_drafts.py", "step_output.py", "broadcast.py", "wire.py")  # what a step may read on the host
+TREES = "inline_drafts.py"
+READERS = (TREES, "step_output.py", "broadcast.py", "wire.py")  # what a step may read on the host
 
 
 @contextmanager
-def fake_cuda(read: int = 1) -> Iterator[FakeTensorMode]:
-    """Within it, `device: cuda` works, weights that are loaded are fake, and a step's host reads find `read`s."""
+def fake_cuda(read: int = 1, num_nodes: int | None = None) -> Iterator[FakeTensorMode]:
+    """Within it, `device: cuda` works, weights that are loaded are fake, and a step's host reads find `read`s.
+
+    Those of the sizes of trees find `num_nodes`, if given.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         for name, value in (("device_count", 1), ("is_available", True), ("set_device", None)):
@@ -40,14 +44,14 @@ def fake_cuda(read: int = 1) -> Iterator[FakeTensorMode]:
         stack.enter_context(mock.patch.object(weights._SafetensorsShard, "get", get_fake))
         # Loading compares a head's mask of ids, which is right, and weights that could be shared, which differ.
         stack.enter_context(mock.patch("torch.equal", lambda one, other: one.dtype is torch.bool))  # noqa: ARG005
-        for name, replacement in _host_reads(read).items():
+        for name, replacement in _host_reads(read, num_nodes or read).items():
             stack.enter_context(mock.patch.object(FakeTensor, name, replacement))
         stack.enter_context(mode)
         stack.enter_context(_WithoutValues())
         yield mode
 
 
-def _host_reads(read: int) -> dict[str, Any]:
+def _host_reads(read: int, num_nodes: int) -> dict[str, Any]:
     """Methods of fake tensors that the host reads with, where it may."""
 
     def numpy(tensor: FakeTensor) -> Any:
@@ -59,7 +63,7 @@ def _host_reads(read: int) -> dict[str, Any]:
         if reader.endswith(LOADERS):
             return list(range(len(tensor)))
         assert reader.endswith(READERS), "a read by the host"
-        return np.full(tuple(tensor.shape), read).tolist()
+        return np.full(tuple(tensor.shape), num_nodes if reader.endswith(TREES) else read).tolist()
 
     def to_int(tensor: FakeTensor) -> int:  # noqa: ARG001
         assert sys._getframe(1).f_code.co_filename.endswith(LOADERS), "a read by the host"
@@ -75,7 +79,12 @@ def _host_reads(read: int) -> dict[str, Any]:
 # Methods that ask the driver for the device before they call these operators.
 _OPERATORS: dict[Any, Any] = {
     Tensor.__invert__: torch.ops.aten.bitwise_not.default,
-    Tensor.contiguous: lambda tensor: torch.ops.aten.clone.default(tensor, memory_format=torch.contiguous_format),
+    Tensor.copy_: torch.ops.aten.copy_.default,
+    Tensor.contiguous: lambda tensor: (
+        tensor
+        if tensor.is_contiguous()
+        else torch.ops.aten.clone.default(tensor, memory_format=torch.contiguous_format)
+    ),
 }
 
 

@@ -51,7 +51,7 @@ class HostReads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _reads(func, args, kwargs):
+        if reads(func, args, kwargs):
             self._record()
         return func(*args, **kwargs)
 
@@ -70,7 +70,8 @@ class HostReads(TorchDispatchMode):
                 self.places.append(place)
 
 
-def _reads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def reads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator reads a tensor on the host."""
     if func.overloadpacket is _aten.index:
         return any(index is not None and index.dtype == torch.bool for index in args[1])
     if func is _aten.repeat_interleave.Tensor:

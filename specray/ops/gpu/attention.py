@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specray.ops.attention import AttentionBatch
+from specray.ops.attention import AttentionBatch, PaddedBatch, pack_paths
 from specray.ops.gpu.attention_kernels import CHUNK, KEYS, attend_tiles, merge_chunks
 from specray.ops.gpu.layers import rotate_and_store
 
@@ -32,23 +32,46 @@ class TritonAttention:
         self.enough_programs = 2 * _num_processors(pool.device)
 
     def plan(self, batch: AttentionBatch) -> "TritonAttend":
-        return TritonAttend(self, batch)
+        """One copy to the device; the rest is known on the host or computed there without reading it."""
+        causal, nodes = _tiles(batch, self.causal_queries)
+        tiles = torch.from_numpy(np.concatenate((causal, nodes))).to(self.pool.device, non_blocking=True)
+        # Without trees, paths are not read.
+        paths, lengths = (batch.kv_slots, tiles[:, 0]) if batch.tree_mask is None else _paths(batch)
+        return TritonAttend(
+            self,
+            (tiles[: len(causal)], tiles[len(causal) :]),
+            (batch.kv_slots.contiguous(), paths, lengths),
+            batch.slot_mapping,
+            -(-max(batch.kv_lens) // CHUNK),
+            batch.window,
+        )
+
+    def plan_padded(self, batch: PaddedBatch) -> "TritonAttend":
+        """See PaddedAttention. Every query is a tile of its own, the last node of its path."""
+        num_chunks = -(-(batch.kv_slots.shape[1] + batch.paths.shape[1]) // CHUNK)
+        slots = (batch.kv_slots, batch.paths, batch.path_lengths)
+        tiles, prefixes = (batch.rows[:0], batch.rows), (batch.rows, batch.prefix_lens)
+        return TritonAttend(self, tiles, slots, batch.slot_mapping, num_chunks, batch.window, prefixes)
 
 
 class TritonAttend:
     """Attend and FusedAttend of one step."""
 
-    def __init__(self, backend: TritonAttention, batch: AttentionBatch) -> None:
-        """One copy to the device; the rest is known on the host or computed there without reading it."""
-        self._backend = backend
-        causal, nodes = _tiles(batch, backend.causal_queries)
-        tiles = torch.from_numpy(np.concatenate((causal, nodes))).to(backend.pool.device, non_blocking=True)
-        self._causal, self._nodes = tiles[: len(causal)], tiles[len(causal) :]
-        self._paths, self._path_lengths = (
-            (batch.kv_slots, tiles[:, 0]) if batch.tree_mask is None else _paths(batch)  # unused without trees
-        )
-        self._num_chunks = -(-max(batch.kv_lens) // CHUNK)
-        self._kv_slots, self._written, self._window = batch.kv_slots.contiguous(), batch.slot_mapping, batch.window
+    def __init__(
+        self,
+        backend: TritonAttention,
+        tiles: tuple[Tensor, Tensor],  # of several causal queries, and of single ones (see `_tiles`)
+        slots: tuple[Tensor, Tensor, Tensor],  # of requests and of paths, as the kernel reads them; lengths of paths
+        slot_mapping: Tensor,
+        num_chunks: int,  # of the longest request
+        window: int | None,
+        prefixes: tuple[Tensor, Tensor] | None = None,  # rows and prefix_lens of a PaddedBatch, which needs no tiles
+    ) -> None:
+        self._backend, self._written, self._window = backend, slot_mapping, window
+        self._causal, self._nodes = tiles
+        self._kv_slots, self._paths, self._path_lengths = slots
+        self._num_chunks = num_chunks
+        self._prefixes = prefixes
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See Attend."""
@@ -78,19 +101,24 @@ class TritonAttend:
         backend, num_chunks = self._backend, self._num_chunks
         heads, dim = backend.num_heads, backend.head_dim
         padded = triton.next_power_of_2(dim)
-        splits = queries == 1 and num_chunks > 1 and len(tiles) * backend.num_kv_heads < backend.enough_programs
+        programs = len(tiles) * backend.num_kv_heads
+        splits = queries == 1 and num_chunks > 1 and programs < backend.enough_programs
+        sharing = min(num_chunks, -(-backend.enough_programs // programs)) if splits else 1  # programs of a tile
         mixed = sums = out
         if splits:
             mixed = torch.empty(num_chunks, len(q), heads, dim, dtype=torch.float32, device=q.device)
             sums = torch.empty(num_chunks, len(q), heads, 2, dtype=torch.float32, device=q.device)
+        row_of, prefix_lens = self._prefixes or (tiles, tiles)  # not read without them
         rows = max(_FEWEST_ROWS, triton.next_power_of_2(queries * backend.group))
-        attend_tiles[(len(tiles), backend.num_kv_heads, num_chunks if splits else 1)](
+        attend_tiles[(len(tiles), backend.num_kv_heads, sharing)](
             out,
             mixed,
             sums,
             q,
             pool,
             tiles,
+            row_of,
+            prefix_lens,
             self._kv_slots,
             self._paths,
             self._path_lengths,
@@ -108,6 +136,7 @@ class TritonAttend:
             CHUNK=CHUNK,
             WINDOW=self._window or 0,
             SPLIT=splits,
+            PADDED=self._prefixes is not None,
             num_warps=num_warps(rows),
         )
         if splits:
@@ -116,12 +145,16 @@ class TritonAttend:
                 mixed,
                 sums,
                 tiles,
+                prefix_lens,
+                self._path_lengths,
                 len(q),
-                num_chunks,
                 HEADS=heads,
                 HEADS_PADDED=triton.next_power_of_2(heads),
                 DIM=dim,
                 DIM_PADDED=padded,
+                CHUNK=CHUNK,
+                WINDOW=self._window or 0,
+                PADDED=self._prefixes is not None,
             )
 
 
@@ -156,19 +189,15 @@ def _tiles(batch: AttentionBatch, queries: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _paths(batch: AttentionBatch) -> tuple[Tensor, Tensor]:
-    """(KV slots of each node's visible keys among the last m, in order, int64 [R * n, m]; their number, int32)."""
+    """(KV slots of each node's visible keys among the last m, in order, int64 [R * n, m + 1]; their number)."""
     assert batch.tree_mask is not None
     device = batch.kv_slots.device
     sizes = torch.tensor([(kv_len, keys) for kv_len, (_, keys) in zip(batch.kv_lens, batch.tree_sizes, strict=True)])
     ends, num_keys = sizes.to(device).T[:, :, None]
-    requests, nodes, width = batch.tree_mask.shape
-    key = torch.arange(width, device=device)
+    key = torch.arange(batch.tree_mask.shape[-1], device=device)
     sees = batch.tree_mask & (key < num_keys)[:, None]
     places = (ends - num_keys + key).clamp(0, batch.kv_slots.shape[1] - 1)
-    slots = batch.kv_slots.gather(1, places)[:, None].expand(-1, nodes, -1)
-    rank = torch.where(sees, sees.cumsum(-1) - 1, width)  # hidden keys go to one more column
-    paths = torch.zeros(requests, nodes, width + 1, dtype=torch.int64, device=device).scatter_(2, rank, slots)
-    return paths.flatten(0, 1), sees.sum(-1, dtype=torch.int32).flatten()
+    return pack_paths(sees, batch.kv_slots.gather(1, places))
 
 
 def _num_processors(device: torch.device) -> int:

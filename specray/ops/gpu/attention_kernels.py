@@ -6,7 +6,7 @@ path were committed. So the same token has the same bits alone, in a batch, in a
 the tensor cores round a row alike in tiles of different heights.
 
 A tile is one query or several consecutive ones of a request, with the GROUP heads that share a KV head. Its chunks may
-be computed by one program or by one program each (SPLIT), which `merge_chunks` then combines with the same arithmetic.
+be computed by one program or shared among several (SPLIT); then `merge_chunks` combines them with the same arithmetic.
 """
 
 import triton
@@ -30,16 +30,27 @@ def _merge(top, total, mixed, chunk_top, chunk_total, chunk_mixed):
 
 
 @triton.jit
+def _chunks(first_position, last_position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The chunks that queries at these positions attend to: the first one, and the one behind the last."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // CHUNK
+    return begin, last_position // CHUNK + 1
+
+
+@triton.jit
 def attend_tiles(
     out,  # [T, heads, DIM]; unused with SPLIT
     partial_mixed,  # float32 [chunks, T, heads, DIM]; unused without SPLIT
     partial_sums,  # float32 [chunks, T, heads, 2]: largest score and sum of weights
     q,  # [T, heads, DIM], contiguous in its last two dimensions
     pool,  # one layer [slots, 2, KV_HEADS, DIM], contiguous
-    tiles,  # int32 [tiles, 5]: see `specray.ops.gpu.attention`
-    kv_slots,  # int64 [R, slots_width]
+    tiles,  # int32 [tiles, 5]: see `specray.ops.gpu.attention`; unused with PADDED
+    rows,  # int64 [T], with PADDED: see PaddedBatch, whose query t is tile t and node t
+    prefix_lens,  # int64 [T], with PADDED
+    kv_slots,  # int32 or int64 [any, slots_width]: row `request` of a tile
     paths,  # int64 [nodes, paths_width]: KV slots of a node and its ancestors by depth
-    path_lengths,  # int32 [nodes]
+    path_lengths,  # int64 [nodes]
     num_tokens,  # T
     q_stride,
     slots_width,
@@ -54,14 +65,19 @@ def attend_tiles(
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SPLIT: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0) * 5
     kv_head = tl.program_id(1)
-    first, count, request = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
-    base, node = tl.load(tile + 3), tl.load(tile + 4).to(tl.int64)
+    if PADDED:
+        first, count, node = tl.program_id(0), 1, tl.program_id(0).to(tl.int64)
+        request, base = tl.load(rows + node), tl.load(prefix_lens + node).to(tl.int32)
+    else:
+        tile = tiles + tl.program_id(0) * 5
+        first, count, request = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
+        base, node = tl.load(tile + 3), tl.load(tile + 4).to(tl.int64)
     is_node = node >= 0
     # A node's keys from position `base` on are its path; a causal query's all are the request's.
-    path_length = tl.load(path_lengths + node, mask=is_node, other=0)
+    path_length = tl.load(path_lengths + node, mask=is_node, other=0).to(tl.int32)
     first_position = tl.where(is_node, base + path_length - 1, base)
     last_position = first_position + count - 1
 
@@ -72,19 +88,18 @@ def attend_tiles(
     column = tl.arange(0, DIM_PADDED)
     is_column = column < DIM
     q_places = (first + query).to(tl.int64)[:, None] * q_stride + head[:, None] * DIM + column
-    rows = tl.load(q + q_places, mask=is_row[:, None] & is_column, other=0.0)
+    queries = tl.load(q + q_places, mask=is_row[:, None] & is_column, other=0.0)
 
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // CHUNK
-    end = last_position // CHUNK + 1
+    begin, end = _chunks(first_position, last_position, WINDOW, CHUNK)
+    step = 1
     if SPLIT:
-        begin = tl.maximum(begin, tl.program_id(2))
-        end = tl.minimum(end, tl.program_id(2) + 1)
+        begin += tl.program_id(2)
+        step = tl.num_programs(2)
+    heads = GROUP * KV_HEADS
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM_PADDED], tl.float32)
-    for chunk in range(begin, end):
+    for chunk in range(begin, end, step):
         chunk_top = tl.full([ROWS], float("-inf"), tl.float32)
         chunk_total = tl.zeros([ROWS], tl.float32)
         chunk_mixed = tl.zeros([ROWS, DIM_PADDED], tl.float32)
@@ -92,14 +107,14 @@ def attend_tiles(
             key = start + tl.arange(0, KEYS)
             is_key = key <= last_position
             is_own = is_node & (key >= base)
-            slot = tl.load(kv_slots + request * slots_width + key, mask=is_key & ~is_own, other=0)
+            slot = tl.load(kv_slots + request * slots_width + key, mask=is_key & ~is_own, other=0).to(tl.int64)
             own = tl.load(paths + node * paths_width + key - base, mask=is_key & is_own, other=0)
             slot = tl.where(is_own, own, slot)
             kv_places = slot[:, None] * (2 * KV_HEADS * DIM) + kv_head * DIM + column
             is_loaded = is_key[:, None] & is_column
             keys = tl.load(pool + kv_places, mask=is_loaded, other=0.0)
             values = tl.load(pool + kv_places + KV_HEADS * DIM, mask=is_loaded, other=0.0)
-            scores = dot(rows, tl.trans(keys), tl.zeros([ROWS, KEYS], tl.float32)) * scale
+            scores = dot(queries, tl.trans(keys), tl.zeros([ROWS, KEYS], tl.float32)) * scale
             is_seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (key[None, :] > position[:, None] - WINDOW)
@@ -112,16 +127,15 @@ def attend_tiles(
             chunk_mixed = chunk_mixed * before[:, None]
             chunk_mixed = dot(weights.to(values.dtype), values, chunk_mixed)
             chunk_top = new_top
-        top, total, mixed = _merge(top, total, mixed, chunk_top, chunk_total, chunk_mixed)
+        if SPLIT:
+            place = (chunk * num_tokens + (first + query).to(tl.int64)) * heads + head
+            tl.store(partial_sums + place * 2, chunk_top, mask=is_row)
+            tl.store(partial_sums + place * 2 + 1, chunk_total, mask=is_row)
+            tl.store(partial_mixed + place[:, None] * DIM + column, chunk_mixed, mask=is_row[:, None] & is_column)
+        else:
+            top, total, mixed = _merge(top, total, mixed, chunk_top, chunk_total, chunk_mixed)
 
-    heads = GROUP * KV_HEADS
-    if SPLIT:
-        place = (tl.program_id(2).to(tl.int64) * num_tokens + first + query) * heads + head
-        tl.store(partial_sums + place * 2, top, mask=is_row)
-        tl.store(partial_sums + place * 2 + 1, total, mask=is_row)
-        written = is_row[:, None] & is_column & (begin < end)
-        tl.store(partial_mixed + place[:, None] * DIM + column, mixed, mask=written)
-    else:
+    if not SPLIT:
         place = (first + query).to(tl.int64) * heads + head
         result = mixed / tl.where(is_row, total, 1.0)[:, None]
         tl.store(out + place[:, None] * DIM + column, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_column)
@@ -133,27 +147,38 @@ def merge_chunks(
     partial_mixed,
     partial_sums,
     tiles,  # of one query each
+    prefix_lens,
+    path_lengths,
     num_tokens,
-    num_chunks,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     """Combine the chunks of one query, all heads at once."""
-    query = tl.load(tiles + tl.program_id(0) * 5).to(tl.int64)
+    if PADDED:
+        query = tl.program_id(0).to(tl.int64)
+        node, position = query, tl.load(prefix_lens + query).to(tl.int32)
+    else:
+        tile = tiles + tl.program_id(0) * 5
+        query, position = tl.load(tile).to(tl.int64), tl.load(tile + 3)
+        node = tl.load(tile + 4).to(tl.int64)
+    position += tl.load(path_lengths + node, mask=node >= 0, other=1).to(tl.int32) - 1
+    begin, end = _chunks(position, position, WINDOW, CHUNK)
     head, column = tl.arange(0, HEADS_PADDED), tl.arange(0, DIM_PADDED)
     is_head, is_column = head < HEADS, column < DIM
     top = tl.full([HEADS_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([HEADS_PADDED], tl.float32)
     mixed = tl.zeros([HEADS_PADDED, DIM_PADDED], tl.float32)
-    for chunk in range(0, num_chunks):
+    for chunk in range(begin, end):
         place = (chunk * num_tokens + query) * HEADS + head
         chunk_top = tl.load(partial_sums + place * 2, mask=is_head, other=float("-inf"))
         chunk_total = tl.load(partial_sums + place * 2 + 1, mask=is_head, other=0.0)
-        # Chunks without keys of this query were not written.
-        is_written = (chunk_top > float("-inf"))[:, None] & is_column
-        chunk_mixed = tl.load(partial_mixed + place[:, None] * DIM + column, mask=is_written, other=0.0)
+        is_value = is_head[:, None] & is_column
+        chunk_mixed = tl.load(partial_mixed + place[:, None] * DIM + column, mask=is_value, other=0.0)
         top, total, mixed = _merge(top, total, mixed, chunk_top, chunk_total, chunk_mixed)
     result = mixed / tl.where(is_head, total, 1.0)[:, None]
     place = (query * HEADS + head)[:, None] * DIM + column

@@ -172,7 +172,8 @@ class DeltaDecoder:
             self._table.extend(*delta)
         self._table.flush()
         count = sum(request.end - request.start for request in order.requests + order.unfinished)
-        return ProposeContext(self._table, order.requests, order.unfinished, region[:count].to(self._table.device))
+        states = region[:count].to(self._table.device)
+        return ProposeContext(self._table, order.requests, order.unfinished, lambda: states)
 
 
 def _draft_request(slot: int, start: int, end: int, limit: list[int]) -> DraftRequest:

@@ -13,6 +13,7 @@ from specray.spec_decode.node_sampler import coupled
 from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.simulation import rates_of
 from tests.support.engine import make_llm
+from tests.support.graph_stand_in import recorded_graphs
 from tests.support.methods import METHODS
 
 CONFIRMED = {"simulate_output_is_meaningless": True}
@@ -36,9 +37,21 @@ def test_drafts_are_accepted_at_the_configured_rates(
     options: dict[str, Any], expected: list[float], toy: Path, tmp_path: Path
 ) -> None:
     """With a head of random weights, and trees that are deeper than the configured rates."""
+    check_rates(options, expected, toy, tmp_path)
+
+
+def test_rates_are_the_same_in_graphs(toy: Path, tmp_path: Path) -> None:
+    with recorded_graphs() as graphs:
+        check_rates({"simulate_accept_rates": [0.8, 0.25]}, [0.8, 0.25], toy, tmp_path, max_running_requests=2)
+    assert graphs[0].replayed
+
+
+def check_rates(
+    options: dict[str, Any], expected: list[float], toy: Path, tmp_path: Path, **engine_options: Any
+) -> None:
     speculative = SpeculativeConfig(**METHODS["EAGLE3"](toy, tmp_path).model_dump() | options | CONFIRMED)
     params = [SamplingParams(temperature=0.0, seed=seed, max_tokens=100, ignore_eos=True) for seed in range(8)]
-    with make_llm(toy, speculative=speculative) as llm:
+    with make_llm(toy, speculative=speculative, **engine_options) as llm:
         usages = [g.choices[0].usage for g in llm.generate([[0, 5 + i, 6] for i in range(8)], params)]
     reached = [0] * 5
     for usage in usages:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.request_table import RequestTable
 from specray.step import UNLIMITED, NewRequest, ScheduledRequest, StepPlan
-from specray.worker.input_batch import InputBatch, ScheduledBatch, build_batch
+from specray.worker.input_batch import InputBatch, ScheduledBatch, StepBatch, build_batch
 from tests.support.distributions import OPTIONS
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def flattened(rows: list[Case]) -> InputBatch:
     assert step.sampling == [place for place, row in enumerate(rows) if row.samples]
     assert step.roots(table).tolist() == [row.known[-1] for row in rows]
     trees = [row.tree for row in rows]
-    return build_batch(table, step, DraftTree.from_lists(trees), [len(tree.tokens) for tree in trees])
+    return build_batch(table, StepBatch(step, DraftTree.from_lists(trees), [len(tree.tokens) for tree in trees]))
 
 
 @given(cases())

@@ -11,6 +11,7 @@ from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.worker.kv_cache import KVCache
 from specray.worker.kv_size import count_blocks
+from specray.worker.memory_plan import Demand
 
 CPU = torch.device("cpu")
 
@@ -27,7 +28,7 @@ def test_kv_of_accepted_nodes_is_moved_behind_the_root(accepted: list[list[int]]
     slots = list(range(4, 64))
     random.shuffle(slots)
     kv_slots = torch.tensor(slots[: 13 * len(accepted)]).view(-1, 13)  # of the root and 12 drafts
-    cache.pool[:] = torch.arange(64.0).view(1, 64, 1, 1, 1)
+    cache.pool[:, :64] = torch.arange(64.0).view(1, 64, 1, 1, 1)
     depth = max(map(len, accepted))
     nodes = torch.tensor([path + [random.randint(0, 12)] * (depth - len(path)) for path in accepted])
     cache.commit(kv_slots, nodes, torch.tensor([len(path) for path in accepted]))
@@ -42,22 +43,24 @@ def test_kv_of_accepted_nodes_is_moved_behind_the_root(accepted: list[list[int]]
 
 
 def test_the_pool_is_initialized_with_zeros() -> None:
+    """It has one more block, for padding."""
     cache = KVCache(2, 3, 4, num_blocks=5, page_size=4, dtype=torch.bfloat16, device=CPU)
-    assert cache.pool.shape == (2, 20, 2, 3, 4)
+    assert cache.pool.shape == (2, 24, 2, 3, 4)
+    assert cache.padding_slot == 20
     assert not cache.pool.any()
 
 
 @pytest.mark.parametrize(("max_total_tokens", "page_size", "blocks"), [(64, 16, 5), (70, 16, 5), (10, 1, 11)])
 def test_the_pool_has_max_total_tokens_and_a_null_block(max_total_tokens: int, page_size: int, blocks: int) -> None:
     config = EngineConfig(max_total_tokens=max_total_tokens, page_size=page_size)
-    assert count_blocks(config, 1000, 4096, CPU) == blocks
+    assert count_blocks(config, Demand(1000), 4096, CPU) == blocks
 
 
 def test_too_little_memory_for_one_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="mem_fraction_static=1e-06"):
-        count_blocks(EngineConfig(mem_fraction_static=1e-6), 1000, 4096, CPU)
+        count_blocks(EngineConfig(mem_fraction_static=1e-6), Demand(1000), 4096, CPU)
 
 
 def test_the_pool_is_no_larger_than_all_requests_can_use() -> None:
     config = EngineConfig(max_running_requests=2, page_size=16, mem_fraction_static=0.9)
-    assert count_blocks(config, 1, 100, CPU) <= 2 * (100 + 16) // 16 + 1
+    assert count_blocks(config, Demand(1), 100, CPU) <= 2 * (100 + 16) // 16 + 1

@@ -1,0 +1,73 @@
+"""CUDA graphs: a sequence of launches that is recorded once for fixed shapes and then repeated by one launch.
+
+What a graph runs may not read a tensor on the host, and may not depend on values of Python that change: they would stay
+what they were while it was captured. It reads and writes tensors that exist before it, so it has neither arguments nor
+results. All graphs of a process share their memory, and what one leaves there is lost when another one is replayed.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import torch
+
+from specray.ops.gpu import uses_triton
+
+
+class Graph(Protocol):
+    """One recorded sequence of launches."""
+
+    def capture(self, run: Callable[[], object]) -> None:
+        """Record what `run` launches."""
+
+    def replay(self) -> None:
+        """Launch it again, on the same memory."""
+
+
+class CudaGraph:
+    """torch.cuda.CUDAGraph. `pool` is the memory that the graphs of a process share."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def capture(self, run: Callable[[], object]) -> None:
+        with torch.cuda.graph(self._graph, pool=self._pool):
+            run()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class Graphs:
+    """Graphs by key. `make` makes an empty one."""
+
+    def __init__(self, make: Callable[[], Graph]) -> None:
+        self._make = make
+        self._graphs: dict[Hashable, Graph] = {}
+
+    def capture(self, key: Hashable, run: Callable[[], object]) -> None:
+        """Capture `run` as `key`. It runs once before, because compilers and libraries allocate on a first call."""
+        run()
+        graph = self._make()
+        graph.capture(run)
+        self._graphs[key] = graph
+
+    def replay(self, key: Hashable) -> None:
+        self._graphs[key].replay()
+
+    def clear(self) -> None:
+        self._graphs.clear()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+
+def make_graphs(device: torch.device, attention_backend: str) -> Graphs | None:
+    """Graphs for `device`; None where steps run without.
+
+    These are CPUs, and GPUs without Triton's kernels: torch's attention would read as many keys as the context has.
+    """
+    if device.type != "cuda" or not uses_triton(device) or attention_backend == "torch":
+        return None
+    pool = torch.cuda.graph_pool_handle()
+    return Graphs(lambda: CudaGraph(pool))

@@ -1,0 +1,114 @@
+"""The CUDA graphs of decode steps, by bucket, and which steps have one.
+
+Steps with tokens of prompts have none, and neither have steps of so many nodes that the device is slower than the host.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from specray.ops.graphs import Graphs
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import DraftSource, PaddedDrafter
+from specray.spec_decode.node_sampler import NodeSampler
+from specray.spec_decode.request_table import RequestTable
+from specray.worker.buckets import Bucket, buckets
+from specray.worker.input_batch import StepBatch
+from specray.worker.model_runner import ForwardOutput, ModelRunner
+from specray.worker.padded_step import PaddedStep
+from specray.worker.step_output import StepOutput
+
+
+class DecodeGraphs:
+    """Graphs for up to `max_rows` requests and the trees of `drafts`.
+
+    A drafter of another process may connect or be replaced later. If it drafts larger trees, or reads the target's
+    hidden states at other layers, graphs are captured again when steps need them.
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        runner: ModelRunner,
+        table: RequestTable,
+        drafts: DraftSource,
+        max_rows: int,
+        drafter: PaddedDrafter | None,
+        sampler: NodeSampler,
+    ) -> None:
+        """`drafter` is the one of `drafts`, if graphs can have its work too."""
+        self._graphs, self._runner, self._table, self._drafts = graphs, runner, table, drafts
+        self._drafter, self._depth, self._sampler = drafter, 0, sampler
+        self._max_rows = max_rows
+        self._max_nodes, self._layers = 1 + drafts.max_draft_tokens, drafts.aux_hidden_state_layers
+        self._make_step()
+
+    def capture(self) -> None:
+        """Capture all graphs now, so that no step waits for that."""
+        for bucket in self._buckets:
+            self._capture(bucket)
+
+    def bucket(self, batch: StepBatch) -> Bucket | None:
+        """The smallest bucket for a step; None if it has no graph."""
+        if not batch.only_decodes:
+            return None
+        self._follow_drafter()
+        rows, nodes = len(batch.num_nodes), max(batch.num_nodes)
+        fitting = [bucket for bucket in self._buckets if bucket.rows >= rows and bucket.nodes >= nodes]
+        return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.rows), default=None)
+
+    def forward(self, batch: StepBatch, bucket: Bucket, returns_logits: bool) -> ForwardOutput:
+        """The target over a step's trees."""
+        if ("forward", bucket) not in self._graphs:
+            self._capture(bucket)
+        self._step.load(batch)
+        self._graphs.replay(("forward", bucket))
+        return ForwardOutput(
+            None,
+            self._step.logits(bucket, batch.num_nodes) if returns_logits else None,
+            self._step.aux_hidden_states(bucket) if self._drafts.aux_hidden_state_layers else [],
+            self._step.roots(bucket, len(batch.num_nodes)),
+        )
+
+    def verify(self, batch: StepBatch, bucket: Bucket) -> StepOutput:
+        """Verify the trees of the last `forward` and keep the accepted paths."""
+        self._graphs.replay(("verify", bucket, _is_sampled(batch)))
+        return self._step.output(bucket, len(batch.num_nodes))
+
+    def draft(self, batch: StepBatch, bucket: Bucket) -> Callable[[], DraftTree] | None:
+        """What drafts for the next step after `verify`; None if no graph does."""
+        if ("draft", bucket, _is_sampled(batch)) not in self._graphs:
+            return None
+        return lambda: self._replay_draft(batch, bucket)
+
+    def _replay_draft(self, batch: StepBatch, bucket: Bucket) -> DraftTree:
+        self._graphs.replay(("draft", bucket, _is_sampled(batch)))
+        return self._step.drafts(len(batch.num_nodes), self._depth)
+
+    def _follow_drafter(self) -> None:
+        """Start again for a drafter whose trees or hidden states the graphs do not have."""
+        nodes, layers = 1 + self._drafts.max_draft_tokens, self._drafts.aux_hidden_state_layers
+        if nodes > self._max_nodes or (layers and layers != self._layers):
+            self._max_nodes, self._layers = max(nodes, self._max_nodes), layers or self._layers
+            self._graphs.clear()
+            self._make_step()
+
+    def _make_step(self) -> None:
+        self._buckets = buckets(self._max_rows, self._max_nodes)
+        self._step = PaddedStep(self._runner, self._table, self._buckets, self._layers, self._sampler)
+
+    def _capture(self, bucket: Bucket) -> None:
+        step = self._step
+        step.clear()  # running it before it is captured changes nothing then
+        self._graphs.capture(("forward", bucket), lambda: step.forward(bucket))
+        for is_sampled in (False, True):
+            self._graphs.capture(("verify", bucket, is_sampled), partial(step.verify, bucket, is_sampled))
+            if self._drafter is not None and bucket.nodes > 1:  # with one, something went wrong before
+                self._graphs.capture(("draft", bucket, is_sampled), partial(self._draft, bucket, is_sampled))
+
+    def _draft(self, bucket: Bucket, is_sampled: bool) -> None:
+        assert self._drafter is not None
+        self._depth = self._step.draft(bucket, self._drafter, is_sampled)  # of all its trees
+
+
+def _is_sampled(batch: StepBatch) -> bool:
+    return any(state.sampling.is_sampled for state in batch.rows.states)

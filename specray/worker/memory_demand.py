@@ -1,0 +1,98 @@
+"""What an engine will take of a rank's memory beside the target's weights, estimated before it takes it."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
+from specray.models.causal_lm import ModelShape
+from specray.models.files import resolve_draft
+from specray.spec_decode import method_of
+from specray.worker.buckets import buckets
+from specray.worker.memory_plan import Demand, StepSize, graph_bytes, process_bytes
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+_MANY_NODES = 8  # of a tree, where num_draft_tokens is automatic
+
+
+def demand_of(
+    config: EngineConfig,
+    model_config: PretrainedConfig,
+    shape: ModelShape,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: RankGroup,
+    colocates: bool,
+) -> Demand:
+    """The demand of one rank of the target in `folder`. Rank 0 has the drafter on its device.
+
+    With `colocates` the drafter has a process of its own. On a CPU, activations are left to `mem_fraction_static`.
+    """
+    layer_token = 2 * shape.num_local_kv_heads * shape.head_dim * dtype.itemsize
+    weights, num_layers, token = 0, shape.num_layers, 0
+    if group.leads and _has_draft_model(config):
+        if config.speculative.draft_model_path is None:  # layers of the target's own checkpoint, like its others
+            count = getattr(model_config, "num_nextn_predict_layers", None) or 0
+            weights = count * (_file_bytes(folder) // (num_layers + count))
+            token = count * layer_token
+        else:
+            weights, token = _draft(config.speculative, dtype)
+    dynamic = 0
+    if device.type == "cuda":
+        has_graphs = group.size == 1 and not config.disable_cuda_graph
+        dynamic = _steps(config, model_config, shape, dtype, has_graphs) + process_bytes(int(group.leads and colocates))
+    return Demand(num_layers * layer_token + token, weights, dynamic)
+
+
+def _has_draft_model(config: EngineConfig) -> bool:
+    algorithm = config.speculative.algorithm
+    return algorithm is not None and "draft_model_path" in method_of(algorithm).options
+
+
+def _draft(speculative: SpeculativeConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """(bytes of the draft model's weights, bytes of its KV of a token)."""
+    try:
+        folder = resolve_draft(speculative, progress=False)
+        return _file_bytes(folder), _token_bytes(folder, dtype)
+    except (ConfigError, OSError, ValueError) as error:  # its own process reports it; the target serves without drafts
+        logger.warning("no memory is planned for the draft model: %s", error)
+        return 0, 0
+
+
+def _file_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
+
+
+def _token_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """KV of a token in a draft model of the usual shape; 0 if its config.json does not say."""
+    draft_config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    flat = draft_config | draft_config.get("transformer_layer_config", {})  # speculators nest it
+    heads, layers = flat.get("num_attention_heads", 0), flat.get("num_hidden_layers", 1)
+    kv_heads = flat.get("num_key_value_heads") or heads
+    head_dim = flat.get("head_dim") or (flat.get("hidden_size", 0) // heads if heads else 0)
+    return int(layers * 2 * kv_heads * head_dim * dtype.itemsize)
+
+
+def _steps(
+    config: EngineConfig, model_config: PretrainedConfig, shape: ModelShape, dtype: torch.dtype, has_graphs: bool
+) -> int:
+    """Bytes of the activations of the largest step, and of the CUDA graphs."""
+    speculative, rows = config.speculative, config.max_running_requests
+    nodes = 1 if speculative.algorithm is None else speculative.num_draft_tokens or _MANY_NODES
+    heads = (shape.num_local_heads + 2 * shape.num_local_kv_heads) * shape.head_dim
+    width = 4 * shape.hidden_size + heads + 3 * model_config.intermediate_size
+    step = StepSize(config.max_prefill_tokens + rows * nodes, rows * nodes, width, shape.vocab_size, dtype.itemsize)
+    if not has_graphs:
+        return step.num_bytes
+    captured = buckets(min(config.cuda_graph_max_bs or rows, rows), nodes)
+    most = max(bucket.num_tokens for bucket in captured)
+    return step.num_bytes + graph_bytes(len(captured), step._replace(num_tokens=most, num_sampled=most))

@@ -1,0 +1,155 @@
+"""CUDA graphs on a CPU, as strict as real ones: what a graph may not do is an error, or shows as another text.
+
+While a graph is captured, torch's operators are recorded with the tensors that they read and write, and reading on the
+host and copying from it are errors. A replay repeats exactly these operators on the same memory, so values of Python
+stay what they were. Before each replay, all memory that graphs have allocated is filled with garbage, because graphs on
+a GPU share it. Our own CPU kernels are no operators of torch, so they are switched off.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specray.ops.cpu.library import kernels
+from specray.ops.graphs import Graphs
+from tests.support.host_reads import reads
+
+_GARBAGE = 0x5A  # in every byte: large integers and floats
+
+
+class Operation(NamedTuple):
+    """One operator; `outputs` are the tensors of its result."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Tensor]
+
+    @property
+    def launches(self) -> bool:
+        """Whether a GPU would do something: not for views."""
+        inputs = {_address(tensor) for tensor in _tensors((self.args, self.kwargs))}
+        is_in_place = self.function._schema.is_mutable
+        return is_in_place or any(_address(output) not in inputs for output in self.outputs)
+
+
+class RecordedGraphs(Graphs):
+    """All graphs of an engine, their memory and a record of what was replayed."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: RecordedGraph(self))
+        self._left: dict[int, torch.UntypedStorage] = {}  # memory that is not garbage, by address
+        self.captured: set[Hashable] = set()
+        self.replayed: set[Hashable] = set()
+
+    def capture(self, key: Hashable, run: Callable[[], object]) -> None:
+        super().capture(key, run)
+        self.captured.add(key)
+
+    def replay(self, key: Hashable) -> None:
+        self._spoil()
+        super().replay(key)
+        self.leave(self._recorded(key).allocated)
+        self.replayed.add(key)
+
+    def leave(self, memory: dict[int, torch.UntypedStorage]) -> None:
+        """A graph has written its own memory."""
+        self._left |= memory
+
+    def num_launches(self, key: Hashable) -> int:
+        return sum(operation.launches for operation in self._recorded(key).operations)
+
+    def _spoil(self) -> None:
+        """Overwrite what graphs have left in their own memory."""
+        for storage in self._left.values():
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_GARBAGE)  # type: ignore[call-overload]
+        self._left = {}
+
+    def _recorded(self, key: Hashable) -> "RecordedGraph":
+        graph = self._graphs[key]
+        assert isinstance(graph, RecordedGraph)
+        return graph
+
+
+class RecordedGraph(TorchDispatchMode):
+    """A Graph."""
+
+    def __init__(self, graphs: RecordedGraphs) -> None:
+        super().__init__()
+        self._graphs = graphs
+        self.operations: list[Operation] = []
+        self.allocated: dict[int, torch.UntypedStorage] = {}  # by address
+
+    def capture(self, run: Callable[[], object]) -> None:
+        with self, _no_access_by_the_host():
+            run()
+        self._graphs.leave(self.allocated)
+
+    def replay(self) -> None:
+        for function, args, kwargs, outputs in self.operations:
+            for output, result in zip(outputs, _tensors(function(*args, **kwargs)), strict=True):
+                assert output.shape == result.shape, (function, output.shape, result.shape)
+                if output.data_ptr() != result.data_ptr():
+                    output.copy_(result)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        assert not reads(func, args, kwargs), f"the host reads a tensor: {func}"
+        assert func is not torch.ops.aten.lift_fresh.default, "a value of the host is copied to the device"
+        result = func(*args, **kwargs)
+        operation = Operation(func, args, kwargs, _tensors(result))
+        inputs = {_address(tensor) for tensor in _tensors((args, kwargs))}
+        for output in operation.outputs:
+            if _address(output) not in inputs:
+                self.allocated[_address(output)] = output.untyped_storage()
+        self.operations.append(operation)
+        return result
+
+
+@contextmanager
+def recorded_graphs() -> Iterator[list[RecordedGraphs]]:
+    """Within it, workers capture and replay graphs of the list, and compute with torch's operations."""
+    graphs: list[RecordedGraphs] = []
+
+    def make(device: torch.device, attention_backend: str) -> Graphs:  # noqa: ARG001
+        graphs.append(RecordedGraphs())
+        return graphs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECRAY_KERNELS", "torch")
+        patch.setattr("specray.worker.worker.make_graphs", make)
+        kernels.cache_clear()
+        yield graphs
+    kernels.cache_clear()
+
+
+@contextmanager
+def _no_access_by_the_host() -> Iterator[None]:
+    """Reads of CPU tensors that torch does not dispatch, and copies of arrays, are errors."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the host reads a tensor, or copies an array to the device")
+
+    with (
+        mock.patch.object(torch.Tensor, "tolist", fail),
+        mock.patch.object(torch.Tensor, "numpy", fail),
+        mock.patch("torch.from_numpy", fail),
+    ):
+        yield
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,90 @@
+"""Memory is divided before the pool is allocated: what the drafter, steps and graphs take is not given to it."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.layers.parallel import RankGroup
+from specray.models.registry import load_config, shape_of
+from specray.worker.buckets import MAX_TOKENS, Bucket, buckets, node_buckets, row_buckets
+from specray.worker.memory_demand import demand_of
+from specray.worker.memory_plan import Demand, pool_bytes
+from tests.support.heads import write_random_head
+
+GIB = 1 << 30
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+SIZES = st.integers(0, 200 * GIB)
+
+
+@given(SIZES, SIZES, st.floats(0.01, 0.99), st.builds(Demand, st.just(1), SIZES, SIZES))
+def test_everything_fits_beside_the_pool(total: int, used: int, fraction: float, demand: Demand) -> None:
+    pool = pool_bytes(total, used, fraction, demand)
+    assert used + demand.weights + pool <= total * fraction
+    assert used + demand.weights + demand.dynamic + pool <= total
+
+
+def test_the_pool_of_an_80_gib_gpu() -> None:
+    """16 GiB of weights; a small demand is within the share that is not static, a large one is not."""
+    total, used = 80 * GIB, 16 * GIB
+    assert pool_bytes(total, used, 0.75, Demand(1)) == 44 * GIB
+    assert pool_bytes(total, used, 0.75, Demand(1, weights=2 * GIB)) == 42 * GIB
+    assert pool_bytes(total, used, 0.75, Demand(1, dynamic=20 * GIB)) == 44 * GIB
+    assert pool_bytes(total, used, 0.75, Demand(1, dynamic=30 * GIB)) == 34 * GIB
+
+
+def demand(toy: Path, device: torch.device = GPU, **options: object) -> Demand:
+    colocates = bool(options.pop("colocates", False))
+    model_config = load_config(toy)
+    shape = shape_of(model_config, RankGroup())
+    config = EngineConfig(model=str(toy), **options)  # type: ignore[arg-type]
+    return demand_of(config, model_config, shape, toy, torch.bfloat16, device, RankGroup(), colocates)
+
+
+def test_kv_of_the_target_and_its_head_is_counted(toy: Path, tmp_path: Path) -> None:
+    head = write_random_head(tmp_path / "head", toy, 3)
+    speculative = SpeculativeConfig(algorithm="EAGLE3", draft_model_path=str(head))
+    plain, drafted = (demand(toy, CPU, speculative=each) for each in (SpeculativeConfig(), speculative))
+    assert plain == Demand(2 * 2 * 2 * 8 * 2)  # layers, K and V, KV heads, head dim, bytes
+    assert drafted.token - plain.token == 1 * 2 * 1 * 16 * 2
+    assert drafted.weights == (head / "model.safetensors").stat().st_size
+
+
+def test_layers_of_the_targets_own_checkpoint_are_counted_like_its_others(toy: Path) -> None:
+    (toy_config := load_config(toy)).num_nextn_predict_layers = 2
+    config = EngineConfig(model=str(toy), speculative=SpeculativeConfig(algorithm="MTP"))
+    seen = demand_of(
+        config, toy_config, shape_of(toy_config, RankGroup()), toy, torch.bfloat16, CPU, RankGroup(), False
+    )
+    assert seen.token == 2 * demand(toy, CPU).token
+    assert seen.weights == 2 * ((toy / "model.safetensors").stat().st_size // 4)
+
+
+def test_methods_without_a_model_and_ranks_without_a_drafter_need_no_draft_memory(toy: Path) -> None:
+    assert demand(toy, speculative=SpeculativeConfig(algorithm="NGRAM")).weights == 0
+    assert demand(toy, speculative=SpeculativeConfig(algorithm="NGRAM")).token == demand(toy).token
+
+
+def test_steps_graphs_and_processes_are_counted_on_a_gpu(toy: Path) -> None:
+    plain = demand(toy)
+    assert 0 < demand(toy, disable_cuda_graph=True).dynamic < plain.dynamic
+    assert demand(toy, max_running_requests=200).dynamic > plain.dynamic
+    assert demand(toy, max_prefill_tokens=8192).dynamic > plain.dynamic
+    assert demand(toy, cuda_graph_max_bs=1).dynamic < plain.dynamic
+    assert demand(toy, colocates=True).dynamic > plain.dynamic
+    assert demand(toy, CPU).dynamic == 0
+
+
+@given(st.integers(1, 300), st.integers(1, 128))
+def test_buckets_are_few_and_cover_small_steps(rows: int, nodes: int) -> None:
+    for sizes, most in ((row_buckets(rows), rows), (node_buckets(nodes), nodes)):
+        assert sizes == sorted(set(sizes))
+        assert (sizes[0], sizes[-1]) == (1, most)
+    assert all(after <= max(2 * before, before + 8) for before, after in pairwise(row_buckets(rows)))
+    assert len(node_buckets(nodes)) <= 5
+    every = buckets(rows, nodes)
+    assert Bucket(1, nodes) in every
+    assert max(bucket.num_tokens for bucket in every) <= MAX_TOKENS
