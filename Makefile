@@ -84,9 +84,10 @@ bench: $(INSTALLED)  ## measure the README's figures on this machine: tens of mi
 bench-peers: $(INSTALLED)  ## measure beside vLLM, llama.cpp, OpenVINO and transformers, each in an environment of its own
 	$(BIN)/python -m benchmarks.peers $(if $(TORCH_ARGS),--torch-args="$(TORCH_ARGS)") $(PEERS_ARGS)
 
-# On a bare machine: needs torch and triton, neither Ray nor the other requirements.
-gpu-report:  ## check the kernels on this machine's GPU, with PYTHON's packages: minutes
+# On a bare machine: the check needs torch and triton, the speed specray's requirements, and neither needs Ray.
+gpu-report:  ## check the kernels on this machine's GPU and measure decode steps, with PYTHON's packages: minutes
 	$(PYTHON) -m benchmarks.gpu check --json gpu-report.json
+	$(PYTHON) -m benchmarks.gpu speed --json gpu-speed.json
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; goes on where it stopped
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 7168 --run $(HEADS_DIR)/eagle3

@@ -1,8 +1,13 @@
-"""`python -m benchmarks.gpu check`: kernels against float64, and one result wherever a token is computed."""
+"""`python -m benchmarks.gpu check|speed`: what the Triton kernels and CUDA graphs do on a GPU.
+
+check: kernels against float64, and one result wherever a token is computed. speed: see `benchmarks.gpu.speed`; it needs
+specray's requirements, but no Ray and no network.
+"""
 
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("part", choices=["check"], help="check: is every kernel right?")
+    parser.add_argument("part", choices=["check", "speed"], help="check: is every kernel right? speed: of decode steps")
     parser.add_argument("--device", default="cuda", help="cpu needs TRITON_INTERPRET=1 (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test the program without a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
@@ -26,6 +31,8 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("torch finds no GPU here; run it on a machine with one, or with --device cpu --tiny", file=sys.stderr)
         return 2
+    if options.part == "speed":
+        return speed(device, options.tiny, options.json)
     shapes, context = ([TINY], 80) if options.tiny else (SHAPES, 1500)
     found = [row for shape in shapes for row in check(shape, device, context)]
     headers = ["model", "check", "type", "error", "passed"]
@@ -35,6 +42,24 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps({"machine": _machine(device), "checks": found}, indent=2) + "\n")
     return int(failed > 0)
+
+
+def speed(device: torch.device, is_tiny: bool, file: Path | None) -> int:
+    from benchmarks.gpu import speed as part
+    from benchmarks.gpu.random_model import LLAMA_8B
+    from benchmarks.gpu.random_model import TINY as TINY_MODEL
+
+    size, variants, batch_sizes, steps, prompt = LLAMA_8B, part.VARIANTS, part.BATCH_SIZES, 100, 128
+    if is_tiny:
+        size, variants, batch_sizes, steps, prompt = TINY_MODEL, part.VARIANTS[:2], (1, 2), 3, 8
+    with tempfile.TemporaryDirectory() as folder:
+        found = list(part.measure(Path(folder), size, device, variants, batch_sizes, steps, prompt))
+    print(format_table(part.HEADERS, part.table_rows(found)))
+    print(f"\n{_machine(device)}, {size.name}, prompts of {prompt} tokens, {steps} steps")
+    if file:
+        report = {"machine": _machine(device), "model": size.name, "speeds": [part.to_json(each) for each in found]}
+        file.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
 
 
 def check(shape: Shape, device: torch.device, context: int) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks.gpu.__main__ import main
+from tests.support.graph_stand_in import recorded_graphs
 
 
 def test_every_kernel_is_checked(
@@ -24,6 +25,28 @@ def test_every_kernel_is_checked(
     failed = [row["check"] for row in checks if row["passed"] != "yes"]
     assert set(failed) <= {"same bits: in a chunk of a prompt"}, shown
     assert status == int(bool(failed))
+
+
+def test_the_speed_of_decode_steps_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the stand-in for graphs. The accept lengths are those that are simulated, as far as chains reach."""
+    report = tmp_path / "report.json"
+    monkeypatch.setattr(sys, "argv", ["gpu", "speed", "--device", "cpu", "--tiny", "--json", str(report)])
+    with recorded_graphs() as graphs:
+        assert main() == 0
+    speeds = json.loads(report.read_text())["speeds"]
+    shown = capsys.readouterr().out
+    assert [(each["variant"]["chain"], each["in_graphs"], each["batch_size"]) for each in speeds] == [
+        (chain, in_graphs, size) for chain in (0, 3) for in_graphs in (False, True) for size in (1, 2)
+    ], shown
+    assert all(
+        each["tokens_per_s"] > 0 and 1 <= each["tokens_per_step"] <= each["variant"]["chain"] + 1 for each in speeds
+    )
+    assert all(each["tokens_per_step"] > 2 for each in speeds if each["variant"]["chain"]), shown
+    assert shown.count(">= 230") == 1
+    assert len(graphs) == 2
+    assert all({kind for kind, *_ in each.replayed} >= {"forward", "verify"} for each in graphs)
 
 
 def test_a_machine_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,211 @@
+"""`python -m benchmarks.gpu speed`: decode steps of random weights, with acceptance simulated, eager and in graphs.
+
+A step is that of one rank, without the engine around it, whose work is hidden behind the rank's (see
+`benchmarks.overlap`). The text is meaningless; what a step costs is not.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu.random_model import ModelSize, make_target, write_head
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.step import UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
+from specray.worker.worker import Worker
+
+PAGE = 16
+WARM_UP, PROFILED = 5, 3  # steps
+GREEDY = SamplingOptions(0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, [], 0, [], None)
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+class Variant(NamedTuple):
+    """A way to decode, with `accept_length` tokens a step."""
+
+    name: str
+    chain: int  # drafts; 0: none
+    accept_length: float
+    goal: float | None  # tokens/s of one request, in graphs
+
+
+VARIANTS = [
+    Variant("plain", 0, 1.0, 230),
+    Variant("chain of 3", 3, 2.9, None),
+    Variant("chain of 5", 5, 3.5, None),
+    Variant("chain of 7", 7, 3.9, 600),
+    Variant("chain of 7", 7, 5.4, 850),
+]
+BATCH_SIZES: tuple[int, ...] = (1, 8, 64)
+GOAL_OF_BATCHES = 1.6  # times plain decoding, in graphs, in the largest batch
+
+
+class Speed(NamedTuple):
+    """One measurement."""
+
+    variant: Variant
+    in_graphs: bool
+    batch_size: int
+    tokens_per_s: float
+    step_ms: float
+    tokens_per_step: float  # of a request
+    launches: float | None  # calls of the host in a step; None: not counted on a CPU
+    waits: float | None
+
+
+def measure(
+    folder: Path,
+    size: ModelSize,
+    device: torch.device,
+    variants: Sequence[Variant],
+    batch_sizes: Sequence[int],
+    num_steps: int,
+    prompt: int,
+) -> Iterator[Speed]:
+    """All variants on one target. `prompt` is the number of tokens of a prompt."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = make_target(folder, size, dtype, device)
+    head = write_head(folder / "head", size, dtype, device)
+    for variant in variants:
+        for in_graphs in (False, True):
+            config = _config(folder, head, device, variant, in_graphs, max(batch_sizes), prompt, num_steps)
+            steps = _Steps(Worker(config, model=model), size, prompt)
+            for batch_size in batch_sizes:
+                yield steps.measure(variant, in_graphs, batch_size, num_steps)
+
+
+def _config(
+    folder: Path,
+    head: Path,
+    device: torch.device,
+    variant: Variant,
+    in_graphs: bool,
+    max_rows: int,
+    prompt: int,
+    num_steps: int,
+) -> EngineConfig:
+    speculative = SpeculativeConfig()
+    if variant.chain:
+        speculative = SpeculativeConfig(
+            algorithm="EAGLE3",
+            draft_model_path=str(head),
+            num_steps=variant.chain,
+            eagle_topk=1,
+            num_draft_tokens=variant.chain + 1,
+            simulate_accept_length=variant.accept_length,
+            simulate_output_is_meaningless=True,
+        )
+    return EngineConfig(
+        model=str(folder),
+        device=device.type,
+        dtype="bfloat16" if device.type == "cuda" else "float32",
+        page_size=PAGE,
+        max_running_requests=max_rows,
+        max_total_tokens=max_rows * _most_tokens(variant, prompt, num_steps),
+        disable_cuda_graph=not in_graphs,
+        speculative=speculative,
+    )
+
+
+def _most_tokens(variant: Variant, prompt: int, num_steps: int) -> int:
+    """KV slots of a request, whole pages."""
+    most = prompt + (WARM_UP + PROFILED + num_steps + 2) * (variant.chain + 1)
+    return -(-most // PAGE) * PAGE
+
+
+class _Steps:
+    """A worker and its requests, all of which decode."""
+
+    def __init__(self, worker: Worker, size: ModelSize, prompt: int) -> None:
+        self._worker, self._size, self._prompt = worker, size, prompt
+        self._num_steps = 0
+
+    def measure(self, variant: Variant, in_graphs: bool, batch_size: int, num_steps: int) -> Speed:
+        self._enter(batch_size, _most_tokens(variant, self._prompt, num_steps) // PAGE)
+        device = self._worker.model.embedding.weight.device
+        for _ in range(WARM_UP):
+            self._step(batch_size)
+        counts = self._count(batch_size) if device.type == "cuda" else (None, None)
+        _wait(device)
+        start = time.perf_counter()
+        num_tokens = sum(self._step(batch_size) for _ in range(num_steps))
+        _wait(device)
+        seconds = time.perf_counter() - start
+        per_step = num_tokens / num_steps / batch_size
+        self._run([], [], freed=list(range(batch_size)))
+        return Speed(variant, in_graphs, batch_size, num_tokens / seconds, 1e3 * seconds / num_steps, per_step, *counts)
+
+    def _enter(self, batch_size: int, num_blocks: int) -> None:
+        """Prompts of different tokens, one request a step."""
+        for slot in range(batch_size):
+            tokens = [(7 * slot + place) % self._size.vocab for place in range(self._prompt)]
+            blocks = list(range(1 + slot * num_blocks, 1 + (slot + 1) * num_blocks))
+            new = NewRequest(slot, tokens, len(tokens), 0, blocks, GREEDY._replace(seed=slot), "")
+            self._run([slot], [new])
+
+    def _step(self, batch_size: int) -> int:
+        """One decode step of all requests; returns the number of tokens."""
+        return self._run(list(range(batch_size)), [])
+
+    def _run(self, slots: list[int], new: list[NewRequest], freed: Sequence[int] = ()) -> int:
+        self._num_steps += 1
+        rows = [ScheduledRequest(slot, self._prompt, UNLIMITED, []) for slot in slots]
+        result = self._worker.execute(StepPlan(self._num_steps, list(freed), new, rows))
+        self._worker.propose()
+        return sum(len(row.token_ids) for row in result.rows)
+
+    def _count(self, batch_size: int) -> tuple[float, float]:
+        """(launches, waits) of the host in a step."""
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(PROFILED):
+                self._step(batch_size)
+        names = Counter(event.name for event in profile.events() or [])
+        launches, waits = (sum(names[name] for name in group) / PROFILED for group in (LAUNCHES, WAITS))
+        return launches, waits
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+HEADERS = ["variant", "launched", "requests", "tokens/s", "step, ms", "tokens a step", "launches", "waits", "goal"]
+
+
+def table_rows(found: list[Speed]) -> list[list[str]]:
+    """One row a measurement, with the goal beside the measurements that have one."""
+    return [
+        [
+            f"{speed.variant.name}, {speed.variant.accept_length:g}" if speed.variant.chain else speed.variant.name,
+            "graphs" if speed.in_graphs else "eager",
+            str(speed.batch_size),
+            f"{speed.tokens_per_s:.0f}",
+            f"{speed.step_ms:.2f}",
+            f"{speed.tokens_per_step:.2f}",
+            "-" if speed.launches is None else f"{speed.launches:.0f}",
+            "-" if speed.waits is None else f"{speed.waits:.0f}",
+            _goal(speed, found),
+        ]
+        for speed in found
+    ]
+
+
+def _goal(speed: Speed, found: list[Speed]) -> str:
+    if not speed.in_graphs:
+        return ""
+    goal = speed.variant.goal if speed.batch_size == 1 else None
+    if speed.batch_size == BATCH_SIZES[-1] and speed.variant.chain:
+        plain = next(
+            (each for each in found if each[1:3] == speed[1:3] and not each.variant.chain and each.in_graphs), None
+        )
+        goal = GOAL_OF_BATCHES * plain.tokens_per_s if plain else None
+    return "" if goal is None else f">= {goal:.0f}{'' if speed.tokens_per_s >= goal else ' (missed)'}"
+
+
+def to_json(speed: Speed) -> dict[str, Any]:
+    return speed._asdict() | {"variant": speed.variant._asdict()}
