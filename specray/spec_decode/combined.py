@@ -31,12 +31,12 @@ class CombinedDrafter:
         self.max_draft_tokens = drafter.max_draft_tokens
         self.aux_hidden_state_layers = drafter.aux_hidden_state_layers
         self.reads_next_token = drafter.reads_next_token
-        self._drafter = drafter
+        self.drafter = drafter
         self._ngrams = ngrams
         self._min_match = min_match
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        tree = self._drafter.propose(context)  # for all requests, so that its state stays up to date
+        tree = self.drafter.propose(context)  # for all requests, so that its state stays up to date
         found = self._ngrams.draft(context)
         places = [place for place, ngram in enumerate(found) if ngram.match_length >= self._min_match]
         if not places:
@@ -46,5 +46,5 @@ class CombinedDrafter:
         return replace_trees(tree, torch.tensor(places, device=device), ngrams)
 
     def release(self, slots: Sequence[int]) -> None:
-        self._drafter.release(slots)
+        self.drafter.release(slots)
         self._ngrams.release(slots)

@@ -138,6 +138,13 @@ class PaddedDrafter(Protocol):
         """
 
 
+def padded_drafter(drafter: Drafter | None) -> PaddedDrafter | None:
+    """This drafter, or the one that it hands its contexts to as `drafter`, if it can draft in a CUDA graph."""
+    while drafter is not None and not isinstance(drafter, PaddedDrafter):
+        drafter = getattr(drafter, "drafter", None)
+    return drafter
+
+
 class DraftSource(Protocol):
     """Where a drafter runs: `submit` starts drafting, `collect` takes the trees that are ready for the next step."""
 

@@ -24,7 +24,7 @@ from specray.ops.graphs import make_graphs
 from specray.outputs import TokenLogprob
 from specray.spec_decode import make_drafter
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftRequest, DraftSource, PaddedDrafter, ProposeContext
+from specray.spec_decode.drafter import Drafter, DraftRequest, DraftSource, ProposeContext, padded_drafter
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
@@ -138,7 +138,7 @@ class Worker:
             return None
         rows = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
         drafter = self.drafts.drafter if isinstance(self.drafts, InlineDrafts) else None
-        padded = drafter if isinstance(drafter, PaddedDrafter) and is_padded(self._sampler) else None
+        padded = padded_drafter(drafter) if is_padded(self._sampler) else None
         captured = DecodeGraphs(graphs, self._runner, self._table, self.drafts, rows, padded, self._sampler)
         captured.capture()
         return captured

@@ -53,7 +53,7 @@ def test_output_does_not_depend_on_graphs(
     assert not never or name == "NGRAM", never  # n-grams that match are rare
 
 
-@pytest.mark.parametrize("name", ["EAGLE3", "EAGLE-map"])
+@pytest.mark.parametrize("name", ["EAGLE3", "EAGLE-map", "EAGLE3-ngram"])
 def test_drafts_do_not_depend_on_graphs(name: str, toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]) -> None:
     """As many of them are accepted, at every depth."""
     usages = []
