@@ -6,6 +6,8 @@ from enum import StrEnum
 from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
+from specray.draft_trace import DraftTrace, merge_traces
+
 
 class FinishReason(StrEnum):
     """Why a request ended."""
@@ -67,6 +69,7 @@ class RequestOutput(NamedTuple):
     error: str | None  # with FinishReason.ERROR
     usage: RequestUsage
     prompt_logprobs: list[TokenLogprob] | None = None  # in one output: the first with tokens, or the last
+    trace: DraftTrace | None = None  # of requests that ask for one
 
 
 def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
@@ -77,6 +80,7 @@ def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         text=first.text + second.text,
         logprobs=(first.logprobs or []) + (second.logprobs or []) if has_logprobs else None,
         prompt_logprobs=second.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs,
+        trace=merge_traces(first.trace, second.trace),
     )
 
 

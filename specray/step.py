@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+from specray.draft_trace import VerifiedTree
 from specray.outputs import TokenLogprob
 
 
@@ -73,6 +74,7 @@ class NewRequest(NamedTuple):
     cache_salt: str
     prompt_logprobs: PromptLogprobs | None = None
     predicted_token_ids: Sequence[int] = ()  # the client expects this output: a source of drafts
+    traces_drafts: bool = False  # its results have `tree`
 
 
 class ScheduledRequest(NamedTuple):
@@ -109,6 +111,7 @@ class RequestResult(NamedTuple):
     error: str | None  # set if the logits are not finite; the scheduler must end the request
     accepted_nodes: Sequence[int] = ()  # of the verified tree, one for each of token_ids but the last
     prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt tokens that follow the computed ones
+    tree: VerifiedTree | None = None  # with NewRequest.traces_drafts, if tokens were emitted
 
 
 class StepTimes(NamedTuple):

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgpack
 
+from specray.draft_trace import VerifiedTree
 from specray.outputs import TokenLogprob
 from specray.step import (
     DraftLimit,
@@ -52,7 +53,8 @@ def _scheduled_request(*fields: Any) -> ScheduledRequest:
 def _request_result(*fields: Any) -> RequestResult:
     result = RequestResult(*fields)
     logprobs, prompt_logprobs = _token_logprobs(result.logprobs), _token_logprobs(result.prompt_logprobs)
-    return result._replace(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    tree = None if result.tree is None else VerifiedTree(*result.tree)
+    return result._replace(logprobs=logprobs, prompt_logprobs=prompt_logprobs, tree=tree)
 
 
 def _token_logprobs(entries: list[Any] | None) -> list[TokenLogprob] | None:

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from cluster.api.chat_output import ChatOutput
 from cluster.api.model_output.events import CallStart, Content, Event, ParsedMessage, Reasoning, collect
-from cluster.api.replies import Json, OpenAIReply, ReplyMetadata, TokenTexts, ending, finite
+from cluster.api.replies import Json, OpenAIReply, ReplyMetadata, ending, finite
+from cluster.api.tokenization import TokenTexts
 from specray.outputs import Completion, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
 
@@ -37,7 +38,7 @@ class ChatReply(OpenAIReply):
         events = parser.feed(output.text) + (parser.end() if choice.finish_reason is not None else [])
         self._num_calls[choice.index] += sum(isinstance(event, CallStart) for event in events)
         deltas = [message_delta(event) for event in events]
-        if output.logprobs and not deltas:
+        if (output.logprobs or output.trace) and not deltas:
             deltas = [{"content": ""}]
         chunks: list[Json] = [{"delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
         if chunks:

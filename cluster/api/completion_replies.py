@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cluster.api.completion_protocol import CompletionRequest
-from cluster.api.replies import Json, OpenAIReply, ReplyMetadata, TokenTexts, ending, finite
+from cluster.api.replies import Json, OpenAIReply, ReplyMetadata, ending, finite
+from cluster.api.tokenization import TokenTexts
 from specray.outputs import Completion, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
 
@@ -54,7 +55,7 @@ class CompletionReply(OpenAIReply):
         return self._echoed[choice.index // self._n]
 
     def _deltas(self, choice: Completion, output: RequestOutput) -> list[Json]:
-        has_news = output.text or output.logprobs
+        has_news = output.text or output.logprobs or output.trace
         return [self._scored(choice, output.text, output.logprobs)] if has_news else []
 
     def _scored(

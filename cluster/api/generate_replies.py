@@ -6,7 +6,8 @@ from typing import Any
 
 from cluster.api.choices import PreparedPrompt
 from cluster.api.event_framing import OPENAI_FRAMING
-from cluster.api.replies import Json, ReplyMetadata, TokenTexts, accept_length, empty_choices, finite
+from cluster.api.replies import Json, ReplyMetadata, accept_length, empty_choices, finite
+from cluster.api.tokenization import TokenTexts
 from specray.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
 

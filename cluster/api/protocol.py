@@ -207,6 +207,7 @@ class Speculation(Body):
     algorithm: Annotated[str, Field(max_length=256)] | None = None  # only ever compared with the server's own
     num_steps: Annotated[int, Field(ge=1)] | None = None
     num_draft_tokens: Annotated[int, Field(ge=2)] | None = None  # root included
+    trace: bool | None = None  # the stream shows how its tokens came about: `draft_trace`
 
 
 class RequestOptions(Body):
@@ -217,6 +218,10 @@ class RequestOptions(Body):
     prompt_cache_key: CacheSalt | None = None  # requests with the same key go to the same engine while its load allows
     timeout: Timeout | None = None
     speculative: Speculation | None = None
+
+    @property
+    def traces_drafts(self) -> bool:
+        return bool(self.speculative and self.speculative.trace)
 
 
 class Prediction(Body):

@@ -7,12 +7,13 @@ because a chunk is written per step and request and must keep the nulls that cli
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from cluster.api.choices import seed_of
+from cluster.api.draft_trace import trace_fields
 from cluster.api.event_framing import OPENAI_FRAMING, Framing
-from cluster.api.tokenization import TokenText
+from cluster.api.tokenization import TokenTexts
 from specray.outputs import (
     Completion,
     RequestOutput,
@@ -24,7 +25,6 @@ from specray.sampling_params import SamplingParams
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
 
 Json = dict[str, Any]
-TokenTexts = Callable[[int], TokenText]
 
 
 class Reply(Protocol):
@@ -114,7 +114,10 @@ class OpenAIReply:
         return []
 
     def chunks(self, choice: Completion, output: RequestOutput) -> list[Json]:
-        chunks = [self._chunk(choice, delta) for delta in self._deltas(choice, output)]
+        deltas = self._deltas(choice, output)
+        if output.trace is not None:
+            deltas[0] |= trace_fields(output.trace, self._tokens)
+        chunks = [self._chunk(choice, delta) for delta in deltas]
         if choice.finish_reason is not None:
             chunks.append(self._chunk(choice, self._last(choice)))
         return chunks

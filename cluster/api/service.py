@@ -20,16 +20,17 @@ from cluster.api.chat_replies import ChatReply
 from cluster.api.choices import PreparedPrompt, engine_requests, last_tokens, seeded, tenant_scoped
 from cluster.api.completion_protocol import CompletionRequest
 from cluster.api.completion_replies import EchoedPrompt, completion_reply
+from cluster.api.draft_trace import traced
 from cluster.api.errors import ApiError, short_repr
 from cluster.api.generate_protocol import GenerateRequest
 from cluster.api.generate_replies import GenerateReply, choice_names
 from cluster.api.protocol import Body, ChatRequest, OpenAIRequest, RequestOptions
-from cluster.api.replies import Reply, ReplyMetadata, TokenTexts
+from cluster.api.replies import OpenAIReply, Reply, ReplyMetadata
 from cluster.api.responses.protocol import InputTokensRequest, ResponsesRequest
 from cluster.api.responses.replies import ResponsesReply
 from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
-from cluster.api.tokenization import Tokenization
+from cluster.api.tokenization import Tokenization, TokenTexts
 from cluster.config import AppConfig
 from cluster.messages import RouterInfo
 from cluster.routing.client import NOT_READY
@@ -242,6 +243,8 @@ class Service:
     ) -> Response:
         draft_limit = self._speculation().draft_limit(body.speculative)
         requests = engine_requests(metadata.request_id, prompts, tenant, body.cache_salt or "", draft_limit)
+        if body.traces_drafts:
+            requests = [traced(requests, bool(body.stream) and isinstance(reply, OpenAIReply))]
         limit = self.config.server.request_timeout_s
         session = tenant_scoped(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
         request_stream = await self._router_pool.submit(requests, min(body.timeout or limit, limit), session)

@@ -38,7 +38,7 @@ class SpeculationCapabilities:
         """The limit that a request's options set. InvalidRequestError if the server cannot satisfy them."""
         if options is None:
             return UNLIMITED
-        given = options.model_dump(exclude_none=True)
+        given = options.model_dump(exclude_none=True, exclude={"trace"})  # which is no limit
         if options.enabled is False:
             if others := sorted(given.keys() - {"enabled"}):
                 raise _error(others[0], given[others[0]], "has no effect with enabled=false; leave one of them out")

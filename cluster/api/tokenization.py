@@ -5,7 +5,7 @@ All functions are safe to call from any thread. Loading a tokenizer and renderin
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,6 +24,9 @@ class TokenText(NamedTuple):
 
     text: str
     data: bytes
+
+
+TokenTexts = Callable[[int], TokenText]  # by token id
 
 
 class Tokenization:

@@ -22,18 +22,25 @@ class Cut(NamedTuple):
     text: str
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    text_lengths: list[int]  # characters that each kept token added to the text, sent or not; empty if not asked for
 
 
 class TextStream:
-    """One request's output text. `max_tokens` is the resolved limit."""
+    """One request's output text. `max_tokens` is the resolved limit. `records_lengths` asks for `Cut.text_lengths`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Sequence[int], max_tokens: int
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        eos_token_ids: Sequence[int],
+        max_tokens: int,
+        records_lengths: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
         self._max_tokens = max_tokens
+        self._records_lengths = records_lengths
         self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         self._longest_stop = max(map(len, params.stop), default=0)
         self._prefixes = StopPrefixes(params.stop)
@@ -45,12 +52,16 @@ class TextStream:
     def feed(self, token_ids: Sequence[int]) -> Cut:
         """Process emitted tokens; those after the one that ends the output are dropped."""
         if self._max_tokens == 0:
-            return Cut(0, "", FinishReason.LENGTH, None)
+            return Cut(0, "", FinishReason.LENGTH, None, [])
+        lengths: list[int] = []
         for index, token_id in enumerate(token_ids):
+            before = len(self._text)
             reason, stop = self._feed_one(token_id)
+            if self._records_lengths:
+                lengths.append(max(0, len(self._text) - before))  # a stop string may have begun in an earlier token
             if reason is not None:
-                return Cut(index + 1, self._take(len(self._text)), reason, stop)
-        return Cut(len(token_ids), self._take(self._num_safe()), None, None)
+                return Cut(index + 1, self._take(len(self._text)), reason, stop, lengths)
+        return Cut(len(token_ids), self._take(self._num_safe()), None, None, lengths)
 
     def _feed_one(self, token_id: int) -> tuple[FinishReason | None, str | int | None]:
         self._num_tokens += 1

@@ -14,6 +14,7 @@ from specray.engine.acceptance import AcceptanceAlarm
 from specray.engine.admission import Admission
 from specray.engine.detokenizer import TextStream
 from specray.engine.draft_budget import StepTimer, make_budget
+from specray.engine.draft_tracer import DraftTracer
 from specray.engine.executor import Executor
 from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.scheduler import Scheduler
@@ -39,6 +40,7 @@ class Engine:
         self._probe_stats = EngineStats()  # never exported
         self._tokenizer = tokenizer
         self._texts: dict[str, TextStream] = {}
+        self._tracers: dict[str, DraftTracer] = {}  # of the requests that ask for a trace
         self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
         self._timer = StepTimer()
         self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
@@ -61,8 +63,11 @@ class Engine:
         speculative = self.config.speculative
         request.prompt_logprobs = None if spec.params.prompt_logprobs is None else []
         request.is_lossy = speculative.is_simulated or (speculative.is_lossy and spec.params.temperature > 0)
-        text = TextStream(self._tokenizer, spec.params, self.capacity.eos_token_ids, max_length - num_prompt)
-        text.feed(spec.emitted_token_ids)  # the caller already has this text
+        eos_ids, max_new = self.capacity.eos_token_ids, max_length - num_prompt
+        text = TextStream(self._tokenizer, spec.params, eos_ids, max_new, records_lengths=spec.traces_drafts)
+        resumed = text.feed(spec.emitted_token_ids)  # the caller already has this text
+        if spec.traces_drafts:
+            self._tracers[spec.request_id] = DraftTracer(resumed)
         self.scheduler.add(request)
         self._requests[spec.request_id], self._texts[spec.request_id] = request, text
         self._stats_of(request).add("specray_prompt_tokens_total", num_prompt)
@@ -163,6 +168,7 @@ class Engine:
             text=cut.text,
             logprobs=result.logprobs and result.logprobs[: cut.num_kept],
             prompt_logprobs=request.prompt_logprobs,
+            trace=result.tree and self._tracers[request.request_id].step(result.tree, result.accepted_nodes, cut),
         )
         request.prompt_logprobs = None
         if cut.finish_reason is None:
@@ -174,6 +180,7 @@ class Engine:
         self.scheduler.finish(request)
         request.finish_reason = reason
         del self._requests[request.request_id], self._texts[request.request_id]
+        self._tracers.pop(request.request_id, None)
         stats = self._stats_of(request)
         stats.add_labelled("specray_request_finished_total", reason.value)
         now = time.monotonic()

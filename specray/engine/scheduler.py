@@ -223,6 +223,7 @@ class Scheduler:
             request.spec.cache_salt,
             _wanted_prompt_logprobs(request),
             list(request.spec.predicted_token_ids),
+            request.spec.traces_drafts,
         )
 
     def _share_full_blocks(self, request: Request) -> None:

@@ -49,6 +49,7 @@ class RequestState:
     sampling: SamplingState
     prompt_logprobs: PromptLogprobs | None = None
     predicted_token_ids: Sequence[int] = ()
+    traces_drafts: bool = False
 
 
 class RequestTable:
@@ -94,6 +95,7 @@ class RequestTable:
             sampling,
             new.prompt_logprobs,
             new.predicted_token_ids,
+            new.traces_drafts,
         )
         self._change(new.slot, 2 * self._width + 2, _scalars(new.sampling))
         self.extend(new.slot, new.token_ids, new.block_ids)

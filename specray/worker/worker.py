@@ -42,6 +42,7 @@ from specray.worker.prompt_logprobs import compute_prompt_logprobs
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.step_output import StepOutput
+from specray.worker.traced_trees import traced_trees
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,8 @@ class Worker:
         prompts = {} if computed.hidden is None else compute_prompt_logprobs(self.model, batch, computed.hidden)
         output = self._verify(batch, verifying, computed)
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
+        for row, verified_tree in traced_trees(batch, output).items():
+            results[row] = results[row]._replace(tree=verified_tree)
         if plan.feeds_drafter:
             replay = None if self._graphs is None or verifying is None else self._graphs.draft(batch, verifying)
             self._context = self._draft_context(plan, batch, output, computed, replay)

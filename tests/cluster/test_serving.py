@@ -71,6 +71,21 @@ def test_stream_equals_whole(client: openai.OpenAI) -> None:
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_a_trace_of_drafts_crosses_all_processes(app: Any) -> None:
+    body = {"prompt": "Once", "max_tokens": 40, "seed": 3, "ignore_eos": True}
+    plain = app.http.post("/v1/completions", json=body).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}, "speculative": {"trace": True}}
+    reply = app.http.post("/v1/completions", json=body | options)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in reply.text.split("\n\n")[:-2]]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    traces = [choice["trace"] for choice in choices if "trace" in choice]
+    assert "".join(choice["text"] for choice in choices) == plain["choices"][0]["text"]
+    assert "".join(token["text"] for trace in traces for token in trace["tokens"]) == plain["choices"][0]["text"]
+    steps, counts = [step for trace in traces for step in trace["steps"]], chunks[-1]["usage"]["speculative"]
+    assert len(steps) == 1 + counts["verify_steps"]
+    assert sum(len(step["accepted"]) for step in steps) == counts["accepted_tokens"]
+
+
 @pytest.mark.parametrize(
     ("error", "options"),
     [

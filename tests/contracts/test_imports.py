@@ -18,6 +18,7 @@ LEAVES = {
     "config",
     "sampling_params",
     "outputs",
+    "draft_trace",
     "errors",
     "grammar",
     "metrics",

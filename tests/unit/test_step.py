@@ -5,6 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specray.draft_trace import VerifiedTree
 from specray.outputs import TokenLogprob
 from specray.step import (
     DraftLimit,
@@ -41,13 +42,15 @@ sampling = st.builds(
     st.none() | ids,
 )
 prompts = st.none() | st.builds(PromptLogprobs, small, small)
-new_row = st.builds(NewRequest, small, ids, small, small, ids, sampling, st.text(max_size=5), prompts, ids)
+salts = st.text(max_size=5)
+new_row = st.builds(NewRequest, small, ids, small, small, ids, sampling, salts, prompts, ids, st.booleans())
 row_step = st.builds(ScheduledRequest, small, small, st.builds(DraftLimit, small, small), ids)
 plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))
 logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))
 some_logprobs = st.none() | st.lists(logprobs, max_size=3)
 errors = st.none() | st.text(max_size=9)
-row_result = st.builds(RequestResult, small, ids, small, some_logprobs, errors, ids, some_logprobs)
+trees = st.builds(VerifiedTree, ids, ids)
+row_result = st.builds(RequestResult, small, ids, small, some_logprobs, errors, ids, some_logprobs, st.none() | trees)
 results = st.builds(StepResult, small, st.lists(row_result, max_size=3), st.builds(StepTimes, real, real, real, real))
 
 
@@ -69,4 +72,5 @@ def test_a_result_survives_serialization(result: StepResult) -> None:
     back = unpack_result(pack(result))
     assert back == result
     assert all(isinstance(entry, TokenLogprob) for row in back.rows for entry in row.logprobs or [])
+    assert all(isinstance(row.tree, VerifiedTree | None) for row in back.rows)
     assert isinstance(back.times, StepTimes)

@@ -6,9 +6,10 @@ from typing import Any
 from cluster.api.chat_output import ChatOutput
 from cluster.api.errors import ApiError
 from cluster.api.event_framing import Framing, named_event
-from cluster.api.replies import ReplyMetadata, TokenTexts, empty_choices, finite, usage
+from cluster.api.replies import ReplyMetadata, empty_choices, finite, usage
 from cluster.api.responses.output import OutputItems
 from cluster.api.responses.protocol import ChosenFunction, ResponsesRequest
+from cluster.api.tokenization import TokenTexts
 from specray.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
 

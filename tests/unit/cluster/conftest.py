@@ -24,6 +24,7 @@ from cluster.engine.supervisor import DrafterState
 from cluster.messages import DesiredDrafter, Item, Refusal
 from cluster.routing.router_pool import RouterPool
 from specray.config import SpeculativeConfig
+from specray.draft_trace import VerifiedTree
 from specray.engine.engine import Engine
 from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest
@@ -36,6 +37,7 @@ from specray.worker.remote_drafter.handshake import DrafterHandshake
 TEXT = "The quick brown fox, é 🎉 and so on. "  # the output of scripted ranks, repeated
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
 END = "<|end|>"
+REJECTED = 1  # the token of rejected drafts in scripted trees
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -115,7 +117,9 @@ class ScriptedRanks:
         self._pending[slot] = 1
         wanted = self._rows[slot].sampling.logprobs
         logprobs = None if wanted is None else [logprob_of(token, wanted) for token in tokens]
-        return RequestResult(slot, tokens, drafts, logprobs, None, prompt_logprobs=prompt_logprobs)
+        tree = tree_of(tokens[:-1]) if self._rows[slot].traces_drafts else None
+        nodes = list(range(2, drafts + 2))
+        return RequestResult(slot, tokens, drafts, logprobs, None, nodes, prompt_logprobs, tree)
 
     def _prompt_logprobs(self, slot: int, num_tokens: int) -> list[TokenLogprob] | None:
         """Those of the prompt tokens after the `num_tokens` that are computed now."""
@@ -125,6 +129,13 @@ class ScriptedRanks:
         first = row.num_prompt_tokens - self._pending[slot]
         tokens = row.token_ids[max(first, row.prompt_logprobs.start) + 1 : first + num_tokens + 1]
         return [logprob_of(token, row.prompt_logprobs.num_top) for token in tokens]
+
+
+def tree_of(accepted: list[int]) -> VerifiedTree:
+    """A chain of accepted drafts. The first one comes after a rejected sibling."""
+    if not accepted:
+        return VerifiedTree([0], [-1])
+    return VerifiedTree([0, REJECTED, *accepted], [-1, 0, 0, *range(2, len(accepted) + 1)])
 
 
 def logprob_of(token: int, wanted: int) -> TokenLogprob:
