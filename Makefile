@@ -27,9 +27,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.docs-installed
+PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast extras lint format bench bench-peers gpu-report heads draft mtp chaos docs clean distclean
+.PHONY: help install demo test test-fast extras lint format bench bench-peers gpu-report heads draft mtp chaos docs page-test clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -110,6 +111,13 @@ $(DOCS_INSTALLED): $(INSTALLED)
 
 docs: $(DOCS_INSTALLED)  ## build the documentation into build/docs; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+$(PAGE_INSTALLED): $(INSTALLED)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[page]'
+	@touch $@
+
+page-test: $(PAGE_INSTALLED)  ## test the page in a headless Chromium, which this machine must have (CHROMIUM=PROGRAM)
+	$(BIN)/python -m pytest tests/unit/cluster/page $(PYTEST_ARGS)
 
 clean:  ## remove what tools left behind, .venv excepted
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -62,6 +62,7 @@ class ServerConfig(Options):
         "names without a dot and private ones; `*` allows all. Other names are refused, because a web page could use "
         "them to reach the server through a visitor's browser.",
     )
+    ui: bool = Field(True, description="Serve the page at /, a chat that shows how speculation makes its tokens.")
     request_timeout_s: float = Field(
         600.0, gt=0.0, le=86_400.0, description="Maximum duration of a request; a client's `timeout` can shorten it."
     )

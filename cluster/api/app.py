@@ -17,6 +17,7 @@ from cluster.api.generate_protocol import GenerateRequest
 from cluster.api.host_check import ANY_HOST, HostCheck
 from cluster.api.keys import KeyRing
 from cluster.api.middleware import BodyLimit, CatchErrors
+from cluster.api.page import PAGE_PATHS, add_page_routes
 from cluster.api.prometheus import CONTENT_TYPE, prometheus_text
 from cluster.api.protocol import ChatRequest
 from cluster.api.responses.protocol import InputTokensRequest, ResponsesRequest
@@ -49,6 +50,8 @@ def create_app(service: Service) -> FastAPI:
     add_tokenize_routes(app, service)
     add_engine_routes(app, service)
     _add_operator_routes(app, service)
+    if service.config.server.ui:
+        add_page_routes(app)
     if service.config.server.admin_key_file is not None:
         add_admin_routes(app, service.config, service.drafter_rollout)
     return app
@@ -65,7 +68,7 @@ def _allow_origins(app: FastAPI, origins: list[str]) -> None:
 def _access(config: ServerConfig) -> dict[str, Any]:
     keys = KeyRing.read(config.api_key_file, "server.api_key_file") if config.api_key_file else None
     admin_keys = KeyRing.read(config.admin_key_file, "server.admin_key_file") if config.admin_key_file else None
-    open_paths = PROBES | {METRICS} if config.open_metrics else PROBES
+    open_paths = PROBES | ({METRICS} if config.open_metrics else set()) | (PAGE_PATHS if config.ui else set())
     return {"keys": keys, "admin_keys": admin_keys, "open_paths": open_paths}
 
 
