@@ -25,7 +25,9 @@ def walk_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
     for depth in range(tree.max_depth + 1):
         at = [paths[row][-1] for row in active]
         rows, node = torch.tensor([active, at]).to(device)
-        here = inputs.logits.index_select(0, torch.from_numpy(starts[active] + at).to(device))
+        places = torch.from_numpy(starts[active] + at).to(device)
+        here = inputs.logits.index_select(0, places)
+        unmasked = here if inputs.unmasked is None else inputs.unmasked.index_select(0, places)
         is_child = (tree.parents.index_select(0, rows) == node[:, None]) & ~is_repeated.index_select(0, rows)
         children = is_child.to(torch.int8).argsort(descending=True, stable=True)  # in order, then all other nodes
         siblings = tree.tokens.index_select(0, rows).masked_fill(~is_child, NONE).gather(1, children)
@@ -38,7 +40,7 @@ def walk_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
         next_node = torch.where(is_next.any(-1), next_node, NONE)
         still_active = []
         results = torch.stack((chosen, is_finite.long(), next_node), 1).tolist()
-        for row, row_logits, (token, is_finite, child) in zip(active, here, results, strict=True):
+        for row, row_logits, (token, is_finite, child) in zip(active, unmasked, results, strict=True):
             if not is_finite:
                 tokens[row] = []
                 continue

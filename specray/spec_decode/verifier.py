@@ -20,17 +20,20 @@ from specray.ops.cpu.sampling import walk
 from specray.ops.noise import noise_keys
 from specray.ops.sampling import sample, sample_padded
 from specray.ops.sampling_state import SamplingBatch, SamplingState
+from specray.ops.token_mask import TokenMask, forbid_masked
 from specray.spec_decode.depth_walk import walk_by_depth
 from specray.spec_decode.draft_tree import ROOT, DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler, coupled
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 
 
-def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, allowed: Tensor | None = None) -> VerifyOutput:
-    """Verify all trees. `allowed` bool [sum of num_nodes, V] masks the tokens that a grammar permits at each node."""
-    if allowed is not None:
-        inputs = inputs._replace(logits=inputs.logits.masked_fill(~allowed, -torch.inf))
+def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask | None = None) -> VerifyOutput:
+    """Verify all trees. `mask` has the tokens that grammars allow; it is applied to the logits in place."""
     is_cpu, states = inputs.logits.device.type == "cpu", inputs.sampling.states
+    if mask is not None:
+        if any(state.options.logprobs is not None for state in states):
+            inputs = inputs._replace(unmasked=inputs.logits.clone())
+        forbid_masked(inputs.logits, mask)
     own = kernels() if is_cpu else None
     walks_sampled = is_cpu and own is None
     walked = [row for row, state in enumerate(states) if sampler is not coupled or _needs_walk(state, walks_sampled)]

@@ -28,6 +28,7 @@ class VerifyInput(NamedTuple):
     num_nodes: list[int]  # the host's copy of tree.num_nodes
     sampling: SamplingBatch  # a walk by depth counts emitted tokens in its states
     lengths: Tensor  # int64 [B], known tokens, the root included: the positions of the first tokens to sample
+    unmasked: Tensor | None = None  # the logits before a grammar's mask, for logprobs; None: there is no mask
 
     def starts(self) -> np.ndarray:
         """int64 [B]: place of each root in `logits`."""
@@ -38,11 +39,13 @@ class VerifyInput(NamedTuple):
         """These requests only."""
         device, starts = self.logits.device, self.starts()
         index = torch.tensor(rows, dtype=torch.int64).to(device)
-        places = np.concatenate([np.arange(starts[row], starts[row] + self.num_nodes[row]) for row in rows])
+        counted = np.concatenate([np.arange(starts[row], starts[row] + self.num_nodes[row]) for row in rows])
+        places = torch.from_numpy(counted).to(device)
         return VerifyInput(
-            self.logits.index_select(0, torch.from_numpy(places).to(device)),
+            self.logits.index_select(0, places),
             self.tree.select(index),
             [self.num_nodes[row] for row in rows],
             self.sampling.select(rows),
             self.lengths.index_select(0, index),
+            None if self.unmasked is None else self.unmasked.index_select(0, places),
         )

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling import sample
 from specray.ops.sampling_state import SamplingBatch, SamplingState
+from specray.ops.token_mask import TokenMask
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.spec_decode.node_sampler import NodeSampler, coupled
@@ -57,16 +60,23 @@ def verify_rows(
     lengths: Sequence[int],
     sampler: NodeSampler = coupled,
     draft_probs: Tensor | None = None,
-    allowed: Tensor | None = None,
+    mask: TokenMask | None = None,
 ) -> list[Verified]:
     """`verify`, with outputs per request on the host."""
     made = DraftTree.from_lists(trees)
     tree = DraftTree(made.tokens, made.parents, made.num_nodes, made.max_depth, draft_probs)
     num_nodes = [len(row.tokens) for row in trees]
     inputs = VerifyInput(logits, tree, num_nodes, SamplingBatch.of(states, CPU), torch.tensor(lengths))
-    output = verify(inputs, sampler, allowed)
+    output = verify(inputs, sampler, mask)
     rows = zip(output.num_tokens.tolist(), output.tokens.tolist(), output.nodes.tolist(), strict=True)
     return [
         Verified(tokens[:count], nodes[:count], output.logprobs.get(row))
         for row, (count, tokens, nodes) in enumerate(rows)
     ]
+
+
+def mask_of(allowed: Tensor, rows: Sequence[int] | None = None) -> TokenMask:
+    """The mask of bool [n, V], packed; `rows` are its places in the logits, all by default."""
+    padded = F.pad(allowed, (0, -allowed.shape[1] % 32))
+    packed = np.packbits(padded.numpy(), axis=1, bitorder="little").view(np.int32)
+    return TokenMask(torch.tensor(range(len(allowed)) if rows is None else rows), torch.from_numpy(packed))

@@ -186,4 +186,13 @@ void specray_walk(const DraftTrees* trees, int64_t* num_tokens, int64_t* tokens,
   });
 }
 
+// Sets logits [.., size] of tokens that are not allowed to minus infinity, in `count` of the rows; bits [count, words].
+void specray_forbid(
+    float* logits, int32_t size, const int64_t* rows, const uint32_t* bits, int32_t words, int64_t count,
+    int32_t num_threads) {
+  run_on_team(num_threads, 1, [&](Member& member) {
+    member.share(int(count), [&](int64_t r) { forbid(logits + rows[r] * size, size, bits + r * words); });
+  });
+}
+
 }  // extern "C"

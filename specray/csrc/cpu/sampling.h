@@ -124,6 +124,20 @@ class Sampler {
   std::vector<float> kept_, masses_;
 };
 
+// Sets the logits of tokens whose bit is not set to minus infinity. Most words of a grammar's mask are all or nothing.
+inline void forbid(float* logits, int size, const uint32_t* bits) {
+  for (int first = 0; first < size; first += 32, ++bits) {
+    const int count = std::min(32, size - first);
+    if (*bits == ~0u) continue;
+    if (*bits == 0) {
+      std::fill_n(logits + first, count, -INFINITY);
+      continue;
+    }
+    for (int i = 0; i < count; ++i)
+      if (!(*bits >> i & 1)) logits[first + i] = -INFINITY;
+  }
+}
+
 // Draft trees of B requests of at most N nodes, and the logits at their nodes, request by request.
 struct DraftTrees {
   int32_t num_trees, width, max_depth, vocab_size;

@@ -1,4 +1,4 @@
-"""Sampling with the CPU kernels: row by row, and along the path of each draft tree."""
+"""Sampling with the CPU kernels: row by row, and along the path of each draft tree; masks of a grammar."""
 
 import ctypes
 
@@ -54,3 +54,10 @@ def walk(
     threads = min(count, num_threads())
     kernels.walk(ctypes.byref(trees), pointer(num_tokens), pointer(sampled), pointer(nodes), threads)
     return num_tokens, sampled, nodes
+
+
+def forbid(kernels: Kernels, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """See `specray.ops.token_mask`; float32 `logits` [m, V], int64 `rows` [n], int32 `bits` [n, words]."""
+    rows, bits = rows.contiguous(), bits.contiguous()
+    threads = min(len(rows), num_threads(logits.shape[1] * len(rows) * logits.itemsize))
+    kernels.forbid(pointer(logits), logits.shape[1], pointer(rows), pointer(bits), bits.shape[1], len(rows), threads)

@@ -19,7 +19,7 @@ from specray.spec_decode import depth_walk, node_sampler, verifier
 from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.step import SamplingOptions
 from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
-from tests.support.sampling import Verified, noise_of, state_of, verify_rows
+from tests.support.sampling import Verified, mask_of, noise_of, state_of, verify_rows
 
 VOCAB_SIZE = 8
 CHOICES: list[dict[str, Any]] = [
@@ -232,7 +232,8 @@ def test_a_grammar_mask_applies_to_its_node(rows: list[tuple[TreeLists, dict[str
 
     def verified(node_logits: Tensor, mask: Tensor | None) -> list[Verified]:
         states = [state_of(OPTIONS._replace(seed=seed, **choice), [3, 4], 2) for _, choice, seed in rows]
-        return verify_rows(node_logits, [row[0] for row in rows], states, [2] * len(rows), allowed=mask)
+        packed = None if mask is None else mask_of(mask)
+        return verify_rows(node_logits.clone(), [row[0] for row in rows], states, [2] * len(rows), mask=packed)
 
     masked = verified(logits, allowed)
     assert masked == verified(logits.masked_fill(~allowed, -torch.inf), None)
@@ -241,3 +242,20 @@ def test_a_grammar_mask_applies_to_its_node(rows: list[tuple[TreeLists, dict[str
         for node, token in zip(output.path, output.token_ids, strict=True):
             assert allowed[start + node, token]
         start += len(tree.tokens)
+
+
+def test_logprobs_are_those_before_the_mask() -> None:
+    """Also of a request whose mask is another request's."""
+    tree, logits = TreeLists([1, 2], [NONE, 0]), torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
+    allowed = torch.zeros(2, VOCAB_SIZE, dtype=torch.bool)
+    allowed[0, 2] = allowed[1, 5] = True
+    states = [state_of(OPTIONS._replace(seed=seed, logprobs=VOCAB_SIZE), [3], 1) for seed in range(2)]
+    first, second = verify_rows(logits.clone(), [tree, tree], states, [1, 1], mask=mask_of(allowed, rows=[2, 3]))
+    assert second.token_ids == [2, 5]
+    for output, rows in ((first, logits[:2]), (second, logits[2:])):
+        assert output.logprobs is not None
+        for node, logprob in zip(output.path, output.logprobs, strict=True):
+            expected = rows[node].log_softmax(-1)
+            assert logprob.logprob == expected[logprob.token_id]
+            assert len(logprob.top) == VOCAB_SIZE
+            assert all(value > -30 for _, value in logprob.top)
