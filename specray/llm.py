@@ -135,6 +135,8 @@ class LLM:
         for index, request in enumerate(requests):
             try:
                 self.engine.admission.check(request)
+                if request.params.grammar is not None:
+                    self._executor.compile_grammar(request.params.grammar)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"request {index}: {error}", error.param) from None
 

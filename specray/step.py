@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from specray.draft_trace import VerifiedTree
+from specray.grammar import GrammarSpec
 from specray.outputs import TokenLogprob
 
 
@@ -53,6 +54,7 @@ class SamplingOptions(NamedTuple):
     eos_token_ids: list[int]  # masked until min_tokens tokens were generated
     logprobs: int | None
     allowed_token_ids: list[int] | None = None  # no other token is sampled
+    grammar: GrammarSpec | None = None
 
 
 class PromptLogprobs(NamedTuple):
@@ -108,10 +110,11 @@ class RequestResult(NamedTuple):
     token_ids: list[int]
     num_draft_tokens: int  # nodes verified, the root not counted
     logprobs: list[TokenLogprob] | None  # one for each of token_ids
-    error: str | None  # set if the logits are not finite; the scheduler must end the request
+    error: str | None  # set if no token can be sampled; the scheduler must end the request
     accepted_nodes: Sequence[int] = ()  # of the verified tree, one for each of token_ids but the last
     prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt tokens that follow the computed ones
     tree: VerifiedTree | None = None  # with NewRequest.traces_drafts, if tokens were emitted
+    is_deferred: bool = False  # nothing was computed, because the request's grammar is still compiled
 
 
 class StepTimes(NamedTuple):

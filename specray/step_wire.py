@@ -5,6 +5,7 @@ from typing import Any
 import msgpack
 
 from specray.draft_trace import VerifiedTree
+from specray.grammar import GrammarSpec
 from specray.outputs import TokenLogprob
 from specray.step import (
     DraftLimit,
@@ -42,7 +43,10 @@ def new_request(*fields: Any) -> NewRequest:
     """A NewRequest from unpacked fields."""
     request = NewRequest(*fields)
     wanted = request.prompt_logprobs and PromptLogprobs(*request.prompt_logprobs)
-    return request._replace(sampling=SamplingOptions(*request.sampling), prompt_logprobs=wanted)
+    sampling = SamplingOptions(*request.sampling)
+    if sampling.grammar is not None:
+        sampling = sampling._replace(grammar=GrammarSpec(*sampling.grammar))
+    return request._replace(sampling=sampling, prompt_logprobs=wanted)
 
 
 def _scheduled_request(*fields: Any) -> ScheduledRequest:

@@ -39,6 +39,8 @@ class Admission:
             )
         if spec.emitted_token_ids and len(spec.emitted_token_ids) >= (spec.params.max_tokens or self.max_length):
             raise InvalidRequestError("emitted_token_ids has max_tokens tokens already; none is left to generate")
+        if spec.params.grammar is not None:
+            self._check_grammar(spec.params)
         self._check_ids("prompt", spec.prompt_token_ids)
         self._check_ids("emitted_token_ids", spec.emitted_token_ids)
         self._check_ids("prediction", spec.predicted_token_ids)
@@ -79,6 +81,22 @@ class Admission:
                 f"allowed_token_ids has only tokens that end the output, which min_tokens={params.min_tokens} forbids; "
                 "allow another token or set min_tokens=0",
                 "allowed_token_ids",
+            )
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        """Refuse what contradicts a grammar. The grammar itself was compiled before."""
+        if params.min_tokens:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens} contradicts a grammar, which decides where the output may end; leave "
+                "min_tokens out and put the least length into the grammar",
+                "min_tokens",
+            )
+        if not self._capacity.eos_token_ids:
+            raise InvalidRequestError("this model has no end token, so no output of a grammar could end", "grammar")
+        if self._config.speculative.is_simulated:
+            raise InvalidRequestError(
+                "this server simulates acceptance, so its output matches no grammar; send the request to another one",
+                "grammar",
             )
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:

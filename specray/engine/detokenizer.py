@@ -38,7 +38,9 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._params = params
-        self._stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        # A grammar that is complete allows only end tokens, so they end the request even with ignore_eos.
+        ignores_eos = params.ignore_eos and params.grammar is None
+        self._stop_ids = frozenset(params.stop_token_ids) | frozenset(() if ignores_eos else eos_token_ids)
         self._max_tokens = max_tokens
         self._records_lengths = records_lengths
         self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)

@@ -22,4 +22,5 @@ def sampling_options(params: SamplingParams, eos_token_ids: list[int]) -> Sampli
         stops + params.stop_token_ids if params.min_tokens else [],
         params.logprobs,
         params.allowed_token_ids,
+        params.grammar,
     )

@@ -112,6 +112,8 @@ class Scheduler:
         """Append the first `num_kept` of a request's emitted tokens, up to where a stop condition cuts the output."""
         request, token_ids = emitted.request, emitted.result.token_ids
         request.in_flight.pop(0)
+        if emitted.result.is_deferred:
+            return  # the same tokens are planned again
         request.num_computed_tokens += emitted.num_tokens
         if token_ids:
             num_drafts = emitted.result.num_draft_tokens

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import AttentionBatch
+from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.request_table import RaggedIndex, RequestState, RequestTable
 from specray.step import StepPlan
@@ -61,6 +62,7 @@ class StepBatch(NamedTuple):
     rows: ScheduledBatch
     tree: DraftTree  # of all R rows
     num_nodes: list[int]  # the host's copy of tree.num_nodes
+    mask: TokenMask | None = None  # of the logits of the rows that sample; None: no request has a grammar
 
     @property
     def only_decodes(self) -> bool:

@@ -5,6 +5,7 @@ from collections import deque
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import ConfigError, EngineDeadError
+from specray.grammar import GrammarSpec
 from specray.models.causal_lm import TargetModel
 from specray.spec_decode.drafter import Drafter
 from specray.step import StepPlan, StepResult
@@ -45,6 +46,10 @@ class LocalExecutor:
             result = self.worker.execute(self._plans.popleft())
             self.worker.propose()
         return result
+
+    def compile_grammar(self, spec: GrammarSpec) -> None:
+        """InvalidRequestError if the grammar cannot be compiled. Its requests then start at once."""
+        self.worker.grammars.compile(spec)
 
     def close(self) -> None:
         self.worker.close()

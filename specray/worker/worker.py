@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from specray.spec_decode.verifier import can_verify_padded, is_padded, verify
 from specray.spec_decode.verify_batch import VerifyInput
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
+from specray.structured_output.matchers import GrammarTable, make_tools
 from specray.worker.broadcast import broadcast_output, broadcast_tree
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs
@@ -48,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 NO_DRAFTS = DraftLimit(0, 0)
 NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"
+NO_TOKEN_ALLOWED = "the grammar allows no token of the vocabulary here, or the model's output is NaN or infinite"
 
 
 class Worker:
@@ -77,7 +80,9 @@ class Worker:
         vocab_size = self._runner.model.shape.vocab_size
         max_tokens = self._runner.context_length + MAX_TREE_NODES + config.page_size
         self._table = RequestTable(config.max_running_requests, max_tokens, config.page_size, vocab_size, device)
-        eos_ids = eos_token_ids(folder, load_tokenizer(folder))
+        tokenizer = load_tokenizer(folder)
+        eos_ids = eos_token_ids(folder, tokenizer)
+        self.grammars = GrammarTable(partial(make_tools, tokenizer, vocab_size, eos_ids), vocab_size)
         self.drafts: DraftSource
         if colocate is not None and self._group.leads:
             self.drafts = RemoteDrafts(colocate, self._runner.ring_limits(config), self._table)
@@ -106,9 +111,14 @@ class Worker:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: target forward over known tokens and draft trees, verify, keep the accepted path."""
+        ready, withheld = self.grammars.withhold(plan)
         if self._group.size > 1:
-            self._group.broadcast_bytes(pack(plan))
-        return self._execute(plan)
+            self._group.broadcast_bytes(pack(ready))
+        result = self._execute(ready)
+        if not withheld:
+            return result
+        computed = iter(result.rows)
+        return result._replace(rows=[withheld.get(row.slot) or next(computed) for row in plan.rows])
 
     def propose(self) -> None:
         """Draft for the next step; called after the step's result was sent to the scheduler."""
@@ -156,7 +166,7 @@ class Worker:
         prepared = time.perf_counter()
         bucket = self._graphs.bucket(batch) if self._graphs is not None else None
         states = [state.sampling for state in rows.states]
-        verifying = bucket if can_verify_padded(states, self._sampler) else None
+        verifying = bucket if batch.mask is None and can_verify_padded(states, self._sampler) else None
         computed = self._forward(batch, bucket, plan.feeds_drafter, returns_logits=verifying is None)
         forwarded = time.perf_counter()
         # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
@@ -173,17 +183,19 @@ class Worker:
         return StepResult(plan.step_id, results, times, self.drafts.take_faults())
 
     def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
-        """The draft trees of the rows that sample."""
-        roots, tree, num_nodes = rows.roots(self._table), None, None
+        """The draft trees of the rows that sample, and what grammars allow at their nodes."""
+        roots, tree, num_nodes, mask = rows.roots(self._table), None, None, None
         if self._group.leads:
             sampling = set(rows.sampling)
             draft_limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
             tree, num_nodes = self.drafts.collect(rows.slots, roots, draft_limits)
+            slots = [state.slot for state in rows.states]
+            tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, draft_limits)
         if self._group.size > 1:
             tree, num_nodes = broadcast_tree(self._group, tree, num_nodes, self._table.device)
         assert tree is not None
         assert num_nodes is not None
-        return StepBatch(rows, tree, num_nodes)
+        return StepBatch(rows, tree, num_nodes, mask)
 
     def _forward(
         self, batch: StepBatch, bucket: Bucket | None, feeds_drafter: bool, returns_logits: bool
@@ -215,7 +227,8 @@ class Worker:
             if states:
                 assert computed.logits is not None
                 options = self._table.sampling(slots, states)
-                verified = verify(VerifyInput(computed.logits, tree, num_nodes, options, lengths), self._sampler)
+                inputs = VerifyInput(computed.logits, tree, num_nodes, options, lengths)
+                verified = verify(inputs, self._sampler, batch.mask)
             if sampling is None:
                 assert verified is not None
                 output = StepOutput.of_sampled(verified)
@@ -244,8 +257,10 @@ class Worker:
         """Keep a row's accepted path in the host's copy: lengths and tokens."""
         state, num_kept = batch.rows.states[row], int(output.host[row, 0])
         if not num_kept:
-            return RequestResult(state.slot, [], 0, None, NOT_A_NUMBER)
+            error = NOT_A_NUMBER if state.sampling.options.grammar is None else NO_TOKEN_ALLOWED
+            return RequestResult(state.slot, [], 0, None, error)
         tokens = output.emitted(row)
+        self.grammars.accept(state.slot, tokens)
         state.num_computed_tokens += batch.rows.num_known[row] + num_kept - 1
         state.token_ids += tokens
         state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens

@@ -27,7 +27,15 @@ LEAVES = {
     "tables",
     "unsupported_options",
 }
-LAYERS = ["leaves", "ops", "layers", "models", "spec_decode", "worker"]  # each may import itself and what is before it
+LAYERS = [
+    "leaves",
+    "ops",
+    "layers",
+    "models",
+    "spec_decode",
+    "structured_output",
+    "worker",
+]  # each may import itself and what is before it
 TOOLS = {"bench", "cli", "dashboard", "testing", "train"}
 # Packages of `cluster`, and which others each may import. `shared`: the modules directly in `cluster`, without `app`.
 CLUSTER = {

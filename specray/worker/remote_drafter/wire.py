@@ -147,7 +147,7 @@ class DeltaEncoder:
             if slot in self._sent:
                 order.deltas.append(RequestDelta(slot, tokens, blocks))
             else:
-                options = state.sampling.options
+                options = state.sampling.options._replace(grammar=None)  # the target cuts the trees
                 new = NewRequest(slot, tokens, state.num_prompt_tokens, 0, blocks, options, state.cache_salt)
                 new = new._replace(predicted_token_ids=state.predicted_token_ids)
                 order.new_requests.append(new)

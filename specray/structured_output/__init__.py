@@ -1,0 +1,1 @@
+"""Structured output: compiling grammars, matching outputs against them, and draft trees that they allow."""

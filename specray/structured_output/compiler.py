@@ -1,0 +1,88 @@
+"""Compiles the grammars of requests with xgrammar, for one tokenizer.
+
+Where compilation runs, and its time limit, are up to the caller: `matchers` in the worker, `compile_check` in front of
+a server.
+"""
+
+import json
+import re
+
+import torch
+import xgrammar
+from transformers import PreTrainedTokenizerFast
+
+from specray.errors import InvalidRequestError
+from specray.grammar import GrammarSpec
+from specray.ops.token_mask import num_words
+
+MAX_GRAMMAR_BYTES = 64 << 20  # of a compiled grammar
+CACHE_BYTES = 128 << 20  # of compiled rules, which grammars share
+
+
+class GrammarCompiler:
+    """Thread-safe. Compiled rules are cached, so that a grammar costs only what no other had before."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_ids: list[int]) -> None:
+        """`vocab_size` is the width of the model's logits, which may exceed the tokenizer's vocabulary."""
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=eos_token_ids)
+        self._first_bits = torch.zeros(1, num_words(vocab_size), dtype=torch.int32)
+        self._cached = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+        self._uncached = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+        """InvalidRequestError if the grammar is malformed, has no output, or is larger than MAX_GRAMMAR_BYTES."""
+        try:
+            compiled = _compile(self._cached, spec)
+        except RuntimeError:
+            # xgrammar 0.2.8 fails on some repetitions of more than 128 once its cache has their rule. The second error
+            # is that of the grammar.
+            compiled = self._compile_uncached(spec)
+        size = compiled.memory_size_bytes
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(too_large(spec, f"{size / 2**20:.0f} MiB compiled"), "grammar")
+        bits = self._first_bits.clone()
+        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits)
+        if not bits.any():
+            raise InvalidRequestError(f"no output matches the {spec.kind}: it allows no first token", "grammar")
+        return compiled
+
+    def _compile_uncached(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+        try:
+            return _compile(self._uncached, spec)
+        except RuntimeError as error:
+            raise InvalidRequestError(f"the {spec.kind} cannot be compiled: {_reason(error)}", "grammar") from None
+
+
+def too_large(spec: GrammarSpec, cost: str) -> str:
+    """The message for a grammar that costs more than is allowed."""
+    return (
+        f"the {spec.kind} of {len(spec.text)} characters takes {cost}, more than one request may use; simplify it "
+        "(fewer alternatives, smaller bounds of lengths and repetitions)"
+    )
+
+
+def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+    """JSON has one space after commas and colons and no other white space, so much of an output is forced."""
+    match spec.kind:
+        case "json_object":
+            return compiler.compile_json_schema('{"type": "object"}', any_whitespace=False)
+        case "json_schema":
+            return compiler.compile_json_schema(spec.text, any_whitespace=False)
+        case "regex":
+            return compiler.compile_regex(spec.text)
+        case "choice":
+            return compiler.compile_grammar(_alternatives(json.loads(spec.text)))
+        case "ebnf":
+            return compiler.compile_grammar(spec.text)
+        case "structural_tag":
+            return compiler.compile_structural_tag(spec.text)
+
+
+def _alternatives(choices: list[str]) -> str:
+    """EBNF of one of several strings. Its escapes in strings are those of JSON."""
+    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def _reason(error: RuntimeError) -> str:
+    """xgrammar's message without its time and source line."""
+    return re.sub(r"^\[[\d:]+\] \S+: ", "", str(error)).strip()

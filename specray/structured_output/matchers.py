@@ -1,0 +1,198 @@
+"""The grammars of a rank's requests: compiled beside the step, matched along the output, applied to draft trees.
+
+Rank 0 owns them. It withholds a request whose grammar is still compiled from the plan, so the other ranks never wait.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from specray.errors import InvalidRequestError
+from specray.grammar import GrammarSpec
+from specray.ops.token_mask import TokenMask, num_words
+from specray.spec_decode.draft_tree import DraftTree, TreeLists
+from specray.step import DraftLimit, RequestResult, StepPlan
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarMatcher
+
+    from specray.structured_output.compiler import GrammarCompiler
+    from specray.structured_output.grammar_tree import Encode
+
+MAX_COMPILED = 128  # compiled grammars that are kept for later requests
+IDLE_WAIT_S = 0.02  # for a grammar, where a step has nothing else to do
+
+
+class GrammarTools(NamedTuple):
+    """What depends on the tokenizer."""
+
+    compiler: "GrammarCompiler"
+    encode: "Encode"
+
+
+def make_tools(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_ids: list[int]) -> GrammarTools:
+    """Imports xgrammar, which a server without structured output never loads."""
+    from specray.structured_output.compiler import GrammarCompiler
+    from specray.structured_output.grammar_tree import encoder_of
+
+    compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+    return GrammarTools(compiler, encoder_of(tokenizer.backend_tokenizer))
+
+
+@dataclass(slots=True, eq=False)
+class SlotGrammar:
+    """The grammar of one slot's request."""
+
+    compiled: "Future[CompiledGrammar]"
+    output: list[int]  # generated before the request entered: after preemption, or by another engine
+    matcher: "GrammarMatcher | None" = None  # after all tokens of the output; None until it is compiled
+    error: str | None = None
+
+
+class ConstrainedTrees(NamedTuple):
+    """Trees that the grammars of their requests allow."""
+
+    tree: DraftTree
+    num_nodes: list[int]  # the host's copy of tree.num_nodes
+    mask: TokenMask | None  # of the logits of the rows that sample; None: no request among them has a grammar
+
+
+class GrammarTable:
+    """Grammars by slot. `make_tools` is called in the compiling thread, once and only if a request has a grammar."""
+
+    def __init__(self, make_tools: Callable[[], GrammarTools], vocab_size: int) -> None:
+        self._make_tools = make_tools
+        self._tools: GrammarTools | None = None
+        self._num_words = num_words(vocab_size)
+        self._slots: dict[int, SlotGrammar] = {}
+        self._compiled: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
+        self._lock = Lock()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specray-grammar")
+
+    def compile(self, spec: GrammarSpec) -> None:
+        """Compile a grammar now, in the compiling thread. InvalidRequestError if that is not possible."""
+        self._future_of(spec).result()
+
+    def withhold(self, plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
+        """(the plan without requests whose grammar is not ready, what to report for these, by slot)."""
+        for slot in plan.freed_slots:
+            self._slots.pop(slot, None)
+        for new in plan.new_requests:
+            if new.sampling.grammar is not None:
+                output = new.token_ids[new.num_prompt_tokens :]
+                self._slots[new.slot] = SlotGrammar(self._future_of(new.sampling.grammar), output)
+        if not self._slots:
+            return plan, {}
+        slots = [row.slot for row in plan.rows]
+        compiled = [grammar.compiled for slot in slots if (grammar := self._slots.get(slot)) and not grammar.matcher]
+        if compiled and len(compiled) == len(slots):
+            wait(compiled, IDLE_WAIT_S, FIRST_COMPLETED)
+        withheld = {slot: result for slot in slots if (result := self._unready(slot)) is not None}
+        return plan._replace(rows=[row for row in plan.rows if row.slot not in withheld]), withheld
+
+    def constrain(
+        self,
+        slots: Sequence[int],
+        sampling: Sequence[int],
+        tree: DraftTree,
+        num_nodes: list[int],
+        limits: Sequence[DraftLimit],
+    ) -> ConstrainedTrees:
+        """Cut forbidden drafts, add forced tokens within `limits`, and say what is allowed at every node.
+
+        `slots` [B] are those of the trees; `sampling` are the rows that sample, to whose logits the mask refers.
+        """
+        rows = [row for row in sampling if self._is_open(slots[row])]
+        if not rows:
+            return ConstrainedTrees(tree, num_nodes, None)
+        trees = tree.to_lists()  # one copy to the host, only in steps with a grammar
+        bits: dict[int, Tensor] = {}
+        for row in rows:
+            trees[row], bits[row] = self._constrain_row(slots[row], tree, trees[row], limits[row])
+        if tree.draft_probs is None:
+            tree = DraftTree.from_lists(trees, tree.tokens.device)
+            num_nodes = [len(lists.tokens) for lists in trees]
+        return ConstrainedTrees(tree, num_nodes, _mask_of(bits, sampling, num_nodes))
+
+    def accept(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Advance a request's matcher by its new tokens, up to one that ends the output."""
+        grammar = self._slots.get(slot)
+        if grammar is None or grammar.matcher is None:
+            return
+        for token in token_ids:
+            if grammar.matcher.is_terminated():
+                return
+            if not grammar.matcher.accept_token(token):
+                grammar.error = f"token {token} of the output does not match the request's grammar"
+                return
+
+    def _future_of(self, spec: GrammarSpec) -> "Future[CompiledGrammar]":
+        with self._lock:
+            future = self._compiled.pop(spec, None)
+            if future is None or (future.done() and future.exception() is not None):
+                future = self._thread.submit(self._compile, spec)
+            self._compiled[spec] = future
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return future
+
+    def _compile(self, spec: GrammarSpec) -> "CompiledGrammar":
+        if self._tools is None:
+            self._tools = self._make_tools()
+        return self._tools.compiler.compile(spec)
+
+    def _unready(self, slot: int) -> RequestResult | None:
+        """What to report for a slot that cannot run; None if it can. Makes the matcher of a new request."""
+        grammar = self._slots.get(slot)
+        if grammar is None:
+            return None
+        if grammar.matcher is None and grammar.error is None:
+            if not grammar.compiled.done():
+                return RequestResult(slot, [], 0, None, None, is_deferred=True)
+            self._start(slot, grammar)
+        return None if grammar.error is None else RequestResult(slot, [], 0, None, grammar.error)
+
+    def _start(self, slot: int, grammar: SlotGrammar) -> None:
+        from xgrammar import GrammarMatcher
+
+        try:
+            grammar.matcher = GrammarMatcher(grammar.compiled.result())
+        except (InvalidRequestError, RuntimeError) as error:
+            grammar.error = str(error)
+            return
+        self.accept(slot, grammar.output)
+
+    def _is_open(self, slot: int) -> bool:
+        """Whether the request's next token is subject to a grammar. After an end token none is: it is dropped."""
+        grammar = self._slots.get(slot)
+        return grammar is not None and grammar.matcher is not None and not grammar.matcher.is_terminated()
+
+    def _constrain_row(
+        self, slot: int, tree: DraftTree, drafts: TreeLists, limit: DraftLimit
+    ) -> tuple[TreeLists, Tensor]:
+        from specray.structured_output.grammar_tree import allowed_tokens, constrained
+
+        matcher, tools = self._slots[slot].matcher, self._tools
+        assert matcher is not None
+        assert tools is not None
+        if tree.draft_probs is not None:
+            # Rejection sampling: a draft that was drawn must be seen to be rejected, or the residual would be wrong.
+            return drafts, allowed_tokens(matcher, drafts, self._num_words)
+        return constrained(matcher, drafts, limit, self._num_words, tools.encode)
+
+
+def _mask_of(bits: dict[int, Tensor], sampling: Sequence[int], num_nodes: list[int]) -> TokenMask:
+    """The mask of the logits of rows `sampling`, whose nodes follow each other."""
+    places, start = [], 0
+    for row in sampling:
+        if row in bits:
+            places.append(torch.arange(start, start + num_nodes[row]))
+        start += num_nodes[row]
+    return TokenMask(torch.cat(places), torch.cat([bits[row] for row in sampling if row in bits]))

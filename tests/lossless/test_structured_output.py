@@ -1,0 +1,220 @@
+"""Structured output: valid, and the same with every drafter, batch, layout and schedule as with plain decoding."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specray.config import SpeculativeConfig
+from specray.engine.request import EngineRequest
+from specray.errors import InvalidRequestError
+from specray.grammar import GrammarSpec, make_grammar
+from specray.llm import LLM
+from specray.outputs import Completion, FinishReason
+from specray.sampling_params import SamplingParams
+from specray.testing.conformance import require_equal
+from tests.support.drafters import DRAWS, ScriptedDrafter
+from tests.support.engine import make_llm, visible
+from tests.support.json_toy import require_valid, write_json_tokenizer, write_json_toy
+from tests.support.methods import METHODS, SOME_METHODS
+
+SCHEMAS: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {
+            "tag": {"type": "string", "maxLength": 4},
+            "age": {"type": "integer", "minimum": 0, "maximum": 999},
+            "flag": {"type": "boolean"},
+            "none": {"type": "null"},
+        },
+        "required": ["tag", "age", "flag", "none"],
+    },
+    {"type": "array", "items": {"enum": ["ab", "ba", 7, None]}, "minItems": 2, "maxItems": 4},
+    {"anyOf": [{"const": {"a": [1, 2]}}, {"type": "string", "pattern": "^[ab]{1,3}$"}]},
+    {
+        "$defs": {"node": {"type": "object", "properties": {"v": {"type": "boolean"}}, "required": ["v"]}},
+        "type": "array",
+        "prefixItems": [{"$ref": "#/$defs/node"}, {"$ref": "#/$defs/node"}],
+        "items": False,
+        "minItems": 2,
+    },
+]
+GRAMMARS = [
+    *(make_grammar("json_schema", schema) for schema in SCHEMAS),
+    make_grammar("regex", "[ab]{2}-[0-9]{1,3}"),
+    make_grammar("choice", ["true", "null", "al"]),
+    make_grammar("ebnf", 'root ::= "{" root? "}"'),
+]
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.95},
+    {"temperature": 0.9, "frequency_penalty": 0.7, "logprobs": 2},
+]
+PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
+PROMPTS = [[*PREFIX, 40 + index] for index in range(len(GRAMMARS) * len(OPTIONS))]
+PARAMS = [
+    SamplingParams(seed=seed, max_tokens=60, grammar=grammar, ignore_eos=seed % 2 == 0, **options)
+    for seed, (grammar, options) in enumerate((grammar, options) for grammar in GRAMMARS for options in OPTIONS)
+]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks": {"page_size": 4, "chunked_prefill_size": 4, "max_prefill_tokens": 6},
+    "preemption": {"page_size": 4, "max_total_tokens": 128, "max_running_requests": 4},
+    "few drafts": {"max_running_requests": 2},
+}
+FREE = SamplingParams(seed=7, max_tokens=30, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_json_toy(tmp_path_factory.mktemp("json-toy"))
+
+
+@pytest.fixture(scope="module")
+def plain(toy: Path) -> list[Completion]:
+    """One request at a time, without drafts."""
+    with make_llm(toy, disable_radix_cache=True) as llm:
+        return [llm.generate([prompt], params)[0].choices[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def drafting(method: str, toy: Path, folder: Path) -> SpeculativeConfig:
+    """The method's configuration; a draft model gets the target's tokenizer."""
+    config = METHODS[method](toy, folder)
+    if (folder / "draft").is_dir():
+        write_json_tokenizer(folder / "draft")
+    return config
+
+
+def run(llm: LLM) -> list[Completion]:
+    """All requests, and unconstrained ones among them, with two plans in flight."""
+    llm.engine.capacity = llm.engine.capacity._replace(max_plans=2)
+    prompts = [prompt for pair in zip(PROMPTS, [[5, 6]] * len(PROMPTS), strict=True) for prompt in pair]
+    params = [param for pair in zip(PARAMS, [FREE] * len(PARAMS), strict=True) for param in pair]
+    return [generation.choices[0] for generation in llm.generate(prompts, params)]
+
+
+def test_plain_output_matches_its_grammar(plain: list[Completion]) -> None:
+    ended = 0
+    for completion, params in zip(plain, PARAMS, strict=True):
+        assert params.grammar is not None
+        if completion.finish_reason is FinishReason.LENGTH:
+            continue
+        ended += 1
+        assert completion.finish_reason is FinishReason.STOP
+        if params.grammar.kind == "json_schema":
+            require_valid(completion.text, json.loads(params.grammar.text))
+        if params.grammar.kind == "choice":
+            assert completion.text in ("true", "null", "al")
+    assert ended > len(plain) * 0.9
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_drafting_method_gives_the_plain_output(
+    method: str, toy: Path, plain: list[Completion], tmp_path: Path
+) -> None:
+    with make_llm(toy, speculative=drafting(method, toy, tmp_path)) as llm:
+        outputs = run(llm)
+    require_equal(outputs[::2], plain)
+    assert len({tuple(output.token_ids) for output in outputs[1::2]}) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", [None, *SOME_METHODS])
+def test_no_layout_changes_the_output(
+    method: str | None, layout: str, toy: Path, plain: list[Completion], tmp_path: Path
+) -> None:
+    options = dict(LAYOUTS[layout])
+    if method is not None:
+        options["speculative"] = drafting(method, toy, tmp_path)
+    with make_llm(toy, **options) as llm:
+        require_equal(run(llm)[::2], plain)
+        preempted = llm.engine.scheduler.num_preemptions
+    assert (preempted > 0) == (layout == "preemption")
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_no_drafts_change_the_output(draw: str, toy: Path, plain: list[Completion]) -> None:
+    texts = [prompt + completion.token_ids for prompt, completion in zip(PROMPTS, plain, strict=True)]
+    with make_llm(toy, ScriptedDrafter(DRAWS[draw], texts)) as llm:
+        require_equal(run(llm)[::2], plain)
+
+
+@pytest.mark.parametrize("method", [None, "EAGLE3"])
+def test_another_engine_continues_after_the_emitted_tokens(
+    method: str | None, toy: Path, plain: list[Completion], tmp_path: Path
+) -> None:
+    """After a failover, the matcher is brought to where the output was."""
+    options = {} if method is None else {"speculative": drafting(method, toy, tmp_path)}
+    with make_llm(toy, **options) as llm:
+        for index, (prompt, params, expected) in enumerate(zip(PROMPTS, PARAMS, plain, strict=True)):
+            emitted = expected.token_ids[: len(expected.token_ids) // 2]
+            llm.engine.add_request(EngineRequest(str(index), prompt, params, emitted_token_ids=emitted))
+            tokens = list(emitted)
+            while llm.engine.has_work:
+                tokens += [token for output in llm.engine.step() for token in output.token_ids]
+            assert tokens == expected.token_ids
+
+
+def test_speculation_takes_fewer_steps(toy: Path, tmp_path: Path) -> None:
+    """Random heads are hardly ever right here: what is accepted are the forced tokens."""
+    with make_llm(toy, speculative=drafting("EAGLE3", toy, tmp_path)) as llm:
+        [generation] = llm.generate([PROMPTS[0]], PARAMS[0])
+        usage = generation.choices[0].usage
+    assert usage is not None
+    assert usage.num_verify_steps < 0.7 * usage.num_completion_tokens
+
+
+def test_a_request_waits_until_its_grammar_is_compiled(toy: Path, plain: list[Completion]) -> None:
+    """Without holding up the others. Here it is compiled while they run, because `LLM.generate` is not used."""
+    with make_llm(toy) as llm:
+        engine = llm.engine
+        engine.add_request(EngineRequest("free", [5, 6], FREE))
+        for index in range(3):
+            engine.add_request(EngineRequest(str(index), PROMPTS[index], PARAMS[index]))
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work:
+            for output in engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    assert [tokens[str(index)] for index in range(3)] == [plain[index].token_ids for index in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (
+            make_grammar("json_schema", {"type": "integer", "minimum": 5, "maximum": 3}),
+            "json_schema cannot be compiled",
+        ),
+        (make_grammar("json_schema", {"enum": []}), "must not be empty"),
+        (make_grammar("json_schema", {"type": "prose"}), "json_schema cannot be compiled"),
+        (make_grammar("regex", "(a"), "parenthesis is not closed"),
+        (make_grammar("ebnf", "root ::= root"), "allows no first token"),
+        (make_grammar("ebnf", "root ::= other"), "not defined"),
+        (make_grammar("structural_tag", {"format": {"type": "poem"}}), "structural_tag cannot be compiled"),
+    ],
+)
+def test_a_grammar_without_output_is_refused_before_anything_runs(
+    grammar: GrammarSpec, message: str, toy: Path
+) -> None:
+    with make_llm(toy) as llm, pytest.raises(InvalidRequestError, match=message) as caught:
+        llm.generate([[5]], SamplingParams(grammar=grammar))
+    assert "/" not in str(caught.value)
+
+
+def test_a_text_that_the_vocabulary_cannot_spell_ends_with_an_error(toy: Path) -> None:
+    with make_llm(toy) as llm, pytest.raises(Exception, match="the grammar allows no token"):
+        llm.generate([[5]], SamplingParams(grammar=make_grammar("regex", "aQ")))
+
+
+def test_options_that_contradict_a_grammar_are_refused(toy: Path) -> None:
+    grammar = make_grammar("json_object")
+    with make_llm(toy) as llm, pytest.raises(InvalidRequestError, match="min_tokens=3 contradicts"):
+        llm.generate([[5]], SamplingParams(grammar=grammar, min_tokens=3))
+
+
+def test_max_tokens_is_the_only_other_end(toy: Path) -> None:
+    with make_llm(toy) as llm:
+        [generation] = llm.generate([PROMPTS[0]], SamplingParams(seed=0, max_tokens=5, grammar=GRAMMARS[0]))
+    assert visible(generation.choices[0])[2] is FinishReason.LENGTH
+    assert generation.choices[0].text == '{"tag":'
