@@ -6,7 +6,7 @@ Rank 0 owns them. It withholds a request whose grammar is still compiled from th
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +18,7 @@ from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec
 from specray.ops.token_mask import TokenMask, num_words
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
-from specray.step import DraftLimit, RequestResult, StepPlan
+from specray.step import DraftLimit, RequestResult, ScheduledRequest, StepPlan
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher
@@ -53,6 +53,7 @@ class SlotGrammar:
     compiled: "Future[CompiledGrammar]"
     output: list[int]  # generated before the request entered: after preemption, or by another engine
     matcher: "GrammarMatcher | None" = None  # after all tokens of the output; None until it is compiled
+    withheld_block_ids: list[int] = field(default_factory=list)
     error: str | None = None
 
 
@@ -95,7 +96,8 @@ class GrammarTable:
         if compiled and len(compiled) == len(slots):
             wait(compiled, IDLE_WAIT_S, FIRST_COMPLETED)
         withheld = {slot: result for slot in slots if (result := self._unready(slot)) is not None}
-        return plan._replace(rows=[row for row in plan.rows if row.slot not in withheld]), withheld
+        rows = [row for row in map(self._with_blocks, plan.rows) if row.slot not in withheld]
+        return plan._replace(rows=rows), withheld
 
     def constrain(
         self,
@@ -147,6 +149,15 @@ class GrammarTable:
         if self._tools is None:
             self._tools = self._make_tools()
         return self._tools.compiler.compile(spec)
+
+    def _with_blocks(self, row: ScheduledRequest) -> ScheduledRequest:
+        """The row with the blocks of the rows that were withheld before it, which the request table has not seen."""
+        grammar = self._slots.get(row.slot)
+        if grammar is None:
+            return row
+        blocks = grammar.withheld_block_ids + row.new_block_ids
+        grammar.withheld_block_ids = [] if grammar.matcher is not None else blocks
+        return row._replace(new_block_ids=blocks)
 
     def _unready(self, slot: int) -> RequestResult | None:
         """What to report for a slot that cannot run; None if it can. Makes the matcher of a new request."""

@@ -13,6 +13,7 @@ from specray.grammar import GrammarSpec, make_grammar
 from specray.llm import LLM
 from specray.outputs import Completion, FinishReason
 from specray.sampling_params import SamplingParams
+from specray.step import RequestResult, StepPlan
 from specray.testing.conformance import require_equal
 from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import make_llm, visible
@@ -165,10 +166,25 @@ def test_speculation_takes_fewer_steps(toy: Path, tmp_path: Path) -> None:
     assert usage.num_verify_steps < 0.7 * usage.num_completion_tokens
 
 
-def test_a_request_waits_until_its_grammar_is_compiled(toy: Path, plain: list[Completion]) -> None:
+@pytest.mark.parametrize("max_plans", [1, 2])
+@pytest.mark.parametrize("method", [None, "EAGLE3"])
+def test_a_request_waits_until_its_grammar_is_compiled(
+    method: str | None, max_plans: int, toy: Path, plain: list[Completion], tmp_path: Path
+) -> None:
     """Without holding up the others. Here it is compiled while they run, because `LLM.generate` is not used."""
-    with make_llm(toy) as llm:
-        engine = llm.engine
+    options = {} if method is None else {"speculative": drafting(method, toy, tmp_path)}
+    with make_llm(toy, page_size=4, **options) as llm:
+        engine, deferred = llm.engine, 0
+        engine.capacity = engine.capacity._replace(max_plans=max_plans)
+        withhold = llm._executor.worker.grammars.withhold
+
+        def counted(plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
+            nonlocal deferred
+            ready, withheld = withhold(plan)
+            deferred += len(withheld)
+            return ready, withheld
+
+        llm._executor.worker.grammars.withhold = counted  # type: ignore[method-assign]
         engine.add_request(EngineRequest("free", [5, 6], FREE))
         for index in range(3):
             engine.add_request(EngineRequest(str(index), PROMPTS[index], PARAMS[index]))
@@ -177,6 +193,7 @@ def test_a_request_waits_until_its_grammar_is_compiled(toy: Path, plain: list[Co
             for output in engine.step():
                 tokens.setdefault(output.request_id, []).extend(output.token_ids)
     assert [tokens[str(index)] for index in range(3)] == [plain[index].token_ids for index in range(3)]
+    assert deferred
 
 
 @pytest.mark.parametrize(
