@@ -33,14 +33,15 @@ def encoder_of(tokenizer: Tokenizer) -> Encode:
 
 
 def constrained(
-    matcher: xgrammar.GrammarMatcher, drafts: TreeLists, limit: DraftLimit, num_words: int, encode: Encode
+    matcher: xgrammar.GrammarMatcher, drafts: TreeLists, limit: DraftLimit, vocabulary: Tensor, encode: Encode
 ) -> tuple[TreeLists, Tensor]:
-    """(a tree within `limit`, the tokens allowed at its nodes: bits int32 [nodes, num_words]).
+    """(a tree within `limit`, the tokens allowed at its nodes: bits int32 [nodes, words]).
 
-    The tree has the tokens that are forced after its root, then the drafts that the grammar allows, then the tokens
-    that are forced after its leaves. The matcher, which is at the root, stays there.
+    `vocabulary` int32 [words] are the tokens of which the grammar allows some. The tree has the tokens that are forced
+    after its root, then the drafts that the grammar allows, then the tokens that are forced after its leaves. The
+    matcher, which is at the root, stays there.
     """
-    tree = GrammarTree(matcher, drafts.tokens[ROOT], limit, num_words)
+    tree = GrammarTree(matcher, drafts.tokens[ROOT], limit, vocabulary)
     tree.add_forced(ROOT, encode)
     tree.add_drafts(drafts)
     for leaf in tree.leaves():
@@ -48,13 +49,13 @@ def constrained(
     return tree.finish()
 
 
-def allowed_tokens(matcher: xgrammar.GrammarMatcher, drafts: TreeLists, num_words: int) -> Tensor:
+def allowed_tokens(matcher: xgrammar.GrammarMatcher, drafts: TreeLists, vocabulary: Tensor) -> Tensor:
     """The tokens allowed at the nodes of a tree that stays as it is, as above; all of them below a forbidden draft."""
     count = len(drafts.tokens)
-    tree = GrammarTree(matcher, drafts.tokens[ROOT], DraftLimit(count, count), num_words)
+    tree = GrammarTree(matcher, drafts.tokens[ROOT], DraftLimit(count, count), vocabulary)
     places = tree.add_drafts(drafts)
     _, known = tree.finish()
-    bits = torch.full((count, num_words), -1, dtype=torch.int32)
+    bits = vocabulary.repeat(count, 1)
     for node, place in enumerate(places):
         if place is not None:
             bits[node] = known[place]
@@ -64,14 +65,15 @@ def allowed_tokens(matcher: xgrammar.GrammarMatcher, drafts: TreeLists, num_word
 class GrammarTree:
     """A tree whose nodes the grammar allows. The matcher moves along it; `finish` returns it to the root."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, root: int, limit: DraftLimit, num_words: int) -> None:
+    def __init__(self, matcher: xgrammar.GrammarMatcher, root: int, limit: DraftLimit, vocabulary: Tensor) -> None:
         self._matcher = matcher
         self._limit = limit
         self._tokens, self._parents, self._depths = [root], [NONE], [0]
         self._children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         self._ended: set[int] = set()  # nodes of end tokens, below which there is nothing
         self._path = [ROOT]  # nodes from the root to where the matcher is
-        self._bits = torch.full((1 + limit.num_tokens, num_words), -1, dtype=torch.int32)
+        self._vocabulary = vocabulary
+        self._bits = torch.full((1 + limit.num_tokens, len(vocabulary)), -1, dtype=torch.int32)
         self._words = self._bits.numpy().view(np.uint32)
         self._fill(ROOT)
 
@@ -139,6 +141,7 @@ class GrammarTree:
             self._ended.add(node)
         else:
             self._matcher.fill_next_token_bitmask(self._bits, node)
+            self._bits[node] &= self._vocabulary
 
     def _move(self, node: int) -> None:
         wanted = [node]

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec
-from specray.ops.token_mask import TokenMask, num_words
+from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.step import DraftLimit, RequestResult, ScheduledRequest, StepPlan
 
@@ -50,6 +50,7 @@ def make_tools(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_id
 class SlotGrammar:
     """The grammar of one slot's request."""
 
+    spec: GrammarSpec
     compiled: "Future[CompiledGrammar]"
     output: list[int]  # generated before the request entered: after preemption, or by another engine
     matcher: "GrammarMatcher | None" = None  # after all tokens of the output; None until it is compiled
@@ -68,10 +69,9 @@ class ConstrainedTrees(NamedTuple):
 class GrammarTable:
     """Grammars by slot. `make_tools` is called in the compiling thread, once and only if a request has a grammar."""
 
-    def __init__(self, make_tools: Callable[[], GrammarTools], vocab_size: int) -> None:
+    def __init__(self, make_tools: Callable[[], GrammarTools]) -> None:
         self._make_tools = make_tools
         self._tools: GrammarTools | None = None
-        self._num_words = num_words(vocab_size)
         self._slots: dict[int, SlotGrammar] = {}
         self._compiled: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
         self._lock = Lock()
@@ -88,7 +88,8 @@ class GrammarTable:
         for new in plan.new_requests:
             if new.sampling.grammar is not None:
                 output = new.token_ids[new.num_prompt_tokens :]
-                self._slots[new.slot] = SlotGrammar(self._future_of(new.sampling.grammar), output)
+                spec = new.sampling.grammar
+                self._slots[new.slot] = SlotGrammar(spec, self._future_of(spec), output)
         if not self._slots:
             return plan, {}
         slots = [row.slot for row in plan.rows]
@@ -190,13 +191,14 @@ class GrammarTable:
     ) -> tuple[TreeLists, Tensor]:
         from specray.structured_output.grammar_tree import allowed_tokens, constrained
 
-        matcher, tools = self._slots[slot].matcher, self._tools
-        assert matcher is not None
+        grammar, tools = self._slots[slot], self._tools
+        assert grammar.matcher is not None
         assert tools is not None
+        vocabulary = tools.compiler.vocabulary(grammar.spec)
         if tree.draft_probs is not None:
             # Rejection sampling: a draft that was drawn must be seen to be rejected, or the residual would be wrong.
-            return drafts, allowed_tokens(matcher, drafts, self._num_words)
-        return constrained(matcher, drafts, limit, self._num_words, tools.encode)
+            return drafts, allowed_tokens(grammar.matcher, drafts, vocabulary)
+        return constrained(grammar.matcher, drafts, limit, vocabulary, tools.encode)
 
 
 def _mask_of(bits: dict[int, Tensor], sampling: Sequence[int], num_nodes: list[int]) -> TokenMask:

@@ -82,7 +82,7 @@ class Worker:
         self._table = RequestTable(config.max_running_requests, max_tokens, config.page_size, vocab_size, device)
         tokenizer = load_tokenizer(folder)
         eos_ids = eos_token_ids(folder, tokenizer)
-        self.grammars = GrammarTable(partial(make_tools, tokenizer, vocab_size, eos_ids), vocab_size)
+        self.grammars = GrammarTable(partial(make_tools, tokenizer, vocab_size, eos_ids))
         self.drafts: DraftSource
         if colocate is not None and self._group.leads:
             self.drafts = RemoteDrafts(colocate, self._runner.ring_limits(config), self._table)
