@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from cluster.api.prompts import MAX_PROMPTS, PromptField, PromptSet, check_choices
-from cluster.api.protocol import UNSUPPORTED, RequestName, RequestOptions, Sampling
+from cluster.api.protocol import UNSUPPORTED, GrammarFields, RequestName, RequestOptions, Sampling
 from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, MinTokens, NumLogprobs, SamplingParams, Seed
 
@@ -24,7 +24,7 @@ PerPrompt = Annotated[
 ]
 
 
-class GenerateSampling(Sampling):
+class GenerateSampling(Sampling, GrammarFields):
     """SGLang's `sampling_params` object. A key that is not known is an error, because it may be a misspelled option."""
 
     model_config = ConfigDict(extra="ignore")
@@ -55,6 +55,7 @@ class GenerateSampling(Sampling):
             min_tokens=self.min_new_tokens,
             include_stop_str_in_output=self.no_stop_trim,
             logprobs=logprobs,
+            grammar=self.grammar,
             prompt_logprobs=None if prompt_logprobs_start is None else logprobs,
             prompt_logprobs_start=prompt_logprobs_start,
         )

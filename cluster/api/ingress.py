@@ -36,6 +36,7 @@ class OpenAIIngress:
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica stops. Closing lets routers free our requests before the lease expires."""
+        await self._service.close()
         await self._router_pool.close()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -7,13 +7,15 @@ accepted and listed in `ignored_fields`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from cluster.api.errors import short_repr
+from cluster.api.grammar_fields import grammar_of
 from cluster.api.messages import MAX_TOOLS, JoinedText, Message, Tool, ToolChoice, check_tools
 from specray.errors import InvalidRequestError
+from specray.grammar import GrammarSpec
 from specray.sampling_params import (
     AdditivePenalty,
     AllowedTokenIds,
@@ -47,7 +49,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "tool_calls": ([],),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -56,16 +57,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "echo": (False,),
     "use_beam_search": (False,),
+    "guided_whitespace_pattern": (),
     "prompt_logprobs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -186,6 +179,19 @@ class Sampling(Body):
         return make_sampling_params(**{name: value for name, value in fields.items() if value is not None})
 
 
+class GrammarFields(Body):
+    """SGLang's fields for structured output; `grammar_fields` reads them."""
+
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        return grammar_of({name: getattr(self, name) for name in type(self).model_fields})
+
+
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 TemplateName = Annotated[str, Field(pattern=r"^[a-zA-Z][a-zA-Z0-9_]{0,63}$")]
@@ -231,9 +237,16 @@ class Prediction(Body):
     content: JoinedText
 
 
-class OpenAIRequest(Sampling, RequestOptions):
+class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
     """Fields that chat and text completions share."""
 
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: str | None = None  # there is one
     model: ModelName | None = None
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
@@ -265,6 +278,7 @@ class OpenAIRequest(Sampling, RequestOptions):
             include_stop_str_in_output=self.include_stop_str_in_output,
             allowed_token_ids=self.allowed_token_ids,
             logprobs=logprobs,
+            grammar=self.grammar,
             **own,
         )
 

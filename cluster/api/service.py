@@ -24,6 +24,7 @@ from cluster.api.draft_trace import traced
 from cluster.api.errors import ApiError, short_repr
 from cluster.api.generate_protocol import GenerateRequest
 from cluster.api.generate_replies import GenerateReply, choice_names
+from cluster.api.grammar_check import GrammarCheck, check_command
 from cluster.api.protocol import Body, ChatRequest, OpenAIRequest, RequestOptions
 from cluster.api.replies import OpenAIReply, Reply, ReplyMetadata
 from cluster.api.responses.protocol import InputTokensRequest, ResponsesRequest
@@ -59,6 +60,7 @@ class Service:
         self._load = load
         self._loading = asyncio.Lock()
         self._tokenization: Tokenization | None = None
+        self._grammar_check = GrammarCheck()
         self._created = int(time.time())
         digest = hashlib.sha256(config.engine.model_dump_json().encode()).hexdigest()
         self._fingerprint = f"fp_{digest[:12]}"
@@ -66,6 +68,10 @@ class Service:
     @property
     def drafter_rollout(self) -> DrafterRollout:
         return self._router_pool.drafter_rollout
+
+    async def close(self) -> None:
+        """End the process that compiles grammars, if there is one."""
+        await self._grammar_check.close()
 
     async def chat(self, body: ChatRequest, tenant: str) -> Response:
         def reply(metadata: ReplyMetadata, chat: PreparedChat, tokens: TokenTexts) -> Reply:
@@ -241,6 +247,7 @@ class Service:
         reply: Reply,
         headers: Mapping[str, str],
     ) -> Response:
+        await self._check_grammars(prompts, tenant)
         draft_limit = self._speculation().draft_limit(body.speculative)
         requests = engine_requests(metadata.request_id, prompts, tenant, body.cache_salt or "", draft_limit)
         if body.traces_drafts:
@@ -249,6 +256,14 @@ class Service:
         session = tenant_scoped(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
         request_stream = await self._router_pool.submit(requests, min(body.timeout or limit, limit), session)
         return (EventStream if body.stream else JsonReply)(request_stream, reply, headers)
+
+    async def _check_grammars(self, prompts: list[PreparedPrompt], tenant: str) -> None:
+        """InvalidRequestError if a prompt has a grammar that cannot be compiled within the limits."""
+        for grammar in {prompt.params.grammar for prompt in prompts} - {None}:
+            assert grammar is not None
+            info, tokenization = self._info(), await self._ready()
+            command = check_command(tokenization.folder, info.vocab_size, info.eos_token_ids)
+            await self._grammar_check.check(grammar, tenant, command)
 
     async def _admit(self) -> Tokenization:
         """Check, before any other work, that a request would be accepted now. Raise SpecRayError or ApiError if not."""

@@ -42,6 +42,11 @@ class Tokenization:
         """The source of the chat template; empty if there is none."""
         return chat_template(self._tokenizer)
 
+    @property
+    def folder(self) -> str:
+        """Where the tokenizer was loaded from."""
+        return str(self._tokenizer.name_or_path)
+
     def chat(self, prompt: ChatPrompt) -> list[int]:
         """The token ids of a chat. InvalidRequestError if the template does not accept it."""
         return render_chat(self._tokenizer, *prompt)

@@ -64,6 +64,8 @@ class GrammarCompiler:
         try:
             return _compile(self._uncached, spec)
         except RuntimeError as error:
+            if "bad_alloc" in str(error):
+                raise InvalidRequestError(too_large(spec, "more memory to compile than is left"), "grammar") from None
             raise InvalidRequestError(f"the {spec.kind} cannot be compiled: {_reason(error)}", "grammar") from None
 
 

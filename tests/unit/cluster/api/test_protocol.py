@@ -139,7 +139,7 @@ def test_the_number_of_choices_is_bounded_over_all_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"text": "a", "input_ids": [1]}, {"text": "a", "sampling_params": {"regex": "a"}}]
+    "body", [{}, {"text": "a", "input_ids": [1]}, {"text": "a", "sampling_params": {"lora_path": "a"}}]
 )
 def test_invalid_generate_bodies_are_rejected(body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
