@@ -10,7 +10,7 @@ it can have, and is left out if it may have ended. The worker knows its tokens a
 from collections import deque
 from collections.abc import Sequence
 
-from specray.config import EngineConfig
+from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.engine.block_pool import BlockPool
 from specray.engine.draft_budget import DraftBudget, make_budget
 from specray.engine.draft_budget.budget import Drafting
@@ -20,6 +20,8 @@ from specray.engine.radix_cache import RadixCache
 from specray.engine.request import Emitted, Planned, Request, Status
 from specray.engine.sampling_options import sampling_options
 from specray.step import NewRequest, PromptLogprobs, ScheduledRequest, StepPlan, StepResult
+
+MAX_FORCED_DRAFTS = 8  # tokens that a grammar may add to a drafter's tree
 
 
 class Scheduler:
@@ -117,7 +119,8 @@ class Scheduler:
         request.num_computed_tokens += emitted.num_tokens
         if token_ids:
             num_drafts = emitted.result.num_draft_tokens
-            self.budget.count(request.acceptance, num_drafts, emitted.result.accepted_nodes)
+            if request.spec.params.grammar is None:  # its trees are not the drafter's alone
+                self.budget.count(request.acceptance, num_drafts, emitted.result.accepted_nodes)
             request.count_verify(num_drafts, len(token_ids) - 1)
             request.num_computed_tokens += num_kept - 1
         request.token_ids += token_ids[:num_kept]
@@ -170,8 +173,10 @@ class Scheduler:
 
     def _most_drafts(self, request: Request) -> int:
         """The largest tree that may be verified for a request after this step."""
-        limit = request.spec.draft_limit
-        most = min(self.max_draft_tokens, request.max_useful_drafts, limit.num_tokens)
+        limit, most = request.spec.draft_limit, self.max_draft_tokens
+        if most and request.spec.params.grammar is not None:
+            most = min(most + MAX_FORCED_DRAFTS, MAX_TREE_NODES - 1)
+        most = min(most, request.max_useful_drafts, limit.num_tokens)
         return max(0, most) if limit.allows_drafts else 0
 
     def _schedule_request(

@@ -1,6 +1,7 @@
 """Structured output: valid, and the same with every drafter, batch, layout and schedule as with plain decoding."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from specray.grammar import GrammarSpec, make_grammar
 from specray.llm import LLM
 from specray.outputs import Completion, FinishReason
 from specray.sampling_params import SamplingParams
-from specray.step import RequestResult, StepPlan
+from specray.step import DraftLimit, RequestResult, StepPlan
 from specray.testing.conformance import require_equal
 from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import make_llm, visible
@@ -95,19 +96,23 @@ def run(llm: LLM) -> list[Completion]:
     return [generation.choices[0] for generation in llm.generate(prompts, params)]
 
 
-def test_plain_output_matches_its_grammar(plain: list[Completion]) -> None:
-    ended = 0
-    for completion, params in zip(plain, PARAMS, strict=True):
+def assert_matching(outputs: list[Completion]) -> None:
+    """All that ended by themselves match their grammar, and nearly all did."""
+    ended = [(output, params) for output, params in zip(outputs, PARAMS, strict=True) if output.finish_reason == "stop"]
+    assert len(ended) > len(outputs) * 0.8
+    for output, params in ended:
         assert params.grammar is not None
-        if completion.finish_reason is FinishReason.LENGTH:
-            continue
-        ended += 1
-        assert completion.finish_reason is FinishReason.STOP
         if params.grammar.kind == "json_schema":
-            require_valid(completion.text, json.loads(params.grammar.text))
+            require_valid(output.text, json.loads(params.grammar.text))
+        if params.grammar.kind == "regex":
+            assert re.fullmatch(params.grammar.text, output.text)
         if params.grammar.kind == "choice":
-            assert completion.text in ("true", "null", "al")
-    assert ended > len(plain) * 0.9
+            assert output.text in json.loads(params.grammar.text)
+    assert {output.finish_reason for output in outputs} <= {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_plain_output_matches_its_grammar(plain: list[Completion]) -> None:
+    assert_matching(plain)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -139,6 +144,30 @@ def test_no_drafts_change_the_output(draw: str, toy: Path, plain: list[Completio
     texts = [prompt + completion.token_ids for prompt, completion in zip(PROMPTS, plain, strict=True)]
     with make_llm(toy, ScriptedDrafter(DRAWS[draw], texts)) as llm:
         require_equal(run(llm)[::2], plain)
+
+
+@pytest.mark.parametrize("limit", [DraftLimit(0, 0), DraftLimit(1, 9), DraftLimit(6, 2)])
+def test_forced_tokens_keep_a_requests_draft_limit(
+    limit: DraftLimit, toy: Path, plain: list[Completion], tmp_path: Path
+) -> None:
+    with make_llm(toy, speculative=drafting("EAGLE3", toy, tmp_path)) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, draft_limits=[limit] * len(PROMPTS))
+    require_equal([generation.choices[0] for generation in outputs], plain)
+    for generation in outputs:
+        usage = generation.choices[0].usage
+        assert usage is not None
+        assert usage.num_draft_tokens <= limit.num_tokens * usage.num_verify_steps
+        assert len(usage.accept_histogram) <= 1 + limit.num_steps
+
+
+@pytest.mark.parametrize("verification", ["rejection", "thresholds"])
+@pytest.mark.parametrize("method", ["STANDALONE", "EAGLE3-wide", "NGRAM"])
+def test_other_verification_also_matches_the_grammar(method: str, verification: str, toy: Path, tmp_path: Path) -> None:
+    """These depend on the drafts, so the text may differ from the plain one."""
+    options = {"verification": "rejection"} if verification == "rejection" else {"accept_threshold_single": 0.2}
+    with make_llm(toy, speculative=drafting(method, toy, tmp_path).model_copy(update=options)) as llm:
+        outputs = run(llm)[::2]
+    assert_matching(outputs)
 
 
 @pytest.mark.parametrize("method", [None, "EAGLE3"])

@@ -1,0 +1,126 @@
+"""Draft trees under a grammar: what is cut, what is added, and what is allowed at each node."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specray.grammar import GrammarKind, make_grammar
+from specray.models.tokenizer import load_tokenizer
+from specray.spec_decode.draft_tree import NONE, TreeLists
+from specray.step import DraftLimit
+from specray.structured_output.grammar_tree import allowed_tokens, constrained
+from specray.structured_output.matchers import GrammarTools, make_tools
+from tests.support.json_toy import write_json_toy
+from tests.support.toy import EOS, VOCAB_SIZE
+
+ALL = torch.full((VOCAB_SIZE // 32,), -1, dtype=torch.int32)
+MANY = DraftLimit(40, 40)
+OBJECT = {"type": "object", "properties": {"ab": {"type": "boolean"}, "c": {"const": 1}}, "required": ["ab", "c"]}
+
+Start = Callable[[GrammarKind, object], xgrammar.GrammarMatcher]
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> GrammarTools:
+    return make_tools(load_tokenizer(write_json_toy(tmp_path_factory.mktemp("toy"))), VOCAB_SIZE, [EOS])
+
+
+@pytest.fixture(scope="module")
+def start(tools: GrammarTools) -> Start:
+    return lambda kind, value: xgrammar.GrammarMatcher(tools.compiler.compile(make_grammar(kind, value)))
+
+
+def ids_of(bits: Tensor) -> list[int]:
+    return np.flatnonzero(np.unpackbits(bits.numpy().view(np.uint8), bitorder="little")).tolist()
+
+
+def test_forced_tokens_become_a_chain_and_forbidden_drafts_go(start: Start, tools: GrammarTools) -> None:
+    """Below the forced tokens there is a choice; a branch of the drafter that leads elsewhere is cut as a whole."""
+    [wrong, *_], forced = tools.encode("x"), tools.encode('{"ab": ')
+    drafts = TreeLists([9, wrong, forced[0], wrong], [NONE, 0, 0, 1])
+    tree, bits = constrained(start("json_schema", OBJECT), drafts, MANY, ALL, tools.encode)
+    assert tree.tokens == [9, *forced]
+    assert tree.parents == [NONE, *range(len(forced))]
+    assert ids_of(bits[-1]) == sorted(
+        tools.encode("t") + tools.encode("f") + tools.encode("true")[:1] + tools.encode("tr")
+    )
+
+
+def test_drafts_are_extended_to_the_end(start: Start, tools: GrammarTools) -> None:
+    """A draft decides what follows; the end token is drafted too."""
+    path = tools.encode('{"ab": ') + tools.encode("true")
+    tree, bits = constrained(
+        start("json_schema", OBJECT), TreeLists([9, *path], [NONE, *range(len(path))]), MANY, ALL, tools.encode
+    )
+    assert tree.tokens == [9, *path, *tools.encode(', "c": 1}'), EOS]
+    assert ids_of(bits[-2]) == [EOS]
+    assert len(ids_of(bits[-1])) == VOCAB_SIZE  # nothing is emitted there
+
+
+@pytest.mark.parametrize("limit", [DraftLimit(3, 40), DraftLimit(40, 2), DraftLimit(0, 40), DraftLimit(1, 1)])
+def test_limits_hold(limit: DraftLimit, start: Start, tools: GrammarTools) -> None:
+    tree, bits = constrained(start("json_schema", OBJECT), TreeLists([9], [NONE]), limit, ALL, tools.encode)
+    assert len(tree.tokens) == 1 + min(limit)
+    assert len(bits) == len(tree.tokens)
+
+
+def test_a_complete_grammar_allows_only_the_end(start: Start, tools: GrammarTools) -> None:
+    matcher = start("choice", ["ab"])
+    assert matcher.accept_string("ab")
+    tree, bits = constrained(matcher, TreeLists([9, 20], [NONE, 0]), MANY, ALL, tools.encode)
+    assert tree == TreeLists([9, EOS], [NONE, 0])
+    assert ids_of(bits[0]) == [EOS]
+
+
+def test_what_may_end_is_not_forced_to(start: Start, tools: GrammarTools) -> None:
+    matcher = start("regex", "a+")
+    assert matcher.accept_string("a")
+    tree, _ = constrained(matcher, TreeLists([9], [NONE]), MANY, ALL, tools.encode)
+    assert tree.tokens == [9]
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> TreeLists:
+    size = draw(st.integers(0, 12))
+    parents = [NONE] + [draw(st.integers(0, node)) for node in range(size)]
+    return TreeLists([9] + [draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(size)], parents)
+
+
+@given(drafts(), st.integers(0, 14), st.integers(0, 6), st.sampled_from(["", '{"', '{"ab": ', '{"ab": true, "c": 1}']))
+def test_every_node_is_a_path_of_the_grammar(
+    start: Start, tools: GrammarTools, drafted: TreeLists, num_tokens: int, num_steps: int, prefix: str
+) -> None:
+    """Compared with a fresh matcher for every node. The matcher that was used is where it was."""
+    used = start("json_schema", OBJECT)
+    assert used.accept_string(prefix) or not prefix
+    tree, bits = constrained(used, drafted, DraftLimit(num_tokens, num_steps), ALL, tools.encode)
+    untouched = allowed_tokens(used, drafted, ALL)
+    assert len(tree.tokens) <= 1 + num_tokens
+
+    def expected(lists: TreeLists, node: int) -> list[int] | None:
+        path = []
+        while node:
+            path.insert(0, lists.tokens[node])
+            node = lists.parents[node]
+        assert len(path) <= num_steps or lists is drafted
+        matcher, row = start("json_schema", OBJECT), torch.zeros(1, len(ALL), dtype=torch.int32)
+        if prefix:
+            matcher.accept_string(prefix)
+        if not all(matcher.accept_token(token) for token in path):
+            return None
+        if matcher.is_terminated():
+            return list(range(VOCAB_SIZE))
+        matcher.fill_next_token_bitmask(row)
+        return ids_of(row)
+
+    for node in range(len(tree.tokens)):
+        assert ids_of(bits[node]) == expected(tree, node)
+    for node in range(len(drafted.tokens)):
+        wanted = expected(drafted, node)
+        assert ids_of(untouched[node]) == (list(range(VOCAB_SIZE)) if wanted is None else wanted)
