@@ -66,7 +66,8 @@ class GrammarCheck:
         process, replies = await self._running(command)
         assert process.stdin is not None
         number = next(self._numbers)
-        reply = replies[number] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        replies[number] = reply
         try:
             process.stdin.write(json.dumps((number, spec)).encode() + b"\n")
             async with asyncio.timeout(REPLY_TIMEOUT_S):
