@@ -118,6 +118,17 @@ def test_a_request_is_aborted_by_its_name(app: Any) -> None:
         assert app.http.post("/abort_request", json={"rid": "mine"}).status_code == 200
         [choice] = running.result().json()["choices"]
     assert choice["finish_reason"] == "abort"
+def test_structured_output_matches_its_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 1, "maxItems": 3}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "colours", "schema": schema, "strict": True}}
+    options: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 60, "n": 4, "seed": 5}
+    reply = client.chat.completions.create(**options, response_format=wanted)
+    for choice in reply.choices:
+        assert choice.finish_reason == "stop"
+        assert {*json.loads(choice.message.content or "")} <= {"red", "blue"}
+    wanted["json_schema"]["schema"] = schema | {"uniqueItems": True}
+    with pytest.raises(openai.BadRequestError, match="'uniqueItems' is not supported"):
+        client.chat.completions.create(**options, response_format=wanted)
 
 
 def test_routes_and_bodies_that_are_not_served(app: Any) -> None:

@@ -264,3 +264,20 @@ def test_max_tokens_is_the_only_other_end(toy: Path) -> None:
         [generation] = llm.generate([PROMPTS[0]], SamplingParams(seed=0, max_tokens=5, grammar=GRAMMARS[0]))
     assert visible(generation.choices[0])[2] is FinishReason.LENGTH
     assert generation.choices[0].text == '{"tag":'
+
+
+@pytest.mark.parametrize("method", ["NGRAM", "EAGLE3"])
+def test_a_sentencepiece_vocabulary(method: str, stories: Path, tmp_path: Path) -> None:
+    """Its encoder puts a space before a text, which the forced tokens must not have."""
+    prompts, params = [[1, 400 + index] for index in range(len(SCHEMAS))], []
+    for seed, schema in enumerate(SCHEMAS):
+        grammar = make_grammar("json_schema", schema)
+        params.append(SamplingParams(seed=seed, max_tokens=90, grammar=grammar))
+    with make_llm(stories) as llm:
+        plain = [generation.choices[0] for generation in llm.generate(prompts, params)]
+    with make_llm(stories, speculative=METHODS[method](stories, tmp_path)) as llm:
+        drafted = [generation.choices[0] for generation in llm.generate(prompts, params)]
+    require_equal(drafted, plain)
+    for completion, schema in zip(drafted, SCHEMAS, strict=True):
+        require_valid(completion.text, schema)
+    assert sum(completion.usage.num_accepted for completion in drafted if completion.usage) > 20
