@@ -118,6 +118,8 @@ def test_a_request_is_aborted_by_its_name(app: Any) -> None:
         assert app.http.post("/abort_request", json={"rid": "mine"}).status_code == 200
         [choice] = running.result().json()["choices"]
     assert choice["finish_reason"] == "abort"
+
+
 def test_structured_output_matches_its_schema(client: openai.OpenAI) -> None:
     schema = {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 1, "maxItems": 3}
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "colours", "schema": schema, "strict": True}}

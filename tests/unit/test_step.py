@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specray.draft_trace import VerifiedTree
+from specray.grammar import GRAMMAR_KINDS, GrammarSpec
 from specray.outputs import TokenLogprob
 from specray.step import (
     DraftLimit,
@@ -40,6 +41,7 @@ sampling = st.builds(
     ids,
     st.none() | small,
     st.none() | ids,
+    st.none() | st.builds(GrammarSpec, st.sampled_from(GRAMMAR_KINDS), st.text(max_size=9)),
 )
 prompts = st.none() | st.builds(PromptLogprobs, small, small)
 salts = st.text(max_size=5)
@@ -51,6 +53,7 @@ some_logprobs = st.none() | st.lists(logprobs, max_size=3)
 errors = st.none() | st.text(max_size=9)
 trees = st.builds(VerifiedTree, ids, ids)
 row_result = st.builds(RequestResult, small, ids, small, some_logprobs, errors, ids, some_logprobs, st.none() | trees)
+row_result = st.builds(RequestResult, small, ids, small, some_logprobs, errors, ids, some_logprobs, st.booleans())
 results = st.builds(StepResult, small, st.lists(row_result, max_size=3), st.builds(StepTimes, real, real, real, real))
 
 
@@ -64,6 +67,7 @@ def test_a_plan_survives_serialization(plan: StepPlan) -> None:
     back = unpack_plan(pack(plan))
     assert tupled(back) == tupled(plan)
     assert [type(row.sampling) for row in back.new_requests] == [SamplingOptions] * len(plan.new_requests)
+    assert all(isinstance(row.sampling.grammar, GrammarSpec | None) for row in back.new_requests)
     assert all(isinstance(row, ScheduledRequest) and isinstance(row.draft_limit, DraftLimit) for row in back.rows)
 
 
