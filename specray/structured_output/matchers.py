@@ -3,47 +3,25 @@
 Rank 0 owns them. It withholds a request whose grammar is still compiled from the plan, so the other ranks never wait.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec
 from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.step import DraftLimit, RequestResult, ScheduledRequest, StepPlan
+from specray.structured_output.compilation import Compilation, GrammarTools
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher
 
-    from specray.structured_output.compiler import GrammarCompiler
-    from specray.structured_output.grammar_tree import Encode
-
-MAX_COMPILED = 128  # compiled grammars that are kept for later requests
 IDLE_WAIT_S = 0.02  # for a grammar, where a step has nothing else to do
-
-
-class GrammarTools(NamedTuple):
-    """What depends on the tokenizer."""
-
-    compiler: "GrammarCompiler"
-    encode: "Encode"
-
-
-def make_tools(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_ids: list[int]) -> GrammarTools:
-    """Imports xgrammar, which a server without structured output never loads."""
-    from specray.structured_output.compiler import GrammarCompiler
-    from specray.structured_output.grammar_tree import encoder_of
-
-    compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
-    return GrammarTools(compiler, encoder_of(tokenizer.backend_tokenizer))
 
 
 @dataclass(slots=True, eq=False)
@@ -67,19 +45,11 @@ class ConstrainedTrees(NamedTuple):
 
 
 class GrammarTable:
-    """Grammars by slot. `make_tools` is called in the compiling thread, once and only if a request has a grammar."""
+    """Grammars by slot, and the thread that compiles them."""
 
     def __init__(self, make_tools: Callable[[], GrammarTools]) -> None:
-        self._make_tools = make_tools
-        self._tools: GrammarTools | None = None
+        self.compilation = Compilation(make_tools)
         self._slots: dict[int, SlotGrammar] = {}
-        self._compiled: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
-        self._lock = Lock()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specray-grammar")
-
-    def compile(self, spec: GrammarSpec) -> None:
-        """Compile a grammar now, in the compiling thread. InvalidRequestError if that is not possible."""
-        self._future_of(spec).result()
 
     def withhold(self, plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
         """(the plan without requests whose grammar is not ready, what to report for these, by slot)."""
@@ -89,7 +59,7 @@ class GrammarTable:
             if new.sampling.grammar is not None:
                 output = new.token_ids[new.num_prompt_tokens :]
                 spec = new.sampling.grammar
-                self._slots[new.slot] = SlotGrammar(spec, self._future_of(spec), output)
+                self._slots[new.slot] = SlotGrammar(spec, self.compilation.start(spec), output)
         if not self._slots:
             return plan, {}
         slots = [row.slot for row in plan.rows]
@@ -136,21 +106,6 @@ class GrammarTable:
                 grammar.error = f"token {token} of the output does not match the request's grammar"
                 return
 
-    def _future_of(self, spec: GrammarSpec) -> "Future[CompiledGrammar]":
-        with self._lock:
-            future = self._compiled.pop(spec, None)
-            if future is None or (future.done() and future.exception() is not None):
-                future = self._thread.submit(self._compile, spec)
-            self._compiled[spec] = future
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return future
-
-    def _compile(self, spec: GrammarSpec) -> "CompiledGrammar":
-        if self._tools is None:
-            self._tools = self._make_tools()
-        return self._tools.compiler.compile(spec)
-
     def _with_blocks(self, row: ScheduledRequest) -> ScheduledRequest:
         """The row with the blocks of the rows that were withheld before it, which the request table has not seen."""
         grammar = self._slots.get(row.slot)
@@ -191,9 +146,8 @@ class GrammarTable:
     ) -> tuple[TreeLists, Tensor]:
         from specray.structured_output.grammar_tree import allowed_tokens, constrained
 
-        grammar, tools = self._slots[slot], self._tools
+        grammar, tools = self._slots[slot], self.compilation.tools
         assert grammar.matcher is not None
-        assert tools is not None
         vocabulary = tools.compiler.vocabulary(grammar.spec)
         if tree.draft_probs is not None:
             # Rejection sampling: a draft that was drawn must be seen to be rejected, or the residual would be wrong.

@@ -49,7 +49,7 @@ class LocalExecutor:
 
     def compile_grammar(self, spec: GrammarSpec) -> None:
         """InvalidRequestError if the grammar cannot be compiled. Its requests then start at once."""
-        self.worker.grammars.compile(spec)
+        self.worker.grammars.compilation.start(spec).result()
 
     def close(self) -> None:
         self.worker.close()

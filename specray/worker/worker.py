@@ -33,7 +33,8 @@ from specray.spec_decode.verifier import can_verify_padded, is_padded, verify
 from specray.spec_decode.verify_batch import VerifyInput
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
-from specray.structured_output.matchers import GrammarTable, make_tools
+from specray.structured_output.compilation import make_tools
+from specray.structured_output.matchers import GrammarTable
 from specray.worker.broadcast import broadcast_output, broadcast_tree
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs

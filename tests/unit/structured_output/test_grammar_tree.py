@@ -14,8 +14,8 @@ from specray.grammar import GrammarKind, make_grammar
 from specray.models.tokenizer import load_tokenizer
 from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.step import DraftLimit
+from specray.structured_output.compilation import GrammarTools, make_tools
 from specray.structured_output.grammar_tree import allowed_tokens, constrained
-from specray.structured_output.matchers import GrammarTools, make_tools
 from tests.support.json_toy import write_json_toy
 from tests.support.toy import EOS, VOCAB_SIZE
 
