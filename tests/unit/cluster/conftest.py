@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import cluster.engine.router
 from cluster.api.app import create_app
+from cluster.api.grammar_check import GrammarCheck
 from cluster.api.service import Service
 from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
@@ -287,7 +288,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """`async with serve(step_s=..., connect=..., **AppConfig fields) as server`."""
+    """`async with serve(step_s=..., connect=..., **AppConfig fields) as server`. Grammars are not compiled."""
+
+    async def pass_all(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(GrammarCheck, "check", pass_all)
 
     @asynccontextmanager
     async def run(

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from cluster.api.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from cluster.api.completion_protocol import CompletionRequest
+from cluster.api.generate_protocol import GenerateRequest
+from cluster.api.protocol import ChatRequest
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec
 
@@ -83,7 +85,7 @@ def test_chat_and_text_completions_take_all_fields(fields: dict[str, Any], gramm
 @pytest.mark.parametrize(("fields", "grammar"), SGLANG)
 def test_generate_takes_sglangs_fields(fields: dict[str, Any], grammar: GrammarSpec | None) -> None:
     body = GenerateRequest.model_validate({"text": "hi", "sampling_params": fields})
-    assert body.sampling().grammar == grammar
+    assert [params.grammar for params in body.sampling()] == [grammar]
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
