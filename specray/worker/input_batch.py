@@ -99,7 +99,7 @@ class InputBatch:
 
 def build_batch(table: RequestTable, batch: StepBatch) -> InputBatch:
     """Flatten rows and their trees."""
-    rows, tree, num_nodes = batch
+    rows, tree, num_nodes = batch.rows, batch.tree, batch.num_nodes
     lens = [known + nodes - 1 for known, nodes in zip(rows.num_known, num_nodes, strict=True)]
     kv_lens = [state.num_computed_tokens + length for state, length in zip(rows.states, lens, strict=True)]
     query_lens = rows.counts + tree.num_nodes - 1

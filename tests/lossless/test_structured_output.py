@@ -18,6 +18,7 @@ from specray.step import DraftLimit, RequestResult, StepPlan
 from specray.testing.conformance import require_equal
 from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import make_llm, visible
+from tests.support.graph_stand_in import recorded_graphs
 from tests.support.json_toy import require_valid, write_json_tokenizer, write_json_toy
 from tests.support.methods import METHODS, SOME_METHODS
 
@@ -137,6 +138,17 @@ def test_no_layout_changes_the_output(
         require_equal(run(llm)[::2], plain)
         preempted = llm.engine.scheduler.num_preemptions
     assert (preempted > 0) == (layout == "preemption")
+
+
+@pytest.mark.parametrize("method", [None, "EAGLE3", "NGRAM"])
+def test_forward_passes_in_graphs_do_not_change_the_output(
+    method: str | None, toy: Path, plain: list[Completion], tmp_path: Path
+) -> None:
+    """Steps with a grammar are verified outside of graphs; forced tokens make trees that have no graph."""
+    options = {} if method is None else {"speculative": drafting(method, toy, tmp_path)}
+    with recorded_graphs() as graphs, make_llm(toy, max_running_requests=3, **options) as llm:
+        require_equal(run(llm)[::2], plain)
+    assert graphs[0].replayed
 
 
 @pytest.mark.parametrize("draw", DRAWS)
