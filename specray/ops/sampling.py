@@ -13,6 +13,7 @@ from torch import Tensor
 from specray.ops.argmax import argmax
 from specray.ops.cpu import sampling as cpu_sampling
 from specray.ops.cpu.library import kernels
+from specray.ops.gpu import uses_triton
 from specray.ops.noise import gumbel
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch, SamplingState
 from specray.outputs import TokenLogprob
@@ -26,6 +27,10 @@ def sample(logits: Tensor, batch: SamplingBatch, keys: Tensor) -> Tensor:
     `logits` float32 [n, V] are not changed. `keys` [n, 2] are the rows' `noise_keys` for the positions of the tokens.
     """
     logits, sampled = _adjusted(logits, batch.states), _sampled_rows(batch)
+    if uses_triton(logits.device):
+        from specray.ops.gpu import sampling as gpu_sampling
+
+        return gpu_sampling.sample(logits, batch if sampled else None, keys)
     if not sampled:
         return argmax(logits)
     if logits.device.type == "cpu" and (own := kernels()) is not None:

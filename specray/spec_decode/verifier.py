@@ -3,9 +3,9 @@
 If the token is a child of the node, the walk continues there; otherwise it is the bonus token and the walk ends. With
 coupled sampling the target samples its own token, so the output does not depend on the drafts. Most requests are
 verified at once: the CPU kernels walk all trees in one call; elsewhere, the tokens of all nodes are chosen in one
-batch, and comparisons on the device give the path. Requests whose logits depend on the path (penalties), that need
-logprobs, or whose sampler depends on the drafts are walked depth by depth (`depth_walk`). So are sampled requests on a
-CPU without the kernels, where noise for unvisited nodes costs more than the depths.
+batch, and Triton's kernels or comparisons on the device give the path. Requests whose logits depend on the path
+(penalties), that need logprobs, or whose sampler depends on the drafts are walked depth by depth (`depth_walk`). So are
+sampled requests on a CPU without the kernels, where noise for unvisited nodes costs more than the depths.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from torch import Tensor
 from specray.ops.argmax import argmax
 from specray.ops.cpu.library import Kernels, kernels
 from specray.ops.cpu.sampling import walk
+from specray.ops.gpu import uses_triton
 from specray.ops.noise import noise_keys
 from specray.ops.sampling import sample, sample_padded
 from specray.ops.sampling_state import SamplingBatch, SamplingState
@@ -35,7 +36,7 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask 
             inputs = inputs._replace(unmasked=inputs.logits.clone())
         forbid_masked(inputs.logits, mask)
     own = kernels() if is_cpu else None
-    walks_sampled = is_cpu and own is None
+    walks_sampled = is_cpu and own is None and not uses_triton(inputs.logits.device)
     walked = [row for row, state in enumerate(states) if sampler is not coupled or _needs_walk(state, walks_sampled)]
     if not walked:
         return _verify_at_once(inputs, own)
@@ -67,13 +68,15 @@ def _needs_walk(state: SamplingState, walks_sampled: bool) -> bool:
 
 def _verify_at_once(inputs: VerifyInput, own: Kernels | None) -> VerifyOutput:
     """Choose the target's token at every node, then accept the nodes whose whole path was chosen."""
-    tree = inputs.tree
+    tree, device = inputs.tree, inputs.logits.device
     if own is not None:
         parts = (tree.tokens, tree.parents, tree.num_nodes, tree.max_depth, inputs.sampling, inputs.lengths)
         return VerifyOutput(*walk(own, inputs.logits, *parts), {})
+    if uses_triton(device):
+        return _verify_on_gpu(inputs)
     ancestors = tree.ancestors()
     depths = ancestors.sum(-1) - 1
-    nodes = torch.arange(tree.tokens.shape[1], device=inputs.logits.device)
+    nodes = torch.arange(tree.tokens.shape[1], device=device)
     is_node = nodes < tree.num_nodes[:, None]
     starts = tree.num_nodes.cumsum(0) - tree.num_nodes
     places = torch.where(is_node, starts[:, None] + nodes, 0)
@@ -128,6 +131,17 @@ def _accept(tree: DraftTree, ancestors: Tensor, chosen: Tensor, is_finite: Tenso
     path = torch.zeros(num_rows, tree.max_depth + 2, dtype=torch.int64, device=chosen.device)
     path = path.scatter_(1, columns, nodes.expand(num_rows, width))[:, :-1]
     return VerifyOutput(is_accepted.sum(-1) * has_finite_path, chosen.gather(1, path), path, {})
+
+
+def _verify_on_gpu(inputs: VerifyInput) -> VerifyOutput:
+    from specray.ops.gpu import sampling as gpu_sampling
+
+    tree, sampling = inputs.tree, inputs.sampling
+    starts = tree.num_nodes.cumsum(0) - tree.num_nodes
+    rows = gpu_sampling.Rows(inputs.logits, starts, tree.num_nodes.contiguous(), tree.tokens.shape[1])
+    options = sampling if any(state.is_sampled for state in sampling.states) else None
+    walked = gpu_sampling.walk(rows, tree.tokens, tree.parents, tree.max_depth, options, inputs.lengths)
+    return VerifyOutput(*walked, {})
 
 
 def _choose_everywhere(inputs: VerifyInput, depths: Tensor, is_node: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 from specray.ops.attention import make_pool, move_kv
 from specray.ops.cpu.attention import commit_paths
 from specray.ops.cpu.library import kernels
+from specray.ops.gpu import uses_triton
 
 
 class KVCache:
@@ -37,6 +38,11 @@ class KVCache:
         own = kernels() if self.pool.device.type == "cpu" else None
         if own is not None:
             commit_paths(own, self.pool, kv_slots, nodes, num_tokens)
+            return
+        if uses_triton(self.pool.device):
+            from specray.ops.gpu import kv
+
+            kv.commit_paths(self.pool, kv_slots, nodes, num_tokens)
             return
         depths = torch.arange(1, nodes.shape[1], device=nodes.device)
         is_moved = (depths < num_tokens[:, None]) & (nodes[:, 1:] != depths)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specray.ops.gpu import attention_kernels, expert_kernels, experts, layer_kernels
+from specray.ops.gpu import (
+    attention_kernels,
+    expert_kernels,
+    experts,
+    layer_kernels,
+    matrix,
+    matrix_kernels,
+    noise_kernels,
+    sampling,
+    sampling_kernels,
+    tree_kernels,
+)
 from specray.ops.gpu.attention import num_warps
 
 CAPABILITIES = (80, 90)
@@ -33,14 +45,21 @@ POINTERS = {
     "slot_mapping": "*i64",
     "block_experts": "*i32",
     "block_pairs": "*i32",
+    **dict.fromkeys(("logits", "temperature", "lowest", "top_p", "min_p"), "*fp32"),
+    **dict.fromkeys(("mask", "keys", "best", "best_ids", "scores"), "*i32"),
+    **dict.fromkeys(("starts", "num_nodes", "seeds", "lengths", "parents", "drafts"), "*i64"),
+    **dict.fromkeys(("tokens", "path", "chosen", "top_k", "nodes", "counts"), "*i64"),
+    "is_finite": "*i8",
 }
 SCALARS = {"scale": "fp32", "eps": "fp32"}
+INTEGERS = ("outs", "ins", "first_id", "max_depth")
 
 
 class Case(NamedTuple):
     kernel: Any
     constants: dict[str, Any]
     num_warps: int = 4
+    dtype: str = "bf16"  # of the pointers that have no type of their own
 
 
 def cases() -> Iterator[Case]:
@@ -64,12 +83,32 @@ def cases() -> Iterator[Case]:
     sizes = {"ROWS": experts.ROWS, "COLUMNS": experts.COLUMNS, "INPUTS": experts.INPUTS}
     for share in (8, 1):
         yield Case(expert_kernels.grouped_products, {"SHARE": share} | sizes)
+    for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
+        for has_bias, columns in product((False, True), matrix.COLUMNS):
+            tile = {"ROWS": matrix.ROWS, "COLUMNS": columns, "INPUTS": matrix.INPUT_BYTES // size}
+            yield Case(matrix_kernels.multiply_rows, {"HAS_BIAS": has_bias} | tile, dtype=dtype)
+    yield from cases_of_verification()
+
+
+def cases_of_verification() -> Iterator[Case]:
+    for nodes, depths in ((1, 1), (8, 8), (128, 32)):
+        yield Case(noise_kernels.position_keys, {"WIDTH": nodes, "PADDED": nodes}, num_warps=1)
+        yield Case(tree_kernels.walk_tree, {"NODES_PADDED": nodes, "DEPTHS_PADDED": depths}, num_warps=1)
+    filters = {"PIVOTS": sampling.PIVOTS, "BLOCK": sampling.FILTER_BLOCK}
+    for masks in (False, True):
+        has_mask = {"HAS_MASK": masks}
+        for samples in (False, True):
+            block = {"SAMPLES": samples, "BLOCK": sampling.BLOCK}
+            yield Case(sampling_kernels.choose_in_blocks, has_mask | block, num_warps=8)
+        yield Case(sampling_kernels.choose_among_blocks, has_mask | {"BLOCKS_PADDED": 32}, num_warps=1)
+        yield Case(sampling_kernels.find_lowest, has_mask | filters, num_warps=sampling.FILTER_WARPS)
+    yield Case(tree_kernels.compact_path, {"SIZE": 2048, "BLOCK": 2048})
 
 
 def compiled(case: Case, capability: int) -> dict[str, Any]:
     """Registers and bytes of local memory (spills) of a thread, and shared memory of a program."""
     names = case.kernel.arg_names
-    signature = {name: _type(name) if name not in case.constants else "constexpr" for name in names}
+    signature = {name: _type(name, case.dtype) if name not in case.constants else "constexpr" for name in names}
     # What the launcher finds out about arguments: aligned pointers, and strides that are multiples of 16.
     aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in ("q_stride", "outs", "ins")]
     source = ASTSource(
@@ -90,11 +129,11 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
     }
 
 
-def _type(name: str) -> str:
-    if name in SCALARS:
-        return SCALARS[name]
-    is_integer = name.endswith(("stride", "width")) or name.startswith("num_") or name in ("size", "outs", "ins")
-    return "i32" if is_integer else POINTERS.get(name, "*bf16")
+def _type(name: str, dtype: str) -> str:
+    if name in SCALARS or name in POINTERS:
+        return SCALARS.get(name) or POINTERS[name]
+    is_integer = name.endswith(("stride", "width", "size")) or name.startswith("num_") or name in INTEGERS
+    return "i32" if is_integer else f"*{dtype}"
 
 
 def _usage(cubin: bytes) -> dict[str, int]:

@@ -1,0 +1,28 @@
+"""The KV pool on a GPU: compaction of accepted paths, in one launch for all layers."""
+
+import triton
+from torch import Tensor
+
+from specray.ops.gpu.tree_kernels import compact_path
+
+_BLOCK = 2048  # numbers of a program
+
+
+def commit_paths(pool: Tensor, kv_slots: Tensor, nodes: Tensor, num_tokens: Tensor) -> None:
+    """See `KVCache.commit`; `pool` [layers, slots, 2, kv_heads, dim] is contiguous, a path ascends from the root."""
+    num_layers, num_slots, size = len(pool), pool.shape[1], pool[0, 0].numel()
+    block = min(_BLOCK, triton.next_power_of_2(size))
+    if len(nodes):
+        kv_slots = kv_slots.contiguous()
+        compact_path[(len(nodes), num_layers, triton.cdiv(size, block))](
+            pool,
+            kv_slots,
+            nodes,
+            num_tokens,
+            num_slots,
+            kv_slots.stride(0),
+            nodes.stride(0),
+            num_tokens.stride(0),
+            SIZE=size,
+            BLOCK=block,
+        )

@@ -1,0 +1,53 @@
+"""Weight matrices on a GPU as functions of activations whose rows do not affect each other: `deterministic: true`."""
+
+import torch
+import triton
+from torch import Tensor
+
+from specray.ops.gpu.matrix_kernels import multiply_rows
+
+ROWS = 64  # of a tile, the fewest that Hopper's warp-group instructions take
+COLUMNS = (32, 64)  # of a tile: few where a matrix has too few outputs to give every processor a tile
+INPUT_BYTES = 128  # of a row in a step of the sum
+
+
+class FixedOrderMatrix:
+    """x [T, in] -> x W^T + b [T, out], of x's type. A row's bits do not depend on the other rows or on their number."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight.contiguous(), bias
+        self._columns = tile_columns(len(weight), num_processors(weight.device))
+        self._num_programs = num_processors(weight.device)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """`dtype` is that of the result, by default x's."""
+        x, weight, bias = x.contiguous(), self.weight, self.bias
+        outs, ins = weight.shape
+        out = torch.empty(len(x), outs, dtype=dtype or x.dtype, device=x.device)
+        num_tiles = triton.cdiv(len(x), ROWS) * triton.cdiv(outs, self._columns)
+        if num_tiles:
+            multiply_rows[(min(num_tiles, self._num_programs),)](
+                out,
+                x,
+                weight,
+                weight if bias is None else bias,
+                len(x),
+                outs,
+                ins,
+                HAS_BIAS=bias is not None,
+                ROWS=ROWS,
+                COLUMNS=self._columns,
+                INPUTS=INPUT_BYTES // weight.itemsize,
+            )
+        return out
+
+
+def tile_columns(outs: int, processors: int) -> int:
+    """Columns of a tile. They depend on the matrix alone, so that all its products are computed alike."""
+    narrow, wide = COLUMNS
+    return wide if outs >= wide * processors else narrow
+
+
+def num_processors(device: torch.device) -> int:
+    """Of a GPU; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,176 @@
+"""The choice of tokens on a GPU: at independent rows, and at all nodes of draft trees with the walk through them.
+
+Nothing is read by the host, and shapes depend on the batch's shapes alone, so that CUDA graphs can capture it.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from specray.ops.gpu.noise_kernels import position_keys
+from specray.ops.gpu.sampling_kernels import choose_among_blocks, choose_in_blocks, find_lowest
+from specray.ops.gpu.tree_kernels import walk_tree
+from specray.ops.sampling_state import SamplingBatch
+
+BLOCK = 4096  # logits of a program; fixed, so that a choice does not depend on the batch
+FILTER_BLOCK, PIVOTS = 4096, 4  # of a step of bisection
+FILTER_WARPS = 16
+
+
+class Rows(NamedTuple):
+    """The logits to choose from: row `starts[b] + n` for node n of tree b."""
+
+    logits: Tensor  # float32 [M, V]
+    starts: Tensor  # int64 [B], contiguous
+    num_nodes: Tensor  # int64 [B], contiguous; places from num_nodes[b] on have no row
+    node_width: int  # N
+    mask: Tensor | None = None  # int32 [M, ceil(V / 32)]: bit i of word j is set if token 32 * j + i is allowed
+
+
+class Choices(NamedTuple):
+    """The tokens after all B * N places; undefined where there is no node."""
+
+    tokens: Tensor  # int64, columns of the logits
+    is_finite: Tensor  # int8: whether the token's logit is finite
+    scores: Tensor  # int32: the token's score, as an integer of the same order
+
+
+def sample(logits: Tensor, batch: SamplingBatch | None, keys: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The next token of each row of float32 logits [n, V], int64 [n]; see `specray.ops.sampling`.
+
+    `keys` int32 [n, 2] are the rows' `noise_keys`. `batch` None: the largest logits. `mask` is that of Rows.
+    """
+    return choose(independent(logits, mask), batch, keys).tokens
+
+
+def independent(logits: Tensor, mask: Tensor | None = None) -> Rows:
+    """Rows that belong to no tree."""
+    count = torch.arange(len(logits), device=logits.device)
+    return Rows(logits.contiguous(), count, torch.ones_like(count), 1, mask)
+
+
+def choose(rows: Rows, batch: SamplingBatch | None, keys: Tensor | None, first_id: int = 0) -> Choices:
+    """The token after each place; `batch` has the options of its B trees, `keys` int32 [B * N, 2] the noise.
+
+    `batch` None: the largest logits. `first_id` is the token id of the first column.
+    """
+    logits, starts, num_nodes, width, mask = rows
+    num_places, size, device = len(starts) * width, logits.shape[1], logits.device
+    num_blocks = triton.cdiv(size, BLOCK)
+    best, best_ids = torch.empty(2, num_places, num_blocks, dtype=torch.int32, device=device)
+    choices = Choices(
+        torch.empty(num_places, dtype=torch.int64, device=device),
+        torch.empty(num_places, dtype=torch.int8, device=device),
+        torch.empty(num_places, dtype=torch.int32, device=device),
+    )
+    if not num_places:
+        return choices
+    masked = logits if mask is None else mask
+    places = (logits, masked, starts, num_nodes)
+    sizes = (size, 0 if mask is None else mask.shape[1], width)
+    heat, lowest = (logits, logits) if batch is None else (batch.temperature, _find_lowest(places, sizes, batch, mask))
+    choose_in_blocks[(num_places, num_blocks)](
+        best,
+        best_ids,
+        *places,
+        logits if keys is None else keys,
+        heat,
+        lowest,
+        first_id,
+        *sizes,
+        heat.stride(0),
+        SAMPLES=batch is not None,
+        HAS_MASK=mask is not None,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+    choose_among_blocks[(num_places,)](
+        *choices,
+        best,
+        best_ids,
+        *places,
+        num_blocks,
+        *sizes,
+        HAS_MASK=mask is not None,
+        BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
+        num_warps=1,
+    )
+    return choices
+
+
+def walk(
+    rows: Rows, tokens: Tensor, parents: Tensor, max_depth: int, batch: SamplingBatch | None, lengths: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(num_tokens [B], tokens and nodes [B, max_depth + 1]) of draft trees, as in VerifyOutput.
+
+    Trees are `tokens` and `parents` int64 [B, N]. `batch` None: all requests are greedy. `lengths` int64 [B] are their
+    known tokens.
+    """
+    tokens, parents = tokens.contiguous(), parents.contiguous()
+    keys = None if batch is None else _keys_of_nodes(batch.seeds, lengths, parents, max_depth)
+    choices = choose(rows, batch, keys)
+    num_trees, width = tokens.shape
+    num_tokens = torch.empty(num_trees, dtype=torch.int64, device=tokens.device)
+    walked, path = torch.empty(2, num_trees, max_depth + 1, dtype=torch.int64, device=tokens.device)
+    if num_trees:
+        walk_tree[(num_trees,)](
+            num_tokens,
+            walked,
+            path,
+            choices.tokens,
+            choices.is_finite,
+            tokens,
+            parents,
+            rows.num_nodes,
+            max_depth,
+            width,
+            width,
+            NODES_PADDED=triton.next_power_of_2(width),
+            DEPTHS_PADDED=triton.next_power_of_2(max_depth + 1),
+            num_warps=1,
+        )
+    return num_tokens, walked, path
+
+
+def _keys_of_nodes(seeds: Tensor, lengths: Tensor, parents: Tensor, max_depth: int) -> Tensor:
+    num_trees, width = parents.shape
+    keys = torch.empty(num_trees * width, 2, dtype=torch.int32, device=parents.device)
+    if num_trees:
+        position_keys[(num_trees,)](
+            keys,
+            seeds,
+            lengths.contiguous(),
+            parents,
+            max_depth,
+            seeds.stride(0),
+            width,
+            WIDTH=width,
+            PADDED=triton.next_power_of_2(width),
+            num_warps=1,
+        )
+    return keys
+
+
+def _find_lowest(
+    places: tuple[Tensor, ...], sizes: tuple[int, ...], batch: SamplingBatch, mask: Tensor | None
+) -> Tensor:
+    """float32 [places]: the smallest scaled logit that passes the filters of a place's request."""
+    num_places = len(places[-1]) * sizes[-1]
+    lowest = torch.empty(num_places, dtype=torch.float32, device=places[0].device)
+    options = (batch.temperature, batch.top_k.contiguous(), batch.top_p, batch.min_p)
+    stride = batch.temperature.stride(0)
+    assert batch.top_p.stride(0) == batch.min_p.stride(0) == stride, "columns of one table"
+    find_lowest[(num_places,)](
+        lowest,
+        *places,
+        *options,
+        *sizes,
+        stride,
+        HAS_MASK=mask is not None,
+        PIVOTS=PIVOTS,
+        BLOCK=FILTER_BLOCK,
+        num_warps=FILTER_WARPS,
+    )
+    return lowest

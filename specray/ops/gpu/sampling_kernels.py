@@ -1,0 +1,240 @@
+"""The choice of a token from a row of logits with Triton: filters, noise and the largest score, without a sort.
+
+The rules are those of `specray.ops.sampling`. A row is one of `node_width` places of a tree; with a width of 1, rows
+are independent. A row's arithmetic runs over fixed blocks of the vocabulary in order, so its bits do not depend on the
+other rows.
+
+Scores are compared as integers of the same order. Then NaN is the largest value, as in torch's argmax, and filters can
+be found by bisection, which ends at the exact logit.
+"""
+
+import triton
+import triton.language as tl
+
+from specray.ops.gpu.noise_kernels import gumbel_of
+
+GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)  # see `specray.ops.sampling_state`
+LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below every logit
+_INFINITY: tl.constexpr = tl.constexpr(0x7F800000)  # `_ordered` of infinity
+
+
+@triton.jit
+def _ordered(values):
+    """int32 in the order of float32 `values`; NaN is the largest, and both zeros are equal."""
+    bits = values.to(tl.int32, bitcast=True)
+    bits = tl.where(values == 0.0, 0, bits)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(values != values, 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _value_of(ordered):
+    bits = ordered.to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load(logits, mask, column, size, HAS_MASK: tl.constexpr):
+    """Logits of one row; minus infinity past its end, and where its mask forbids the token."""
+    is_column = column < size
+    values = tl.load(logits + column, mask=is_column, other=float("-inf"))
+    if HAS_MASK:
+        words = tl.load(mask + column // 32, mask=is_column, other=0)
+        values = tl.where((words >> (column % 32)) & 1 != 0, values, float("-inf"))
+    return values
+
+
+@triton.jit
+def _row_of(starts, num_nodes, place, node_width):
+    """(row of logits at a place, tree, whether it has a node)"""
+    tree, node = place // node_width, place % node_width
+    return tl.load(starts + tree) + node, tree, node < tl.load(num_nodes + tree)
+
+
+@triton.jit
+def choose_in_blocks(
+    best,  # int32 [places, blocks]: the largest score, as `_ordered`
+    best_ids,  # int32 [places, blocks]: its first token id
+    logits,  # float32 [rows, vocab_size]
+    mask,  # int32 [rows, mask_width], a bit for each token; unused without HAS_MASK
+    starts,  # int64 [trees]: rows of the roots
+    num_nodes,  # int64 [trees]
+    keys,  # int32 [places, 2]; unused without SAMPLES, like the next two
+    temperature,  # float32 [trees], `options_stride` apart
+    lowest,  # float32 [places]: scaled logits below it are filtered out
+    first_id,  # token id of the first column
+    vocab_size,
+    mask_width,
+    node_width,
+    options_stride,
+    SAMPLES: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, tree, is_node = _row_of(starts, num_nodes, place, node_width)
+    if is_node:
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        scores = _load(logits + row * vocab_size, mask + row * mask_width, column, vocab_size, HAS_MASK)
+        if SAMPLES:
+            heat = tl.load(temperature + tree * options_stride)
+            if heat >= GREEDY_BELOW:
+                scaled = tl.div_rn(scores, tl.zeros([BLOCK], tl.float32) + heat)
+                noise = gumbel_of(first_id + column, tl.load(keys + place * 2), tl.load(keys + place * 2 + 1))
+                scores = tl.where(scaled < tl.load(lowest + place), float("-inf"), scaled + noise)
+        ordered = tl.where(column < vocab_size, _ordered(scores), LOWEST)
+        result = place * tl.num_programs(1) + block
+        tl.store(best + result, tl.max(ordered, 0))
+        tl.store(best_ids + result, block * BLOCK + tl.argmax(ordered, 0, tie_break_left=True))
+
+
+@triton.jit
+def choose_among_blocks(
+    tokens,  # int64 [places]
+    is_finite,  # int8 [places]: whether the token's logit is
+    scores,  # int32 [places]: the token's score, as `_ordered`
+    best,
+    best_ids,
+    logits,
+    mask,
+    starts,
+    num_nodes,
+    num_blocks,
+    vocab_size,
+    mask_width,
+    node_width,
+    HAS_MASK: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    row, _, is_node = _row_of(starts, num_nodes, place, node_width)
+    if is_node:
+        block = tl.arange(0, BLOCKS_PADDED)
+        ordered = tl.load(best + place * num_blocks + block, mask=block < num_blocks, other=LOWEST)
+        token = tl.load(best_ids + place * num_blocks + tl.argmax(ordered, 0, tie_break_left=True)).to(tl.int64)
+        value = _load(logits + row * vocab_size, mask + row * mask_width, token, vocab_size, HAS_MASK)
+        tl.store(tokens + place, token)
+        tl.store(scores + place, tl.max(ordered, 0))
+        tl.store(is_finite + place, (tl.abs(value) < float("inf")).to(tl.int8))
+
+
+@triton.jit
+def _weights(values, most, heat):
+    """Probabilities, up to a factor: 1 for the logit `most`."""
+    return tl.exp((values - most) / heat)
+
+
+@triton.jit
+def _above(logits, mask, pivots, most, heat, size, HAS_MASK: tl.constexpr, PIVOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """(number, sum of weights) of the tokens above each of `pivots`, int32 and float32 [PIVOTS]."""
+    counts = tl.zeros([BLOCK, PIVOTS], tl.int32)
+    masses = tl.zeros([BLOCK, PIVOTS], tl.float32)
+    for first in range(0, size, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        values = _load(logits, mask, column, size, HAS_MASK)
+        ordered = tl.where(column < size, _ordered(values), LOWEST)
+        is_above = ordered[:, None] > pivots[None, :]
+        counts += is_above.to(tl.int32)
+        masses += tl.where(is_above, _weights(values, most, heat)[:, None], 0.0)
+    return tl.sum(counts, 0), tl.sum(masses, 0)
+
+
+@triton.jit
+def _pivots(low, high, PIVOTS: tl.constexpr):
+    """int64 [PIVOTS], evenly between the bounds."""
+    return low + (high - low) * (tl.arange(0, PIVOTS) + 1).to(tl.int64) // (PIVOTS + 1)
+
+
+@triton.jit
+def _narrowed(low, high, pivots, is_enough):
+    """The bounds of the smallest value that is enough, given whether each of the ascending `pivots` is."""
+    high = tl.minimum(high, tl.min(tl.where(is_enough, pivots, high), 0))
+    return tl.maximum(low, tl.max(tl.where(is_enough, low, pivots), 0)), high
+
+
+@triton.jit
+def _last_kept(
+    logits,
+    mask,
+    top,
+    most,
+    heat,
+    top_k,
+    top_p,
+    size,
+    HAS_MASK: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The smallest logit that top-k, and top-p over what it keeps, let pass, as `_ordered`; `top` is the largest one.
+
+    A logit passes while fewer than k tokens, and less than the share p, are above it.
+    """
+    low, kept = tl.full([], LOWEST, tl.int64), tl.full([], LOWEST, tl.int64)
+    count = tl.full([], size, tl.int64)
+    if top_k > 0:
+        count = tl.minimum(top_k, count)
+        kept = top.to(tl.int64)
+        while kept - low > 1:
+            pivots = _pivots(low, kept, PIVOTS)
+            number, _ = _above(logits, mask, pivots, most, heat, size, HAS_MASK, PIVOTS, BLOCK)
+            low, kept = _narrowed(low, kept, pivots, number < count)
+    if top_p < 1.0:
+        numbers, masses = _above(logits, mask, _pivots(kept, kept, PIVOTS), most, heat, size, HAS_MASK, PIVOTS, BLOCK)
+        total = tl.max(masses, 0)
+        if top_k > 0:  # only as many of the tokens that are tied with the last one as there is room for
+            total += (count - tl.max(numbers, 0)).to(tl.float32) * _weights(_value_of(kept), most, heat)
+        high = top.to(tl.int64)
+        low = tl.maximum(kept - 1, LOWEST)
+        while high - low > 1:
+            pivots = _pivots(low, high, PIVOTS)
+            _, masses = _above(logits, mask, pivots, most, heat, size, HAS_MASK, PIVOTS, BLOCK)
+            low, high = _narrowed(low, high, pivots, masses < top_p * total)
+        kept = high
+    return kept
+
+
+@triton.jit
+def find_lowest(
+    lowest,  # float32 [places]
+    logits,
+    mask,
+    starts,
+    num_nodes,
+    temperature,  # float32 [trees], `options_stride` apart, like top_p and min_p
+    top_k,  # int64 [trees], contiguous
+    top_p,
+    min_p,
+    vocab_size,
+    mask_width,
+    node_width,
+    options_stride,
+    HAS_MASK: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The smallest scaled logit that passes top-k, top-p over what top-k keeps, and min-p; minus infinity: all do."""
+    place = tl.program_id(0).to(tl.int64)
+    row, tree, is_node = _row_of(starts, num_nodes, place, node_width)
+    if is_node:
+        heat, share = tl.load(temperature + tree * options_stride), tl.load(top_p + tree * options_stride)
+        floor, number = tl.load(min_p + tree * options_stride), tl.load(top_k + tree)
+        logits += row * vocab_size
+        mask += row * mask_width
+        result = tl.full([], float("-inf"), tl.float32)
+        if (heat >= GREEDY_BELOW) & ((number > 0) | (share < 1.0) | (floor > 0.0)):
+            tops = tl.full([BLOCK], LOWEST, tl.int32)
+            for first in range(0, vocab_size, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                tops = tl.maximum(tops, _ordered(_load(logits, mask, column, vocab_size, HAS_MASK)))
+            top = tl.max(tops, 0)
+            most = _value_of(top)
+            scaled = tl.div_rn(most, heat)
+            # A row that is not finite is not filtered: it fails, or takes its first infinity.
+            if tl.abs(scaled) < float("inf"):
+                kept = _last_kept(logits, mask, top, most, heat, number, share, vocab_size, HAS_MASK, PIVOTS, BLOCK)
+                if kept > LOWEST:
+                    result = tl.div_rn(_value_of(kept), heat)
+                if floor > 0.0:
+                    result = tl.maximum(result, scaled + tl.log(floor))
+        tl.store(lowest + place, result)

@@ -1,0 +1,74 @@
+"""The walk of draft trees and the compaction of accepted KV with Triton, without a read by the host."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def walk_tree(
+    counts,  # int64 [B]: tokens, 0 if the logits on the path are not finite
+    tokens,  # int64 [B, max_depth + 1]
+    path,  # int64 [B, max_depth + 1]
+    chosen,  # int64 [B * node_width]: the target's token after each node
+    is_finite,  # int8 [B * node_width]
+    drafts,  # int64 [B, node_width], rows `tree_stride` apart, like the parents
+    parents,
+    num_nodes,  # int64 [B]
+    max_depth,
+    node_width,
+    tree_stride,
+    NODES_PADDED: tl.constexpr,
+    DEPTHS_PADDED: tl.constexpr,
+):
+    """See `VerifyOutput`. Of equal siblings, the first counts."""
+    tree, count = tl.program_id(0).to(tl.int64), tl.load(num_nodes + tl.program_id(0))
+    index, depths = tl.arange(0, NODES_PADDED), tl.arange(0, DEPTHS_PADDED)
+    is_draft = (index > 0) & (index < count)
+    draft = tl.load(drafts + tree * tree_stride + index, mask=is_draft, other=-1)
+    parent = tl.load(parents + tree * tree_stride + index, mask=is_draft, other=-1)
+    walked, nodes = tl.zeros([DEPTHS_PADDED], tl.int64), tl.zeros([DEPTHS_PADDED], tl.int64)
+    node, depth = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
+    walks = count > 0
+    is_good = walks
+    while walks:
+        token = tl.load(chosen + tree * node_width + node)
+        is_good = tl.load(is_finite + tree * node_width + node) != 0
+        walked = tl.where(depths == depth, token, walked)
+        nodes = tl.where(depths == depth, node, nodes)
+        node = tl.min(tl.where((parent == node) & (draft == token), index, NODES_PADDED), 0)
+        walks = is_good & (depth < max_depth) & (node < NODES_PADDED)
+        depth += 1
+    place = tree * (max_depth + 1) + depths
+    tl.store(counts + tree, tl.where(is_good, depth, 0))
+    tl.store(tokens + place, walked, mask=depths <= max_depth)
+    tl.store(path + place, nodes, mask=depths <= max_depth)
+
+
+@triton.jit
+def compact_path(
+    pool,  # [layers, slots, SIZE], contiguous
+    kv_slots,  # int64 [B, slots_width]: KV slots of the nodes
+    nodes,  # int64 [B, any], rows `nodes_stride` apart: accepted nodes by depth
+    counts,  # int64 [B], `count_stride` apart: how many of them count
+    num_slots,
+    slots_width,
+    nodes_stride,
+    count_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the KV of the node at each depth to the KV slot of the node with that number.
+
+    A program has one request, layer and part of a slot. It copies by ascending depth. No slot is read after it was
+    written, because the number of a node is at least its depth and grows along a path.
+    """
+    tree, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    values = pool + layer * num_slots * SIZE + column
+    for depth in range(1, tl.load(counts + tree * count_stride).to(tl.int32)):
+        node = tl.load(nodes + tree * nodes_stride + depth)
+        if node != depth:
+            source = tl.load(kv_slots + tree * slots_width + node)
+            target = tl.load(kv_slots + tree * slots_width + depth)
+            moved = tl.load(values + source * SIZE, mask=column < SIZE)
+            tl.store(values + target * SIZE, moved, mask=column < SIZE)
