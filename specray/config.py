@@ -309,6 +309,11 @@ class EngineConfig(Options):
         "needs a GPU; torch computes one expert after the other; auto takes triton on a GPU unless the weights are "
         "quantized to fp8 there.",
     )
+    deterministic: bool = Field(
+        False,
+        description="GPUs: matrix products whose sums do not depend on the batch, so that one seed gives one text in "
+        "bfloat16 and float16 too. Slower; the price has not been measured on a GPU. CPU kernels always work so.",
+    )
     num_threads: int | None = Field(
         None,
         ge=1,
@@ -394,6 +399,15 @@ class EngineConfig(Options):
                     f"{name}={kind} has kernels for {kinds[kind]} only, but device={self.device}; set {name}: {other} "
                     f"or device: {kinds[kind]}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_deterministic(self) -> Self:
+        if self.deterministic and self.quantization == "fp8":
+            raise ConfigError(
+                "deterministic=true has no fp8 kernels, whose sums depend on the batch; set quantization: null or "
+                "deterministic: false"
+            )
         return self
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 NO_DRAFTING = DraftLimit(0, 0)
 ROUNDING = (
     "rounding depends on the shape of the batch, so two tokens of nearly equal probability can swap places; "
-    "serve on a CPU with compiled kernels, or set dtype: float32 and quantization: null, to avoid it"
+    "set deterministic: true, or dtype: float32 and quantization: null, to avoid it"
 )
 
 

@@ -14,17 +14,29 @@ _HEAD_BYTES = 4096  # sent with the length; enough for most steps, so that one b
 
 
 class RankGroup:
-    """Rank `rank` of `size`. Build it in every rank at once; `init_method` is torch.distributed's address."""
+    """Rank `rank` of `size`. Build it in every rank at once; `init_method` is torch.distributed's address.
+
+    Collectives of tensors are NCCL's if `device` is a GPU. Its sums over more than two ranks may run in an order that
+    depends on the tensor's size; `deterministic` sums in the order of ranks instead.
+    """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, init_method: str | None = None, device: torch.device | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        init_method: str | None = None,
+        device: torch.device | None = None,
+        deterministic: bool = False,
     ) -> None:
         assert 0 <= rank < size, (rank, size)
         self.rank = rank
         self.size = size
         self._cpu: dist.ProcessGroup | None = None
+        self._sums_by_rank = False
         if size > 1:
             backend = "nccl" if device is not None and device.type == "cuda" else "gloo"
+            # Gloo's order depends on the place in the tensor, so on the batch. Two numbers have one sum in any order.
+            self._sums_by_rank = size > 2 and (deterministic or backend == "gloo")
             dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timedelta(minutes=5))
             # A follower waits for its next plan as long as the server is idle; the watchdog is the actor's, not ours.
             self._cpu = dist.new_group(backend="gloo", timeout=timedelta(days=365))
@@ -41,17 +53,18 @@ class RankGroup:
 
     def sum(self, partial: Tensor) -> Tensor:
         """Add every rank's tensor, in place; bitwise the same on all ranks."""
-        if self.size > 1:
+        if self._sums_by_rank:
+            first, *others = self._gathered(partial)
+            partial.copy_(first)
+            for other in others:
+                partial += other
+        elif self.size > 1:
             dist.all_reduce(partial)
         return partial
 
     def gather(self, part: Tensor) -> Tensor:
         """Concatenate every rank's equally shaped tensor along the last dimension, on all ranks."""
-        if self.size == 1:
-            return part
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous())
-        return torch.cat(parts, dim=-1)
+        return part if self.size == 1 else torch.cat(self._gathered(part), dim=-1)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""
@@ -82,6 +95,11 @@ class RankGroup:
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _gathered(self, part: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous())
+        return parts
 
     def _broadcast(self, buffer: bytearray) -> None:
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=self._cpu)

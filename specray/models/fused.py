@@ -15,6 +15,7 @@ from specray.ops.cpu.layers import EmbedAndHead, FusedLayers, LayerParts
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.trees import StateInput, TreeNetwork
+from specray.ops.linear import is_row_wise
 
 
 class StateLayers(NamedTuple):
@@ -44,12 +45,15 @@ def embed_and_head(embedding: VocabEmbedding, norm: RMSNorm, head: VocabHead, nu
 
 
 def are_row_wise(layers: Sequence[object]) -> bool:
-    """Whether all matrix products of `layers` are the kernels', which treat each row alike."""
+    """Whether all matrix products of `layers` treat each row alike, whatever the other rows are."""
     return all(
         isinstance(layer, DecoderLayer)
         and isinstance(layer.attention, Attention)
         and isinstance(layer.ffn, FeedForward)
-        and _matrices(layer.attention, layer.ffn) is not None
+        and all(
+            is_row_wise(part.run)
+            for part in (layer.attention.qkv, layer.attention.out, layer.ffn.gate_up, layer.ffn.down)
+        )
         for layer in layers
     )
 

@@ -18,6 +18,7 @@ from specray.models.moe_models import Mixtral, Qwen3Moe
 from specray.models.quantized_formats import checkpoint_format
 from specray.ops.attention import torch_dtype
 from specray.ops.cpu.library import kernels
+from specray.ops.linear import fixed_order
 from specray.ops.quantization import check_quantization
 
 MODELS: dict[str, type[CausalLM]] = {
@@ -102,7 +103,8 @@ def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: tor
     )
     try:
         positions = context_length(model_config, config.context_length)
-        model = MODELS[_architectures(model_config)[0]](model_config, loader, positions)
+        with fixed_order(config.deterministic):
+            model = MODELS[_architectures(model_config)[0]](model_config, loader, positions)
         layers = list(model.layers)
         model.fused, model.is_row_wise = fused_decoder(layers, model.rotary, model.shape.eps), are_row_wise(layers)
         model.embed_and_head = embed_and_head(model.embedding, model.norm, model.head, model.shape.vocab_size)

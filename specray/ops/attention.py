@@ -84,6 +84,8 @@ class FusedAttend(Protocol):
 class AttentionBackend(Protocol):
     """Kernels over a KV pool [layers, slots, 2, kv_heads, dim] in which slot 0 … page-1 stay zero."""
 
+    is_batch_invariant: bool  # a query's result has the same bits in any batch, tree or prompt chunk
+
     def plan(self, batch: AttentionBatch) -> Attend:
         """Prepare what all layers of one step share."""
 

@@ -37,6 +37,8 @@ class _Group:
 class TorchAttention:
     """AttentionBackend on `torch.nn.functional.scaled_dot_product_attention`."""
 
+    is_batch_invariant = False
+
     def __init__(self, pool: Tensor, num_heads: int) -> None:
         self.pool = pool
         self._layers = pool.unbind()

@@ -1,10 +1,13 @@
 """x W^T + b with a weight that is packed once, and the selection of its kernel.
 
 On a CPU these are our own kernels (`specray.ops.cpu`). torch's operations take their place on other devices, and where
-the kernels cannot be compiled.
+the kernels cannot be compiled. Their sums depend on the number of rows; Triton's do not (`fixed_order`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,27 @@ from specray.ops.quantization import QUANTIZATIONS, make_fp8_linear
 
 Linear = Callable[[Tensor], Tensor]
 
+_in_fixed_order = ContextVar("in_fixed_order", default=False)
+
+
+@contextmanager
+def fixed_order(enabled: bool) -> Iterator[None]:
+    """Where enabled, weights that are packed within it are multiplied by Triton with sums in one order.
+
+    This is `EngineConfig.deterministic`. Weights are packed while a model is loaded. The CPU kernels always sum in one
+    order.
+    """
+    token = _in_fixed_order.set(enabled)
+    try:
+        yield
+    finally:
+        _in_fixed_order.reset(token)
+
+
+def is_row_wise(linear: Linear) -> bool:
+    """Whether a row's result has the same bits whatever the other rows are."""
+    return getattr(linear, "is_row_wise", False)
+
 
 def make_linear(weight: Weight, bias: Tensor | None = None, quantization: str | None = None) -> Linear:
     """Function of x [T, in] -> [T, out], of x's type, for `weight` [out, in]; it keeps the weight in its own layout.
@@ -29,6 +53,10 @@ def make_linear(weight: Weight, bias: Tensor | None = None, quantization: str | 
         assert isinstance(weight, Tensor), "weights that are already quantised run on CPUs"
         return make_fp8_linear(weight, bias)
     weight = _quantised(weight, quantization)
+    if _is_in_fixed_order(weight):
+        from specray.ops.gpu.matrix import FixedOrderMatrix
+
+        return FixedOrderMatrix(weight, bias)
     own = kernels() if _is_on_cpu(weight) else None
     return _torch_linear(weight, bias) if own is None else PackedMatrix(own, weight, bias)
 
@@ -41,9 +69,9 @@ def make_gated(gate: Weight, up: Weight, quantization: str | None = None) -> Lin
         return GatedMatrix(own, _rows(both, slice(0, gate.shape[0])), _rows(both, slice(gate.shape[0], None)))
     linear = make_linear(concat(gate, up), None, quantization)
     if isinstance(gate, Tensor) and uses_triton(gate.device):
-        from specray.ops.gpu.layers import silu_and_mul
+        from specray.ops.gpu.matrix import GatedUnits
 
-        return lambda x: silu_and_mul(linear(x))
+        return GatedUnits(linear)
 
     def gated(x: Tensor) -> Tensor:
         first, second = linear(x).chunk(2, -1)
@@ -73,6 +101,10 @@ def _quantised(weight: Weight, quantization: str | None) -> Weight:
 
 def _rows(weight: Weight, part: slice) -> Weight:
     return weight[part] if isinstance(weight, Tensor) else weight.rows(part)
+
+
+def _is_in_fixed_order(weight: Weight) -> TypeGuard[Tensor]:
+    return _in_fixed_order.get() and isinstance(weight, Tensor) and uses_triton(weight.device)
 
 
 def _is_on_cpu(weight: Weight) -> bool:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from specray.config import MAX_TREE_NODES, EngineConfig
+from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import TargetModel
 from specray.models.registry import context_length, load_config, load_model
 from specray.ops.backends import make_backend
-from specray.ops.cpu.attention import PagedAttention
 from specray.spec_decode.drafter import TargetView
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
@@ -62,6 +62,12 @@ class ModelRunner:
             config.page_size,
             config.speculative.attention_mode,
         )
+        if config.deterministic and not self._has_fixed_sums:
+            raise ConfigError(
+                f"deterministic=true does not hold for {self._architecture} on {device.type} with attention_backend="
+                f"{config.attention_backend}: it needs a dense model, and compiled CPU kernels or Triton; set "
+                "deterministic: false"
+            )
 
     def view(self, config: EngineConfig, folder: Path, eos_token_ids: list[int]) -> TargetView:
         """What a drafter on this rank can read and share."""
@@ -95,7 +101,12 @@ class ModelRunner:
         In float32, torch's operations differ too, but by so little that tests have found no text that changed.
         """
         is_float32 = self.model.embedding.weight.dtype is torch.float32 and config.quantization is None
-        return is_float32 or (isinstance(self.attention, PagedAttention) and self.model.is_row_wise)
+        return is_float32 or self._has_fixed_sums
+
+    @property
+    def _has_fixed_sums(self) -> bool:
+        """Whether all sums run in an order that depends on positions alone."""
+        return self.attention.is_batch_invariant and self.model.is_row_wise
 
     def forward(self, batch: InputBatch, aux_hidden_state_layers: Sequence[int]) -> ForwardOutput:
         attend = self.attention.plan(batch.attention)

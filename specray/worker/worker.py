@@ -22,6 +22,7 @@ from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.attention import PaddedAttention
 from specray.ops.cpu.threads import use_threads
 from specray.ops.graphs import make_graphs
+from specray.ops.linear import fixed_order
 from specray.outputs import TokenLogprob
 from specray.spec_decode import make_drafter
 from specray.spec_decode.draft_tree import DraftTree
@@ -76,7 +77,7 @@ class Worker:
         if device.type == "cpu":
             use_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
         folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
-        self._group = RankGroup(rank, world_size, init_method, device)
+        self._group = RankGroup(rank, world_size, init_method, device, config.deterministic)
         self._runner = ModelRunner(config, folder, self._group, device, progress, model, colocates=colocate is not None)
         vocab_size = self._runner.model.shape.vocab_size
         max_tokens = self._runner.context_length + MAX_TREE_NODES + config.page_size
@@ -89,7 +90,8 @@ class Worker:
             self.drafts = RemoteDrafts(colocate, self._runner.ring_limits(config), self._table)
         else:
             if drafter is None and self._group.leads:
-                drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
+                with fixed_order(config.deterministic):
+                    drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
             self.drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
         self._sampler = make_sampler(config.speculative)
         self._graphs = self._capture(config)

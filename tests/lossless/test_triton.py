@@ -1,12 +1,14 @@
-"""The whole engine on the Triton kernels, in the interpreter: drafts do not change the output, and torch agrees."""
+"""The whole engine on the Triton kernels, in the interpreter: drafts do not change the output, and the CPU's agree."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -15,27 +17,28 @@ from tests.support.engine import generate, make_llm
 from tests.support.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
+NAMES = [None, "EAGLE3", "EAGLE-map"]
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5]]
 PARAMS = [
-    SamplingParams(seed=1, temperature=0.0, max_tokens=8),
-    SamplingParams(seed=2, temperature=0.8, max_tokens=8, ignore_eos=True),
+    SamplingParams(seed=1, temperature=0.0, max_tokens=6),
+    SamplingParams(seed=2, temperature=0.8, max_tokens=6, ignore_eos=True),
 ]
 
 
-def outputs(toy: Path, folder: Path, names: list[str | None]) -> dict[str, list[list[int]]]:
+def outputs(toy: Path, folder: Path, names: list[str | None], **options: Any) -> dict[str, list[list[int]]]:
     """Token ids by method; null is plain decoding."""
     found = {}
     for name in names:
-        options = {} if name is None else {"speculative": METHODS[name](toy, folder)}
-        found[str(name)] = [choice.token_ids for choice in generate(toy, PROMPTS, PARAMS, **options)]
+        method = {} if name is None else {"speculative": METHODS[name](toy, folder)}
+        found[str(name)] = [choice.token_ids for choice in generate(toy, PROMPTS, PARAMS, **options, **method)]
     return found
 
 
-@pytest.mark.slow
-def test_output_does_not_depend_on_drafts_or_kernels(toy: Path, tmp_path: Path) -> None:
-    names = [None, "EAGLE3", "EAGLE-map"]
+@pytest.fixture(scope="module")
+def interpreted(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `main` finds in a process in which Triton's kernels replace those of the CPU."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.lossless.test_triton", str(toy), str(tmp_path), json.dumps(names)],
+        [sys.executable, "-m", "tests.lossless.test_triton", str(toy), str(tmp_path_factory.mktemp("heads"))],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "SPECRAY_KERNELS": "triton"},
         capture_output=True,
@@ -44,21 +47,42 @@ def test_output_does_not_depend_on_drafts_or_kernels(toy: Path, tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_output_does_not_depend_on_drafts_or_kernels(toy: Path, tmp_path: Path, interpreted: dict[str, Any]) -> None:
     expected = outputs(toy, tmp_path, [None])["None"]
-    assert json.loads(done.stdout) == dict.fromkeys(map(str, names), expected)
+    assert interpreted["float32"] == dict.fromkeys(map(str, NAMES), expected)
 
 
-def main(toy: Path, folder: Path, names: list[str | None]) -> None:
-    import torch
+@pytest.mark.slow
+def test_deterministic_output_in_bfloat16_does_not_depend_on_drafts_or_the_batch(interpreted: dict[str, Any]) -> None:
+    found = interpreted["deterministic"]
+    assert found["is_batch_invariant"]
+    assert found["together"] == found["alone"]
 
+
+def main(toy: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    print(json.dumps({"float32": outputs(toy, folder, NAMES), "deterministic": deterministic(toy, folder)}))
+
+
+def deterministic(toy: Path, folder: Path) -> dict[str, Any]:
+    """Tokens of each request alone, and of all in one batch with drafts."""
     from specray.ops.gpu.attention import TritonAttention
 
-    torch.set_num_threads(1)
-    with make_llm(toy) as llm:
+    options = {"dtype": "bfloat16", "deterministic": True}
+    with make_llm(toy, **options) as llm:
         attention = llm._executor.worker._runner.attention
         assert isinstance(attention, TritonAttention), attention
-    print(json.dumps(outputs(toy, folder, names)))
+        is_batch_invariant = llm._executor.capacity.is_batch_invariant
+        requests = zip(PROMPTS, PARAMS, strict=True)
+        alone = [llm.generate([prompt], params)[0].choices[0].token_ids for prompt, params in requests]
+    [together] = outputs(toy, folder, ["EAGLE3"], **options).values()
+    return {"is_batch_invariant": is_batch_invariant, "alone": alone, "together": together}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -22,6 +22,8 @@ def commit_paths(kernels: Kernels, pool: Tensor, kv_slots: Tensor, nodes: Tensor
 class PagedAttention:
     """AttentionBackend on the CPU kernels."""
 
+    is_batch_invariant = True
+
     def __init__(self, kernels: Kernels, pool: Tensor, num_heads: int) -> None:
         self.kernels = kernels
         self.pool = pool

@@ -31,6 +31,8 @@ class PackedMatrix:
     Rows do not affect each other, whatever their number. `struct` is what the kernels read.
     """
 
+    is_row_wise = True
+
     def __init__(self, kernels: Kernels, weight: Weight, bias: Tensor | None = None) -> None:
         self.columns, self.ins = weight.shape
         self._kernels = kernels
@@ -61,6 +63,8 @@ class PackedMatrix:
 
 class GatedMatrix:
     """x [T, in] -> silu(x gate^T) * (x up^T) [T, out]. Both matrices have one type."""
+
+    is_row_wise = True
 
     def __init__(self, kernels: Kernels, gate: Weight, up: Weight) -> None:
         assert gate.shape == up.shape, (gate.shape, up.shape)

@@ -10,6 +10,7 @@ from torch import Tensor
 from specray.ops.attention import AttentionBatch, PaddedBatch, pack_paths
 from specray.ops.gpu.attention_kernels import CHUNK, KEYS, attend_tiles, merge_chunks
 from specray.ops.gpu.layers import rotate_and_store
+from specray.ops.gpu.matrix import num_processors
 
 # Of a tile of a prompt chunk. Tiles of 64 rows would use other tensor core instructions than those of decoding on
 # Hopper, whose sums may be rounded differently.
@@ -21,6 +22,8 @@ _LOG2_E = math.log2(math.e)
 class TritonAttention:
     """AttentionBackend over `pool` [layers, slots, 2, kv_heads, dim]."""
 
+    is_batch_invariant = True
+
     def __init__(self, pool: Tensor, num_heads: int) -> None:
         self.pool = pool
         self.num_heads = num_heads
@@ -29,7 +32,7 @@ class TritonAttention:
         self.causal_queries = max(1, _CAUSAL_ROWS // self.group)  # of a tile of a prompt chunk
         self.layers = pool.unbind()
         # Enough programs to fill the device twice; with fewer, the chunks of a tile get programs of their own.
-        self.enough_programs = 2 * _num_processors(pool.device)
+        self.enough_programs = 2 * num_processors(pool.device)
 
     def plan(self, batch: AttentionBatch) -> "TritonAttend":
         """One copy to the device; the rest is known on the host or computed there without reading it."""
@@ -198,7 +201,3 @@ def _paths(batch: AttentionBatch) -> tuple[Tensor, Tensor]:
     sees = batch.tree_mask & (key < num_keys)[:, None]
     places = (ends - num_keys + key).clamp(0, batch.kv_slots.shape[1] - 1)
     return pack_paths(sees, batch.kv_slots.gather(1, places))
-
-
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

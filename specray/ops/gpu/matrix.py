@@ -1,9 +1,12 @@
 """Weight matrices on a GPU as functions of activations whose rows do not affect each other: `deterministic: true`."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
 
+from specray.ops.gpu.layers import silu_and_mul
 from specray.ops.gpu.matrix_kernels import multiply_rows
 
 ROWS = 64  # of a tile, the fewest that Hopper's warp-group instructions take
@@ -14,16 +17,17 @@ INPUT_BYTES = 128  # of a row in a step of the sum
 class FixedOrderMatrix:
     """x [T, in] -> x W^T + b [T, out], of x's type. A row's bits do not depend on the other rows or on their number."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight.contiguous(), bias
-        self._columns = tile_columns(len(weight), num_processors(weight.device))
-        self._num_programs = num_processors(weight.device)
+    is_row_wise = True
 
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """`dtype` is that of the result, by default x's."""
-        x, weight, bias = x.contiguous(), self.weight, self.bias
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight, self._bias = weight.contiguous(), bias
+        self._num_programs = num_processors(weight.device)
+        self._columns = tile_columns(len(weight), self._num_programs)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x, weight, bias = x.contiguous(), self._weight, self._bias
         outs, ins = weight.shape
-        out = torch.empty(len(x), outs, dtype=dtype or x.dtype, device=x.device)
+        out = torch.empty(len(x), outs, dtype=x.dtype, device=x.device)
         num_tiles = triton.cdiv(len(x), ROWS) * triton.cdiv(outs, self._columns)
         if num_tiles:
             multiply_rows[(min(num_tiles, self._num_programs),)](
@@ -40,6 +44,17 @@ class FixedOrderMatrix:
                 INPUTS=INPUT_BYTES // weight.itemsize,
             )
         return out
+
+
+class GatedUnits:
+    """x [T, in] -> silu(gate) * up [T, out], of a function that gives gate and up side by side."""
+
+    def __init__(self, gate_up: Callable[[Tensor], Tensor]) -> None:
+        self._gate_up = gate_up
+        self.is_row_wise = isinstance(gate_up, FixedOrderMatrix)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return silu_and_mul(self._gate_up(x))
 
 
 def tile_columns(outs: int, processors: int) -> int:

@@ -25,6 +25,8 @@ class RoutedAttention:
     `takes_chains`: trees that are chains are causal requests.
     """
 
+    is_batch_invariant = False
+
     def __init__(
         self, pool: Tensor, num_heads: int, causal: PlanRead, trees: PlanRead, takes_chains: bool = True
     ) -> None:

@@ -20,6 +20,7 @@ from specray.models.files import resolve_model
 from specray.models.registry import context_length, load_config, resolve_dtype, shape_of
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.attention import torch_dtype
+from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView
 from specray.spec_decode.inline_drafts import limited
@@ -82,7 +83,8 @@ class DraftServer:
 
 def make_remote_drafter(config: EngineConfig, target: TargetView, num_slots: int) -> Drafter:
     """The configured drafter for the target of `remote_target_view`, with the target's number of KV slots."""
-    drafter = make_drafter(config.speculative, replace(target, num_slots=num_slots))
+    with fixed_order(config.deterministic):
+        drafter = make_drafter(config.speculative, replace(target, num_slots=num_slots))
     assert drafter is not None, "plain decoding has no drafter"
     return drafter
 

@@ -4,6 +4,9 @@ import multiprocessing
 from multiprocessing.queues import Queue
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from specray.layers.parallel import RankGroup
 
 SIZES = (0, 1, 4087, 4088, 4089, 8192, 100_000)  # around the 4,096 bytes that go at once, 8 of them the length
@@ -32,3 +35,30 @@ def _listen(meeting: str, received: "Queue[list[bytes]]") -> None:
 
 def _message(size: int) -> bytes:
     return bytes(number % 251 for number in range(size))
+
+
+def test_sums_over_three_ranks_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    """A collective may add the ranks' parts in an order that depends on the place in the tensor."""
+    meeting = f"file://{tmp_path}/ranks"
+    spawn = multiprocessing.get_context("spawn")
+    others = [spawn.Process(target=_sum, args=(meeting, rank), daemon=True) for rank in (1, 2)]
+    for other in others:
+        other.start()
+    whole, last = _sum(meeting, 0)
+    assert torch.equal(whole[-1:], last)
+    assert torch.equal(last, (_part(0) + _part(1) + _part(2))[-1:])
+    for other in others:
+        other.join(30)
+        assert other.exitcode == 0
+
+
+def _sum(meeting: str, rank: int) -> tuple[Tensor, Tensor]:
+    """The sum of all rows, and that of the last row alone."""
+    group = RankGroup(rank, 3, meeting)
+    sums = group.sum(_part(rank)), group.sum(_part(rank)[-1:])
+    group.close()
+    return sums
+
+
+def _part(rank: int) -> Tensor:
+    return torch.randn(7, 1000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.errors import ConfigError
 from specray.models.llama import Llama
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext
@@ -17,6 +18,7 @@ from specray.step import UNLIMITED, DraftLimit, NewRequest, RequestResult, Sampl
 from specray.worker.worker import NOT_A_NUMBER, Worker
 from tests.support.distributions import OPTIONS
 from tests.support.drafters import DRAWS, ScriptedDrafter, draw_right, draw_right_last
+from tests.support.mtp import write_deepseek
 from tests.support.naive_eagle import attend_to_the_past
 from tests.support.toy import VOCAB_SIZE, oracle_greedy
 
@@ -513,3 +515,11 @@ def test_a_step_without_rows(toy: Path) -> None:
     driver = Driver(toy)
     assert driver.step([]) == []
     assert np.isfinite(driver.worker.execute(StepPlan(5, [], [], [])).times.prepare)
+
+
+def test_deterministic_is_refused_where_it_would_not_hold(tmp_path: Path) -> None:
+    """DeepSeek's latent attention uses torch's products, whose sums depend on the number of rows."""
+    write_deepseek(tmp_path)
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", device="cpu", max_total_tokens=256, deterministic=True)
+    with pytest.raises(ConfigError, match="deterministic=true does not hold for DeepseekV3ForCausalLM on cpu"):
+        Worker(config)
