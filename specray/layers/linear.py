@@ -71,18 +71,35 @@ class VocabEmbedding(Layer):
 
 
 class VocabHead(Layer):
-    """Logits over the whole vocabulary from this rank's rows of the output matrix (see VocabEmbedding)."""
+    """Logits over the vocabulary from this rank's rows of the output matrix (see VocabEmbedding).
+
+    A rank's columns begin with token `first_id`. The last ranks may have fewer than the others, or none.
+    """
 
     def __init__(self, weight: Weight, vocab_size: int, group: RankGroup, quantization: str | None = None) -> None:
         super().__init__()
         self.run = make_linear(weight, quantization=quantization)
         self._vocab_size = vocab_size
         self.group = group
+        self._num_rows = weight.shape[0]
+        self.first_id = group.rank * self._num_rows
+        self.num_columns = max(0, min(self._num_rows, vocab_size - self.first_id))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """float32 [n, vocab_size]"""
+        """float32 [n, vocab_size], on all ranks"""
+        return self.gathered(self.shard(hidden_states))
+
+    def shard(self, hidden_states: Tensor) -> Tensor:
+        """This rank's columns, float32 [n, num_columns]."""
         if isinstance(self.run, PackedMatrix):  # its sums are float32 already
             logits = self.run(hidden_states, torch.float32)
         else:
             logits = self.run(hidden_states)
-        return self.group.gather(logits)[:, : self._vocab_size].to(torch.float32)
+        return logits[:, : self.num_columns].to(torch.float32)
+
+    def gathered(self, shard: Tensor) -> Tensor:
+        """All columns, on all ranks, from each rank's [n, num_columns]."""
+        if self.group.size == 1:
+            return shard
+        padded = F.pad(shard, (0, self._num_rows - self.num_columns))
+        return self.group.gather(padded)[:, : self._vocab_size]

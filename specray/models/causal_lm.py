@@ -69,7 +69,10 @@ class TargetModel(Protocol):
         places: Tensor | None,
         aux_hidden_state_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(final hidden states, logits of the rows `places` int64 [n] or of all, aux hidden states)."""
+        """(final hidden states, logits of the rows `places` int64 [n] or of all, aux hidden states).
+
+        The logits are this rank's columns (see VocabHead).
+        """
 
 
 class CausalLM(nn.Module):
@@ -168,7 +171,7 @@ class CausalLM(nn.Module):
         """See TargetModel."""
         if self.fused is None or self.embed_and_head is None or not isinstance(attend, PagedAttend):
             final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
-            return final, self.logits(final if places is None else final.index_select(0, places)), states
+            return final, self.head.shard(final if places is None else final.index_select(0, places)), states
         taps = self._taps(aux_hidden_state_layers)
         hidden, final, logits, copies = self.fused.forward(
             self.embed_and_head, token_ids, positions, attend, places, taps

@@ -9,6 +9,7 @@ sampled requests on a CPU without the kernels, where noise for unvisited nodes c
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -37,24 +38,34 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask 
         forbid_masked(inputs.logits, mask)
     own = kernels() if is_cpu else None
     walks_sampled = is_cpu and own is None and not uses_triton(inputs.logits.device)
-    walked = [row for row, state in enumerate(states) if sampler is not coupled or _needs_walk(state, walks_sampled)]
+    walked = [row for row, state in enumerate(states) if sampler is not coupled or needs_walk(state, walks_sampled)]
     if not walked:
         return _verify_at_once(inputs, own)
     if len(walked) == len(states):
         return walk_by_depth(inputs, sampler)
     others = sorted(set(range(len(states))) - set(walked))
-    at_once = _verify_at_once(inputs.select(others), own)
-    by_depth = walk_by_depth(inputs.select(walked), sampler)
-    order = torch.tensor(others + walked).argsort().to(inputs.logits.device)
+    outputs = [_verify_at_once(inputs.select(others), own), walk_by_depth(inputs.select(walked), sampler)]
+    return in_order(outputs, others + walked)
+
+
+def in_order(outputs: Sequence[VerifyOutput], rows: Sequence[int]) -> VerifyOutput:
+    """One output of several, whose requests, one output after the other, are number `rows` of the batch."""
+    order = torch.tensor(rows).argsort().to(outputs[0].tokens.device)
     num_tokens, tokens, nodes = (
-        torch.cat(both).index_select(0, order) for both in zip(at_once[:3], by_depth[:3], strict=True)
+        torch.cat(parts).index_select(0, order) for parts in zip(*(output[:3] for output in outputs), strict=True)
     )
-    return VerifyOutput(num_tokens, tokens, nodes, {walked[row]: probs for row, probs in by_depth.logprobs.items()})
+    starts = accumulate((len(output.num_tokens) for output in outputs), initial=0)
+    logprobs = {
+        rows[start + row]: probs
+        for start, output in zip(starts, outputs, strict=False)
+        for row, probs in output.logprobs.items()
+    }
+    return VerifyOutput(num_tokens, tokens, nodes, logprobs)
 
 
 def can_verify_padded(states: Sequence[SamplingState], sampler: NodeSampler) -> bool:
     """Whether `verify_padded` can verify these requests."""
-    return is_padded(sampler) and not any(_needs_walk(state, walks_sampled=False) for state in states)
+    return is_padded(sampler) and not any(needs_walk(state) for state in states)
 
 
 def is_padded(sampler: NodeSampler) -> bool:
@@ -62,7 +73,8 @@ def is_padded(sampler: NodeSampler) -> bool:
     return sampler is coupled or isinstance(sampler, PaddedSampler)
 
 
-def _needs_walk(state: SamplingState, walks_sampled: bool) -> bool:
+def needs_walk(state: SamplingState, walks_sampled: bool = False) -> bool:
+    """Whether a request's tokens depend on the path, or its logprobs are wanted."""
     return state.options.logprobs is not None or state.adjusts_logits or (walks_sampled and state.is_sampled)
 
 
@@ -73,7 +85,9 @@ def _verify_at_once(inputs: VerifyInput, own: Kernels | None) -> VerifyOutput:
         parts = (tree.tokens, tree.parents, tree.num_nodes, tree.max_depth, inputs.sampling, inputs.lengths)
         return VerifyOutput(*walk(own, inputs.logits, *parts), {})
     if uses_triton(device):
-        return _verify_on_gpu(inputs)
+        from specray.spec_decode.gpu_verifier import verify_on_gpu
+
+        return verify_on_gpu(inputs)
     ancestors = tree.ancestors()
     depths = ancestors.sum(-1) - 1
     nodes = torch.arange(tree.tokens.shape[1], device=device)
@@ -82,7 +96,7 @@ def _verify_at_once(inputs: VerifyInput, own: Kernels | None) -> VerifyOutput:
     places = torch.where(is_node, starts[:, None] + nodes, 0)
     flat = _choose_everywhere(inputs, depths, is_node)
     is_finite = inputs.logits.gather(1, flat[:, None])[:, 0].isfinite()
-    return _accept(tree, ancestors, flat[places], is_finite[places])
+    return accept(tree, ancestors, flat[places], is_finite[places])
 
 
 def verify_padded(
@@ -99,6 +113,10 @@ def verify_padded(
     `lengths` int64 [B] are the known tokens. A request whose tree has no node keeps and emits nothing. `sampling` may
     be None for greedy requests with coupled sampling.
     """
+    if uses_triton(logits.device):
+        from specray.spec_decode.gpu_verifier import verify_padded_on_gpu
+
+        return verify_padded_on_gpu(logits, tree, sampling, lengths, is_sampled, sampler)
     ancestors, shape = tree.ancestors(), tree.tokens.shape
     if not is_sampled:
         chosen = argmax(logits)
@@ -111,11 +129,14 @@ def verify_padded(
     if isinstance(sampler, PaddedSampler):
         assert sampling is not None
         chosen = sampler.at_nodes(chosen, tree, sampling.seeds, lengths, logits.shape[-1])
-    return _accept(tree, ancestors, chosen, is_finite.view(shape))
+    return accept(tree, ancestors, chosen, is_finite.view(shape))
 
 
-def _accept(tree: DraftTree, ancestors: Tensor, chosen: Tensor, is_finite: Tensor) -> VerifyOutput:
-    """Accept the nodes whose whole path was chosen, from the target's token at every node, [B, N]."""
+def accept(tree: DraftTree, ancestors: Tensor, chosen: Tensor, is_finite: Tensor) -> VerifyOutput:
+    """Accept the nodes whose whole path was chosen; `chosen` are the target's tokens at all places.
+
+    `ancestors` bool [B, N, N] are those of `tree`. `chosen` and `is_finite` [B, N] are undefined without a node.
+    """
     num_rows, width = tree.tokens.shape
     nodes = torch.arange(width, device=chosen.device)
     is_node = nodes < tree.num_nodes[:, None]
@@ -131,17 +152,6 @@ def _accept(tree: DraftTree, ancestors: Tensor, chosen: Tensor, is_finite: Tenso
     path = torch.zeros(num_rows, tree.max_depth + 2, dtype=torch.int64, device=chosen.device)
     path = path.scatter_(1, columns, nodes.expand(num_rows, width))[:, :-1]
     return VerifyOutput(is_accepted.sum(-1) * has_finite_path, chosen.gather(1, path), path, {})
-
-
-def _verify_on_gpu(inputs: VerifyInput) -> VerifyOutput:
-    from specray.ops.gpu import sampling as gpu_sampling
-
-    tree, sampling = inputs.tree, inputs.sampling
-    starts = tree.num_nodes.cumsum(0) - tree.num_nodes
-    rows = gpu_sampling.Rows(inputs.logits, starts, tree.num_nodes.contiguous(), tree.tokens.shape[1])
-    options = sampling if any(state.is_sampled for state in sampling.states) else None
-    walked = gpu_sampling.walk(rows, tree.tokens, tree.parents, tree.max_depth, options, inputs.lengths)
-    return VerifyOutput(*walked, {})
 
 
 def _choose_everywhere(inputs: VerifyInput, depths: Tensor, is_node: Tensor) -> Tensor:

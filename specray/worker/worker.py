@@ -30,6 +30,7 @@ from specray.spec_decode.drafter import Drafter, DraftRequest, DraftSource, Prop
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
+from specray.spec_decode.shard_verifier import verify_shards
 from specray.spec_decode.verifier import can_verify_padded, is_padded, verify
 from specray.spec_decode.verify_batch import VerifyInput
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
@@ -218,20 +219,22 @@ class Worker:
 
     def _verify_eagerly(self, batch: StepBatch, computed: ForwardOutput) -> StepOutput:
         """Verify the trees of the rows that sample. The outcome of all rows is copied to the host once."""
-        rows, output = batch.rows, None
-        if self._group.leads:
-            states, num_nodes, tree = rows.states, batch.num_nodes, batch.tree
-            slots, lengths, sampling = rows.slots, rows.starts + rows.counts, None
-            if not rows.are_all_sampling:
-                sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(self._table.device)
-                states, num_nodes = [states[row] for row in rows.sampling], [num_nodes[row] for row in rows.sampling]
-                slots, lengths, tree = slots[sampling], lengths[sampling], tree.select(sampling)
-            verified = None
-            if states:
-                assert computed.logits is not None
-                options = self._table.sampling(slots, states)
-                inputs = VerifyInput(computed.logits, tree, num_nodes, options, lengths)
+        rows, output, verified = batch.rows, None, None
+        states, num_nodes, tree = rows.states, batch.num_nodes, batch.tree
+        slots, lengths, sampling = rows.slots, rows.starts + rows.counts, None
+        if not rows.are_all_sampling:
+            sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(self._table.device)
+            states, num_nodes = [states[row] for row in rows.sampling], [num_nodes[row] for row in rows.sampling]
+            slots, lengths, tree = slots[sampling], lengths[sampling], tree.select(sampling)
+        if states:
+            assert computed.logits is not None
+            options = self._table.sampling(slots, states)
+            inputs = VerifyInput(computed.logits, tree, num_nodes, options, lengths)
+            if self._group.size > 1:
+                verified = verify_shards(inputs, self.model.head, self._sampler, batch.mask)
+            else:
                 verified = verify(inputs, self._sampler, batch.mask)
+        if self._group.leads:
             if sampling is None:
                 assert verified is not None
                 output = StepOutput.of_sampled(verified)

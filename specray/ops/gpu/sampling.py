@@ -1,4 +1,4 @@
-"""The choice of tokens on a GPU: at independent rows, and at all nodes of draft trees with the walk through them.
+"""The choice of tokens on a GPU, at independent rows or at all nodes of draft trees, and the walk through the trees.
 
 Nothing is read by the host, and shapes depend on the batch's shapes alone, so that CUDA graphs can capture it.
 """
@@ -13,6 +13,7 @@ from specray.ops.gpu.noise_kernels import position_keys
 from specray.ops.gpu.sampling_kernels import choose_among_blocks, choose_in_blocks, find_lowest
 from specray.ops.gpu.tree_kernels import walk_tree
 from specray.ops.sampling_state import SamplingBatch
+from specray.ops.shard_sampling import Choices
 
 BLOCK = 4096  # logits of a program; fixed, so that a choice does not depend on the batch
 FILTER_BLOCK, PIVOTS = 4096, 4  # of a step of bisection
@@ -27,14 +28,6 @@ class Rows(NamedTuple):
     num_nodes: Tensor  # int64 [B], contiguous; places from num_nodes[b] on have no row
     node_width: int  # N
     mask: Tensor | None = None  # int32 [M, ceil(V / 32)]: bit i of word j is set if token 32 * j + i is allowed
-
-
-class Choices(NamedTuple):
-    """The tokens after all B * N places; undefined where there is no node."""
-
-    tokens: Tensor  # int64, columns of the logits
-    is_finite: Tensor  # int8: whether the token's logit is finite
-    scores: Tensor  # int32: the token's score, as an integer of the same order
 
 
 def sample(logits: Tensor, batch: SamplingBatch | None, keys: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -92,6 +85,7 @@ def choose(rows: Rows, batch: SamplingBatch | None, keys: Tensor | None, first_i
         best_ids,
         *places,
         num_blocks,
+        first_id,
         *sizes,
         HAS_MASK=mask is not None,
         BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
@@ -100,17 +94,14 @@ def choose(rows: Rows, batch: SamplingBatch | None, keys: Tensor | None, first_i
     return choices
 
 
-def walk(
-    rows: Rows, tokens: Tensor, parents: Tensor, max_depth: int, batch: SamplingBatch | None, lengths: Tensor
+def follow(
+    choices: Choices, tokens: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(num_tokens [B], tokens and nodes [B, max_depth + 1]) of draft trees, as in VerifyOutput.
+    """Walk draft trees by the tokens chosen at their B * N places.
 
-    Trees are `tokens` and `parents` int64 [B, N]. `batch` None: all requests are greedy. `lengths` int64 [B] are their
-    known tokens.
+    The arguments behind `choices` are those of DraftTree. Returns num_tokens [B], tokens and nodes [B, max_depth + 1],
+    as in VerifyOutput.
     """
-    tokens, parents = tokens.contiguous(), parents.contiguous()
-    keys = None if batch is None else _keys_of_nodes(batch.seeds, lengths, parents, max_depth)
-    choices = choose(rows, batch, keys)
     num_trees, width = tokens.shape
     num_tokens = torch.empty(num_trees, dtype=torch.int64, device=tokens.device)
     walked, path = torch.empty(2, num_trees, max_depth + 1, dtype=torch.int64, device=tokens.device)
@@ -119,11 +110,11 @@ def walk(
             num_tokens,
             walked,
             path,
-            choices.tokens,
-            choices.is_finite,
-            tokens,
-            parents,
-            rows.num_nodes,
+            choices.tokens.contiguous(),
+            choices.is_finite.contiguous(),
+            tokens.contiguous(),
+            parents.contiguous(),
+            num_nodes.contiguous(),
             max_depth,
             width,
             width,
@@ -134,8 +125,13 @@ def walk(
     return num_tokens, walked, path
 
 
-def _keys_of_nodes(seeds: Tensor, lengths: Tensor, parents: Tensor, max_depth: int) -> Tensor:
+def keys_of_nodes(seeds: Tensor, lengths: Tensor, parents: Tensor, max_depth: int) -> Tensor:
+    """The `noise_keys` of the tokens after all places of draft trees, int32 [B * N, 2].
+
+    `seeds` and `lengths` int64 [B] are the requests' seeds and known tokens, `parents` int64 [B, N] those of DraftTree.
+    """
     num_trees, width = parents.shape
+    parents = parents.contiguous()
     keys = torch.empty(num_trees * width, 2, dtype=torch.int32, device=parents.device)
     if num_trees:
         position_keys[(num_trees,)](

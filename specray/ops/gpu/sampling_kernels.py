@@ -54,7 +54,7 @@ def _row_of(starts, num_nodes, place, node_width):
 @triton.jit
 def choose_in_blocks(
     best,  # int32 [places, blocks]: the largest score, as `_ordered`
-    best_ids,  # int32 [places, blocks]: its first token id
+    best_ids,  # int32 [places, blocks]: its first column
     logits,  # float32 [rows, vocab_size]
     mask,  # int32 [rows, mask_width], a bit for each token; unused without HAS_MASK
     starts,  # int64 [trees]: rows of the roots
@@ -100,6 +100,7 @@ def choose_among_blocks(
     starts,
     num_nodes,
     num_blocks,
+    first_id,
     vocab_size,
     mask_width,
     node_width,
@@ -113,7 +114,7 @@ def choose_among_blocks(
         ordered = tl.load(best + place * num_blocks + block, mask=block < num_blocks, other=LOWEST)
         token = tl.load(best_ids + place * num_blocks + tl.argmax(ordered, 0, tie_break_left=True)).to(tl.int64)
         value = _load(logits + row * vocab_size, mask + row * mask_width, token, vocab_size, HAS_MASK)
-        tl.store(tokens + place, token)
+        tl.store(tokens + place, first_id + token)
         tl.store(scores + place, tl.max(ordered, 0))
         tl.store(is_finite + place, (tl.abs(value) < float("inf")).to(tl.int8))
 

@@ -12,13 +12,14 @@ pytest.importorskip("triton")
 from specray.ops.gpu import kv, sampling
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch
+from specray.ops.shard_sampling import best_of, packed
 from specray.spec_decode import verifier
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+from specray.spec_decode.gpu_verifier import choose_on_gpu, verify_on_gpu, walk_on_gpu
+from specray.spec_decode.verify_batch import VerifyInput
 from tests.support.distributions import OPTIONS
 from tests.support.sampling import CPU, state_of
-
-VOCAB_SIZE = 6  # so that drafts are often accepted, and siblings often repeat each other
+from tests.support.verify_cases import VOCAB_SIZE, inputs, known
 
 
 @pytest.fixture(autouse=True)
@@ -27,46 +28,10 @@ def torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"specray.ops.{module}.kernels", lambda: None)
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> TreeLists:
-    size = draw(st.integers(0, 20))
-    reach = draw(st.sampled_from([1, 3, 20]))  # 1: a chain
-    parents = [NONE] + [draw(st.integers(max(0, node - reach + 1), node)) for node in range(size)]
-    return TreeLists(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=size + 1, max_size=size + 1)), parents)
-
-
-@st.composite
-def inputs(draw: st.DrawFn) -> VerifyInput:
-    lists = draw(st.lists(trees(), min_size=1, max_size=4))
-    made = DraftTree.from_lists(lists)
-    depth = draw(st.integers(0, made.max_depth))
-    tree = DraftTree(made.tokens, made.parents, made.num_nodes, depth)
-    num_nodes = [len(row.tokens) for row in lists]
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
-    logits = torch.randn(sum(num_nodes), VOCAB_SIZE, generator=generator) * 2
-    if draw(st.booleans()):
-        broken = draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
-        logits[draw(st.integers(0, len(logits) - 1))] = broken
-    temperatures = draw(st.sampled_from([[0.0], [0.7], [0.0, 1.0]]))
-    options = [
-        OPTIONS._replace(seed=draw(st.integers(0, 99)), temperature=temperatures[row % len(temperatures)])
-        for row in range(len(lists))
-    ]
-    states = [state_of(option, size=VOCAB_SIZE) for option in options]
-    lengths = torch.tensor([draw(st.integers(1, 50)) for _ in lists])
-    return VerifyInput(logits, tree, num_nodes, SamplingBatch.of(states, CPU), lengths)
-
-
-def known(output: VerifyOutput) -> list[tuple[list[int], list[int]]]:
-    """(tokens, nodes) of each request, without what is undefined."""
-    rows = zip(output.num_tokens.tolist(), output.tokens.tolist(), output.nodes.tolist(), strict=True)
-    return [(tokens[:count], nodes[:count]) for count, tokens, nodes in rows]
-
-
 @given(inputs())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_the_walk_is_that_of_torch(batch: VerifyInput) -> None:
-    assert known(verifier._verify_on_gpu(batch)) == known(verifier._verify_at_once(batch, None))
+    assert known(verify_on_gpu(batch)) == known(verifier._verify_at_once(batch, None))
 
 
 @given(inputs())
@@ -84,8 +49,11 @@ def test_trees_in_padded_rows_give_the_same_walk(batch: VerifyInput) -> None:
         padded.flatten(0, 1), torch.arange(count + 1) * width, torch.cat((tree.num_nodes, torch.tensor([0]))), width
     )
     lengths = torch.cat((batch.lengths, torch.tensor([0])))
-    walked = sampling.walk(rows, tokens, parents, tree.max_depth, SamplingBatch.of(states, CPU), lengths)
-    assert known(VerifyOutput(*walked, {})) == [*known(verifier._verify_at_once(batch, None)), ([], [])]
+    options = SamplingBatch.of(states, CPU)
+    keys = sampling.keys_of_nodes(options.seeds, lengths, parents, tree.max_depth)
+    made = DraftTree(tokens, parents, rows.num_nodes, tree.max_depth)
+    walked = walk_on_gpu(made, sampling.choose(rows, options, keys))
+    assert known(walked) == [*known(verifier._verify_at_once(batch, None)), ([], [])]
 
 
 @given(inputs())
@@ -94,7 +62,7 @@ def test_keys_are_those_of_the_nodes_positions(batch: VerifyInput) -> None:
     tree = batch.tree
     depths = (tree.ancestors().sum(-1) - 1).clamp(max=tree.max_depth)
     expected = noise_keys(batch.sampling.seeds[:, None], batch.lengths[:, None] + depths).flatten(0, 1)
-    seen = sampling._keys_of_nodes(batch.sampling.seeds, batch.lengths, tree.parents, tree.max_depth)
+    seen = sampling.keys_of_nodes(batch.sampling.seeds, batch.lengths, tree.parents, tree.max_depth)
     assert torch.equal(seen, expected)
 
 
@@ -110,7 +78,7 @@ def paths(draw: st.DrawFn) -> list[int]:
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_compaction_moves_the_kv_of_accepted_nodes(
     accepted: list[list[int]], shape: tuple[int, int], dtype: torch.dtype, random: Random
 ) -> None:
@@ -132,4 +100,13 @@ def test_equal_logits_choose_the_lowest_id_and_the_first_of_equal_siblings() -> 
     tree = DraftTree.from_lists([TreeLists([3, 0, 0, 1], [NONE, 0, 0, 1])])
     states = [state_of(OPTIONS._replace(temperature=0.0), size=VOCAB_SIZE)]
     batch = VerifyInput(torch.zeros(4, VOCAB_SIZE), tree, [4], SamplingBatch.of(states, CPU), torch.tensor([1]))
-    assert known(verifier._verify_on_gpu(batch)) == [([0, 0], [0, 1])]
+    assert known(verify_on_gpu(batch)) == [([0, 0], [0, 1])]
+
+
+@given(inputs())
+@settings(max_examples=6)
+def test_the_best_token_of_all_shards_is_that_of_the_whole_vocabulary(batch: VerifyInput) -> None:
+    shards = batch.logits.split(3, 1)
+    choices = [choose_on_gpu(batch._replace(logits=part), 3 * rank) for rank, part in enumerate(shards)]
+    best = best_of(torch.stack([packed(choice) for choice in choices], 1))
+    assert known(walk_on_gpu(batch.tree, best)) == known(verify_on_gpu(batch))

@@ -214,7 +214,7 @@ def test_verification_at_once_and_by_depth_agree(rows: list[tuple[TreeLists, dic
     outputs = []
     for uses_kernels, needs_walk in ((True, False), (False, False), (False, True)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verifier, "_needs_walk", Mock(return_value=needs_walk))
+            patch.setattr(verifier, "needs_walk", Mock(return_value=needs_walk))
             if not uses_kernels:
                 patch.setattr(verifier, "kernels", Mock(return_value=None))
                 patch.setattr(sampling, "kernels", Mock(return_value=None))

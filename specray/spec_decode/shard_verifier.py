@@ -1,0 +1,68 @@
+"""Verification where each tensor-parallel rank has the logits of a part of the vocabulary.
+
+Ranks exchange the best token of each node, three numbers, instead of its logits. Requests with filters, penalties or
+logprobs, and samplers that depend on the drafts, need all logits of a node and gather them. Finding filters by
+bisection over shards would take an exchange for every pass, and the logits take one.
+"""
+
+import torch
+
+from specray.layers.linear import VocabHead
+from specray.ops.gpu import uses_triton
+from specray.ops.noise import noise_keys
+from specray.ops.sampling_state import SamplingState
+from specray.ops.shard_sampling import Choices, best_of, choose_in_shard, none_of, packed
+from specray.spec_decode.node_sampler import NodeSampler, coupled
+from specray.spec_decode.verifier import accept, in_order, needs_walk, verify
+from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+
+
+def verify_shards(inputs: VerifyInput, head: VocabHead, sampler: NodeSampler = coupled) -> VerifyOutput | None:
+    """`verify` where `inputs.logits` are this rank's columns of `head`. Call it on all ranks; None but on rank 0."""
+    states, leads, outputs = inputs.sampling.states, head.group.leads, []
+    whole = [row for row, state in enumerate(states) if sampler is not coupled or _needs_all_logits(state)]
+    others = sorted(set(range(len(states))) - set(whole))
+    if others:
+        outputs.append(_verify_at_once(inputs.select(others), head))
+    if whole:
+        selected = inputs.select(whole)
+        logits = head.gathered(selected.logits)
+        if leads:
+            outputs.append(verify(selected._replace(logits=logits), sampler))
+    return in_order(outputs, others + whole) if leads else None
+
+
+def _needs_all_logits(state: SamplingState) -> bool:
+    options = state.options
+    is_filtered = options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0
+    return needs_walk(state) or (state.is_sampled and is_filtered)
+
+
+def _verify_at_once(inputs: VerifyInput, head: VocabHead) -> VerifyOutput:
+    """Choose at every place on all ranks alike, then walk."""
+    tree, shape, uses_kernels = inputs.tree, inputs.tree.tokens.shape, uses_triton(inputs.logits.device)
+    if not inputs.logits.shape[1]:
+        own = none_of(tree.tokens.numel(), inputs.logits.device)
+    elif uses_kernels:
+        from specray.spec_decode.gpu_verifier import choose_on_gpu
+
+        own = choose_on_gpu(inputs, head.first_id)
+    else:
+        own = _choose(inputs, head.first_id)
+    best = best_of(head.group.gather(packed(own)).view(-1, head.group.size, 3))
+    if uses_kernels:
+        from specray.spec_decode.gpu_verifier import walk_on_gpu
+
+        return walk_on_gpu(tree, best)
+    return accept(tree, tree.ancestors(), best.tokens.view(shape), best.is_finite.view(shape) > 0)
+
+
+def _choose(inputs: VerifyInput, first_id: int) -> Choices:
+    """This rank's best token at every place of the trees, [B * N]."""
+    tree, num_logits = inputs.tree, len(inputs.logits)
+    keys = noise_keys(inputs.sampling.seeds[:, None], inputs.lengths[:, None] + tree.ancestors().sum(-1) - 1)
+    starts, nodes = tree.num_nodes.cumsum(0) - tree.num_nodes, torch.arange(tree.tokens.shape[1], device=keys.device)
+    places = (starts[:, None] + nodes).clamp(max=num_logits - 1).flatten()  # any row where there is no node
+    rows = torch.arange(len(starts)).repeat_interleave(len(nodes)).tolist()
+    logits = inputs.logits.index_select(0, places)
+    return choose_in_shard(logits, inputs.sampling.select(rows), keys.flatten(0, 1), first_id)
