@@ -68,8 +68,8 @@ def _with_noise(logits: Tensor, batch: SamplingBatch, keys: Tensor, first_id: in
             own.add_noise(pointer(noisy[row]), len(ids), pointer(ids), heat, pointer(keys[row]))
         return noisy
     index = torch.tensor(sampled).to(logits.device)
-    heat = batch.temperature.index_select(0, index)[:, None]
-    return logits.index_copy(0, index, logits[index] / heat + gumbel(keys[index], len(ids), ids))
+    heats = batch.temperature.index_select(0, index)[:, None]
+    return logits.index_copy(0, index, logits[index] / heats + gumbel(keys[index], len(ids), ids))
 
 
 def _ordered(values: Tensor) -> Tensor:
