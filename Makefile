@@ -88,6 +88,7 @@ bench-peers: $(INSTALLED)  ## measure beside vLLM, llama.cpp, OpenVINO and trans
 # On a bare machine: the check needs torch and triton, the speed specray's requirements, and neither needs Ray.
 gpu-report:  ## check the kernels on this machine's GPU and measure decode steps, with PYTHON's packages: minutes
 	$(PYTHON) -m benchmarks.gpu check --json gpu-report.json
+	$(PYTHON) -m benchmarks.gpu kernels --json gpu-kernels.json
 	$(PYTHON) -m benchmarks.gpu speed --json gpu-speed.json
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; goes on where it stopped

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.gpu check|speed`: what the Triton kernels and CUDA graphs do on a GPU.
+"""`python -m benchmarks.gpu check|kernels|speed`: what the Triton kernels and CUDA graphs do on a GPU.
 
-check: kernels against float64, and one result wherever a token is computed. speed: see `benchmarks.gpu.speed`; it needs
-specray's requirements, but no Ray and no network.
+check: kernels against float64, and one result wherever a token is computed. kernels: see `benchmarks.gpu.kernels`.
+speed: see `benchmarks.gpu.speed`; it needs specray's requirements, but no Ray and no network.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cases import SHAPES, TINY, Shape, Tokens, kernel_cases
+from specray.ops.gpu.matrix import FixedOrderMatrix
 from specray.tables import format_table
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -22,7 +23,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("part", choices=["check", "speed"], help="check: is every kernel right? speed: of decode steps")
+    help_of_part = "check: is every kernel right? kernels: how fast is it? speed: of decode steps"
+    parser.add_argument("part", choices=["check", "kernels", "speed"], help=help_of_part)
     parser.add_argument("--device", default="cuda", help="cpu needs TRITON_INTERPRET=1 (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test the program without a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
@@ -33,6 +35,8 @@ def main() -> int:
         return 2
     if options.part == "speed":
         return speed(device, options.tiny, options.json)
+    if options.part == "kernels":
+        return kernels(device, options.tiny, options.json)
     shapes, context = ([TINY], 80) if options.tiny else (SHAPES, 1500)
     found = [row for shape in shapes for row in check(shape, device, context)]
     headers = ["model", "check", "type", "error", "passed"]
@@ -62,6 +66,19 @@ def speed(device: torch.device, is_tiny: bool, file: Path | None) -> int:
     return 0
 
 
+def kernels(device: torch.device, is_tiny: bool, file: Path | None) -> int:
+    from benchmarks.gpu import kernels as part
+
+    shape, sizes = (TINY, part.SMALL) if is_tiny else (SHAPES[0], part.FULL)
+    found = list(part.measure(shape, sizes, device))
+    print(format_table(part.HEADERS, part.table_rows(found)))
+    print(f"\n{_machine(device)}, {shape.name}, bfloat16")
+    if file:
+        report = {"machine": _machine(device), "model": shape.name, "kernels": [each._asdict() for each in found]}
+        file.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
 def check(shape: Shape, device: torch.device, context: int) -> Iterator[dict[str, Any]]:
     for dtype in TOLERANCE:
         kind = str(dtype).removeprefix("torch.")
@@ -84,6 +101,9 @@ def same_bits(shape: Shape, dtype: torch.dtype, device: torch.device, context: i
     yield "in a batch of 33", torch.equal(tokens.attend(context - 1, context, batch_size=33), alone[-1:])
     yield "on the path of a tree", torch.equal(tokens.attend_path(context - last), alone)
     yield "in a chunk of a prompt", torch.equal(tokens.attend(context - last, context), alone)
+    x, weight = torch.randn(200, shape.hidden, device=device).to(dtype), torch.randn(70, shape.hidden, device=device)
+    product = FixedOrderMatrix(weight.to(dtype))
+    yield "a product among 200 rows", torch.equal(product(x)[150:151], product(x[150:151]))
 
 
 def _row(shape: Shape, name: str, kind: str, error: str, passed: bool) -> dict[str, Any]:

@@ -8,9 +8,15 @@ from torch import Tensor
 
 from specray.layers.moe import Expert, ExpertList
 from specray.ops.attention import AttentionBatch
-from specray.ops.gpu import layers
-from specray.ops.gpu.attention import TritonAttention
+from specray.ops.gpu import kv, layers, sampling
+from specray.ops.gpu.attention import TritonAttend, TritonAttention
 from specray.ops.gpu.experts import GroupedExperts
+from specray.ops.gpu.matrix import FixedOrderMatrix
+from specray.ops.noise import gumbel, noise_keys
+from specray.ops.sampling import scores
+from specray.ops.sampling_state import SamplingBatch, SamplingState
+from specray.ops.shard_sampling import Choices
+from specray.step import SamplingOptions
 
 EPS = 1e-5
 
@@ -55,6 +61,13 @@ class Tokens:
 
     def attend(self, begin: int, end: int, batch_size: int = 1, splits: bool | None = None) -> Tensor:
         """Queries `begin` … `end` - 1, in a batch with `batch_size` equal requests; the result of the first one."""
+        attend, q = self.planned(begin, end, batch_size, splits)
+        return attend(0, q, self.kv[begin:end].repeat(batch_size, 1, 1, 1))[: end - begin]
+
+    def planned(
+        self, begin: int, end: int, batch_size: int = 1, splits: bool | None = None
+    ) -> tuple[TritonAttend, Tensor]:
+        """The attention of these queries, and the queries of all requests."""
         queries, rows = end - begin, batch_size
         batch = AttentionBatch(
             [queries] * rows,
@@ -66,8 +79,7 @@ class Tokens:
         backend = TritonAttention(self.pool, self.shape.num_heads)
         if splits is not None:
             backend.enough_programs = 1 << 30 if splits else 0
-        kv = self.kv[begin:end].repeat(rows, 1, 1, 1)
-        return backend.plan(batch)(0, self.q[begin:end].repeat(rows, 1, 1), kv)[:queries]
+        return backend.plan(batch), self.q[begin:end].repeat(rows, 1, 1)
 
     def attend_path(self, begin: int) -> Tensor:
         """Tokens from `begin` on as the path of a tree, beside a sibling of each that must not be seen."""
@@ -113,6 +125,10 @@ def kernel_cases(shape: Shape, dtype: torch.dtype, device: torch.device, context
     yield Case("gated units", lambda: (layers.silu_and_mul(gate_up), gate * gate.sigmoid() * up))
     yield Case("rotary positions, KV", lambda: _rotated(shape, dtype, device))
     yield Case("experts", lambda: _experts(dtype, device))
+    yield Case("product in a fixed order", lambda: _product(shape, dtype, device))
+    yield Case("choice of tokens", lambda: _choice(device))
+    yield Case("walk of trees", lambda: _walk(device))
+    yield Case("compaction", lambda: _compaction(shape, dtype, device))
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -129,6 +145,43 @@ def _rotated(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Te
     q, k = (part * cos + part.roll(dim // 2, -1) * sin for part in (q, k))
     layers.rotate_and_store(qkv, cos, sin, None, EPS, pool, slots)
     return torch.cat((qkv[:, :heads], pool[slots].flatten(1, 2)), 1), torch.cat((q, k, v), 1)
+
+
+def _product(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    x, weight = torch.randn(7, shape.hidden, device=device).to(dtype), torch.randn(70, shape.hidden, device=device)
+    weight = (weight / shape.hidden**0.5).to(dtype)
+    return FixedOrderMatrix(weight)(x), x.double() @ weight.double().T
+
+
+def _choice(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens of sampled rows, half of which have filters, against torch's operations."""
+    logits = torch.randn(8, 1500, device=device) * 3
+    options = SamplingOptions(0, 0.8, 1.0, 0, 0.0, 0.0, 0.0, 1.0, [], 0, [], None)
+    chosen = [options._replace(seed=row, top_p=0.9 if row % 2 else 1.0, top_k=40 * (row % 2)) for row in range(8)]
+    batch = SamplingBatch.of([SamplingState(each) for each in chosen], device)
+    keys = noise_keys(batch.seeds, torch.arange(8, device=device))
+    expected = (scores(logits, batch) + gumbel(keys, logits.shape[1])).argmax(-1)
+    return sampling.sample(logits, batch, keys), expected.double()
+
+
+def _walk(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The token after node n is n + 1. Nodes 0, 1, 3 are a path by that, and the token after node 3 ends it."""
+    tokens = torch.tensor([[9, 1, 1, 2]], device=device)
+    parents = torch.tensor([[-1, 0, 0, 1]], device=device)
+    nodes = torch.arange(4, device=device)
+    choices = Choices(nodes + 1, torch.ones_like(nodes, dtype=torch.int8), nodes.to(torch.int32))
+    walked = sampling.follow(choices, tokens, parents, torch.tensor([4], device=device), 3)
+    expected = torch.tensor([[3, 1, 2, 4, 0, 0, 1, 3, 0]], device=device)
+    return torch.cat((walked[0][:, None], *walked[1:]), 1), expected.double()
+
+
+def _compaction(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    pool = torch.randn(3, 40, 2, shape.num_kv_heads, shape.dim, device=device).to(dtype)
+    slots, path = torch.randperm(40, device=device)[:12].view(1, 12), [0, 2, 3, 7, 11]
+    expected = pool.double()
+    expected[:, slots[0, : len(path)]] = pool[:, slots[0, path]].double()
+    kv.commit_paths(pool, slots, torch.tensor([path], device=device), torch.tensor([len(path)], device=device))
+    return pool, expected
 
 
 def _experts(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.config import MAX_TREE_NODES, EngineConfig
+from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import TargetModel
@@ -90,10 +90,9 @@ class ModelRunner:
 
     def ring_limits(self, config: EngineConfig) -> RingLimits:
         """The size limits of the ring of hidden states for a drafter in another process."""
-        shape = self.model.shape
-        step_tokens = config.max_prefill_tokens + config.max_running_requests * MAX_TREE_NODES
-        dtype = self.model.embedding.weight.dtype
-        return RingLimits(shape.num_layers, shape.hidden_size, step_tokens, dtype)
+        shape, dtype = self.model.shape, self.model.embedding.weight.dtype
+        sizes = (config.max_prefill_tokens, config.max_running_requests)
+        return RingLimits(shape.num_layers, shape.hidden_size, *sizes, dtype)
 
     def is_batch_invariant(self, config: EngineConfig) -> bool:
         """Whether a token's logits have the same bits in any batch, tree or prompt chunk.

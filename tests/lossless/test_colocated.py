@@ -82,6 +82,20 @@ def test_trees_equal_those_of_the_inline_drafter(method: str, options: str, toy:
     assert record.take_faults() == []  # type: ignore[operator]
 
 
+def test_steps_that_commit_more_than_the_ring_holds_are_missed_by_the_drafter_alone(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source.RingLimits, "step_tokens", lambda *_: 3)  # fewer than a prompt has
+    with make_llm(toy) as llm:
+        expected = [visible(choice) for choice in run(llm)]
+    with make_llm(toy, speculative=METHODS["EAGLE3"](toy, tmp_path)) as llm:
+        colocated = Colocated(llm, tmp_path)
+        colocated.start()
+        assert [visible(choice) for choice in run(llm)] == expected
+        assert faults_of(llm) == {}
+        colocated.close()
+
+
 @pytest.mark.parametrize("options", RUNS)
 def test_replacing_the_drafter_between_steps_does_not_change_the_output(
     options: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

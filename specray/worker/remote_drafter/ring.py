@@ -2,8 +2,10 @@
 
 The target writes regions in turn. The drafter reads a region until it has replied to the order that named it. The
 memory has no name: its file descriptor is passed over the socket, and it is freed with the last process that maps it.
+Where hidden states come from a GPU or go to one, the memory is page-locked, so that the GPU copies without the CPU.
 """
 
+import logging
 import math
 import mmap
 import os
@@ -14,16 +16,25 @@ from torch import Tensor
 
 NUM_REGIONS = 4  # orders in flight: usually one, more while the drafter is late
 
+logger = logging.getLogger(__name__)
+
 
 class HiddenStateRing:
-    """Regions of [tokens, width] over the file `fd`. The caller may close `fd` afterwards."""
+    """Regions of [tokens, width] over the file `fd`, for tensors on `device`. The caller may close `fd` afterwards."""
 
-    def __init__(self, fd: int, tokens: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, fd: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         size = _num_bytes(tokens, width, dtype)
         with torch.inference_mode(False):  # made between two forwards, written outside of them
             # The tensor keeps the mapping alive. A drafter that reads no hidden states has none.
             flat = torch.frombuffer(mmap.mmap(fd, size), dtype=dtype) if size else torch.empty(0, dtype=dtype)
             self.regions: list[Tensor] = list(flat.view(NUM_REGIONS, tokens, width))
+        self._locked = _lock_pages(flat.data_ptr(), size) if size and device.type == "cuda" else None
+
+    def close(self) -> None:
+        """Before the memory is unmapped."""
+        if self._locked is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._locked)  # type: ignore[no-untyped-call]
+            self._locked = None
 
 
 def open_file(tokens: int, width: int, dtype: torch.dtype) -> int:
@@ -36,6 +47,20 @@ def open_file(tokens: int, width: int, dtype: torch.dtype) -> int:
             fd = os.dup(file.fileno())
     os.ftruncate(fd, size)
     return fd
+
+
+def _lock_pages(address: int, size: int) -> int | None:
+    """The address, once CUDA has locked the memory behind it; None if it could not, and copies go through the CPU."""
+    error = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
+    if int(error) == 0:
+        return address
+    logger.warning(
+        "%d MiB of shared memory for hidden states could not be page-locked (CUDA error %d), which makes drafts "
+        "slower; raise the limit of locked memory (ulimit -l)",
+        size >> 20,
+        int(error),
+    )
+    return None
 
 
 def _num_bytes(tokens: int, width: int, dtype: torch.dtype) -> int:

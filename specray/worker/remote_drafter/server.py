@@ -51,8 +51,9 @@ class DraftServer:
             channel.send(pack_handshake(self.handshake))
             on_connect()
             ring, decoder = self._receive_handshake(connection, channel)
-            while True:
-                channel.send(pack(self._reply(unpack_order(channel.recv()), ring, decoder)))
+            with contextlib.closing(ring):
+                while True:
+                    channel.send(pack(self._reply(unpack_order(channel.recv()), ring, decoder)))
 
     def _reply(self, order: Order, ring: HiddenStateRing, decoder: DeltaDecoder) -> Reply:
         start = time.perf_counter()
@@ -75,7 +76,8 @@ class DraftServer:
             raise ChannelClosedError("the target did not accept this drafter")
         try:
             target = unpack_target_handshake(channel.recv())
-            ring = HiddenStateRing(fds[0], target.region_tokens, target.width, torch_dtype(target.dtype))
+            dtype = torch_dtype(target.dtype)
+            ring = HiddenStateRing(fds[0], target.region_tokens, target.width, dtype, self._device)
         finally:
             os.close(fds[0])
         return ring, DeltaDecoder(target, self._device)

@@ -50,8 +50,13 @@ class RingLimits(NamedTuple):
 
     num_layers: int
     hidden_size: int
-    step_tokens: int  # most tokens that a step commits
+    prompt_tokens: int  # most tokens of prompts in a step
+    num_requests: int
     dtype: torch.dtype
+
+    def step_tokens(self, max_draft_tokens: int) -> int:
+        """Most tokens that a step commits with the trees of a drafter: a root and a path of drafts for each request."""
+        return self.prompt_tokens + self.num_requests * (1 + max_draft_tokens)
 
 
 class RemoteDrafts:
@@ -173,11 +178,12 @@ class _Peer:
         self._channel = channel
         self.handshake = handshake
         self.seconds = 0.0
-        tokens, width = limits.step_tokens, len(self.handshake.aux_hidden_state_layers) * limits.hidden_size
+        tokens, width = limits.step_tokens(handshake.max_draft_tokens), len(handshake.aux_hidden_state_layers)
+        width *= limits.hidden_size
         fd = open_file(tokens, width, limits.dtype)
         try:
             socket.send_fds(connection, [b"f"], [fd])
-            self._ring = HiddenStateRing(fd, tokens, width, limits.dtype)
+            self._ring = HiddenStateRing(fd, tokens, width, limits.dtype, table.device)
         finally:
             os.close(fd)
         sizes = table.num_slots, table.max_tokens, table.page_size, table.vocab_size
@@ -192,11 +198,13 @@ class _Peer:
 
     def submit(self, context: ProposeContext) -> None:
         self._check_frozen()
-        if not self._free:  # too far behind; DraftRequest.start shows the drafter which steps it has missed
+        states, room = context.aux_hidden_states, len(self._ring.regions[0])
+        # Too far behind, or paths that are longer than this drafter's; DraftRequest.start shows it what it has missed.
+        if not self._free or (states is not None and len(states) > room):
             return
         region = self._free.popleft()
-        if context.aux_hidden_states is not None:
-            self._ring.regions[region][: len(context.aux_hidden_states)].copy_(context.aux_hidden_states)
+        if states is not None:
+            self._ring.regions[region][: len(states)].copy_(states)
         self._number += 1
         order = self._encoder.order(self._number, region, context)
         slots = [request.slot for request in context.requests]
@@ -226,6 +234,7 @@ class _Peer:
 
     def close(self) -> None:
         self._channel.close()
+        self._ring.close()
 
     def _receive(self, data: bytes, pending: PendingTrees) -> None:
         sent = self._unanswered.popleft()

@@ -20,7 +20,7 @@ def test_every_kernel_is_checked(
     status = main()
     shown = capsys.readouterr().out
     checks = json.loads(report.read_text())["checks"]
-    assert len(checks) == 33, shown
+    assert len(checks) == 48, shown
     # BLAS, which the interpreter uses, rounds tiles of different heights differently.
     failed = [row["check"] for row in checks if row["passed"] != "yes"]
     assert set(failed) <= {"same bits: in a chunk of a prompt"}, shown
@@ -47,6 +47,22 @@ def test_the_speed_of_decode_steps_is_measured(
     assert shown.count(">= 230") == 1
     assert len(graphs) == 2
     assert all({kind for kind, *_ in each.replayed} >= {"forward", "verify"} for each in graphs)
+
+
+def test_the_time_of_every_kernel_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the interpreter times mean nothing; each call works, and has a rate beside the ceilings'."""
+    report = tmp_path / "report.json"
+    monkeypatch.setattr(sys, "argv", ["gpu", "kernels", "--device", "cpu", "--tiny", "--json", str(report)])
+    assert main() == 0
+    measured = json.loads(report.read_text())["kernels"]
+    assert [each["name"] for each in measured[:2]] == ["ceiling: copy", "ceiling: product"]
+    names = " ".join(each["name"] for each in measured)
+    for kernel in ("fixed order", "attention", "norm", "gated", "rotary", "greedy", "sampled", "top-p", "compaction"):
+        assert kernel in names
+    assert all(each["seconds"] > 0 and each["gigabytes_per_s"] > 0 for each in measured)
+    assert len(capsys.readouterr().out.splitlines()) >= len(measured) + 2
 
 
 def test_a_machine_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
