@@ -142,9 +142,9 @@ def test_an_incorrect_sampler_is_detected(mutant: Sampler, options: dict[str, An
 def test_a_nucleus_off_by_one_token_is_detected(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lowest_kept = sampling._lowest_kept
 
-    def shifted(scaled: Tensor, batch: SamplingBatch) -> Tensor:
+    def shifted(scaled: Tensor, batch: SamplingBatch, prefix: int) -> Tensor:
         ranked = scaled.sort(descending=True).values
-        num_kept = (ranked >= lowest_kept(scaled, batch)).sum(-1, keepdim=True)
+        num_kept = (ranked >= lowest_kept(scaled, batch, prefix)).sum(-1, keepdim=True)
         return ranked.gather(1, num_kept - 1 + shift)
 
     monkeypatch.setattr(sampling, "kernels", Mock(return_value=None))

@@ -15,7 +15,8 @@ from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import best_of, packed
 from specray.spec_decode import verifier
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.gpu_verifier import choose_on_gpu, verify_on_gpu, walk_on_gpu
+from specray.spec_decode.gpu_verifier import choose_on_gpu, verify_on_gpu, verify_padded_on_gpu, walk_on_gpu
+from specray.spec_decode.node_sampler import coupled
 from specray.spec_decode.verify_batch import VerifyInput
 from tests.support.distributions import OPTIONS
 from tests.support.sampling import CPU, state_of
@@ -44,15 +45,11 @@ def test_trees_in_padded_rows_give_the_same_walk(batch: VerifyInput) -> None:
     for row, (start, nodes) in enumerate(zip(batch.starts().tolist(), batch.num_nodes, strict=True)):
         padded[row, :nodes] = batch.logits[start : start + nodes]
     tokens, parents = (torch.cat((part, torch.full((1, width), NONE))) for part in (tree.tokens, tree.parents))
-    states = [*batch.sampling.states, state_of(OPTIONS, size=VOCAB_SIZE)]
-    rows = sampling.Rows(
-        padded.flatten(0, 1), torch.arange(count + 1) * width, torch.cat((tree.num_nodes, torch.tensor([0]))), width
-    )
-    lengths = torch.cat((batch.lengths, torch.tensor([0])))
-    options = SamplingBatch.of(states, CPU)
-    keys = sampling.keys_of_nodes(options.seeds, lengths, parents, tree.max_depth)
-    made = DraftTree(tokens, parents, rows.num_nodes, tree.max_depth)
-    walked = walk_on_gpu(made, sampling.choose(rows, options, keys))
+    options = SamplingBatch.of([*batch.sampling.states, state_of(OPTIONS, size=VOCAB_SIZE)], CPU)
+    num_nodes, lengths = torch.cat((tree.num_nodes, torch.tensor([0]))), torch.cat((batch.lengths, torch.tensor([0])))
+    made = DraftTree(tokens, parents, num_nodes, tree.max_depth)
+    is_sampled = any(state.is_sampled for state in batch.sampling.states)
+    walked = verify_padded_on_gpu(padded.flatten(0, 1), made, options, lengths, is_sampled, coupled)
     assert known(walked) == [*known(verifier._verify_at_once(batch, None)), ([], [])]
 
 
