@@ -1,24 +1,32 @@
 """Verification where each tensor-parallel rank has the logits of a part of the vocabulary.
 
-Ranks exchange the best token of each node, three numbers, instead of its logits. Requests with filters, penalties or
-logprobs, and samplers that depend on the drafts, need all logits of a node and gather them. Finding filters by
-bisection over shards would take an exchange for every pass, and the logits take one.
+Ranks exchange the best token of each node, three numbers, instead of its logits. Requests with filters, penalties,
+logprobs or a grammar, and samplers that depend on the drafts, need all logits of a node and gather them. Finding
+filters by bisection over shards would take an exchange for every pass, and the logits take one.
 """
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from specray.layers.linear import VocabHead
 from specray.ops.gpu import uses_triton
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingState
 from specray.ops.shard_sampling import Choices, best_of, choose_in_shard, none_of, packed
+from specray.ops.token_mask import TokenMask
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.verifier import accept, in_order, needs_walk, verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 
 
-def verify_shards(inputs: VerifyInput, head: VocabHead, sampler: NodeSampler = coupled) -> VerifyOutput | None:
-    """`verify` where `inputs.logits` are this rank's columns of `head`. Call it on all ranks; None but on rank 0."""
+def verify_shards(
+    inputs: VerifyInput, head: VocabHead, sampler: NodeSampler = coupled, mask: TokenMask | None = None
+) -> VerifyOutput | None:
+    """`verify` where `inputs.logits` are this rank's columns of `head`. Call it on all ranks; None but on rank 0.
+
+    `mask` is needed on rank 0 only.
+    """
     states, leads, outputs = inputs.sampling.states, head.group.leads, []
     whole = [row for row, state in enumerate(states) if sampler is not coupled or _needs_all_logits(state)]
     others = sorted(set(range(len(states))) - set(whole))
@@ -28,14 +36,22 @@ def verify_shards(inputs: VerifyInput, head: VocabHead, sampler: NodeSampler = c
         selected = inputs.select(whole)
         logits = head.gathered(selected.logits)
         if leads:
-            outputs.append(verify(selected._replace(logits=logits), sampler))
+            moved = None if mask is None else mask._replace(rows=_places_among(inputs, whole, mask.rows))
+            outputs.append(verify(selected._replace(logits=logits), sampler, moved))
     return in_order(outputs, others + whole) if leads else None
+
+
+def _places_among(inputs: VerifyInput, rows: list[int], logits_rows: Tensor) -> Tensor:
+    """Places of rows of the logits among those of the requests `rows`, which include them."""
+    starts = inputs.starts()
+    places = np.concatenate([np.arange(starts[row], starts[row] + inputs.num_nodes[row]) for row in rows])
+    return torch.searchsorted(torch.from_numpy(places), logits_rows)
 
 
 def _needs_all_logits(state: SamplingState) -> bool:
     options = state.options
     is_filtered = options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0
-    return needs_walk(state) or (state.is_sampled and is_filtered)
+    return options.grammar is not None or needs_walk(state) or (state.is_sampled and is_filtered)
 
 
 def _verify_at_once(inputs: VerifyInput, head: VocabHead) -> VerifyOutput:

@@ -52,8 +52,9 @@ logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))
 some_logprobs = st.none() | st.lists(logprobs, max_size=3)
 errors = st.none() | st.text(max_size=9)
 trees = st.builds(VerifiedTree, ids, ids)
-row_result = st.builds(RequestResult, small, ids, small, some_logprobs, errors, ids, some_logprobs, st.none() | trees)
-row_result = st.builds(RequestResult, small, ids, small, some_logprobs, errors, ids, some_logprobs, st.booleans())
+row_result = st.builds(
+    RequestResult, small, ids, small, some_logprobs, errors, ids, some_logprobs, st.none() | trees, st.booleans()
+)
 results = st.builds(StepResult, small, st.lists(row_result, max_size=3), st.builds(StepTimes, real, real, real, real))
 
 
