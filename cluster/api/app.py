@@ -86,8 +86,8 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         return await service.response(body, tenant)
 
     @app.post("/v1/responses/input_tokens")
-    async def input_tokens(body: InputTokensRequest) -> Json:
-        return {"object": "response.input_tokens", "input_tokens": await service.count_tokens(body)}
+    async def input_tokens(body: InputTokensRequest, tenant: Tenant) -> Json:
+        return {"object": "response.input_tokens", "input_tokens": await service.count_tokens(body, tenant)}
 
     @app.get("/v1/models")
     async def models() -> Json:
@@ -104,8 +104,8 @@ def _add_anthropic_routes(app: FastAPI, service: Service) -> None:
         return await service.message(body, tenant)
 
     @app.post("/v1/messages/count_tokens")
-    async def count_tokens(body: CountTokensRequest) -> Json:
-        return {"input_tokens": await service.count_tokens(body)}
+    async def count_tokens(body: CountTokensRequest, tenant: Tenant) -> Json:
+        return {"input_tokens": await service.count_tokens(body, tenant)}
 
 
 def _add_speculation_routes(app: FastAPI, service: Service) -> None:

@@ -4,6 +4,7 @@ Other exceptions are converted to `ApiError` here.
 """
 
 import json
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ INTERNAL_MESSAGE = "internal server error, logged on the server; send the reques
 RETRY_AFTER_S = {429: 1, 503: 2}
 MAX_REPR_LENGTH = 80  # characters of a bad value that an error message repeats
 
+_REPR = reprlib.Repr()  # the parts of a long value are cut before they are joined
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 2 * MAX_REPR_LENGTH
+_REPR.maxlist = _REPR.maxdict = MAX_REPR_LENGTH // 4
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
 _CODES = {
     404: "not_found",
@@ -129,8 +133,8 @@ def _ascii(body: dict[str, Any]) -> bytes:
 
 
 def short_repr(value: object) -> str:
-    """`repr(value)`, truncated for an error message."""
-    text = repr(value)
+    """`repr(value)`, truncated for an error message. Takes the same time for a value of any size."""
+    text = _REPR.repr(value)
     return text if len(text) <= MAX_REPR_LENGTH else text[:MAX_REPR_LENGTH] + "…"
 
 

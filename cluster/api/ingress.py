@@ -27,7 +27,9 @@ class OpenAIIngress:
     def __init__(self, config: AppConfig, router: DeploymentHandle[Any]) -> None:
         set_log_level(config.server.log_level)
         self._router_pool = RouterPool(ServeReplicaDirectory(router), config)
-        self._service = Service(config, self._router_pool, lambda: _load_tokenization(config))
+        self._service = Service(
+            config, self._router_pool, lambda context_length: _load_tokenization(config, context_length)
+        )
         self._router_pool.start()
 
     async def drain(self) -> int:
@@ -43,6 +45,6 @@ class OpenAIIngress:
         return create_app(self._service)
 
 
-def _load_tokenization(config: AppConfig) -> Tokenization:
+def _load_tokenization(config: AppConfig, context_length: int) -> Tokenization:
     folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
-    return Tokenization(load_tokenizer(folder))
+    return Tokenization(load_tokenizer(folder), context_length)

@@ -32,6 +32,7 @@ from cluster.api.responses.replies import ResponsesReply
 from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
 from cluster.api.tokenization import Tokenization, TokenTexts
+from cluster.api.text_pool import TextPool
 from cluster.config import AppConfig
 from cluster.messages import RouterInfo
 from cluster.routing.client import NOT_READY
@@ -51,16 +52,17 @@ Json = dict[str, Any]
 class Service:
     """The request handlers of one ingress replica.
 
-    `load` builds the tokenizer. It is called once, after a router is connected.
+    `load` builds the tokenization for a context length. It is called once, after a router is connected.
     """
 
-    def __init__(self, config: AppConfig, router_pool: RouterPool, load: Callable[[], Tokenization]) -> None:
+    def __init__(self, config: AppConfig, router_pool: RouterPool, load: Callable[[int], Tokenization]) -> None:
         self.config = config
         self._router_pool = router_pool
         self._load = load
         self._loading = asyncio.Lock()
         self._tokenization: Tokenization | None = None
         self._grammar_check = GrammarCheck()
+        self.text_pool = TextPool()
         self._created = int(time.time())
         digest = hashlib.sha256(config.engine.model_dump_json().encode()).hexdigest()
         self._fingerprint = f"fp_{digest[:12]}"
@@ -98,20 +100,23 @@ class Service:
         self.check_model(body.model)
         return await self._chat(body.for_chat(), tenant, "resp", reply, _headers(body))
 
-    async def count_tokens(self, body: CountTokensRequest | InputTokensRequest) -> int:
+    async def count_tokens(self, body: CountTokensRequest | InputTokensRequest, tenant: str) -> int:
         """The length of a conversation's prompt."""
         self.check_model(body.model)
         tokenization = await self._ready()
-        return await asyncio.to_thread(count_prompt_tokens, body.for_chat(), tokenization, self.config.server)
+        arguments = body.for_chat(), tokenization, self.config.server
+        return await self.text_pool.run(tenant, count_prompt_tokens, *arguments)
 
     async def completion(self, body: CompletionRequest, tenant: str) -> Response:
         self.check_model(body.model)
         tokenization = await self._admit()
         params = seeded(body.sampling())
-        token_ids = await asyncio.to_thread(tokenization.prompts, body.prompt, body.add_special_tokens is not False)
+        add_special = body.add_special_tokens is not False
+        token_ids = await self.text_pool.run(tenant, tokenization.prompts, body.prompt, add_special)
         metadata = self._metadata("cmpl", params)
-        prompts = await asyncio.to_thread(_prepared, tokenization, body, token_ids, params, metadata.request_id)
-        echoed = await asyncio.to_thread(_echoed, tokenization, prompts) if body.echo else []
+        request_id = metadata.request_id
+        prompts = await self.text_pool.run(tenant, _prepared, tokenization, body, token_ids, params, request_id)
+        echoed = await self.text_pool.run(tenant, _echoed, tokenization, prompts) if body.echo else []
         reply = completion_reply(body, metadata, params, tokenization.token, echoed)
         return await self._respond(body, tenant, prompts, metadata, reply, _headers(body))
 
@@ -120,7 +125,7 @@ class Service:
         params = body.sampling()
         is_list = body.prompt.is_batch or params[0].n > 1
         params = [seeded(options) for options in params] if body.has_own_params else [seeded(params[0])] * len(params)
-        token_ids = await asyncio.to_thread(tokenization.prompts, body.prompt)
+        token_ids = await self.text_pool.run(tenant, tokenization.prompts, body.prompt)
         metadata = self._metadata("gen", params[0])
         names = choice_names(metadata.request_id, body.names, params, is_list)
         prompts = [PreparedPrompt(*prompt) for prompt in zip(token_ids, params, names, strict=True)]
@@ -229,12 +234,12 @@ class Service:
     ) -> Response:
         """Answer a conversation in the dialect of `make_reply`."""
         tokenization = await self._admit()
-        chat = await asyncio.to_thread(prepare_chat, request, tokenization, self.config.server)
+        chat = await self.text_pool.run(tenant, prepare_chat, request, tokenization, self.config.server)
         chat = chat._replace(params=seeded(chat.params))
         metadata = self._metadata(id_prefix, chat.params)
         reply = make_reply(metadata, chat, tokenization.token)
-        prompts = await asyncio.to_thread(
-            _prepared, tokenization, request, [chat.token_ids], chat.params, metadata.request_id
+        prompts = await self.text_pool.run(
+            tenant, _prepared, tokenization, request, [chat.token_ids], chat.params, metadata.request_id
         )
         return await self._respond(request, tenant, prompts, metadata, reply, headers)
 
@@ -271,10 +276,10 @@ class Service:
         return await self._ready()
 
     async def _ready(self) -> Tokenization:
-        self._info()
+        info = self._info()
         async with self._loading:
             if self._tokenization is None:
-                self._tokenization = await asyncio.to_thread(self._load)
+                self._tokenization = await asyncio.to_thread(self._load, info.context_length)
         return self._tokenization
 
     def _check_not_draining(self) -> None:

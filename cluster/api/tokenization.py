@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from cluster.api.chat_prompt import ChatPrompt
 from cluster.api.prompts import PromptSet
 from specray.errors import InvalidRequestError
-from specray.models.tokenizer import chat_template, render_chat
+from specray.models.tokenizer import chat_template, render_chat, user_texts
 
 NUM_END_TOKENS = 16  # of a prompt, to see whether it ends inside reasoning
 
@@ -30,10 +30,12 @@ TokenTexts = Callable[[int], TokenText]  # by token id
 
 
 class Tokenization:
-    """The tokenizer operations that the HTTP API needs."""
+    """The tokenizer operations that the HTTP API needs. Prompts that cannot fit `context_length` are refused unread."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, context_length: int) -> None:
         self._tokenizer = tokenizer
+        self._context_length = context_length
+        self._max_characters = context_length * max(map(len, tokenizer.get_vocab()))
         self._is_byte_level = tokenizer.backend_tokenizer.token_to_id("Ġ") is not None
         self._texts: dict[int, TokenText] = {}
 
@@ -49,6 +51,7 @@ class Tokenization:
 
     def chat(self, prompt: ChatPrompt) -> list[int]:
         """The token ids of a chat. InvalidRequestError if the template does not accept it."""
+        self.check_text("messages", user_texts(tuple(prompt)))
         return render_chat(self._tokenizer, *prompt)
 
     def end_of(self, token_ids: Sequence[int]) -> str:
@@ -57,13 +60,26 @@ class Tokenization:
 
     def prompts(self, prompts: PromptSet, add_special_tokens: bool = True) -> list[list[int]]:
         return [
-            self.encode(item, add_special_tokens=add_special_tokens) if isinstance(item, str) else item
+            self.encode(item, add_special_tokens=add_special_tokens) if isinstance(item, str) else self._short(item)
             for item in prompts.items
         ]
 
+    def check_text(self, name: str, texts: Sequence[str]) -> None:
+        """Refuse a prompt made of `texts` that is not Unicode, or too long for any tokenization of it to fit.
+
+        Tokenizing takes seconds for a megabyte, so this comes first. `name` is the field that errors name.
+        """
+        if (length := sum(map(len, texts))) > self._max_characters:
+            raise InvalidRequestError(
+                f"{name} has {length} characters, but this server's {self._context_length} tokens hold at most "
+                f"{self._max_characters}; shorten it",
+                name,
+            )
+        _check_unicode(name, *texts)
+
     def encode(self, text: str, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
         """The text's token ids. `name` is the field that errors name."""
-        _check_unicode(name, text)
+        self.check_text(name, [text])
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return token_ids
 
@@ -81,6 +97,14 @@ class Tokenization:
             data = _piece_bytes(self.piece(token_id), self._is_byte_level)
             known = self._texts[token_id] = TokenText(data.decode("utf-8", "replace"), data)
         return known
+
+    def _short(self, token_ids: list[int]) -> list[int]:
+        if len(token_ids) > self._context_length:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens, but this server allows {self._context_length}; shorten it",
+                "prompt",
+            )
+        return token_ids
 
 
 def _check_unicode(name: str, *texts: str) -> None:

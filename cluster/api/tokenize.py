@@ -1,15 +1,16 @@
 """/tokenize and /detokenize, in the shapes of vLLM and of SGLang, and what a client needs to call them."""
 
-import asyncio
 from typing import Any, Self
 
 from fastapi import FastAPI
 from pydantic import model_validator
 
+from cluster.api.auth import Tenant
 from cluster.api.chat import prepare_chat
 from cluster.api.prompts import PromptField, PromptSet
 from cluster.api.protocol import Body, ChatRequest, Messages, ModelName, TemplateVariables, Tools
 from cluster.api.service import Service
+from cluster.api.tokenization import Tokenization
 from specray.errors import InvalidRequestError
 
 Json = dict[str, Any]
@@ -60,24 +61,24 @@ class DetokenizeRequest(Body):
 
 def add_tokenize_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Json:
-        return await _tokenize(service, body)
+    async def tokenize(body: TokenizeRequest, tenant: Tenant) -> Json:
+        return await _tokenize(service, body, tenant)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Json:
-        return await _detokenize(service, body)
+    async def detokenize(body: DetokenizeRequest, tenant: Tenant) -> Json:
+        return await _detokenize(service, body, tenant)
 
 
-async def _tokenize(service: Service, body: TokenizeRequest) -> Json:
+async def _tokenize(service: Service, body: TokenizeRequest, tenant: str) -> Json:
     service.check_model(body.model)
     tokenization = await service.tokenization()
     if body.messages is not None:
-        chat = await asyncio.to_thread(prepare_chat, body.as_chat(), tokenization, service.config.server)
+        chat = await service.text_pool.run(tenant, prepare_chat, body.as_chat(), tokenization, service.config.server)
         rows = [chat.token_ids]
     else:
         assert body.prompt is not None
         add_special = body.add_special_tokens is not False
-        rows = await asyncio.to_thread(tokenization.prompts, body.prompt, add_special)
+        rows = await service.text_pool.run(tenant, tokenization.prompts, body.prompt, add_special)
     is_batch = body.prompt is not None and body.prompt.is_batch
     strings = [[tokenization.piece(token_id) for token_id in row] for row in rows] if body.return_token_strs else None
     return {
@@ -88,16 +89,20 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> Json:
     }
 
 
-async def _detokenize(service: Service, body: DetokenizeRequest) -> Json:
+async def _detokenize(service: Service, body: DetokenizeRequest, tenant: str) -> Json:
     """vLLM's `prompt` has special tokens; SGLang's `text` has none unless the request wants them."""
     service.check_model(body.model)
     tokenization = await service.tokenization()
     rows = _token_ids(body.tokens, service.info.vocab_size)
     skips = body.skip_special_tokens
-    prompts = [tokenization.decode(row, skips is True) for row in rows]
-    texts = [tokenization.decode(row, skips is not False) for row in rows]
+    prompts = await service.text_pool.run(tenant, _decoded, tokenization, rows, skips is True)
+    texts = await service.text_pool.run(tenant, _decoded, tokenization, rows, skips is not False)
     is_batch = body.tokens.is_batch
     return {"prompt": prompts if is_batch else prompts[0], "text": texts if is_batch else texts[0]}
+
+
+def _decoded(tokenization: Tokenization, rows: list[list[int]], skips_special_tokens: bool) -> list[str]:
+    return [tokenization.decode(row, skips_special_tokens) for row in rows]
 
 
 def _token_ids(tokens: PromptSet, vocab_size: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from math import inf
 from typing import Any, NoReturn, Protocol
 
 from cluster.liveness.heartbeat import LocalHeartbeat
+from cluster.liveness.own_stalls import SilenceWatch, within
 from cluster.messages import DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 from cluster.routing.policy import ReplicaState
 from cluster.tasks import Tasks
@@ -166,8 +167,7 @@ class RouterClient:
             self._tasks.spawn(self._abort(list(abort), after))
 
     async def stats(self) -> Snapshot:
-        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-            return await self._handle.stats()
+        return await within(HEARTBEAT_TIMEOUT_S, self._handle.stats())
 
     @property
     def is_draining(self) -> bool:
@@ -215,8 +215,7 @@ class RouterClient:
 
     async def _submit(self, requests: list[EngineRequest]) -> None:
         try:
-            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                refusal = await self._handle.submit(self._connection_id, requests)
+            refusal = await within(HEARTBEAT_TIMEOUT_S, self._handle.submit(self._connection_id, requests))
         except Exception as error:
             raise RouterLostError(f"submit failed: {first_line(error)}") from error
         if refusal is not None:
@@ -271,12 +270,14 @@ class RouterClient:
     async def _watch_silence(self) -> None:
         """Return when the connection may close; raise EngineDeadError when the router has been silent for too long."""
         self._stream.beat()  # the deadline of the first item begins now
+        interval_s = HEARTBEAT_TIMEOUT_S / 6
+        watch = SilenceWatch(self._stream, interval_s)
         while True:
-            await asyncio.sleep(HEARTBEAT_TIMEOUT_S / 6)
+            await asyncio.sleep(interval_s)
             if self._closes_when_idle and not self._listeners:
                 return
-            if self._stream.is_overdue(HEARTBEAT_TIMEOUT_S if self.info is not None else CONNECT_TIMEOUT_S):
-                raise EngineDeadError(f"nothing received for {self._stream.silence_s:.1f} s")
+            if (silence_s := watch.poll()) > (HEARTBEAT_TIMEOUT_S if self.info is not None else CONNECT_TIMEOUT_S):
+                raise EngineDeadError(f"nothing received for {silence_s:.1f} s")
 
     async def _renew_lease(self) -> None:
         """Renew our lease, so that the router keeps our requests. A router that Serve is stopping cannot be called."""
@@ -284,9 +285,8 @@ class RouterClient:
             await asyncio.sleep(self._lease_s / 4)
             if self.info is not None and not self._closes_when_idle:
                 num_refused, self._num_refused = self._num_refused, 0
-                async with asyncio.timeout(self._lease_s):
-                    if not await self._handle.renew(self._connection_id, num_refused):
-                        raise EngineDeadError("the router has dropped this connection")
+                if not await within(self._lease_s, self._handle.renew(self._connection_id, num_refused)):
+                    raise EngineDeadError("the router has dropped this connection")
 
 
 def first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from specray.errors import ConfigError, InvalidRequestError
+from specray.models.template_limits import MAX_CPU_S, TemplateLimitError, check_length, cpu_limit
 
 Message = Mapping[str, Any]
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
@@ -88,7 +89,7 @@ def render_chat(
     marks = _template_marks(encoder, tokenizer, chat, text)
     if marks is not None:
         return encoder.encode_marked(text, marks)
-    texts = _texts((messages, tools))
+    texts = user_texts((messages, tools))
     if encoder.mentions_special("".join(texts)) or encoder.mentions_special("".join(t.strip() for t in texts)):
         raise InvalidRequestError(
             "a message contains a special token of the model as text, and this model's chat template rewrites messages "
@@ -96,6 +97,18 @@ def render_chat(
             "messages",
         )
     return encoder.encode(text).ids
+
+
+def user_texts(value: Any) -> list[str]:
+    """All texts in messages and tools that come from the user, without empty ones."""
+    found: list[str] = []
+
+    def note(text: str) -> str:
+        found.append(text)
+        return text
+
+    _replaced(value, note)
+    return found
 
 
 def _load(folder: Path) -> object:
@@ -132,7 +145,11 @@ class _Mark(NamedTuple):
 
 
 class _ChatEncoder:
-    """A tokenizer in two modes: special tokens are recognized, or encoded as plain characters."""
+    """A tokenizer in two modes: special tokens are recognized, or encoded as plain characters.
+
+    Texts are encoded as batches of one: unlike `encode`, `encode_batch` releases the interpreter lock, so an event loop
+    continues while another thread encodes a long text.
+    """
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -151,7 +168,7 @@ class _ChatEncoder:
 
     def encode(self, text: str) -> Encoding:
         try:
-            return self._backend.encode(text, add_special_tokens=False)
+            return self._backend.encode_batch([text], add_special_tokens=False)[0]
         except TypeError as error:
             raise InvalidRequestError("a message is not valid Unicode (a lone surrogate)", "messages") from error
 
@@ -175,9 +192,12 @@ class _ChatEncoder:
             return whole.ids
         ids, position = [], 0
         for mark in marks:
-            ids += [*self._plain.encode(text[position : mark.start], add_special_tokens=False).ids, mark.token]
+            ids += [*self._encode_plain(text[position : mark.start]), mark.token]
             position = mark.end
-        return ids + self._plain.encode(text[position:], add_special_tokens=False).ids
+        return ids + self._encode_plain(text[position:])
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 _ENCODERS: WeakKeyDictionary[PreTrainedTokenizerFast, _ChatEncoder] = WeakKeyDictionary()
@@ -217,15 +237,19 @@ def _render(tokenizer: PreTrainedTokenizerFast, chat: _Chat) -> str:
     conversation: list[Any] = [dict(message) for message in chat.messages]
     tools: list[Any] = [dict(tool) for tool in chat.tools]
     try:
-        return str(
-            tokenizer.apply_chat_template(
+        with cpu_limit(MAX_CPU_S):
+            text = tokenizer.apply_chat_template(
                 conversation,
                 tools=tools or None,
                 tokenize=False,
                 add_generation_prompt=chat.add_generation_prompt,
                 **chat.variables,
             )
-        )
+        return check_length(str(text))
+    except TemplateLimitError as error:
+        raise InvalidRequestError(
+            f"the model's chat template was stopped on these messages: {error}; send fewer or shorter ones", "messages"
+        ) from None
     except _TEMPLATE_ERRORS as error:
         raise InvalidRequestError(
             f"the model's chat template does not accept these messages: {error}", "messages"
@@ -295,17 +319,6 @@ def _replaced(value: Any, change: Callable[[str], str], key: object = None) -> A
     if isinstance(value, list | tuple):
         return [_replaced(inner, change, key) for inner in value]
     return value
-
-
-def _texts(value: Any) -> list[str]:
-    found: list[str] = []
-
-    def note(text: str) -> str:
-        found.append(text)
-        return text
-
-    _replaced(value, note)
-    return found
 
 
 def _names(value: Any, key: object = None) -> Iterator[str]:

@@ -317,7 +317,9 @@ def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -
         for _ in range(num_replicas):
             await server.add_replica()
         server.router_pool = RouterPool(server, config)
-        app = server.app = create_app(Service(config, server.router_pool, lambda: Tokenization(tokenizer)))
+        app = server.app = create_app(
+            Service(config, server.router_pool, lambda length: Tokenization(tokenizer, length))
+        )
         if connect:
             server.router_pool.start()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

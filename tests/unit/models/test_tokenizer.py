@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specray.config import EMBEDDED_MODEL
 from specray.errors import ConfigError, InvalidRequestError
 from specray.models.files import resolve_model
-from specray.models.tokenizer import eos_token_ids, load_tokenizer, render_chat
+from specray.models.template_limits import MAX_CPU_S
+from specray.models.tokenizer import _ChatEncoder, eos_token_ids, load_tokenizer, render_chat
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 CHATML = (
@@ -128,6 +131,48 @@ def test_messages_that_the_template_cannot_render_are_invalid_requests(messages:
 def test_template_failures_are_invalid_requests(template: str | None) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
         render_chat(toy_tokenizer(template), user("x"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% for i in range(99999) %}{{ m.content }}{% endfor %}{% endfor %}",
+        "{{ ('x' * 9999) * 9999 }}",
+    ],
+)
+def test_templates_that_loop_or_write_without_end_are_stopped(template: str) -> None:
+    start = time.thread_time()
+    with pytest.raises(InvalidRequestError, match="chat template was stopped") as raised:
+        render_chat(toy_tokenizer(template), user("x" * 300))
+    assert raised.value.param == "messages"
+    assert time.thread_time() - start < 3 * MAX_CPU_S
+
+
+def test_the_limit_of_a_template_ends_with_it() -> None:
+    render_chat(toy_tokenizer(CHATML), user("x"))
+    begin = time.thread_time()
+    while time.thread_time() - begin < 1.2 * MAX_CPU_S:
+        pass
+
+
+def test_encoding_a_long_text_leaves_the_interpreter_to_other_threads() -> None:
+    """An event loop beside it would otherwise stand still for as long as the text takes."""
+    encoder, num_turns, is_done = _ChatEncoder(toy_tokenizer(CHATML).backend_tokenizer), 0, threading.Event()
+
+    def take_turns() -> None:
+        nonlocal num_turns
+        while not is_done.wait(0.001):
+            num_turns += 1
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    start = time.perf_counter()
+    encoder.encode("<|end|> some words" * 60_000)
+    seconds, num_turns_meanwhile = time.perf_counter() - start, num_turns
+    is_done.set()
+    other.join()
+    assert num_turns_meanwhile >= 20, f"{num_turns_meanwhile} turns of another thread in {seconds:.3f} s"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -67,6 +68,23 @@ def test_a_stream_continues_on_another_engine(serve: Serve, way: str, monkeypatc
             assert server.router_pool.num_failovers == 1
             other = next(replica for replica in server.replicas if replica is not lost)
             assert 0 < other.ranks.num_steps < 60  # it did not start over
+
+    asyncio.run(scenario())
+
+
+def test_a_stall_of_the_ingress_itself_loses_no_engine(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.routing.client, "HEARTBEAT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(cluster.engine.router, "HEARTBEAT_INTERVAL_S", 0.1)
+
+    async def scenario() -> None:
+        async with serve() as server:
+            (client,) = server.router_pool._clients.values()
+            for _ in range(3):
+                time.sleep(1.0)  # stalls the event loop on purpose
+                await asyncio.sleep(0.25)
+                assert (await server.http.get("/health")).status_code == 200
+            assert list(server.router_pool._clients.values()) == [client]
+            assert client.info is not None
 
     asyncio.run(scenario())
 

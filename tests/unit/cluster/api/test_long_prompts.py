@@ -1,0 +1,64 @@
+"""Long prompts: refused before they are tokenized, tokenized beside the event loop, and not at other tenants' cost."""
+
+import asyncio
+import threading
+import time
+
+from cluster.api.text_pool import NUM_THREADS, THREADS_PER_TENANT, TextPool
+from tests.unit.cluster.conftest import Serve
+
+CONTEXT = 512  # of the scripted ranks
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(serve: Serve) -> None:
+    """A megabyte of special tokens in a message took seconds, with the interpreter lock held."""
+
+    async def scenario() -> None:
+        async with serve() as server:
+            long = "<|end|>" * 190_000
+            bodies = {
+                "/v1/chat/completions": {"messages": [{"role": "user", "content": long}]},
+                "/v1/completions": {"prompt": long},
+                "/generate": {"input_ids": [0] * 500_000},
+            }
+            for path, body in bodies.items():
+                start = time.thread_time()
+                reply = await server.http.post(path, json=body)
+                assert reply.status_code == 400, reply.text
+                assert str(CONTEXT) in reply.json()["error"]["message"]
+                assert len(reply.content) < 1000
+                assert time.thread_time() - start < 0.5
+
+    asyncio.run(scenario())
+
+
+def test_the_longest_prompt_is_accepted(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            body = {"prompt": "a" * (CONTEXT - 1), "max_tokens": 1}
+            assert (await server.http.post("/v1/completions", json=body)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_one_tenants_texts_leave_threads_to_others() -> None:
+    async def scenario() -> None:
+        pool, release = TextPool(), threading.Event()
+        running: list[str] = []
+
+        def work(name: str) -> str:
+            running.append(name)
+            release.wait(10.0)
+            return name
+
+        heavy = [asyncio.create_task(pool.run("heavy", work, "heavy")) for _ in range(3 * NUM_THREADS)]
+        light = [asyncio.create_task(pool.run(name, work, name)) for name in ("a", "b")]
+        while len(running) < NUM_THREADS:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.02)
+        assert sorted(running) == ["a", "b", *["heavy"] * THREADS_PER_TENANT]
+        release.set()
+        assert await asyncio.gather(*light) == ["a", "b"]
+        assert await asyncio.gather(*heavy) == ["heavy"] * (3 * NUM_THREADS)
+
+    asyncio.run(scenario())
