@@ -36,7 +36,7 @@ def log_line(before: Snapshot, now: Snapshot, seconds: float, num_kv_tokens: int
     def grown(name: str) -> float:
         return number(now, name) - number(before, name)
 
-    if not grown("specray_steps_total") and not number(now, "specray_num_requests_waiting"):
+    if not _is_busy(before, now):
         return None
     num_verify_steps = grown("specray_verify_steps_total")
     num_accepted = grown("specray_spec_decode_num_accepted_tokens_total")
@@ -51,6 +51,14 @@ def log_line(before: Snapshot, now: Snapshot, seconds: float, num_kv_tokens: int
         f"accept len: {accept_length:.2f}, "
         f"gen throughput (token/s): {grown('specray_generation_tokens_total') / seconds:.1f}"
     )
+
+
+def _is_busy(before: Snapshot, now: Snapshot) -> bool:
+    """Whether there were requests. The server's own probes, a step every few seconds, are none."""
+    is_running = all(number(snapshot, "specray_num_requests_running") for snapshot in (before, now))
+    counters = ("specray_prompt_tokens_total", "specray_generation_tokens_total")
+    has_progress = any(number(now, name) > number(before, name) for name in counters)
+    return has_progress or is_running or number(now, "specray_num_requests_waiting") > 0
 
 
 def _ray_families() -> Iterator[tuple[str, str, str | None]]:

@@ -8,7 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from specray.cli.arguments import positive
-from specray.config import EngineConfig
+from specray.config import EMBEDDED_MODEL, EngineConfig
 from specray.errors import ConfigError
 
 HELP = "Compare drafting methods on this machine: variants take turns in one process, over the same weights."
@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arms",
         dest="variants",
         type=variant_names,
-        default="plain,ngram",
         metavar="A,B",
         help="of plain, transformers and METHOD[@HEAD][+MAP][:TREE]: METHOD is any drafting method; HEAD a draft head "
         "or model (embedded name, folder, hub name), MAP a token map (.pt or .json), TREE the number of nodes N or "
         "STEPS-TOPK-N. Without HEAD, MAP or TREE, --config's hold if it has the same method, then the head that "
-        "comes with the embedded model. Such as plain,ngram:8,eagle3:5-4-16,eagle2+map.json (default: %(default)s)",
+        "comes with the embedded model. Such as plain,ngram:8,eagle3:5-4-16,eagle2+map.json (default: plain and the "
+        "method of --config; without one, plain,ngram,eagle3 for the embedded model and plain,ngram for others)",
     )
     add("--prompts", type=Path, metavar="FILE", help="JSON Lines with id, category, turns (default: a built-in set)")
     add("--limit", type=positive, metavar="N", help="N prompts only, from each category in turn")
@@ -47,10 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config = engine_config(options.config, options.concurrency, model=options.model, dtype=options.dtype)
+    options.variants = options.variants or default_variants(config)
     from specray.bench.session import run_and_report  # imports torch, which takes seconds
 
     run_and_report(options, config)
     return 0
+
+
+def default_variants(config: EngineConfig) -> list[str]:
+    """Plain decoding beside the configured method, or beside what needs no head of the user's."""
+    algorithm = config.speculative.algorithm
+    if algorithm is not None and ":" not in algorithm:  # an import path is no variant
+        return ["plain", algorithm.lower()]
+    return ["plain", "ngram", *["eagle3"] * (config.model == EMBEDDED_MODEL)]
 
 
 def variant_names(text: str) -> list[str]:

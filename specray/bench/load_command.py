@@ -2,19 +2,17 @@
 
 import argparse
 import asyncio
-import os
 from math import inf
 
 from specray.bench.ledger import Outcome
 from specray.bench.open_loop import Load, Report, idle_after, run
-from specray.cli.arguments import positive
+from specray.cli.arguments import add_api_key, positive
 from specray.tables import format_table
 
 HELP = (
     "Send requests to a running server at a fixed rate, whether it keeps up or not, and print how each of them ended. "
     "Exit status 1 if one ended in another way than complete, refused, with an error, or cut by this command."
 )
-KEY_VARIABLE = "SPECRAY_API_KEY"
 SHOWN = 10  # violations that are printed
 
 
@@ -42,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the requests, 0 to 1, that read one byte a second (default: %(default)s)",
     )
     add("--seed", type=int, default=0, help="of arrivals and cuts (default: %(default)s)")
-    parser.epilog = f"A server with keys: put yours in the environment variable {KEY_VARIABLE}."
+    add_api_key(parser)
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -56,7 +54,7 @@ def run_command(options: argparse.Namespace) -> int:
         options.timeout,
         options.cut,
         options.slow,
-        os.environ.get(KEY_VARIABLE),
+        options.api_key,
         options.seed,
     )
     report, idle_s = asyncio.run(_run(load))

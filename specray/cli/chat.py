@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from specray.cli.arguments import KEY_VARIABLE, add_api_key
 from specray.errors import SpecRayError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Answer:
         return ", ".join(parts)
 
 
-def connect(url: str) -> "OpenAI":
+def connect(url: str, api_key: str | None = None) -> "OpenAI":
     """A client of the server at `url`. SpecRayError if the package openai is missing."""
     try:
         from openai import DefaultHttpxClient, OpenAI
@@ -59,7 +60,8 @@ def connect(url: str) -> "OpenAI":
         raise SpecRayError("the package openai is not installed; run: pip install openai") from None
     is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")  # ignore proxies from the environment
     http = DefaultHttpxClient(trust_env=not is_local)
-    return OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=0, http_client=http)
+    key = api_key or "none"  # the package requires one
+    return OpenAI(base_url=f"{url.rstrip('/')}/v1", api_key=key, max_retries=0, http_client=http)
 
 
 def first_model(client: "OpenAI") -> str:
@@ -117,6 +119,7 @@ class Chat:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)")
+    add_api_key(parser)
     parser.add_argument("--model", help="model name (default: the first one that the server lists)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
@@ -130,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command. Returns 1 if a piped question failed; in a terminal, errors are only printed."""
-    client = connect(options.url)
+    client = connect(options.url, options.api_key)
     chosen = {name: getattr(options, name) for name in ("temperature", "max_tokens", "seed")}
     request = {name: value for name, value in chosen.items() if value is not None}
     chat = Chat(client, options.system, {"model": options.model or first_model(client), **request})
@@ -174,10 +177,14 @@ def _typed() -> Iterable[str]:
 @contextmanager
 def _server_errors(client: "OpenAI") -> Iterator[None]:
     """Turn exceptions of the openai package into ServerError."""
-    from openai import APIConnectionError, APIError, APIStatusError
+    from openai import APIConnectionError, APIError, APIStatusError, AuthenticationError
 
     try:
         yield
+    except AuthenticationError:
+        raise ServerError(
+            f"{client.base_url} refuses the API key; set {KEY_VARIABLE} or --api-key to a valid one"
+        ) from None
     except APIStatusError as error:
         raise ServerError(f"{client.base_url} answered {error.status_code}: {error.message}") from None
     except APIConnectionError as error:

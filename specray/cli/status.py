@@ -5,7 +5,6 @@
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections import defaultdict
@@ -16,11 +15,11 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from specray.cli.arguments import KEY_VARIABLE, add_api_key
 from specray.cli.chat import DEFAULT_URL, ServerError
 from specray.tables import format_table
 
 HELP = "Show load, speed, acceptance, cache use and faults of a running server's replicas, until Ctrl-C."
-KEY_VARIABLE = "SPECRAY_API_KEY"
 TIMEOUT_S = 5.0
 CLEAR = "\x1b[H\x1b[J"  # cursor home, clear the screen
 HEADERS = (
@@ -73,6 +72,7 @@ class ReplicaStatus(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)")
+    add_api_key(parser)
     parser.add_argument(
         "--interval", type=float, default=2.0, metavar="SECONDS", help="time between updates (default: %(default)s)"
     )
@@ -84,11 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command. ServerError if the server does not answer at first; later it is polled until it does."""
-    before = read_status(options.url, time.monotonic)
+    before = read_status(options.url, options.api_key, time.monotonic)
     while True:
         time.sleep(options.interval)
         try:
-            now = read_status(options.url, time.monotonic)
+            now = read_status(options.url, options.api_key, time.monotonic)
         except ServerError as error:
             if options.once:
                 raise
@@ -101,10 +101,10 @@ def run(options: argparse.Namespace) -> int:
         before = now
 
 
-def read_status(url: str, clock: Callable[[], float]) -> ServerStatus:
+def read_status(url: str, key: str | None, clock: Callable[[], float]) -> ServerStatus:
     """Query the server. ServerError if it does not answer."""
-    is_ready = _get(url, "/readyz") is not None
-    metrics, info = _get(url, "/metrics"), _get(url, "/server_info")
+    is_ready = _get(url, "/readyz", key) is not None
+    metrics, info = _get(url, "/metrics", key), _get(url, "/server_info", key)
     counts, drafters = read_metrics(metrics or "")
     return ServerStatus(clock(), is_ready, json.loads(info) if info else {}, counts, drafters)
 
@@ -221,9 +221,8 @@ def _start() -> str:
     return CLEAR if sys.stdout.isatty() else "\n"
 
 
-def _get(url: str, path: str) -> str | None:
+def _get(url: str, path: str, key: str | None) -> str | None:
     """Body of a GET request; None for an HTTP error. ServerError if the server cannot be reached or refuses the key."""
-    key = os.environ.get(KEY_VARIABLE)
     request = Request(url.rstrip("/") + path, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with _OPENER.open(request, timeout=TIMEOUT_S) as reply:
@@ -231,7 +230,7 @@ def _get(url: str, path: str) -> str | None:
         return body.decode()
     except HTTPError as error:
         if error.code in (401, 403):
-            raise ServerError(f"{url} refuses {path}; set {KEY_VARIABLE} to a valid key") from None
+            raise ServerError(f"{url} refuses {path}; set {KEY_VARIABLE} or --api-key to a valid key") from None
         return None
     except (URLError, OSError) as error:
         raise ServerError(f"no server answers at {url} ({error}); start one with `specray serve`") from None

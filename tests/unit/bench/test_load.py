@@ -12,9 +12,9 @@ from random import Random
 import pytest
 
 from specray.bench.exchange import exchange, request_bytes
-from specray.bench.load_command import KEY_VARIABLE
 from specray.bench.open_loop import arrivals
 from specray.cli import main as cli
+from specray.cli.arguments import KEY_VARIABLE
 
 Reply = tuple[int, dict[str, str], bytes]
 IDLE = b"specray_num_requests_running 0.0\nspecray_kv_cache_usage_perc 0.0\n"

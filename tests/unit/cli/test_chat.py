@@ -24,8 +24,12 @@ USAGE = {
 class Handler(BaseHTTPRequestHandler):
     requests: list[dict[str, Any]]
     fails = False
+    key: str | None = None  # the one that is required
 
     def do_GET(self) -> None:
+        if self.key is not None and self.headers["Authorization"] != f"Bearer {self.key}":
+            self.send_json(401, {"error": {"message": "invalid key", "type": "invalid_request_error", "code": None}})
+            return
         self.send_json(
             200, {"object": "list", "data": [{"id": "toy", "object": "model", "created": 0, "owned_by": "x"}]}
         )
@@ -59,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
-    Handler.requests, Handler.fails = [], False
+    Handler.requests, Handler.fails, Handler.key = [], False, None
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
         thread = threading.Thread(target=listening.serve_forever)
         thread.start()
@@ -109,6 +113,17 @@ def test_a_refused_question_is_reported_and_removed(
     assert chat(server, monkeypatch, "one\ntwo\n") == 1
     assert capsys.readouterr().err.count("answered 429: ") == 2
     assert [len(request["messages"]) for request in Handler.requests] == [1, 1]
+
+
+def test_a_server_with_keys_gets_that_of_the_option_or_the_environment(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Handler.key = "secret"
+    assert chat(server, monkeypatch, "one\n") == 2
+    assert "set SPECRAY_API_KEY or --api-key" in capsys.readouterr().err
+    assert chat(server, monkeypatch, "one\n", "--api-key", "secret") == 0
+    monkeypatch.setenv("SPECRAY_API_KEY", "secret")
+    assert chat(server, monkeypatch, "one\n") == 0
 
 
 def test_an_answer_without_speculation_has_no_accept_length() -> None:

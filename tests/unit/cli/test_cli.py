@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from specray import __version__
-from specray.bench.command import engine_config
+from specray.bench.command import default_variants, engine_config
 from specray.cli import main as cli
+from specray.config import EngineConfig
 from specray.errors import ConfigError
 from tests.support.serve_file import SERVE_CONFIG
 
@@ -108,6 +109,19 @@ def test_bench_reads_the_engine_options_of_a_serve_config(serve_config: Path) ->
     assert config.speculative.algorithm == "NGRAM"
     with pytest.raises(ConfigError, match="concurrency=5 is more than max_running_requests=4"):
         engine_config(serve_config, concurrency=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "variants"),
+    [
+        ({}, ["plain", "ngram", "eagle3"]),
+        ({"model": "other"}, ["plain", "ngram"]),
+        ({"speculative": {"algorithm": "NGRAM"}}, ["plain", "ngram"]),
+        ({"speculative": {"algorithm": "my.module:Drafter"}}, ["plain", "ngram", "eagle3"]),
+    ],
+)
+def test_bench_compares_the_configured_method_by_default(options: dict[str, object], variants: list[str]) -> None:
+    assert default_variants(EngineConfig.model_validate(options)) == variants
 
 
 @pytest.mark.parametrize("text", ["[]", "a: [", "applications: []", "modle: x"])

@@ -168,6 +168,8 @@ def test_the_key_from_the_environment_is_sent(
 ) -> None:
     monkeypatch.setattr(RecordedAnswers, "keys", {"Bearer secret"})
     assert once(server) == 2
-    assert "set SPECRAY_API_KEY to a valid key" in capsys.readouterr().err
+    assert "set SPECRAY_API_KEY or --api-key to a valid key" in capsys.readouterr().err
+    assert once(server, "--api-key", "secret") == 0
     monkeypatch.setenv("SPECRAY_API_KEY", "secret")
     assert once(server) == 0
+    assert once(server, "--api-key", "wrong") == 2

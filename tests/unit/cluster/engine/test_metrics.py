@@ -54,7 +54,23 @@ def test_log_line_marks_simulated_acceptance() -> None:
 
 def test_no_log_line_without_traffic() -> None:
     stats = busy_stats()
+    stats.set("specray_num_requests_running", 0)
     assert log_line(stats.snapshot(), stats.snapshot(), 2.0, num_kv_tokens=1000) is None
+
+
+def test_no_log_line_for_probes() -> None:
+    """The server's own probes make steps without tokens, and one may be running when the line is due."""
+    before, stats = busy_stats(), busy_stats()
+    before.set("specray_num_requests_running", 0)
+    stats.add("specray_steps_total", 5)
+    stats.set("specray_num_requests_running", 1)
+    assert log_line(before.snapshot(), stats.snapshot(), 10.0, num_kv_tokens=1000) is None
+
+
+def test_a_long_prefill_has_a_log_line() -> None:
+    line = log_line(busy_stats().snapshot(), busy_stats().snapshot(), 10.0, num_kv_tokens=1000)
+    assert line is not None
+    assert line.startswith("running: 3")
 
 
 def test_reporter_writes_one_line_per_interval(caplog: pytest.LogCaptureFixture) -> None:
@@ -63,7 +79,7 @@ def test_reporter_writes_one_line_per_interval(caplog: pytest.LogCaptureFixture)
     reporter = LogReporter(10.0, 1000, lambda: now)
     with caplog.at_level("INFO", "ray.serve"):
         for _ in range(25):
-            stats.add("specray_steps_total")
+            stats.add("specray_generation_tokens_total")
             reporter.report(stats.snapshot())
             now += 1.0
     assert len(caplog.records) == 2
