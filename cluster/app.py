@@ -15,6 +15,7 @@ from cluster.autoscaling import serve_autoscaling
 from cluster.config import AppConfig
 from cluster.engine.placement import bundles, strategy, uses_gpus
 from cluster.engine.router import Router
+from specray.models.files import is_here
 from specray.spec_decode import check_speculative
 from specray.unsupported_options import options_without_effect
 
@@ -32,7 +33,26 @@ INGRESS_ENVIRONMENT = HOST_ENVIRONMENT | {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
 
 
 def build(args: AppConfig) -> Application:
-    """The application for a configuration, which Serve has validated against the annotation."""
+    """The application for a configuration, which Serve has validated against the annotation.
+
+    Files that are on this machine are checked first: Serve reports an error here at once, but tries to start a replica
+    three times.
+    """
+    check_speculative(args.speculative)
+    if are_files_here(args):
+        from specray.spec_decode.model_files import check_model_files  # loads torch, which takes seconds
+
+        check_model_files(args.engine)
+    return application(args)
+
+
+def are_files_here(config: AppConfig) -> bool:
+    """Whether all models of an application are on this machine."""
+    return all(is_here(model) for model in (config.model, config.speculative.draft_model_path) if model is not None)
+
+
+def application(args: AppConfig) -> Application:
+    """The application for a configuration whose files are checked, or are on other machines."""
     check_speculative(args.speculative)
     if ignored := list(options_without_effect(args)):
         logger.warning("accepted without effect: %s", "; ".join(ignored))
@@ -48,7 +68,10 @@ def _ingress(config: AppConfig) -> serve.Deployment:
         num_replicas=config.server.num_ingress_replicas,
         max_ongoing_requests=max_open,
         max_queued_requests=max_open,
-        logging_config={"log_level": config.server.log_level.upper()},
+        logging_config={
+            "log_level": config.server.log_level.upper(),
+            "enable_access_log": config.server.access_log,
+        },
         ray_actor_options={
             "num_cpus": config.server.ingress_cpus,
             "runtime_env": {"env_vars": INGRESS_ENVIRONMENT},
@@ -72,7 +95,7 @@ def _router(config: AppConfig) -> serve.Deployment:
         max_ongoing_requests=ROUTER_MAX_CALLS,
         logging_config={
             "log_level": config.server.log_level.upper(),
-            "enable_access_log": False,  # the ingress logs requests
+            "enable_access_log": False,  # requests are those of the ingress
         },
         ray_actor_options={
             "num_cpus": config.server.router_cpus,

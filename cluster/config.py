@@ -69,6 +69,9 @@ class ServerConfig(Options):
     max_body_bytes: int = Field(
         2 * 2**20, ge=1024, le=2**30, description="Maximum size of a request body (413 beyond it)."
     )
+    body_timeout_s: float = Field(
+        30.0, ge=0.1, le=3600.0, description="Seconds in which a request's body must arrive (408 after it)."
+    )
     default_max_tokens: int | None = Field(
         None, ge=1, le=10_000_000, description="max_tokens of chat requests that set none; null fills the context."
     )
@@ -82,6 +85,9 @@ class ServerConfig(Options):
     )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
         "info", description="Minimum severity of log messages, in all processes of the application."
+    )
+    access_log: bool = Field(
+        False, description="Log one line per request: its ID (the header X-Request-Id), route, status and duration."
     )
     log_interval_s: float = Field(
         10.0, ge=0.1, le=3600.0, description="Seconds between statistics in the log while there is traffic."

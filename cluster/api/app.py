@@ -31,13 +31,15 @@ Json = dict[str, Any]
 
 def create_app(service: Service) -> FastAPI:
     """The application of one ingress replica, with all routes and middleware."""
-    app = FastAPI(title="SpecRay", openapi_url="/openapi.json")
-    app.add_middleware(BodyLimit, max_bytes=service.config.server.max_body_bytes)
-    app.add_middleware(RequireKey, **_access(service.config.server))  # runs before BodyLimit, which reads the body
-    if service.config.server.api_key_file is None and ANY_HOST not in service.config.server.allowed_hosts:
-        app.add_middleware(HostCheck, allowed=service.config.server.allowed_hosts)
-    if service.config.server.cors_origins:
-        _allow_origins(app, service.config.server.cors_origins)
+    # Without FastAPI's pages of documentation: they load scripts from another server.
+    app = FastAPI(title="SpecRay", openapi_url="/openapi.json", docs_url=None, redoc_url=None)
+    server = service.config.server
+    app.add_middleware(BodyLimit, max_bytes=server.max_body_bytes, timeout_s=server.body_timeout_s)
+    app.add_middleware(RequireKey, **_access(server))  # runs before BodyLimit, which reads the body
+    if server.api_key_file is None and ANY_HOST not in server.allowed_hosts:
+        app.add_middleware(HostCheck, allowed=server.allowed_hosts)
+    if server.cors_origins:
+        _allow_origins(app, server.cors_origins)
     app.add_middleware(CatchErrors)
     app.add_exception_handler(errors.ApiError, errors.handle_api_error)
     app.add_exception_handler(SpecRayError, errors.handle_engine_error)
@@ -50,9 +52,9 @@ def create_app(service: Service) -> FastAPI:
     add_tokenize_routes(app, service)
     add_engine_routes(app, service)
     _add_operator_routes(app, service)
-    if service.config.server.ui:
+    if server.ui:
         add_page_routes(app)
-    if service.config.server.admin_key_file is not None:
+    if server.admin_key_file is not None:
         add_admin_routes(app, service.config, service.drafter_rollout)
     return app
 

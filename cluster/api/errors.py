@@ -27,6 +27,7 @@ _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailabl
 _CODES = {
     404: "not_found",
     405: "method_not_allowed",
+    408: "body_timeout",
     413: "body_too_large",
     429: "queue_full",
     500: "internal_error",
@@ -141,7 +142,7 @@ def short_repr(value: object) -> str:
 def _http_message(request: Request, error: HTTPException) -> str:
     path = short_repr(request.scope["path"])
     if error.status_code == 404:
-        return f"there is no route {path}; see /docs for the routes"
+        return f"there is no route {path}; see /openapi.json for the routes"
     if error.status_code == 405:
         return f"{request.method} is not allowed on {path}"
     return str(error.detail)

@@ -1,5 +1,6 @@
-"""ASGI middleware around the routes: a limit on the body size, and a handler for unexpected exceptions."""
+"""ASGI middleware around the routes: limits of the body, and a handler for unexpected exceptions."""
 
+import asyncio
 import logging
 
 from starlette.datastructures import Headers
@@ -11,20 +12,30 @@ logger = logging.getLogger(__name__)
 
 
 class BodyLimit:
-    """Reads the whole body before the route runs, and answers 413 as soon as it exceeds `max_bytes`."""
+    """Reads the whole body before the route runs.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Answers 413 as soon as it exceeds `max_bytes`, and 408 if it is not complete after `timeout_s`.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body = None if self._declares_too_much(scope) else await self._read(receive)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                body = None if self._declares_too_much(scope) else await self._read(receive)
+        except TimeoutError:
+            error = ApiError(408, f"the body did not arrive within {self.timeout_s:g} s; send the request again")
+            await _refuse(error, scope, receive, send)
+            return
         if body is None:
             error = ApiError(413, f"the body exceeds this server's limit of {self.max_bytes} bytes; send a shorter one")
-            await error_response(error)(scope, receive, send)
+            await _refuse(error, scope, receive, send)
             return
         await self.app(scope, _replay(body, receive), send)
 
@@ -67,6 +78,13 @@ class CatchErrors:
             if is_started or scope["type"] != "http":
                 raise
             await error_response(ApiError(500, INTERNAL_MESSAGE))(scope, receive, send)
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer without reading the rest of the body, and close the connection on which it would arrive."""
+    response = error_response(error)
+    response.headers["connection"] = "close"
+    await response(scope, receive, send)
 
 
 def _replay(messages: list[Message], receive: Receive) -> Receive:

@@ -210,11 +210,11 @@ class Service:
         return {"model": self.config.model_name, **self._speculation().capabilities()}
 
     async def server_info(self) -> Json:
-        """SGLang's /server_info: all options in effect, and the state of the engines."""
+        """SGLang's /server_info: all options in effect but the paths of key files, and the state of the engines."""
         info = self._info()
         speculative = self.drafter_rollout.speculative.model_dump()
         return {
-            **self.config.model_dump(exclude={"speculative"}),
+            **self.config.model_dump(exclude={"speculative": True, "server": {"api_key_file", "admin_key_file"}}),
             **{f"speculative_{name}": value for name, value in speculative.items()},
             "max_total_num_tokens": info.num_kv_tokens,
             "max_draft_tokens": info.max_draft_tokens,

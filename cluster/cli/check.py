@@ -12,19 +12,21 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
+from cluster.api.keys import KeyRing
+from cluster.app import are_files_here
 from cluster.cli.flags import flags
 from cluster.cli.plan import plan_text
 from cluster.config import AppConfig
 from specray.errors import ConfigError
-from specray.models.files import resolve_draft, resolve_model, resolve_token_map
 from specray.spec_decode import check_speculative
+from specray.yaml_file import read_mapping
 
 IMPORT_PATH = "cluster.app:build"
+KEY_FILES = ("api_key_file", "admin_key_file")
 # Deployment -> the option of `server` with its number of replicas.
 SCALED = {"Router": "num_replicas", "OpenAIIngress": "num_ingress_replicas"}
 
@@ -36,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         apps = check_file(options.file)
         for name, app in apps.items():
-            if options.model:
+            check_keys(app)
+            if options.model or are_files_here(app):
                 find_files(app)
             print(f"{options.file}: application {name!r} is valid: {summary(app)}")
             print(plan_text(app))
@@ -53,10 +56,7 @@ def check_file(path: Path) -> dict[str, AppConfig]:
 
 def check_document(document: Json, source: str) -> dict[str, AppConfig]:
     """The same for a parsed file; errors refer to it as `source`."""
-    try:
-        deploy = ServeDeploySchema.model_validate(document)
-    except ValidationError as error:
-        raise ConfigError(_describe(source, "", error)) from None
+    deploy = _parse(document, source)
     _refuse_unknown(source, document)
     ours = {app.name: app for app in deploy.applications if app.import_path == IMPORT_PATH}
     if not ours:
@@ -65,23 +65,27 @@ def check_document(document: Json, source: str) -> dict[str, AppConfig]:
     return {name: _scaled(source, app, _check_args(source, name, app.args)) for name, app in ours.items()}
 
 
+def check_keys(app: AppConfig) -> None:
+    """ConfigError if a key file cannot be used."""
+    for option in KEY_FILES:
+        if (path := getattr(app.server, option)) is not None:
+            KeyRing.read(path, f"server.{option}")
+
+
 def find_files(app: AppConfig) -> None:
-    """Find the files that the application loads; download or convert them if necessary."""
-    resolve_model(app.model, app.revision, app.load_format, progress=True)
-    if app.speculative.draft_model_path is not None:
-        resolve_draft(app.speculative, progress=True)
-    if app.speculative.token_map is not None:
-        resolve_token_map(app.speculative.token_map)
+    """Find the files that the application loads, and check them against each other; download or convert if necessary.
+
+    The models' modules are imported here, because they load torch, which takes seconds.
+    """
+    from specray.spec_decode.model_files import check_model_files
+
+    check_model_files(app.engine, progress=True)
 
 
 def load(path: Path) -> Json:
-    """The mapping in a YAML file. Raises ConfigError or OSError."""
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path} contains {shorten(repr(document), 80)}; it must be a mapping with `applications`")
+    """The Serve configuration in a file, which has the form of one. Raises ConfigError or OSError."""
+    document = read_mapping(path, "`applications`")
+    _parse(document, str(path))
     return document
 
 
@@ -95,6 +99,13 @@ def suggestion(name: str, options: Iterable[str]) -> str:
     """The end of an error message about an unknown name."""
     close = get_close_matches(name, options, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def _parse(document: Json, source: str) -> ServeDeploySchema:
+    try:
+        return ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(_describe(source, "", error)) from None
 
 
 def _refuse_unknown(source: str, document: Json) -> None:
@@ -164,7 +175,9 @@ def parser() -> argparse.ArgumentParser:
         "file", type=Path, metavar="FILE", help="YAML file for `serve run`, such as configs/eagle3.yaml"
     )
     parser.add_argument(
-        "--model", action="store_true", help="also find the model's files; download or convert them if necessary"
+        "--model",
+        action="store_true",
+        help="check the models' files even if they have to be downloaded first; local ones are always checked",
     )
     return parser
 

@@ -4,6 +4,7 @@ Started as `python -m cluster.cli.launcher FOLDER` in the environment that `serv
 """
 
 import argparse
+import logging
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -25,12 +26,12 @@ from ray.exceptions import AuthenticationError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import build
+from cluster.app import application
 from cluster.cli.check import check_document, load, summary
-from cluster.cli.serve import PID_FILE
 from cluster.config import AppConfig
 from cluster.log_level import most_verbose, set_log_level
 from specray.errors import ConfigError, SpecRayError
+from specray.private_folders import disown
 
 POLL_S = 0.3
 READY_S = 60.0  # until a running ingress answers: it connects to the engines and reads the tokenizer
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if status == 1:
         logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs")
         print(f"Ray's logs: {logs}", file=sys.stderr)
-        (options.folder / PID_FILE).unlink(missing_ok=True)  # keep the folder: it has the logs
+        disown(options.folder)  # it has the logs
     else:
         shutil.rmtree(options.folder, ignore_errors=True)
     return status
@@ -65,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         _start_ray(options.address, options.dashboard)
         _interrupt_on_sigterm()  # again: Ray has installed its own handler, which exits at once
-        return _serve(deploy, apps)
+        return _serve(deploy, apps, is_joined=options.address is not None)
     except (ConfigError, ConnectionError, AuthenticationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -80,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         ray.shutdown()
 
 
-def _serve(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -> int:
+def _serve(deploy: ServeDeploySchema, apps: dict[str, AppConfig], is_joined: bool) -> int:
     begin = time.monotonic()
     try:
         for line in _start_applications(deploy, apps):
@@ -93,7 +94,8 @@ def _serve(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -> int:
     finally:
         for name, app in apps.items():
             _drain(name, app.server.drain_s + DRAIN_SLACK_S)
-        if not serve.status().applications:
+        # A cluster of our own ends as a whole. If Serve ended first, Ray would report its pending calls as errors.
+        if is_joined and not serve.status().applications:
             serve.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -105,12 +107,13 @@ def _start_ray(address: str | None, dashboard_port: int | None) -> None:
                 f"--address {address}: this cluster requires no token, so anyone who reaches it can run code on it; "
                 "start it with RAY_AUTH_MODE=token, or set --insecure"
             )
-        ray.init(address=address, namespace="serve")
+        ray.init(address=address, namespace="serve", logging_level=logging.WARNING)
         return
     has_dashboard = dashboard_port is not None
     ray.init(
         address="local",
         namespace="serve",
+        logging_level=logging.WARNING,
         include_dashboard=has_dashboard,
         dashboard_host="127.0.0.1",
         dashboard_port=dashboard_port,
@@ -137,7 +140,7 @@ def answers_without_token(address: str) -> bool:
 def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -> Iterator[str]:
     """Start the applications one by one; yields a message for each that is ready. Raises StartError."""
     http = deploy.http_options
-    level = most_verbose(app.server.log_level for app in apps.values())
+    level = _level_of_serve(apps.values())
     set_log_level(level)
     try:
         serve.start(
@@ -153,12 +156,18 @@ def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -
     prefixes = {app.name: (app.route_prefix or "/").rstrip("/") for app in deploy.applications}
     for name, config in apps.items():
         try:
-            serve.run(build(config), name=name, route_prefix=prefixes[name] or "/")
+            serve.run(application(config), name=name, route_prefix=prefixes[name] or "/")
         except RuntimeError as error:  # how Serve reports DEPLOY_FAILED
             raise StartError(f"{error} {_reasons(name)}") from None
         url = f"{'https' if http.ssl_certfile else 'http'}://{_reachable(http.host)}:{http.port}{prefixes[name]}"
         _wait_until_ready(url)
         yield _announcement(url, config)
+
+
+def _level_of_serve(apps: Iterable[AppConfig]) -> str:
+    """The log level of Serve's own processes and of this one. What they say at `info` is for their developers."""
+    level = most_verbose(app.server.log_level for app in apps)
+    return "warning" if level == "info" else level
 
 
 def _reasons(name: str) -> str:

@@ -6,24 +6,25 @@ Errors in the configuration are reported here, before Ray starts. `flags` genera
 
 import argparse
 import os
+import re
 import secrets
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import yaml
 
-from cluster.cli.check import IMPORT_PATH, Json, check_document, find_files, load, suggestion
-from cluster.cli.flags import add_flags, flags, given, overridden
+from cluster import proxy_guard
+from cluster.cli.check import IMPORT_PATH, Json, check_document, check_keys, find_files, load, suggestion
+from cluster.cli.flags import add_flags, given, overridden
 from cluster.cli.sglang_environment import check_sglang_environment
 from cluster.config import AppConfig
 from specray.cli.local_server import refuse_port_in_use
 from specray.errors import ConfigError, SpecRayError
+from specray.private_folders import PREFIX, own, remove_leftovers
 
 DESCRIPTION = """\
 Start Ray and serve a model until Ctrl-C or SIGTERM. FILE is a configuration for `serve run`; flags override it. The
@@ -39,8 +40,6 @@ PASSED_ON_OF_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DASHBOARD_PORT = 8265
 TEMPORARY = Path("/tmp")  # short: Ray creates Unix sockets below it, whose paths have at most 107 characters
-FOLDER_PREFIX = "specray-"
-PID_FILE = "pid"  # in a launcher's folder while the launcher runs
 # Defaults that differ from Ray's; variables set by the operator take precedence.
 RAY_OPTIONS = {
     # Serve replaces a proxy that is not ready after three of these timeouts. Ray's 5 s are too short on a busy machine.
@@ -49,6 +48,8 @@ RAY_OPTIONS = {
     "RAY_worker_niceness": "0",
     # Halves the proxy's CPU time per token. Not for ingresses on other machines: requests to a lost one would hang.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
+    # Serve's proxy calls this when it starts. Ray has no option for it in a configuration.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": proxy_guard.IMPORT_PATH,
 }
 
 
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.address is None:  # elsewhere, other machines have the port and the files
             refuse_port_in_use(document["http_options"]["host"], document["http_options"]["port"])
             for app in apps.values():
+                check_keys(app)
                 find_files(app)
     except (SpecRayError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -119,7 +121,8 @@ def configuration(options: argparse.Namespace) -> Json:
     http = {name: value for name in ("host", "port") if (value := getattr(options, name)) is not None}
     document["http_options"] = DEFAULTS["http_options"] | (document.get("http_options") or {}) | http
     if values := given(options, AppConfig):
-        _only_application(document)["args"] = overridden(_only_application(document).get("args") or {}, values)
+        application = _only_application(document, options.file)
+        application["args"] = overridden(application.get("args") or {}, values)
     return document
 
 
@@ -149,7 +152,7 @@ def ray_environment(folder: Path, is_local: bool, insecure: bool, environment: M
 
 def _refuse_unknown(arguments: Sequence[str]) -> None:
     if arguments:
-        names = [name for flag in flags(AppConfig) for name in flag.names]
+        names = re.findall(r"--[a-z0-9-]+", parser().format_help())
         seen = arguments[0].partition("=")[0]
         raise ConfigError(f"{seen}: unknown flag{suggestion(seen, names)}")
 
@@ -168,31 +171,22 @@ def _refuse_what_only_serve_run_does(document: Json, file: Path | None) -> None:
         )
 
 
-def _only_application(document: Json) -> Json:
-    applications: Any = document.get("applications")
-    if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
-        raise ConfigError("flags require a file with exactly one application; edit the file instead")
-    application: Json = applications[0]
-    return application
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Remove folders of launchers that were killed. A launcher that exits removes its folder or its PID_FILE."""
-    for file in parent.glob(f"{FOLDER_PREFIX}*/{PID_FILE}"):
-        with suppress(PermissionError):  # the folder of another user
-            try:
-                os.kill(int(file.read_text(encoding="utf-8")), 0)
-            except (ProcessLookupError, ValueError):
-                shutil.rmtree(file.parent, ignore_errors=True)
+def _only_application(document: Json, file: Path | None) -> Json:
+    applications: list[Json] = document["applications"]
+    if len(applications) != 1:
+        raise ConfigError(
+            f"{file} has {len(applications)} applications, but flags require exactly one; edit the file instead"
+        )
+    return applications[0]
 
 
 def _become_launcher(document: Json, options: argparse.Namespace) -> NoReturn:
     """Replace this process with the launcher, which then receives the signals sent to it."""
     remove_leftovers(TEMPORARY)
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=TEMPORARY))  # mode 0700
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=TEMPORARY))  # mode 0700
     (folder / "serve.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     (folder / "token").write_text(secrets.token_hex(32), encoding="utf-8")
-    (folder / PID_FILE).write_text(str(os.getpid()), encoding="utf-8")
+    own(folder)
     arguments = ["-m", "cluster.cli.launcher", str(folder)]
     arguments += [f"--address={options.address}"] if options.address else []
     arguments += [f"--dashboard={options.dashboard}"] if options.dashboard else []

@@ -24,6 +24,7 @@ from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import EngineDeadError
+from specray.private_folders import PREFIX, own, remove_leftovers
 from specray.step import DraftFault, StepPlan, StepResult
 from specray.step_wire import pack, unpack_result
 from specray.worker.remote_drafter.handshake import DraftEndpoint
@@ -39,7 +40,9 @@ class RayExecutor:
     def __init__(self, config: AppConfig) -> None:
         with_gpus = uses_gpus(config)
         self._placement = Placement(config, with_gpus)
-        self._folder = tempfile.TemporaryDirectory(prefix="specray-")  # mode 0700
+        remove_leftovers(Path(tempfile.gettempdir()))  # of routers that were killed
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)  # mode 0700
+        own(Path(self._folder.name))
         self._actors: list[Any] = []
         self._sentinels: list[ray.ObjectRef[None]] = []
         self._watchdogs: Watchdogs | None = None

@@ -316,6 +316,7 @@ def _start_engine(config: AppConfig) -> tuple[RayExecutor, Engine]:
     # Downloaded and converted by this process once, before the ranks load it.
     folder = resolve_model(config.model, config.revision, config.load_format, progress=True)
     tokenizer = load_tokenizer(folder).backend_tokenizer
+    logger.info("loading %s on %d ranks", config.model_name, config.tp_size)
     executor = RayExecutor(config)
     return executor, Engine(config.engine, executor, tokenizer)
 

@@ -23,6 +23,7 @@ from ray.exceptions import RayError
 from cluster.liveness.actors import Place
 from cluster.liveness.heartbeat import HeartbeatFile, LocalHeartbeat
 from cluster.liveness.process import Process
+from specray.private_folders import PREFIX, own, remove_leftovers
 
 FROZEN_S = 3.0  # deadline of a rank's heartbeat
 LOADING_FROZEN_S = 60.0  # the same while it loads, when it may hold the interpreter lock for seconds
@@ -112,7 +113,9 @@ class WatchdogActor:
     """Watches ranks on another node than the router's. Kills them and exits if not polled for ORPHAN_TIMEOUT_S."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="specray-")  # mode 0700
+        remove_leftovers(Path(tempfile.gettempdir()))  # of watchdogs that were killed
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)  # mode 0700
+        own(Path(self._folder.name))
         self._watchdog = NodeWatchdog(Path(self._folder.name), pids)
         self._router = LocalHeartbeat()  # its polls
         self._router.beat()

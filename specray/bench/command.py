@@ -4,12 +4,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from specray.cli.arguments import positive
 from specray.config import EMBEDDED_MODEL, EngineConfig
 from specray.errors import ConfigError
+from specray.yaml_file import read_mapping
 
 HELP = "Compare drafting methods on this machine: variants take turns in one process, over the same weights."
 IMPORT_PATH = "cluster.app:build"
@@ -96,12 +96,7 @@ def engine_config(
 def _engine_fields(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML: {error}") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path}: must hold a Serve configuration or a mapping of engine options")
+    document = read_mapping(path, "a Serve configuration or engine options")
     if "applications" not in document:
         return document
     for app in document["applications"] or []:

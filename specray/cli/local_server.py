@@ -24,6 +24,7 @@ from urllib.request import ProxyHandler, build_opener
 import yaml
 
 from specray.errors import SpecRayError
+from specray.private_folders import PREFIX, own, remove_leftovers
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30
@@ -62,7 +63,9 @@ class LocalServer:
         refuse_port_in_use(self._host, self._port)
         _stop_on_sigterm()
         # Short: Ray creates Unix sockets below it, whose paths have at most 107 characters.
-        self._folder = Path(tempfile.mkdtemp(prefix="specray-serve-", dir="/tmp"))
+        remove_leftovers(Path("/tmp"))
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
+        own(self._folder)
         config = self._folder / self._config.name
         config.write_text(yaml.safe_dump(self._document), encoding="utf-8")
         with self._log.open("wb") as log:

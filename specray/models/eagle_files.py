@@ -7,7 +7,7 @@ are in `specray.models.eagle`.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -173,15 +173,15 @@ class TensorNames:
     kind: Literal[2, 3]  # 2 also for EAGLE-1
 
     @classmethod
-    def of(cls, loader: Loader) -> "TensorNames":
-        """ConfigError if the tensors are not those of an EAGLE head."""
-        stored = frozenset(loader.names())
+    def of(cls, folder: Path, names: Collection[str]) -> "TensorNames":
+        """ConfigError if the tensors in `folder` are not those of an EAGLE head."""
+        stored = frozenset(names)
         layers = [layer for layer in _spellings(*_LAYERS) if any(name.startswith(layer) for name in stored)]
         signs = [layer for layer in layers if f"{layer}hidden_norm.weight" in stored or "midlayer" in layer]
         is_third = bool(signs) or not stored.isdisjoint(("d2t", "t2d"))
         if len(layers) != 1 or not (is_third or stored & set(_spellings("fc.weight", "fusion_fc.weight"))):
             raise ConfigError(
-                f"{loader.folder} holds no EAGLE head: expected fc.weight and one layer, midlayer.* or layers.0.*, "
+                f"{folder} holds no EAGLE head: expected fc.weight and one layer, midlayer.* or layers.0.*, "
                 f"found {', '.join(sorted(stored)[:6])}{', …' if len(stored) > 6 else ''}; "
                 "check speculative.draft_model_path"
             )

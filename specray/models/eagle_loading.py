@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
+from specray.models.causal_lm import ModelShape
 from specray.models.eagle import EagleHead
 from specray.models.eagle2 import Eagle2Head
 from specray.models.eagle3 import Eagle3Head
@@ -18,6 +19,7 @@ from specray.models.files import resolve_draft
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_matrices import TargetMatrices
+from specray.models.weights import WeightReader
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +63,21 @@ def _opened(
         folder, speculative.draft_load_format, shared.dtype, shared.device, quantization=shared.quantization
     )
     try:
-        names = TensorNames.of(loader)
+        names = TensorNames.of(folder, loader.names())
         _check_version(folder, names, version)
         shape = head_shape(config, folder, names)
         yield config, shape, loader, names
         check_rest(loader, names, shape)
     finally:
         loader.close()
+
+
+def check_head_files(speculative: SpeculativeConfig, target: ModelShape, version: Literal[2, 3]) -> None:
+    """ConfigError if `speculative.draft_model_path` is no head of this version for the target. Reads no weights."""
+    folder = resolve_draft(speculative, progress=False)
+    HeadConfig.read(folder).check_target(folder, target)
+    with WeightReader(folder, speculative.draft_load_format) as reader:
+        _check_version(folder, TensorNames.of(folder, reader.names()), version)
 
 
 def _check_version(folder: Path, names: TensorNames, version: Literal[2, 3]) -> None:

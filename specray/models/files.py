@@ -44,6 +44,11 @@ def resolve_model(model: str, revision: str | None, load_format: str, *, progres
     return _from_hub(model, revision, load_format, progress, option)
 
 
+def is_here(model: str) -> bool:
+    """Whether `resolve_model` finds this model on this machine without the network, converted or not."""
+    return model in (EMBEDDED_MODEL, *embedded_heads()) or Path(model).expanduser().exists()
+
+
 def resolve_draft(speculative: SpeculativeConfig, *, progress: bool) -> Path:
     """The folder of `speculative.draft_model_path`, which is set."""
     assert speculative.draft_model_path is not None

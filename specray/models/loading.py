@@ -37,7 +37,9 @@ class Loader:
         self.group = group or RankGroup()
         self._reader = WeightReader(folder, load_format)
         self._read: set[str] = set()
-        self._bar = tqdm(total=len(self._reader.names()), desc="loading weights", unit="tensor", disable=not progress)
+        self._bar = tqdm(
+            total=len(self._reader.names()), desc="loading weights", unit="tensor", disable=not progress or None
+        )
 
     def __contains__(self, name: str) -> bool:
         return name in self._reader.names()

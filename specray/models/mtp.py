@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from specray.errors import ConfigError
 from specray.layers.linear import ColumnParallelLinear
 from specray.layers.norm import RMSNorm
+from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.causal_lm import ModelShape
 from specray.models.fused import StateLayers, fused_decoder, tree_network
@@ -71,6 +72,13 @@ def holds_mtp_layers(folder: Path, load_format: str) -> bool:
         return any(layout.numbers(list(reader.names())) for layout in (MIMO, NEXTN))
 
 
+def check_mtp_files(folder: Path, load_format: str, target: ModelShape) -> None:
+    """ConfigError if the checkpoint has no MTP layers, or they do not fit the target. Reads no weights."""
+    _check_target(folder, shape_of(load_config(folder), RankGroup()), target)
+    with WeightReader(folder, load_format) as reader:
+        _layout_of(folder, list(reader.names()))
+
+
 def load_mtp_layers(folder: Path, load_format: str, shared: TargetMatrices) -> "MtpLayers":
     """Load all MTP layers in `folder`, not sharded. ConfigError if there are none, or if they do not fit the target."""
     config = load_config(folder)
@@ -83,18 +91,24 @@ def load_mtp_layers(folder: Path, load_format: str, shared: TargetMatrices) -> "
         moe_runner_backend=shared.moe_runner_backend,
     )
     try:
-        found = [(layout, numbers) for layout in (MIMO, NEXTN) if (numbers := layout.numbers(loader.names()))]
-        if len(found) != 1:
-            raise ConfigError(
-                f"{folder} holds no MTP layers: expected tensors {MIMO.layers}.{MIMO.project}.weight or "
-                f"{NEXTN.layers}.{NEXTN.project}.weight; set speculative.draft_model_path to a checkpoint that has "
-                "them, or choose another speculative.algorithm"
-            )
-        layers = MtpLayers(config, loader, shared, *found[0])
-        _check_rest(loader, *found[0])
+        layout, numbers = _layout_of(folder, loader.names())
+        layers = MtpLayers(config, loader, shared, layout, numbers)
+        _check_rest(loader, layout, numbers)
         return layers
     finally:
         loader.close()
+
+
+def _layout_of(folder: Path, names: list[str]) -> tuple[Layout, list[int]]:
+    """The layout of the MTP layers among a checkpoint's tensors, and the layers' numbers."""
+    found = [(layout, numbers) for layout in (MIMO, NEXTN) if (numbers := layout.numbers(names))]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{folder} holds no MTP layers: expected tensors {MIMO.layers}.{MIMO.project}.weight or "
+            f"{NEXTN.layers}.{NEXTN.project}.weight; set speculative.draft_model_path to a checkpoint that has "
+            "them, or choose another speculative.algorithm"
+        )
+    return found[0]
 
 
 class MtpLayers:

@@ -72,6 +72,13 @@ def context_length(config: PretrainedConfig, wanted: int | None) -> int:
     return wanted or longest
 
 
+def check_ranks(config: PretrainedConfig, tp_size: int) -> None:
+    """ConfigError if a model has fewer KV heads than there are ranks."""
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if tp_size > num_kv_heads:
+        raise ConfigError(f"tp_size={tp_size} is more than the model's {num_kv_heads} KV heads; lower tp_size")
+
+
 def resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
     """The type to compute in. auto: the checkpoint's, or bfloat16 for a float32 checkpoint if the hardware has it."""
     if name != "auto":
@@ -86,9 +93,7 @@ def resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> 
 def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: torch.device, progress: bool) -> CausalLM:
     """The model with this rank's part of the weights."""
     model_config = load_config(folder)
-    num_kv_heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
-    if group.size > num_kv_heads:
-        raise ConfigError(f"tp_size={group.size} is more than the model's {num_kv_heads} KV heads; lower tp_size")
+    check_ranks(model_config, group.size)
     dtype = resolve_dtype(config.dtype, model_config, device)
     check_quantization(config.quantization, device, dtype)
     loader = Loader(

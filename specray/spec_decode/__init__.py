@@ -15,7 +15,7 @@ from specray.spec_decode.ngram_rules import NGRAM_OPTIONS, check_ngram, check_ov
 from specray.spec_decode.tree_shape import check_tree, check_tree_drafter
 
 if TYPE_CHECKING:
-    from specray.spec_decode.drafter import Drafter, TargetView
+    from specray.spec_decode.drafter import Drafter, TargetFiles, TargetView
 
 
 class Method(NamedTuple):
@@ -24,6 +24,7 @@ class Method(NamedTuple):
     make: Callable[[SpeculativeConfig, "TargetView"], "Drafter"]
     options: frozenset[str]
     check: Callable[[SpeculativeConfig], None] = lambda config: None  # noqa: ARG005  # checks that need no model
+    check_files: Callable[[SpeculativeConfig, "TargetFiles"], None] = lambda config, target: None  # noqa: ARG005
 
 
 _ALL = frozenset(
@@ -85,6 +86,30 @@ def _parallel(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
     return make_parallel(config, target)
 
 
+def _check_eagle3(config: SpeculativeConfig, target: "TargetFiles") -> None:
+    from specray.models.eagle_loading import check_head_files
+
+    check_head_files(config, target.shape, version=3)
+
+
+def _check_eagle_or_mtp(config: SpeculativeConfig, target: "TargetFiles") -> None:
+    from specray.spec_decode.mtp import check_eagle_or_mtp
+
+    check_eagle_or_mtp(config, target)
+
+
+def _check_mtp(config: SpeculativeConfig, target: "TargetFiles") -> None:
+    from specray.spec_decode.mtp import check_mtp
+
+    check_mtp(config, target)
+
+
+def _check_standalone(config: SpeculativeConfig, target: "TargetFiles") -> None:
+    from specray.spec_decode.draft_model import check_draft_model_files
+
+    check_draft_model_files(config, target)
+
+
 def _ngram(config: SpeculativeConfig, _target: "TargetView") -> "Drafter":
     from specray.spec_decode.ngram import NgramDrafter
 
@@ -99,12 +124,12 @@ def _custom(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
 
 
 DRAFTERS: dict[str, Method] = {
-    "EAGLE3": Method(_eagle3, _HEAD | _TREE | {"token_map"}, check_tree_drafter),
-    "EAGLE": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree),
-    "NEXTN": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree),
-    "MTP": Method(_mtp, _HEAD | _TREE | {"token_map"}, check_tree),
-    "PARALLEL": Method(_parallel, _HEAD | _TREE, check_tree_drafter),
-    "STANDALONE": Method(_standalone, _HEAD | _TREE | {"token_map"}, check_tree_drafter),
+    "EAGLE3": Method(_eagle3, _HEAD | _TREE | {"token_map"}, check_tree_drafter, _check_eagle3),
+    "EAGLE": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree, _check_eagle_or_mtp),
+    "NEXTN": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree, _check_eagle_or_mtp),
+    "MTP": Method(_mtp, _HEAD | _TREE | {"token_map"}, check_tree, _check_mtp),
+    "PARALLEL": Method(_parallel, _HEAD | _TREE, check_tree_drafter, _check_eagle3),
+    "STANDALONE": Method(_standalone, _HEAD | _TREE | {"token_map"}, check_tree_drafter, _check_standalone),
     "NGRAM": Method(_ngram, NGRAM_OPTIONS | {"num_draft_tokens"}, check_ngram),
 }
 

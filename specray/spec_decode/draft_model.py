@@ -29,12 +29,13 @@ from specray.models.fused import tree_network
 from specray.models.registry import context_length, load_config, load_model
 from specray.models.target_matrices import TargetMatrices
 from specray.models.tokenizer import load_tokenizer
+from specray.models.weights import WeightReader
 from specray.ops.attention import Attend, AttentionBatch, make_pool
 from specray.ops.backends import make_backend
 from specray.ops.cpu.trees import TreeNetwork
 from specray.spec_decode.draft_setup import draft_dtype, draft_quantization, scratch_slots
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
+from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetFiles, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.request_table import RaggedIndex
 from specray.spec_decode.tree_edits import replace_trees
@@ -257,7 +258,14 @@ def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftMode
     return DraftModel(model, matrices.head(ids), num_tokens, ids, dtype)
 
 
-def num_common_tokens(folder: Path, vocab_size: int, target: TargetView) -> int:
+def check_draft_model_files(config: SpeculativeConfig, target: TargetFiles) -> None:
+    """ConfigError if `speculative.draft_model_path` is no supported model, or its tokens are not the target's."""
+    folder = resolve_draft(config, progress=False)
+    num_common_tokens(folder, load_config(folder).vocab_size, target)
+    WeightReader(folder, config.draft_load_format).close()
+
+
+def num_common_tokens(folder: Path, vocab_size: int, target: TargetView | TargetFiles) -> int:
     """Number of ids, from 0 on, that the draft model in `folder` can propose, without padding.
 
     ConfigError unless the two tokenizers have the same tokens.

@@ -92,6 +92,16 @@ class TargetView:
     moe_runner_backend: str = "auto"  # the drafter's
 
 
+@dataclass(frozen=True, slots=True)
+class TargetFiles:
+    """What is known of a target before its weights are loaded."""
+
+    folder: Path
+    load_format: str
+    shape: ModelShape
+    eos_token_ids: list[int]
+
+
 class DraftFaultError(Exception):
     """A drafter could not draft for this step."""
 

@@ -15,12 +15,12 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.models.files import resolve_token_map
 from specray.models.weights import read_torch_file
-from specray.spec_decode.drafter import TargetView
+from specray.spec_decode.drafter import TargetFiles, TargetView
 
 logger = logging.getLogger(__name__)
 
 
-def configured_token_map(config: SpeculativeConfig, target: TargetView) -> Tensor | None:
+def configured_token_map(config: SpeculativeConfig, target: TargetView | TargetFiles) -> Tensor | None:
     """The ids of `speculative.token_map` and the target's EOS ids; None without a map."""
     if config.token_map is None:
         return None

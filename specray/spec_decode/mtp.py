@@ -16,13 +16,14 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
+from specray.models.eagle_loading import check_head_files
 from specray.models.files import resolve_draft
-from specray.models.mtp import MtpHead, MtpStack, holds_mtp_layers, load_mtp_layers
+from specray.models.mtp import MtpHead, MtpStack, check_mtp_files, holds_mtp_layers, load_mtp_layers
 from specray.ops.attention import AttentionBatch, make_pool, make_zeros
 from specray.ops.backends import make_backend
 from specray.spec_decode.draft_setup import scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetView
+from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetFiles, TargetView
 from specray.spec_decode.eagle import EagleDrafter, make_eagle2
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.request_table import RaggedIndex
@@ -45,12 +46,21 @@ def make_eagle_or_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
     """SGLang's EAGLE, also named NEXTN: an EAGLE head or MTP layers, whichever the checkpoint has."""
     if holds_mtp_layers(*_place(config, target)):
         return make_mtp(config, target)
-    if config.draft_model_path is None:
-        raise ConfigError(
-            f"speculative.algorithm={config.algorithm}, but speculative.draft_model_path is null and the target in "
-            f"{target.folder} has no MTP layers of its own; set draft_model_path to a head's folder or hub name"
-        )
+    _require_head(config, target.folder)
     return make_eagle2(config, target)
+
+
+def check_mtp(config: SpeculativeConfig, target: TargetFiles) -> None:
+    check_mtp_files(*_place(config, target), target.shape)
+
+
+def check_eagle_or_mtp(config: SpeculativeConfig, target: TargetFiles) -> None:
+    """See `make_eagle_or_mtp`."""
+    if holds_mtp_layers(*_place(config, target)):
+        check_mtp(config, target)
+        return
+    _require_head(config, target.folder)
+    check_head_files(config, target.shape, version=2)
 
 
 def stack_shape(config: SpeculativeConfig, architecture: str, num_layers: int) -> TreeShape:
@@ -147,7 +157,15 @@ class StackDrafter:
         return outputs.masked_fill(~torch.from_numpy(known).to(outputs.device)[:, :, None], 0.0)
 
 
-def _place(config: SpeculativeConfig, target: TargetView) -> tuple[Path, str]:
+def _require_head(config: SpeculativeConfig, target_folder: Path) -> None:
+    if config.draft_model_path is None:
+        raise ConfigError(
+            f"speculative.algorithm={config.algorithm}, but speculative.draft_model_path is null and the target in "
+            f"{target_folder} has no MTP layers of its own; set draft_model_path to a head's folder or hub name"
+        )
+
+
+def _place(config: SpeculativeConfig, target: TargetView | TargetFiles) -> tuple[Path, str]:
     """(folder, load format) of the drafting layers."""
     if config.draft_model_path is None:
         return target.folder, target.load_format

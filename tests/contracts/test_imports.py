@@ -19,6 +19,7 @@ LEAVES = {
     "sampling_params",
     "outputs",
     "draft_trace",
+    "private_folders",
     "errors",
     "grammar",
     "metrics",
@@ -26,6 +27,7 @@ LEAVES = {
     "step_wire",
     "tables",
     "unsupported_options",
+    "yaml_file",
 }
 LAYERS = [
     "leaves",
@@ -45,7 +47,7 @@ CLUSTER = {
     "routing": {"shared", "liveness"},
     "api": {"shared", "routing"},
     "app": {"shared", "engine", "api"},
-    "cli": {"shared", "engine", "app"},
+    "cli": {"shared", "engine", "api", "app"},
 }
 ALLOWED_IMPORTS = {("worker", "specray.engine.executor")}  # the protocol that an executor implements, and its values
 

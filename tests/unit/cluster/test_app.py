@@ -1,5 +1,6 @@
 """The application's deployments and configuration, without a cluster: bundles, limits, names, invalid options."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from cluster.engine.executor import rank_environment
 from cluster.engine.placement import bundles, draft_resources, rank_resources
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
+from tests.support.heads import write_random_head
+from tests.support.toy import write_toy
 
 
 def test_the_router_shares_bundle_0_with_rank_0() -> None:
@@ -68,6 +71,22 @@ def test_ranks_divide_the_compute_threads(monkeypatch: pytest.MonkeyPatch) -> No
 def test_invalid_arguments_are_rejected(args: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         AppConfig.model_validate(args)
+
+
+def test_files_that_do_not_fit_are_rejected_at_build(tmp_path: Path) -> None:
+    """Serve would report an error of a replica only after three tries."""
+    head = write_random_head(tmp_path / "head", write_toy(tmp_path), 3)
+    options = {"model": str(tmp_path), "speculative": {"algorithm": "EAGLE", "draft_model_path": str(head)}}
+    with pytest.raises(ConfigError, match="holds an EAGLE-3 head"):
+        build(AppConfig.model_validate(options))
+    elsewhere = AppConfig.model_validate(options | {"model": "/only/on/other/machines"})
+    assert build(elsewhere)._bound_deployment.name == "OpenAIIngress"
+
+
+@pytest.mark.parametrize("access_log", [False, True])
+def test_the_access_log_is_an_option(access_log: bool) -> None:
+    deployment = build(AppConfig.model_validate({"server": {"access_log": access_log}}))._bound_deployment
+    assert deployment._deployment_config.logging_config["enable_access_log"] is access_log
 
 
 def test_an_unknown_drafter_is_rejected_at_build() -> None:

@@ -1,8 +1,10 @@
 """Overload and client disconnects, over real sockets and scripted ranks."""
 
 import asyncio
+import json
 import os
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -62,6 +64,22 @@ def test_clients_that_disconnect_at_any_byte_leak_nothing(serve: Serve, stream: 
             assert kinds[True, None] > 50, "cut before the status line"
             assert kinds[True, 200] > 5, kinds
             assert (await exchange(url, short)).is_whole
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_does_not_arrive_gets_an_error_and_frees_its_connection(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(server={"body_timeout_s": 0.3}) as server, listening(server) as url:
+            head, _, body = request_bytes(f"{url}/v1/completions", BODY).partition(b"\r\n\r\n")
+            head = head.replace(b"Connection: close", b"Connection: keep-alive")
+            chunked = re.sub(rb"Content-Length: \d+", b"Transfer-Encoding: chunked", head)
+            parts = (head, b""), (head, body[:-1]), (chunked, b""), (chunked, b"5\r\nab")
+            replies = [exchange(url, start + b"\r\n\r\n" + rest, timeout_s=5.0) for start, rest in parts]
+            for reply in await asyncio.gather(*replies):
+                assert (reply.status, reply.is_whole, reply.error) == (408, True, "")
+                assert json.loads(reply.body)["error"]["code"] == "body_timeout"
+                assert 0.3 <= reply.seconds < 3.0
 
     asyncio.run(scenario())
 

@@ -367,6 +367,7 @@ def test_server_info_reports_options_and_state(serve: Serve) -> None:
             assert (info["page_size"], info["speculative_algorithm"], info["max_total_num_tokens"]) == (8, None, 512)
             model = (await server.http.get("/get_model_info")).json()
             assert (model["model_path"], model["is_generation"]) == ("toy", True)
+            assert not info["server"].keys() & {"api_key_file", "admin_key_file"}
 
     asyncio.run(scenario())
 
@@ -376,5 +377,7 @@ def test_the_schema_is_published(serve: Serve) -> None:
         async with serve() as server:
             schema = (await server.http.get("/openapi.json")).json()
             assert {"/v1/chat/completions", "/v1/completions", "/generate", "/health"} <= set(schema["paths"])
+            for path in ("/docs", "/redoc"):  # these pages would load scripts from elsewhere
+                assert (await server.http.get(path)).status_code == 404
 
     asyncio.run(scenario())

@@ -1,9 +1,6 @@
 """`specray serve` before it starts Ray: configuration from a file and flags, errors, and the environment."""
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,7 @@ import yaml
 from cluster.cli import serve
 from cluster.cli.check import check_file
 from cluster.cli.launcher import error_line
-from cluster.cli.serve import PID_FILE, RAY_OPTIONS, exposure, main, ray_environment, remove_leftovers
+from cluster.cli.serve import RAY_OPTIONS, exposure, main, ray_environment
 from cluster.config import AppConfig
 from specray.cli.local_server import free_port
 
@@ -92,6 +89,7 @@ def test_a_file_without_a_host_is_served_on_loopback(capsys: pytest.CaptureFixtu
         (["--speculative-algorithm", "NGRM"], "speculative.algorithm='NGRM' is not known; choose one of"),
         (["--speculative-num-step", "3"], "--speculative-num-step: unknown flag; did you mean --speculative-"),
         (["--speculative-num-steps=3"], "has no effect while speculative.algorithm is null"),
+        (["--prot", "9000"], "--prot: unknown flag; did you mean --port?"),
         (["missing.yaml"], "missing.yaml"),
         (["--model", "./missing", "--port", "0"], "model='./missing' looks like a local path, but nothing is there"),
         (["--port", "70000"], "cannot listen on 127.0.0.1:70000"),
@@ -105,6 +103,65 @@ def test_errors_are_one_line_and_exit_status_2(
     captured = capsys.readouterr()
     assert message in captured.err
     assert (captured.err.count("\n"), captured.out) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [1",
+        "\tx: 1",
+        "[" * 5000,
+        "x: 2020-99-99",
+        "just words",
+        "http_options: 5\napplications: []",
+        "applications: 7",
+        "applications: [7]",
+        "applications: [{import_path: 'cluster.app:build', args: 5}]",
+        "applications: [{import_path: 'a:b', name: x, route_prefix: /x}, {import_path: 'a:b', name: y}]",
+        "\x01",
+    ],
+)
+def test_errors_about_a_file_name_it(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "_become_launcher", start_nothing)
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    assert main([str(file), "--tp-size", "1"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {file}")
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [
+        ("alice " + "k" * 16, 0o644, "accessible to other users"),
+        ("alice short", 0o600, "the key of alice has 5 characters"),
+        ("alice " + "k" * 16 + "\nbob " + "k" * 16, 0o600, "has a key twice"),
+        ("", 0o600, "has no keys"),
+        (None, 0o600, "cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("option", ["api-key-file", "admin-key-file"])
+def test_key_files_are_checked_before_ray_starts(
+    option: str,
+    content: str | None,
+    mode: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(serve, "_become_launcher", start_nothing)
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_text(content)
+        file.chmod(mode)
+    assert main([f"--server-{option}={file}", "--port", str(free_port())]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert f"server.{option.replace('-', '_')}={file}" in error
 
 
 def test_a_port_in_use_is_an_error_before_ray_starts(
@@ -188,14 +245,3 @@ def test_the_reason_of_a_failed_start_is_the_last_line_of_the_traceback() -> Non
 
 def start_nothing(*_: object) -> None:
     raise AssertionError("this would have started a server")
-
-
-def test_only_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    for name, pid in {"killed": ended.stdout.decode().strip(), "running": str(os.getpid()), "broken": "?"}.items():
-        (tmp_path / f"specray-{name}").mkdir()
-        (tmp_path / f"specray-{name}" / PID_FILE).write_text(pid)
-    (tmp_path / "specray-with-logs").mkdir()
-    (tmp_path / "other").mkdir()
-    remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"specray-running", "specray-with-logs", "other"}

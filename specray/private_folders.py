@@ -1,0 +1,48 @@
+"""Temporary folders of running processes, and removing those of processes that were killed."""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = "specray-"
+OWNER_FILE = "owner"  # in a folder: the process it belongs to
+
+
+def own(folder: Path) -> None:
+    """Mark a folder as this process's. It is removed once the process has ended, by the next one that starts here."""
+    (folder / OWNER_FILE).write_text(f"{_namespace()} {os.getpid()}", encoding="ascii")
+
+
+def disown(folder: Path) -> None:
+    """Keep the folder."""
+    (folder / OWNER_FILE).unlink(missing_ok=True)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove the folders in `parent` whose owners have ended."""
+    for file in parent.glob(f"{PREFIX}*/{OWNER_FILE}"):
+        with suppress(OSError):  # the folder of another user, or one that has just been removed
+            if _has_ended(file.read_text(encoding="ascii", errors="replace")):
+                shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def _has_ended(owner: str) -> bool:
+    namespace, _, pid = owner.rpartition(" ")
+    if namespace != _namespace() or not pid.isdecimal():
+        return False  # a container that shares the folder has process IDs of its own
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:  # it runs, as another user
+        return False
+    return False
+
+
+def _namespace() -> str:
+    """Identifies the process IDs' namespace, where there are several."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "-"

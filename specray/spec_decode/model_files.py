@@ -1,0 +1,39 @@
+"""Checks the files of a target and its drafter against each other, before any weight is loaded.
+
+Only configurations, tokenizers and the headers of weight files are read. Loading checks the same and more; it takes a
+process per rank and, for a large model, minutes.
+"""
+
+from specray.config import EngineConfig
+from specray.layers.parallel import RankGroup
+from specray.models.files import resolve_model
+from specray.models.registry import check_ranks, context_length, load_config, shape_of
+from specray.models.tokenizer import eos_token_ids, load_tokenizer
+from specray.models.weights import WeightReader
+from specray.spec_decode import method_of
+from specray.spec_decode.drafter import TargetFiles
+from specray.spec_decode.fr_spec import configured_token_map
+
+
+def check_model_files(config: EngineConfig, *, progress: bool = False) -> None:
+    """ConfigError if the target's files cannot be used as configured, or the drafter's do not fit the target.
+
+    Fetches or converts the models where necessary.
+    """
+    target = _read_target(config, progress)
+    speculative = config.speculative
+    if speculative.algorithm is None:
+        return
+    method_of(speculative.algorithm).check_files(speculative, target)
+    configured_token_map(speculative, target)
+
+
+def _read_target(config: EngineConfig, progress: bool) -> TargetFiles:
+    folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
+    model_config = load_config(folder)
+    shape = shape_of(model_config, RankGroup())
+    check_ranks(model_config, config.tp_size)
+    context_length(model_config, config.context_length)
+    eos_ids = eos_token_ids(folder, load_tokenizer(folder))
+    WeightReader(folder, config.load_format).close()
+    return TargetFiles(folder, config.load_format, shape, eos_ids)
