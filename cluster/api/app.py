@@ -31,8 +31,9 @@ Json = dict[str, Any]
 
 def create_app(service: Service) -> FastAPI:
     """The application of one ingress replica, with all routes and middleware."""
-    # Without FastAPI's pages of documentation: they load scripts from another server.
-    app = FastAPI(title="SpecRay", openapi_url="/openapi.json", docs_url=None, redoc_url=None)
+    # Without FastAPI's pages of documentation, which load scripts from another server, and its redirects, whose
+    # address comes from the request's Host header.
+    app = FastAPI(title="SpecRay", openapi_url="/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False)
     server = service.config.server
     app.add_middleware(BodyLimit, max_bytes=server.max_body_bytes, timeout_s=server.body_timeout_s)
     app.add_middleware(RequireKey, **_access(server))  # runs before BodyLimit, which reads the body

@@ -272,6 +272,7 @@ class Service:
 
     async def _admit(self) -> Tokenization:
         """Check, before any other work, that a request would be accepted now. Raise SpecRayError or ApiError if not."""
+        await self._router_pool.wait_for_router()
         self._router_pool.check_queues()
         return await self._ready()
 

@@ -98,6 +98,7 @@ class RouterClient:
         self._listeners: dict[str, Listener] = {}
         self._num_refused = 0  # requests refused here since the last renewal
         self._closes_when_idle = False
+        self._stream_ended = False
         self._stream = LocalHeartbeat()  # beats with every item
         self._tasks = Tasks()
 
@@ -115,6 +116,11 @@ class RouterClient:
             return ReplicaState(self.replica_id, self.num_unfinished, is_alive=is_alive, is_draining=is_draining)
         kv_usage, acceptance_length = self._heartbeat.kv_usage, self._heartbeat.acceptance_length
         return ReplicaState(self.replica_id, self.num_unfinished, kv_usage, acceptance_length, is_alive, is_draining)
+
+    @property
+    def is_connecting(self) -> bool:
+        """Whether the router's first item has not arrived yet."""
+        return self.info is None and not self._stream_ended
 
     @property
     def since_token_s(self) -> float:
@@ -241,7 +247,7 @@ class RouterClient:
         finally:
             for part in parts:
                 part.cancel()
-            self.info = None
+            self.info, self._stream_ended = None, True
             listeners, self._listeners = self._listeners, {}
             for listener in set(listeners.values()):
                 listener(RouterLostError("the engine stopped while it worked on this request"))

@@ -27,6 +27,7 @@ from specray.outputs import FinishReason, RequestOutput, RequestUsage, add_histo
 LOST = "the engine stopped while it processed this request, and no other engine took over in time; send it again"
 DIRECTORY_POLL_S = 0.2  # between updates of the list of routers
 RETRY_INTERVAL_S = 1.0
+OPENING_S = 3.0  # that a new request waits for a router that is being connected
 DRAINING = "the server is shutting down and accepts no new requests"
 MAX_FAILOVERS = 8  # per request; one that may itself crash engines must not crash them all
 
@@ -64,10 +65,12 @@ class RouterPool:
         self._tasks = Tasks()
         self.drafter_rollout = DrafterRollout(config.speculative, self._clients, self._tasks)
         self._is_draining = False
+        self._started_at = -inf
         self.failover_s = config.server.failover_s
         self.num_failovers = 0
 
     def start(self) -> None:
+        self._started_at = asyncio.get_running_loop().time()
         self._tasks.spawn(self._follow_directory())
 
     async def close(self) -> None:
@@ -136,6 +139,24 @@ class RouterPool:
         clients = [client for client in self._clients.values() if client.info is not None]
         await _all(client.flush_cache() for client in clients)
         return [client.replica_id for client in clients]
+
+    async def wait_for_router(self) -> None:
+        """Wait, for at most OPENING_S, while no router accepts requests but one is about to.
+
+        When Serve replaces the last router of an older version, the new one is listed and the old one no longer: until
+        the new one is connected, there is none. The same holds for an ingress that has just been started.
+        """
+        now = asyncio.get_running_loop().time
+        until = now() + OPENING_S
+        while now() < until and self._is_opening:
+            await self.wait_for_change(min(until, now() + DIRECTORY_POLL_S))
+
+    @property
+    def _is_opening(self) -> bool:
+        if any(client.state.is_open for client in self._clients.values()):
+            return False
+        is_new = asyncio.get_running_loop().time() < self._started_at + OPENING_S
+        return is_new or any(client.is_connecting for client in self._clients.values())
 
     def check_queues(self) -> None:
         """Raise RequestRefusedError if the last heartbeat of every router reported a full queue.

@@ -9,6 +9,7 @@ from specray.errors import ConfigError
 
 # Kinds whose frequencies do not depend on the length of the request.
 _KINDS = ("default", "linear", "llama3", "yarn")
+MAX_THETA = 1e30
 
 
 class RotaryEmbedding:
@@ -41,8 +42,14 @@ def _frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float
     kind = rope.get("rope_type", "default")
     if kind not in _KINDS:
         raise ConfigError(f"the checkpoint uses rope_type={kind!r}; supported are {', '.join(_KINDS)}")
+    theta = rope.get("rope_theta", 10000.0)
+    if not isinstance(theta, int | float) or not 0.0 < theta < MAX_THETA:
+        raise ConfigError(f"the checkpoint's rope_theta={theta!r} must be a number above 0; correct config.json")
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return 1.0 / rope.get("rope_theta", 10000.0) ** exponents, 1.0
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return frequencies.float(), float(scale)
+        return 1.0 / theta**exponents, 1.0
+    try:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        return frequencies.float(), float(scale)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"the checkpoint's parameters of rope_type={kind} cannot be used: {error!r}") from error

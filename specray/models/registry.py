@@ -32,6 +32,18 @@ MODELS: dict[str, type[CausalLM]] = {
     "DeepseekV2ForCausalLM": Deepseek,
     "DeepseekV3ForCausalLM": Deepseek,
 }
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+)
+MAX_SIZE = 2**31 - 1
 # Model types whose config.json transformers reads only with code from the checkpoint, which is never run. Their fields
 # are those of a class in transformers.
 _CONFIG_CLASSES = {"mimo": Qwen2Config}
@@ -45,6 +57,7 @@ def load_config(folder: Path) -> PretrainedConfig:
         raise ConfigError(
             f"{folder}: architectures={names} is not supported; choose a model of one of {', '.join(MODELS)}"
         )
+    _check_numbers(folder, config)
     for option in ("mlp_bias", "attention_out_bias"):
         if getattr(config, option, False):
             raise ConfigError(f"{folder}: config.json sets {option}, which is not supported; choose another model")
@@ -122,16 +135,39 @@ def _read_config(folder: Path) -> PretrainedConfig:
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         known = _CONFIG_CLASSES.get(content.get("model_type"))
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         known = None  # transformers raises an error that describes the problem
-    if known is not None:
-        return known.from_dict(content)
-    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        if known is not None:
+            return known.from_dict(content)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its own code stumbles over
+        raise ConfigError(
+            f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}; fetch it again"
+        ) from error
     return config
 
 
+def _check_numbers(folder: Path, config: PretrainedConfig) -> None:
+    """ConfigError unless sizes are positive integers and the norms' epsilon is a positive number."""
+    for name in _SIZES:
+        value = getattr(config, name, None)
+        if value is not None and (type(value) is not int or not 1 <= value <= MAX_SIZE):
+            raise ConfigError(f"{folder / 'config.json'}: {name}={value!r} must be a whole number from 1; correct it")
+    eps = getattr(config, "rms_norm_eps", 1e-6)
+    if not isinstance(eps, int | float) or not 0.0 < eps < 1.0:
+        raise ConfigError(f"{folder / 'config.json'}: rms_norm_eps={eps!r} must be between 0 and 1; correct it")
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if kv_heads and heads % kv_heads:
+        raise ConfigError(
+            f"{folder / 'config.json'}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; "
+            "correct it"
+        )
+
+
 def _architectures(config: PretrainedConfig) -> list[str]:
-    return list(config.architectures or [])
+    names = config.architectures or []
+    return [str(name) for name in names] if isinstance(names, list) else [str(names)]
 
 
 def _has_bfloat16(device: torch.device) -> bool:

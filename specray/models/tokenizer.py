@@ -30,7 +30,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The folder's tokenizer. Neither fetches anything nor runs code from the folder."""
     try:
         loaded = _load(folder)
-    except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot parse
+    except BaseException as error:
+        # The tokenizers library raises bare Exception for a file it cannot parse. Its panics are no Exception at all.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ConfigError(
             f"no usable tokenizer in {folder}: {error}; a model folder needs tokenizer.json (or tokenizer.model and "
             "the package sentencepiece)"

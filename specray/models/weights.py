@@ -191,11 +191,18 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ConfigError(f"{path} is not a readable index of tensors and files: {error!r}; fetch it again") from error
     for file in sorted(set(weight_map.values())):
         # The index is untrusted: its file names must not point outside the folder.
-        if Path(file).name != file or not (path.parent / file).is_file():
+        if Path(file).name != file or not _is_file(path.parent / file):
             raise ConfigError(
                 f"{path} names the file {file!r}, which is not in {path.parent}; fetch the missing weight files"
             )
     return weight_map
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _open(path: Path, shards: dict[str, _Shard]) -> _Shard:

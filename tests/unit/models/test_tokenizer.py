@@ -225,6 +225,23 @@ def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "fired").exists()
 
 
+def test_a_file_that_makes_the_tokenizers_library_panic_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its panics are exceptions that `except Exception` does not catch, and would end the process."""
+
+    class PanicException(BaseException):  # the library's name
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("range end index 18446744073709551614 out of range")
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", panic)
+    with pytest.raises(ConfigError, match="range end index"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def embedded() -> Path:
     try:

@@ -10,7 +10,9 @@ import pytest
 
 import cluster.engine.router
 import cluster.routing.client
+import cluster.routing.router_pool
 from cluster.messages import Refusal
+from cluster.routing.router_pool import DIRECTORY_POLL_S
 from specray.engine.request import EngineRequest
 from tests.unit.cluster.conftest import TEXT, ReplicaHandle, Serve, Server
 
@@ -221,6 +223,48 @@ def test_a_stopping_engine_finishes_its_requests_and_gets_no_new_ones(serve: Ser
             assert text_of(await request) == repeated(300)
             assert server.router_pool.num_failovers == 0
             await server.until(lambda: not stopping.router._connections._by_id)  # disconnected, so Serve may stop it
+
+    asyncio.run(scenario())
+
+
+def test_a_new_version_of_the_last_engine_is_waited_for(serve: Serve) -> None:
+    """Serve lists the new replica and stops listing the old one at the same time."""
+
+    async def scenario() -> None:
+        async with serve() as server:
+            for _ in range(3):
+                old = server.replicas[-1]
+                new = await server.add_replica()
+                new.freeze()  # its connection takes a moment
+                old.is_stopping = True
+                await asyncio.sleep(1.5 * DIRECTORY_POLL_S)  # the ingress knows of both
+                asyncio.get_running_loop().call_later(0.3, new.thaw)
+                replies = await asyncio.gather(*(server.http.post("/v1/completions", json=BODY) for _ in range(8)))
+                assert [reply.status_code for reply in replies] == [200] * 8
+
+    asyncio.run(scenario())
+
+
+def test_an_ingress_that_has_just_started_refuses_nothing(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(connect=False) as server:
+            server.router_pool.start()
+            assert (await server.http.post("/v1/completions", json=BODY)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_without_any_engine_requests_are_refused_after_a_moment(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.routing.router_pool, "OPENING_S", 0.4)
+
+    async def scenario() -> None:
+        async with serve(connect=False) as server:
+            server.replicas[0].freeze()
+            server.router_pool.start()
+            for _ in range(2):
+                start = time.monotonic()
+                assert (await server.http.post("/v1/completions", json=BODY)).status_code == 503
+                assert time.monotonic() - start < 2.0
 
     asyncio.run(scenario())
 
