@@ -44,6 +44,7 @@ _SIZES = (
     "sliding_window",
 )
 MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 10_000
 # Model types whose config.json transformers reads only with code from the checkpoint, which is never run. Their fields
 # are those of a class in transformers.
 _CONFIG_CLASSES = {"mimo": Qwen2Config}
@@ -136,7 +137,8 @@ def _read_config(folder: Path) -> PretrainedConfig:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         known = _CONFIG_CLASSES.get(content.get("model_type"))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        known = None  # transformers raises an error that describes the problem
+        content, known = None, None  # transformers raises an error that describes the problem
+    _check_layers(folder, content)
     try:
         if known is not None:
             return known.from_dict(content)
@@ -146,6 +148,15 @@ def _read_config(folder: Path) -> PretrainedConfig:
             f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}; fetch it again"
         ) from error
     return config
+
+
+def _check_layers(folder: Path, content: object) -> None:
+    """ConfigError for a number of layers for which transformers would make a list for minutes."""
+    for name, value in content.items() if isinstance(content, dict) else ():
+        if str(name).endswith("_layers") and isinstance(value, int | float) and value > MAX_LAYERS:
+            raise ConfigError(
+                f"{folder / 'config.json'}: {name}={value} is more than {MAX_LAYERS} layers; fetch it again"
+            )
 
 
 def _check_numbers(folder: Path, config: PretrainedConfig) -> None:

@@ -257,13 +257,13 @@ def _problem(request: FuzzRequest, status: int, num_starts: int, body: bytes) ->
     if status >= 400 and any(secret in body for secret in SECRETS if secret not in b"".join(request.parts)):
         return "a leak"
     if status >= 400 and request.method != "HEAD" and not _is_error_object(body):
-        return "an error without OpenAI's shape"
+        return "an error without OpenAI's or Anthropic's shape"
     return None
 
 
 def _is_error_object(body: bytes) -> bool:
     try:
-        return set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+        return set(json.loads(body)["error"]) in ({"message", "type", "param", "code"}, {"message", "type"})
     except (ValueError, KeyError, TypeError):
         return False
 

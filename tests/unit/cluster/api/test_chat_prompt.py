@@ -43,7 +43,7 @@ def rendered(template: str, parser: ToolCallParserName | None = None, **fields: 
     """The prompt of a request, as text."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    tokenization = Tokenization(tokenizer)
+    tokenization = Tokenization(tokenizer, 2**20)
     body = ChatRequest.model_validate({"messages": CONVERSATION, **fields})
     return tokenization.decode(prepare_chat(body, tokenization, ServerConfig(tool_call_parser=parser)).token_ids)
 
@@ -110,7 +110,7 @@ def smollm2() -> PreTrainedTokenizerFast:
 
 
 def test_smollm2_is_shown_tools_by_its_own_template(smollm2: PreTrainedTokenizerFast) -> None:
-    tokenization = Tokenization(smollm2)
+    tokenization = Tokenization(smollm2, 8192)
     body = ChatRequest.model_validate({"messages": CONVERSATION, "tools": TOOLS})
     ids = prepare_chat(body, tokenization, ServerConfig()).token_ids
     turns = tokenization.decode(ids).split("<|im_start|>")[1:]
@@ -144,7 +144,7 @@ HOSTILE_FIELDS: list[dict[str, Any]] = [
 def test_texts_of_tools_cannot_write_special_tokens(
     smollm2: PreTrainedTokenizerFast, fields: dict[str, Any], shows_tools: bool
 ) -> None:
-    tokenization = Tokenization(smollm2)
+    tokenization = Tokenization(smollm2, 8192)
     own, special = smollm2.chat_template, smollm2.convert_tokens_to_ids("<|im_end|>")
     plain = json.loads(json.dumps(fields).replace("<|", "").replace("|>", ""))
     if shows_tools:
@@ -170,6 +170,6 @@ def test_a_key_of_a_schema_may_not_be_a_special_token(smollm2: PreTrainedTokeniz
     smollm2.chat_template = QWEN
     try:
         with pytest.raises(InvalidRequestError, match="special token"):
-            prepare_chat(body, Tokenization(smollm2), ServerConfig())
+            prepare_chat(body, Tokenization(smollm2, 8192), ServerConfig())
     finally:
         smollm2.chat_template = own
