@@ -31,8 +31,8 @@ from cluster.api.responses.protocol import InputTokensRequest, ResponsesRequest
 from cluster.api.responses.replies import ResponsesReply
 from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
-from cluster.api.tokenization import Tokenization, TokenTexts
 from cluster.api.text_pool import TextPool
+from cluster.api.tokenization import Tokenization, TokenTexts
 from cluster.config import AppConfig
 from cluster.messages import RouterInfo
 from cluster.routing.client import NOT_READY
