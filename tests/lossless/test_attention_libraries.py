@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 
 from specray.config import SpeculativeConfig
 from specray.ops import backends
-from specray.ops.attention import AttentionBatch
 from specray.ops.gpu.attention import TritonAttend
 from specray.sampling_params import SamplingParams
 from tests.support import attention_libraries
@@ -39,9 +38,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["causal" if options["causal"] else "masked"] += 1
         plan(self, *args, **options)
 
-    def plan_triton(self: TritonAttend, backend: Any, batch: AttentionBatch) -> None:
+    def plan_triton(self: TritonAttend, *args: Any, **options: Any) -> None:
         counts["triton"] += 1
-        start(self, backend, batch)
+        start(self, *args, **options)
 
     def attend_with_fa(*args: Any, **options: Any) -> Any:
         counts["fa"] += 1

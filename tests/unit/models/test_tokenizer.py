@@ -138,7 +138,7 @@ def test_template_failures_are_invalid_requests(template: str | None) -> None:
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% for m in messages %}{% for i in range(99999) %}{{ m.content }}{% endfor %}{% endfor %}",
-        "{{ ('x' * 9999) * 9999 }}",
+        "{{ ('x' * 9999) * 1999 }}",
     ],
 )
 def test_templates_that_loop_or_write_without_end_are_stopped(template: str) -> None:
