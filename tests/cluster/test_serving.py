@@ -90,7 +90,7 @@ def test_a_trace_of_drafts_crosses_all_processes(app: Any) -> None:
     ("error", "options"),
     [
         (openai.BadRequestError, {"temperature": 101}),
-        (openai.BadRequestError, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        (openai.BadRequestError, {"n": 200}),
         (openai.BadRequestError, {"max_tokens": 100_000}),
         (openai.NotFoundError, {"model": "other"}),
     ],
