@@ -95,7 +95,7 @@ class StepPlan(NamedTuple):
     freed_slots: list[int]
     new_requests: list[NewRequest]
     rows: list[ScheduledRequest]
-    feeds_drafter: bool = True  # False: the drafter is not called after this step
+    runs_drafter: bool = True  # False: the drafter is not called after this step
 
     @property
     def is_empty(self) -> bool:

@@ -28,9 +28,9 @@ def pack(message: StepPlan | StepResult) -> bytes:
 
 def unpack_plan(data: bytes) -> StepPlan:
     """Inverse of `pack` for a plan."""
-    step_id, freed, new_requests, rows, feeds_drafter = msgpack.unpackb(data)
+    step_id, freed, new_requests, rows, runs_drafter = msgpack.unpackb(data)
     entering, scheduled = [new_request(*row) for row in new_requests], [_scheduled_request(*row) for row in rows]
-    return StepPlan(step_id, freed, entering, scheduled, feeds_drafter)
+    return StepPlan(step_id, freed, entering, scheduled, runs_drafter)
 
 
 def unpack_result(data: bytes) -> StepResult:

@@ -9,9 +9,9 @@ accepted and listed in `ignored_fields`.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from cluster.api.errors import short_repr
+from cluster.api.errors import from_validation, short_repr
 from cluster.api.grammar_fields import grammar_of
 from cluster.api.messages import MAX_TOOLS, JoinedText, Message, Tool, ToolChoice, check_tools
 from specray.errors import InvalidRequestError
@@ -297,6 +297,14 @@ class ChatRequest(OpenAIRequest):
     separate_reasoning: bool | None = None  # SGLang's; false leaves the reasoning in the content
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: TemplateVariables | None = None
+
+    @classmethod
+    def translated(cls, fields: dict[str, Any]) -> Self:
+        """A request of another API in this shape. ApiError for what only the whole request shows to be invalid."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise from_validation(error.errors()) from None
 
     @model_validator(mode="after")
     def _tools_fit_together(self) -> Self:

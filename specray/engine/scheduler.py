@@ -88,11 +88,11 @@ class Scheduler:
             new_requests.append(self._new_request(request))
             work.append((request, num_tokens, []))
             budget -= num_tokens
-        shares, feeds_drafter = self._draft_shares(work)
+        shares, runs_drafter = self._draft_shares(work)
         rows = [self._schedule_request(*item, share) for item, share in zip(work, shares, strict=True)]
         freed, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
-        plan = StepPlan(self._num_steps, freed, new_requests, rows, feeds_drafter)
+        plan = StepPlan(self._num_steps, freed, new_requests, rows, runs_drafter)
         if not plan.is_empty:
             self._planned.append([(request, request.num_preemptions) for request, *_ in work])
         return plan
@@ -120,7 +120,7 @@ class Scheduler:
         if token_ids:
             num_drafts = emitted.result.num_draft_tokens
             if request.spec.params.grammar is None:  # its trees are not the drafter's alone
-                self.budget.count(request.acceptance, num_drafts, emitted.result.accepted_nodes)
+                self.budget.record_tree(request.acceptance, num_drafts, emitted.result.accepted_nodes)
             request.count_verify(num_drafts, len(token_ids) - 1)
             request.num_computed_tokens += num_kept - 1
         request.token_ids += token_ids[:num_kept]
@@ -169,7 +169,7 @@ class Scheduler:
         ]
         chosen = self.budget.shares(requests)
         shares = iter(chosen.num_drafts)
-        return [next(shares) if does else 0 for does in samples], chosen.feeds_drafter
+        return [next(shares) if does else 0 for does in samples], chosen.runs_drafter
 
     def _most_drafts(self, request: Request) -> int:
         """The largest tree that may be verified for a request after this step."""

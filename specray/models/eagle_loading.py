@@ -23,7 +23,7 @@ from specray.models.weights import WeightReader
 
 logger = logging.getLogger(__name__)
 
-Third = TypeVar("Third", bound=Eagle3Head)
+Eagle3Layout = TypeVar("Eagle3Layout", bound=Eagle3Head)
 
 ALGORITHMS: dict[Literal[2, 3], str] = {2: "EAGLE", 3: "EAGLE3"}
 
@@ -36,14 +36,14 @@ def load_eagle_head(
     `token_map` int64 [n] restricts an EAGLE-2 head to these ids of the target (FR-Spec).
     """
     if version == 3:
-        return load_third(speculative, shared, Eagle3Head, token_map)
+        return load_eagle3_head(speculative, shared, Eagle3Head, token_map)
     with _opened(speculative, shared, version) as (config, shape, loader, names):
         return Eagle2Head(config, shape, loader, names, shared, token_map)
 
 
-def load_third(
-    speculative: SpeculativeConfig, shared: TargetMatrices, kind: type[Third], token_map: Tensor | None = None
-) -> Third:
+def load_eagle3_head(
+    speculative: SpeculativeConfig, shared: TargetMatrices, kind: type[Eagle3Layout], token_map: Tensor | None = None
+) -> Eagle3Layout:
     """Load a head of EAGLE-3's layout as `kind`. `token_map` is ignored."""
     with _opened(speculative, shared, 3) as (config, shape, loader, names):
         if token_map is not None or speculative.token_map is not None:

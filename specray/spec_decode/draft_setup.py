@@ -1,19 +1,47 @@
 """Parts shared by drafters with a model: data types, the target's matrices, and scratch KV slots."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.models.target_matrices import TargetMatrices
-from specray.ops.attention import torch_dtype
+from specray.ops.attention import AttentionBackend, make_pool, torch_dtype
+from specray.ops.backends import make_backend
 from specray.ops.quantization import check_quantization, quantization_of_choice
 from specray.spec_decode.drafter import TargetView
+
+
+class HeadKV(Protocol):
+    """The sizes of a draft head's KV and attention."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 def scratch_slots(target: TargetView, per_row: int) -> Tensor:
     """int64 [max_rows, per_row]: KV slots behind the target's, for each request of a step."""
     slots = torch.arange(target.max_rows * per_row, device=target.device)
     return target.num_slots + slots.view(target.max_rows, per_row)
+
+
+def head_attention(head: HeadKV, num_slots: int, target: TargetView) -> AttentionBackend:
+    """Attention over a new KV pool of a draft head."""
+    pool = make_pool(head.num_layers, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
+    return make_backend(target.attention_backend, pool, head.num_heads)
 
 
 def draft_dtype(config: SpeculativeConfig, target: TargetView) -> torch.dtype:

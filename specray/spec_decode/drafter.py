@@ -144,7 +144,7 @@ class PaddedDrafter(Protocol):
     def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
         """`propose` for R rows without the host; `is_sampled`: not all requests are greedy.
 
-        Trees may exceed draft limits: whoever takes them cuts them.
+        Trees may exceed draft limits: the caller truncates them.
         """
 
 

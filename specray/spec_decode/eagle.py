@@ -15,9 +15,8 @@ from torch import Tensor
 from specray.config import SpeculativeConfig
 from specray.models.eagle import EagleHead
 from specray.models.eagle_loading import load_eagle_head
-from specray.ops.attention import AttentionBatch, PaddedAttention, PaddedBatch, make_pool
-from specray.ops.backends import make_backend
-from specray.spec_decode.draft_setup import scratch_slots, target_matrices
+from specray.ops.attention import AttentionBatch, PaddedAttention, PaddedBatch
+from specray.spec_decode.draft_setup import head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, PaddedCommit, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
@@ -48,9 +47,7 @@ class EagleDrafter:
         self._shape = shape
         scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
         self._padding_slot = target.num_slots + scratch.numel()  # where padding writes
-        num_slots = self._padding_slot + 1
-        pool = make_pool(head.num_layers, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
-        self._attention = make_backend(target.attention_backend, pool, head.num_heads)
+        self._attention = head_attention(head, self._padding_slot + 1, target)
         last_position = target.context_length - 1
         self._grower = TreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
         self._written = WrittenSlots(target.num_slots)

@@ -19,9 +19,8 @@ from specray.errors import ConfigError
 from specray.models.eagle_loading import check_head_files
 from specray.models.files import resolve_draft
 from specray.models.mtp import MtpHead, MtpStack, check_mtp_files, holds_mtp_layers, load_mtp_layers
-from specray.ops.attention import AttentionBatch, make_pool, make_zeros
-from specray.ops.backends import make_backend
-from specray.spec_decode.draft_setup import scratch_slots, target_matrices
+from specray.ops.attention import AttentionBatch, make_zeros
+from specray.spec_decode.draft_setup import head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetFiles, TargetView
 from specray.spec_decode.eagle import EagleDrafter, make_eagle2
@@ -88,11 +87,10 @@ class StackDrafter:
         self.aux_hidden_state_layers = stack.aux_hidden_state_layers
         self._stack = stack
         scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
-        num_slots, count = target.num_slots + scratch.numel(), stack.num_layers
-        pool = make_pool(count, num_slots, stack.num_kv_heads, stack.head_dim, stack.dtype, target.device)
+        count = stack.num_layers
         self._written = [WrittenSlots(target.num_slots) for _ in range(count)]
         self._outputs = make_zeros((count, target.num_slots, stack.hidden_size), stack.dtype, target.device)
-        self._attention = make_backend(target.attention_backend, pool, stack.num_heads)
+        self._attention = head_attention(stack, target.num_slots + scratch.numel(), target)
         self._grower = TreeGrower(stack, shape, self._attention, scratch, target.context_length - 1, target.device)
 
     @torch.inference_mode()

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.config import SpeculativeConfig
-from specray.models.eagle_loading import load_third
+from specray.models.eagle_loading import load_eagle3_head
 from specray.models.parallel_head import ParallelHead
-from specray.ops.attention import AttentionBatch, make_pool
-from specray.ops.backends import make_backend
-from specray.spec_decode.draft_setup import scratch_slots, target_matrices
+from specray.ops.attention import AttentionBatch
+from specray.spec_decode.draft_setup import head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.eagle_tree import CandidatePool
@@ -30,7 +29,7 @@ from specray.spec_decode.written_slots import WrittenSlots
 
 
 def make_parallel(config: SpeculativeConfig, target: TargetView) -> "ParallelDrafter":
-    head = load_third(config, target_matrices(config, target), ParallelHead)
+    head = load_eagle3_head(config, target_matrices(config, target), ParallelHead)
     return ParallelDrafter(head, TreeShape.of(config, target.architecture), target)
 
 
@@ -46,9 +45,7 @@ class ParallelDrafter:
         self._shape = shape
         self._last_position = target.context_length - 1
         self._scratch = scratch_slots(target, shape.num_steps - 1)  # for the masks' KV, which is discarded
-        num_slots = target.num_slots + self._scratch.numel()
-        pool = make_pool(head.num_layers, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
-        self._attention = make_backend(target.attention_backend, pool, head.num_heads)
+        self._attention = head_attention(head, target.num_slots + self._scratch.numel(), target)
         self._written = WrittenSlots(target.num_slots)
 
     @torch.inference_mode()

@@ -171,7 +171,7 @@ class Worker:
         bucket = self._graphs.bucket(batch) if self._graphs is not None else None
         states = [state.sampling for state in rows.states]
         verifying = bucket if batch.mask is None and can_verify_padded(states, self._sampler) else None
-        computed = self._forward(batch, bucket, plan.feeds_drafter, returns_logits=verifying is None)
+        computed = self._forward(batch, bucket, plan.runs_drafter, returns_logits=verifying is None)
         forwarded = time.perf_counter()
         # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
         prompts = {} if computed.hidden is None else compute_prompt_logprobs(self.model, batch, computed.hidden)
@@ -179,7 +179,7 @@ class Worker:
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
         for row, verified_tree in traced_trees(batch, output).items():
             results[row] = results[row]._replace(tree=verified_tree)
-        if plan.feeds_drafter:
+        if plan.runs_drafter:
             replay = None if self._graphs is None or verifying is None else self._graphs.draft(batch, verifying)
             self._context = self._draft_context(plan, batch, output, computed, replay)
         verified = time.perf_counter()
@@ -202,11 +202,11 @@ class Worker:
         return StepBatch(rows, tree, num_nodes, mask)
 
     def _forward(
-        self, batch: StepBatch, bucket: Bucket | None, feeds_drafter: bool, returns_logits: bool
+        self, batch: StepBatch, bucket: Bucket | None, runs_drafter: bool, returns_logits: bool
     ) -> ForwardOutput:
         if self._graphs is not None and bucket is not None:
             return self._graphs.forward(batch, bucket, returns_logits)
-        layers = self.drafts.aux_hidden_state_layers if feeds_drafter else ()
+        layers = self.drafts.aux_hidden_state_layers if runs_drafter else ()
         return self._runner.forward(build_batch(self._table, batch), layers)
 
     def _verify(self, batch: StepBatch, bucket: Bucket | None, computed: ForwardOutput) -> StepOutput:

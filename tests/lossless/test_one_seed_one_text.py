@@ -51,7 +51,7 @@ class RandomBudget(StaticBudget):
         counts = [self._random.choice((0, 1, 2, request.most)) for request in requests]
         return Shares(
             [min(count, request.most) for count, request in zip(counts, requests, strict=True)],
-            feeds_drafter=self._random.random() < 0.8,
+            runs_drafter=self._random.random() < 0.8,
         )
 
 

@@ -4,9 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cluster.api.errors import from_validation
 from cluster.api.messages import MAX_TOOLS, CallId, FunctionName
 from cluster.api.protocol import MAX_MESSAGES, Body, ChatRequest, ModelName, ReasoningEffort, Stop
 from specray.errors import InvalidRequestError
@@ -159,11 +158,8 @@ class CountTokensRequest(Body):
         return super().ignored_fields + (["thinking.budget_tokens"] if has_budget else [])
 
     def for_chat(self) -> ChatRequest:
-        """The same request in OpenAI's shape. ApiError for what only the whole request shows to be invalid."""
-        try:
-            return ChatRequest.model_validate(self._chat_fields())
-        except ValidationError as error:
-            raise from_validation(error.errors()) from None
+        """The same request in OpenAI's shape. Raises ApiError."""
+        return ChatRequest.translated(self._chat_fields())
 
     def _chat_fields(self) -> Json:
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []

@@ -2,9 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cluster.api.errors import from_validation
 from cluster.api.messages import MAX_TOOLS, FunctionName
 from cluster.api.protocol import Body, ChatRequest, ModelName, ReasoningEffort, RequestName, RequestOptions, Sampling
 from cluster.api.responses.items import Input, chat_messages
@@ -103,11 +102,8 @@ class InputTokensRequest(Sampling, RequestOptions):
         return names + (["reasoning.summary"] if summarizes else [])
 
     def for_chat(self) -> ChatRequest:
-        """The same request for chat completions. ApiError for what only the whole request shows to be invalid."""
-        try:
-            return ChatRequest.model_validate(self._chat_fields())
-        except ValidationError as error:
-            raise from_validation(error.errors()) from None
+        """The same request for chat completions. Raises ApiError."""
+        return ChatRequest.translated(self._chat_fields())
 
     def _chat_fields(self) -> Json:
         own = {name: getattr(self, name) for name in {**Sampling.model_fields, **RequestOptions.model_fields}}

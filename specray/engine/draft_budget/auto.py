@@ -10,14 +10,15 @@ from enum import Enum
 from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAcceptance
 from specray.engine.draft_budget.allocation import allocate
 from specray.engine.draft_budget.budget import Drafting, Shares
-from specray.engine.draft_budget.costs import StepCosts, StepShape
+from specray.engine.draft_budget.costs import StepCosts, StepShape, size_class
+from specray.engine.draft_budget.static import equal_shares
 
 NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
 FIRST_TRIAL_STEP, STEPS_BETWEEN_TRIALS = 24, 384  # at first the steps between two trials double from trial to trial
 TRIAL_STEPS = 4  # the first shows little: its trees were drafted under the limits of the step before
-UNFED_AFTER = 16  # steps without drafts until the drafter is no longer called
+DRAFTER_OFF_AFTER = 16  # steps without drafts until the drafter is no longer called
 MOST_STEP_DRAFTS = 1024  # without a configured limit
-GAIN_OF_CHANGE = 1.01  # decoding without drafts must not lose to noise
+DRAFTING_MARGIN = 1.01  # a step with drafts counts as this much slower, so that noise decides for plain decoding
 
 
 class Trial(Enum):
@@ -51,25 +52,25 @@ class AutoBudget:
         if not requests:
             return Shares([])
         if self._nodes.num_trees < NUM_FIRST_TREES:
-            return Shares(self._limited([request.most for request in requests]))
+            return Shares(equal_shares([request.most for request in requests], self._most))
         num_drafts = self._best(requests)
         self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
         self._advance_trial(len(requests), any(num_drafts))
         if self._trial is Trial.NO_DRAFTS:
-            return Shares([0] * len(requests), feeds_drafter=False)
+            return Shares([0] * len(requests), runs_drafter=False)
         if self._trial is not None:
             quarters = 5 if self._trial is Trial.MORE_DRAFTS else 8
             wider = [count * quarters // 4 + 1 for count in num_drafts]
             wanted = [min(request.most, count) for request, count in zip(requests, wider, strict=True)]
-            return Shares(self._limited(wanted))
-        return Shares(num_drafts, feeds_drafter=self._num_without_drafts <= UNFED_AFTER)
+            return Shares(equal_shares(wanted, self._most))
+        return Shares(num_drafts, runs_drafter=self._num_without_drafts <= DRAFTER_OFF_AFTER)
 
-    def count(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
+    def record_tree(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
         if num_drafts:
             request.add(len(accepted_nodes), sum(self._nodes.gains(num_drafts)))
             self._nodes.observe(num_drafts, accepted_nodes)
 
-    def time(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
+    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
         self._costs.observe(shape, target_seconds, rest_seconds)
         self._num_timed += 1
         if self._num_timed % 1024 == 0:
@@ -81,21 +82,16 @@ class AutoBudget:
 
         def step_seconds(num_drafts: int, most_drafts: int) -> float:
             seconds = self._costs.seconds(StepShape(len(requests), num_drafts, most_drafts))
-            return seconds * GAIN_OF_CHANGE if num_drafts else seconds
+            return seconds * DRAFTING_MARGIN if num_drafts else seconds
 
         return allocate(gains, step_seconds, self._most).num_drafts
-
-    def _limited(self, num_drafts: list[int]) -> list[int]:
-        """At most `_most` drafts in all, in equal shares."""
-        share, num_more = divmod(self._most, len(num_drafts))
-        return [min(count, share + (place < num_more)) for place, count in enumerate(num_drafts)]
 
     def _advance_trial(self, num_requests: int, drafts: bool) -> None:
         """Go on with a trial, or start one when it is time; nothing but the best choice otherwise."""
         self._trial_steps_left -= 1
         if self._trial_steps_left > 0:
             return
-        schedule = self._schedules.setdefault(StepShape(num_requests, 0, 0).size_class, TrialSchedule())
+        schedule = self._schedules.setdefault(size_class(num_requests), TrialSchedule())
         self._trial = schedule.next(drafts=drafts)
         self._trial_steps_left = 0 if self._trial is None else TRIAL_STEPS
 

@@ -18,7 +18,7 @@ class Shares(NamedTuple):
     """What a step may draft."""
 
     num_drafts: list[int]  # for each request
-    feeds_drafter: bool = True  # False: the drafter is not called after the step
+    runs_drafter: bool = True  # False: the drafter is not called after the step
 
 
 class DraftBudget(Protocol):
@@ -27,10 +27,10 @@ class DraftBudget(Protocol):
     def shares(self, requests: Sequence[Drafting]) -> Shares:
         """Draft tokens for each of the requests that sample in the next step, oldest first."""
 
-    def count(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
+    def record_tree(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
         """Learn from one verified tree; its nodes are counted from 1, because the root is 0."""
 
-    def time(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
+    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
         """Learn from a step of which each request computed one known token and its drafts.
 
         `target_seconds` are those of forward and verification, `rest_seconds` all others since the step before.

@@ -24,10 +24,10 @@ class StepShape(NamedTuple):
     def num_tokens(self) -> int:
         return self.num_requests + self.num_drafts
 
-    @property
-    def size_class(self) -> int:
-        """Batches of 1, 2, 3 to 4, 5 to 8, … requests."""
-        return (self.num_requests - 1).bit_length()
+
+def size_class(num_requests: int) -> int:
+    """The class of a batch's size: 1, 2, 3 to 4, 5 to 8, … requests."""
+    return (num_requests - 1).bit_length()
 
 
 class StepCosts:
@@ -40,13 +40,14 @@ class StepCosts:
     def observe(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
         """Learn from a step in which each request computed one known token and its drafts."""
         self._target.observe(shape.num_tokens, target_seconds)
-        self._rest.setdefault(shape.size_class, Curve()).observe(shape.most_drafts, rest_seconds)
+        self._rest.setdefault(size_class(shape.num_requests), Curve()).observe(shape.most_drafts, rest_seconds)
 
     def seconds(self, shape: StepShape) -> float:
         """The expected time of a step of this shape."""
         rest = 0.0
         if self._rest:  # of the nearest size that was measured
-            nearest = min(self._rest, key=lambda size: (abs(size - shape.size_class), size))
+            own = size_class(shape.num_requests)
+            nearest = min(self._rest, key=lambda size: (abs(size - own), size))
             rest = self._rest[nearest].at(shape.most_drafts)
         return (self._target.at(shape.num_tokens) + rest) or 1.0
 

@@ -14,14 +14,17 @@ class StaticBudget:
         self._most = max_step_draft_tokens
 
     def shares(self, requests: Sequence[Drafting]) -> Shares:
-        """The oldest requests get the remainder of the division."""
-        if self._most is None:
-            return Shares([request.most for request in requests])
-        share, num_more = divmod(self._most, max(1, len(requests)))
-        return Shares([min(request.most, share + (place < num_more)) for place, request in enumerate(requests)])
+        wanted = [request.most for request in requests]
+        return Shares(wanted if self._most is None else equal_shares(wanted, self._most))
 
-    def count(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
+    def record_tree(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
         """Nothing depends on it."""
 
-    def time(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
+    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
         """Nothing depends on it."""
+
+
+def equal_shares(wanted: Sequence[int], most: int) -> list[int]:
+    """At most `most` drafts in all, in equal shares; the oldest requests get the remainder of the division."""
+    share, num_more = divmod(most, max(1, len(wanted)))
+    return [min(count, share + (place < num_more)) for place, count in enumerate(wanted)]

@@ -1,4 +1,4 @@
-"""Step costs on disk, so that a restarted server knows its machine."""
+"""Step costs on disk, so that a restarted server does not measure them again."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ from specray.engine.executor import Capacity
 
 
 class CostStore:
-    """One file for each machine, model and configuration. A file that cannot be read or written is done without."""
+    """One file for each machine, model and configuration. Files that cannot be read or written are ignored."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

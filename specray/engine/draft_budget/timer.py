@@ -13,7 +13,7 @@ class StepTimer:
 
     def __init__(self) -> None:
         self._since = 0.0
-        self._last: tuple[int, int, bool] | None = None  # of the plan before: requests, most drafts, feeds_drafter
+        self._last: tuple[int, int, bool] | None = None  # of the plan before: requests, most drafts, runs_drafter
 
     def start(self, now: float, *, is_busy: bool) -> None:
         """The engine begins to wait for a step; `is_busy` if the ranks had its plan already."""
@@ -24,14 +24,14 @@ class StepTimer:
         """The result of `plan` has arrived."""
         seconds, self._since = now - self._since, now
         allowed = max((row.draft_limit.num_tokens for row in plan.rows), default=0)
-        kind, before = (len(plan.rows), allowed, plan.feeds_drafter), self._last
+        kind, before = (len(plan.rows), allowed, plan.runs_drafter), self._last
         self._last = kind
         decodes = all(row.num_tokens == 1 for row in plan.rows) and all(row.token_ids for row in result.rows)
         # Drafts of a step are made after the step before, under its limits: both steps have to be alike.
         if not plan.rows or plan.new_requests or not decodes or kind != before:
             return
         drafts = [row.num_draft_tokens for row in result.rows]
-        if plan.feeds_drafter == (allowed == 0):
+        if plan.runs_drafter == (allowed == 0):
             return  # a drafter that reads along without drafting is no lasting state
         target = result.times.forward + result.times.verify
-        budget.time(StepShape(len(drafts), sum(drafts), allowed), target, max(0.0, seconds - target))
+        budget.record_step(StepShape(len(drafts), sum(drafts), allowed), target, max(0.0, seconds - target))

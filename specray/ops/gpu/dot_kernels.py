@@ -1,4 +1,4 @@
-"""The product of two tiles, as all Triton kernels compute it."""
+"""The product of two tiles, and of rows with rows, as all Triton kernels compute them."""
 
 import triton
 import triton.language as tl
@@ -13,3 +13,25 @@ def dot(a, b, sums):
     if _WIDENS:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, sums, input_precision="ieee")
+
+
+@triton.jit
+def products(
+    rows,  # pointers [ROWS, 1] to rows of `ins` numbers
+    columns,  # pointers [COLUMNS, 1], likewise
+    is_row,
+    is_column,
+    ins,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """float32 [ROWS, COLUMNS]: each row times each column, summed in order in steps of INPUTS."""
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, ins, INPUTS):
+        place = start + tl.arange(0, INPUTS)
+        is_place = place < ins
+        a = tl.load(rows + place, mask=is_row[:, None] & is_place, other=0.0)
+        b = tl.load(columns + place, mask=is_column[:, None] & is_place, other=0.0)
+        sums = dot(a, tl.trans(b), sums)
+    return sums

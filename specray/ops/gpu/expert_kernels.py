@@ -7,7 +7,7 @@ inputs in order, in steps of INPUTS, whatever the other rows of its block are.
 import triton
 import triton.language as tl
 
-from specray.ops.gpu.dot_kernels import dot
+from specray.ops.gpu.dot_kernels import products
 
 
 @triton.jit
@@ -33,12 +33,6 @@ def grouped_products(
         is_column = column < outs
         rows = x + (pair // SHARE)[:, None] * ins
         columns = weights + (expert * outs + column)[:, None] * ins
-        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, ins, INPUTS):
-            place = start + tl.arange(0, INPUTS)
-            is_place = place < ins
-            a = tl.load(rows + place, mask=is_pair[:, None] & is_place, other=0.0)
-            b = tl.load(columns + place, mask=is_column[:, None] & is_place, other=0.0)
-            sums = dot(a, tl.trans(b), sums)
+        sums = products(rows, columns, is_pair, is_column, ins, ROWS, COLUMNS, INPUTS)
         places = pair[:, None] * outs + column
         tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column)

@@ -7,7 +7,7 @@ product with a matrix therefore goes through the same instructions in the same o
 import triton
 import triton.language as tl
 
-from specray.ops.gpu.dot_kernels import dot
+from specray.ops.gpu.dot_kernels import products
 
 
 @triton.jit
@@ -32,13 +32,7 @@ def multiply_rows(
         is_row, is_column = row < num_rows, column < outs
         rows = x + row.to(tl.int64)[:, None] * ins
         columns = weight + column.to(tl.int64)[:, None] * ins
-        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, ins, INPUTS):
-            place = start + tl.arange(0, INPUTS)
-            is_place = place < ins
-            a = tl.load(rows + place, mask=is_row[:, None] & is_place, other=0.0)
-            b = tl.load(columns + place, mask=is_column[:, None] & is_place, other=0.0)
-            sums = dot(a, tl.trans(b), sums)
+        sums = products(rows, columns, is_row, is_column, ins, ROWS, COLUMNS, INPUTS)
         if HAS_BIAS:
             sums += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
         places = row.to(tl.int64)[:, None] * outs + column

@@ -61,9 +61,9 @@ def tokens_per_second(
             tokens += num_requests + sum(map(len, accepted))
             seconds += target + rest
         for request, count, nodes in zip(requests, shares, accepted, strict=True):
-            budget.count(request, count, nodes)
+            budget.record_tree(request, count, nodes)
         if (shape.most_drafts, feeds) == last and feeds == (shape.most_drafts > 0):
-            budget.time(shape, target * noise, rest * noise)
+            budget.record_step(shape, target * noise, rest * noise)
         last = (shape.most_drafts, feeds)
     return tokens / seconds
 
@@ -100,9 +100,9 @@ def test_a_step_without_drafts_in_sight_does_not_call_the_drafter() -> None:
     for _ in range(600):
         shares, feeds = budget.shares([Drafting(MOST, request) for request in requests])
         for request, count in zip(requests, shares, strict=True):
-            budget.count(request, count, [])
+            budget.record_tree(request, count, [])
         shape = StepShape(4, sum(shares), max(shares))
-        budget.time(shape, *machine.seconds(shape))
+        budget.record_step(shape, *machine.seconds(shape))
         fed.append(feeds)
     assert sum(fed[-300:]) < 15
 
@@ -115,10 +115,10 @@ def test_a_request_that_accepts_nothing_drafts_nothing() -> None:
     for _ in range(1500):
         shares, _ = budget.shares([Drafting(MOST, good), Drafting(MOST, bad)])
         rates = ACCEPTANCE["good"]
-        budget.count(good, shares[0], [node + 1 for node in range(shares[0]) if random.random() < rates[node]])
-        budget.count(bad, shares[1], [])
+        budget.record_tree(good, shares[0], [node + 1 for node in range(shares[0]) if random.random() < rates[node]])
+        budget.record_tree(bad, shares[1], [])
         shape = StepShape(2, sum(shares), max(shares))
-        budget.time(shape, *machine.seconds(shape))
+        budget.record_step(shape, *machine.seconds(shape))
         counts.append(shares)
     good_drafts, bad_drafts = (sum(count) for count in zip(*counts[-500:], strict=True))
     assert bad_drafts < 0.1 * good_drafts

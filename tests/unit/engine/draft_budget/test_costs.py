@@ -72,7 +72,7 @@ def test_a_restarted_server_knows_its_costs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"target": [[1]], "rest": {}}', '{"target": 3, "rest": null}'])
-def test_a_damaged_file_is_done_without(tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_is_ignored(tmp_path: Path, text: str) -> None:
     store = CostStore(tmp_path / "costs.json")
     store.path.write_text(text)
     assert store.load().to_json() == json.loads(json.dumps(StepCosts().to_json()))
