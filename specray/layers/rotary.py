@@ -6,6 +6,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specray.errors import ConfigError
+from specray.ops.gpu import uses_triton
 
 # Kinds whose frequencies do not depend on the length of the request.
 _KINDS = ("default", "linear", "llama3", "yarn")
@@ -26,6 +27,10 @@ class RotaryEmbedding:
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, signed sin) of positions int64 [T], each [T, 1, dim]; computed once per step for all layers."""
+        if uses_triton(positions.device):
+            from specray.ops.gpu import layers
+
+            return layers.angles_at(self.tables, positions, self._dtype)
         cos, sin = (table.index_select(0, positions).to(self._dtype)[:, None] for table in self.tables)
         return cos, sin
 

@@ -26,7 +26,7 @@ def verify_padded_on_gpu(
 ) -> VerifyOutput:
     """See `verify_padded`."""
     num_trees, width = tree.tokens.shape
-    starts = torch.arange(num_trees, device=logits.device) * width
+    starts = torch.arange(0, num_trees * width, width, device=logits.device)
     rows = Rows(logits, starts, tree.num_nodes.contiguous(), width)
     keys = None
     if is_sampled:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specray.ops.gpu import uses_triton
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, ProposeContext
 from specray.spec_decode.tree_edits import limit_depth
@@ -21,6 +22,8 @@ class PendingTrees:
         self._tokens, self._parents = torch.full((2, num_slots, 1), NONE, dtype=torch.int64, device=device)
         self._num_nodes = torch.full((num_slots,), NONE, dtype=torch.int64, device=device)  # NONE: no tree is pending
         self._max_depth = 0
+        self._ones = torch.ones_like(self._num_nodes)
+        self._nones = torch.full((num_slots, 1), NONE, dtype=torch.int64, device=device)
         self._probs: tuple[Tensor, Tensor] | None = None  # (slots, DraftTree.draft_probs) of the last trees
 
     def put(self, slots: Tensor, tree: DraftTree) -> None:
@@ -29,9 +32,15 @@ class PendingTrees:
         if (missing := width - self._tokens.shape[1]) > 0:
             parts = (self._tokens, self._parents)
             self._tokens, self._parents = (F.pad(part, (0, missing), value=NONE) for part in parts)
-        self._tokens[:, :width].index_copy_(0, slots, tree.tokens)
-        self._parents[:, :width].index_copy_(0, slots, tree.parents)
-        self._num_nodes.index_copy_(0, slots, tree.num_nodes)
+        if uses_triton(slots.device):
+            from specray.ops.gpu import steps
+
+            pending = (self._tokens, self._parents, self._num_nodes)
+            steps.put(pending, slots, tree.tokens, tree.parents, tree.num_nodes)
+        else:
+            self._tokens[:, :width].index_copy_(0, slots, tree.tokens)
+            self._parents[:, :width].index_copy_(0, slots, tree.parents)
+            self._num_nodes.index_copy_(0, slots, tree.num_nodes)
         self._max_depth = max(self._max_depth, tree.max_depth)
         self._probs = None if tree.draft_probs is None else (slots, tree.draft_probs)
 
@@ -48,8 +57,28 @@ class PendingTrees:
         Arguments and trees are those of `DraftSource.collect`. Taking a tree removes it.
         """
         if not self._max_depth:
-            return DraftTree.roots(roots), [1] * len(roots), False
+            count = len(roots)
+            return DraftTree(roots[:, None], self._nones[:count], self._ones[:count], 0), [1] * count, False
         most = torch.tensor([limit.num_tokens + 1 for limit in draft_limits]).to(slots.device)
+        if uses_triton(slots.device):
+            from specray.ops.gpu import steps
+
+            pending = (self._tokens, self._parents, self._num_nodes)
+            tokens, parents, num_nodes, report = steps.take(pending, slots, roots, most, self._vocab_size)
+        else:
+            tokens, parents, num_nodes, report = self._take(slots, roots, most)
+        # Drafting's one copy to the host. It waits for the drafter and determines the shapes of the next forward.
+        counts, chains = report.tolist()
+        width = max(1, *counts)
+        probs, depth = self._take_probs(slots), min(self._max_depth, width - 1)
+        tree = DraftTree(tokens[:, :width], parents[:, :width], num_nodes, depth, probs, all(chains))
+        return tree, [max(1, count) for count in counts], 0 in counts
+
+    def _take(self, slots: Tensor, roots: Tensor, most: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(tokens and parents [B, W], numbers of nodes [B], report [2, B]): see `specray.ops.gpu.steps.take`.
+
+        The report has the numbers of nodes, 0 if the drafter's logits were not finite, and which trees are chains.
+        """
         tokens, parents = (part.index_select(0, slots) for part in (self._tokens, self._parents))
         found = self._num_nodes.index_select(0, slots)
         self._num_nodes.index_fill_(0, slots, NONE)
@@ -58,15 +87,9 @@ class PendingTrees:
         num_nodes = torch.where(is_usable, torch.minimum(found, most), 1)
         nodes = torch.arange(tokens.shape[1], device=slots.device)
         is_chain = ((parents == nodes - 1) | (nodes >= num_nodes[:, None])).all(-1)
-        # Drafting's one copy to the host. It waits for the drafter and determines the shapes of the next forward.
-        counts, chains = torch.stack((torch.where(found == 0, 0, num_nodes), is_chain)).tolist()
-        width = max(1, *counts)
-        is_past = nodes[:width] >= num_nodes[:, None]
-        tokens, parents = (part[:, :width].masked_fill(is_past, NONE) for part in (tokens, parents))
+        tokens, parents = (part.masked_fill(nodes >= num_nodes[:, None], NONE) for part in (tokens, parents))
         tokens[:, ROOT], parents[:, ROOT] = roots, NONE
-        depth = min(self._max_depth, width - 1)
-        tree = DraftTree(tokens, parents, num_nodes, depth, self._take_probs(slots), all(chains))
-        return tree, [max(1, count) for count in counts], 0 in counts
+        return tokens, parents, num_nodes, torch.stack((torch.where(found == 0, 0, num_nodes), is_chain))
 
     def _take_probs(self, slots: Tensor) -> Tensor | None:
         if self._probs is None:

@@ -64,6 +64,24 @@ class TreePrefix(NamedTuple):
     visible: list[tuple[Tensor, list[int]]]
 
 
+class PaddedPrefix(NamedTuple):
+    """The same in a CUDA graph. Nodes attend to all positions before the roots."""
+
+    slots: Tensor  # int64 [R], of the request table
+    ends: Tensor  # int64 [R], positions of the roots
+    roots: Tensor  # int64 [R], the last known tokens
+    positions: Tensor  # int64 [R], of the roots' children as the model counts
+    before: Tensor | None = None  # int64 [R, n], KV slots to attend to between the prefix and the nodes
+    skipped: Sequence[int] = (0,)  # how many first positions have no KV, for each layer or once for all layers
+
+
+def without_first(batch: PaddedBatch, count: int) -> PaddedBatch:
+    """The batch without the first `count` positions of its prefixes."""
+    if not count:
+        return batch
+    return replace(batch, kv_slots=batch.kv_slots[:, count:], prefix_lens=(batch.prefix_lens - count).clamp(min=0))
+
+
 class TreeGrower:
     """Grows trees of one shape. `scratch` int64 [rows, at least topk * (num_steps - 1)] are KV slots for the nodes.
 
@@ -88,6 +106,12 @@ class TreeGrower:
         self._last_position = last_position
         self._device = device
         self._window = window
+        self._steps = torch.arange(shape.num_steps, device=device)
+        self._all_ancestors = torch.ones(1, 1, shape.num_steps, dtype=torch.bool, device=device)  # in a chain
+        # Of each level but the first, so that growing in a CUDA graph need not make them.
+        count, topk = shape.num_steps - 1, shape.topk
+        self._written = [scratch[:, level * topk : (level + 1) * topk].contiguous() for level in range(count)]
+        self._depths = [torch.full((len(scratch),), level + 1, device=device) for level in range(count)]
 
     def grow(self, context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
         """Trees below the last known tokens; `output` [B, H] predicts the roots' children."""
@@ -106,24 +130,31 @@ class TreeGrower:
         return self._grow(context.roots(), prefix.positions, output, shape, noise, attend_at)
 
     def grow_padded(
-        self, table: RequestTable, slots: Tensor, ends: Tensor, output: Tensor, is_sampled: bool
+        self,
+        table: RequestTable,
+        prefix: PaddedPrefix,
+        output: Tensor,
+        is_sampled: bool,
     ) -> DraftTree:
-        """The same for R requests in table slots `slots` int64 [R], of any draft limits, in a CUDA graph.
-
-        Their nodes attend to all positions before `ends` int64 [R], those of the roots.
-        """
+        """The same for R requests of any draft limits, in a CUDA graph."""
         assert isinstance(self._attention, PaddedAttention)
         plan, shape = self._attention.plan_padded, self._shape
-        scratch, topk = self._scratch[: len(slots)], shape.topk
+        slots, ends, count, topk = prefix.slots, prefix.ends, len(prefix.slots), shape.topk
+        scratch = self._scratch[:count]
         prefix_lens, rows = (part.repeat_interleave(topk) for part in (ends, slots)) if topk > 1 else (ends, slots)
 
         def attend_at(level: int, sees: Tensor) -> Attend:
-            written, own = scratch[:, (level - 1) * topk : level * topk].flatten(), scratch[:, : level * topk]
-            paths = pack_paths(sees, own) if topk > 1 else (own, torch.full_like(ends, level))
-            return plan(PaddedBatch(prefix_lens, rows, table.kv_slots, *paths, written, self._window))
+            written, own = self._written[level - 1][:count].flatten(), scratch[:, : level * topk]
+            lengths = self._depths[level - 1][:count]
+            if prefix.before is not None:
+                own, lengths = torch.cat((prefix.before, own), 1), lengths + prefix.before.shape[1]
+                sees = F.pad(sees, (prefix.before.shape[1], 0), value=True)
+            paths = pack_paths(sees, own) if topk > 1 else (own, lengths)
+            batch = PaddedBatch(prefix_lens, rows, table.kv_slots, *paths, written, self._window)
+            return by_layer([plan(without_first(batch, skipped)) for skipped in prefix.skipped])
 
         noise = TreeNoise.padded(table, slots, ends, shape.num_steps) if is_sampled else None
-        return self._grow(table.tokens_at(slots, ends), ends, output, shape, noise, attend_at)
+        return self._grow(prefix.roots, prefix.positions, output, shape, noise, attend_at)
 
     def _grow(
         self,
@@ -175,13 +206,13 @@ class TreeGrower:
         attend_at: Callable[[int, Tensor], Attend],
     ) -> DraftTree:
         """The same for trees of one branch: the likeliest token after each other, without scores."""
-        sees = torch.ones(len(roots), 1, shape.num_steps, dtype=torch.bool, device=self._device)
+        sees = self._all_ancestors.expand(len(roots), 1, -1)
+        at_levels = (positions + self._steps[:, None]).clamp_(max=self._last_position)
         chain, best = [roots], []
         for level in range(shape.num_steps):
             if level:
                 states = self._model.recur(output)
-                at_level = (positions + (level - 1)).clamp(max=self._last_position)
-                output = self._model(chain[-1], states, at_level, attend_at(level, sees[:, :, :level]))
+                output = self._model(chain[-1], states, at_levels[level - 1], attend_at(level, sees[:, :, :level]))
             logits = self._model.logits(output)
             if noise is not None:
                 logits = noise.added(logits[:, None], level, self._model.draft_token_ids)[:, 0]

@@ -9,15 +9,18 @@ from torch import Tensor
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
+from specray.layers.moe import reason_without_graphs
 from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import TargetModel
 from specray.models.registry import context_length, load_config, load_model
+from specray.ops.attention import PaddedAttention
 from specray.ops.backends import make_backend
 from specray.spec_decode.drafter import TargetView
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
 from specray.worker.kv_size import count_blocks
 from specray.worker.memory_demand import demand_of
+from specray.worker.remote_drafter.handshake import DraftPlacement
 from specray.worker.remote_drafter.source import RingLimits
 
 
@@ -41,16 +44,17 @@ class ModelRunner:
         device: torch.device,
         progress: bool = False,
         model: TargetModel | None = None,
-        colocates: bool = False,
+        placement: DraftPlacement = "inline",
     ) -> None:
-        """`colocates`: the drafter has a process of its own beside rank 0."""
+        """`placement` is the drafter's."""
         self.device = device
+        self._num_ranks = group.size
         self.model = model or load_model(folder, config, group, device, progress)
         model_config = load_config(folder)
         self._architecture = (model_config.architectures or [""])[0]
         self.context_length = context_length(model_config, config.context_length)
         shape, dtype = self.model.shape, self.model.embedding.weight.dtype
-        demand = demand_of(config, model_config, shape, folder, dtype, device, group, colocates)
+        demand = demand_of(config, model_config, shape, folder, dtype, device, group, placement)
         self.num_blocks = group.smallest(count_blocks(config, demand, self.context_length, device))
         self.kv = KVCache(
             shape.num_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size, dtype, device
@@ -87,6 +91,15 @@ class ModelRunner:
             config.quantization,
             config.moe_runner_backend,
         )
+
+    @property
+    def reason_without_graphs(self) -> str | None:
+        """Why decode steps cannot be CUDA graphs; None if they can."""
+        if self._num_ranks > 1:
+            return "ranks above 0 do not know the trees of rank 0 before the step, and could not choose the same graph"
+        if not isinstance(self.attention, PaddedAttention):
+            return "this attention_backend plans every step on the host; set it to triton"
+        return reason_without_graphs(self.model)
 
     def ring_limits(self, config: EngineConfig) -> RingLimits:
         """The size limits of the ring of hidden states for a drafter in another process."""

@@ -19,7 +19,6 @@ from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import TargetModel
 from specray.models.files import resolve_model
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
-from specray.ops.attention import PaddedAttention
 from specray.ops.cpu.threads import use_threads
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
@@ -44,7 +43,7 @@ from specray.worker.devices import choose_device
 from specray.worker.input_batch import ScheduledBatch, StepBatch, build_batch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
-from specray.worker.remote_drafter.handshake import DraftEndpoint
+from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.step_output import StepOutput
 from specray.worker.traced_trees import traced_trees
@@ -79,7 +78,8 @@ class Worker:
             use_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
         folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
         self._group = RankGroup(rank, world_size, init_method, device, config.deterministic)
-        self._runner = ModelRunner(config, folder, self._group, device, progress, model, colocates=colocate is not None)
+        placement: DraftPlacement = "inline" if colocate is None else colocate.placement
+        self._runner = ModelRunner(config, folder, self._group, device, progress, model, placement)
         vocab_size = self._runner.model.shape.vocab_size
         max_tokens = self._runner.context_length + MAX_TREE_NODES + config.page_size
         self._table = RequestTable(config.max_running_requests, max_tokens, config.page_size, vocab_size, device)
@@ -95,6 +95,7 @@ class Worker:
                     drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
             self.drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
         self._sampler = make_sampler(config.speculative)
+        self._without_graphs: list[str] = []  # what runs without CUDA graphs, and why
         self._graphs = self._capture(config)
         self._context = ProposeContext(self._table, [])
         self.capacity = Capacity(
@@ -106,6 +107,7 @@ class Worker:
             reads_next_token=self.drafts.reads_next_token,
             dtype=str(self.model.embedding.weight.dtype).removeprefix("torch."),
             is_batch_invariant=self._runner.is_batch_invariant(config),
+            without_graphs=tuple(self._without_graphs),
         )
 
     @property
@@ -139,24 +141,26 @@ class Worker:
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig) -> DecodeGraphs | None:
-        """The graphs of decode steps; None where there are none.
-
-        Ranks above 0 do not know the drafter, so they could not choose the same buckets.
-        """
-        if config.disable_cuda_graph or self._group.size > 1:
-            return None
-        graphs = make_graphs(self._table.device, config.attention_backend)
+        """The graphs of decode steps; None where there are none."""
+        graphs = None if config.disable_cuda_graph else make_graphs(self._table.device, config.attention_backend)
         if graphs is None:
             return None
-        if not isinstance(self._runner.attention, PaddedAttention):
-            logger.info("attention_backend=%s has no CUDA graphs", config.attention_backend)
+        if (reason := self._runner.reason_without_graphs) is not None:
+            self._run_without_graphs("decode steps", reason)
             return None
         rows = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
         drafter = self.drafts.drafter if isinstance(self.drafts, InlineDrafts) else None
         padded = padded_drafter(drafter) if is_padded(self._sampler) else None
+        if padded is not None and (reason := padded.reason_without_graphs) is not None:
+            self._run_without_graphs("drafts", reason)
+            padded = None
         captured = DecodeGraphs(graphs, self._runner, self._table, self.drafts, rows, padded, self._sampler)
         captured.capture()
         return captured
+
+    def _run_without_graphs(self, what: str, reason: str) -> None:
+        logger.warning("%s run without CUDA graphs: %s", what, reason)
+        self._without_graphs.append(f"{what}: {reason}")
 
     def _execute(self, plan: StepPlan) -> StepResult:
         start = time.perf_counter()

@@ -13,7 +13,7 @@ from specray.llm import LLM
 from specray.spec_decode.drafter import Drafter, DraftSource
 from specray.step import DraftFault
 from specray.worker.remote_drafter.handshake import DraftEndpoint, dismiss
-from specray.worker.remote_drafter.server import DraftServer, make_remote_drafter, remote_target_view
+from specray.worker.remote_drafter.server import DraftServer, make_draft_server, remote_target_view
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.worker import Worker
 
@@ -39,14 +39,15 @@ class Colocated:
     def start(self, drafter: Drafter | None = None, speculative: SpeculativeConfig | None = None) -> None:
         """Connect this drafter, one with these options, or the configured one; returns once it is connected."""
         config = self._config.model_copy(update={"speculative": speculative or self._config.speculative})
-        worker = DraftServer(
-            drafter or make_remote_drafter(config, remote_target_view(config), self._num_slots), torch.device("cpu")
-        )
+        if drafter is None:
+            worker = make_draft_server(config, remote_target_view(config), self._num_slots)
+        else:
+            worker = DraftServer(drafter, torch.device("cpu"))
         connected = threading.Event()
 
         def serve() -> None:
             with torch.inference_mode():
-                worker.serve(*self._endpoint, on_connect=connected.set)
+                worker.serve(self._endpoint.address, EPOCH, on_connect=connected.set)
 
         self._run(serve)
         assert connected.wait(30)

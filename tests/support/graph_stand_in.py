@@ -126,7 +126,8 @@ def recorded_graphs() -> Iterator[list[RecordedGraphs]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECRAY_KERNELS", "torch")
-        patch.setattr("specray.worker.worker.make_graphs", make)
+        for user in ("worker", "remote_drafter.server"):
+            patch.setattr(f"specray.worker.{user}.make_graphs", make)
         kernels.cache_clear()
         yield graphs
     kernels.cache_clear()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specray.ops.gpu.noise_kernels import position_keys
 from specray.ops.gpu.sampling_kernels import choose_among_blocks, choose_in_blocks, find_lowest
+from specray.ops.gpu.strides import alike, by_rows
 from specray.ops.gpu.tree_kernels import walk_tree
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import Choices
@@ -102,6 +103,7 @@ def follow(
     The arguments behind `choices` are those of DraftTree. Returns num_tokens [B], tokens and nodes [B, max_depth + 1],
     as in VerifyOutput.
     """
+    tokens, parents = alike(tokens, parents)
     num_trees, width = tokens.shape
     num_tokens = torch.empty(num_trees, dtype=torch.int64, device=tokens.device)
     walked, path = torch.empty(2, num_trees, max_depth + 1, dtype=torch.int64, device=tokens.device)
@@ -112,12 +114,12 @@ def follow(
             path,
             choices.tokens.contiguous(),
             choices.is_finite.contiguous(),
-            tokens.contiguous(),
-            parents.contiguous(),
+            tokens,
+            parents,
             num_nodes.contiguous(),
             max_depth,
             width,
-            width,
+            tokens.stride(0),
             NODES_PADDED=triton.next_power_of_2(width),
             DEPTHS_PADDED=triton.next_power_of_2(max_depth + 1),
             num_warps=1,
@@ -131,7 +133,7 @@ def keys_of_nodes(seeds: Tensor, lengths: Tensor, parents: Tensor, max_depth: in
     `seeds` and `lengths` int64 [B] are the requests' seeds and known tokens, `parents` int64 [B, N] those of DraftTree.
     """
     num_trees, width = parents.shape
-    parents = parents.contiguous()
+    parents = by_rows(parents)
     keys = torch.empty(num_trees * width, 2, dtype=torch.int32, device=parents.device)
     if num_trees:
         position_keys[(num_trees,)](
@@ -141,7 +143,7 @@ def keys_of_nodes(seeds: Tensor, lengths: Tensor, parents: Tensor, max_depth: in
             parents,
             max_depth,
             seeds.stride(0),
-            width,
+            parents.stride(0),
             WIDTH=width,
             PADDED=triton.next_power_of_2(width),
             num_warps=1,

