@@ -33,7 +33,15 @@ def choose_in_shard(logits: Tensor, batch: SamplingBatch, keys: Tensor, first_id
     `keys` [n, 2] are the rows' `noise_keys`. Options other than the temperature are not read.
     """
     sampled = [row for row, state in enumerate(batch.states) if state.is_sampled]
-    scores = _with_noise(logits, batch, keys, first_id, sampled) if sampled else logits
+    return _best(_with_noise(logits, batch, keys, first_id, sampled) if sampled else logits, logits, first_id)
+
+
+def choose_greedily(logits: Tensor, first_id: int) -> Choices:
+    """The tokens of the largest logits."""
+    return _best(logits, logits, first_id)
+
+
+def _best(scores: Tensor, logits: Tensor, first_id: int) -> Choices:
     best = argmax(scores)[:, None]
     is_finite = logits.gather(1, best)[:, 0].isfinite().to(torch.int8)
     return Choices(best[:, 0] + first_id, is_finite, _ordered(scores.gather(1, best)[:, 0]))

@@ -50,8 +50,7 @@ def demand_of(
             weights, token = _draft(config.speculative, dtype)
     dynamic = 0
     if device.type == "cuda":
-        has_graphs = group.size == 1 and not config.disable_cuda_graph
-        dynamic = _steps(config, model_config, shape, dtype, has_graphs) + process_bytes(
+        dynamic = _steps(config, model_config, shape, dtype, not config.disable_cuda_graph) + process_bytes(
             int(group.leads and placement == "colocated")
         )
     return Demand(num_layers * layer_token + token, weights, dynamic)

@@ -48,7 +48,6 @@ class ModelRunner:
     ) -> None:
         """`placement` is the drafter's."""
         self.device = device
-        self._num_ranks = group.size
         self.model = model or load_model(folder, config, group, device, progress)
         model_config = load_config(folder)
         self._architecture = (model_config.architectures or [""])[0]
@@ -95,8 +94,6 @@ class ModelRunner:
     @property
     def reason_without_graphs(self) -> str | None:
         """Why decode steps cannot be CUDA graphs; None if they can."""
-        if self._num_ranks > 1:
-            return "ranks above 0 do not know the trees of rank 0 before the step, and could not choose the same graph"
         if not isinstance(self.attention, PaddedAttention):
             return "this attention_backend plans every step on the host; set it to triton"
         return reason_without_graphs(self.model)

@@ -17,6 +17,7 @@ from specray.spec_decode.drafter import PaddedCommit, PaddedDrafter
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
 from specray.spec_decode.padded_input import tree_input
 from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.shard_verifier import verify_padded_shards
 from specray.spec_decode.tree_buffers import TreeBuffers
 from specray.spec_decode.verifier import verify_padded
 from specray.worker.buckets import Bucket
@@ -45,7 +46,7 @@ class PaddedStep:
         self._slots = torch.full((largest.rows,), table.padding_slot, dtype=torch.int64, device=device)
         self._num_nodes = torch.zeros(largest.rows, dtype=torch.int64, device=device)
         self._trees = torch.full((2, *largest), NONE, dtype=torch.int64, device=device)  # tokens, parents
-        self._logits = torch.zeros(max_tokens, table.vocab_size, dtype=torch.float32, device=device)
+        self._logits = torch.zeros(max_tokens, runner.model.head.num_columns, dtype=torch.float32, device=device)
         width = len(layers) * runner.model.shape.hidden_size
         self._aux = torch.zeros(max_tokens, width, dtype=dtype, device=device)
         self._kept = torch.zeros(largest.rows + max_tokens, dtype=torch.int64, device=device)
@@ -92,7 +93,9 @@ class PaddedStep:
         lengths, kv_slots = self._kept_of(bucket).tensor_split((1,), 1)
         reads_options = is_sampled or isinstance(self._sampler, PaddedSampler)
         logits, options = self._logits[: bucket.num_tokens], self._table.sampling(slots, []) if reads_options else None
-        verified = verify_padded(logits, tree, options, lengths[:, 0], is_sampled, self._sampler)
+        inputs = (logits, tree, options, lengths[:, 0], is_sampled, self._sampler)
+        head = self._model.head
+        verified = verify_padded(*inputs) if head.group.size == 1 else verify_padded_shards(*inputs, head)
         count = verified.num_tokens
         if bucket.nodes > 1:
             self._kv.commit(kv_slots, verified.nodes, count)
@@ -121,7 +124,7 @@ class PaddedStep:
         return StepOutput.of_outcome(self._outcome_of(bucket)[:num_rows])
 
     def logits(self, bucket: Bucket, num_nodes: list[int]) -> Tensor:
-        """float32 [sum of num_nodes, V] of the trees' nodes."""
+        """This rank's columns, float32 [sum of num_nodes, columns], of the trees' nodes."""
         places = [row * bucket.nodes + node for row, count in enumerate(num_nodes) for node in range(count)]
         return self._logits.index_select(0, torch.tensor(places, device=self._logits.device))
 

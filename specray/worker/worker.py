@@ -36,7 +36,7 @@ from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTi
 from specray.step_wire import pack, unpack_plan
 from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
-from specray.worker.broadcast import broadcast_output, broadcast_tree
+from specray.worker.broadcast import DraftSizes, broadcast_output, broadcast_sizes, broadcast_tree
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.devices import choose_device
@@ -95,6 +95,8 @@ class Worker:
                     drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
             self.drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
         self._sampler = make_sampler(config.speculative)
+        if self._group.size > 1:
+            self._follow(broadcast_sizes(self._group, self._draft_sizes()))
         self._without_graphs: list[str] = []  # what runs without CUDA graphs, and why
         self._graphs = self._capture(config)
         self._context = ProposeContext(self._table, [])
@@ -158,6 +160,14 @@ class Worker:
         captured.capture()
         return captured
 
+    def _draft_sizes(self) -> DraftSizes:
+        return DraftSizes(self.drafts.max_draft_tokens, tuple(self.drafts.aux_hidden_state_layers))
+
+    def _follow(self, sizes: DraftSizes) -> None:
+        """Choose the same CUDA graphs as rank 0, which has the drafter of these sizes."""
+        if isinstance(self.drafts, InlineDrafts) and not self._group.leads:
+            self.drafts.max_draft_tokens, self.drafts.aux_hidden_state_layers = sizes
+
     def _run_without_graphs(self, what: str, reason: str) -> None:
         logger.warning("%s run without CUDA graphs: %s", what, reason)
         self._without_graphs.append(f"{what}: {reason}")
@@ -174,7 +184,9 @@ class Worker:
         prepared = time.perf_counter()
         bucket = self._graphs.bucket(batch) if self._graphs is not None else None
         states = [state.sampling for state in rows.states]
-        verifying = bucket if batch.mask is None and can_verify_padded(states, self._sampler) else None
+        # Rank 0 alone knows a grammar's mask, and all ranks must choose the same graphs.
+        has_grammar = any(state.options.grammar is not None for state in states)
+        verifying = bucket if not has_grammar and can_verify_padded(states, self._sampler) else None
         computed = self._forward(batch, bucket, plan.runs_drafter, returns_logits=verifying is None)
         forwarded = time.perf_counter()
         # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
@@ -200,7 +212,9 @@ class Worker:
             slots = [state.slot for state in rows.states]
             tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, draft_limits)
         if self._group.size > 1:
-            tree, num_nodes = broadcast_tree(self._group, tree, num_nodes, self._table.device)
+            sizes, device = self._draft_sizes(), self._table.device
+            tree, num_nodes, sizes = broadcast_tree(self._group, tree, num_nodes, sizes, device)
+            self._follow(sizes)
         assert tree is not None
         assert num_nodes is not None
         return StepBatch(rows, tree, num_nodes, mask)
@@ -210,7 +224,7 @@ class Worker:
     ) -> ForwardOutput:
         if self._graphs is not None and bucket is not None:
             return self._graphs.forward(batch, bucket, returns_logits)
-        layers = self.drafts.aux_hidden_state_layers if runs_drafter else ()
+        layers = self.drafts.aux_hidden_state_layers if runs_drafter and self._group.leads else ()
         return self._runner.forward(build_batch(self._table, batch), layers)
 
     def _verify(self, batch: StepBatch, bucket: Bucket | None, computed: ForwardOutput) -> StepOutput:

@@ -94,7 +94,11 @@ class RecordedGraph(TorchDispatchMode):
 
     def replay(self) -> None:
         for function, args, kwargs, outputs in self.operations:
-            for output, result in zip(outputs, _tensors(function(*args, **kwargs)), strict=True):
+            returned = function(*args, **kwargs)
+            for work in tree_leaves(returned):
+                if function.namespace == "c10d" and not isinstance(work, Tensor):
+                    work.wait()  # a collective goes on in another thread
+            for output, result in zip(outputs, _tensors(returned), strict=True):
                 assert output.shape == result.shape, (function, output.shape, result.shape)
                 if output.data_ptr() != result.data_ptr():
                     output.copy_(result)
