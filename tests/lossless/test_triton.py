@@ -78,7 +78,7 @@ def test_deterministic_output_in_bfloat16_does_not_depend_on_drafts_or_the_batch
 def main(toy: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     found = {"float32": outputs(toy, folder, NAMES), "deterministic": deterministic(toy, folder)}
-    with mock.patch("specray.worker.worker.make_graphs", lambda *_: Graphs(RepeatedCall)):
+    with mock.patch("specray.worker.worker.make_graphs", side_effect=lambda *_: Graphs(RepeatedCall)):
         found["in graphs"] = outputs(toy, folder, IN_GRAPHS, max_running_requests=2)
     print(json.dumps(found))
 
