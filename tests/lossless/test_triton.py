@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +16,7 @@ pytest.importorskip("triton")
 from specray.ops.graphs import Graphs
 from specray.sampling_params import SamplingParams
 from tests.support.engine import generate, make_llm
+from tests.support.graph_stand_in import RepeatedCall
 from tests.support.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -81,16 +81,6 @@ def main(toy: Path, folder: Path) -> None:
     with mock.patch("specray.worker.worker.make_graphs", side_effect=lambda *_: Graphs(RepeatedCall)):
         found["in graphs"] = outputs(toy, folder, IN_GRAPHS, max_running_requests=2)
     print(json.dumps(found))
-
-
-class RepeatedCall:
-    """A Graph that calls its function at each replay: kernels in the interpreter cannot be recorded."""
-
-    def capture(self, run: Callable[[], object]) -> None:
-        self._run = run
-
-    def replay(self) -> None:
-        self._run()
 
 
 def deterministic(toy: Path, folder: Path) -> dict[str, Any]:

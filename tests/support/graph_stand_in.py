@@ -119,6 +119,16 @@ class RecordedGraph(TorchDispatchMode):
         return result
 
 
+class RepeatedCall:
+    """A Graph that calls its function at each replay: kernels in Triton's interpreter cannot be recorded."""
+
+    def capture(self, run: Callable[[], object]) -> None:
+        self._run = run
+
+    def replay(self) -> None:
+        self._run()
+
+
 @contextmanager
 def recorded_graphs() -> Iterator[list[RecordedGraphs]]:
     """Within it, workers capture and replay graphs of the list, and compute with torch's operations."""
