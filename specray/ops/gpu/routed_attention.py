@@ -1,8 +1,8 @@
 """An attention backend of two: one for causal requests, one for requests with a draft tree.
 
 flash-attention has no masks and flashinfer has none with a sliding window, so another kernel computes the trees there.
-Both read the KV that was written once for the whole batch. The libraries plan every batch on the host, which CUDA graphs
-cannot repeat, so another backend computes the padded steps of graphs.
+Both read the KV that was written once for the whole batch. The libraries plan every batch on the host, which CUDA
+graphs cannot repeat, so another backend computes the padded steps of graphs.
 """
 
 from collections.abc import Callable, Sequence
