@@ -154,6 +154,20 @@ class DraftConfig(Options):
         description="Share of rank 0's GPU that Ray reserves for the colocated drafter, like cpus. A separate drafter "
         "has a whole one.",
     )
+    cuda_ipc: bool = Field(
+        False,
+        description="Hand hidden states to a colocated drafter in the GPU's memory (CUDA IPC) instead of the host's. "
+        "Not run on a GPU yet. Needs an allocator without expandable_segments; no effect on a CPU.",
+    )
+
+    @model_validator(mode="after")
+    def _shares_a_gpu(self) -> Self:
+        if self.cuda_ipc and self.placement != "colocated":
+            raise ConfigError(
+                f"draft.cuda_ipc needs a drafter on rank 0's GPU in its own process, and draft.placement="
+                f"{self.placement}; set draft.placement: colocated, or cuda_ipc: false"
+            )
+        return self
 
 
 class PlacementConfig(Options):

@@ -192,7 +192,8 @@ class RayExecutor:
         return init_method
 
     def _endpoint(self, config: AppConfig) -> DraftEndpoint:
-        return DraftEndpoint(f"{self._folder.name}/drafts", self._epoch, config.draft.placement)
+        draft = config.draft
+        return DraftEndpoint(f"{self._folder.name}/drafts", self._epoch, draft.placement, draft.cuda_ipc)
 
     def _add_drafter(self, config: AppConfig, supervisor: DrafterSupervisor) -> None:
         """Start the drafter, which runs beside rank 0 and drafts for all ranks."""

@@ -27,9 +27,9 @@ def worker_of(llm: LLM) -> Worker:
 class Colocated:
     """Runs an engine's drafter behind the socket, in a thread."""
 
-    def __init__(self, llm: LLM, folder: Path) -> None:
+    def __init__(self, llm: LLM, folder: Path, uses_cuda_ipc: bool = False) -> None:
         worker = worker_of(llm)
-        self._endpoint = DraftEndpoint(str(folder / "drafts"), EPOCH)
+        self._endpoint = DraftEndpoint(str(folder / "drafts"), EPOCH, uses_cuda_ipc=uses_cuda_ipc)
         self._config = llm.config
         self._num_slots = worker._runner.num_blocks * llm.config.page_size
         self._threads: list[threading.Thread] = []

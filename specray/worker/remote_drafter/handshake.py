@@ -28,6 +28,7 @@ class DraftEndpoint(NamedTuple):
     address: str
     epoch: int
     placement: DraftPlacement = "colocated"
+    uses_cuda_ipc: bool = False  # hidden states cross through memory of the GPU that both processes compute on
 
 
 class DrafterHandshake(NamedTuple):

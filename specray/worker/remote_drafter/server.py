@@ -29,6 +29,7 @@ from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.verifier import is_padded
 from specray.worker.devices import choose_device
+from specray.worker.remote_drafter.device_ring import DeviceRing
 from specray.worker.remote_drafter.draft_graphs import DraftGraphs
 from specray.worker.remote_drafter.handshake import DrafterHandshake, pack_handshake
 from specray.worker.remote_drafter.ring import HiddenStateRing
@@ -61,10 +62,10 @@ class DraftServer:
                 while True:
                     channel.send(pack(self._reply(unpack_order(channel.recv()), ring, decoder)))
 
-    def _reply(self, order: Order, ring: HiddenStateRing, decoder: DeltaDecoder) -> Reply:
+    def _reply(self, order: Order, ring: HiddenStateRing | DeviceRing, decoder: DeltaDecoder) -> Reply:
         start = time.perf_counter()
         self._drafter.release(order.freed_slots)
-        context = decoder.context(order, ring.regions[order.region])
+        context = decoder.context(order, ring.read(order.region))
         if self._graphs is not None and decoder.is_over(self._graphs.table):
             context = replace(context, replay=self._graphs.replay(context))
         try:
@@ -74,7 +75,9 @@ class DraftServer:
         reply = Reply.of(order.number, 0.0, tree)  # waits for the device
         return reply._replace(seconds=time.perf_counter() - start)
 
-    def _receive_handshake(self, connection: socket.socket, channel: Channel) -> tuple[HiddenStateRing, DeltaDecoder]:
+    def _receive_handshake(
+        self, connection: socket.socket, channel: Channel
+    ) -> tuple[HiddenStateRing | DeviceRing, DeltaDecoder]:
         connection.settimeout(None)
         try:
             _, fds, _, _ = socket.recv_fds(connection, 1, 1)
@@ -85,7 +88,8 @@ class DraftServer:
         try:
             target = unpack_target_handshake(channel.recv())
             dtype = torch_dtype(target.dtype)
-            ring = HiddenStateRing(fds[0], target.region_tokens, target.width, dtype, self._device)
+            size = (target.region_tokens, target.width, dtype, self._device)
+            ring = DeviceRing.open(target.device_ring, *size) if target.device_ring else HiddenStateRing(fds[0], *size)
         finally:
             os.close(fds[0])
         return ring, DeltaDecoder(target, self._device, None if self._graphs is None else self._graphs.table)

@@ -30,6 +30,7 @@ class TargetHandshake(NamedTuple):
     max_tokens: int
     page_size: int
     vocab_size: int
+    device_ring: bytes = b""  # what a DeviceRing is opened with; empty: the ring is the file
 
 
 class RequestDelta(NamedTuple):

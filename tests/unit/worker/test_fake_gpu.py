@@ -81,7 +81,8 @@ def test_a_drafter_of_another_process_reads_its_hidden_states_on_its_gpu(
         target = TargetHandshake(64, width, "float32", table.num_slots, table.max_tokens, 16, table.vocab_size)
         encoder, decoder = DeltaEncoder(), DeltaDecoder(target, GPU)
         server = DraftServer(drafter, GPU)
-        ring = SimpleNamespace(regions=[torch.empty(64, width)])
+        region = torch.empty(64, width)
+        ring = SimpleNamespace(read=lambda _: region)
         for step in range(3):
             worker.execute(decode(step) if step else prefill(64))
             reply = server._reply(unpack_order(pack(encoder.order(step, 0, worker._context))), ring, decoder)  # type: ignore[arg-type]

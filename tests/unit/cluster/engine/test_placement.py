@@ -58,6 +58,7 @@ def test_a_separate_drafter_is_not_placed_without_speculation() -> None:
         ({"tp_size": 1, "placement": {"across_nodes": True}}, "raise tp_size"),
         ({"placement": {"rank_resources": {"GPU": 1, "seat": 1}}}, r"names GPU.*custom resources"),
         ({"placement": {"rank_resources": {"seat": 0}}}, "greater than 0"),
+        ({"draft": {"placement": "separate", "cuda_ipc": True}}, "set draft.placement: colocated, or cuda_ipc: false"),
         (SPLIT | {"draft": {"placement": "separate"}}, "on the same node.*set draft.placement: colocated"),
     ],
 )
