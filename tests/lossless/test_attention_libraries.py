@@ -102,7 +102,7 @@ def test_decode_steps_in_graphs_are_tritons(
     speculative = SpeculativeConfig(**options)
     with make_llm(toy, attention_backend=backend, speculative=speculative, max_running_requests=1) as llm:
         seen = [each.choices[0].token_ids for each in llm.generate(PROMPTS, PARAMS)]
-        assert llm._executor.capacity.without_graphs[0].startswith("drafts: its attention backend plans")
+        assert llm._executor.capacity.without_graphs == ()
     assert seen == expected
     library = "causal" if backend == "flashinfer" else "fa"
     assert set(planned) == {library, "triton"}
