@@ -42,5 +42,7 @@ def test_a_drafter_whose_experts_are_chosen_on_the_host(
 
 def test_a_dense_engine_has_all_graphs(toy: Path, tmp_path: Path) -> None:
     for name in ("EAGLE3", "MTP-stack", "STANDALONE"):
-        worker = Worker(config_of(toy, speculative=METHODS[name](toy, tmp_path / name)))
+        folder = tmp_path / name
+        folder.mkdir()
+        worker = Worker(config_of(toy, speculative=METHODS[name](toy, folder)))
         assert worker.capacity.without_graphs == ()
