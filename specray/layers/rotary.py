@@ -22,12 +22,12 @@ class RotaryEmbedding:
         frequencies, scale = _frequencies(config, head_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        self._dtype = dtype
+        self._dtype, self._uses_triton = dtype, uses_triton(device)
         self.tables = torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, signed sin) of positions int64 [T], each [T, 1, dim]; computed once per step for all layers."""
-        if uses_triton(positions.device):
+        if self._uses_triton:
             from specray.ops.gpu import layers
 
             return layers.angles_at(self.tables, positions, self._dtype)

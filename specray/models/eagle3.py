@@ -37,6 +37,7 @@ class Eagle3Head:
         ids = read_draft_vocabulary(loader, names, self.vocab_size, shape.vocab_size)
         self.draft_token_ids = None if ids is None else ids.to(shared.device)
         self._embedding = load_embedding(shape, loader, names, shared)
+        self._uses_triton = uses_triton(shared.device)
         self._fuse = AuxFusion(config, shape, loader, names, len(self.aux_hidden_state_layers), width)
         self._token_norm = RMSNorm(loader.tensor(layer + "input_layernorm.weight", (size,)), eps)
         self._state_norm = RMSNorm(loader.tensor(layer + "hidden_norm.weight", (size,)), eps)
@@ -67,7 +68,7 @@ class Eagle3Head:
 
     def _joined(self, token_ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor | None]:
         """([norm of the embeddings, norm of the states], the latter again if it is the layers' residual)."""
-        if uses_triton(states.device) and self._embedding.group.size == 1:
+        if self._uses_triton and self._embedding.group.size == 1:
             from specray.ops.gpu import layers
 
             norms, eps = (self._token_norm.weight, self._state_norm.weight), self._state_norm.eps
