@@ -23,6 +23,7 @@ from specray.ops.attention import (
 )
 from specray.ops.cpu.attention import PagedAttention
 from specray.ops.cpu.trees import TreeNetwork, TreeRequests
+from specray.ops.gpu import uses_triton
 from specray.ops.likeliest import likeliest
 from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
@@ -107,6 +108,8 @@ class TreeGrower:
         self._device = device
         self._window = window
         self._steps = torch.arange(shape.num_steps, device=device)
+        self._row_numbers = torch.arange(len(scratch), device=device)
+        self._ones = torch.ones_like(self._row_numbers)
         self._all_ancestors = torch.ones(1, 1, shape.num_steps, dtype=torch.bool, device=device)  # in a chain
         # Of each level but the first, so that growing in a CUDA graph need not make them.
         count, topk = shape.num_steps - 1, shape.topk
@@ -208,19 +211,32 @@ class TreeGrower:
         """The same for trees of one branch: the likeliest token after each other, without scores."""
         sees = self._all_ancestors.expand(len(roots), 1, -1)
         at_levels = (positions + self._steps[:, None]).clamp_(max=self._last_position)
-        chain, best = [roots], []
+        chain, are_finite = [roots], []
         for level in range(shape.num_steps):
             if level:
                 states = self._model.recur(output)
                 output = self._model(chain[-1], states, at_levels[level - 1], attend_at(level, sees[:, :, :level]))
-            logits = self._model.logits(output)
-            if noise is not None:
-                logits = noise.added(logits[:, None], level, self._model.draft_token_ids)[:, 0]
-            logit, token = logits.max(-1)
-            chain.append(self._model.target_ids(token))
-            best.append(logit)
+            token, is_finite = self._best(self._model.logits(output), noise, level)
+            chain.append(token)
+            are_finite.append(is_finite)
         tree = DraftTree.chains(torch.stack(chain, 1))
-        return replace(tree, num_nodes=tree.num_nodes * torch.stack(best, 1).isfinite().all(-1))
+        return replace(tree, num_nodes=tree.num_nodes * torch.stack(are_finite, 1).all(-1))
+
+    def _best(self, logits: Tensor, noise: TreeNoise | None, level: int) -> tuple[Tensor, Tensor]:
+        """(the likeliest token of each row of `logits` [B, V] as the target's id, whether its logit is finite)."""
+        if uses_triton(logits.device):
+            from specray.ops.gpu.sampling import Rows, choose_drafts
+
+            count = len(logits)
+            rows = Rows(logits.contiguous(), self._row_numbers[:count], self._ones[:count], 1)
+            keys = None if noise is None else noise.keys_on_gpu[level]
+            heat = None if noise is None else noise.temperature
+            found = choose_drafts(rows, heat, keys, self._model.draft_token_ids)
+            return found.tokens, found.is_finite
+        if noise is not None:
+            logits = noise.added(logits[:, None], level, self._model.draft_token_ids)[:, 0]
+        logit, token = logits.max(-1)
+        return self._model.target_ids(token), logit.isfinite()
 
     def _grow_fused(
         self, context: ProposeContext, prefix: TreePrefix, output: Tensor, shape: TreeShape, noise: TreeNoise | None

@@ -51,6 +51,7 @@ POINTERS = {
     **dict.fromkeys(("starts", "num_nodes", "seeds", "lengths", "parents", "drafts"), "*i64"),
     **dict.fromkeys(("tokens", "path", "chosen", "top_k", "nodes", "counts"), "*i64"),
     "is_finite": "*i8",
+    "column_ids": "*i64",
     "arena": "*i32",
     **dict.fromkeys(("cos_table", "sin_table"), "*fp32"),
     **dict.fromkeys(("token_ids", "positions", "slots", "kept", "outcome", "places", "ends", "last", "roots"), "*i64"),
@@ -108,10 +109,12 @@ def cases_of_verification() -> Iterator[Case]:
     filters = {"PIVOTS": sampling.PIVOTS, "BLOCK": sampling.FILTER_BLOCK}
     for masks in (False, True):
         has_mask = {"HAS_MASK": masks}
-        for samples in (False, True):
-            block = {"SAMPLES": samples, "BLOCK": sampling.BLOCK}
+        for samples, has_ids in product((False, True), (False, True)):
+            block = {"SAMPLES": samples, "FILTERS": not has_ids, "HAS_IDS": has_ids, "BLOCK": sampling.BLOCK}
             yield Case(sampling_kernels.choose_in_blocks, has_mask | block, num_warps=8)
-        yield Case(sampling_kernels.choose_among_blocks, has_mask | {"BLOCKS_PADDED": 32}, num_warps=1)
+        for has_ids in (False, True):
+            blocks = {"HAS_IDS": has_ids, "BLOCKS_PADDED": 32}
+            yield Case(sampling_kernels.choose_among_blocks, has_mask | blocks, num_warps=1)
         yield Case(sampling_kernels.find_lowest, has_mask | filters, num_warps=sampling.FILTER_WARPS)
     yield Case(tree_kernels.compact_path, {"SIZE": 2048, "BLOCK": 2048})
 

@@ -32,11 +32,12 @@ class DeviceRing:
         """The target's end. The memory is the target's, and lasts as long as this object."""
         with torch.inference_mode(False):
             regions = torch.zeros(NUM_REGIONS, tokens, width, dtype=dtype, device=device)
-        return cls(regions, [torch.cuda.Event(interprocess=True) for _ in range(NUM_REGIONS)])
+        events = [torch.cuda.Event(interprocess=True) for _ in range(NUM_REGIONS)]  # type: ignore[no-untyped-call]
+        return cls(regions, events)
 
     def export(self) -> bytes:
         """What the other process opens the ring with. RuntimeError if the memory cannot be shared."""
-        _, arguments = reduce_tensor(self._whole)
+        _, arguments = reduce_tensor(self._whole)  # type: ignore[no-untyped-call]
         _, *memory = arguments[_NUM_KNOWN:]
         del memory[_PLACE_OF_GRAD - 1]
         data: bytes = msgpack.packb((memory, [event.ipc_handle() for event in self._events]))
@@ -52,7 +53,8 @@ class DeviceRing:
         known = (Tensor, shape, strides, 0, torch.UntypedStorage, dtype, index, handle, size, offset, False)
         with torch.inference_mode(False):
             regions = rebuild_cuda_tensor(*known, *counter_and_event)  # type: ignore[no-untyped-call]
-        return cls(regions, [torch.cuda.Event.from_ipc_handle(device, event) for event in handles])
+        open_event: Any = torch.cuda.Event.from_ipc_handle
+        return cls(regions, [open_event(device, event) for event in handles])
 
     @property
     def num_tokens(self) -> int:
