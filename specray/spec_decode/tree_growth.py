@@ -132,13 +132,7 @@ class TreeGrower:
 
         return self._grow(context.roots(), prefix.positions, output, shape, noise, attend_at)
 
-    def grow_padded(
-        self,
-        table: RequestTable,
-        prefix: PaddedPrefix,
-        output: Tensor,
-        is_sampled: bool,
-    ) -> DraftTree:
+    def grow_padded(self, table: RequestTable, prefix: PaddedPrefix, output: Tensor, is_sampled: bool) -> DraftTree:
         """The same for R requests of any draft limits, in a CUDA graph."""
         assert isinstance(self._attention, PaddedAttention)
         plan, shape = self._attention.plan_padded, self._shape
@@ -150,8 +144,9 @@ class TreeGrower:
             written, own = self._written[level - 1][:count].flatten(), scratch[:, : level * topk]
             lengths = self._depths[level - 1][:count]
             if prefix.before is not None:
-                own, lengths = torch.cat((prefix.before, own), 1), lengths + prefix.before.shape[1]
-                sees = F.pad(sees, (prefix.before.shape[1], 0), value=True)
+                number = prefix.before.shape[1]
+                own, lengths = torch.cat((prefix.before, own), 1), lengths + number
+                sees = F.pad(sees, (number, 0), value=True) if topk > 1 else sees
             paths = pack_paths(sees, own) if topk > 1 else (own, lengths)
             batch = PaddedBatch(prefix_lens, rows, table.kv_slots, *paths, written, self._window)
             return by_layer([plan(without_first(batch, skipped)) for skipped in prefix.skipped])

@@ -5,6 +5,7 @@ and its own copy of the request table. When the target dismisses it or dies, the
 """
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -34,6 +35,8 @@ from specray.worker.remote_drafter.draft_graphs import DraftGraphs
 from specray.worker.remote_drafter.handshake import DrafterHandshake, pack_handshake
 from specray.worker.remote_drafter.ring import HiddenStateRing
 from specray.worker.remote_drafter.wire import DeltaDecoder, Order, Reply, pack, unpack_order, unpack_target_handshake
+
+logger = logging.getLogger(__name__)
 
 
 class DraftServer:
@@ -108,7 +111,10 @@ def make_draft_graphs(config: EngineConfig, target: TargetView, drafter: Drafter
     """Graphs of this drafter for requests of `target`, not captured yet; None if there are none."""
     padded = padded_drafter(drafter) if is_padded(make_sampler(config.speculative)) else None
     graphs = None if config.disable_cuda_graph else make_graphs(target.device, target.attention_backend)
-    if padded is None or graphs is None or padded.reason_without_graphs is not None:
+    if padded is None or graphs is None:
+        return None
+    if padded.reason_without_graphs is not None:
+        logger.warning("drafts run without CUDA graphs: %s", padded.reason_without_graphs)
         return None
     max_tokens = target.context_length + MAX_TREE_NODES + config.page_size
     table = RequestTable(
