@@ -17,6 +17,12 @@ def replace_trees(others: DraftTree, places: Tensor, trees: DraftTree) -> DraftT
         padded, rows = (F.pad(part, (0, width - part.shape[1]), value=NONE) for part in (theirs, ours))
         return padded.index_copy(0, places, rows)
 
+    scores = None
+    if trees.scores is not None or others.scores is not None:  # without scores, all nodes are wanted
+        scores = merge(
+            *(torch.ones_like(t.tokens, dtype=torch.float32) if t.scores is None else t.scores for t in (trees, others))
+        )
+
     probs = None if others.draft_probs is None else others.draft_probs.index_fill(0, places, 0.0)
     if trees.draft_probs is not None:
         probs = trees.draft_probs.new_zeros(len(others.num_nodes), *trees.draft_probs.shape[1:])
@@ -27,6 +33,7 @@ def replace_trees(others: DraftTree, places: Tensor, trees: DraftTree) -> DraftT
         others.num_nodes.index_copy(0, places, trees.num_nodes),
         max(trees.max_depth, others.max_depth),
         probs,
+        scores=scores,
     )
 
 
@@ -45,4 +52,5 @@ def limit_depth(tree: DraftTree, num_steps: Tensor) -> DraftTree:
     probs = tree.draft_probs
     if probs is not None:
         probs = probs.gather(1, order[:, :, None].expand(-1, -1, probs.shape[-1]))
-    return DraftTree(tokens, parents.masked_fill(is_past, NONE), num_nodes, tree.max_depth, probs)
+    scores = None if tree.scores is None else tree.scores.gather(1, order)
+    return DraftTree(tokens, parents.masked_fill(is_past, NONE), num_nodes, tree.max_depth, probs, scores=scores)

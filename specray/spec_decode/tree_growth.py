@@ -204,7 +204,7 @@ class TreeGrower:
             sampled = (noise.seeds, noise.ends, temperature)
         [(kv_slots, kv_lens)] = prefix.visible
         requests = TreeRequests(output, context.roots(), prefix.positions, kv_slots, kv_lens, self._scratch, sampled)
-        tokens, parents, num_nodes = network.grow(
+        tokens, parents, scores, num_nodes = network.grow(
             self._attention,
             requests,
             shape.topk,
@@ -213,7 +213,7 @@ class TreeGrower:
             self._last_position,
             self._window,
         )
-        return DraftTree(tokens, parents, num_nodes, shape.num_steps)
+        return DraftTree(tokens, parents, num_nodes, shape.num_steps, scores=scores)
 
     def _with_scratch(self, kv_slots: Tensor, kv_lens: list[int]) -> Tensor:
         """KV slots [B, n]: the visible ones, followed by all scratch slots of the request."""

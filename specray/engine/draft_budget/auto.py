@@ -11,6 +11,7 @@ from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAccept
 from specray.engine.draft_budget.allocation import allocate
 from specray.engine.draft_budget.budget import Drafting, Shares
 from specray.engine.draft_budget.costs import StepCosts, StepShape, size_class
+from specray.engine.draft_budget.scores import ScoreAcceptance, best_cut
 from specray.engine.draft_budget.static import equal_shares
 
 NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
@@ -18,6 +19,7 @@ FIRST_TRIAL_STEP, STEPS_BETWEEN_TRIALS = 24, 384  # at first the steps between t
 TRIAL_STEPS = 4  # the first shows little: its trees were drafted under the limits of the step before
 DRAFTER_OFF_AFTER = 16  # steps without drafts until the drafter is no longer called
 MOST_STEP_DRAFTS = 1024  # without a configured limit
+LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 DRAFTING_MARGIN = 1.01  # a step with drafts counts as this much slower, so that noise decides for plain decoding
 
 
@@ -42,6 +44,7 @@ class AutoBudget:
         self._costs = costs or StepCosts()
         self._keep = keep
         self._nodes = NodeAcceptance()
+        self._scores = ScoreAcceptance()
         self._schedules: dict[int, TrialSchedule] = {}  # by the batch's size, in powers of two
         self._trial: Trial | None = None
         self._trial_steps_left = 0
@@ -51,9 +54,10 @@ class AutoBudget:
     def shares(self, requests: Sequence[Drafting]) -> Shares:
         if not requests:
             return Shares([])
-        if self._nodes.num_trees < NUM_FIRST_TREES:
-            return Shares(equal_shares([request.most for request in requests], self._most))
-        num_drafts = self._best(requests)
+        everything = [LEAST_SCORE] * len(requests)
+        if max(self._nodes.num_trees, self._scores.num_trees) < NUM_FIRST_TREES:
+            return Shares(equal_shares([request.most for request in requests], self._most), min_scores=everything)
+        num_drafts, min_scores = self._best(requests) if not self._scores.num_trees else self._best_cut(requests)
         self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
         self._advance_trial(len(requests), any(num_drafts))
         if self._trial is Trial.NO_DRAFTS:
@@ -62,11 +66,15 @@ class AutoBudget:
             quarters = 5 if self._trial is Trial.MORE_DRAFTS else 8
             wider = [count * quarters // 4 + 1 for count in num_drafts]
             wanted = [min(request.most, count) for request, count in zip(requests, wider, strict=True)]
-            return Shares(equal_shares(wanted, self._most))
-        return Shares(num_drafts, runs_drafter=self._num_without_drafts <= DRAFTER_OFF_AFTER)
+            return Shares(equal_shares(wanted, self._most), min_scores=min_scores)
+        return Shares(num_drafts, self._num_without_drafts <= DRAFTER_OFF_AFTER, min_scores)
 
-    def record_tree(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
-        if num_drafts:
+    def record_tree(
+        self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
+    ) -> None:
+        if scores:
+            request.add(len(accepted_nodes), self._scores.observe(scores, num_drafts, accepted_nodes))
+        elif num_drafts:
             request.add(len(accepted_nodes), sum(self._nodes.gains(num_drafts)))
             self._nodes.observe(num_drafts, accepted_nodes)
 
@@ -76,7 +84,13 @@ class AutoBudget:
         if self._num_timed % 1024 == 0:
             self._keep(self._costs)
 
-    def _best(self, requests: Sequence[Drafting]) -> list[int]:
+    def _best_cut(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:
+        """(drafts, least scores): the same for all requests, but for those whose drafts are accepted more or less."""
+        most, score = best_cut(self._scores, len(requests), self._costs, DRAFTING_MARGIN)
+        num_drafts = equal_shares([min(request.most, most) for request in requests], self._most)
+        return num_drafts, [max(LEAST_SCORE, score / request.acceptance.factor) for request in requests]
+
+    def _best(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:
         usual = self._nodes.gains(max(request.most for request in requests))
         gains = [[min(1.0, gain * request.acceptance.factor) for gain in usual[: request.most]] for request in requests]
 
@@ -84,7 +98,7 @@ class AutoBudget:
             seconds = self._costs.seconds(StepShape(len(requests), num_drafts, most_drafts))
             return seconds * DRAFTING_MARGIN if num_drafts else seconds
 
-        return allocate(gains, step_seconds, self._most).num_drafts
+        return allocate(gains, step_seconds, self._most).num_drafts, [LEAST_SCORE] * len(requests)
 
     def _advance_trial(self, num_requests: int, drafts: bool) -> None:
         """Go on with a trial, or start one when it is time; nothing but the best choice otherwise."""
