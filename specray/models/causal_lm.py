@@ -1,12 +1,10 @@
-"""The parts that all target models share: their sizes, decoder layers, and the loop over them.
+"""The parts that all target models share: decoder layers, and the loop over them.
 
-`TargetModel` is what the worker and the drafters use. `CausalLM` implements it; a subclass defines the attention and,
-if it is not the dense one, the feed-forward of a layer.
+`CausalLM` implements `TargetModel`; a subclass defines the attention and, if it is not the dense one, the feed-forward
+of a layer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -17,62 +15,10 @@ from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.loading import Loader
+from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.layers import EmbedAndHead, FusedLayers
-
-BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes that every model has. Heads are counted as this rank's KV pool and attention kernels see them."""
-
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    eps: float
-    tied: bool
-    num_local_heads: int
-    num_local_kv_heads: int
-    head_dim: int
-
-
-class TargetModel(Protocol):
-    """A model with its weights on this rank."""
-
-    embedding: VocabEmbedding
-    head: VocabHead
-    max_positions: int
-    is_row_wise: bool  # apart from attention, a row's result has the same bits whatever the other rows are
-
-    @property
-    def shape(self) -> ModelShape: ...
-
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
-    ) -> tuple[Tensor, list[Tensor]]:
-        """(hidden states after the final norm, aux hidden states), each [T, hidden]; inputs are int64 [T].
-
-        The aux hidden state of layer i is the residual stream that enters it, that of BEFORE_FINAL_NORM the one that
-        leaves the last layer, and that of layer `num_layers` the hidden states after the final norm.
-        """
-
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """float32 [n, vocab] from final hidden states [n, hidden]."""
-
-    def with_logits(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        places: Tensor | None,
-        aux_hidden_state_layers: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(final hidden states, logits of the rows `places` int64 [n] or of all, aux hidden states).
-
-        The logits are this rank's columns (see VocabHead).
-        """
 
 
 class CausalLM(nn.Module):

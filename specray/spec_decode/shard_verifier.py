@@ -16,7 +16,8 @@ from specray.ops.sampling_state import SamplingState
 from specray.ops.shard_sampling import Choices, best_of, choose_in_shard, none_of, packed
 from specray.ops.token_mask import TokenMask
 from specray.spec_decode.node_sampler import NodeSampler, coupled
-from specray.spec_decode.verifier import accept, in_order, needs_walk, verify
+from specray.spec_decode.node_verifier import accept
+from specray.spec_decode.verifier import in_order, needs_walk, verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 
 
@@ -49,9 +50,7 @@ def _places_among(inputs: VerifyInput, rows: list[int], logits_rows: Tensor) -> 
 
 
 def _needs_all_logits(state: SamplingState) -> bool:
-    options = state.options
-    is_filtered = options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0
-    return options.grammar is not None or needs_walk(state) or (state.is_sampled and is_filtered)
+    return state.options.grammar is not None or needs_walk(state) or (state.is_sampled and state.is_filtered)
 
 
 def _verify_at_once(inputs: VerifyInput, head: VocabHead) -> VerifyOutput:
@@ -75,10 +74,10 @@ def _verify_at_once(inputs: VerifyInput, head: VocabHead) -> VerifyOutput:
 
 def _choose(inputs: VerifyInput, first_id: int) -> Choices:
     """This rank's best token at every place of the trees, [B * N]."""
-    tree, num_logits = inputs.tree, len(inputs.logits)
-    keys = noise_keys(inputs.sampling.seeds[:, None], inputs.lengths[:, None] + tree.ancestors().sum(-1) - 1)
+    tree, num_logits, sampling = inputs.tree, len(inputs.logits), inputs.sampling
+    keys = noise_keys(sampling.seeds[:, None], inputs.lengths[:, None] + tree.ancestors().sum(-1) - 1)
     starts, nodes = tree.num_nodes.cumsum(0) - tree.num_nodes, torch.arange(tree.tokens.shape[1], device=keys.device)
     places = (starts[:, None] + nodes).clamp(max=num_logits - 1).flatten()  # any row where there is no node
-    rows = torch.arange(len(starts)).repeat_interleave(len(nodes)).tolist()
-    logits = inputs.logits.index_select(0, places)
-    return choose_in_shard(logits, inputs.sampling.select(rows), keys.flatten(0, 1), first_id)
+    is_sampled = any(state.is_sampled for state in sampling.states)
+    temperature = sampling.temperature.repeat_interleave(len(nodes)) if is_sampled else None
+    return choose_in_shard(inputs.logits.index_select(0, places), temperature, keys.flatten(0, 1), first_id)
