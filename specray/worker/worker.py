@@ -97,6 +97,7 @@ class Worker:
         self._group.close()
 
     def _execute(self, plan: StepPlan) -> StepResult:
+        """The step on this rank: collect the drafts, forward, verify and commit, and prepare the next drafts' input."""
         start = time.perf_counter()
         rows = ScheduledBatch.of(self._table, plan)
         self.drafts.release(plan.freed_slots)
