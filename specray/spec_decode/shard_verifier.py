@@ -5,9 +5,7 @@ logprobs or a grammar, and samplers that depend on the drafts, need all logits o
 filters by bisection over shards would take an exchange for every pass, and the logits take one.
 """
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from specray.layers.linear import VocabHead
 from specray.ops.gpu import uses_triton
@@ -37,16 +35,10 @@ def verify_shards(
         selected = inputs.select(whole)
         logits = head.gathered(selected.logits)
         if leads:
-            moved = None if mask is None else mask._replace(rows=_places_among(inputs, whole, mask.rows))
-            outputs.append(verify(selected._replace(logits=logits), sampler, moved))
+            if mask is not None:  # requests with a grammar are among `whole`
+                mask = mask._replace(rows=torch.searchsorted(inputs.places(whole), mask.rows))
+            outputs.append(verify(selected._replace(logits=logits), sampler, mask))
     return in_order(outputs, others + whole) if leads else None
-
-
-def _places_among(inputs: VerifyInput, rows: list[int], logits_rows: Tensor) -> Tensor:
-    """Places of rows of the logits among those of the requests `rows`, which include them."""
-    starts = inputs.starts()
-    places = np.concatenate([np.arange(starts[row], starts[row] + inputs.num_nodes[row]) for row in rows])
-    return torch.searchsorted(torch.from_numpy(places), logits_rows)
 
 
 def _needs_all_logits(state: SamplingState) -> bool:
