@@ -16,10 +16,10 @@ from specray.engine.draft_budget import DraftBudget, make_budget
 from specray.engine.draft_budget.budget import Drafting
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
+from specray.engine.new_request import new_request
 from specray.engine.radix_cache import RadixCache
 from specray.engine.request import Emitted, Planned, Request, Status
-from specray.engine.sampling_options import sampling_options
-from specray.step import DraftLimit, NewRequest, PromptLogprobs, ScheduledRequest, StepPlan, StepResult
+from specray.step import DraftLimit, NewRequest, ScheduledRequest, StepPlan, StepResult
 
 MAX_FORCED_DRAFTS = 8  # tokens that a grammar may add to a drafter's tree
 
@@ -85,7 +85,7 @@ class Scheduler:
                 self.waiting.appendleft(request)
                 break
             num_tokens = self._num_tokens(request, budget)
-            new_requests.append(self._new_request(request))
+            new_requests.append(new_request(request, self.eos_token_ids))
             work.append((request, num_tokens, []))
             budget -= num_tokens
         limits, runs_drafter = self._draft_limits(work)
@@ -224,20 +224,6 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def _new_request(self, request: Request) -> NewRequest:
-        return NewRequest(
-            request.slot,
-            list(request.token_ids),
-            request.num_prompt_tokens,
-            request.num_computed_tokens,
-            list(request.block_ids),
-            sampling_options(request.spec.params, self.eos_token_ids),
-            request.spec.cache_salt,
-            _wanted_prompt_logprobs(request),
-            list(request.spec.predicted_token_ids),
-            request.spec.traces_drafts,
-        )
-
     def _share_full_blocks(self, request: Request) -> None:
         """Insert blocks into the cache as soon as committed tokens fill them."""
         size, path = self.block_size, request.shared_path
@@ -264,11 +250,3 @@ class Scheduler:
         self._freed_slots.append(request.slot)
         request.slot, request.num_computed_tokens = -1, 0
         request.block_ids, request.shared_path, request.in_flight = [], [], []
-
-
-def _wanted_prompt_logprobs(request: Request) -> PromptLogprobs | None:
-    """Those that were not reported yet."""
-    params = request.spec.params
-    if request.prompt_logprobs is None or params.prompt_logprobs is None:
-        return None
-    return PromptLogprobs(params.prompt_logprobs_start, params.prompt_logprobs)

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from specray.layers.module import Layer
 from specray.ops.cpu import norm as cpu_norm
-from specray.ops.cpu.library import FLOAT_TYPES, kernels
+from specray.ops.cpu.library import kernels
+from specray.ops.cpu.structs import FLOAT_TYPES
 from specray.ops.gpu import uses_triton
 
 

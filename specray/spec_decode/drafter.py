@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specray.models.causal_lm import ModelShape, TargetModel
+from specray.models.target_model import ModelShape, TargetModel
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DraftFault, DraftLimit

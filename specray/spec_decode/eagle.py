@@ -20,8 +20,10 @@ from specray.spec_decode.draft_setup import head_attention, scratch_slots, targe
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, PaddedCommit, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
+from specray.spec_decode.fused_growth import FusedTreeGrower
 from specray.spec_decode.request_table import RaggedIndex, RequestTable
-from specray.spec_decode.tree_growth import TreeGrower, TreePrefix
+from specray.spec_decode.tree_config import configured_shape
+from specray.spec_decode.tree_growth import TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.written_slots import WrittenSlots
 
@@ -49,7 +51,7 @@ class EagleDrafter:
         self._padding_slot = target.num_slots + scratch.numel()  # where padding writes
         self._attention = head_attention(head, self._padding_slot + 1, target)
         last_position = target.context_length - 1
-        self._grower = TreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
+        self._grower = FusedTreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
         self._written = WrittenSlots(target.num_slots)
 
     @torch.inference_mode()
@@ -134,6 +136,6 @@ class EagleDrafter:
 
 
 def _make(config: SpeculativeConfig, target: TargetView, version: Literal[2, 3]) -> EagleDrafter:
-    shape = TreeShape.of(config, target.architecture)
+    shape = configured_shape(config, target.architecture)
     head = load_eagle_head(config, target_matrices(config, target), version, configured_token_map(config, target))
     return EagleDrafter(head, shape, target)

@@ -25,8 +25,10 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetFiles, TargetView
 from specray.spec_decode.eagle import EagleDrafter, make_eagle2
 from specray.spec_decode.fr_spec import configured_token_map
+from specray.spec_decode.fused_growth import FusedTreeGrower
 from specray.spec_decode.request_table import RaggedIndex
-from specray.spec_decode.tree_growth import TreeGrower, TreePrefix
+from specray.spec_decode.tree_config import configured_shape
+from specray.spec_decode.tree_growth import TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.written_slots import WrittenSlots
 
@@ -36,7 +38,7 @@ def make_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
     layers = load_mtp_layers(*_place(config, target), target_matrices(config, target))
     token_map = configured_token_map(config, target)
     if len(layers.layers) == 1:
-        return EagleDrafter(MtpHead(layers, token_map), TreeShape.of(config, target.architecture), target)
+        return EagleDrafter(MtpHead(layers, token_map), configured_shape(config, target.architecture), target)
     shape = stack_shape(config, target.architecture, len(layers.layers))
     return StackDrafter(MtpStack(layers, shape.num_steps, token_map), shape, target)
 
@@ -64,7 +66,7 @@ def check_eagle_or_mtp(config: SpeculativeConfig, target: TargetFiles) -> None:
 
 def stack_shape(config: SpeculativeConfig, architecture: str, num_layers: int) -> TreeShape:
     """The tree of several layers, one step each. ConfigError for more steps than layers; automatic ones are reduced."""
-    shape = TreeShape.of(config, architecture)
+    shape = configured_shape(config, architecture)
     if shape.num_steps <= num_layers:
         return shape
     if config.num_steps is None:
@@ -91,7 +93,7 @@ class StackDrafter:
         self._written = [WrittenSlots(target.num_slots) for _ in range(count)]
         self._outputs = make_zeros((count, target.num_slots, stack.hidden_size), stack.dtype, target.device)
         self._attention = head_attention(stack, target.num_slots + scratch.numel(), target)
-        self._grower = TreeGrower(stack, shape, self._attention, scratch, target.context_length - 1, target.device)
+        self._grower = FusedTreeGrower(stack, shape, self._attention, scratch, target.context_length - 1, target.device)
 
     @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:

@@ -12,7 +12,7 @@ import torch
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.llm import LLM
-from specray.models.causal_lm import TargetModel
+from specray.models.target_model import TargetModel
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree

@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
-from specray.models.causal_lm import ModelShape
 from specray.models.files import resolve_draft
+from specray.models.target_model import ModelShape
 from specray.spec_decode import method_of
 from specray.worker.buckets import buckets
 from specray.worker.memory_plan import Demand, StepSize, graph_bytes, process_bytes

@@ -17,6 +17,7 @@ from specray.models.files import embedded_heads, resolve_draft, resolve_token_ma
 from specray.models.llama_shape import LlamaShape
 from specray.models.registry import MODELS
 from specray.spec_decode.fr_spec import load_token_map
+from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_shape import TreeShape
 
 ROOT = Path(__file__).parents[2]
@@ -108,14 +109,14 @@ def test_the_llama_config_fits_its_target(tmp_path: Path) -> None:
     config = HeadConfig.read(tmp_path)
     config.check_target(tmp_path, shape_of(target))
     assert config.aux_hidden_state_layers(tmp_path, 32) == (2, 16, 29)
-    assert TreeShape.of(speculative, "LlamaForCausalLM") == TreeShape(num_steps=5, topk=8, num_draft_tokens=32)
+    assert configured_shape(speculative, "LlamaForCausalLM") == TreeShape(num_steps=5, topk=8, num_draft_tokens=32)
 
 
 def test_the_mimo_config_fits_its_target() -> None:
     """The layer is in the target's checkpoint, so only the tree is checked."""
     speculative = engine_of(ROOT / "configs/mimo-7b/mtp.yaml").speculative
     assert speculative.draft_model_path is None
-    assert TreeShape.of(speculative, "MiMoForCausalLM") == TreeShape(num_steps=1, topk=1, num_draft_tokens=2)
+    assert configured_shape(speculative, "MiMoForCausalLM") == TreeShape(num_steps=1, topk=1, num_draft_tokens=2)
 
 
 def test_the_qwen_config_fits_its_target(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_the_qwen_config_fits_its_target(tmp_path: Path) -> None:
     assert f"{bytes_per_token // 1024} KB per token" in path.read_text()
     assert engine.context_length is not None
     assert engine.context_length <= sizes["max_position_embeddings"]
-    assert TreeShape.of(engine.speculative, "Qwen3ForCausalLM") == TreeShape(5, 4, 16)
+    assert configured_shape(engine.speculative, "Qwen3ForCausalLM") == TreeShape(5, 4, 16)
 
 
 def test_the_deepseek_v3_config_fits_its_target() -> None:
@@ -158,7 +159,7 @@ def test_the_deepseek_v3_config_fits_its_target() -> None:
     experts = (target.num_hidden_layers - target.first_k_dense_replace) * target.n_routed_experts * expert
     assert experts * 2 / engine.tp_size < 84e9, "the experts alone, in bfloat16"
     assert engine.speculative.draft_model_path is None
-    assert TreeShape.of(engine.speculative, "DeepseekV3ForCausalLM") == TreeShape(2, 1, 3)
+    assert configured_shape(engine.speculative, "DeepseekV3ForCausalLM") == TreeShape(2, 1, 3)
 
 
 def test_the_cuda_image_installs_exactly_what_the_configs_for_gpus_need() -> None:

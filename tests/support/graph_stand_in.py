@@ -126,7 +126,7 @@ def recorded_graphs() -> Iterator[list[RecordedGraphs]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECRAY_KERNELS", "torch")
-        patch.setattr("specray.worker.worker.make_graphs", make)
+        patch.setattr("specray.worker.startup.make_graphs", make)
         kernels.cache_clear()
         yield graphs
     kernels.cache_clear()

@@ -17,6 +17,7 @@ from specray.models.tokenizer import load_tokenizer
 from specray.outputs import FinishReason
 from specray.sampling_params import make_sampling_params
 from specray.step import StepPlan, StepResult
+from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 
 TIMEOUT_S = 120.0
@@ -76,7 +77,7 @@ def lead(
 ) -> list[dict[str, Any]]:
     """Run rank 0, which drives the others."""
     torch.set_num_threads(1)
-    worker = RankZero(Worker(config, 0, config.tp_size, address))
+    worker = RankZero(start_worker(config, 0, config.tp_size, address))
     engine = Engine(config, worker, load_tokenizer(Path(config.model)).backend_tokenizer)
     for index, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**options)))
@@ -96,4 +97,4 @@ def lead(
 def follow(config: EngineConfig, rank: int, address: str) -> None:
     """Run another rank until it is killed."""
     torch.set_num_threads(1)
-    Worker(config, rank, config.tp_size, address).run_loop()
+    start_worker(config, rank, config.tp_size, address).run_loop()

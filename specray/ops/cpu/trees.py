@@ -8,8 +8,9 @@ from torch import Tensor
 
 from specray.ops.cpu.attention import PagedAttention
 from specray.ops.cpu.layers import FusedLayers
-from specray.ops.cpu.library import FLOAT_TYPES, DraftNetwork, Growth, Matrix, pointer
+from specray.ops.cpu.library import pointer
 from specray.ops.cpu.matrix import PackedMatrix
+from specray.ops.cpu.structs import FLOAT_TYPES, DraftNetwork, Growth, Matrix
 from specray.ops.cpu.threads import num_threads
 
 
