@@ -7,8 +7,10 @@ TORCH_ARGS ?=
 PYTEST_ARGS ?=
 # A worker takes a core and a gigabyte.
 PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile
-# Tests that compute and wait for nothing.
-COMPUTING := tests/lossless $(addprefix tests/unit/,layers models ops spec_decode train worker)
+# Files of tests that compute, without those that wait for other processes.
+WAITING := tests/lossless/test_two_ranks.py tests/unit/layers/test_parallel.py tests/unit/train/test_answers.py
+COMPUTING := $(filter-out $(WAITING),$(foreach folder,lossless $(addprefix unit/,layers models ops spec_decode train worker),\
+	$(wildcard tests/$(folder)/test_*.py tests/$(folder)/*/test_*.py)))
 BENCH_ARGS ?=
 PEERS_ARGS ?=
 DEMO_ARGS ?=
@@ -61,11 +63,11 @@ demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compa
 	$(BIN)/python -m specray.cli.demo $(DEMO_ARGS)
 
 # What the tests of a cluster wait for is real, and late on a busy machine. Only tests that compute run beside them, with
-# the lowest priority: they take the time in which a cluster waits. Tests with clocks of their own come afterwards.
+# a low priority: they take the time in which a cluster waits. Tests that wait themselves come afterwards.
 test: $(INSTALLED)  ## run all tests (GPU tests skip themselves where there is none)
 	@mkdir -p build
 	@$(MAKE) --no-print-directory --jobs=2 test-cluster test-computing
-	$(BIN)/python -m pytest tests $(COMPUTING:%=--ignore=%) --ignore=tests/cluster $(PARALLEL) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests --ignore=tests/cluster $(COMPUTING:%=--ignore=%) $(PARALLEL) $(PYTEST_ARGS)
 
 # Its report comes in one piece, because the other tests report meanwhile.
 test-cluster: $(INSTALLED)
@@ -73,7 +75,7 @@ test-cluster: $(INSTALLED)
 		cat build/test-cluster.log; exit $$status
 
 test-computing: $(INSTALLED)
-	nice -n 19 $(BIN)/python -m pytest $(COMPUTING) $(PARALLEL) $(PYTEST_ARGS)
+	@nice -n 10 $(BIN)/python -m pytest $(COMPUTING) $(PARALLEL) $(PYTEST_ARGS)
 
 test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
 	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(PYTEST_ARGS)
