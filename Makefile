@@ -7,6 +7,10 @@ TORCH_ARGS ?=
 PYTEST_ARGS ?=
 # A worker takes a core and a gigabyte.
 PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile
+# Files of tests that compute, without those that wait for other processes.
+WAITING := tests/lossless/test_two_ranks.py tests/unit/layers/test_parallel.py tests/unit/train/test_answers.py
+COMPUTING := $(filter-out $(WAITING),$(foreach folder,lossless $(addprefix unit/,layers models ops spec_decode train worker),\
+	$(wildcard tests/$(folder)/test_*.py tests/$(folder)/*/test_*.py)))
 BENCH_ARGS ?=
 PEERS_ARGS ?=
 DEMO_ARGS ?=
@@ -31,8 +35,8 @@ DOCS_INSTALLED := .venv/.docs-installed
 PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast extras lint format bench bench-peers gpu-report heads draft mtp chaos fuzz sbom docs \
-	page-test clean distclean
+.PHONY: help install demo test test-cluster test-computing test-fast extras lint format bench bench-peers gpu-report \
+	heads draft mtp chaos fuzz sbom docs page-test clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,10 +62,20 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding
 	$(BIN)/python -m specray.cli.demo $(DEMO_ARGS)
 
-# Tests that start a cluster have their machine for themselves: what they wait for is real, and late on a busy one.
+# What the tests of a cluster wait for is real, and late on a busy machine. Only tests that compute run beside them, with
+# a low priority: they take the time in which a cluster waits. Tests that wait themselves come afterwards.
 test: $(INSTALLED)  ## run all tests (GPU tests skip themselves where there is none)
-	$(BIN)/python -m pytest --ignore tests/cluster $(PARALLEL) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
+	@mkdir -p build
+	@$(MAKE) --no-print-directory --jobs=2 test-cluster test-computing
+	@$(BIN)/python -m pytest tests --ignore=tests/cluster $(COMPUTING:%=--ignore=%) $(PARALLEL) $(PYTEST_ARGS)
+
+# Its report comes in one piece, because the other tests report meanwhile.
+test-cluster: $(INSTALLED)
+	@$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS) > build/test-cluster.log 2>&1; status=$$?; \
+		cat build/test-cluster.log; exit $$status
+
+test-computing: $(INSTALLED)
+	@nice -n 10 $(BIN)/python -m pytest $(COMPUTING) $(PARALLEL) $(PYTEST_ARGS)
 
 test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
 	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(PYTEST_ARGS)
