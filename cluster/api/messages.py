@@ -61,7 +61,37 @@ class ChosenTool(_Part):
     function: ChosenFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | ChosenTool
+class AllowedTools(_Part):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(_Part):
+    """A `tool_choice` that lets the model see all tools and call some of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"] | Annotated[ChosenTool | AllowedToolChoice, Field(discriminator="type")]
+)
+
+
+def named_functions(choice: ToolChoice | None) -> list[str] | None:
+    """The functions that `choice` limits calls to; None if it names none."""
+    if isinstance(choice, ChosenTool):
+        return [choice.function.name]
+    if isinstance(choice, AllowedToolChoice):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return None
+
+
+def demands_call(choice: ToolChoice | None) -> bool:
+    """Whether the model must call a function."""
+    if isinstance(choice, AllowedToolChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, ChosenTool)
 
 
 class CalledFunction(_Part):
@@ -163,9 +193,9 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
             f"the tools have {length} characters of JSON, more than {MAX_TOOLS_LENGTH}; send fewer or shorter ones",
             "tools",
         )
-    if isinstance(choice, ChosenTool) and choice.function.name not in names:
+    if unknown := [name for name in named_functions(choice) or () if name not in names]:
         raise InvalidRequestError(
-            f"tool_choice names {choice.function.name!r}, which is not in tools; add it or name another", "tool_choice"
+            f"tool_choice names {unknown[0]!r}, which is not in tools; add it or name another", "tool_choice"
         )
     if choice == "required" and not tools:
         raise InvalidRequestError(
