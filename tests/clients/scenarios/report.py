@@ -41,17 +41,21 @@ def scenario(body: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def run(package: str) -> None:
-    """Run all scenarios, and print the package's version and their outcomes."""
+    """Run all scenarios, and print the package's version and their outcomes.
+
+    Asynchronous ones share an event loop, because some clients keep connections for all of a process.
+    """
     print(json.dumps({"version": version(package)}), flush=True)
-    for body in _scenarios:
-        error = None
-        try:
-            result = body()
-            if inspect.iscoroutine(result):
-                asyncio.run(result)
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps({"scenario": body.__name__, "error": error}), flush=True)
+    with asyncio.Runner() as runner:
+        for body in _scenarios:
+            error = None
+            try:
+                result = body()
+                if inspect.iscoroutine(result):
+                    runner.run(result)
+            except Exception:
+                error = traceback.format_exc()
+            print(json.dumps({"scenario": body.__name__, "error": error}), flush=True)
 
 
 def post(path: str, **body: Any) -> Any:

@@ -24,7 +24,8 @@ from report import (
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 ask = client.messages.create
-OPTIONS = {"model": MODEL, "max_tokens": LIMIT, "messages": ASKED, "temperature": 0}
+# The SDK has no arguments for sampling any more.
+OPTIONS = {"model": MODEL, "max_tokens": LIMIT, "messages": ASKED, "extra_body": {"temperature": 0}}
 TOOL = {"name": "get_weather", "description": "The forecast of a city.", "input_schema": WEATHER_SCHEMA}
 NAMED = {"type": "tool", "name": "get_weather"}
 
@@ -157,7 +158,9 @@ def errors_are_its_own():
     wrong = anthropic.Anthropic(base_url=URL, api_key=WRONG_KEY, max_retries=0).messages.create
     raises(anthropic.AuthenticationError, lambda: wrong(**OPTIONS), "missing or invalid API key")
     raises(anthropic.NotFoundError, lambda: ask(**OPTIONS | {"model": "claude-x"}), "claude-x")
-    error = raises(anthropic.BadRequestError, lambda: ask(**OPTIONS | {"temperature": 3}), "temperature=3")
+    error = raises(
+        anthropic.BadRequestError, lambda: ask(**OPTIONS | {"extra_body": {"temperature": 3}}), "temperature=3"
+    )
     equal(error.body["error"]["type"], "invalid_request_error")
 
 

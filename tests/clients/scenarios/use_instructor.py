@@ -4,6 +4,7 @@ from typing import Literal
 
 import instructor
 import openai
+from instructor.core.exceptions import InstructorRetryException
 from pydantic import BaseModel, field_validator
 from report import (
     ASKED,
@@ -75,7 +76,7 @@ def mode_json_sends_a_json_object():
     found = outcome_of(lambda: create(instructor.Mode.JSON))
     if isinstance(found, Weather):
         return
-    assert isinstance(found, instructor.exceptions.InstructorRetryException), found
+    assert isinstance(found, InstructorRetryException), found
     assert found.last_completion.choices[0].message.content.startswith("{"), found
 
 
@@ -151,7 +152,7 @@ def a_provider_name_makes_a_client():
 
 @scenario
 def errors_name_their_cause():
-    kinds = (openai.APIStatusError, instructor.exceptions.InstructorRetryException)
+    kinds = (openai.APIStatusError, InstructorRetryException)
     wrong = instructor.from_openai(openai.OpenAI(base_url=BASE_URL, api_key=WRONG_KEY, max_retries=0))
     ask = wrong.chat.completions.create
     raises(kinds, lambda: ask(**OPTIONS, response_model=Weather), "missing or invalid API key")

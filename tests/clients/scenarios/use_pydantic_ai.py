@@ -28,7 +28,6 @@ from report import (
     equal,
     is_weather,
     outcome_of,
-    raises,
     raises_async,
     run,
     scenario,
@@ -138,7 +137,9 @@ def request(messages, kind=OpenAIChatModel, **settings):
 def round_trip(kind):
     turns = [ModelRequest.user_text_prompt(QUESTION)]
     called = request(turns, kind, tool_choice=["get_weather"])
-    [call] = [part for part in called.parts if isinstance(part, ToolCallPart)]
+    calls = [part for part in called.parts if isinstance(part, ToolCallPart)]
+    assert len(calls) == 1, called.parts
+    [call] = calls
     equal(call.tool_name, "get_weather")
     is_weather(call.args_as_dict())
     result = ToolReturnPart(tool_name=call.tool_name, content="It is sunny.", tool_call_id=call.tool_call_id)
@@ -208,9 +209,10 @@ async def errors_are_its_own():
     def failing(**options):
         return Agent(model(**options), model_settings=SETTINGS)
 
-    unauthorized = raises(ModelHTTPError, lambda: failing(key=WRONG_KEY).run_sync(QUESTION), "missing or invalid")
-    equal(unauthorized.status_code, 401)
-    equal(raises(ModelHTTPError, lambda: failing(name="gpt-x").run_sync(QUESTION), "gpt-x").status_code, 404)
+    unauthorized = failing(key=WRONG_KEY).run(QUESTION)
+    equal((await raises_async(ModelHTTPError, unauthorized, "missing or invalid")).status_code, 401)
+    unknown = failing(name="gpt-x").run(QUESTION)
+    equal((await raises_async(ModelHTTPError, unknown, "gpt-x")).status_code, 404)
     bad = failing().run(QUESTION, model_settings={"top_p": 2.0})
     equal((await raises_async(ModelHTTPError, bad, "top_p=2.0")).status_code, 400)
 

@@ -22,7 +22,8 @@ from tests.unit.cluster.conftest import TEXT, Server, make_serve
 
 KEY = "k" * 32
 MAX_BODY = 4096
-LONG: Json = CHAT | {"max_tokens": 400}
+LONG_TOKENS = 150  # half a second at three tokens a step
+LONG: Json = CHAT | {"max_tokens": LONG_TOKENS}
 
 
 @contextmanager
@@ -210,7 +211,7 @@ def test_a_full_queue_is_a_rate_limit_error(busy: Scripted, kind: str, stream: b
         assert caught.value.code == "queue_full"
         assert int(caught.value.response.headers["retry-after"]) >= 1
         for reply in under_way:
-            assert reply.result().usage.completion_tokens == 400
+            assert reply.result().usage.completion_tokens == LONG_TOKENS
 
 
 @pytest.mark.parametrize("kind", KINDS)
