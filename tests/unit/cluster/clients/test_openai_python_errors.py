@@ -70,7 +70,7 @@ BAD_REQUESTS: dict[str, tuple[Json, str | None, str]] = {
         "messages",
         "only parts of type 'text'",
     ),
-    "max-tokens": (CHAT | {"max_tokens": 100_000}, "max_tokens", "context"),
+    "max-tokens": (CHAT | {"max_tokens": 100_000}, "max_tokens", "allows 1024 per request"),
     "max-tokens-negative": (CHAT | {"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
     "penalty": (CHAT | {"presence_penalty": 2.1}, "presence_penalty", "less than or equal to 2"),
     "bias-key": (CHAT | {"logit_bias": {"word": 1}}, None, "word"),
