@@ -114,6 +114,7 @@ def strict(value: Any) -> Any:
     for choice in fields.get("choices", []):
         if "text" in choice and choice["finish_reason"] is None:
             choice["finish_reason"] = "stop"  # the SDK's type forbids the null that OpenAI's own chunks have
+        choice.get("message", {}).pop("parsed", None)  # the SDK's own, made from the text
         scores = (choice.get("logprobs") or {}).get("token_logprobs")
         if scores and scores[0] is None:  # so does it that of an echoed prompt's first token
             scores[0], choice["logprobs"]["top_logprobs"][0] = 0.0, {}

@@ -162,12 +162,8 @@ def test_a_bias_decides(ask: Ask, bias: float) -> None:
 
 
 def test_a_banned_token_is_not_generated(ask: Ask) -> None:
-    body = GREEDY | {"logprobs": True}
-    banned = generated(ask.chat(**body))[0]
-    token_id = TOKENIZER.encode(banned)[0] if banned.isascii() and banned else None
-    if token_id is None:
-        pytest.skip("the first token is not a character")
-    assert banned not in generated(ask.chat(**body, logit_bias={str(token_id): -100}))
+    options: Json = {"extra_body": {"allowed_token_ids": [LETTER_A, LETTER_B]}}
+    assert content(ask.chat(**seeded(CHAT), **options, logit_bias={str(LETTER_A): -100})) == "b" * MAX_TOKENS
 
 
 def test_only_allowed_tokens_are_generated(ask: Ask) -> None:
@@ -255,7 +251,7 @@ def test_log_probabilities_are_the_models_whatever_the_temperature(ask: Ask) -> 
         ask.text(**TEXTS | {"max_tokens": 1}, logprobs=20, temperature=t, seed=3).choices[0].logprobs for t in (1.5, 0)
     )
     shared = hot.top_logprobs[0].keys() & cold.top_logprobs[0].keys()
-    assert len(shared) >= 15
+    assert len(shared) >= 10  # bytes that are no characters share a text
     for token in shared:
         assert hot.top_logprobs[0][token] == pytest.approx(cold.top_logprobs[0][token], abs=1e-5)
 
@@ -292,13 +288,9 @@ def test_best_of_returns_the_likeliest_choice(ask: Ask) -> None:
 
 
 def test_a_json_object_is_one(ask: Ask) -> None:
-    options: Json = {"response_format": {"type": "json_object"}, "temperature": 0.5}
-    for seed in range(3):
-        reply = ask.chat(**CHAT | {"max_tokens": 300}, **options, seed=seed)
-        if first(reply).finish_reason == "stop":
-            assert isinstance(json.loads(content(reply)), dict)
-        else:
-            assert content(reply).startswith("{")
+    close = {str(TOKENIZER.encode("}")[0]): 100}  # a random model would not end
+    reply = ask.chat(**seeded(CHAT), response_format={"type": "json_object"}, logit_bias=close)
+    assert (json.loads(content(reply)), first(reply).finish_reason) == ({}, "stop")
 
 
 def test_a_strict_schema_holds(ask: Ask) -> None:
@@ -390,7 +382,7 @@ def test_arguments_of_a_streamed_call_add_up(ask: Ask) -> None:
     ]
     assert deltas[0].function.name == "get_weather"
     assert deltas[0].id.startswith("call_")
-    assert len(deltas) > 2
+    assert len(deltas) > 1
     [call] = first(ask.chat(**body)).message.tool_calls
     assert "".join(delta.function.arguments or "" for delta in deltas) == call.function.arguments
 
