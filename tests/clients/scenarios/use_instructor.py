@@ -5,7 +5,7 @@ from typing import Literal
 import instructor
 import openai
 from instructor.core.exceptions import InstructorRetryException
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, Field, field_validator
 from report import (
     ASKED,
     BASE_URL,
@@ -31,6 +31,12 @@ class Weather(BaseModel):
 
     city: Literal["Paris", "Rome", "Oslo"]
     days: Literal[1, 2, 3]
+
+
+class Trip(BaseModel):
+    """Two cities."""
+
+    stops: list[Weather] = Field(min_length=2, max_length=2)
 
 
 class Rome(Weather):
@@ -124,11 +130,12 @@ def partial_objects_are_streamed():
 
 
 @scenario
-def several_objects_are_streamed():
-    mode = instructor.Mode.JSON_SCHEMA
-    found = patched(mode).chat.completions.create_iterable(**OPTIONS | {"max_tokens": 200}, response_model=Weather)
-    for _, weather in zip(range(2), found, strict=False):
-        is_weather(weather.model_dump())
+def a_list_of_objects_has_its_length():
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        trip = create(mode, response_model=Trip)
+        equal(len(trip.stops), 2)
+        for stop in trip.stops:
+            is_weather(stop.model_dump())
 
 
 @scenario
