@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from cluster.api.errors import short_repr
 from specray.errors import InvalidRequestError
@@ -73,9 +73,24 @@ class AllowedToolChoice(_Part):
     allowed_tools: AllowedTools
 
 
-ToolChoice = (
-    Literal["none", "auto", "required"] | Annotated[ChosenTool | AllowedToolChoice, Field(discriminator="type")]
+def _tag_of(choice: object) -> str:
+    """Brackets keep a tag out of the locations of errors."""
+    if isinstance(choice, str):
+        return "[text]"
+    return f"[{choice.get('type') if isinstance(choice, dict) else getattr(choice, 'type', None)}]"
+
+
+# Chooses the form of a `tool_choice`, here and in responses.
+BY_CHOICE = Discriminator(
+    _tag_of,
+    custom_error_type="unsupported_tool_choice",
+    custom_error_message="expected 'none', 'auto', 'required' or an object of type function or allowed_tools",
 )
+ChoiceName = Annotated[Literal["none", "auto", "required"], Tag("[text]")]
+ToolChoice = Annotated[
+    ChoiceName | Annotated[ChosenTool, Tag("[function]")] | Annotated[AllowedToolChoice, Tag("[allowed_tools]")],
+    BY_CHOICE,
+]
 
 
 def named_functions(choice: ToolChoice | None) -> list[str] | None:

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
 
-from cluster.api.messages import MAX_TOOLS, FunctionName
+from cluster.api.messages import BY_CHOICE, MAX_TOOLS, ChoiceName, FunctionName
 from cluster.api.protocol import Body, ChatRequest, ModelName, ReasoningEffort, RequestName, RequestOptions, Sampling
 from cluster.api.responses.items import Input, chat_messages
 from specray.errors import InvalidRequestError
@@ -61,7 +61,10 @@ class AllowedFunctions(_Part):
     tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-FunctionChoice = Annotated[ChosenFunction | AllowedFunctions, Field(discriminator="type")]
+FunctionChoice = Annotated[
+    ChoiceName | Annotated[ChosenFunction, Tag("[function]")] | Annotated[AllowedFunctions, Tag("[allowed_tools]")],
+    BY_CHOICE,
+]
 
 
 class Reasoning(_Part):
@@ -91,7 +94,7 @@ class InputTokensRequest(Sampling, RequestOptions):
     input: Input
     instructions: str | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None

@@ -110,7 +110,7 @@ def strict(value: Any) -> Any:
     """The same object, after a strict validation of everything in it, which the SDK does not do."""
     if not isinstance(value, openai.BaseModel):
         return value
-    fields = value.to_dict(mode="json")
+    fields = value.to_dict(mode="json", warnings=False)
     for choice in fields.get("choices", []):
         if "text" in choice and choice["finish_reason"] is None:
             choice["finish_reason"] = "stop"  # the SDK's type forbids the null that OpenAI's own chunks have

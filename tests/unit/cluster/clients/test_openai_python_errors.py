@@ -100,6 +100,22 @@ BAD_REQUESTS: dict[str, tuple[Json, str | None, str]] = {
     "tool-name": (CHAT | {"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "a b"),
     "same-tools": (CHAT | {"tools": [TOOL, TOOL]}, "tools", "two tools are named 'add'"),
     "required-nothing": (CHAT | {"tool_choice": "required"}, "tool_choice", "needs tools"),
+    "tool-choice": (CHAT | {"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice", "'none', 'auto' or 'required'"),
+    "custom-tool-choice": (
+        CHAT | {"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "x"}}},
+        "tool_choice",
+        "an object of type function or allowed_tools",
+    ),
+    "tool-choice-name": (
+        CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": 3}}},
+        "tool_choice.function.name",
+        "valid string",
+    ),
+    "hosted-tool-choice": (
+        RESPONSE | {"tool_choice": {"type": "web_search"}},
+        "tool_choice",
+        "an object of type function or allowed_tools",
+    ),
     "unknown-tool": (
         CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
         "tool_choice",
