@@ -16,6 +16,7 @@ PEERS_ARGS ?=
 DEMO_ARGS ?=
 CHAOS_ARGS ?=
 FUZZ_ARGS ?=
+CLIENTS_ARGS ?=
 # Where `make heads` works (5 KB a token of answers), what it asks beside what the target asks itself (JSON Lines with
 # turns, never an evaluation set), how many prompts the target writes, and how many tokens the heads learn from.
 HEADS_DIR ?= heads-work
@@ -36,7 +37,7 @@ PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-cluster test-computing test-fast extras lint format bench bench-peers gpu-report \
-	heads draft mtp chaos fuzz sbom docs page-test clean distclean
+	heads draft mtp chaos fuzz clients sbom docs page-test clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -88,6 +89,9 @@ extras: $(INSTALLED)  ## resolve every extra of pyproject.toml against the packa
 
 fuzz: $(INSTALLED)  ## send mutated requests to a server and load mutated model files: minutes
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
+clients: $(INSTALLED)  ## run published clients against a server, each in an environment of its own: minutes
+	$(BIN)/python -m tests.clients $(CLIENTS_ARGS)
 
 sbom: $(INSTALLED)  ## write a bill of materials of .venv to sbom.json (CycloneDX)
 	$(BIN)/python deploy/sbom.py sbom.json

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from cluster.api.errors import short_repr
 from specray.errors import InvalidRequestError
@@ -61,7 +61,52 @@ class ChosenTool(_Part):
     function: ChosenFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | ChosenTool
+class AllowedTools(_Part):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(_Part):
+    """A `tool_choice` that lets the model see all tools and call some of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _tag_of(choice: object) -> str:
+    """Brackets keep a tag out of the locations of errors."""
+    if isinstance(choice, str):
+        return "[text]"
+    return f"[{choice.get('type') if isinstance(choice, dict) else getattr(choice, 'type', None)}]"
+
+
+# Chooses the form of a `tool_choice`, here and in responses.
+BY_CHOICE = Discriminator(
+    _tag_of,
+    custom_error_type="unsupported_tool_choice",
+    custom_error_message="expected 'none', 'auto', 'required' or an object of type function or allowed_tools",
+)
+ChoiceName = Annotated[Literal["none", "auto", "required"], Tag("[text]")]
+ToolChoice = Annotated[
+    ChoiceName | Annotated[ChosenTool, Tag("[function]")] | Annotated[AllowedToolChoice, Tag("[allowed_tools]")],
+    BY_CHOICE,
+]
+
+
+def named_functions(choice: ToolChoice | None) -> list[str] | None:
+    """The functions that `choice` limits calls to; None if it names none."""
+    if isinstance(choice, ChosenTool):
+        return [choice.function.name]
+    if isinstance(choice, AllowedToolChoice):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return None
+
+
+def demands_call(choice: ToolChoice | None) -> bool:
+    """Whether the model must call a function."""
+    if isinstance(choice, AllowedToolChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, ChosenTool)
 
 
 class CalledFunction(_Part):
@@ -163,9 +208,9 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
             f"the tools have {length} characters of JSON, more than {MAX_TOOLS_LENGTH}; send fewer or shorter ones",
             "tools",
         )
-    if isinstance(choice, ChosenTool) and choice.function.name not in names:
+    if unknown := [name for name in named_functions(choice) or () if name not in names]:
         raise InvalidRequestError(
-            f"tool_choice names {choice.function.name!r}, which is not in tools; add it or name another", "tool_choice"
+            f"tool_choice names {unknown[0]!r}, which is not in tools; add it or name another", "tool_choice"
         )
     if choice == "required" and not tools:
         raise InvalidRequestError(

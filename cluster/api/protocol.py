@@ -13,7 +13,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from cluster.api.errors import from_validation, short_repr
 from cluster.api.grammar_fields import grammar_of
-from cluster.api.messages import MAX_TOOLS, JoinedText, Message, Tool, ToolChoice, check_tools
+from cluster.api.messages import (
+    MAX_TOOLS,
+    JoinedText,
+    Message,
+    Tool,
+    ToolChoice,
+    check_tools,
+    named_functions,
+)
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec
 from specray.sampling_params import (
@@ -315,6 +323,12 @@ class ChatRequest(OpenAIRequest):
     def offered_tools(self) -> list[Tool]:
         """The tools that the model is told about."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Those of the offered tools that `tool_choice` lets the model call."""
+        names = named_functions(self.tool_choice)
+        return [tool for tool in self.offered_tools if names is None or tool.function.name in names]
 
     @property
     def template_variables(self) -> dict[str, TemplateValue]:

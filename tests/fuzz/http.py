@@ -12,7 +12,8 @@ from typing import Any
 from starlette.types import Message, Scope
 
 from tests.fuzz.mutations import dumps, from_schema, mutated_bytes, mutated_json
-from tests.fuzz.server import FuzzedServer, fuzzed_server, until
+from tests.fuzz.server import FuzzedServer, fuzzed_server
+from tests.support.local_server import until
 
 CONCURRENCY = 32
 BATCH = 512  # requests between two checks for leaks

@@ -289,6 +289,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> Serve:
     """`async with serve(step_s=..., connect=..., **AppConfig fields) as server`. Grammars are not compiled."""
+    return make_serve(tokenizer, monkeypatch)
+
+
+def make_serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """The fixture `serve`, for servers that outlive a test."""
 
     async def pass_all(*_: object) -> None:
         pass
