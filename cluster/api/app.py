@@ -42,6 +42,10 @@ def create_app(service: Service) -> FastAPI:
     if server.cors_origins:
         _allow_origins(app, server.cors_origins)
     app.add_middleware(CatchErrors)
+    if service.tracer is not None:
+        from cluster.api.tracing import TraceRequests  # its packages are optional
+
+        app.add_middleware(TraceRequests, tracer=service.tracer)
     app.add_exception_handler(errors.ApiError, errors.handle_api_error)
     app.add_exception_handler(SpecRayError, errors.handle_engine_error)
     app.add_exception_handler(RequestValidationError, errors.handle_validation_error)

@@ -8,6 +8,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -33,6 +34,7 @@ from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
 from cluster.api.text_pool import TextPool
 from cluster.api.tokenization import Tokenization, TokenTexts
+from cluster.api.trace_context import CURRENT_TRACE, make_tracer
 from cluster.config import AppConfig
 from cluster.messages import RouterInfo
 from cluster.routing.client import NOT_READY
@@ -63,6 +65,7 @@ class Service:
         self._tokenization: Tokenization | None = None
         self._grammar_check = GrammarCheck()
         self.text_pool = TextPool()
+        self.tracer = make_tracer(config.server.otlp_traces_endpoint)
         self._created = int(time.time())
         digest = hashlib.sha256(config.engine.model_dump_json().encode()).hexdigest()
         self._fingerprint = f"fp_{digest[:12]}"
@@ -72,8 +75,10 @@ class Service:
         return self._router_pool.drafter_rollout
 
     async def close(self) -> None:
-        """End the process that compiles grammars, if there is one."""
+        """End the process that compiles grammars, if there is one, and send the last traces."""
         await self._grammar_check.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     async def chat(self, body: ChatRequest, tenant: str) -> Response:
         def reply(metadata: ReplyMetadata, chat: PreparedChat, tokens: TokenTexts) -> Reply:
@@ -257,6 +262,9 @@ class Service:
         requests = engine_requests(metadata.request_id, prompts, tenant, body.cache_salt or "", draft_limit)
         if body.traces_drafts:
             requests = [traced(requests, bool(body.stream) and isinstance(reply, OpenAIReply))]
+        if (trace := CURRENT_TRACE.get()) is not None:
+            trace.describe(self.config.model_name, metadata.request_id, prompts)
+            requests = [replace(request, reports_times=True) for request in requests]
         limit = self.config.server.request_timeout_s
         session = tenant_scoped(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
         request_stream = await self._router_pool.submit(requests, min(body.timeout or limit, limit), session)

@@ -18,6 +18,7 @@ from typing import NoReturn
 import yaml
 
 from cluster import proxy_guard
+from cluster.api.trace_context import check_tracing_packages
 from cluster.cli.check import IMPORT_PATH, Json, check_document, check_keys, find_files, load, suggestion
 from cluster.cli.flags import add_flags, given, overridden
 from cluster.cli.sglang_environment import check_sglang_environment
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             refuse_port_in_use(document["http_options"]["host"], document["http_options"]["port"])
             for app in apps.values():
                 check_keys(app)
+                check_tracing_packages(app.server.otlp_traces_endpoint)
                 find_files(app)
     except (SpecRayError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

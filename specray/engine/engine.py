@@ -173,8 +173,8 @@ class Engine:
         request.prompt_logprobs = None
         if cut.finish_reason is None:
             return output
-        self._end(request, cut.finish_reason)
-        return output._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason)
+        times = self._end(request, cut.finish_reason).times
+        return output._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason, times=times)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
         self.scheduler.finish(request)
@@ -188,7 +188,8 @@ class Engine:
         if request.first_token is not None and request.num_output_tokens > 1:
             gap = (now - request.first_token) / (request.num_output_tokens - 1)
             stats.observe("specray_time_per_output_token_seconds", gap)
-        return _empty_output(request)._replace(finish_reason=reason, error=error)
+        times = request.times(now, time.time_ns()) if request.spec.reports_times else None
+        return _empty_output(request)._replace(finish_reason=reason, error=error, times=times)
 
     def _count_tokens(self, emitted: Emitted) -> None:
         request, stats = emitted.request, self._stats_of(emitted.request)
@@ -207,7 +208,8 @@ class Engine:
         for request in self.scheduler.running[len(self.scheduler.running) - len(plan.new_requests) :]:
             if request.num_preemptions == 0:
                 stats = self._stats_of(request)
-                stats.observe("specray_request_queue_time_seconds", time.monotonic() - request.arrival)
+                request.started = time.monotonic()
+                stats.observe("specray_request_queue_time_seconds", request.started - request.arrival)
                 stats.add("specray_prefix_cache_queries_total", request.num_prompt_tokens)
                 stats.add("specray_prefix_cache_hits_total", request.num_cached_tokens)
 
