@@ -31,8 +31,8 @@ DOCS_INSTALLED := .venv/.docs-installed
 PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast extras lint format bench bench-peers gpu-report heads draft mtp chaos fuzz sbom docs \
-	page-test clean distclean
+.PHONY: help install demo test test-fast extras lint format bench bench-peers gpu-report heads draft mtp chaos fuzz sbom lock \
+	docs page-test clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,6 +77,12 @@ fuzz: $(INSTALLED)  ## send mutated requests to a server and load mutated model 
 
 sbom: $(INSTALLED)  ## write a bill of materials of .venv to sbom.json (CycloneDX)
 	$(BIN)/python deploy/sbom.py sbom.json
+
+# In an environment of its own, because only this needs uv.
+lock:  ## write the files *.lock, which the images install from: the versions of constraints.txt and their hashes
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip --disable-pip-version-check install --quiet uv
+	PATH="$$PWD/build/lock/bin:$$PATH" $(PYTHON) deploy/lock.py
 
 lint: $(INSTALLED)  ## check style and types
 	$(BIN)/ruff check .
