@@ -38,7 +38,7 @@ def build(args: AppConfig) -> Application:
     """The application for a configuration, which Serve has validated against the annotation.
 
     Files that are on this machine are checked first: Serve reports an error here at once, but tries to start a replica
-    three times. So is the HTTP port, of which Serve reports nothing.
+    three times. So is the HTTP port, which a second Serve would silently share.
     """
     check_speculative(args.speculative)
     check_tracing_packages(args.server.otlp_traces_endpoint)

@@ -1,24 +1,19 @@
 """A check that Serve's HTTP proxy has its port for itself, made while Serve builds the application.
 
-`serve run` is silent about a port in use. A proxy that cannot bind it is started again and again. If the other process
-is a Serve proxy too, both bind it, because Serve sets SO_REUSEPORT, and each gets some of the requests.
+Serve sets SO_REUSEPORT, so a second Serve of the same user silently shares the port of the first: each gets some of the
+requests. Only a port of another kind of server makes `serve run` fail by itself.
 `specray serve` checks the port before it starts Ray (`specray.cli.local_server.refuse_port_in_use`).
 """
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
 import psutil
 import ray
-from ray import serve
-from ray.serve.schema import ProxyStatus
 
 from specray.errors import ConfigError
 
-START_S = 30.0  # for a proxy; Serve itself gives up after 15 s and starts another
-POLL_S = 0.2
 PROXY_TITLE = "ray::ProxyActor"
 WILDCARDS = ("0.0.0.0", "::")
 
@@ -34,26 +29,9 @@ class Listener(NamedTuple):
 
 
 def check_http_port() -> None:
-    """ConfigError if no proxy of this Serve listens, or if one shares its port with another server on this machine."""
-    if not ray.is_initialized():
-        return  # an import path given to `serve run` is built before Ray starts
-    wait_until_healthy(lambda: serve.status().proxies.values(), time.monotonic, time.sleep)
-    refuse_shared_port(list(listeners(ray.get_runtime_context().gcs_address)))
-
-
-def wait_until_healthy(
-    statuses: Callable[[], Collection[ProxyStatus]], clock: Callable[[], float], sleep: Callable[[float], None]
-) -> None:
-    """Wait until a proxy is healthy. ConfigError if there are proxies and none is healthy after START_S."""
-    give_up = clock() + START_S
-    while (found := statuses()) and ProxyStatus.HEALTHY not in found:
-        if clock() > give_up:
-            raise ConfigError(
-                f"Serve's HTTP proxy does not listen after {START_S:g} s; another process probably uses the port in "
-                "http_options: stop it, or set another http_options.port. If the machine is overloaded instead, set "
-                "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=20"
-            )
-        sleep(POLL_S)
+    """ConfigError if a proxy of this Serve shares its port with another server on this machine."""
+    if ray.is_initialized():  # an import path given to `serve run` is built before Ray starts
+        refuse_shared_port(list(listeners(ray.get_runtime_context().gcs_address)))
 
 
 def refuse_shared_port(found: Iterable[Listener]) -> None:
@@ -80,7 +58,7 @@ def listeners(gcs_address: str) -> Iterator[Listener]:
             process = psutil.Process(connection.pid)
             if connection.pid not in is_ours:
                 is_ours[connection.pid] = _is_worker(process, gcs_address)
-            title = " ".join(process.cmdline())[:80]
+            title = " ".join(" ".join(process.cmdline()).split())[:80]
             yield Listener(connection.laddr.ip, connection.laddr.port, connection.pid, title, is_ours[connection.pid])
 
 

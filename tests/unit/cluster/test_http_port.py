@@ -1,45 +1,12 @@
-"""The check of Serve's HTTP port, over scripted states of proxies and lists of listeners."""
+"""The check of Serve's HTTP port, over lists of listeners."""
 
 import pytest
-from ray.serve.schema import ProxyStatus
 
-from cluster.http_port import PROXY_TITLE, START_S, Listener, refuse_shared_port, wait_until_healthy
+from cluster.http_port import PROXY_TITLE, Listener, refuse_shared_port
 from specray.errors import ConfigError
 
 PROXY = Listener("127.0.0.1", 8000, 10, PROXY_TITLE, is_ours=True)
 OTHER = Listener("127.0.0.1", 8000, 20, "ray::ProxyActor", is_ours=False)
-
-
-class Clock:
-    """Time that passes only in `sleep`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def read(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def test_a_proxy_that_cannot_bind_its_port_is_an_error() -> None:
-    clock = Clock()
-    with pytest.raises(ConfigError, match="another process probably uses the port in http_options"):
-        wait_until_healthy(lambda: [ProxyStatus.STARTING], clock.read, clock.sleep)
-    assert START_S <= clock.now < START_S + 1.0
-
-
-def test_one_healthy_proxy_is_enough() -> None:
-    clock = Clock()
-    states = iter([[ProxyStatus.STARTING] * 2, [ProxyStatus.STARTING, ProxyStatus.HEALTHY]])
-    wait_until_healthy(lambda: next(states), clock.read, clock.sleep)
-
-
-def test_no_proxy_is_waited_for_where_there_is_none() -> None:
-    clock = Clock()
-    wait_until_healthy(list, clock.read, clock.sleep)
-    assert clock.now == 0.0
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::"])
