@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
 
@@ -34,7 +34,7 @@ from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
 from cluster.api.text_pool import TextPool
 from cluster.api.tokenization import Tokenization, TokenTexts
-from cluster.api.trace_context import CURRENT_TRACE, make_tracer
+from cluster.api.trace_context import CURRENT_TRACE, check_tracing_packages
 from cluster.config import AppConfig
 from cluster.messages import RouterInfo
 from cluster.routing.client import NOT_READY
@@ -43,6 +43,9 @@ from cluster.routing.router_pool import DRAINING, RouterPool
 from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
 from specray.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from cluster.api.tracing import Tracer  # its packages are optional
 
 GENERATION_TIMEOUT_S = 20.0  # of /health_generate, as SGLang's
 MAX_TOKEN_AGE_S = 5.0  # /readyz; an idle engine generates a probe token every few seconds
@@ -316,6 +319,16 @@ class Service:
         if name is not None and name not in self.config.model_names:
             message = f"model={short_repr(name)} is not served here; use {self.config.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
+
+
+def make_tracer(endpoint: str | None) -> "Tracer | None":
+    """None without an endpoint. ConfigError if a package is missing."""
+    if endpoint is None:
+        return None
+    check_tracing_packages(endpoint)
+    from cluster.api.tracing import Tracer, exporting_to
+
+    return Tracer(exporting_to(endpoint))
 
 
 def _prepared(

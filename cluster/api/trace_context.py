@@ -1,16 +1,31 @@
-"""The trace of the request that is being handled. `tracing` makes traces, and is imported only if they are wanted."""
+"""The trace of the request that is being handled, for code that runs with and without OpenTelemetry's packages.
 
+`tracing` makes traces, and is imported only if they are wanted.
+"""
+
+from collections.abc import Sequence
 from contextvars import ContextVar
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from cluster.api.choices import PreparedPrompt
 from specray.errors import ConfigError
+from specray.outputs import RequestOutput
 
-if TYPE_CHECKING:
-    from cluster.api.tracing import RequestTrace, Tracer
-
-CURRENT_TRACE: ContextVar["RequestTrace | None"] = ContextVar("current_trace", default=None)
 PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+
+
+class Trace(Protocol):
+    """See `tracing.RequestTrace`."""
+
+    def describe(self, model: str, response_id: str, prompts: Sequence[PreparedPrompt]) -> None: ...
+
+    def add_choice(self, output: RequestOutput) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+CURRENT_TRACE: ContextVar[Trace | None] = ContextVar("current_trace", default=None)  # None: it is not recorded
 
 
 def check_tracing_packages(endpoint: str | None) -> None:
@@ -23,13 +38,3 @@ def check_tracing_packages(endpoint: str | None) -> None:
                 f"server.otlp_traces_endpoint={endpoint!r} needs OpenTelemetry's SDK and its OTLP exporter ({error}); "
                 "install specray[otel], or leave the option out"
             ) from None
-
-
-def make_tracer(endpoint: str | None) -> "Tracer | None":
-    """The tracer of an ingress replica; None without an endpoint. ConfigError if a package is missing."""
-    if endpoint is None:
-        return None
-    check_tracing_packages(endpoint)
-    from cluster.api.tracing import Tracer, exporting_to
-
-    return Tracer(exporting_to(endpoint))
