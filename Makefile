@@ -31,7 +31,7 @@ DOCS_INSTALLED := .venv/.docs-installed
 PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast extras lint format bench bench-peers gpu-report heads draft mtp chaos fuzz sbom lock \
+.PHONY: help install demo test test-fast extras lint format bench bench-peers gpu-report heads draft mtp chaos fuzz sbom lock audit \
 	docs page-test clean distclean
 
 help:  ## list the targets
@@ -83,6 +83,11 @@ lock:  ## write the files *.lock, which the images install from: the versions of
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip --disable-pip-version-check install --quiet uv
 	PATH="$$PWD/build/lock/bin:$$PATH" $(PYTHON) deploy/lock.py
+
+audit:  ## look the locked versions up among known vulnerabilities; needs an index that has them
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip --disable-pip-version-check install --quiet pip-audit
+	build/lock/bin/pip-audit --no-deps --disable-pip --requirement requirements.lock
 
 lint: $(INSTALLED)  ## check style and types
 	$(BIN)/ruff check .

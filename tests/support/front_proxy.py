@@ -13,7 +13,7 @@ CONFIG = Path(__file__).parents[2] / "deploy/haproxy/haproxy.cfg"
 
 def write_front_config(folder: Path, port: int, server_port: int, changes: Mapping[str, str]) -> Path:
     """The configuration for a proxy on `port` before a server on `server_port`, with parts of its text changed."""
-    _write_certificate(folder / "specray.pem")
+    write_certificate(folder / "specray.pem")
     places = {
         "/etc/haproxy/specray.pem": str(folder / "specray.pem"),
         "bind :443": f"bind 127.0.0.1:{port}",
@@ -27,7 +27,8 @@ def write_front_config(folder: Path, port: int, server_port: int, changes: Mappi
     return folder / "haproxy.cfg"
 
 
-def _write_certificate(path: Path) -> None:
+def write_certificate(path: Path) -> None:
+    """A self-signed certificate for localhost and its key, in one PEM file."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.now(UTC)
