@@ -67,7 +67,7 @@ test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
 	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(PYTEST_ARGS)
 
 chaos: $(INSTALLED)  ## break a running cluster in every way on the list and account for every request: hours
-	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+	$(BIN)/python -m tests.chaos --out build/chaos $(CHAOS_ARGS)
 
 extras: $(INSTALLED)  ## resolve every extra of pyproject.toml against the package index; installs nothing
 	SPECRAY_RESOLVE_EXTRAS=1 $(BIN)/python -m pytest tests/contracts/test_extras.py $(PYTEST_ARGS)
