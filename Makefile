@@ -37,7 +37,7 @@ PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-cluster test-computing test-fast extras lint format bench bench-peers gpu-report \
-	heads draft mtp chaos fuzz clients sbom docs page-test clean distclean
+	heads draft mtp chaos fuzz clients sbom lock audit docs page-test clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,7 +82,7 @@ test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
 	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(PYTEST_ARGS)
 
 chaos: $(INSTALLED)  ## break a running cluster in every way on the list and account for every request: hours
-	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+	$(BIN)/python -m tests.chaos --out build/chaos $(CHAOS_ARGS)
 
 extras: $(INSTALLED)  ## resolve every extra of pyproject.toml against the package index; installs nothing
 	SPECRAY_RESOLVE_EXTRAS=1 $(BIN)/python -m pytest tests/contracts/test_extras.py $(PYTEST_ARGS)
@@ -95,6 +95,17 @@ clients: $(INSTALLED)  ## run published clients against a server, each in an env
 
 sbom: $(INSTALLED)  ## write a bill of materials of .venv to sbom.json (CycloneDX)
 	$(BIN)/python deploy/sbom.py sbom.json
+
+# In an environment of its own, because only this needs uv.
+lock:  ## write the files *.lock, which the images install from: the versions of constraints.txt and their hashes
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip --disable-pip-version-check install --quiet uv
+	PATH="$$PWD/build/lock/bin:$$PATH" $(PYTHON) deploy/lock.py
+
+audit:  ## look the locked versions up among known vulnerabilities; needs an index that has them
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip --disable-pip-version-check install --quiet pip-audit
+	build/lock/bin/pip-audit --no-deps --disable-pip --requirement requirements.lock
 
 lint: $(INSTALLED)  ## check style and types
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticKnownError
 
 from cluster.api.errors import from_validation, short_repr
 from cluster.api.grammar_fields import grammar_of
@@ -25,6 +26,7 @@ from cluster.api.messages import (
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec
 from specray.sampling_params import (
+    MAX_BIASED_TOKENS,
     AdditivePenalty,
     AllowedTokenIds,
     LogitBias,
@@ -46,6 +48,7 @@ from specray.sampling_params import (
 )
 
 MAX_MESSAGES = 4096
+MAX_TEMPLATE_VARIABLES = 16
 MAX_NAMED_FIELDS = 20
 MAX_FIELD_NAME = 64
 
@@ -86,6 +89,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "continuous_usage_stats": (False,),
     "token_ids_logprob": ([],),
     "stop_regex": ([], ""),
+    "grammar": ("",),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
     "add_special_tokens": (False,),
@@ -144,6 +148,18 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def at_most(limit: int) -> BeforeValidator:
+    """Refuse a longer object before its keys are looked at: pydantic makes an error of each wrong key first."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > limit:
+            bounds = {"field_type": "Object", "max_length": limit, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", bounds)
+        return value
+
+    return BeforeValidator(check)
+
+
 def _integer_keys(value: object) -> object:
     """Convert JSON's string keys to integers. Keys that are not integers are left for the bounds check to report."""
     if not isinstance(value, dict):
@@ -156,7 +172,7 @@ def _integer(key: object) -> object:
 
 
 Stop = Annotated[StopStrings, BeforeValidator(_listed, json_schema_input_type=StopString | StopStrings)]
-BiasByToken = Annotated[LogitBias, BeforeValidator(_integer_keys)]
+BiasByToken = Annotated[LogitBias, BeforeValidator(_integer_keys), at_most(MAX_BIASED_TOKENS)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 CacheSalt = Annotated[str, Field(max_length=256)]
 Timeout = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
@@ -200,11 +216,14 @@ class GrammarFields(Body):
         return grammar_of({name: getattr(self, name) for name in type(self).model_fields})
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+# Lists fail fast, because pydantic would make an error of each of a million wrong elements, and the first is reported.
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 TemplateName = Annotated[str, Field(pattern=r"^[a-zA-Z][a-zA-Z0-9_]{0,63}$")]
 TemplateValue = bool | int | float | Annotated[str, Field(max_length=1024)] | None
-TemplateVariables = Annotated[dict[TemplateName, TemplateValue], Field(max_length=16)]
+TemplateVariables = Annotated[
+    dict[TemplateName, TemplateValue], Field(max_length=MAX_TEMPLATE_VARIABLES), at_most(MAX_TEMPLATE_VARIABLES)
+]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 

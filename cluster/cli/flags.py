@@ -25,6 +25,7 @@ ALIASES = {
     "server.log_level": ("--log-level",),
     "server.tool_call_parser": ("--tool-call-parser",),
     "server.reasoning_parser": ("--reasoning-parser",),
+    "server.otlp_traces_endpoint": ("--otlp-traces-endpoint",),
 }
 
 

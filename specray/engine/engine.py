@@ -161,8 +161,8 @@ class Engine:
         request.prompt_logprobs = None
         if cut.finish_reason is None:
             return output
-        self._end(request, cut.finish_reason)
-        return output._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason)
+        times = self._end(request, cut.finish_reason).times
+        return output._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason, times=times)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
         self.scheduler.finish(request)
@@ -170,7 +170,8 @@ class Engine:
         del self._requests[request.request_id], self._texts[request.request_id]
         self._tracers.pop(request.request_id, None)
         self._record.finished(request, reason)
-        return _empty_output(request)._replace(finish_reason=reason, error=error)
+        times = request.times(time.monotonic(), time.time_ns()) if request.spec.reports_times else None
+        return _empty_output(request)._replace(finish_reason=reason, error=error, times=times)
 
 
 def _empty_output(request: Request) -> RequestOutput:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.radix_cache import CacheNode
-from specray.outputs import FinishReason, RequestUsage, TokenLogprob
+from specray.outputs import FinishReason, RequestTimes, RequestUsage, TokenLogprob
 from specray.sampling_params import SamplingParams
 from specray.step import UNLIMITED, DraftLimit, RequestResult
 
@@ -29,6 +29,7 @@ class EngineRequest:
     predicted_token_ids: Sequence[int] = ()  # the output that the client expects: a source of drafts
     name: str = ""  # by which its client can abort it; several requests may have the same
     traces_drafts: bool = False  # its outputs have a trace
+    reports_times: bool = False  # its last output has its times
 
 
 class Status(Enum):
@@ -64,6 +65,7 @@ class Request:
     shared_path: list[CacheNode] = field(default_factory=list)  # locked; block i is cached iff its node holds it
 
     prompt_logprobs: list[TokenLogprob] | None = None  # so far, until they are reported; None: not wanted
+    started: float | None = None  # when it first left the queue
     first_token: float | None = None
     num_cached_tokens: int = 0
     num_verify_steps: int = 0
@@ -136,6 +138,16 @@ class Request:
             tuple(self.accept_histogram),
             self.is_lossy,
         )
+
+    def times(self, now: float, now_ns: int) -> RequestTimes:
+        """Its times, once it has ended at `now` on the engine's clock, which is `now_ns` since 1970."""
+
+        def since_1970(moment: float | None) -> int | None:
+            return None if moment is None else now_ns - round((now - moment) * 1e9)
+
+        arrived = since_1970(self.arrival)
+        assert arrived is not None
+        return RequestTimes(arrived, since_1970(self.started), since_1970(self.first_token), now_ns)
 
 
 @dataclass(frozen=True, slots=True)

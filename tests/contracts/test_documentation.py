@@ -149,7 +149,7 @@ def test_serve_commands_make_a_valid_configuration(command: list[str], capsys: p
 
 def routes() -> set[str]:
     """Paths that the server answers."""
-    app = create_app(SimpleNamespace(config=AppConfig()))  # type: ignore[arg-type]
+    app = create_app(SimpleNamespace(config=AppConfig(), tracer=None))  # type: ignore[arg-type]
     admin = FastAPI()
     add_admin_routes(admin, AppConfig(), SimpleNamespace())  # type: ignore[arg-type]
     return {route.path for route in [*app.routes, *admin.routes] if hasattr(route, "path")}

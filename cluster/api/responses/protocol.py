@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
 
-from cluster.api.messages import BY_CHOICE, MAX_TOOLS, ChoiceName, FunctionName
+from cluster.api.messages import BY_CHOICE, MAX_TOOLS, ChoiceName, FunctionName, check_number_of_parts
 from cluster.api.protocol import Body, ChatRequest, ModelName, ReasoningEffort, RequestName, RequestOptions, Sampling
 from cluster.api.responses.items import Input, chat_messages
 from specray.errors import InvalidRequestError
@@ -93,7 +93,7 @@ class InputTokensRequest(Sampling, RequestOptions):
     model: ModelName | None = None
     input: Input
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -107,6 +107,7 @@ class InputTokensRequest(Sampling, RequestOptions):
         for name, (accepted, reason) in _STATELESS.items():
             if value.get(name) is not None and value[name] not in accepted:
                 raise InvalidRequestError(f"{name}: {reason}", name)
+        check_number_of_parts(value.get("input"), "input")
         return value
 
     @property
@@ -141,7 +142,13 @@ class ResponsesRequest(InputTokensRequest):
     rid: RequestName | None = None
     max_output_tokens: MaxTokens | None = None
     top_logprobs: NumLogprobs | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(max_length=16, fail_fast=True),
+        ]
+        | None
+    ) = None
     metadata: dict[str, str] | None = None
     stream_options: Body | None = None
 

@@ -229,6 +229,7 @@ class Server:
         self.replicas: list[Replica] = []
         self.http: httpx.AsyncClient
         self.app: FastAPI
+        self.service: Service
         self.router_pool: RouterPool
 
     async def add_replica(self) -> Replica:
@@ -322,9 +323,8 @@ def make_serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPat
         for _ in range(num_replicas):
             await server.add_replica()
         server.router_pool = RouterPool(server, config)
-        app = server.app = create_app(
-            Service(config, server.router_pool, lambda length: Tokenization(tokenizer, length))
-        )
+        server.service = Service(config, server.router_pool, lambda length: Tokenization(tokenizer, length))
+        app = server.app = create_app(server.service)
         if connect:
             server.router_pool.start()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
