@@ -231,6 +231,8 @@ class Scheduler:
             _wanted_prompt_logprobs(request),
             list(request.spec.predicted_token_ids),
             request.spec.traces_drafts,
+            "" if request.drafter is None else request.drafter.name,
+            "" if request.drafter is None else request.drafter.shadow,
         )
 
     def _share_full_blocks(self, request: Request) -> None:
