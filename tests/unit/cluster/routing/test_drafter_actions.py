@@ -145,12 +145,14 @@ def test_a_drafter_is_added_promoted_and_dropped_on_every_engine(serve: Serve, a
             assert [len(replica.ranks.drafter.loaded) for replica in server.replicas] == [1, 1], "nothing is loaded"
             assert [await complete(server) for _ in range(3)] == [["new"]] * 3
 
+            await server.add_replica()  # an engine that starts later
+            latest = server.router_pool.drafter_rollout.speculative
+            await server.until(lambda: server.replicas[2].ranks.drafter.state.speculative == latest)
+            await server.until(lambda: server.num_connected == 3)
+
             dropped = await drafters_of(server, await act(server, action="drop", name="new"))
             assert list(dropped) == ["long", "short"]
             assert await complete(server) != ["new"]
-            await server.add_replica()
-            latest = server.router_pool.drafter_rollout.speculative
-            await server.until(lambda: server.replicas[2].ranks.drafter.state.speculative == latest)
 
     asyncio.run(scenario())
 
