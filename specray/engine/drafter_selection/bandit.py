@@ -102,7 +102,7 @@ def _estimate(own: Experience, of_all: Experience) -> tuple[float, float]:
 
     Requests that still run count as experience to come, so that a burst is spread over the drafters.
     """
-    if not of_all.seconds:
+    if not (of_all.tokens and of_all.seconds):
         return float("inf"), REQUEST_TOKENS * float(of_all.num_running)
     shared = min(PRIOR_TOKENS, of_all.tokens)
     seconds = own.seconds + shared * of_all.seconds / of_all.tokens

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from random import Random
 
-from specray.config import SpeculativeConfig
+from specray.config import MAX_TREE_NODES, SpeculativeConfig
 from specray.engine.drafter_selection.bandit import DrafterBandit
 from specray.engine.drafter_selection.load import UsualTimes
 from specray.engine.drafter_selection.step_share import StepRow, step_shares
@@ -43,6 +43,8 @@ class DrafterSelector:
             self._bandit.forget(dropped)
         self._names, self._default = names, speculative.default_drafter
         self._shadow, self._share = speculative.shadow.drafter, speculative.shadow.share
+        sizes = {name: member.num_draft_tokens for name, member in speculative.members.items()}
+        self._most = {name: MAX_TREE_NODES if size is None else size - 1 for name, size in sizes.items()}
         self._stats.name_drafters(names)
 
     def assign(self, request: Request) -> None:
@@ -59,7 +61,9 @@ class DrafterSelector:
             self._bandit.start(spec.tenant, kind, wanted)
         is_plain = spec.params.grammar is None and spec.draft_limit.allows_drafts and not spec.is_probe
         is_shadowed = self._shadow not in (None, wanted) and is_plain and self._random.random() < self._share
-        request.drafter = DrafterChoice(wanted, (self._shadow or "") if is_shadowed else "", kind)
+        request.acceptance.drafter = wanted
+        shadow = self._shadow if is_shadowed else None
+        request.drafter = DrafterChoice(wanted, shadow or "", kind, self._most[wanted])
         if not spec.is_probe:
             self._stats.add_labelled("specray_drafter_requests_total", wanted)
 

@@ -1,5 +1,6 @@
 """Each request's share of a step's time, as a pure function."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,9 +18,9 @@ def step_shares(rows: Sequence[StepRow], seconds: float, draft_seconds: Mapping[
     `draft_seconds` are those of each drafter for its rows, and part of the step's `seconds`. Where a drafter runs in
     its own process they overlap with the host's work; the rest is then counted as shorter for all drafters.
     """
-    rest = max(0.0, seconds - sum(draft_seconds.values()))
+    counts = Counter(row.drafter for row in rows)
+    rest = max(0.0, seconds - sum(draft_seconds.get(name, 0.0) for name in counts))
     num_tokens = max(1, sum(row.num_tokens for row in rows))
-    counts = {name: sum(row.drafter == name for row in rows) for name in {row.drafter for row in rows}}
     return [
         rest * row.num_tokens / num_tokens + draft_seconds.get(row.drafter, 0.0) / counts[row.drafter] for row in rows
     ]
