@@ -46,7 +46,7 @@ class DrafterChoice:
     name: str
     shadow: str  # the drafter that is measured beside it; empty: none
     kind: TextKind
-    max_draft_tokens: int  # of the drafter, where it is configured
+    max_draft_tokens: int  # of a tree of the drafter or its shadow, where it is configured
     tokens: int = 0
     time: float = 0.0  # in units of what a token usually takes
 

@@ -63,7 +63,8 @@ class DrafterSelector:
         is_shadowed = self._shadow not in (None, wanted) and is_plain and self._random.random() < self._share
         request.acceptance.drafter = wanted
         shadow = self._shadow if is_shadowed else None
-        request.drafter = DrafterChoice(wanted, shadow or "", kind, self._most[wanted])
+        most = max(self._most[name] for name in (wanted, shadow) if name is not None)
+        request.drafter = DrafterChoice(wanted, shadow or "", kind, most)
         if not spec.is_probe:
             self._stats.add_labelled("specray_drafter_requests_total", wanted)
 
