@@ -2,9 +2,11 @@
 
 Metrics are counters and not averages, so that PromQL can take rates of them: accept length = 1 + rate(accepted) /
 rate(verify_steps). Acceptance at position p, given that position p - 1 was accepted, is rate(per_pos{position="p"}) /
-rate(per_pos{position="p-1"}); at position 0 it is rate(per_pos{position="0"}) / rate(drafts). One engine has one
-drafter at a time: `* on (replica) group_left (drafter) (ray_specray_drafter_info == 1)` adds its name as a label to any
-of these in Ray's metrics. `specray.dashboard` has the expressions.
+rate(per_pos{position="p-1"}); at position 0 it is rate(per_pos{position="0"}) / rate(drafts).
+
+`* on (replica) group_left (drafter) (ray_specray_drafter_info == 1)` adds the drafter's name as a label to any of these
+in Ray's metrics. Several drafters of one engine have one joined name there; `specray_drafter_*` tell them apart.
+`specray.dashboard` has the expressions.
 """
 
 from collections.abc import Iterable
