@@ -289,7 +289,7 @@ class AppConfig(EngineConfig):
     @property
     def has_draft_actor(self) -> bool:
         """Whether drafters run in separate processes, or may do so later (`replaces_drafters`)."""
-        is_wanted = self.speculative.algorithm is not None or self.replaces_drafters
+        is_wanted = self.speculative.has_drafter or self.replaces_drafters
         return is_wanted and self.draft.placement == "colocated"
 
     @property

@@ -238,6 +238,7 @@ class Speculation(Body):
 
     enabled: bool | None = None
     algorithm: Annotated[str, Field(max_length=256)] | None = None  # only ever compared with the server's own
+    drafter: Annotated[str, Field(max_length=64)] | None = None  # the name of one of the server's drafters
     num_steps: Annotated[int, Field(ge=1)] | None = None
     num_draft_tokens: Annotated[int, Field(ge=2)] | None = None  # root included
     trace: bool | None = None  # the stream shows how its tokens came about: `draft_trace`

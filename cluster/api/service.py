@@ -261,16 +261,17 @@ class Service:
         headers: Mapping[str, str],
     ) -> Response:
         await self._check_grammars(prompts, tenant)
-        draft_limit = self._speculation().draft_limit(body.speculative)
-        requests = engine_requests(metadata.request_id, prompts, tenant, body.cache_salt or "", draft_limit)
+        speculation = self._speculation()
+        limit, drafter = speculation.draft_limit(body.speculative), speculation.drafter(body.speculative)
+        requests = engine_requests(metadata.request_id, prompts, tenant, body.cache_salt or "", limit, drafter)
         if body.traces_drafts:
             requests = [traced(requests, bool(body.stream) and isinstance(reply, OpenAIReply))]
         if (trace := CURRENT_TRACE.get()) is not None:
             trace.describe(self.config.model_name, metadata.request_id, prompts)
             requests = [replace(request, reports_times=True) for request in requests]
-        limit = self.config.server.request_timeout_s
+        most_s = self.config.server.request_timeout_s
         session = tenant_scoped(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
-        request_stream = await self._router_pool.submit(requests, min(body.timeout or limit, limit), session)
+        request_stream = await self._router_pool.submit(requests, min(body.timeout or most_s, most_s), session)
         return (EventStream if body.stream else JsonReply)(request_stream, reply, headers)
 
     async def _check_grammars(self, prompts: list[PreparedPrompt], tenant: str) -> None:

@@ -93,7 +93,7 @@ def load(path: Path) -> Json:
 
 def summary(app: AppConfig) -> str:
     """Model, type, drafting method and tensor parallelism of an application."""
-    drafts = app.speculative.algorithm or "no speculation"
+    drafts = app.speculative.drafter_name or "no speculation"
     return f"{app.model}, {app.dtype}, {drafts}, tensor parallel {app.tp_size}"
 
 

@@ -61,6 +61,7 @@ class Flag(NamedTuple):
     def default(self) -> str:
         """The default as YAML has it."""
         default = self.field.get_default(call_default_factory=True)
+        default = list(default) if isinstance(default, tuple) else default
         return str(default).lower() if isinstance(default, bool) else "null" if default is None else str(default)
 
     @property

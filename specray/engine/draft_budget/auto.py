@@ -41,7 +41,7 @@ class AutoBudget:
         self._most = max_step_draft_tokens or MOST_STEP_DRAFTS
         self._costs = costs or StepCosts()
         self._keep = keep
-        self._nodes = NodeAcceptance()
+        self._nodes: dict[str, NodeAcceptance] = {}  # by the name of one of several drafters
         self._schedules: dict[int, TrialSchedule] = {}  # by the batch's size, in powers of two
         self._trial: Trial | None = None
         self._trial_steps_left = 0
@@ -51,7 +51,7 @@ class AutoBudget:
     def shares(self, requests: Sequence[Drafting]) -> Shares:
         if not requests:
             return Shares([])
-        if self._nodes.num_trees < NUM_FIRST_TREES:
+        if any(self._nodes_of(request.acceptance).num_trees < NUM_FIRST_TREES for request in requests):
             return Shares(equal_shares([request.most for request in requests], self._most))
         num_drafts = self._best(requests)
         self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
@@ -67,8 +67,9 @@ class AutoBudget:
 
     def record_tree(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
         if num_drafts:
-            request.add(len(accepted_nodes), sum(self._nodes.gains(num_drafts)))
-            self._nodes.observe(num_drafts, accepted_nodes)
+            nodes = self._nodes_of(request)
+            request.add(len(accepted_nodes), sum(nodes.gains(num_drafts)))
+            nodes.observe(num_drafts, accepted_nodes)
 
     def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
         self._costs.observe(shape, target_seconds, rest_seconds)
@@ -77,14 +78,21 @@ class AutoBudget:
             self._keep(self._costs)
 
     def _best(self, requests: Sequence[Drafting]) -> list[int]:
-        usual = self._nodes.gains(max(request.most for request in requests))
-        gains = [[min(1.0, gain * request.acceptance.factor) for gain in usual[: request.most]] for request in requests]
+        most = max(request.most for request in requests)
+        usual = {name: nodes.gains(most) for name, nodes in self._nodes.items()}
+        gains = [
+            [min(1.0, gain * request.acceptance.factor) for gain in usual[request.acceptance.drafter][: request.most]]
+            for request in requests
+        ]
 
         def step_seconds(num_drafts: int, most_drafts: int) -> float:
             seconds = self._costs.seconds(StepShape(len(requests), num_drafts, most_drafts))
             return seconds * DRAFTING_MARGIN if num_drafts else seconds
 
         return allocate(gains, step_seconds, self._most).num_drafts
+
+    def _nodes_of(self, request: RequestAcceptance) -> NodeAcceptance:
+        return self._nodes.setdefault(request.drafter, NodeAcceptance())
 
     def _advance_trial(self, num_requests: int, drafts: bool) -> None:
         """Go on with a trial, or start one when it is time; nothing but the best choice otherwise."""

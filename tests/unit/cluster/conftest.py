@@ -64,8 +64,11 @@ class ScriptedSupervisor:
         if error := self.refused.get(speculative):
             raise error
         self.loaded.append(speculative)
-        self.state = self.state._replace(state="ready" if speculative.algorithm else "off", speculative=speculative)
-        return DrafterHandshake((speculative.num_draft_tokens or 1) - 1, [], False)
+        self.keep(speculative)
+        return DrafterHandshake((speculative.max_num_nodes or 1) - 1, [], False)
+
+    def keep(self, speculative: SpeculativeConfig) -> None:
+        self.state = self.state._replace(state="ready" if speculative.has_drafter else "off", speculative=speculative)
 
 
 class ScriptedRanks:
