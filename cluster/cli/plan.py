@@ -49,7 +49,7 @@ def _engines(config: AppConfig) -> str:
 def _processes(config: AppConfig, rank: int) -> str:
     names = [f"rank {rank}"]
     if rank == 0:
-        names = ["router", *names, *[f"{config.speculative.algorithm} drafter"] * config.has_draft_actor]
+        names = ["router", *names, *[f"{config.speculative.drafter_name} drafter"] * config.has_draft_actor]
     return " + ".join(names)
 
 

@@ -4,8 +4,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.engine.garbage_collection import frozen_garbage_collection
 from cluster.engine.rendezvous import open_store, use_interface
+from cluster.garbage_collection import frozen_garbage_collection
 from cluster.liveness.actors import Place
 from cluster.liveness.heartbeat import HeartbeatFile
 from cluster.liveness.watchdog import watch_router

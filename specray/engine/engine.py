@@ -6,6 +6,7 @@
 import time
 from collections import deque
 from collections.abc import Iterable
+from random import Random
 
 from tokenizers import Tokenizer
 
@@ -14,6 +15,7 @@ from specray.engine.admission import Admission
 from specray.engine.detokenizer import TextStream
 from specray.engine.draft_budget import StepTimer, make_budget
 from specray.engine.draft_tracer import DraftTracer
+from specray.engine.drafter_selection.selector import DrafterSelector
 from specray.engine.executor import Executor
 from specray.engine.recorder import StatsRecorder
 from specray.engine.request import Emitted, EngineRequest, Request
@@ -37,6 +39,7 @@ class Engine:
         self._record = StatsRecorder(self.stats, config.speculative)
         self._tokenizer = tokenizer
         self._texts: dict[str, TextStream] = {}
+        self._selector = self._make_selector(config.speculative)  # None until there are several drafters
         self._tracers: dict[str, DraftTracer] = {}  # of the requests that ask for a trace
         self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
         self._timer = StepTimer()
@@ -65,6 +68,8 @@ class Engine:
         resumed = text.feed(spec.emitted_token_ids)  # the caller already has this text
         if spec.traces_drafts:
             self._tracers[spec.request_id] = DraftTracer(resumed)
+        if self._selector is not None:
+            self._selector.assign(request)
         self.scheduler.add(request)
         self._requests[spec.request_id], self._texts[spec.request_id] = request, text
         self._record.queued(request)
@@ -93,7 +98,10 @@ class Engine:
         if self._in_flight:
             result, plan = self.executor.collect(), self._in_flight.popleft()
             self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
-            for emitted in self.scheduler.emitted(plan, result):
+            computed = self.scheduler.emitted(plan, result)
+            if self._selector is not None:
+                self._selector.record_step(computed, result, self._timer.seconds)
+            for emitted in computed:
                 self._pending_outputs.append(self._commit(emitted))
             self._record.step(result, time.perf_counter() - start)
         return self._take_outputs()
@@ -104,6 +112,10 @@ class Engine:
         self.scheduler.max_draft_tokens = max_draft_tokens
         self.scheduler.budget = make_budget(self.config, speculative, self.capacity)
         self._record.drafter(speculative.drafter_name)
+        if self._selector is None:
+            self._selector = self._make_selector(speculative)
+        else:
+            self._selector.use(speculative)
 
     def fail_all(self, message: str) -> list[RequestOutput]:
         """End every request with an error, after the executor failed."""
@@ -114,6 +126,11 @@ class Engine:
     def update_gauges(self) -> None:
         """Bring the gauges of `stats` up to date; called before a snapshot."""
         self._record.gauges(self.scheduler)
+
+    def _make_selector(self, speculative: SpeculativeConfig) -> DrafterSelector | None:
+        if not speculative.drafters:
+            return None
+        return DrafterSelector(speculative, self._tokenizer.decode, self.stats, Random(0))
 
     def _submit(self) -> bool:
         """Plan a step and send it to the ranks. False if there is nothing to do before a result arrives."""
@@ -161,16 +178,19 @@ class Engine:
         request.prompt_logprobs = None
         if cut.finish_reason is None:
             return output
-        self._end(request, cut.finish_reason)
-        return output._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason)
+        times = self._end(request, cut.finish_reason).times
+        return output._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason, times=times)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
         self.scheduler.finish(request)
         request.finish_reason = reason
+        if self._selector is not None:
+            self._selector.end(request)
         del self._requests[request.request_id], self._texts[request.request_id]
         self._tracers.pop(request.request_id, None)
         self._record.finished(request, reason)
-        return _empty_output(request)._replace(finish_reason=reason, error=error)
+        times = request.times(time.monotonic(), time.time_ns()) if request.spec.reports_times else None
+        return _empty_output(request)._replace(finish_reason=reason, error=error, times=times)
 
 
 def _empty_output(request: Request) -> RequestOutput:

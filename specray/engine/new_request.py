@@ -19,6 +19,8 @@ def new_request(request: Request, eos_token_ids: list[int]) -> NewRequest:
         _wanted_prompt_logprobs(request),
         list(spec.predicted_token_ids),
         spec.traces_drafts,
+        "" if request.drafter is None else request.drafter.name,
+        "" if request.drafter is None else request.drafter.shadow,
     )
 
 

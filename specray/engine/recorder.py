@@ -30,8 +30,8 @@ class StatsRecorder:
         self._stats.add("specray_draft_budget_tokens_total", sum(row.draft_limit.num_tokens for row in plan.rows))
         for request in started:
             if request.num_preemptions == 0:
-                stats = self._stats_of(request)
-                stats.observe("specray_request_queue_time_seconds", time.monotonic() - request.arrival)
+                stats, request.started = self._stats_of(request), time.monotonic()
+                stats.observe("specray_request_queue_time_seconds", request.started - request.arrival)
                 stats.add("specray_prefix_cache_queries_total", request.num_prompt_tokens)
                 stats.add("specray_prefix_cache_hits_total", request.num_cached_tokens)
 

@@ -179,6 +179,8 @@ class Scheduler:
     def _most_drafts(self, request: Request) -> int:
         """The largest tree that may be verified for a request after this step."""
         limit, most = request.spec.draft_limit, self.max_draft_tokens
+        if request.drafter is not None:
+            most = min(most, request.drafter.max_draft_tokens)
         if most and request.spec.params.grammar is not None:
             most = min(most + MAX_FORCED_DRAFTS, MAX_TREE_NODES - 1)
         most = min(most, request.max_useful_drafts, limit.num_tokens)

@@ -18,7 +18,7 @@ from torch import Tensor
 from specray.models.target_model import ModelShape, TargetModel
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.request_table import RequestTable
-from specray.step import DraftFault, DraftLimit
+from specray.step import DrafterUse, DraftFault, DraftLimit
 
 
 class DraftRequest(NamedTuple):
@@ -155,6 +155,29 @@ def padded_drafter(drafter: Drafter | None) -> PaddedDrafter | None:
     return drafter
 
 
+@runtime_checkable
+class SharesKVSlots(Protocol):
+    """A Drafter with KV in the target's slots that does not see all requests: others may reuse its slots."""
+
+    def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
+        """These requests, which this drafter does not draft for, have written their KV slots from `start` on."""
+
+
+@runtime_checkable
+class ReportsUses(Protocol):
+    """A Drafter that consists of several."""
+
+    def take_uses(self) -> list[DrafterUse]:
+        """See DraftSource."""
+
+
+def uses_of(drafter: Drafter | None) -> ReportsUses | None:
+    """This drafter, or the one behind its `drafter`, if it consists of several."""
+    while drafter is not None and not isinstance(drafter, ReportsUses):
+        drafter = getattr(drafter, "drafter", None)
+    return drafter
+
+
 class DraftSource(Protocol):
     """Where a drafter runs: `submit` starts drafting, `collect` takes the trees that are ready for the next step."""
 
@@ -192,3 +215,6 @@ class DraftSource(Protocol):
 
     def take_faults(self) -> list[DraftFault]:
         """Faults since the last call."""
+
+    def take_uses(self) -> Sequence[DrafterUse]:
+        """What each of several drafters did since the last call; empty with a single drafter."""

@@ -82,6 +82,9 @@ class EagleDrafter:
         output = self._extend_padded(table, commit, ends)
         return self._grower.grow_padded(table, commit.slots, ends, output, is_sampled)
 
+    def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
+        self._written.update(table, requests, [request.end for request in requests])
+
     def release(self, slots: Sequence[int]) -> None:
         """The only state is KV in the requests' blocks."""
 

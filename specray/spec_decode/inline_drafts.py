@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, ProposeContext
+from specray.spec_decode.drafter import Drafter, DraftFaultError, ProposeContext, uses_of
 from specray.spec_decode.tree_edits import limit_depth
-from specray.step import DraftFault, DraftLimit
+from specray.step import DrafterUse, DraftFault, DraftLimit
 
 
 class PendingTrees:
@@ -108,6 +108,7 @@ class InlineDrafts:
         self.aux_hidden_state_layers = drafter.aux_hidden_state_layers if drafter else ()
         self.reads_next_token = drafter is not None and drafter.reads_next_token
         self.seconds = 0.0
+        self._several = uses_of(drafter)
 
     @property
     def scores(self) -> list[list[float]]:
@@ -141,6 +142,9 @@ class InlineDrafts:
     def take_faults(self) -> list[DraftFault]:
         faults, self._faults = self._faults, []
         return faults
+
+    def take_uses(self) -> Sequence[DrafterUse]:
+        return () if self._several is None else self._several.take_uses()
 
 
 def limited(tree: DraftTree, context: ProposeContext) -> DraftTree:

@@ -26,7 +26,7 @@ from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, T
 from specray.spec_decode.eagle import EagleDrafter, make_eagle2
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.fused_growth import FusedTreeGrower
-from specray.spec_decode.request_table import RaggedIndex
+from specray.spec_decode.request_table import RaggedIndex, RequestTable
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_growth import TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
@@ -107,6 +107,10 @@ class StackDrafter:
         visible = [written.visible(context.table, slots, context.requests) for written in self._written]
         prefix = TreePrefix(context.requests, slots, ends, visible)
         return self._grower.grow(context, prefix, self._last_outputs(context, slots, ends))
+
+    def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
+        for written in self._written:
+            written.update(table, requests, [request.end for request in requests])
 
     def release(self, slots: Sequence[int]) -> None:
         """The only state is KV in the requests' blocks."""

@@ -101,7 +101,7 @@ def check_draft_limits(config: EngineConfig) -> None:
 def check_scheduling(config: EngineConfig) -> None:
     """Requests may join late, reuse slots, start from the prefix cache, be prefilled in chunks, and be preempted."""
     chunks = {"chunked_prefill_size": 5, "max_prefill_tokens": 8, "page_size": 4, "max_running_requests": 3}
-    small = {"max_total_tokens": 96 + (config.speculative.num_draft_tokens or 0), "page_size": 4}
+    small = {"max_total_tokens": 96 + (config.speculative.max_num_nodes or 0), "page_size": 4}
     with _engine(config, **chunks) as llm:
         _watch(llm)
         for _ in range(2):
@@ -241,7 +241,7 @@ def _drafts_of(llm: LLM) -> InlineDrafts:
 
 def _engine(config: EngineConfig, **options: Any) -> LLM:
     """An engine with the configured drafter; it shares the weights of the target that `_expected` has loaded."""
-    _require(config.speculative.algorithm is not None, "speculative.algorithm is null; name the drafter to check")
+    _require(config.speculative.has_drafter, "speculative.algorithm is null; name the drafter to check")
     exact = _exact(config, config.speculative)
     model, _ = _plain(_exact(config, SpeculativeConfig()))
     return LLM(exact.model_copy(update=options), _model=model)

@@ -127,7 +127,7 @@ class Worker:
             self._context = self._draft_context(plan, batch, output, computed, replay)
         verified = time.perf_counter()
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
-        return StepResult(plan.step_id, results, times, self.drafts.take_faults())
+        return StepResult(plan.step_id, results, times, self.drafts.take_faults(), self.drafts.take_uses())
 
     def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
         """The draft trees of the rows that sample, and what grammars allow at their nodes."""

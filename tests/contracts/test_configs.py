@@ -47,7 +47,7 @@ LLAMA_8B = {
 
 def test_every_method_has_a_config_for_the_embedded_model() -> None:
     names = {path.stem for path in EMBEDDED}
-    assert {"plain", "ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram"} <= names
+    assert {"plain", "ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", "several-drafters"} <= names
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -70,10 +70,12 @@ def test_config_with_a_typo_is_refused(path: Path, tmp_path: Path) -> None:
         check_file(broken)
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", *NEEDS_TRAINING])
+@pytest.mark.parametrize(
+    "name", ["ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", "several-drafters", *NEEDS_TRAINING]
+)
 def test_embedded_configs_differ_only_in_speculation(name: str) -> None:
     plain, drafted = (engine_of(ROOT / "configs" / f"{stem}.yaml") for stem in ("plain", name))
-    assert drafted.speculative.algorithm is not None
+    assert drafted.speculative.has_drafter
     assert plain == drafted.model_copy(update={"speculative": plain.speculative})
 
 
@@ -91,13 +93,20 @@ def test_eagle3_ngram_differs_from_eagle3_only_in_the_override() -> None:
 
 @pytest.mark.parametrize("path", EMBEDDED, ids=lambda path: path.name)
 def test_files_of_embedded_configs_are_in_the_package(path: Path) -> None:
-    speculative = engine_of(path).speculative
-    if speculative.draft_model_path is not None:
-        assert speculative.draft_model_path in embedded_heads()
-        HeadConfig.read(resolve_draft(speculative, progress=False)).check_target(path, shape_of(SMOLLM2))
-    if speculative.token_map is not None:
-        ids = load_token_map(resolve_token_map(speculative.token_map), 49152, [2])
-        assert len(ids) == 8192
+    for drafter in engine_of(path).speculative.members.values():
+        if drafter.draft_model_path is not None:
+            assert drafter.draft_model_path in embedded_heads()
+            HeadConfig.read(resolve_draft(drafter, progress=False)).check_target(path, shape_of(SMOLLM2))
+        if drafter.token_map is not None:
+            ids = load_token_map(resolve_token_map(drafter.token_map), 49152, [2])
+            assert len(ids) == 8192
+
+
+def test_several_drafters_are_those_of_the_other_configs() -> None:
+    eagle3, ngram, both = (
+        engine_of(ROOT / "configs" / f"{name}.yaml").speculative for name in ("eagle3", "ngram", "several-drafters")
+    )
+    assert both.members == {"eagle3": eagle3, "ngram": ngram.model_copy(update={"max_step_draft_tokens": 16})}
 
 
 def test_the_llama_config_fits_its_target(tmp_path: Path) -> None:

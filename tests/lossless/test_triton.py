@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 NAMES = [None, "EAGLE3", "EAGLE-map"]
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5]]
 PARAMS = [
-    SamplingParams(seed=1, temperature=0.0, max_tokens=6),
-    SamplingParams(seed=2, temperature=0.8, max_tokens=6, ignore_eos=True),
+    SamplingParams(seed=1, temperature=0.0, max_tokens=4),
+    SamplingParams(seed=2, temperature=0.8, max_tokens=5, ignore_eos=True),
 ]
 
 

@@ -22,7 +22,7 @@ from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.attention import torch_dtype
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
-from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView
+from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, uses_of
 from specray.spec_decode.inline_drafts import limited
 from specray.worker.devices import choose_device
 from specray.worker.remote_drafter.handshake import DrafterHandshake, pack_handshake
@@ -36,6 +36,7 @@ class DraftServer:
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         self._drafter = drafter
         self._device = device
+        self._several = uses_of(drafter)
         self.handshake = DrafterHandshake(
             drafter.max_draft_tokens, list(drafter.aux_hidden_state_layers), drafter.reads_next_token
         )
@@ -64,7 +65,8 @@ class DraftServer:
         except DraftFaultError as fault:
             return Reply.failed(order.number, time.perf_counter() - start, fault.kind)
         reply = Reply.of(order.number, 0.0, tree)  # waits for the device
-        return reply._replace(seconds=time.perf_counter() - start)
+        uses = () if self._several is None else self._several.take_uses()
+        return reply._replace(seconds=time.perf_counter() - start, uses=uses)
 
     def _receive_handshake(self, connection: socket.socket, channel: Channel) -> tuple[HiddenStateRing, DeltaDecoder]:
         connection.settimeout(None)

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specray.config import MAX_DRAFTERS
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
-from specray.step import DraftFault, DraftLimit, NewRequest
+from specray.step import DrafterUse, DraftFault, DraftLimit, NewRequest
 from specray.step_wire import new_request
 
 
@@ -61,6 +62,7 @@ class Reply(NamedTuple):
     tokens: bytes  # [B, N]
     parents: bytes  # [B, N]
     fault: DraftFault | None = None
+    uses: Sequence[DrafterUse] = ()  # of several drafters
     scores: bytes = b""  # float32 [B, N], or empty where they are not known
 
     @classmethod
@@ -130,7 +132,7 @@ def unpack_reply(data: bytes) -> Reply:
     arrays = (reply.num_nodes, reply.tokens, reply.parents, reply.scores)
     if type(reply.number) is not int or type(reply.seconds) is not float or any(type(a) is not bytes for a in arrays):
         raise ValueError("not a reply: its fields have other types")
-    return reply._replace(fault=fault)
+    return reply._replace(fault=fault, uses=_uses(reply.uses))
 
 
 class DeltaEncoder:
@@ -156,6 +158,7 @@ class DeltaEncoder:
                 options = state.sampling.options._replace(grammar=None)  # the target cuts the trees
                 new = NewRequest(slot, tokens, state.num_prompt_tokens, 0, blocks, options, state.cache_salt)
                 new = new._replace(predicted_token_ids=state.predicted_token_ids)
+                new = new._replace(drafter=state.drafter, shadow=state.shadow)
                 order.new_requests.append(new)
             self._sent[slot] = len(state.token_ids), len(state.block_ids)
         return order
@@ -180,6 +183,20 @@ class DeltaDecoder:
         count = sum(request.end - request.start for request in order.requests + order.unfinished)
         states = region[:count].to(self._table.device)
         return ProposeContext(self._table, order.requests, order.unfinished, lambda: states)
+
+
+def _uses(data: object) -> list[DrafterUse]:
+    """ValueError for anything that is not a list of uses."""
+    if not isinstance(data, list | tuple) or len(data) > MAX_DRAFTERS:
+        raise ValueError("not a reply: its uses are no list")
+    try:
+        uses = [DrafterUse(*use) for use in data]
+    except TypeError as error:
+        raise ValueError(f"not a reply: {error}") from None
+    for use in uses:
+        if type(use.drafter) is not str or not all(type(part) in (int, float) and 0 <= part < 1e9 for part in use[1:]):
+            raise ValueError("not a reply: its uses have other types")
+    return uses
 
 
 def _draft_request(slot: int, start: int, end: int, limit: list[int]) -> DraftRequest:

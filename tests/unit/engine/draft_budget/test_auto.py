@@ -122,3 +122,19 @@ def test_a_request_that_accepts_nothing_drafts_nothing() -> None:
         counts.append(shares)
     good_drafts, bad_drafts = (sum(count) for count in zip(*counts[-500:], strict=True))
     assert bad_drafts < 0.1 * good_drafts
+
+
+def test_several_drafters_have_averages_of_their_own() -> None:
+    """A request of the drafter that is never accepted gets nothing, although the other one's trees pay."""
+    machine, budget = MACHINES["cpu"], AutoBudget(None)
+    requests = [RequestAcceptance(drafter=name) for name in ("good", "bad")]
+    for _ in range(400):
+        num_drafts, _ = budget.shares([Drafting(MOST, request) for request in requests])
+        for request, count in zip(requests, num_drafts, strict=True):
+            budget.record_tree(request, count, range(1, count + 1) if request.drafter == "good" else [])
+        shape = StepShape(2, sum(num_drafts), max(num_drafts))
+        budget.record_step(shape, *machine.seconds(shape))
+    newcomers = [RequestAcceptance(drafter=name) for name in ("good", "bad")]
+    shares = [budget.shares([Drafting(MOST, request) for request in newcomers]).num_drafts for _ in range(9)]
+    good, bad = (sorted(counts)[4] for counts in zip(*shares, strict=True))  # a few may be trials
+    assert (good > 3, bad) == (True, 0)
