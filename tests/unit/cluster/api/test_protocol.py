@@ -10,6 +10,7 @@ from cluster.api.errors import from_validation
 from cluster.api.generate_protocol import GenerateRequest
 from cluster.api.prompts import MAX_PROMPTS, checked_token_ids
 from cluster.api.protocol import MAX_MESSAGES, UNSUPPORTED, ChatRequest
+from specray.errors import InvalidRequestError
 
 USER = {"role": "user", "content": "hi"}
 
