@@ -7,7 +7,7 @@ from cluster.engine.supervisor import DrafterState
 from cluster.messages import DesiredDrafter, Refusal
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError, SpecRayError
-from specray.metrics import Snapshot, labelled
+from specray.metrics import Snapshot
 from specray.worker.remote_drafter.handshake import DrafterHandshake
 
 NOT_LOADED = 409  # HTTP status: a valid request that failed now
@@ -83,7 +83,9 @@ def _reports(speculative: SpeculativeConfig, snapshot: Snapshot) -> dict[str, An
     """What each of several drafters has done since the engine started."""
 
     def count(metric: str, name: str) -> float:
-        return dict(labelled(snapshot[metric])).get(name, 0.0)
+        series = snapshot[metric]
+        assert isinstance(series, dict), metric
+        return series.get(name, 0.0)
 
     def accept_length(kind: str, trees: str, name: str) -> float | None:
         num_trees = count(trees, name)

@@ -13,6 +13,7 @@ NUM_TOKENS = 1024  # the end of the prompt is looked at
 NGRAM = 4
 REPEATED_SHARE = 0.25  # of a prompt's n-grams: more than this many are repeated in COPY
 LONG_PROMPT = 384  # tokens: a prompt that brings a text to work with
+PASTED_CHARACTERS = 200  # after a blank line: a text below an instruction
 CODE_SHARE = 0.04  # characters that are frequent in code and rare in prose
 _CODE = re.compile(r"[{}()\[\];=<>_]")
 
@@ -24,10 +25,11 @@ class TextKind(Enum):
 
 
 def text_kind(token_ids: Sequence[int], text: str) -> TextKind:
-    """The kind of a prompt whose last tokens are `token_ids` and spell `text`."""
+    """The kind of a prompt whose last tokens are `token_ids` and spell `text`, without special tokens."""
     if "```" in text or len(_CODE.findall(text)) > CODE_SHARE * len(text):
         return TextKind.CODE
-    if len(token_ids) >= LONG_PROMPT or repeated_share(token_ids) > REPEATED_SHARE:
+    has_pasted = len(text.partition("\n\n")[2]) >= PASTED_CHARACTERS
+    if has_pasted or len(token_ids) >= LONG_PROMPT or repeated_share(token_ids) > REPEATED_SHARE:
         return TextKind.COPY
     return TextKind.CHAT
 

@@ -17,6 +17,8 @@ PROSE = "Tell me about the rivers of Europe, please, and which of them is the lo
         ("def add(a, b):\n    return {a: b}[a];", range(20), TextKind.CODE),
         (PROSE, [*range(20), *range(20)], TextKind.COPY),
         (PROSE, range(LONG_PROMPT), TextKind.COPY),
+        (f"Repeat this text:\n\n{PROSE * 3}", range(60), TextKind.COPY),
+        (f"{PROSE}\n\nThank you!", range(25), TextKind.CHAT),
         ("", [], TextKind.CHAT),
         ("x", [3], TextKind.CHAT),
     ],
