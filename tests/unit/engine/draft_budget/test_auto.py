@@ -129,7 +129,7 @@ def test_several_drafters_have_averages_of_their_own() -> None:
     machine, budget = MACHINES["cpu"], AutoBudget(None)
     requests = [RequestAcceptance(drafter=name) for name in ("good", "bad")]
     for _ in range(400):
-        num_drafts, _ = budget.shares([Drafting(MOST, request) for request in requests])
+        num_drafts, *_ = budget.shares([Drafting(MOST, request) for request in requests])
         for request, count in zip(requests, num_drafts, strict=True):
             budget.record_tree(request, count, range(1, count + 1) if request.drafter == "good" else [])
         shape = StepShape(2, sum(num_drafts), max(num_drafts))
