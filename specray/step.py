@@ -41,6 +41,7 @@ class DraftLimit(NamedTuple):
 
     num_tokens: int  # nodes, the root not counted
     num_steps: int  # levels below the root
+    min_score: float = 0.0  # nodes with lower `DraftTree.scores` are not verified
 
     @property
     def allows_drafts(self) -> bool:
@@ -128,6 +129,7 @@ class RequestResult(NamedTuple):
     accepted_nodes: Sequence[int] = ()  # of the verified tree, one for each of token_ids but the last
     prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt tokens that follow the computed ones
     tree: VerifiedTree | None = None  # with NewRequest.traces_drafts, if tokens were emitted
+    draft_scores: Sequence[float] = ()  # with DraftLimit.min_score: of the drafts, those below it included
     is_deferred: bool = False  # nothing was computed, because the request's grammar is still compiled
 
 

@@ -194,13 +194,21 @@ class DraftSource(Protocol):
     def seconds(self) -> float:
         """Time spent on the drafts that were collected last."""
 
+    @property
+    def scores(self) -> list[list[float]]:
+        """Of the drafts that were collected last, those that were too unlikely included; see `DraftTree.scores`.
+
+        One list for each request; empty if no request had a `DraftLimit.min_score`, or if scores are not known.
+        """
+
     def submit(self, context: ProposeContext) -> None: ...
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         """(trees, their numbers of nodes on the host) of requests whose last known tokens are `roots`.
 
-        `slots` and `roots` are int64 [B]. A tree has at most `draft_limits[b].num_tokens` nodes beside its root. It is
-        a root only if no tree is ready, or if the tree is invalid or was made for another last token.
+        `slots` and `roots` are int64 [B]. A tree has at most `draft_limits[b].num_tokens` nodes beside its root, and
+        none that is less likely than `min_score`. It is a root only if no tree is ready, or if the tree is invalid or
+        was made for another last token.
         """
 
     def release(self, slots: Sequence[int]) -> None: ...

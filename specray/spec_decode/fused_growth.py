@@ -39,7 +39,7 @@ class FusedTreeGrower(TreeGrower):
             sampled = (noise.seeds, noise.ends, temperature)
         [(kv_slots, kv_lens)] = prefix.visible
         requests = TreeRequests(output, context.roots(), prefix.positions, kv_slots, kv_lens, self._scratch, sampled)
-        tokens, parents, num_nodes = network.grow(
+        tokens, parents, scores, num_nodes = network.grow(
             self._attention,
             requests,
             shape.topk,
@@ -48,4 +48,4 @@ class FusedTreeGrower(TreeGrower):
             self._last_position,
             self._window,
         )
-        return DraftTree(tokens, parents, num_nodes, shape.num_steps)
+        return DraftTree(tokens, parents, num_nodes, shape.num_steps, scores=scores)

@@ -22,6 +22,8 @@ class PendingTrees:
         self._num_nodes = torch.full((num_slots,), NONE, dtype=torch.int64, device=device)  # NONE: no tree is pending
         self._max_depth = 0
         self._probs: tuple[Tensor, Tensor] | None = None  # (slots, DraftTree.draft_probs) of the last trees
+        self._scores: Tensor | None = None  # float32 like `_tokens`, DraftTree.scores; None: never known
+        self.scores: list[list[float]] = []  # see `DraftSource.scores`
 
     def put(self, slots: Tensor, tree: DraftTree) -> None:
         """Keep the trees of `slots` int64 [B]; they replace older ones."""
@@ -29,9 +31,16 @@ class PendingTrees:
         if (missing := width - self._tokens.shape[1]) > 0:
             parts = (self._tokens, self._parents)
             self._tokens, self._parents = (F.pad(part, (0, missing), value=NONE) for part in parts)
+            self._scores = None if self._scores is None else F.pad(self._scores, (0, missing))
         self._tokens[:, :width].index_copy_(0, slots, tree.tokens)
         self._parents[:, :width].index_copy_(0, slots, tree.parents)
         self._num_nodes.index_copy_(0, slots, tree.num_nodes)
+        if tree.scores is not None:
+            if self._scores is None:
+                self._scores = torch.ones_like(self._tokens, dtype=torch.float32)
+            self._scores[:, :width].index_copy_(0, slots, tree.scores)
+        elif self._scores is not None:
+            self._scores.index_fill_(0, slots, 1.0)
         self._max_depth = max(self._max_depth, tree.max_depth)
         self._probs = None if tree.draft_probs is None else (slots, tree.draft_probs)
 
@@ -47,6 +56,7 @@ class PendingTrees:
 
         Arguments and trees are those of `DraftSource.collect`. Taking a tree removes it.
         """
+        self.scores = []
         if not self._max_depth:
             return DraftTree.roots(roots), [1] * len(roots), False
         most = torch.tensor([limit.num_tokens + 1 for limit in draft_limits]).to(slots.device)
@@ -55,11 +65,21 @@ class PendingTrees:
         self._num_nodes.index_fill_(0, slots, NONE)
         tree = DraftTree(tokens, parents, found, self._max_depth)
         is_usable = (found > 0) & (tokens[:, ROOT] == roots) & tree.is_valid(self._vocab_size)
-        num_nodes = torch.where(is_usable, torch.minimum(found, most), 1)
+        within = torch.where(is_usable, torch.minimum(found, most), 1)
+        num_nodes, scores = within, None
+        if self._scores is not None and any(limit.min_score for limit in draft_limits):
+            scores = self._scores.index_select(0, slots)
+            least = torch.tensor([limit.min_score for limit in draft_limits]).to(slots.device)
+            num_nodes = torch.minimum(within, (scores >= least[:, None]).sum(-1)).clamp(min=1)
         nodes = torch.arange(tokens.shape[1], device=slots.device)
         is_chain = ((parents == nodes - 1) | (nodes >= num_nodes[:, None])).all(-1)
         # Drafting's one copy to the host. It waits for the drafter and determines the shapes of the next forward.
-        counts, chains = torch.stack((torch.where(found == 0, 0, num_nodes), is_chain)).tolist()
+        packed = torch.stack((torch.where(found == 0, 0, num_nodes), is_chain, within), 1)
+        packed = packed if scores is None else torch.cat((packed, scores), 1)
+        on_host = packed.tolist()
+        if scores is not None:
+            self.scores = [known[1 : int(count)] for _, _, count, *known in on_host]
+        counts, chains = [int(row[0]) for row in on_host], [row[1] for row in on_host]
         width = max(1, *counts)
         is_past = nodes[:width] >= num_nodes[:, None]
         tokens, parents = (part[:, :width].masked_fill(is_past, NONE) for part in (tokens, parents))
@@ -89,6 +109,10 @@ class InlineDrafts:
         self.reads_next_token = drafter is not None and drafter.reads_next_token
         self.seconds = 0.0
         self._several = uses_of(drafter)
+
+    @property
+    def scores(self) -> list[list[float]]:
+        return self._pending.scores
 
     def submit(self, context: ProposeContext) -> None:
         if self.drafter is None:

@@ -90,7 +90,10 @@ def check_draft_limits(config: EngineConfig) -> None:
     usages = [choice.usage for choice in choices if choice.usage]
     for usage, limit in zip(usages, DRAFT_LIMITS, strict=True):
         accepted, most = len(usage.accept_histogram) - 1, usage.num_verify_steps * limit.num_tokens
-        _require(accepted <= min(limit), f"{accepted} drafts were accepted in a step under {limit}")
+        _require(
+            accepted <= min(limit.num_tokens, limit.num_steps),
+            f"{accepted} drafts were accepted in a step under {limit}",
+        )
         _require(usage.num_draft_tokens <= most, f"{usage.num_draft_tokens} drafts were verified under {limit}")
     _require(sum(usage.num_draft_tokens for usage in usages) > 0, "no draft was verified, so nothing was checked")
 

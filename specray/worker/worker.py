@@ -118,6 +118,8 @@ class Worker:
             prompts = compute_prompt_logprobs(self.model, batch, computed.hidden)
         output = self._verify(batch, verifying, computed)
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
+        for row, scores in enumerate(self.drafts.scores):
+            results[row] = results[row]._replace(draft_scores=scores)
         if any(state.traces_drafts for state in rows.states):
             results = with_traces(results, batch, output)
         if plan.runs_drafter:
@@ -235,7 +237,8 @@ class Worker:
         for row, length in zip(order, lengths, strict=True):
             state, limit = rows.states[row], plan.rows[row].draft_limit
             end = state.num_computed_tokens
-            useful = DraftLimit(limit.num_tokens, min(limit))  # a tree of n nodes has n levels at most
+            num_steps = min(limit.num_tokens, limit.num_steps)  # a tree of n nodes has n levels at most
+            useful = DraftLimit(limit.num_tokens, num_steps)
             requests.append(DraftRequest(state.slot, end - length, end, useful))
         count = sum(gets_drafts[row] for row in order)
 

@@ -152,6 +152,7 @@ class Growth(ctypes.Structure):
         ("temperature", c_void_p),
         ("tokens", c_void_p),
         ("parents", c_void_p),
+        ("scores", c_void_p),
         ("num_nodes", c_void_p),
     )
 

@@ -95,8 +95,8 @@ class TreeNetwork:
         num_drafts: int,
         last_position: int,
         window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens, parents) int64 [B, 1 + num_drafts] and numbers of nodes int64 [B], as in DraftTree."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(tokens, parents, scores) [B, 1 + num_drafts] and numbers of nodes int64 [B], as in DraftTree."""
         count = len(requests.kv_lens)
         output = requests.output.float().contiguous()
         columns = [part.contiguous() for part in (requests.roots, requests.positions, requests.kv_slots)]
@@ -105,6 +105,7 @@ class TreeNetwork:
         if requests.noise is not None:
             noise = [part.contiguous() for part in requests.noise]
         tokens, parents = torch.empty(2, count, 1 + num_drafts, dtype=torch.int64)
+        scores = torch.empty(count, 1 + num_drafts)
         num_nodes = torch.empty(count, dtype=torch.int64)
         growth = Growth(
             num_trees=count,
@@ -128,8 +129,9 @@ class TreeNetwork:
             temperature=pointer(noise[2]),
             tokens=pointer(tokens),
             parents=pointer(parents),
+            scores=pointer(scores),
             num_nodes=pointer(num_nodes),
         )
         threads = num_threads(num_levels * self._level_bytes)
         self._layers.kernels.grow(ctypes.byref(self._struct), ctypes.byref(growth), threads)
-        return tokens, parents, num_nodes
+        return tokens, parents, scores, num_nodes

@@ -84,6 +84,10 @@ class RemoteDrafts:
         return self._peer is not None and self._peer.handshake.reads_next_token
 
     @property
+    def scores(self) -> list[list[float]]:
+        return self._pending.scores
+
+    @property
     def seconds(self) -> float:
         return self._peer.seconds if self._peer else 0.0
 
