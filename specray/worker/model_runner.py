@@ -12,6 +12,7 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import TargetModel
 from specray.models.registry import context_length, load_config, load_model
+from specray.ops.attention import AttentionBatch, FusedAttend
 from specray.ops.backends import make_backend
 from specray.spec_decode.drafter import TargetView
 from specray.worker.input_batch import InputBatch
@@ -101,6 +102,12 @@ class ModelRunner:
         """
         is_float32 = self.model.embedding.weight.dtype is torch.float32 and config.quantization is None
         return is_float32 or self._has_fixed_sums
+
+    @property
+    def has_fused_attention(self) -> bool:
+        """Whether attention norms and rotates too (see FusedAttend); found out by planning a step of one token."""
+        zeros = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return isinstance(self.attention.plan(AttentionBatch([1], [1], zeros[None], zeros, [(0, 0)])), FusedAttend)
 
     @property
     def _has_fixed_sums(self) -> bool:

@@ -39,6 +39,7 @@ from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
 from specray.worker.broadcast import broadcast_output, broadcast_tree
 from specray.worker.buckets import Bucket
+from specray.worker.compilation import compile_target
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.devices import choose_device
 from specray.worker.input_batch import ScheduledBatch, StepBatch, build_batch
@@ -95,6 +96,7 @@ class Worker:
                     drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
             self.drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
         self._sampler = make_sampler(config.speculative)
+        compile_target(config, self._runner, self.drafts.max_draft_tokens, progress)
         self._graphs = self._capture(config)
         self._context = ProposeContext(self._table, [])
         self.capacity = Capacity(

@@ -1,0 +1,91 @@
+"""Steps that torch.compile has compiled have the output of steps that it has not, on torch's operations on a CPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from specray.llm import LLM
+from specray.models.causal_lm import CausalLM
+from specray.ops.cpu.library import kernels
+from specray.outputs import Completion
+from specray.sampling_params import SamplingParams
+from specray.step import UNLIMITED, DraftLimit
+from specray.testing.conformance import GREEDY, PROMPTS, SAMPLED, require_equal
+from tests.support.engine import generate, make_llm
+from tests.support.methods import METHODS
+
+SIZES = [1, 2, 4, 8, 16]  # of one and two requests with trees of one, four and eight nodes
+
+
+class Engine:
+    """A compiled engine in which compiling anything more is an error, and the calls of its compiled graphs."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.llm: LLM = make_llm(folder, enable_torch_compile=True, torch_compile_max_bs=2, **options)
+        model = self.llm._executor.worker.model
+        assert isinstance(model, CausalLM)
+        assert model.compiled is not None
+        self.compiled = model.compiled
+        self.num_calls = 0
+        run = self.compiled._run
+
+        def counted(*args: Any) -> Any:
+            self.num_calls += 1
+            with torch.compiler.set_stance("fail_on_recompile"):
+                return run(*args)
+
+        self.compiled._run = counted
+
+
+@pytest.fixture(scope="module")
+def torchs_operations() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECRAY_KERNELS", "torch")
+        kernels.cache_clear()
+        yield
+    kernels.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def engine(toy: Path, tmp_path_factory: pytest.TempPathFactory, torchs_operations: None) -> Engine:  # noqa: ARG001
+    speculative = METHODS["EAGLE3"](toy, tmp_path_factory.mktemp("head"))
+    return Engine(toy, max_running_requests=8, speculative=speculative)
+
+
+@pytest.fixture(scope="module")
+def plain(toy: Path, torchs_operations: None) -> dict[str, list[Completion]]:  # noqa: ARG001
+    """Without compilation and drafts, one request at a time."""
+    cases = {"greedy": GREEDY, "sampled": SAMPLED}
+    return {name: generate(toy, PROMPTS, params, max_running_requests=1) for name, params in cases.items()}
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("limit", [UNLIMITED, DraftLimit(2, 2), DraftLimit(0, 0)])
+@pytest.mark.parametrize(("name", "params"), [("greedy", GREEDY), ("sampled", SAMPLED)])
+def test_output_does_not_depend_on_compilation_drafts_or_the_batch(
+    name: str,
+    params: list[SamplingParams],
+    limit: DraftLimit,
+    batch: int,
+    engine: Engine,
+    plain: dict[str, list[Completion]],
+) -> None:
+    before, seen = engine.num_calls, []
+    for first in range(0, len(PROMPTS), batch):
+        part = slice(first, first + batch)
+        wanted = params[part]
+        limits = [limit] * len(PROMPTS[part])
+        seen += engine.llm.generate(PROMPTS[part], wanted, draft_limits=limits, cache_salt=f"{name}{limit}{batch}")
+    require_equal([each.choices[0] for each in seen], plain[name])
+    assert engine.num_calls > before
+
+
+def test_every_size_is_compiled_once_and_float32_keeps_its_promise(engine: Engine) -> None:
+    assert engine.compiled.sizes == SIZES
+    assert counters["stats"]["unique_graphs"] == len(SIZES)
+    assert not counters["graph_break"]
+    assert engine.llm._executor.capacity.is_batch_invariant
