@@ -7,16 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.fx import GraphModule
 
 from specray.caches import private_kernel_cache
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
+from specray.layers.compiled import MOST_LAYERS, CompiledLayers, group_size
+from specray.layers.parallel import RankGroup
+from specray.models.registry import load_model
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.model_files import check_model_files
 from specray.worker import worker as worker_module
 from specray.worker.compilation import compiled_sizes
 from specray.worker.worker import Worker
 from tests.support.engine import make_llm
+from tests.support.fake_cuda import fake_cuda
+from tests.support.toy import write_toy
 
 
 @pytest.fixture
@@ -82,7 +93,7 @@ def test_layers_are_compiled_before_graphs_are_captured(toy: Path, monkeypatch: 
 
 
 def test_sums_that_depend_on_the_batch_exclude_the_promise_of_deterministic() -> None:
-    with pytest.raises(ConfigError, match="deterministic=true excludes enable_torch_compile=true"):
+    with pytest.raises(ValidationError, match="deterministic=true excludes enable_torch_compile=true"):
         EngineConfig(deterministic=True, enable_torch_compile=True)
 
 
@@ -104,3 +115,60 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("os.geteuid", lambda: owner + 1)
     with pytest.raises(ConfigError, match="other users can change it"):
         private_kernel_cache("inductor")
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])  # without and with biases; with norms of q and k
+def test_on_a_gpu_layers_are_one_graph_in_which_attention_is_opaque(variant: str, tmp_path: Path) -> None:
+    """As far as fake tensors show it: nothing is computed, and Inductor's kernels are not made."""
+    pytest.importorskip("triton")
+    gpu, functional = torch.device("cuda", 0), []
+
+    def record(graph: GraphModule, inputs: list[Tensor]) -> Any:  # noqa: ARG001
+        functional.append(graph)
+        return graph.forward
+
+    config = EngineConfig(model=str(write_toy(tmp_path, variant)), dtype="bfloat16", device="cuda")
+    counters.clear()
+    with fake_cuda():
+        model = load_model(tmp_path, config, RankGroup(), gpu, progress=False)
+        tokens = torch.zeros(1, dtype=torch.int64, device=gpu)
+        inputs = (model.embedding(tokens), *model.rotary.at(tokens))
+    compiled = CompiledLayers(list(model.layers), 4, [1], backend=aot_autograd(fw_compiler=record))
+    with torch.inference_mode():
+        compiled.compile(*inputs, is_fused=True, progress=False)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    [graph] = functional
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    assert {str(node.meta["val"].device) for node in nodes if isinstance(node.meta.get("val"), Tensor)} == {"cuda:0"}
+    names = [str(node.target) + str(node.args[:1]) for node in nodes]
+    assert sum("specray.attend_rotated" in name for name in names) == len(model.layers)
+    assert not any("index_put" in name or "scaled_dot_product" in name for name in names)
+
+
+@pytest.mark.parametrize(("num_layers", "size"), [(30, 6), (32, 8), (28, 7), (80, 8), (61, 8), (2, 8)])
+def test_groups_have_equally_many_layers_where_that_is_possible(num_layers: int, size: int) -> None:
+    assert group_size(num_layers) == size
+    assert size <= MOST_LAYERS
+
+
+def test_a_step_with_fewer_tokens_is_padded_and_its_layers_see_only_them() -> None:
+    """Three layers of a group of eight; each adds its attention's result."""
+    layer = _Adding()
+    compiled = CompiledLayers([layer, layer, layer], 1, [2, 4], backend="eager")
+    hidden, part = torch.arange(6.0).view(3, 2), torch.zeros(3, 1, 2)
+    seen: list[tuple[int, int]] = []
+
+    def attend(index: int, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
+        seen.append((index, len(q)))
+        return q.flatten(1) + index
+
+    streams = list(compiled(hidden, part, part, attend))
+    assert seen == [(0, 3), (1, 3), (2, 3)]
+    assert torch.equal(torch.stack(streams), torch.stack([hidden, 2 * hidden, 4 * hidden + 1, 8 * hidden + 4]))
+    assert [compiled.takes(count) for count in (0, 1, 4, 5)] == [False, True, True, False]
+
+
+class _Adding(nn.Module):
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:  # noqa: ARG002
+        return hidden + attend(0, hidden[:, None], hidden[:, None])  # type: ignore[no-any-return]
