@@ -47,7 +47,8 @@ class CompiledLayers:
     def compile(self, hidden: Tensor, cos: Tensor, sin: Tensor, is_fused: bool, progress: bool) -> float:
         """Compile all graphs, the largest first, so that no step waits for that; returns the seconds it took.
 
-        hidden [1, hidden], cos and sin [1, 1, dim] are any values. `is_fused`: attention is a FusedAttend.
+        hidden [1, hidden], cos and sin [1, 1, dim] are any values. `is_fused`: attention is a FusedAttend. Call it in
+        the mode of steps, `torch.inference_mode`: torch compiles others again.
         """
         start = time.perf_counter()
         with torch._dynamo.config.patch(recompile_limit=_ANY_NUMBER, accumulated_recompile_limit=_ANY_NUMBER):

@@ -15,6 +15,7 @@ from specray.ops.inductor import check_inductor, inductor_options
 logger = logging.getLogger(__name__)
 
 
+@torch.inference_mode()  # as in a step, whose tensors have this mode
 def compile_layers(model: TargetModel, sizes: Sequence[int], is_fused: bool, progress: bool) -> None:
     """Compile the layers for steps of up to `sizes` tokens, or say in the log why that would change nothing.
 

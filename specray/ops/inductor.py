@@ -53,7 +53,7 @@ def inductor_options() -> dict[str, Any]:
 
     It reads pickles and libraries from there. Its default is a folder with a known name that any user can make first.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_kernel_cache("inductor")))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_kernel_cache("inductor"))  # torch may have set its default
     os.environ.setdefault("TORCH_WARM_POOL", "0")  # no idle processes that wait for Triton's kernels
     return {"cpp.cxx": (find_compiler(),)}
 
