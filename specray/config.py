@@ -418,7 +418,7 @@ class EngineConfig(Options):
             )
         if self.deterministic and self.enable_torch_compile:
             raise ConfigError(
-                "deterministic=true excludes enable_torch_compile=true: compiled sums depend on the batch; set one to false"
+                "deterministic=true excludes enable_torch_compile=true: its sums depend on the batch; set one to false"
             )
         return self
 

@@ -44,7 +44,8 @@ class OpaqueAttend:
         self._place = place
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG002
-        return _attend(q, kv, self._place)
+        result: Tensor = _attend(q, kv, self._place)
+        return result
 
 
 class OpaqueFusedAttend(OpaqueAttend):
@@ -65,7 +66,8 @@ class OpaqueFusedAttend(OpaqueAttend):
     ) -> Tensor:
         """See FusedAttend."""
         q_norm, k_norm = norms or (None, None)
-        return _attend_rotated(qkv, cos, sin, q_norm, k_norm, eps, self._num_heads, self._place)
+        result: Tensor = _attend_rotated(qkv, cos, sin, q_norm, k_norm, eps, self._num_heads, self._place)
+        return result
 
 
 @torch.library.custom_op("specray::attend", mutates_args=())
