@@ -38,7 +38,7 @@ def compile_layers(model: TargetModel, sizes: Sequence[int], is_fused: bool, pro
 def obstacle(model: CausalLM, device: torch.device) -> str | None:
     """Why torch.compile changes nothing for a model, or None."""
     if device.type == "cpu" and kernels() is not None:
-        return "the compiled CPU kernels run a step, and faster"
+        return "the compiled CPU kernels run a step in one call"
     if model.embedding.group.size > 1:
         return "engines of several ranks are not compiled"
     if not all(_is_dense(layer) for layer in model.layers):

@@ -88,9 +88,16 @@ def plain(toy: Path, torchs_operations: None) -> dict[str, list[Completion]]:  #
     return {name: generate(toy, PROMPTS, params, max_running_requests=1) for name, params in cases.items()}
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("limit", [UNLIMITED, DraftLimit(2, 2), DraftLimit(0, 0)])
-@pytest.mark.parametrize(("name", "params"), [("greedy", GREEDY), ("sampled", SAMPLED)])
+@pytest.mark.parametrize(
+    ("name", "params", "limit", "batch"),
+    [
+        ("greedy", GREEDY, UNLIMITED, 8),
+        ("sampled", SAMPLED, UNLIMITED, 8),
+        ("sampled", SAMPLED, UNLIMITED, 1),
+        ("sampled", SAMPLED, DraftLimit(2, 2), 3),
+        ("sampled", SAMPLED, DraftLimit(0, 0), 8),
+    ],
+)
 def test_output_does_not_depend_on_compilation_drafts_or_the_batch(
     name: str,
     params: list[SamplingParams],
@@ -102,9 +109,10 @@ def test_output_does_not_depend_on_compilation_drafts_or_the_batch(
     before, seen = engine.num_calls, []
     for first in range(0, len(PROMPTS), batch):
         part = slice(first, first + batch)
-        wanted = params[part]
         limits = [limit] * len(PROMPTS[part])
-        seen += engine.llm.generate(PROMPTS[part], wanted, draft_limits=limits, cache_salt=f"{name}{limit}{batch}")
+        seen += engine.llm.generate(
+            PROMPTS[part], params[part], draft_limits=limits, cache_salt=f"{name}{limit}{batch}"
+        )
     require_equal([each.choices[0] for each in seen], plain[name])
     assert engine.num_calls > before
 
