@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from specray.layers.module import Layer
 from specray.ops.attention import Attend, FusedAttend
 from specray.ops.opaque_attention import OpaqueAttend, OpaqueFusedAttend, StepAttention, attending
 
@@ -26,7 +25,7 @@ class CompiledLayers:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[nn.Module],
         num_heads: int,
         sizes: Sequence[int],
         options: dict[str, Any] | None = None,
@@ -85,10 +84,10 @@ def group_size(num_layers: int) -> int:
 
 
 def _run_layers(
-    layers: tuple[Layer, ...], attends: tuple[OpaqueAttend, ...], hidden: Tensor, cos: Tensor, sin: Tensor
+    layers: tuple[nn.Module, ...], attends: tuple[OpaqueAttend, ...], hidden: Tensor, cos: Tensor, sin: Tensor
 ) -> list[Tensor]:
     """The residual streams that leave each of `layers`."""
-    streams = []
+    streams: list[Tensor] = []
     for layer, attend in zip(layers, attends):  # a last group may have fewer layers than the others  # noqa: B905
         hidden = layer(hidden, cos, sin, attend)
         streams.append(hidden)
