@@ -89,7 +89,7 @@ def _steps(llm: LLM, max_tokens: int) -> Steps:
 
 
 def _target_seconds(llm: LLM) -> float:
-    return llm.engine.stats.labelled["specray_step_seconds_total"]["forward"]
+    return llm.engine.stats.labelled["specray_step_seconds_total"].get("forward", 0.0)
 
 
 SECTIONS = (Section(("compile",), measure),)
