@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks import budget, drafters, eagle, servers, step_size, structured
+from benchmarks import budget, compiled, drafters, eagle, servers, step_size, structured
 from benchmarks.figure import CONCURRENCY, FULL, QUICK, Effort, Figure, Section, mt_bench_prompts, prompts_of
 from specray.bench import machine
 from specray.bench.command import engine_config
@@ -142,6 +142,7 @@ SECTIONS = (
     *servers.SECTIONS,
     *step_size.SECTIONS,
     *structured.SECTIONS,
+    *compiled.SECTIONS,
 )
 ROWS = [name for section in SECTIONS for name in section.names]
 

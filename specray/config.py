@@ -476,9 +476,17 @@ class EngineConfig(Options):
         unsupported_options.ENABLE_DP_ATTENTION.field
     )
     trust_remote_code: bool = Field(False, description=unsupported_options.without_effect("trust_remote_code"))
-    enable_torch_compile: bool = Field(False, description=unsupported_options.without_effect("enable_torch_compile"))
+    enable_torch_compile: bool = Field(
+        False,
+        description="Compile the target's decoder layers with torch.compile when the server starts. Only for dense "
+        "models on one rank; it changes nothing where the CPU kernels run.",
+    )
     torch_compile_max_bs: int | None = Field(
-        None, ge=1, description=unsupported_options.without_effect("torch_compile_max_bs")
+        None,
+        ge=1,
+        le=4096,
+        description="Largest batch of decode steps that run compiled; null takes 32. Each size of a step takes "
+        "seconds to compile, on a CPU about 15.",
     )
     disable_cuda_graph: bool = Field(
         False,
@@ -519,6 +527,10 @@ class EngineConfig(Options):
             raise ConfigError(
                 "deterministic=true has no fp8 kernels, whose sums depend on the batch; set quantization: null or "
                 "deterministic: false"
+            )
+        if self.deterministic and self.enable_torch_compile:
+            raise ConfigError(
+                "deterministic=true excludes enable_torch_compile=true: its sums depend on the batch; set one to false"
             )
         return self
 

@@ -4,11 +4,12 @@
 of a layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from specray.layers.compiled import CompiledLayers
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.layers.module import Layer
 from specray.layers.norm import RMSNorm
@@ -43,6 +44,7 @@ class CausalLM(nn.Module):
         self.fused: FusedLayers | None = None  # set by the loader, like the next two
         self.embed_and_head: EmbedAndHead | None = None
         self.is_row_wise = False
+        self.compiled: CompiledLayers | None = None  # set by `specray.models.compilation`
 
     @classmethod
     def shape_of(cls, config: PretrainedConfig, group: RankGroup) -> ModelShape:
@@ -81,13 +83,22 @@ class CausalLM(nn.Module):
         cos, sin = self.rotary.at(positions)
         # Only the requested states: those of all layers of a long prompt take gigabytes.
         aux_hidden_states: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
+        for index, stream in enumerate(self._streams(hidden, cos, sin, attend)):
             if index in aux_hidden_state_layers:
-                aux_hidden_states[index] = hidden
-            hidden = layer(hidden, cos, sin, attend)
-        aux_hidden_states[BEFORE_FINAL_NORM] = hidden
-        aux_hidden_states[len(self.layers)] = final = self.norm(hidden)
+                aux_hidden_states[index] = stream
+        aux_hidden_states[BEFORE_FINAL_NORM] = stream
+        aux_hidden_states[len(self.layers)] = final = self.norm(stream)
         return final, [aux_hidden_states[index] for index in aux_hidden_state_layers]
+
+    def _streams(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Iterator[Tensor]:
+        """The residual stream that enters each layer, then the one that leaves the last."""
+        if self.compiled is not None and self.compiled.takes(len(hidden)):
+            yield from self.compiled(hidden, cos, sin, attend)
+            return
+        yield hidden
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, attend)
+            yield hidden
 
     def _forward_fused(
         self,

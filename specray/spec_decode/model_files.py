@@ -10,6 +10,7 @@ from specray.models.files import resolve_model
 from specray.models.registry import check_ranks, context_length, load_config, shape_of
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.models.weights import WeightReader
+from specray.ops.inductor import check_inductor_if_used
 from specray.spec_decode import method_of
 from specray.spec_decode.drafter import TargetFiles
 from specray.spec_decode.fr_spec import configured_token_map
@@ -20,6 +21,8 @@ def check_model_files(config: EngineConfig, *, progress: bool = False) -> None:
 
     Fetches or converts the models where necessary.
     """
+    if config.enable_torch_compile:
+        check_inductor_if_used(config.device)
     target = _read_target(config, progress)
     for member in config.speculative.members.values():
         assert member.algorithm is not None

@@ -9,6 +9,7 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.registry import context_length, load_config, load_model
 from specray.models.target_model import TargetModel
+from specray.ops.attention import AttentionBatch, FusedAttend
 from specray.ops.backends import make_backend
 from specray.spec_decode.drafter import TargetView
 from specray.worker.kv_cache import KVCache
@@ -86,6 +87,13 @@ class LoadedTarget:
         """
         is_float32 = self.model.embedding.weight.dtype is torch.float32 and self._config.quantization is None
         return is_float32 or self._has_fixed_sums
+
+    @property
+    def has_fused_attention(self) -> bool:
+        """Whether attention norms and rotates too (see FusedAttend); found out by planning a step of one token."""
+        zeros = torch.zeros(1, dtype=torch.int64, device=self._device)
+        step = AttentionBatch([1], [1], zeros[None], zeros, [(0, 0)])
+        return isinstance(self.runner.attention.plan(step), FusedAttend)
 
     @property
     def _has_fixed_sums(self) -> bool:

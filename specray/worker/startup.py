@@ -25,6 +25,7 @@ from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.verifier import is_padded
 from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
+from specray.worker.compilation import compile_target
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.devices import choose_device
 from specray.worker.loading import LoadedTarget, ring_limits
@@ -71,6 +72,7 @@ def start_worker(
                 drafter = make_drafter(config.speculative, target.view(eos_ids))
         drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
     sampler = make_sampler(config.speculative)
+    compile_target(config, target, drafts.max_draft_tokens, progress)
     capacity = Capacity(
         num_blocks=target.num_blocks,
         max_draft_tokens=drafts.max_draft_tokens,
