@@ -7,11 +7,16 @@ TORCH_ARGS ?=
 PYTEST_ARGS ?=
 # A worker takes a core and a gigabyte.
 PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile
+# Files of tests that compute, without those that wait for other processes.
+WAITING := tests/lossless/test_two_ranks.py tests/unit/layers/test_parallel.py tests/unit/train/test_answers.py
+COMPUTING := $(filter-out $(WAITING),$(foreach folder,lossless $(addprefix unit/,layers models ops spec_decode train worker),\
+	$(wildcard tests/$(folder)/test_*.py tests/$(folder)/*/test_*.py)))
 BENCH_ARGS ?=
 PEERS_ARGS ?=
 DEMO_ARGS ?=
 CHAOS_ARGS ?=
 FUZZ_ARGS ?=
+CLIENTS_ARGS ?=
 # Where `make heads` works (5 KB a token of answers), what it asks beside what the target asks itself (JSON Lines with
 # turns, never an evaluation set), how many prompts the target writes, and how many tokens the heads learn from.
 HEADS_DIR ?= heads-work
@@ -31,8 +36,8 @@ DOCS_INSTALLED := .venv/.docs-installed
 PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast extras lint format bench bench-peers gpu-report heads draft mtp chaos fuzz sbom docs \
-	page-test clean distclean
+.PHONY: help install demo test test-cluster test-computing test-fast extras lint format bench bench-peers gpu-report \
+	heads draft mtp chaos fuzz clients sbom lock audit docs page-test clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,16 +63,26 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding
 	$(BIN)/python -m specray.cli.demo $(DEMO_ARGS)
 
-# Tests that start a cluster have their machine for themselves: what they wait for is real, and late on a busy one.
+# What the tests of a cluster wait for is real, and late on a busy machine. Only tests that compute run beside them, with
+# a low priority: they take the time in which a cluster waits. Tests that wait themselves come afterwards.
 test: $(INSTALLED)  ## run all tests (GPU tests skip themselves where there is none)
-	$(BIN)/python -m pytest --ignore tests/cluster $(PARALLEL) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
+	@mkdir -p build
+	@$(MAKE) --no-print-directory --jobs=2 test-cluster test-computing
+	@$(BIN)/python -m pytest tests --ignore=tests/cluster $(COMPUTING:%=--ignore=%) $(PARALLEL) $(PYTEST_ARGS)
+
+# Its report comes in one piece, because the other tests report meanwhile.
+test-cluster: $(INSTALLED)
+	@$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS) > build/test-cluster.log 2>&1; status=$$?; \
+		cat build/test-cluster.log; exit $$status
+
+test-computing: $(INSTALLED)
+	@nice -n 10 $(BIN)/python -m pytest $(COMPUTING) $(PARALLEL) $(PYTEST_ARGS)
 
 test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
 	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(PYTEST_ARGS)
 
 chaos: $(INSTALLED)  ## break a running cluster in every way on the list and account for every request: hours
-	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+	$(BIN)/python -m tests.chaos --out build/chaos $(CHAOS_ARGS)
 
 extras: $(INSTALLED)  ## resolve every extra of pyproject.toml against the package index; installs nothing
 	SPECRAY_RESOLVE_EXTRAS=1 $(BIN)/python -m pytest tests/contracts/test_extras.py $(PYTEST_ARGS)
@@ -75,8 +90,22 @@ extras: $(INSTALLED)  ## resolve every extra of pyproject.toml against the packa
 fuzz: $(INSTALLED)  ## send mutated requests to a server and load mutated model files: minutes
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
+clients: $(INSTALLED)  ## run published clients against a server, each in an environment of its own: minutes
+	$(BIN)/python -m tests.clients $(CLIENTS_ARGS)
+
 sbom: $(INSTALLED)  ## write a bill of materials of .venv to sbom.json (CycloneDX)
 	$(BIN)/python deploy/sbom.py sbom.json
+
+# In an environment of its own, because only this needs uv.
+lock:  ## write the files *.lock, which the images install from: the versions of constraints.txt and their hashes
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip --disable-pip-version-check install --quiet uv
+	PATH="$$PWD/build/lock/bin:$$PATH" $(PYTHON) deploy/lock.py
+
+audit:  ## look the locked versions up among known vulnerabilities; needs an index that has them
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip --disable-pip-version-check install --quiet pip-audit
+	build/lock/bin/pip-audit --no-deps --disable-pip --requirement requirements.lock
 
 lint: $(INSTALLED)  ## check style and types
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks import budget, eagle, servers, step_size, structured
+from benchmarks import budget, compiled, drafters, eagle, servers, step_size, structured
 from benchmarks.figure import CONCURRENCY, FULL, QUICK, Effort, Figure, Section, mt_bench_prompts, prompts_of
 from specray.bench import machine
 from specray.bench.command import engine_config
@@ -137,10 +137,12 @@ SECTIONS = (
     Section(("plain", "ngram", "concurrent"), in_process),
     *eagle.SECTIONS,
     *budget.SECTIONS,
+    *drafters.SECTIONS,
     Section(("int8",), int8),
     *servers.SECTIONS,
     *step_size.SECTIONS,
     *structured.SECTIONS,
+    *compiled.SECTIONS,
 )
 ROWS = [name for section in SECTIONS for name in section.names]
 

@@ -11,10 +11,12 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster.api.ingress import OpenAIIngress
+from cluster.api.trace_context import check_tracing_packages
 from cluster.autoscaling import serve_autoscaling
 from cluster.config import AppConfig
 from cluster.engine.placement import bundles, strategy, uses_gpus
 from cluster.engine.router import Router
+from cluster.http_port import check_http_port
 from specray.models.files import is_here
 from specray.spec_decode import check_speculative
 from specray.unsupported_options import options_without_effect
@@ -36,9 +38,11 @@ def build(args: AppConfig) -> Application:
     """The application for a configuration, which Serve has validated against the annotation.
 
     Files that are on this machine are checked first: Serve reports an error here at once, but tries to start a replica
-    three times.
+    three times. So is the HTTP port, which a second Serve would silently share.
     """
     check_speculative(args.speculative)
+    check_tracing_packages(args.server.otlp_traces_endpoint)
+    check_http_port()
     if are_files_here(args):
         from specray.spec_decode.model_files import check_model_files  # loads torch, which takes seconds
 

@@ -90,6 +90,14 @@ class ServerConfig(Options):
     access_log: bool = Field(
         False, description="Log one line per request: its ID (the header X-Request-Id), route, status and duration."
     )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        min_length=1,
+        max_length=2048,
+        pattern="^https?://",
+        description="URL to which traces of requests are sent by OTLP over HTTP, such as "
+        "`http://127.0.0.1:4318/v1/traces`; null makes none. Needs the extra `otel`.",
+    )
     log_interval_s: float = Field(
         10.0, ge=0.1, le=3600.0, description="Seconds between statistics in the log while there is traffic."
     )
@@ -309,7 +317,7 @@ class AppConfig(EngineConfig):
     @property
     def has_draft_actor(self) -> bool:
         """Whether drafters run in separate processes, or may do so later (`replaces_drafters`)."""
-        is_wanted = self.speculative.algorithm is not None or self.replaces_drafters
+        is_wanted = self.speculative.has_drafter or self.replaces_drafters
         return is_wanted and self.draft.placement != "inline"
 
     @property

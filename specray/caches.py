@@ -1,7 +1,10 @@
 """Where files that can be made again are kept: converted models and compiled kernels."""
 
 import os
+import stat
 from pathlib import Path
+
+from specray.errors import ConfigError
 
 
 def cache_root() -> Path:
@@ -18,3 +21,25 @@ def kernel_cache() -> Path:
     """
     own = os.environ.get("SPECRAY_KERNEL_CACHE")
     return Path(own).expanduser() if own else cache_root() / "kernels"
+
+
+def private_kernel_cache(name: str) -> Path:
+    """A folder in `kernel_cache` that only this user can write to, for a compiler that trusts what it finds there.
+
+    ConfigError if it cannot be made, or is another user's.
+    """
+    folder = kernel_cache() / name
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made ({error}); set SPECRAY_KERNEL_CACHE to a folder that can be written"
+        ) from error
+    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or others_write:
+        raise ConfigError(
+            f"{folder} holds compiled code, but other users can change it; remove it, or set SPECRAY_KERNEL_CACHE to a "
+            "folder of your own"
+        )
+    return folder

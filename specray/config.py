@@ -4,6 +4,7 @@ Options of the server live in `cluster.config`, names of drafting methods in `sp
 opens no file.
 """
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,7 +15,10 @@ from specray.errors import ConfigError
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 MAX_TREE_NODES = 128  # of a draft tree, its root included
 
+MAX_DRAFTERS = 8  # loaded side by side
+
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
+DrafterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionKernels = Literal["auto", "torch", "triton", "flashinfer", "fa"]
 ExpertKernels = Literal["auto", "torch", "triton"]
@@ -26,8 +30,8 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-class SpeculativeConfig(Options):
-    """Speculative decoding. Option names are those of SGLang's documentation."""
+class DrafterOptions(Options):
+    """The options of one drafter. Their names are those of SGLang's documentation."""
 
     algorithm: str | None = Field(
         None,
@@ -45,19 +49,6 @@ class SpeculativeConfig(Options):
         None,
         description="Number of nodes of a draft tree, including the root (the last accepted token); null chooses a "
         "value for the method. NGRAM takes ngram_max_match_window_size.",
-    )
-
-    max_step_draft_tokens: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
-        None,
-        description="Maximum number of draft tokens verified in a step, over all requests. A large batch gets "
-        "smaller trees, and the newest requests none if the budget runs out; null sets no limit.",
-    )
-
-    budget: Literal["static", "auto"] = Field(
-        "static",
-        description="Not in SGLang. Draft tokens of a step: static verifies whole trees, or equal shares of "
-        "max_step_draft_tokens; auto drafts as much as generates the most tokens per second, with costs and acceptance "
-        "measured while serving, and nothing where drafts do not pay. max_step_draft_tokens limits both.",
     )
 
     draft_model_path: str | None = Field(
@@ -137,6 +128,65 @@ class SpeculativeConfig(Options):
         "last tokens match earlier text; null disables this.",
     )
 
+    moe_runner_backend: Annotated[ExpertKernels | None, unsupported_options.MOE_RUNNER_BACKEND] = Field(
+        None, description="Kernels for the experts of the draft model; null takes the target's."
+    )
+
+    def changed(self) -> set[str]:
+        """Names of the options that differ from their defaults."""
+        return {name for name, option in type(self).model_fields.items() if getattr(self, name) != option.default}
+
+
+class NamedDrafter(DrafterOptions):
+    """One of several drafters."""
+
+    name: DrafterName
+    algorithm: str
+
+
+class ShadowOptions(Options):
+    """A drafter that drafts without being verified, to measure it against the text of real requests."""
+
+    drafter: DrafterName | None = Field(
+        None,
+        description="Name of one of speculative.drafters that drafts in the shadow of the others: its trees are not "
+        "verified but compared with the text. Requests get it only if they name it; null for none.",
+    )
+    share: float = Field(
+        0.05, gt=0.0, le=1.0, description="Share of the requests in whose steps the shadow drafter drafts as well."
+    )
+
+
+class SpeculativeConfig(DrafterOptions):
+    """Speculative decoding: one drafter or several, and how their drafts are verified."""
+
+    drafters: Annotated[tuple[NamedDrafter, ...], Field(max_length=MAX_DRAFTERS)] = Field(
+        (),
+        description="Not in SGLang. Several drafters side by side, in place of algorithm and its options: a list of "
+        "mappings, each with name, algorithm and that drafter's own options. Each request gets one of them: the one "
+        "that it names, default_drafter, or the one that has been generating the most tokens per second for such "
+        "requests.",
+    )
+    default_drafter: DrafterName | None = Field(
+        None,
+        description="Name of the one of speculative.drafters that requests get which name none; null learns which one "
+        "is the fastest, per client and kind of text.",
+    )
+    shadow: ShadowOptions = ShadowOptions()
+
+    max_step_draft_tokens: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
+        None,
+        description="Maximum number of draft tokens verified in a step, over all requests. A large batch gets "
+        "smaller trees, and the newest requests none if the budget runs out; null sets no limit.",
+    )
+
+    budget: Literal["static", "auto"] = Field(
+        "static",
+        description="Not in SGLang. Draft tokens of a step: static verifies whole trees, or equal shares of "
+        "max_step_draft_tokens; auto drafts as much as generates the most tokens per second, with costs and acceptance "
+        "measured while serving, and nothing where drafts do not pay. max_step_draft_tokens limits both.",
+    )
+
     verification: Literal["coupled", "rejection"] = Field(
         "coupled",
         description="coupled: the output for a seed does not depend on the drafts. rejection: the same distribution, "
@@ -161,9 +211,6 @@ class SpeculativeConfig(Options):
         "chains only), or by Triton's kernel for decoding, which splits the keys. Other backends have one kernel for "
         "both.",
     )
-    moe_runner_backend: Annotated[ExpertKernels | None, unsupported_options.MOE_RUNNER_BACKEND] = Field(
-        None, description="Kernels for the experts of the draft model; null takes the target's."
-    )
     moe_a2a_backend: Annotated[str | None, unsupported_options.MOE_A2A_BACKEND.check] = (
         unsupported_options.MOE_A2A_BACKEND.field
     )
@@ -187,8 +234,36 @@ class SpeculativeConfig(Options):
 
     @property
     def drafter_name(self) -> str | None:
-        """The method's name in logs and metrics."""
-        return f"SIMULATED {self.algorithm}" if self.is_simulated else self.algorithm
+        """The method's name in logs and metrics; the names of several drafters, joined."""
+        name = "+".join(drafter.name for drafter in self.drafters) or self.algorithm
+        return f"SIMULATED {name}" if self.is_simulated else name
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether there is anything to draft with."""
+        return self.algorithm is not None or bool(self.drafters)
+
+    @property
+    def members(self) -> dict[str, "SpeculativeConfig"]:
+        """Each drafter's options, as those of the only drafter, by name. The name of a single one is its algorithm's.
+
+        The options that are not a drafter's own stay as they are.
+        """
+        if self.algorithm is not None:
+            return {re.sub(r"[^a-z0-9]+", "-", self.algorithm.lower()).strip("-")[:64]: self}
+        apart: dict[str, object] = {"drafters": (), "default_drafter": None, "shadow": ShadowOptions()}
+        return {
+            drafter.name: self.model_copy(
+                update=apart | {name: getattr(drafter, name) for name in DrafterOptions.model_fields}
+            )
+            for drafter in self.drafters
+        }
+
+    @property
+    def max_num_nodes(self) -> int | None:
+        """num_draft_tokens of the drafter that has most; None if all are automatic."""
+        sizes = [member.num_draft_tokens for member in self.members.values()]
+        return max((size for size in sizes if size is not None), default=None)
 
     @property
     def is_simulated(self) -> bool:
@@ -205,9 +280,10 @@ class SpeculativeConfig(Options):
 
         The verifier is fixed. So is the code: only the operator's configuration names a module to import.
         """
-        if other.algorithm is not None and ":" in other.algorithm and other.algorithm != self.algorithm:
+        ours, theirs = ([part.algorithm or "" for part in config.members.values()] for config in (self, other))
+        if foreign := [algorithm for algorithm in theirs if ":" in algorithm and algorithm not in ours]:
             raise ConfigError(
-                f"speculative.algorithm={other.algorithm!r} is an import path that this server was not started with, "
+                f"speculative.algorithm={foreign[0]!r} is an import path that this server was not started with, "
                 "and a running server imports no code; restart it with this algorithm, or choose a built-in one"
             )
         for name in (
@@ -217,15 +293,11 @@ class SpeculativeConfig(Options):
             "simulate_accept_length",
             "simulate_accept_rates",
         ):
-            if other.algorithm is not None and getattr(other, name) != getattr(self, name):
+            if other.has_drafter and getattr(other, name) != getattr(self, name):
                 raise ConfigError(
                     f"speculative.{name}={getattr(other, name)!r} cannot replace {getattr(self, name)!r} in a running "
                     "server; leave it as it is, or restart with the new value"
                 )
-
-    def changed(self) -> set[str]:
-        """Names of the options that differ from their defaults."""
-        return {name for name, option in type(self).model_fields.items() if getattr(self, name) != option.default}
 
     @model_validator(mode="after")
     def _check_thresholds(self) -> Self:
@@ -261,8 +333,45 @@ class SpeculativeConfig(Options):
         return self
 
     @model_validator(mode="after")
+    def _check_drafters(self) -> Self:
+        own = sorted(self.changed() & DrafterOptions.model_fields.keys())
+        names = [drafter.name for drafter in self.drafters]
+        if self.drafters and own:
+            raise ConfigError(
+                f"speculative.{own[0]}={getattr(self, own[0])!r} is an option of a single drafter, but "
+                f"speculative.drafters has {', '.join(names)}; move it into one of them, or remove drafters"
+            )
+        if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+            raise ConfigError(f"speculative.drafters: two of them are named {twice[0]!r}; give each its own name")
+        if "none" in names:
+            raise ConfigError("speculative.drafters: none is no drafter's name; choose another")
+        for place, name in (("default_drafter", self.default_drafter), ("shadow.drafter", self.shadow.drafter)):
+            if name is not None and name not in names:
+                known = f"choose one of {', '.join(names)}" if names else "set speculative.drafters, which is empty"
+                raise ConfigError(f"speculative.{place}={name!r} is not one of speculative.drafters; {known}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_shadow(self) -> Self:
+        name = self.shadow.drafter
+        if name is None:
+            return self
+        if name == self.default_drafter or len(self.drafters) == 1:
+            raise ConfigError(
+                f"speculative.shadow.drafter={name!r} leaves no drafter to verify; add another one to "
+                "speculative.drafters, or choose another default_drafter"
+            )
+        if self.verification != "coupled" or self.is_lossy or self.is_simulated:
+            raise ConfigError(
+                f"speculative.shadow.drafter={name!r} is measured by comparing its drafts with the text, which holds "
+                "only where verification is coupled and neither lossy nor simulated; leave the options of verification "
+                "at their defaults, or set shadow.drafter: null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_algorithm(self) -> Self:
-        if self.algorithm is None and (changed := sorted(self.changed())):
+        if not self.has_drafter and (changed := sorted(self.changed())):
             name = changed[0]
             raise ConfigError(
                 f"speculative.{name}={getattr(self, name)!r} has no effect while speculative.algorithm is null; "
@@ -367,9 +476,17 @@ class EngineConfig(Options):
         unsupported_options.ENABLE_DP_ATTENTION.field
     )
     trust_remote_code: bool = Field(False, description=unsupported_options.without_effect("trust_remote_code"))
-    enable_torch_compile: bool = Field(False, description=unsupported_options.without_effect("enable_torch_compile"))
+    enable_torch_compile: bool = Field(
+        False,
+        description="Compile the target's decoder layers with torch.compile when the server starts. Only for dense "
+        "models on one rank; it changes nothing where the CPU kernels run.",
+    )
     torch_compile_max_bs: int | None = Field(
-        None, ge=1, description=unsupported_options.without_effect("torch_compile_max_bs")
+        None,
+        ge=1,
+        le=4096,
+        description="Largest batch of decode steps that run compiled; null takes 32. Each size of a step takes "
+        "seconds to compile, on a CPU about 15.",
     )
     disable_cuda_graph: bool = Field(
         False,
@@ -390,8 +507,11 @@ class EngineConfig(Options):
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:
         kinds = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}
-        drafts = self.speculative.draft_model_quantization
-        for name, kind in (("quantization", self.quantization), ("speculative.draft_model_quantization", drafts)):
+        drafts = [
+            ("speculative.draft_model_quantization", member.draft_model_quantization)
+            for member in self.speculative.members.values()
+        ]
+        for name, kind in (("quantization", self.quantization), *drafts):
             if kind in kinds and self.device not in ("auto", kinds[kind]):
                 other = "int8" if kind == "fp8" else "fp8"
                 raise ConfigError(
@@ -407,6 +527,10 @@ class EngineConfig(Options):
                 "deterministic=true has no fp8 kernels, whose sums depend on the batch; set quantization: null or "
                 "deterministic: false"
             )
+        if self.deterministic and self.enable_torch_compile:
+            raise ConfigError(
+                "deterministic=true excludes enable_torch_compile=true: its sums depend on the batch; set one to false"
+            )
         return self
 
     @model_validator(mode="after")
@@ -421,7 +545,7 @@ class EngineConfig(Options):
 
     @model_validator(mode="after")
     def _check_pool(self) -> Self:
-        nodes = self.speculative.num_draft_tokens or 1
+        nodes = self.speculative.max_num_nodes or 1
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size + nodes:
             raise ConfigError(
                 f"max_total_tokens={self.max_total_tokens} cannot hold one block of page_size={self.page_size} and a "

@@ -11,8 +11,8 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from specray.models.causal_lm import TargetModel
 from specray.models.files import resolve_model
+from specray.models.target_model import TargetModel
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import Completion, FinishReason, Generation, RequestOutput
 from specray.sampling_params import SamplingParams, choice_seed, fresh_seed

@@ -2,9 +2,11 @@
 
 Metrics are counters and not averages, so that PromQL can take rates of them: accept length = 1 + rate(accepted) /
 rate(verify_steps). Acceptance at position p, given that position p - 1 was accepted, is rate(per_pos{position="p"}) /
-rate(per_pos{position="p-1"}); at position 0 it is rate(per_pos{position="0"}) / rate(drafts). One engine has one
-drafter at a time: `* on (replica) group_left (drafter) (ray_specray_drafter_info == 1)` adds its name as a label to any
-of these in Ray's metrics. `specray.dashboard` has the expressions.
+rate(per_pos{position="p-1"}); at position 0 it is rate(per_pos{position="0"}) / rate(drafts).
+
+`* on (replica) group_left (drafter) (ray_specray_drafter_info == 1)` adds the drafter's name as a label to any of these
+in Ray's metrics. Several drafters of one engine have one joined name there; `specray_drafter_*` tell them apart.
+`specray.dashboard` has the expressions.
 """
 
 from collections.abc import Iterable
@@ -82,6 +84,21 @@ METRICS = (
         "Steps without drafts because the drafter was late, frozen, gone or sent invalid data.",
         "kind",
         FAULTS,
+    ),
+    # Only with several drafters.
+    Metric("specray_drafter_requests_total", "counter", "Requests that were given this drafter.", "drafter"),
+    Metric("specray_drafter_verify_steps_total", "counter", "Trees of this drafter's requests verified.", "drafter"),
+    Metric("specray_drafter_draft_tokens_total", "counter", "Draft tokens verified of this drafter.", "drafter"),
+    Metric("specray_drafter_accepted_tokens_total", "counter", "Draft tokens accepted of this drafter.", "drafter"),
+    Metric("specray_drafter_seconds_total", "counter", "Time that this drafter took, in the shadow too.", "drafter"),
+    Metric("specray_drafter_faults_total", "counter", "Steps in which this drafter could not draft.", "drafter"),
+    Metric("specray_shadow_trees_total", "counter", "Trees of a shadow drafter compared with the text.", "drafter"),
+    Metric("specray_shadow_draft_tokens_total", "counter", "Draft tokens of these trees, root not counted.", "drafter"),
+    Metric(
+        "specray_shadow_accepted_tokens_total",
+        "counter",
+        "Draft tokens of these trees that the target would have accepted.",
+        "drafter",
     ),
     Metric("specray_time_to_first_token_seconds", "histogram", "From arrival in the engine to the first token."),
     Metric("specray_time_per_output_token_seconds", "histogram", "Mean gap between a finished request's tokens."),

@@ -38,6 +38,20 @@ class RequestUsage(NamedTuple):
     num_preemptions: int
     accept_histogram: tuple[int, ...] = ()  # [k]: verified trees with drafts of which exactly k were accepted
     is_lossy: bool = False  # acceptance by thresholds or simulated: the distribution may differ from the target's
+    drafter: str = ""  # the one of several drafters that it has
+
+
+class RequestTimes(NamedTuple):
+    """When a request passed from one phase to the next: nanoseconds since 1970, on the engine's machine.
+
+    It waits in the queue until `started`, computes its prompt until `first_token`, and decodes until `ended`. A phase
+    that it never reached is None.
+    """
+
+    arrived: int
+    started: int | None
+    first_token: int | None
+    ended: int
 
 
 def add_histograms(histograms: Iterable[Sequence[int]]) -> list[int]:
@@ -70,6 +84,7 @@ class RequestOutput(NamedTuple):
     usage: RequestUsage
     prompt_logprobs: list[TokenLogprob] | None = None  # in one output: the first with tokens, or the last
     trace: DraftTrace | None = None  # of requests that ask for one
+    times: RequestTimes | None = None  # in the last output of requests that ask for them
 
 
 def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:

@@ -17,6 +17,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_ALLOWED_TOKENS = 1024
+MAX_BIASED_TOKENS = 300
 
 Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
@@ -26,7 +27,7 @@ AdditivePenalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(gt=0.0, le=2.0, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
-LogitBias = Annotated[dict[TokenId, Bias], Field(max_length=300)]
+LogitBias = Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASED_TOKENS)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 MaxTokens = Annotated[int, Field(ge=0, le=10_000_000)]
 MinTokens = Annotated[int, Field(ge=0, le=10_000_000)]

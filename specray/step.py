@@ -24,11 +24,24 @@ class DraftFault(StrEnum):
     NO_HANDSHAKE = "no_handshake"  # a process connected but sent no valid handshake
 
 
+class DrafterUse(NamedTuple):
+    """What one of several drafters did for a step, and in the shadow of the others."""
+
+    drafter: str
+    seconds: float  # spent on drafts for the requests that it drafts for
+    shadow_seconds: float = 0.0
+    num_shadow_trees: int = 0  # that were compared with the text; those of earlier steps
+    num_shadow_drafts: int = 0  # nodes of these trees, the roots not counted
+    num_shadow_accepted: int = 0
+    num_faults: int = 0  # 1 if it could not draft
+
+
 class DraftLimit(NamedTuple):
     """The largest draft tree that may be verified for a request."""
 
     num_tokens: int  # nodes, the root not counted
     num_steps: int  # levels below the root
+    min_score: float = 0.0  # nodes with lower `DraftTree.scores` are not verified
 
     @property
     def allows_drafts(self) -> bool:
@@ -77,6 +90,8 @@ class NewRequest(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
     predicted_token_ids: Sequence[int] = ()  # the client expects this output: a source of drafts
     traces_drafts: bool = False  # its results have `tree`
+    drafter: str = ""  # the one of several drafters that drafts for it
+    shadow: str = ""  # another one, which drafts without being verified
 
 
 class ScheduledRequest(NamedTuple):
@@ -114,6 +129,7 @@ class RequestResult(NamedTuple):
     accepted_nodes: Sequence[int] = ()  # of the verified tree, one for each of token_ids but the last
     prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt tokens that follow the computed ones
     tree: VerifiedTree | None = None  # with NewRequest.traces_drafts, if tokens were emitted
+    draft_scores: Sequence[float] = ()  # with DraftLimit.min_score: of the drafts, those below it included
     is_deferred: bool = False  # nothing was computed, because the request's grammar is still compiled
 
 
@@ -133,3 +149,4 @@ class StepResult(NamedTuple):
     rows: list[RequestResult]
     times: StepTimes
     draft_faults: Sequence[str] = ()  # values of DraftFault
+    drafters: Sequence[DrafterUse] = ()  # of several drafters, those that drafted for this step

@@ -8,6 +8,7 @@ from specray.draft_trace import VerifiedTree
 from specray.grammar import GrammarSpec
 from specray.outputs import TokenLogprob
 from specray.step import (
+    DrafterUse,
     DraftLimit,
     NewRequest,
     PromptLogprobs,
@@ -35,8 +36,9 @@ def unpack_plan(data: bytes) -> StepPlan:
 
 def unpack_result(data: bytes) -> StepResult:
     """Inverse of `pack` for a result."""
-    step_id, rows, times, faults = msgpack.unpackb(data)
-    return StepResult(step_id, [_request_result(*row) for row in rows], StepTimes(*times), faults)
+    step_id, rows, times, faults, drafters = msgpack.unpackb(data)
+    results, uses = [_request_result(*row) for row in rows], [DrafterUse(*use) for use in drafters]
+    return StepResult(step_id, results, StepTimes(*times), faults, uses)
 
 
 def new_request(*fields: Any) -> NewRequest:

@@ -75,8 +75,6 @@ ENABLE_DP_ATTENTION = UnsupportedOption(
 # Options that are accepted because they cannot change the output, and the reason why they have no effect.
 _WITHOUT_EFFECT = {
     "trust_remote_code": "code from a checkpoint is never run",
-    "enable_torch_compile": "steps are not compiled",
-    "torch_compile_max_bs": "steps are not compiled",
 }
 
 

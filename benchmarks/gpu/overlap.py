@@ -23,6 +23,7 @@ from specray.engine.request import EngineRequest
 from specray.models.tokenizer import load_tokenizer
 from specray.sampling_params import SamplingParams
 from specray.step import StepPlan, StepResult
+from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 
 WARM_UP = 5  # steps
@@ -101,7 +102,7 @@ def measure(folder: Path, setting: Setting, device: torch.device) -> Iterator[Ov
     most = max(setting.batch_sizes)
     for variant in setting.variants:
         config = config_of(folder, head, device, variant, True, most, prompt, num_steps)
-        worker = Worker(config, model=model)
+        worker = start_worker(config, model=model)
         for batch_size in setting.batch_sizes:
             for num_plans in (1, 2):
                 rank = ThreadedRank(worker, num_plans)

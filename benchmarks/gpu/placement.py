@@ -19,7 +19,7 @@ from benchmarks.gpu.random_model import TINY as TINY_MODEL
 from benchmarks.gpu.speed import VARIANTS, Speed, Steps, Variant, config_of
 from specray.config import EngineConfig
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
-from specray.worker.worker import Worker
+from specray.worker.startup import start_worker
 
 EPOCH = 1
 
@@ -57,7 +57,7 @@ def measure(folder: Path, setting: Setting, device: torch.device) -> Iterator[Pl
             yield from (Placed(placement, batch_size, None, None, None) for batch_size in setting.batch_sizes)
             continue
         endpoint = DraftEndpoint(str(folder / placement), EPOCH, placement)
-        worker = Worker(config, model=model, colocate=None if placement == "inline" else endpoint)
+        worker = start_worker(config, model=model, colocate=None if placement == "inline" else endpoint)
         process = None
         if placement != "inline":
             num_slots = worker.capacity.num_blocks * config.page_size

@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu.random_model import ModelSize, make_target, write_head
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.step import UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
+from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 
 PAGE = 16
@@ -81,7 +82,7 @@ def measure(
     for variant in variants:
         for in_graphs in (False, True):
             config = config_of(folder, head, device, variant, in_graphs, max(batch_sizes), prompt, num_steps)
-            steps = Steps(Worker(config, model=model), size, prompt)
+            steps = Steps(start_worker(config, model=model), size, prompt)
             for batch_size in batch_sizes:
                 yield steps.measure(variant, in_graphs, batch_size, num_steps)
 

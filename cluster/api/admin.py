@@ -1,4 +1,4 @@
-"""Admin routes: report the engines' drafters, and replace them while serving.
+"""Admin routes: report the engines' drafters, and replace, add, promote or drop them while serving.
 
 Access control lives in `auth`; `cluster.routing.rollout` brings all engines to the same drafter.
 """
@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from pydantic import ValidationError
 
 from cluster.api.auth import ADMIN
+from cluster.api.drafter_actions import changed_group, parse_action
 from cluster.api.errors import ApiError, from_validation
 from cluster.config import AppConfig
 from cluster.routing.rollout import DrafterRollout
@@ -31,20 +32,35 @@ def add_admin_routes(app: FastAPI, config: AppConfig, rollout: DrafterRollout) -
     @app.post(f"{ADMIN}drafter")
     async def replace_drafter(request: Request) -> Json:
         _check_replaceable(config)
-        speculative = new_options(config, await request.body())
-        await rollout.replace(speculative)
-        logger.info("replaced the engines' drafter: %s", speculative.model_dump(exclude_defaults=True) or "none")
+        body = parsed(await request.body())
+        if "action" in body:
+            action = parse_action(body)
+            await rollout.change(lambda now: new_options(config, changed_group(now, action)))
+        else:
+            await rollout.replace(new_options(config, body))
+        options = rollout.speculative.model_dump(exclude_defaults=True)
+        logger.info("replaced the engines' drafter: %s", options or "none")
         return {"replicas": await rollout.report()}
 
 
-def new_options(config: AppConfig, body: bytes) -> SpeculativeConfig:
-    """The complete new `speculative` group of this application. ApiError if the body or an option is invalid."""
+def parsed(body: bytes) -> Json:
+    """A whole `speculative` group, or an action. ApiError if the body is neither."""
     try:
-        group = json.loads(body)
+        fields = json.loads(body)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    if not isinstance(group, dict) or "algorithm" not in group:
-        raise ApiError(400, "the body must be a JSON object with `algorithm`; null turns drafting off", "algorithm")
+    if not isinstance(fields, dict) or not fields.keys() & {"algorithm", "drafters", "action"}:
+        raise ApiError(
+            400,
+            "the body must be a JSON object with `action` (add, promote, shadow, drop), or with `algorithm` or "
+            "`drafters`; algorithm null turns drafting off",
+            "algorithm",
+        )
+    return fields
+
+
+def new_options(config: AppConfig, group: Json) -> SpeculativeConfig:
+    """The complete new `speculative` group of this application. ApiError if an option is invalid."""
     try:
         speculative = AppConfig.model_validate(config.model_dump() | {"speculative": group}).speculative
         config.speculative.check_successor(speculative)  # every engine checks it again

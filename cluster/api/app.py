@@ -15,6 +15,7 @@ from cluster.api.completion_protocol import CompletionRequest
 from cluster.api.engine_routes import add_engine_routes
 from cluster.api.generate_protocol import GenerateRequest
 from cluster.api.host_check import ANY_HOST, HostCheck
+from cluster.api.json_body import JsonRoute
 from cluster.api.keys import KeyRing
 from cluster.api.middleware import BodyLimit, CatchErrors
 from cluster.api.page import PAGE_PATHS, add_page_routes
@@ -34,6 +35,7 @@ def create_app(service: Service) -> FastAPI:
     # Without FastAPI's pages of documentation, which load scripts from another server, and its redirects, whose
     # address comes from the request's Host header.
     app = FastAPI(title="SpecRay", openapi_url="/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.route_class = JsonRoute
     server = service.config.server
     app.add_middleware(BodyLimit, max_bytes=server.max_body_bytes, timeout_s=server.body_timeout_s)
     app.add_middleware(RequireKey, **_access(server))  # runs before BodyLimit, which reads the body
@@ -42,6 +44,10 @@ def create_app(service: Service) -> FastAPI:
     if server.cors_origins:
         _allow_origins(app, server.cors_origins)
     app.add_middleware(CatchErrors)
+    if service.tracer is not None:
+        from cluster.api.tracing import TraceRequests  # its packages are optional
+
+        app.add_middleware(TraceRequests, tracer=service.tracer)
     app.add_exception_handler(errors.ApiError, errors.handle_api_error)
     app.add_exception_handler(SpecRayError, errors.handle_engine_error)
     app.add_exception_handler(RequestValidationError, errors.handle_validation_error)

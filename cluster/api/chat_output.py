@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from cluster.api.messages import ChosenTool
+from cluster.api.messages import ChosenTool, demands_call
 from cluster.api.model_output.parser import MessageParser
 from cluster.api.model_output.reasoning import ReasoningFormat
 from cluster.api.protocol import ChatRequest
@@ -35,8 +35,8 @@ class ChatOutput(NamedTuple):
 def chat_output(
     body: ChatRequest, calls: ToolFormat | None, reasoning: ReasoningFormat | None, prompt_end: str
 ) -> ChatOutput:
-    """The formats that a request uses: calls only of the tools that it offers, reasoning unless it opts out."""
-    names = frozenset(tool.function.name for tool in body.offered_tools)
+    """The formats that a request uses: calls only of tools that may be called, reasoning unless it opts out."""
+    names = frozenset(tool.function.name for tool in body.callable_tools)
     return ChatOutput(
         calls if names else None,
         names,
@@ -51,15 +51,9 @@ def call_grammar(
     body: ChatRequest, calls: ToolFormat | None, reasoning: ReasoningFormat | None, prompt_end: str
 ) -> GrammarSpec | None:
     """The grammar of a message that must call a tool; None if the request leaves that to the model."""
-    choice = body.tool_choice
-    if calls is None or not (isinstance(choice, ChosenTool) or choice == "required"):
+    if calls is None or not demands_call(body.tool_choice):
         return None
-    chosen = choice.function.name if isinstance(choice, ChosenTool) else None
-    functions = [
-        Function(tool.function.name, tool.function.parameters or {})
-        for tool in body.offered_tools
-        if chosen in (None, tool.function.name)
-    ]
-    max_calls = 1 if chosen or body.parallel_tool_calls is False else None
+    functions = [Function(tool.function.name, tool.function.parameters or {}) for tool in body.callable_tools]
+    max_calls = 1 if isinstance(body.tool_choice, ChosenTool) or body.parallel_tool_calls is False else None
     preface = reasoning.structural_tag(prompt_end) if reasoning else None
     return make_grammar("structural_tag", calls.syntax.structural_tag(functions, max_calls, preface), "tools")

@@ -19,9 +19,14 @@ class PreparedPrompt(NamedTuple):
 
 
 def engine_requests(
-    request_id: str, prompts: Sequence[PreparedPrompt], tenant: str, cache_salt: str, draft_limit: DraftLimit
+    request_id: str,
+    prompts: Sequence[PreparedPrompt],
+    tenant: str,
+    cache_salt: str,
+    draft_limit: DraftLimit,
+    drafter: str,
 ) -> list[EngineRequest]:
-    """Prompt by prompt, in the order of `replies.empty_choices`."""
+    """Prompt by prompt, in the order of `replies.empty_choices`. `drafter` is a name, or empty: the engine chooses."""
     namespace = tenant_scoped(tenant, cache_salt)
     requests: list[EngineRequest] = []
     for prompt in prompts:
@@ -35,6 +40,7 @@ def engine_requests(
                     tenant,
                     draft_limit=draft_limit,
                     predicted_token_ids=prompt.predicted_token_ids,
+                    drafter=drafter,
                     name=name,
                 )
             )

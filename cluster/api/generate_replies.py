@@ -68,6 +68,7 @@ class GenerateReply:
             "spec_accept_length": accept_length(counts.num_accepted, counts.num_verify_steps),
             "spec_accept_histogram": list(counts.accept_histogram),
             "spec_lossy": counts.is_lossy,
+            **({"spec_drafter": counts.drafter} if counts.drafter else {}),
             **self._metadata.warnings,
             "e2e_latency": time.monotonic() - self._started,
             "seed": choice.seed,

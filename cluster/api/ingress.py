@@ -13,6 +13,7 @@ from cluster.api.app import create_app
 from cluster.api.service import Service
 from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
+from cluster.garbage_collection import frozen_garbage_collection
 from cluster.log_level import set_log_level
 from cluster.routing.replicas import ServeReplicaDirectory
 from cluster.routing.router_pool import RouterPool
@@ -46,5 +47,6 @@ class OpenAIIngress:
 
 
 def _load_tokenization(config: AppConfig, context_length: int) -> Tokenization:
-    folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
-    return Tokenization(load_tokenizer(folder), context_length)
+    with frozen_garbage_collection():  # a collection of all that an ingress imports takes tenths of a second
+        folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
+        return Tokenization(load_tokenizer(folder), context_length)

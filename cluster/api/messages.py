@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from cluster.api.errors import short_repr
 from specray.errors import InvalidRequestError
@@ -15,6 +15,7 @@ from specray.errors import InvalidRequestError
 MAX_TOOLS = 128
 MAX_TOOLS_LENGTH = 256 * 1024  # characters of all tools of a request, as JSON
 MAX_DEPTH = 32  # of a schema or of a call's arguments
+MAX_PARTS = 8192  # of the contents of all messages together
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 
 Json = dict[str, Any]
@@ -61,7 +62,52 @@ class ChosenTool(_Part):
     function: ChosenFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | ChosenTool
+class AllowedTools(_Part):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(_Part):
+    """A `tool_choice` that lets the model see all tools and call some of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _tag_of(choice: object) -> str:
+    """Brackets keep a tag out of the locations of errors."""
+    if isinstance(choice, str):
+        return "[text]"
+    return f"[{choice.get('type') if isinstance(choice, dict) else getattr(choice, 'type', None)}]"
+
+
+# Chooses the form of a `tool_choice`, here and in responses.
+BY_CHOICE = Discriminator(
+    _tag_of,
+    custom_error_type="unsupported_tool_choice",
+    custom_error_message="expected 'none', 'auto', 'required' or an object of type function or allowed_tools",
+)
+ChoiceName = Annotated[Literal["none", "auto", "required"], Tag("[text]")]
+ToolChoice = Annotated[
+    ChoiceName | Annotated[ChosenTool, Tag("[function]")] | Annotated[AllowedToolChoice, Tag("[allowed_tools]")],
+    BY_CHOICE,
+]
+
+
+def named_functions(choice: ToolChoice | None) -> list[str] | None:
+    """The functions that `choice` limits calls to; None if it names none."""
+    if isinstance(choice, ChosenTool):
+        return [choice.function.name]
+    if isinstance(choice, AllowedToolChoice):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return None
+
+
+def demands_call(choice: ToolChoice | None) -> bool:
+    """Whether the model must call a function."""
+    if isinstance(choice, AllowedToolChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, ChosenTool)
 
 
 class CalledFunction(_Part):
@@ -118,7 +164,7 @@ class Message(_Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: JoinedText | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
     function_call: None = None
     audio: None = None
@@ -152,6 +198,11 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InvalidRequestError(f"two tools are named {twice[0]!r}; give each its own name", "tools")
     for tool in tools:
+        if is_larger(tool.function.parameters, MAX_TOOLS_LENGTH):
+            raise InvalidRequestError(
+                f"parameters of {tool.function.name!r} have more than {MAX_TOOLS_LENGTH} characters; shorten them",
+                "tools",
+            )
         if depth(tool.function.parameters) > MAX_DEPTH:
             raise InvalidRequestError(
                 f"parameters of {tool.function.name!r} are nested more than {MAX_DEPTH} levels; flatten the schema",
@@ -163,9 +214,9 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
             f"the tools have {length} characters of JSON, more than {MAX_TOOLS_LENGTH}; send fewer or shorter ones",
             "tools",
         )
-    if isinstance(choice, ChosenTool) and choice.function.name not in names:
+    if unknown := [name for name in named_functions(choice) or () if name not in names]:
         raise InvalidRequestError(
-            f"tool_choice names {choice.function.name!r}, which is not in tools; add it or name another", "tool_choice"
+            f"tool_choice names {unknown[0]!r}, which is not in tools; add it or name another", "tool_choice"
         )
     if choice == "required" and not tools:
         raise InvalidRequestError(
@@ -182,6 +233,37 @@ def depth(value: object) -> int:
             break
         values = [inner for item in containers for inner in (item.values() if isinstance(item, dict) else item)]
     return level
+
+
+def is_larger(value: object, limit: int) -> bool:
+    """Whether a JSON value has more than `limit` values inside, each of which takes a character at least.
+
+    Looks at no more than about that many, down to MAX_DEPTH levels.
+    """
+    count, values = 0, [value]
+    for _ in range(MAX_DEPTH):
+        containers = [item for item in values if isinstance(item, dict | list)]
+        count += sum(map(len, containers))
+        if count > limit:
+            return True
+        values = [inner for item in containers for inner in (item.values() if isinstance(item, dict) else item)]
+    return False
+
+
+def check_number_of_parts(messages: object, field: str) -> None:
+    """InvalidRequestError if the contents of these messages have too many parts, those of tool results included."""
+    if not isinstance(messages, list) or len(messages) > MAX_PARTS:
+        return  # for the schema to refuse
+    contents = [item.get(name) for item in messages if isinstance(item, dict) for name in ("content", "output")]
+    parts = [part for content in contents if isinstance(content, list) for part in content[: MAX_PARTS + 1]]
+    count = len(parts)
+    if count <= MAX_PARTS:
+        inner = [part.get("content") for part in parts if isinstance(part, dict)]
+        count += sum(len(content) for content in inner if isinstance(content, list))
+    if count > MAX_PARTS:
+        raise InvalidRequestError(
+            f"the contents of {field} have more than {MAX_PARTS} parts; join texts, or send fewer messages", field
+        )
 
 
 def _call_for_template(call: ToolCall) -> Json:

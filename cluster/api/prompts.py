@@ -1,4 +1,8 @@
-"""The prompts of a request without messages: one or several, as text or token ids."""
+"""The prompts of a request without messages: one or several, as text or token ids.
+
+A body can hold a million token ids. They are not looked at while it is validated, on the event loop, but later by
+`checked_token_ids`, in a thread and after their number was checked.
+"""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -12,27 +16,43 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 class PromptSet(NamedTuple):
-    """The prompts of a request: all strings or all token ids."""
+    """The prompts of a request: all strings, or all lists of what should be token ids."""
 
     items: list[str] | list[list[int]]
     is_batch: bool  # sent as a list of prompts, possibly with one element
+    field: str  # of the request, for errors
+
+
+def checked_token_ids(values: list[int], field: str) -> list[int]:
+    """The values of a PromptSet, once they are known to be token ids. InvalidRequestError if they are not."""
+    if set(map(type, values)) != {int} or min(values) < 0 or max(values) > MAX_TOKEN_ID:
+        raise _refusal(values, field)
+    return values
 
 
 def _prompt_set(value: object, info: ValidationInfo) -> PromptSet:
-    is_batch = not (isinstance(value, str) or _is_token_ids(value))
+    field = info.field_name or ""
+    is_batch = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     items: Any = value if is_batch else [value]
-    is_list = isinstance(items, list) and 1 <= len(items) <= MAX_PROMPTS
-    if is_list and (all(isinstance(item, str) for item in items) or all(_is_token_ids(item) for item in items)):
-        return PromptSet(items, is_batch)
-    raise InvalidRequestError(
-        f"{info.field_name}={short_repr(value)}: expected a string, token ids (0 to {MAX_TOKEN_ID}), or a list of 1 to "
+    if len(items) <= MAX_PROMPTS and (_are_texts(items) or _are_lists(items)):
+        return PromptSet(items, is_batch, field)
+    raise _refusal(value, field)
+
+
+def _are_texts(items: list[object]) -> bool:
+    return all(isinstance(item, str) for item in items)
+
+
+def _are_lists(items: list[object]) -> bool:
+    return all(isinstance(item, list) and item for item in items)
+
+
+def _refusal(value: object, field: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{field}={short_repr(value)}: expected a string, token ids (0 to {MAX_TOKEN_ID}), or a list of 1 to "
         f"{MAX_PROMPTS} of one of these",
-        info.field_name,
+        field,
     )
-
-
-def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(i) is int and 0 <= i <= MAX_TOKEN_ID for i in value)
 
 
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}, "minItems": 1}

@@ -10,13 +10,23 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticKnownError
 
 from cluster.api.errors import from_validation, short_repr
 from cluster.api.grammar_fields import grammar_of
-from cluster.api.messages import MAX_TOOLS, JoinedText, Message, Tool, ToolChoice, check_tools
+from cluster.api.messages import (
+    MAX_TOOLS,
+    JoinedText,
+    Message,
+    Tool,
+    ToolChoice,
+    check_tools,
+    named_functions,
+)
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec
 from specray.sampling_params import (
+    MAX_BIASED_TOKENS,
     AdditivePenalty,
     AllowedTokenIds,
     LogitBias,
@@ -38,6 +48,7 @@ from specray.sampling_params import (
 )
 
 MAX_MESSAGES = 4096
+MAX_TEMPLATE_VARIABLES = 16
 MAX_NAMED_FIELDS = 20
 MAX_FIELD_NAME = 64
 
@@ -78,6 +89,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "continuous_usage_stats": (False,),
     "token_ids_logprob": ([],),
     "stop_regex": ([], ""),
+    "grammar": ("",),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
     "add_special_tokens": (False,),
@@ -136,6 +148,18 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def at_most(limit: int) -> BeforeValidator:
+    """Refuse a longer object before its keys are looked at: pydantic makes an error of each wrong key first."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > limit:
+            bounds = {"field_type": "Object", "max_length": limit, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", bounds)
+        return value
+
+    return BeforeValidator(check)
+
+
 def _integer_keys(value: object) -> object:
     """Convert JSON's string keys to integers. Keys that are not integers are left for the bounds check to report."""
     if not isinstance(value, dict):
@@ -148,7 +172,7 @@ def _integer(key: object) -> object:
 
 
 Stop = Annotated[StopStrings, BeforeValidator(_listed, json_schema_input_type=StopString | StopStrings)]
-BiasByToken = Annotated[LogitBias, BeforeValidator(_integer_keys)]
+BiasByToken = Annotated[LogitBias, BeforeValidator(_integer_keys), at_most(MAX_BIASED_TOKENS)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 CacheSalt = Annotated[str, Field(max_length=256)]
 Timeout = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
@@ -192,11 +216,14 @@ class GrammarFields(Body):
         return grammar_of({name: getattr(self, name) for name in type(self).model_fields})
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+# Lists fail fast, because pydantic would make an error of each of a million wrong elements, and the first is reported.
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 TemplateName = Annotated[str, Field(pattern=r"^[a-zA-Z][a-zA-Z0-9_]{0,63}$")]
 TemplateValue = bool | int | float | Annotated[str, Field(max_length=1024)] | None
-TemplateVariables = Annotated[dict[TemplateName, TemplateValue], Field(max_length=16)]
+TemplateVariables = Annotated[
+    dict[TemplateName, TemplateValue], Field(max_length=MAX_TEMPLATE_VARIABLES), at_most(MAX_TEMPLATE_VARIABLES)
+]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -211,6 +238,7 @@ class Speculation(Body):
 
     enabled: bool | None = None
     algorithm: Annotated[str, Field(max_length=256)] | None = None  # only ever compared with the server's own
+    drafter: Annotated[str, Field(max_length=64)] | None = None  # the name of one of the server's drafters
     num_steps: Annotated[int, Field(ge=1)] | None = None
     num_draft_tokens: Annotated[int, Field(ge=2)] | None = None  # root included
     trace: bool | None = None  # the stream shows how its tokens came about: `draft_trace`
@@ -315,6 +343,12 @@ class ChatRequest(OpenAIRequest):
     def offered_tools(self) -> list[Tool]:
         """The tools that the model is told about."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Those of the offered tools that `tool_choice` lets the model call."""
+        names = named_functions(self.tool_choice)
+        return [tool for tool in self.offered_tools if names is None or tool.function.name in names]
 
     @property
     def template_variables(self) -> dict[str, TemplateValue]:

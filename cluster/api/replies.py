@@ -163,6 +163,7 @@ def usage(choices: Sequence[Completion], n: int) -> Json:
     num_draft = sum(count.num_draft_tokens for count in counts)
     num_accepted = sum(count.num_accepted for count in counts)
     histogram = add_histograms(count.accept_histogram for count in counts)
+    drafters = list(dict.fromkeys(count.drafter for count in counts if count.drafter))
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
@@ -180,6 +181,7 @@ def usage(choices: Sequence[Completion], n: int) -> Json:
             "accept_histogram": histogram,
             "acceptance_per_depth": acceptance_per_depth(histogram),
             "lossy": any(count.is_lossy for count in counts),
+            **({"drafters": drafters} if drafters else {}),
         },
     }
 

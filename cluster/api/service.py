@@ -8,8 +8,9 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
 
@@ -33,6 +34,7 @@ from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
 from cluster.api.text_pool import TextPool
 from cluster.api.tokenization import Tokenization, TokenTexts
+from cluster.api.trace_context import CURRENT_TRACE, check_tracing_packages
 from cluster.config import AppConfig
 from cluster.messages import RouterInfo
 from cluster.routing.client import NOT_READY
@@ -41,6 +43,9 @@ from cluster.routing.router_pool import DRAINING, RouterPool
 from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
 from specray.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from cluster.api.tracing import Tracer  # its packages are optional
 
 GENERATION_TIMEOUT_S = 20.0  # of /health_generate, as SGLang's
 MAX_TOKEN_AGE_S = 5.0  # /readyz; an idle engine generates a probe token every few seconds
@@ -63,6 +68,7 @@ class Service:
         self._tokenization: Tokenization | None = None
         self._grammar_check = GrammarCheck()
         self.text_pool = TextPool()
+        self.tracer = make_tracer(config.server.otlp_traces_endpoint)
         self._created = int(time.time())
         digest = hashlib.sha256(config.engine.model_dump_json().encode()).hexdigest()
         self._fingerprint = f"fp_{digest[:12]}"
@@ -72,8 +78,10 @@ class Service:
         return self._router_pool.drafter_rollout
 
     async def close(self) -> None:
-        """End the process that compiles grammars, if there is one."""
+        """End the process that compiles grammars, if there is one, and send the last traces."""
         await self._grammar_check.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     async def chat(self, body: ChatRequest, tenant: str) -> Response:
         def reply(metadata: ReplyMetadata, chat: PreparedChat, tokens: TokenTexts) -> Reply:
@@ -254,13 +262,17 @@ class Service:
         headers: Mapping[str, str],
     ) -> Response:
         await self._check_grammars(prompts, tenant)
-        draft_limit = self._speculation().draft_limit(body.speculative)
-        requests = engine_requests(metadata.request_id, prompts, tenant, body.cache_salt or "", draft_limit)
+        speculation = self._speculation()
+        limit, drafter = speculation.draft_limit(body.speculative), speculation.drafter(body.speculative)
+        requests = engine_requests(metadata.request_id, prompts, tenant, body.cache_salt or "", limit, drafter)
         if body.traces_drafts:
             requests = [traced(requests, bool(body.stream) and isinstance(reply, OpenAIReply))]
-        limit = self.config.server.request_timeout_s
+        if (trace := CURRENT_TRACE.get()) is not None:
+            trace.describe(self.config.model_name, metadata.request_id, prompts)
+            requests = [replace(request, reports_times=True) for request in requests]
+        most_s = self.config.server.request_timeout_s
         session = tenant_scoped(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
-        request_stream = await self._router_pool.submit(requests, min(body.timeout or limit, limit), session)
+        request_stream = await self._router_pool.submit(requests, min(body.timeout or most_s, most_s), session)
         return (EventStream if body.stream else JsonReply)(request_stream, reply, headers)
 
     async def _check_grammars(self, prompts: list[PreparedPrompt], tenant: str) -> None:
@@ -309,6 +321,16 @@ class Service:
         if name is not None and name not in self.config.model_names:
             message = f"model={short_repr(name)} is not served here; use {self.config.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
+
+
+def make_tracer(endpoint: str | None) -> "Tracer | None":
+    """None without an endpoint. ConfigError if a package is missing."""
+    if endpoint is None:
+        return None
+    check_tracing_packages(endpoint)
+    from cluster.api.tracing import Tracer, exporting_to
+
+    return Tracer(exporting_to(endpoint))
 
 
 def _prepared(

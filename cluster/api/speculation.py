@@ -30,9 +30,14 @@ class SpeculationCapabilities:
         """`arithmetic` is the quantization of the weights and the dtype; see Capacity for `is_batch_invariant`."""
         self._speculative = speculative
         self._arithmetic, self._is_batch_invariant = arithmetic, is_batch_invariant
-        self.algorithm = speculative.algorithm
+        self.speculates = speculative.has_drafter
+        # Each drafter's algorithm by name; a single drafter has no name.
+        self.drafters = {drafter.name: drafter.algorithm for drafter in speculative.drafters}
+        self.algorithms = list(dict.fromkeys(self.drafters.values() or filter(None, [speculative.algorithm])))
         self.num_draft_tokens = max_draft_tokens + 1
-        self.num_steps = speculative.num_steps or max_draft_tokens  # an upper bound where the depth is automatic
+        depths = [member.num_steps for member in speculative.members.values()]
+        # An upper bound where the depth is automatic.
+        self.num_steps = max(depth or max_draft_tokens for depth in depths) if depths else max_draft_tokens
 
     def draft_limit(self, options: Speculation | None) -> DraftLimit:
         """The limit that a request's options set. InvalidRequestError if the server cannot satisfy them."""
@@ -43,25 +48,33 @@ class SpeculationCapabilities:
             if others := sorted(given.keys() - {"enabled"}):
                 raise _error(others[0], given[others[0]], "has no effect with enabled=false; leave one of them out")
             return NO_DRAFTING
-        if given and self.algorithm is None:
+        if given and not self.speculates:
             name, value = next(iter(given.items()))
             raise _error(name, value, "is not available, because this server does not speculate; leave it out")
-        if options.algorithm not in (None, self.algorithm):
-            raise _error("algorithm", options.algorithm, f"is not served here; use {self.algorithm!r} or leave it out")
+        self._check_drafter(options)
         for name in ("num_steps", "num_draft_tokens"):
             if given.get(name, 0) > (maximum := getattr(self, name)):
                 raise _error(name, given[name], f"is more than this server drafts; use at most {maximum}")
         num_tokens = UNLIMITED.num_tokens if options.num_draft_tokens is None else options.num_draft_tokens - 1
         return DraftLimit(num_tokens, options.num_steps or UNLIMITED.num_steps)
 
+    def drafter(self, options: Speculation | None) -> str:
+        """The name of the drafter that a request's valid options ask for; empty if the server may choose."""
+        if options is None:
+            return ""
+        same = [name for name, algorithm in self.drafters.items() if algorithm == options.algorithm]
+        return options.drafter or next(iter(same), "")
+
     def capabilities(self) -> Json:
         """The limits of a request's `speculative`, the exactness of the output, and unsupported options."""
-        speculates = self.algorithm is not None
+        speculates, named = self.speculates, {"drafter": list(self.drafters)} if self.drafters else {}
         return {
-            "algorithm": self.algorithm,
+            "algorithm": self._speculative.algorithm,
+            **({"drafters": self.drafters} if self.drafters else {}),
             "request_limits": {
                 "enabled": [True, False] if speculates else [False],
-                "algorithm": [self.algorithm] if speculates else [],
+                "algorithm": self.algorithms,
+                **named,
                 "num_steps": {"min": 1, "max": self.num_steps} if speculates else None,
                 "num_draft_tokens": {"min": 2, "max": self.num_draft_tokens} if speculates else None,
             },
@@ -71,6 +84,22 @@ class SpeculationCapabilities:
                 "refused": sorted(UNSUPPORTED.keys() - ChatRequest.model_fields.keys()),
             },
         }
+
+    def _check_drafter(self, options: Speculation) -> None:
+        algorithm, name = options.algorithm, options.drafter
+        if algorithm is not None and algorithm not in self.algorithms:
+            known = " or ".join(map(repr, self.algorithms))
+            raise _error("algorithm", algorithm, f"is not served here; use {known} or leave it out")
+        if name is None:
+            return
+        if not self.drafters:
+            raise _error("drafter", name, "is not available, because this server has a single drafter; leave it out")
+        if name not in self.drafters:
+            known = ", ".join(self.drafters)
+            off = "; enabled=false turns drafting off" if name == "none" else ""
+            raise _error("drafter", name, f"is not served here; use one of {known}, or leave it out{off}")
+        if algorithm not in (None, self.drafters[name]):
+            raise _error("algorithm", algorithm, f"contradicts drafter={name!r}, which is {self.drafters[name]}")
 
 
 # Sampling applies each option identically with and without drafts (specray/ops/sampling.py).

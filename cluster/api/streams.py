@@ -15,8 +15,10 @@ from starlette.types import Receive, Scope, Send
 from cluster.api.errors import INTERNAL_MESSAGE, ApiError, from_engine
 from cluster.api.event_framing import dumps
 from cluster.api.replies import Reply, extend
+from cluster.api.trace_context import CURRENT_TRACE
 from cluster.routing.router_pool import RequestStream
 from specray.errors import SpecRayError
+from specray.outputs import Completion, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +64,8 @@ class JsonReply(Response):
             self._request_stream.close()
 
     async def _collect(self) -> None:
-        async for index, output in self._request_stream.outputs():
-            extend(self._reply.choices[index], output)
+        async for _ in _extended_choices(self._request_stream, self._reply):
+            pass
 
 
 async def events(request_stream: RequestStream, reply: Reply) -> AsyncIterator[bytes]:
@@ -75,17 +77,35 @@ async def events(request_stream: RequestStream, reply: Reply) -> AsyncIterator[b
     try:
         if opening := reply.opening():
             yield _encode(reply, opening)
-        async for index, output in request_stream.outputs():
-            choice = reply.choices[index]
-            extend(choice, output)
+        async for choice, output in _extended_choices(request_stream, reply):
             if chunks := reply.chunks(choice, output):
                 yield _encode(reply, chunks)
         yield _encode(reply, reply.closing()) + reply.framing.done
     except SpecRayError as error:
+        _fail_trace(error)
         yield _encode(reply, [reply.framing.error(from_engine(error))])
-    except Exception:
+    except Exception as error:
+        _fail_trace(error)
         logger.exception("unexpected error in a stream")
         yield _encode(reply, [reply.framing.error(ApiError(500, INTERNAL_MESSAGE))])
+
+
+async def _extended_choices(
+    request_stream: RequestStream, reply: Reply
+) -> AsyncIterator[tuple[Completion, RequestOutput]]:
+    """Each output as it arrives, and its choice, which already includes it."""
+    trace = CURRENT_TRACE.get()
+    async for index, output in request_stream.outputs():
+        choice = reply.choices[index]
+        extend(choice, output)
+        if trace is not None and output.times is not None:
+            trace.add_choice(output)
+        yield choice, output
+
+
+def _fail_trace(error: Exception) -> None:
+    if (trace := CURRENT_TRACE.get()) is not None:
+        trace.fail(error)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

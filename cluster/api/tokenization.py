@@ -12,7 +12,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerFast
 
 from cluster.api.chat_prompt import ChatPrompt
-from cluster.api.prompts import PromptSet
+from cluster.api.prompts import PromptSet, checked_token_ids
 from specray.errors import InvalidRequestError
 from specray.models.tokenizer import chat_template, render_chat, user_texts
 
@@ -59,8 +59,11 @@ class Tokenization:
         return self.decode(token_ids[-NUM_END_TOKENS:])
 
     def prompts(self, prompts: PromptSet, add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of each prompt. InvalidRequestError if one has none, or too many."""
         return [
-            self.encode(item, add_special_tokens=add_special_tokens) if isinstance(item, str) else self._short(item)
+            self.encode(item, add_special_tokens=add_special_tokens)
+            if isinstance(item, str)
+            else self._token_ids(item, prompts.field)
             for item in prompts.items
         ]
 
@@ -98,13 +101,12 @@ class Tokenization:
             known = self._texts[token_id] = TokenText(data.decode("utf-8", "replace"), data)
         return known
 
-    def _short(self, token_ids: list[int]) -> list[int]:
-        if len(token_ids) > self._context_length:
+    def _token_ids(self, values: list[int], field: str) -> list[int]:
+        if len(values) > self._context_length:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens, but this server allows {self._context_length}; shorten it",
-                "prompt",
+                f"the prompt has {len(values)} tokens, but this server allows {self._context_length}; shorten it", field
             )
-        return token_ids
+        return checked_token_ids(values, field)
 
 
 def _check_unicode(name: str, *texts: str) -> None:

@@ -93,7 +93,7 @@ async def _detokenize(service: Service, body: DetokenizeRequest, tenant: str) ->
     """vLLM's `prompt` has special tokens; SGLang's `text` has none unless the request wants them."""
     service.check_model(body.model)
     tokenization = await service.tokenization()
-    rows = _token_ids(body.tokens, service.info.vocab_size)
+    rows = await service.text_pool.run(tenant, _token_ids, tokenization, body.tokens, service.info.vocab_size)
     skips = body.skip_special_tokens
     prompts = await service.text_pool.run(tenant, _decoded, tokenization, rows, skips is True)
     texts = await service.text_pool.run(tenant, _decoded, tokenization, rows, skips is not False)
@@ -105,8 +105,8 @@ def _decoded(tokenization: Tokenization, rows: list[list[int]], skips_special_to
     return [tokenization.decode(row, skips_special_tokens) for row in rows]
 
 
-def _token_ids(tokens: PromptSet, vocab_size: int) -> list[list[int]]:
-    rows = [row for row in tokens.items if isinstance(row, list)]
+def _token_ids(tokenization: Tokenization, tokens: PromptSet, vocab_size: int) -> list[list[int]]:
+    rows = tokenization.prompts(tokens)
     if (largest := max(map(max, rows))) >= vocab_size:
         raise InvalidRequestError(
             f"tokens has token id {largest}, but the vocabulary has {vocab_size} tokens", "tokens"

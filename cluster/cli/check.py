@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from cluster.api.keys import KeyRing
+from cluster.api.trace_context import check_tracing_packages
 from cluster.app import are_files_here
 from cluster.cli.flags import flags
 from cluster.cli.plan import plan_text
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         apps = check_file(options.file)
         for name, app in apps.items():
             check_keys(app)
+            check_tracing_packages(app.server.otlp_traces_endpoint)
             if options.model or are_files_here(app):
                 find_files(app)
             print(f"{options.file}: application {name!r} is valid: {summary(app)}")
@@ -91,7 +93,7 @@ def load(path: Path) -> Json:
 
 def summary(app: AppConfig) -> str:
     """Model, type, drafting method and tensor parallelism of an application."""
-    drafts = app.speculative.algorithm or "no speculation"
+    drafts = app.speculative.drafter_name or "no speculation"
     return f"{app.model}, {app.dtype}, {drafts}, tensor parallel {app.tp_size}"
 
 

@@ -25,6 +25,7 @@ ALIASES = {
     "server.log_level": ("--log-level",),
     "server.tool_call_parser": ("--tool-call-parser",),
     "server.reasoning_parser": ("--reasoning-parser",),
+    "server.otlp_traces_endpoint": ("--otlp-traces-endpoint",),
 }
 
 
@@ -60,6 +61,7 @@ class Flag(NamedTuple):
     def default(self) -> str:
         """The default as YAML has it."""
         default = self.field.get_default(call_default_factory=True)
+        default = list(default) if isinstance(default, tuple) else default
         return str(default).lower() if isinstance(default, bool) else "null" if default is None else str(default)
 
     @property

@@ -47,7 +47,7 @@ def _engines(config: AppConfig) -> str:
 
 
 def _processes(config: AppConfig, rank: int) -> str:
-    drafter = [f"{config.speculative.algorithm} drafter"] * config.has_draft_actor
+    drafter = [f"{config.speculative.drafter_name} drafter"] * config.has_draft_actor
     if rank == config.tp_size:
         return drafter[0]
     names = [f"rank {rank}"]

@@ -30,6 +30,7 @@ error names the value, the reason and what to change. `specray check FILE` repor
 GROUPS = {
     "": "The target model, its memory and its scheduler.",
     "speculative": "Drafting and verification. [Drafting methods](drafting.md) explains how to choose.",
+    "speculative.shadow": "A drafter that is measured beside the others. See [Drafting methods](drafting.md#a-shadow).",
     "draft": "Where the drafter runs.",
     "placement": "On which nodes the ranks of an engine run.",
     "routing": "How the ingress chooses an engine for a request.",

@@ -8,16 +8,18 @@ import argparse
 import os
 import re
 import secrets
+import ssl
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
 from cluster import proxy_guard
+from cluster.api.trace_context import check_tracing_packages
 from cluster.cli.check import IMPORT_PATH, Json, check_document, check_keys, find_files, load, suggestion
 from cluster.cli.flags import add_flags, given, overridden
 from cluster.cli.sglang_environment import check_sglang_environment
@@ -37,6 +39,7 @@ DEFAULTS: Json = {
 # Keys of Serve's configuration that the launcher supports.
 PASSED_ON = {"proxy_location", "http_options", "applications"}
 PASSED_ON_OF_APPLICATION = {"name", "route_prefix", "import_path", "args"}
+HTTP_FLAGS = ("host", "port", "ssl_keyfile", "ssl_certfile")  # of http_options
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DASHBOARD_PORT = 8265
 TEMPORARY = Path("/tmp")  # short: Ray creates Unix sockets below it, whose paths have at most 107 characters
@@ -67,8 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse_what_only_serve_run_does(document, options.file)
         if options.address is None:  # elsewhere, other machines have the port and the files
             refuse_port_in_use(document["http_options"]["host"], document["http_options"]["port"])
+            check_certificate(document["http_options"])
             for app in apps.values():
                 check_keys(app)
+                check_tracing_packages(app.server.otlp_traces_endpoint)
                 find_files(app)
     except (SpecRayError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -93,6 +98,8 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--host", help="address of the API (default: from FILE, else 127.0.0.1)")
     add("--port", type=int, help="port of the API (default: from FILE, else 8000)")
+    add("--ssl-keyfile", metavar="FILE", help="private key of --ssl-certfile, in PEM")
+    add("--ssl-certfile", metavar="FILE", help="certificate and its chain, in PEM: serve HTTPS (default: from FILE)")
     add("--print-config", action="store_true", help="print the configuration as a file for `serve run` and exit")
     ray = parser.add_argument_group("Ray")
     add = ray.add_argument
@@ -118,12 +125,26 @@ def parser() -> argparse.ArgumentParser:
 def configuration(options: argparse.Namespace) -> Json:
     """The configuration for `serve run`: the file or the defaults, overridden by flags."""
     document = deepcopy(DEFAULTS) if options.file is None else load(options.file)
-    http = {name: value for name in ("host", "port") if (value := getattr(options, name)) is not None}
+    http = {name: value for name in HTTP_FLAGS if (value := getattr(options, name)) is not None}
     document["http_options"] = DEFAULTS["http_options"] | (document.get("http_options") or {}) | http
     if values := given(options, AppConfig):
         application = _only_application(document, options.file)
         application["args"] = overridden(application.get("args") or {}, values)
     return document
+
+
+def check_certificate(http: Mapping[str, Any]) -> None:
+    """ConfigError unless `http_options` have no certificate, or one and its key."""
+    key, certificate = http.get("ssl_keyfile"), http.get("ssl_certfile")
+    if key is None and certificate is None:
+        return
+    if key is None or certificate is None:
+        raise ConfigError("ssl_keyfile and ssl_certfile need each other; set both, or none")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, http.get("ssl_keyfile_password"))
+    except OSError as error:  # an SSLError, too
+        reason = error.strerror or str(error)
+        raise ConfigError(f"ssl_certfile={certificate}, ssl_keyfile={key}: {reason}; name a PEM file of each") from None
 
 
 def exposure(host: str, apps: Mapping[str, AppConfig]) -> str | None:

@@ -23,7 +23,8 @@ def check_sglang_environment(environment: Mapping[str, str], apps: Sequence[AppC
         is_on = _is_on(name, environment[name])
         if name == SPEC_V2 and any(app.disable_overlap_schedule == is_on for app in apps):
             yield f"{name}={environment[name]} is not applied; set --disable-overlap-schedule {str(not is_on).lower()}"
-        if name == FORCE_GREEDY and is_on and any(app.speculative.algorithm == "NGRAM" for app in apps):
+        drafters = [drafter for app in apps for drafter in app.speculative.members.values()]
+        if name == FORCE_GREEDY and is_on and any(drafter.algorithm == "NGRAM" for drafter in drafters):
             raise unsupported_options.NGRAM_FORCE_GREEDY_VERIFY.error(name, True)
 
 

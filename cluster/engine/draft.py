@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.engine.garbage_collection import frozen_garbage_collection
+from cluster.garbage_collection import frozen_garbage_collection
 from cluster.liveness.heartbeat import HeartbeatFile
 from cluster.log_level import set_log_level_from_environment
 from specray.config import EngineConfig

@@ -21,6 +21,8 @@ class Supervisor(Protocol):
 
     def replace(self, speculative: SpeculativeConfig) -> DrafterHandshake: ...
 
+    def keep(self, speculative: SpeculativeConfig) -> None: ...
+
 
 class Planner(Protocol):
     """Plans steps for a drafter, see `specray.engine.async_engine.AsyncEngine`."""
@@ -56,7 +58,10 @@ class DrafterReconciler:
 
     def _replace(self, speculative: SpeculativeConfig) -> None:
         self._configured.check_successor(speculative)
-        self.max_draft_tokens = self._supervisor.replace(speculative).max_draft_tokens
+        if speculative.drafters and speculative.members == self.desired.speculative.members:
+            self._supervisor.keep(speculative)  # only which of them requests get has changed
+        else:
+            self.max_draft_tokens = self._supervisor.replace(speculative).max_draft_tokens
         self._planner.draft_with(speculative, self.max_draft_tokens)
 
 
@@ -70,4 +75,30 @@ def drafter_report(state: DrafterState, accept_length: float | None, snapshot: S
         "acceptance_collapsed": bool(snapshot["specray_acceptance_collapsed"]),
         "restarts": state.num_restarts,
         "faults": snapshot["specray_draft_faults_total"],
+        **({"drafters": _reports(state.speculative, snapshot)} if state.speculative.drafters else {}),
+    }
+
+
+def _reports(speculative: SpeculativeConfig, snapshot: Snapshot) -> dict[str, Any]:
+    """What each of several drafters has done since the engine started."""
+
+    def count(metric: str, name: str) -> float:
+        series = snapshot[metric]
+        assert isinstance(series, dict), metric
+        return series.get(name, 0.0)
+
+    def accept_length(kind: str, trees: str, name: str) -> float | None:
+        num_trees = count(trees, name)
+        return 1 + count(f"specray_{kind}_accepted_tokens_total", name) / num_trees if num_trees else None
+
+    return {
+        drafter.name: {
+            "algorithm": drafter.algorithm,
+            "is_default": drafter.name == speculative.default_drafter,
+            "is_shadow": drafter.name == speculative.shadow.drafter,
+            "requests": count("specray_drafter_requests_total", drafter.name),
+            "accept_length": accept_length("drafter", "specray_drafter_verify_steps_total", drafter.name),
+            "shadow_accept_length": accept_length("shadow", "specray_shadow_trees_total", drafter.name),
+        }
+        for drafter in speculative.drafters
     }

@@ -60,7 +60,7 @@ class DrafterSupervisor:
         self._endpoint = endpoint
         self._actor_class = ray.remote(DraftActor).options(**options)
         self._num_created = 0
-        self._first = None if config.speculative.algorithm is None else self._create(config)
+        self._first = self._create(config) if config.speculative.has_drafter else None
         self._drafter: _DrafterProcess | None = None
         self._num_restarts = 0
         self._backoff_s = MIN_BACKOFF_S
@@ -80,7 +80,7 @@ class DrafterSupervisor:
     def state(self) -> DrafterState:
         speculative, replacement = self._config.speculative, self._replacement
         loading = replacement.config.speculative if replacement is not None else None
-        state = "off" if speculative.algorithm is None else "loading" if self._drafter is None else "ready"
+        state = "off" if not speculative.has_drafter else "loading" if self._drafter is None else "ready"
         return DrafterState(state, speculative, loading, self._num_restarts)
 
     def replace(self, speculative: SpeculativeConfig) -> DrafterHandshake:
@@ -100,6 +100,11 @@ class DrafterSupervisor:
                 return replacement.result.result()
             finally:
                 self._replacement = None
+
+    def keep(self, speculative: SpeculativeConfig) -> None:
+        """Take over options that change nothing for the running drafter, such as which requests get it."""
+        with self._replacing:
+            self._config = self._config.model_copy(update={"speculative": speculative})
 
     def report_fault(self) -> None:
         """Restart the drafter, because the target has dropped it. Thread-safe."""
@@ -129,7 +134,7 @@ class DrafterSupervisor:
     def _monitor(self) -> str | None:
         """Wait until the drafter must be restarted, and return why; None if woken up for something else."""
         while not self._wake.wait(POLL_INTERVAL_S):
-            if self._config.speculative.algorithm is None:
+            if not self._config.speculative.has_drafter:
                 continue
             if self._drafter is None:
                 return "did not start"
@@ -169,7 +174,7 @@ class DrafterSupervisor:
 
     def _switch(self, config: EngineConfig) -> DrafterHandshake:
         old, handshake = self._drafter, NO_DRAFTER
-        if config.speculative.algorithm is not None:
+        if config.speculative.has_drafter:
             self._drafter, handshake = self._start(config, lambda: not self._is_closing.is_set())
             self._config, self._backoff_s = config, MIN_BACKOFF_S
             if old is not None:

@@ -4,8 +4,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.engine.garbage_collection import frozen_garbage_collection
 from cluster.engine.rendezvous import open_store, use_interface
+from cluster.garbage_collection import frozen_garbage_collection
 from cluster.liveness.actors import Place
 from cluster.liveness.heartbeat import HeartbeatFile
 from cluster.liveness.watchdog import watch_router
@@ -67,12 +67,12 @@ class TargetActor:
     def _load(self, init_method: str | None) -> "Worker":
         # The router imports this module and must not load torch.
         from specray.worker.memory import STARTING, enough_memory
-        from specray.worker.worker import Worker
+        from specray.worker.startup import start_worker
 
         if init_method is not None:
             use_interface(init_method, Place.here().address)
         with enough_memory(self._config, STARTING, ConfigError):
-            return Worker(
+            return start_worker(
                 self._config, self._rank, self._config.tp_size, init_method, progress=True, colocate=self._endpoint
             )
 

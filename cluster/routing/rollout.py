@@ -8,7 +8,7 @@ applies again. One engine's part lives in `cluster.engine.reconciler`.
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.messages import DesiredDrafter
@@ -38,7 +38,11 @@ class DrafterRollout:
 
         Cancelling the caller does not stop it.
         """
-        await asyncio.shield(self._tasks.spawn(self._replace(speculative)))
+        await self.change(lambda _: speculative)
+
+    async def change(self, change: Callable[[SpeculativeConfig], SpeculativeConfig]) -> None:
+        """The same with options made from the present ones. Raises what `change` raises."""
+        await asyncio.shield(self._tasks.spawn(self._change(change)))
 
     async def report(self) -> dict[str, Any]:
         """A report of each connected router's drafter, by replica ID."""
@@ -61,12 +65,12 @@ class DrafterRollout:
                 self._sent[client] = desired
                 self._tasks.spawn(client.apply(desired))
 
-    async def _replace(self, speculative: SpeculativeConfig) -> None:
+    async def _change(self, change: Callable[[SpeculativeConfig], SpeculativeConfig]) -> None:
         async with self._replacing:
             if not (clients := self._connected()):
                 raise EngineDeadError(NOT_READY)
             before = self._latest()
-            desired = DesiredDrafter(max(time.time_ns(), before.set_at + 1), speculative)
+            desired = DesiredDrafter(max(time.time_ns(), before.set_at + 1), change(before.speculative))
             # Try one engine first: if it refuses the drafter, the others need not load it.
             for group in (clients[:1], clients[1:]):
                 answers = await asyncio.gather(*(client.apply(desired) for client in group), return_exceptions=True)

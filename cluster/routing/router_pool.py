@@ -340,6 +340,7 @@ class _RequestProgress:
         self._request = request
         self._emitted: list[int] = []
         self._has_prompt_logprobs = False
+        self._drafter = request.drafter  # kept by the next engine, if it has it
         self._usage: RequestUsage | None = None
         self._usage_before: RequestUsage | None = None  # of earlier attempts
 
@@ -354,7 +355,12 @@ class _RequestProgress:
         if self._has_prompt_logprobs:
             params = replace(params, prompt_logprobs=None)
         return replace(
-            self._request, request_id=request_id, params=params, emitted_token_ids=emitted, timeout_s=timeout_s
+            self._request,
+            request_id=request_id,
+            params=params,
+            emitted_token_ids=emitted,
+            timeout_s=timeout_s,
+            drafter=self._drafter,
         )
 
     def add(self, output: RequestOutput) -> RequestOutput:
@@ -362,6 +368,7 @@ class _RequestProgress:
         self._emitted += output.token_ids
         self._has_prompt_logprobs = self._has_prompt_logprobs or output.prompt_logprobs is not None
         self._usage = _merge_usage(self._usage_before, output.usage)
+        self._drafter = output.usage.drafter or self._drafter
         return output._replace(usage=self._usage)
 
 

@@ -16,8 +16,8 @@ from specray.bench.variants import PLAIN, TRANSFORMERS, EngineVariant, Variant, 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
-from specray.models.causal_lm import TargetModel
 from specray.models.files import resolve_model
+from specray.models.target_model import TargetModel
 
 
 class Session:

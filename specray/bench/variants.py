@@ -15,7 +15,7 @@ from specray.config import EMBEDDED_MODEL, EngineConfig, SpeculativeConfig
 from specray.engine.request import EngineRequest
 from specray.errors import ConfigError, EngineDeadError
 from specray.llm import LLM
-from specray.models.causal_lm import TargetModel
+from specray.models.target_model import TargetModel
 from specray.outputs import FinishReason, RequestOutput, RequestUsage
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import DRAFTERS, check_speculative

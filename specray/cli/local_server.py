@@ -5,6 +5,7 @@ their environment.
 """
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -15,10 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
 import yaml
@@ -29,13 +30,16 @@ from specray.private_folders import PREFIX, own, remove_leftovers
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30
 LOG_TAIL_LINES = 30
+CHOSEN_PORTS = (20_000, 30_000)
 
 
 def free_port() -> int:
-    """An unused TCP port on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """An unused TCP port on loopback, below those that systems choose: a process of Ray's could get it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(*CHOSEN_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class ServerStartError(SpecRayError):
@@ -128,7 +132,7 @@ class LocalServer:
     def _is_healthy(self) -> bool:
         try:
             self.get("/health")
-        except (URLError, OSError):
+        except (HTTPException, OSError):  # another process may have the port
             return False
         return True
 

@@ -182,8 +182,9 @@ def _headline(url: str, now: ServerStatus) -> str:
     if not info:
         return f"{url}: {state}; no engine is connected"
     engines = f"{len(now.counts)} {'engine' if len(now.counts) == 1 else 'engines'} with tp_size {info['tp_size']}"
-    drafts = info["speculative_algorithm"] or "no speculation"
-    where = f", drafters {info['draft']['placement']}" if info["speculative_algorithm"] else ""
+    names = "+".join(drafter["name"] for drafter in info.get("speculative_drafters", ()))
+    drafts = names or info["speculative_algorithm"] or "no speculation"
+    where = f", drafters {info['draft']['placement']}" if drafts != "no speculation" else ""
     return f"{url}: {state}; {info['model']}, {drafts}{where}, {engines}, {info.get('num_failovers', 0)} failovers"
 
 

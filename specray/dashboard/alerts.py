@@ -4,7 +4,17 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from specray.dashboard.panels import DRAFTER_INFO, DRAFTS, GENERATED, accept_length, gauge, rate
+from specray.dashboard.panels import (
+    DRAFTER_INFO,
+    DRAFTS,
+    GENERATED,
+    accept_length,
+    gauge,
+    own_accept_length,
+    own_rate,
+    rate,
+    shadow_accept_length,
+)
 
 
 class Alert(NamedTuple):
@@ -28,6 +38,18 @@ ALERTS = (
         "Drafts of {{ $labels.replica }} are hardly ever accepted: accept length {{ $value | printf `%.2f` }}.",
         "Plain decoding would be as fast or faster. Is the draft head the one of this target? `specray tune` finds "
         "a tree that pays, if one does; POST /admin/drafter replaces the drafter, or turns it off, while serving.",
+    ),
+    Alert(
+        "SpecRayShadowIsBetter",
+        f"{shadow_accept_length('drafter, replica', '30m')} > on (replica) group_left () "
+        f"1.05 * ({own_accept_length('replica', '30m')})"
+        f" and {own_rate('specray_shadow_trees_total', 'drafter, replica', '30m')} > 0.2",
+        "15m",
+        "info",
+        "The shadow drafter {{ $labels.drafter }} of {{ $labels.replica }} would be accepted more: accept length "
+        "{{ $value | printf `%.2f` }}, 5 % above that of the drafters in use.",
+        'If it drafts as fast (panel "Time of drafting by drafter"), give it to all requests: POST /admin/drafter with '
+        '{"action": "promote", "name": "..."}.',
     ),
     Alert(
         "SpecRayQueueLong",

@@ -65,6 +65,23 @@ def rate(name: str, by: str, where: str = "", window: str = WINDOW) -> str:
     return f"sum by ({by}) ({each})"
 
 
+def own_rate(name: str, by: str, window: str = WINDOW) -> str:
+    """Rate of a counter that has the label `drafter` itself, because an engine has several drafters."""
+    return f"sum by ({by}) (rate({PREFIX}{name}[{window}]))"
+
+
+def own_accept_length(by: str, window: str = WINDOW) -> str:
+    """Accept length of the requests that have one of several drafters."""
+    accepted, steps = "specray_drafter_accepted_tokens_total", "specray_drafter_verify_steps_total"
+    return f"1 + {own_rate(accepted, by, window)} / {own_rate(steps, by, window)}"
+
+
+def shadow_accept_length(by: str, window: str = WINDOW) -> str:
+    """What the accept length of a shadow drafter would be if it were verified."""
+    accepted, trees = "specray_shadow_accepted_tokens_total", "specray_shadow_trees_total"
+    return f"1 + {own_rate(accepted, by, window)} / {own_rate(trees, by, window)}"
+
+
 def gauge(name: str, by: str) -> str:
     return f"sum by ({by}) ({PREFIX}{name})"
 
@@ -175,6 +192,67 @@ SPECULATION = Row(
             "Tokens emitted for each second spent in steps. Replicas with and without drafts compare by this, if their "
             "machines, prompts and batches are alike: bigger batches raise it.",
             (Query(f"{rate(GENERATED, 'drafter')} / {rate(STEP_SECONDS, 'drafter')}", "{{drafter}}"),),
+        ),
+    ),
+)
+
+SEVERAL_DRAFTERS = Row(
+    "Several drafters",
+    (
+        Panel(
+            "Accept length by one of several drafters",
+            "none",
+            "Tokens emitted per verified tree of each drafter's requests. They have different requests: the one that "
+            "gets the easy ones looks better.",
+            (Query(own_accept_length("drafter"), "{{drafter}}"),),
+        ),
+        Panel(
+            "Share of requests by drafter",
+            "percentunit",
+            "How requests were divided: by name, by `default_drafter`, or by the tokens per second so far.",
+            (
+                Query(
+                    f"{own_rate('specray_drafter_requests_total', 'drafter')} / on () group_left () "
+                    f"sum(rate({PREFIX}specray_drafter_requests_total[{WINDOW}]))",
+                    "{{drafter}}",
+                ),
+            ),
+            stacked=True,
+        ),
+        Panel(
+            "Draft tokens by drafter",
+            TOKENS_PER_SECOND,
+            "Verified, and accepted of them.",
+            (
+                Query(own_rate("specray_drafter_draft_tokens_total", "drafter"), "{{drafter}} verified"),
+                Query(own_rate("specray_drafter_accepted_tokens_total", "drafter"), "{{drafter}} accepted"),
+            ),
+        ),
+        Panel(
+            "Accept length of the shadow",
+            "none",
+            "What a shadow drafter's accept length would be, and that of the drafters that are verified. Promote the "
+            "shadow if it stays above and drafts as fast.",
+            (
+                Query(shadow_accept_length("drafter"), "{{drafter}} (shadow)"),
+                Query(
+                    f"1 + sum(rate({PREFIX}specray_drafter_accepted_tokens_total[{WINDOW}]))"
+                    f" / sum(rate({PREFIX}specray_drafter_verify_steps_total[{WINDOW}]))",
+                    "verified",
+                ),
+            ),
+        ),
+        Panel(
+            "Time of drafting by drafter",
+            "percentunit",
+            "Seconds of drafting in a second, in the shadow too.",
+            (Query(own_rate("specray_drafter_seconds_total", "drafter"), "{{drafter}}"),),
+        ),
+        Panel(
+            "Faults by drafter",
+            PER_MINUTE,
+            "Steps in which one of several drafters could not draft. The others' drafts were verified.",
+            (Query(f"60 * {own_rate('specray_drafter_faults_total', 'drafter')}", "{{drafter}}"),),
         ),
     ),
 )
@@ -403,4 +481,4 @@ NODES = Row(
     ),
 )
 
-ROWS = (SPECULATION, STEP_TIME, LATENCY, LOAD, FAULTS, NODES)
+ROWS = (SPECULATION, SEVERAL_DRAFTERS, STEP_TIME, LATENCY, LOAD, FAULTS, NODES)

@@ -45,7 +45,7 @@ class TextStream:
         self._records_lengths = records_lengths
         self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         self._longest_stop = max(map(len, params.stop), default=0)
-        self._prefixes = StopPrefixes(params.stop)
+        self._prefixes = StopPrefixes(params.stop) if params.stop else None
         self._num_tokens = 0
         self._text = ""  # all text so far, or its last part when there are no stop strings
         self._num_sent = 0  # characters of `_text` that were returned
@@ -107,7 +107,8 @@ class TextStream:
 
     def _append(self, text: str) -> str:
         self._text += text
-        self._prefixes.feed(text)
+        if self._prefixes is not None:
+            self._prefixes.feed(text)
         return text
 
     def _cut_at_stop(self, num_new: int) -> str | None:
@@ -125,7 +126,8 @@ class TextStream:
 
     def _num_safe(self) -> int:
         """How many characters cannot be part of a stop string that is not complete yet."""
-        return max(self._num_sent, len(self._text) - self._prefixes.num_held)
+        num_held = 0 if self._prefixes is None else self._prefixes.num_held
+        return max(self._num_sent, len(self._text) - num_held)
 
     def _take(self, end: int) -> str:
         text = self._text[self._num_sent : end]

@@ -6,21 +6,23 @@
 import time
 from collections import deque
 from collections.abc import Iterable
+from random import Random
 
 from tokenizers import Tokenizer
 
 from specray.config import EngineConfig, SpeculativeConfig
-from specray.engine.acceptance import AcceptanceAlarm
 from specray.engine.admission import Admission
 from specray.engine.detokenizer import TextStream
 from specray.engine.draft_budget import StepTimer, make_budget
 from specray.engine.draft_tracer import DraftTracer
+from specray.engine.drafter_selection.selector import DrafterSelector
 from specray.engine.executor import Executor
+from specray.engine.recorder import StatsRecorder
 from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.scheduler import Scheduler
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason, RequestOutput
-from specray.step import StepPlan, StepResult
+from specray.step import StepPlan
 
 
 class Engine:
@@ -34,12 +36,10 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self.admission = Admission(config, self.capacity, self.scheduler, self._requests)
         self.stats = EngineStats(config.speculative.drafter_name)
-        self.stats.set("specray_verification_is_lossy", config.speculative.is_lossy)
-        self.stats.set("specray_acceptance_is_simulated", config.speculative.is_simulated)
-        self._alarm = AcceptanceAlarm(self.stats)
-        self._probe_stats = EngineStats()  # never exported
+        self._record = StatsRecorder(self.stats, config.speculative)
         self._tokenizer = tokenizer
         self._texts: dict[str, TextStream] = {}
+        self._selector = self._make_selector(config.speculative)  # None until there are several drafters
         self._tracers: dict[str, DraftTracer] = {}  # of the requests that ask for a trace
         self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
         self._timer = StepTimer()
@@ -68,9 +68,11 @@ class Engine:
         resumed = text.feed(spec.emitted_token_ids)  # the caller already has this text
         if spec.traces_drafts:
             self._tracers[spec.request_id] = DraftTracer(resumed)
+        if self._selector is not None:
+            self._selector.assign(request)
         self.scheduler.add(request)
         self._requests[spec.request_id], self._texts[spec.request_id] = request, text
-        self._stats_of(request).add("specray_prompt_tokens_total", num_prompt)
+        self._record.queued(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests now; the next `step` reports them. Unknown or finished ids are ignored."""
@@ -96,9 +98,12 @@ class Engine:
         if self._in_flight:
             result, plan = self.executor.collect(), self._in_flight.popleft()
             self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
-            for emitted in self.scheduler.emitted(plan, result):
+            computed = self.scheduler.emitted(plan, result)
+            if self._selector is not None:
+                self._selector.record_step(computed, result, self._timer.seconds)
+            for emitted in computed:
                 self._pending_outputs.append(self._commit(emitted))
-            self._count_step(result, time.perf_counter() - start)
+            self._record.step(result, time.perf_counter() - start)
         return self._take_outputs()
 
     def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
@@ -106,8 +111,11 @@ class Engine:
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
         self.scheduler.budget = make_budget(self.config, speculative, self.capacity)
-        self.stats.name_drafter(speculative.drafter_name)
-        self._alarm.reset()
+        self._record.drafter(speculative.drafter_name)
+        if self._selector is None:
+            self._selector = self._make_selector(speculative)
+        else:
+            self._selector.use(speculative)
 
     def fail_all(self, message: str) -> list[RequestOutput]:
         """End every request with an error, after the executor failed."""
@@ -117,22 +125,20 @@ class Engine:
 
     def update_gauges(self) -> None:
         """Bring the gauges of `stats` up to date; called before a snapshot."""
-        scheduler, cache = self.scheduler, self.scheduler.cache
-        usable = scheduler.pool.num_usable
-        held = usable - scheduler.pool.num_free - cache.num_idle
-        self.stats.set("specray_num_requests_running", len(scheduler.running))
-        self.stats.set("specray_num_requests_waiting", len(scheduler.waiting))
-        self.stats.set("specray_kv_cache_usage_perc", held / usable)
-        self.stats.set("specray_kv_cache_cached_perc", cache.num_idle / usable)
-        self.stats.values["specray_num_preemptions_total"] = scheduler.num_preemptions
+        self._record.gauges(self.scheduler)
+
+    def _make_selector(self, speculative: SpeculativeConfig) -> DrafterSelector | None:
+        if not speculative.drafters:
+            return None
+        return DrafterSelector(speculative, self._tokenizer.decode, self.stats, Random(0))
 
     def _submit(self) -> bool:
         """Plan a step and send it to the ranks. False if there is nothing to do before a result arrives."""
         plan = self.scheduler.schedule()
         if plan.is_empty:
             return False
-        self._record_queue_times(plan)
-        self.stats.add("specray_draft_budget_tokens_total", sum(row.draft_limit.num_tokens for row in plan.rows))
+        running = self.scheduler.running  # those that start are the last ones
+        self._record.planned(plan, running[len(running) - len(plan.new_requests) :])
         self.executor.submit(plan)
         self._in_flight.append(plan)
         return True
@@ -159,10 +165,9 @@ class Engine:
         if not result.token_ids:
             self.scheduler.commit(emitted, 0)
             return _empty_output(request)
-        self._count_tokens(emitted)
         cut = self._texts[request.request_id].feed(result.token_ids)
         self.scheduler.commit(emitted, cut.num_kept)
-        self._stats_of(request).add("specray_generation_tokens_total", cut.num_kept)
+        self._record.emitted(emitted, cut.num_kept)
         output = _empty_output(request)._replace(
             token_ids=result.token_ids[: cut.num_kept],
             text=cut.text,
@@ -173,52 +178,19 @@ class Engine:
         request.prompt_logprobs = None
         if cut.finish_reason is None:
             return output
-        self._end(request, cut.finish_reason)
-        return output._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason)
+        times = self._end(request, cut.finish_reason).times
+        return output._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason, times=times)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
         self.scheduler.finish(request)
         request.finish_reason = reason
+        if self._selector is not None:
+            self._selector.end(request)
         del self._requests[request.request_id], self._texts[request.request_id]
         self._tracers.pop(request.request_id, None)
-        stats = self._stats_of(request)
-        stats.add_labelled("specray_request_finished_total", reason.value)
-        now = time.monotonic()
-        stats.observe("specray_e2e_request_latency_seconds", now - request.arrival)
-        if request.first_token is not None and request.num_output_tokens > 1:
-            gap = (now - request.first_token) / (request.num_output_tokens - 1)
-            stats.observe("specray_time_per_output_token_seconds", gap)
-        return _empty_output(request)._replace(finish_reason=reason, error=error)
-
-    def _count_tokens(self, emitted: Emitted) -> None:
-        request, stats = emitted.request, self._stats_of(emitted.request)
-        if request.first_token is None:
-            request.first_token = time.monotonic()
-            if not request.spec.emitted_token_ids:
-                stats.observe("specray_time_to_first_token_seconds", request.first_token - request.arrival)
-        else:
-            stats.accepted(emitted.result.num_draft_tokens, len(emitted.result.token_ids) - 1)
-
-    def _stats_of(self, request: Request) -> EngineStats:
-        return self._probe_stats if request.spec.is_probe else self.stats
-
-    def _record_queue_times(self, plan: StepPlan) -> None:
-        """Record queue times and prefix cache hits of requests that start for the first time."""
-        for request in self.scheduler.running[len(self.scheduler.running) - len(plan.new_requests) :]:
-            if request.num_preemptions == 0:
-                stats = self._stats_of(request)
-                stats.observe("specray_request_queue_time_seconds", time.monotonic() - request.arrival)
-                stats.add("specray_prefix_cache_queries_total", request.num_prompt_tokens)
-                stats.add("specray_prefix_cache_hits_total", request.num_cached_tokens)
-
-    def _count_step(self, result: StepResult, seconds: float) -> None:
-        self.stats.add("specray_steps_total")
-        for kind in result.draft_faults:
-            self.stats.add_labelled("specray_draft_faults_total", kind)
-        for phase, spent in result.times._asdict().items():
-            self.stats.add_labelled("specray_step_seconds_total", phase, spent)
-        self.stats.add_labelled("specray_step_seconds_total", "host", max(0.0, seconds - sum(result.times)))
-        self._alarm.check()
+        self._record.finished(request, reason)
+        times = request.times(time.monotonic(), time.time_ns()) if request.spec.reports_times else None
+        return _empty_output(request)._replace(finish_reason=reason, error=error, times=times)
 
 
 def _empty_output(request: Request) -> RequestOutput:

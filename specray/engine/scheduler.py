@@ -16,10 +16,10 @@ from specray.engine.draft_budget import DraftBudget, make_budget
 from specray.engine.draft_budget.budget import Drafting
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
+from specray.engine.new_request import new_request
 from specray.engine.radix_cache import RadixCache
 from specray.engine.request import Emitted, Planned, Request, Status
-from specray.engine.sampling_options import sampling_options
-from specray.step import NewRequest, PromptLogprobs, ScheduledRequest, StepPlan, StepResult
+from specray.step import DraftLimit, NewRequest, ScheduledRequest, StepPlan, StepResult
 
 MAX_FORCED_DRAFTS = 8  # tokens that a grammar may add to a drafter's tree
 
@@ -85,11 +85,11 @@ class Scheduler:
                 self.waiting.appendleft(request)
                 break
             num_tokens = self._num_tokens(request, budget)
-            new_requests.append(self._new_request(request))
+            new_requests.append(new_request(request, self.eos_token_ids))
             work.append((request, num_tokens, []))
             budget -= num_tokens
-        shares, runs_drafter = self._draft_shares(work)
-        rows = [self._schedule_request(*item, share) for item, share in zip(work, shares, strict=True)]
+        limits, runs_drafter = self._draft_limits(work)
+        rows = [self._schedule_request(*item, limit) for item, limit in zip(work, limits, strict=True)]
         freed, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
         plan = StepPlan(self._num_steps, freed, new_requests, rows, runs_drafter)
@@ -120,7 +120,8 @@ class Scheduler:
         if token_ids:
             num_drafts = emitted.result.num_draft_tokens
             if request.spec.params.grammar is None:  # its trees are not the drafter's alone
-                self.budget.record_tree(request.acceptance, num_drafts, emitted.result.accepted_nodes)
+                drafted = emitted.result.accepted_nodes, emitted.result.draft_scores
+                self.budget.record_tree(request.acceptance, num_drafts, *drafted)
             request.count_verify(num_drafts, len(token_ids) - 1)
             request.num_computed_tokens += num_kept - 1
         request.token_ids += token_ids[:num_kept]
@@ -159,8 +160,8 @@ class Scheduler:
             self._preempt(self.running[-1])
         return None
 
-    def _draft_shares(self, work: Sequence[tuple[Request, int, list[int]]]) -> tuple[list[int], bool]:
-        """(draft tokens for each request, whether the drafter is called after the step)."""
+    def _draft_limits(self, work: Sequence[tuple[Request, int, list[int]]]) -> tuple[list[DraftLimit], bool]:
+        """(limits for each request, whether the drafter is called after the step)."""
         samples = [num_tokens == request.num_pending_tokens for request, num_tokens, _ in work]
         requests = [
             Drafting(self._most_drafts(request), request.acceptance)
@@ -168,21 +169,27 @@ class Scheduler:
             if does
         ]
         chosen = self.budget.shares(requests)
-        shares = iter(chosen.num_drafts)
-        return [next(shares) if does else 0 for does in samples], chosen.runs_drafter
+        shares = zip(chosen.num_drafts, chosen.min_scores or [0.0] * len(requests), strict=True)
+        limits = []
+        for (request, *_), does in zip(work, samples, strict=True):
+            num_drafts, min_score = next(shares) if does else (0, 0.0)
+            limits.append(DraftLimit(num_drafts, request.spec.draft_limit.num_steps, min_score))
+        return limits, chosen.runs_drafter
 
     def _most_drafts(self, request: Request) -> int:
         """The largest tree that may be verified for a request after this step."""
         limit, most = request.spec.draft_limit, self.max_draft_tokens
+        if request.drafter is not None:
+            most = min(most, request.drafter.max_draft_tokens)
         if most and request.spec.params.grammar is not None:
             most = min(most + MAX_FORCED_DRAFTS, MAX_TREE_NODES - 1)
         most = min(most, request.max_useful_drafts, limit.num_tokens)
         return max(0, most) if limit.allows_drafts else 0
 
     def _schedule_request(
-        self, request: Request, num_tokens: int, new_block_ids: list[int], draft_share: int
+        self, request: Request, num_tokens: int, new_block_ids: list[int], limit: DraftLimit
     ) -> ScheduledRequest:
-        num_known, num_drafts, limit = request.most_tokens, draft_share, request.spec.draft_limit
+        num_known, num_drafts = request.most_tokens, limit.num_tokens
         samples = num_tokens == request.num_pending_tokens
         if num_drafts:
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
@@ -219,20 +226,6 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def _new_request(self, request: Request) -> NewRequest:
-        return NewRequest(
-            request.slot,
-            list(request.token_ids),
-            request.num_prompt_tokens,
-            request.num_computed_tokens,
-            list(request.block_ids),
-            sampling_options(request.spec.params, self.eos_token_ids),
-            request.spec.cache_salt,
-            _wanted_prompt_logprobs(request),
-            list(request.spec.predicted_token_ids),
-            request.spec.traces_drafts,
-        )
-
     def _share_full_blocks(self, request: Request) -> None:
         """Insert blocks into the cache as soon as committed tokens fill them."""
         size, path = self.block_size, request.shared_path
@@ -259,11 +252,3 @@ class Scheduler:
         self._freed_slots.append(request.slot)
         request.slot, request.num_computed_tokens = -1, 0
         request.block_ids, request.shared_path, request.in_flight = [], [], []
-
-
-def _wanted_prompt_logprobs(request: Request) -> PromptLogprobs | None:
-    """Those that were not reported yet."""
-    params = request.spec.params
-    if request.prompt_logprobs is None or params.prompt_logprobs is None:
-        return None
-    return PromptLogprobs(params.prompt_logprobs_start, params.prompt_logprobs)

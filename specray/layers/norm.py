@@ -1,11 +1,13 @@
 """Root-mean-square norm, and the selection of its kernel."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specray.layers.module import Layer
 from specray.ops.cpu import norm as cpu_norm
-from specray.ops.cpu.library import FLOAT_TYPES, kernels
+from specray.ops.cpu.library import kernels
+from specray.ops.cpu.structs import FLOAT_TYPES
 from specray.ops.gpu import uses_triton
 
 
@@ -23,7 +25,7 @@ class RMSNorm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if self.float_weight is not None and x.dtype in FLOAT_TYPES:
             return cpu_norm.rms_norm(x, self.float_weight, self.eps)
-        if self._uses_triton:
+        if self._uses_triton and not torch.compiler.is_compiling():  # the compiler fuses the norm with what is around
             from specray.ops.gpu import layers
 
             return layers.rms_norm(x, self.weight, self.eps)
@@ -31,7 +33,7 @@ class RMSNorm(Layer):
 
     def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the norm of x + residual, the sum); the sum is written to x."""
-        if self._uses_triton and self.float_weight is None:
+        if self._uses_triton and self.float_weight is None and not torch.compiler.is_compiling():
             from specray.ops.gpu import layers
 
             return layers.add_rms_norm(x, residual, self.weight, self.eps), x

@@ -1,78 +1,26 @@
-"""The parts that all target models share: their sizes, decoder layers, and the loop over them.
+"""What all target models share: the stack of decoder layers, and the loop over them.
 
-`TargetModel` is what the worker and the drafters use. `CausalLM` implements it; a subclass defines the attention and,
-if it is not the dense one, the feed-forward of a layer.
+`CausalLM` implements `TargetModel`; a subclass defines the attention and, if it is not the dense one, the feed-forward
+of a layer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from specray.layers.linear import GatedLinear, RowParallelLinear, VocabEmbedding, VocabHead
+from specray.layers.compiled import CompiledLayers
+from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.layers.module import Layer
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
+from specray.models.decoder_layer import DecoderLayer, FeedForward
 from specray.models.loading import Loader
+from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.layers import EmbedAndHead, FusedLayers
-
-BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes that every model has. Heads are counted as this rank's KV pool and attention kernels see them."""
-
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    eps: float
-    tied: bool
-    num_local_heads: int
-    num_local_kv_heads: int
-    head_dim: int
-
-
-class TargetModel(Protocol):
-    """A model with its weights on this rank."""
-
-    embedding: VocabEmbedding
-    head: VocabHead
-    max_positions: int
-    is_row_wise: bool  # apart from attention, a row's result has the same bits whatever the other rows are
-
-    @property
-    def shape(self) -> ModelShape: ...
-
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
-    ) -> tuple[Tensor, list[Tensor]]:
-        """(hidden states after the final norm, aux hidden states), each [T, hidden]; inputs are int64 [T].
-
-        The aux hidden state of layer i is the residual stream that enters it, that of BEFORE_FINAL_NORM the one that
-        leaves the last layer, and that of layer `num_layers` the hidden states after the final norm.
-        """
-
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """float32 [n, vocab] from final hidden states [n, hidden]."""
-
-    def with_logits(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        places: Tensor | None,
-        aux_hidden_state_layers: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(final hidden states, logits of the rows `places` int64 [n] or of all, aux hidden states).
-
-        The logits are this rank's columns (see VocabHead).
-        """
 
 
 class CausalLM(nn.Module):
@@ -96,6 +44,7 @@ class CausalLM(nn.Module):
         self.fused: FusedLayers | None = None  # set by the loader, like the next two
         self.embed_and_head: EmbedAndHead | None = None
         self.is_row_wise = False
+        self.compiled: CompiledLayers | None = None  # set by `specray.models.compilation`
 
     @classmethod
     def shape_of(cls, config: PretrainedConfig, group: RankGroup) -> ModelShape:
@@ -109,7 +58,7 @@ class CausalLM(nn.Module):
     @classmethod
     def layer(
         cls, config: PretrainedConfig, loader: Loader, prefix: str, index: int, kv_layer: int | None = None
-    ) -> "DecoderLayer":
+    ) -> DecoderLayer:
         """Layer `index` from tensors `prefix`*. Its KV is layer `kv_layer` of the pool, by default layer `index`."""
         attention = cls.attention(config, loader, prefix + "self_attn.", index if kv_layer is None else kv_layer)
         return DecoderLayer(config, loader, prefix, attention, cls.feed_forward(config, loader, prefix, index))
@@ -134,13 +83,22 @@ class CausalLM(nn.Module):
         cos, sin = self.rotary.at(positions)
         # Only the requested states: those of all layers of a long prompt take gigabytes.
         aux_hidden_states: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
+        for index, stream in enumerate(self._streams(hidden, cos, sin, attend)):
             if index in aux_hidden_state_layers:
-                aux_hidden_states[index] = hidden
-            hidden = layer(hidden, cos, sin, attend)
-        aux_hidden_states[BEFORE_FINAL_NORM] = hidden
-        aux_hidden_states[len(self.layers)] = final = self.norm(hidden)
+                aux_hidden_states[index] = stream
+        aux_hidden_states[BEFORE_FINAL_NORM] = stream
+        aux_hidden_states[len(self.layers)] = final = self.norm(stream)
         return final, [aux_hidden_states[index] for index in aux_hidden_state_layers]
+
+    def _streams(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Iterator[Tensor]:
+        """The residual stream that enters each layer, then the one that leaves the last."""
+        if self.compiled is not None and self.compiled.takes(len(hidden)):
+            yield from self.compiled(hidden, cos, sin, attend)
+            return
+        yield hidden
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, attend)
+            yield hidden
 
     def _forward_fused(
         self,
@@ -188,35 +146,3 @@ class CausalLM(nn.Module):
         """The wanted states, in the type of the weights, from what the kernels return."""
         states = dict(zip(taps, copies, strict=True)) | {BEFORE_FINAL_NORM: hidden, len(self.layers): final}
         return [states[index].to(self.embedding.weight.dtype) for index in wanted]
-
-
-class DecoderLayer(Layer):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
-
-    def __init__(self, config: PretrainedConfig, loader: Loader, prefix: str, attention: Layer, ffn: Layer) -> None:
-        super().__init__()
-        size, eps = (config.hidden_size,), config.rms_norm_eps
-        self.input_norm = RMSNorm(loader.tensor(prefix + "input_layernorm.weight", size), eps)
-        self.attention = attention
-        self.ffn_norm = RMSNorm(loader.tensor(prefix + "post_attention_layernorm.weight", size), eps)
-        self.ffn = ffn
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        normed, hidden = self.ffn_norm.after_add(self.attention(self.input_norm(hidden), cos, sin, attend), hidden)
-        return self.ffn(normed).add_(hidden)
-
-
-class FeedForward(Layer):
-    """down(silu(gate(x)) * up(x)), of which each rank has an equal share of the `ffn_size` inner units."""
-
-    def __init__(self, hidden_size: int, ffn_size: int, loader: Loader, prefix: str) -> None:
-        super().__init__()
-        size, part = (ffn_size, hidden_size), loader.group.share(ffn_size)
-        gate = loader.weight(prefix + "gate_proj.weight", size, part)
-        up = loader.weight(prefix + "up_proj.weight", size, part)
-        self.gate_up = GatedLinear(gate, up, loader.quantization)
-        down = loader.weight(prefix + "down_proj.weight", size[::-1], part, 1)
-        self.down = RowParallelLinear(down, loader.group, quantization=loader.quantization)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x))

@@ -20,9 +20,11 @@ from specray.layers.moe import MixtureOfExperts, Route, SigmoidRoute, SoftmaxRou
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
-from specray.models.causal_lm import CausalLM, FeedForward, ModelShape
+from specray.models.causal_lm import CausalLM
+from specray.models.decoder_layer import FeedForward
 from specray.models.loading import Loader
 from specray.models.moe_models import load_experts, load_gate
+from specray.models.target_model import ModelShape
 
 _LATENT_EPS = 1e-6
 

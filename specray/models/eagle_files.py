@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from specray.errors import ConfigError
-from specray.models.causal_lm import BEFORE_FINAL_NORM, ModelShape
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
+from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape
 
 _Size = Annotated[int, Field(ge=1)]
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
-from specray.models.causal_lm import FeedForward
+from specray.models.decoder_layer import FeedForward
 from specray.models.eagle_files import TensorNames
 from specray.models.fused import fused
 from specray.models.llama import Attention

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
-from specray.models.causal_lm import ModelShape
 from specray.models.eagle import EagleHead
 from specray.models.eagle2 import Eagle2Head
 from specray.models.eagle3 import Eagle3Head
@@ -19,6 +18,7 @@ from specray.models.files import resolve_draft
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_matrices import TargetMatrices
+from specray.models.target_model import ModelShape
 from specray.models.weights import WeightReader
 
 logger = logging.getLogger(__name__)

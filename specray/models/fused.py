@@ -9,7 +9,7 @@ from torch import Tensor
 from specray.layers.linear import ColumnParallelLinear, VocabEmbedding, VocabHead
 from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
-from specray.models.causal_lm import DecoderLayer, FeedForward
+from specray.models.decoder_layer import DecoderLayer, FeedForward
 from specray.models.llama import Attention
 from specray.ops.cpu.layers import EmbedAndHead, FusedLayers, LayerParts
 from specray.ops.cpu.library import kernels

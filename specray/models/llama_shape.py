@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from specray.layers.parallel import RankGroup
-from specray.models.causal_lm import ModelShape
+from specray.models.target_model import ModelShape
 
 _QKV_BIAS = ("Qwen2ForCausalLM", "MiMoForCausalLM")  # q, k and v have a bias, whatever attention_bias says
 _QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")

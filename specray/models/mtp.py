@@ -25,11 +25,11 @@ from specray.layers.moe import reason_without_graphs
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
-from specray.models.causal_lm import ModelShape
 from specray.models.fused import StateLayers, fused_decoder, tree_network
 from specray.models.loading import Loader
 from specray.models.registry import MODELS, load_config, shape_of
 from specray.models.target_matrices import TargetMatrices
+from specray.models.target_model import ModelShape
 from specray.models.weights import WeightReader
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend

@@ -9,13 +9,14 @@ from transformers import AutoConfig, PretrainedConfig, Qwen2Config
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
-from specray.models.causal_lm import CausalLM, ModelShape
+from specray.models.causal_lm import CausalLM
 from specray.models.deepseek import Deepseek
 from specray.models.fused import are_row_wise, embed_and_head, fused_decoder
 from specray.models.llama import Llama
 from specray.models.loading import Loader
 from specray.models.moe_models import Mixtral, Qwen3Moe
 from specray.models.quantized_formats import checkpoint_format
+from specray.models.target_model import ModelShape
 from specray.ops.attention import torch_dtype
 from specray.ops.cpu.library import kernels
 from specray.ops.linear import fixed_order

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.layers.parallel import RankGroup
-from specray.models.causal_lm import ModelShape, TargetModel
 from specray.models.loading import Loader
+from specray.models.target_model import ModelShape, TargetModel
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -42,12 +42,16 @@ def sample(logits: Tensor, batch: SamplingBatch, keys: Tensor) -> Tensor:
     return argmax(logits).index_copy(0, index, argmax(drawn))
 
 
-def sample_padded(logits: Tensor, batch: SamplingBatch, keys: Tensor) -> Tensor:
-    """The same for rows of which the host knows nothing, without bias, penalties and masked end tokens."""
+def sample_padded(logits: Tensor, batch: SamplingBatch, keys: Tensor, is_filtered: bool = True) -> Tensor:
+    """The same for rows of which the host knows nothing, without bias, penalties and masked end tokens.
+
+    Unless `is_filtered`, no row has top-k, top-p or min-p.
+    """
     is_sampled = batch.temperature >= GREEDY_BELOW
     scaled = logits / batch.temperature.where(is_sampled, 1.0)[:, None]
-    kept = scaled.masked_fill(scaled < _lowest_kept(scaled, batch, logits.shape[-1]), -torch.inf)
-    return torch.where(is_sampled, argmax(kept + gumbel(keys, logits.shape[-1])), argmax(logits))
+    if is_filtered:
+        scaled = scaled.masked_fill(scaled < _lowest_kept(scaled, batch, logits.shape[-1]), -torch.inf)
+    return torch.where(is_sampled, argmax(scaled + gumbel(keys, logits.shape[-1])), argmax(logits))
 
 
 def target_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -63,8 +67,7 @@ def target_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Logits [n, V] of the distribution to draw from: temperature and filters applied, for rows that are sampled."""
     scaled = logits / batch.temperature[:, None]
-    options = [state.options for state in batch.states]
-    if any(o.top_k > 0 or o.top_p < 1.0 or o.min_p > 0.0 for o in options):
+    if any(state.is_filtered for state in batch.states):
         scaled.masked_fill_(scaled < _lowest_kept(scaled, batch, _prefix(scaled, batch)), -torch.inf)
     return scaled
 

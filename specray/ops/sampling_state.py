@@ -1,7 +1,7 @@
 """Sampling options of requests: per request on the host, and as tensors of a batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,11 @@ class SamplingState:
         return self.options.temperature >= GREEDY_BELOW
 
     @property
+    def is_filtered(self) -> bool:
+        """Whether top-k, top-p or min-p may exclude tokens."""
+        return self.options.top_k > 0 or self.options.top_p < 1.0 or self.options.min_p > 0.0
+
+    @property
     def adjusts_logits(self) -> bool:
         """Whether logits change before temperature: by bias, penalties or tokens that are not allowed (yet)."""
         tensors = (self.output_counts, self.is_known, self.is_allowed)
@@ -92,13 +97,19 @@ class SamplingBatch:
 
     def repeat(self, count: int) -> "SamplingBatch":
         """Each row `count` times in succession; without states."""
-        tensors = (self.seeds, self.temperature, self.top_k, self.top_p, self.min_p)
-        return SamplingBatch([], *(tensor.repeat_interleave(count) for tensor in tensors))
+        return SamplingBatch([], *(tensor.repeat_interleave(count) for tensor in self._tensors))
+
+    def of_rows(self, rows: Tensor) -> "SamplingBatch":
+        """Rows `rows` int64 [m], of which one may be named more than once; without states."""
+        return SamplingBatch([], *(tensor.index_select(0, rows) for tensor in self._tensors))
 
     def select(self, rows: Sequence[int]) -> "SamplingBatch":
-        """These rows, in this order; a row may be named more than once."""
-        if len(rows) == len(self.states) and all(row == place for place, row in enumerate(rows)):
+        """These rows, in this order, with their states."""
+        if len(rows) == len(self.states) and list(rows) == list(range(len(rows))):
             return self
         index = torch.tensor(rows, dtype=torch.int64).to(self.seeds.device)
-        tensors = (self.seeds, self.temperature, self.top_k, self.top_p, self.min_p)
-        return SamplingBatch([self.states[row] for row in rows], *(tensor.index_select(0, index) for tensor in tensors))
+        return replace(self.of_rows(index), states=[self.states[row] for row in rows])
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.seeds, self.temperature, self.top_k, self.top_p, self.min_p

@@ -5,7 +5,6 @@ best of all is the token that `specray.ops.sampling` chooses from all columns. F
 here.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from specray.ops.argmax import argmax
 from specray.ops.cpu.library import kernels, pointer
 from specray.ops.noise import gumbel
-from specray.ops.sampling_state import SamplingBatch
+from specray.ops.sampling_state import GREEDY_BELOW
 
 _NONE = -(2**31)  # the score of no token
 
@@ -27,13 +26,13 @@ class Choices(NamedTuple):
     scores: Tensor  # int32, in the order of the tokens' scores; NaN is the largest
 
 
-def choose_in_shard(logits: Tensor, batch: SamplingBatch, keys: Tensor, first_id: int) -> Choices:
+def choose_in_shard(logits: Tensor, temperature: Tensor | None, keys: Tensor, first_id: int) -> Choices:
     """The best tokens of `logits` float32 [n, columns], whose first column is token `first_id`.
 
-    `keys` [n, 2] are the rows' `noise_keys`. Options other than the temperature are not read.
+    `temperature` is float32 [n]; None: all rows are greedy. `keys` [n, 2] are the rows' `noise_keys`.
     """
-    sampled = [row for row, state in enumerate(batch.states) if state.is_sampled]
-    return _best(_with_noise(logits, batch, keys, first_id, sampled) if sampled else logits, logits, first_id)
+    scores = logits if temperature is None else _with_noise(logits, temperature, keys, first_id)
+    return _best(scores, logits, first_id)
 
 
 def choose_greedily(logits: Tensor, first_id: int) -> Choices:
@@ -65,19 +64,17 @@ def packed(choices: Choices) -> Tensor:
     return torch.stack((choices.scores.long(), choices.tokens, choices.is_finite.long()), 1)
 
 
-def _with_noise(logits: Tensor, batch: SamplingBatch, keys: Tensor, first_id: int, sampled: Sequence[int]) -> Tensor:
+def _with_noise(logits: Tensor, temperature: Tensor, keys: Tensor, first_id: int) -> Tensor:
     """Logits; where sampled, over temperature and with noise."""
-    ids = first_id + torch.arange(logits.shape[1], device=logits.device)
+    ids, is_sampled = first_id + torch.arange(logits.shape[1], device=logits.device), temperature >= GREEDY_BELOW
     own = kernels() if logits.device.type == "cpu" else None
     if own is not None:
         noisy, keys = logits.clone(), keys.contiguous()
-        for row in sampled:
-            heat = float(batch.temperature[row])
-            own.add_noise(pointer(noisy[row]), len(ids), pointer(ids), heat, pointer(keys[row]))
+        for row in is_sampled.nonzero().flatten().tolist():
+            own.add_noise(pointer(noisy[row]), len(ids), pointer(ids), float(temperature[row]), pointer(keys[row]))
         return noisy
-    index = torch.tensor(sampled).to(logits.device)
-    heats = batch.temperature.index_select(0, index)[:, None]
-    return logits.index_copy(0, index, logits[index] / heats + gumbel(keys[index], len(ids), ids))
+    scaled = logits / temperature.where(is_sampled, 1.0)[:, None]
+    return torch.where(is_sampled[:, None], scaled + gumbel(keys, len(ids), ids), logits)
 
 
 def _ordered(values: Tensor) -> Tensor:

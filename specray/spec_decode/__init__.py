@@ -12,7 +12,7 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode.custom import check_attributes, check_custom, load_custom
 from specray.spec_decode.ngram_rules import NGRAM_OPTIONS, check_ngram, check_override
-from specray.spec_decode.tree_shape import check_tree, check_tree_drafter
+from specray.spec_decode.tree_config import check_tree, check_tree_drafter
 
 if TYPE_CHECKING:
     from specray.spec_decode.drafter import Drafter, TargetFiles, TargetView
@@ -149,12 +149,21 @@ def method_of(algorithm: str) -> Method:
 
 
 def check_speculative(config: SpeculativeConfig) -> None:
-    """ConfigError if `speculative.algorithm` is unknown or contradicts the other options.
+    """ConfigError if the algorithm of a drafter is unknown or contradicts its other options.
 
     This imports the module of a drafter that is named by its import path.
     """
-    if config.algorithm is None:
-        return
+    for name, member in config.members.items():
+        try:
+            _check_member(member)
+        except ConfigError as error:
+            if member is config:
+                raise
+            raise ConfigError(f"speculative.drafters, {name}: {error}") from None
+
+
+def _check_member(config: SpeculativeConfig) -> None:
+    assert config.algorithm is not None
     method = method_of(config.algorithm)
     read = _ALL | method.options
     if config.ngram_override_min_match is not None:
@@ -169,16 +178,27 @@ def check_speculative(config: SpeculativeConfig) -> None:
 
 
 def make_drafter(config: SpeculativeConfig, target: "TargetView") -> "Drafter | None":
-    """The configured drafter for `target`, or None for plain decoding."""
-    from specray.spec_decode.combined import with_override
+    """The configured drafter for `target`, or None for plain decoding. Several drafters act as one."""
     from specray.spec_decode.predicted_output import PredictionDrafter
 
     check_speculative(config)
-    if config.algorithm is None:
+    if not config.has_drafter:
         return None
+    if not config.drafters:
+        return PredictionDrafter(_make_one(config, target))
+    from specray.spec_decode.several import SeveralDrafters
+
+    drafters = {name: _make_one(member, target) for name, member in config.members.items()}
+    return PredictionDrafter(SeveralDrafters(drafters))
+
+
+def _make_one(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
+    from specray.spec_decode.combined import with_override
+
+    assert config.algorithm is not None
     seen = replace(
         target,
         attention_backend=config.draft_attention_backend or target.attention_backend,
         moe_runner_backend=config.moe_runner_backend or target.moe_runner_backend,
     )
-    return PredictionDrafter(with_override(method_of(config.algorithm).make(config, seen), config))
+    return with_override(method_of(config.algorithm).make(config, seen), config)

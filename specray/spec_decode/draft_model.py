@@ -24,11 +24,12 @@ from specray.errors import ConfigError
 from specray.layers.linear import VocabHead
 from specray.layers.moe import reason_without_graphs
 from specray.layers.parallel import RankGroup
-from specray.models.causal_lm import CausalLM, TargetModel
+from specray.models.causal_lm import CausalLM
 from specray.models.files import resolve_draft
 from specray.models.fused import tree_network
 from specray.models.registry import context_length, load_config, load_model
 from specray.models.target_matrices import TargetMatrices
+from specray.models.target_model import TargetModel
 from specray.models.tokenizer import load_tokenizer
 from specray.models.weights import WeightReader
 from specray.ops.attention import Attend, AttentionBatch, PaddedAttention, PaddedBatch, make_pool
@@ -43,9 +44,11 @@ from specray.spec_decode.draft_setup import (
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, PaddedCommit, ProposeContext, TargetFiles, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
+from specray.spec_decode.fused_growth import FusedTreeGrower
 from specray.spec_decode.request_table import RaggedIndex, RequestTable
+from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_edits import replace_trees
-from specray.spec_decode.tree_growth import PaddedPrefix, TreeGrower, TreePrefix
+from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 
 CATCH_UP_TOKENS = 512  # most tokens to compute in a step beyond those it added
@@ -53,7 +56,7 @@ CATCH_UP_TOKENS = 512  # most tokens to compute in a step beyond those it added
 
 def make_standalone(config: SpeculativeConfig, target: TargetView) -> "StandaloneDrafter":
     """ConfigError if the draft model's tokens are not the target's."""
-    shape = TreeShape.of(config, architecture="")  # the automatic shape of STANDALONE does not depend on the target
+    shape = configured_shape(config, architecture="")  # the automatic shape of STANDALONE does not depend on the target
     return StandaloneDrafter(load_draft_model(config, target), shape, target)
 
 
@@ -75,7 +78,7 @@ class StandaloneDrafter:
         pool = model.make_pool(self._padding_slot + 1)
         self._attention = make_backend(target.attention_backend, pool, model.num_heads)
         self.reason_without_graphs = attention_without_graphs(self._attention) or model.reason_without_graphs
-        self._grower = TreeGrower(
+        self._grower = FusedTreeGrower(
             model, shape, self._attention, scratch[:, 1:], model.context_length - 1, target.device
         )
         self._hashes = PrefixHashes(target.context_length)

@@ -34,6 +34,8 @@ class DraftTree:
     # drawn; None: nowhere
     draft_probs: Tensor | None = None
     are_chains: bool = False  # whether it is known on the host that each node's parent is the node before it
+    # float32 [B, N]: the drafter's probability of the path to each node, 1 at the root, never rising; None: not known
+    scores: Tensor | None = None
 
     @classmethod
     def from_lists(cls, trees: Sequence[TreeLists], device: torch.device | str = "cpu") -> "DraftTree":

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specray.models.causal_lm import ModelShape, TargetModel
+from specray.models.target_model import ModelShape, TargetModel
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.request_table import RequestTable
-from specray.step import DraftFault, DraftLimit
+from specray.step import DrafterUse, DraftFault, DraftLimit
 
 
 class DraftRequest(NamedTuple):
@@ -157,6 +157,29 @@ def padded_drafter(drafter: Drafter | None) -> PaddedDrafter | None:
     return drafter
 
 
+@runtime_checkable
+class SharesKVSlots(Protocol):
+    """A Drafter with KV in the target's slots that does not see all requests: others may reuse its slots."""
+
+    def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
+        """These requests, which this drafter does not draft for, have written their KV slots from `start` on."""
+
+
+@runtime_checkable
+class ReportsUses(Protocol):
+    """A Drafter that consists of several."""
+
+    def take_uses(self) -> list[DrafterUse]:
+        """See DraftSource."""
+
+
+def uses_of(drafter: Drafter | None) -> ReportsUses | None:
+    """This drafter, or the one behind its `drafter`, if it consists of several."""
+    while drafter is not None and not isinstance(drafter, ReportsUses):
+        drafter = getattr(drafter, "drafter", None)
+    return drafter
+
+
 class DraftSource(Protocol):
     """Where a drafter runs: `submit` starts drafting, `collect` takes the trees that are ready for the next step."""
 
@@ -173,16 +196,27 @@ class DraftSource(Protocol):
     def seconds(self) -> float:
         """Time spent on the drafts that were collected last."""
 
+    @property
+    def scores(self) -> list[list[float]]:
+        """Of the drafts that were collected last, those that were too unlikely included; see `DraftTree.scores`.
+
+        One list for each request; empty if no request had a `DraftLimit.min_score`, or if scores are not known.
+        """
+
     def submit(self, context: ProposeContext) -> None: ...
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         """(trees, their numbers of nodes on the host) of requests whose last known tokens are `roots`.
 
-        `slots` and `roots` are int64 [B]. A tree has at most `draft_limits[b].num_tokens` nodes beside its root. It is
-        a root only if no tree is ready, or if the tree is invalid or was made for another last token.
+        `slots` and `roots` are int64 [B]. A tree has at most `draft_limits[b].num_tokens` nodes beside its root, and
+        none that is less likely than `min_score`. It is a root only if no tree is ready, or if the tree is invalid or
+        was made for another last token.
         """
 
     def release(self, slots: Sequence[int]) -> None: ...
 
     def take_faults(self) -> list[DraftFault]:
         """Faults since the last call."""
+
+    def take_uses(self) -> Sequence[DrafterUse]:
+        """What each of several drafters did since the last call; empty with a single drafter."""

@@ -20,9 +20,11 @@ from specray.spec_decode.draft_setup import attention_without_graphs, head_atten
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, PaddedCommit, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
+from specray.spec_decode.fused_growth import FusedTreeGrower
 from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.request_table import RaggedIndex, RequestTable
-from specray.spec_decode.tree_growth import PaddedPrefix, TreeGrower, TreePrefix
+from specray.spec_decode.tree_config import configured_shape
+from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.written_slots import WrittenSlots
 
@@ -51,7 +53,7 @@ class EagleDrafter:
         self._attention = head_attention(head, self._padding_slot + 1, target)
         self.reason_without_graphs = attention_without_graphs(self._attention) or head.reason_without_graphs
         last_position = target.context_length - 1
-        self._grower = TreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
+        self._grower = FusedTreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
         self._written = WrittenSlots(target.num_slots)
 
     @torch.inference_mode()
@@ -88,6 +90,9 @@ class EagleDrafter:
         prefix = PaddedPrefix(commit.slots, read.ends, read.roots, read.ends)
         return self._grower.grow_padded(table, prefix, output, is_sampled)
 
+    def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
+        self._written.update(table, requests, [request.end for request in requests])
+
     def release(self, slots: Sequence[int]) -> None:
         """The only state is KV in the requests' blocks."""
 
@@ -115,6 +120,6 @@ class EagleDrafter:
 
 
 def _make(config: SpeculativeConfig, target: TargetView, version: Literal[2, 3]) -> EagleDrafter:
-    shape = TreeShape.of(config, target.architecture)
+    shape = configured_shape(config, target.architecture)
     head = load_eagle_head(config, target_matrices(config, target), version, configured_token_map(config, target))
     return EagleDrafter(head, shape, target)

@@ -54,12 +54,13 @@ class CandidatePool:
         numbers = torch.zeros(len(chosen), self.scores.shape[1] + 1, dtype=torch.int64, device=chosen.device)
         nodes = torch.arange(1, num_drafts + 1, device=chosen.device).expand_as(chosen)
         numbers.scatter_(1, chosen + 1, nodes)  # flat index + 1 -> node; NONE + 1 stays the root, 0
-        root = roots[:, None]
+        root, scores = roots[:, None], self.scores.gather(1, chosen)
         return DraftTree(
             torch.cat((root, self.tokens.gather(1, chosen)), 1),
             torch.cat((torch.full_like(root, NONE), numbers.gather(1, parents + 1)), 1),
             self.scores.isfinite().all(-1) * (1 + num_drafts),
             self.num_levels,
+            scores=torch.cat((torch.ones_like(scores[:, :1]), scores), 1),
         )
 
 

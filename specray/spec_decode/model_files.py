@@ -10,22 +10,24 @@ from specray.models.files import resolve_model
 from specray.models.registry import check_ranks, context_length, load_config, shape_of
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.models.weights import WeightReader
+from specray.ops.inductor import check_inductor_if_used
 from specray.spec_decode import method_of
 from specray.spec_decode.drafter import TargetFiles
 from specray.spec_decode.fr_spec import configured_token_map
 
 
 def check_model_files(config: EngineConfig, *, progress: bool = False) -> None:
-    """ConfigError if the target's files cannot be used as configured, or the drafter's do not fit the target.
+    """ConfigError if the target's files cannot be used as configured, or a drafter's do not fit the target.
 
     Fetches or converts the models where necessary.
     """
+    if config.enable_torch_compile:
+        check_inductor_if_used(config.device)
     target = _read_target(config, progress)
-    speculative = config.speculative
-    if speculative.algorithm is None:
-        return
-    method_of(speculative.algorithm).check_files(speculative, target)
-    configured_token_map(speculative, target)
+    for member in config.speculative.members.values():
+        assert member.algorithm is not None
+        method_of(member.algorithm).check_files(member, target)
+        configured_token_map(member, target)
 
 
 def _read_target(config: EngineConfig, progress: bool) -> TargetFiles:

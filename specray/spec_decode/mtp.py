@@ -32,9 +32,11 @@ from specray.spec_decode.drafter import (
 )
 from specray.spec_decode.eagle import EagleDrafter, make_eagle2
 from specray.spec_decode.fr_spec import configured_token_map
+from specray.spec_decode.fused_growth import FusedTreeGrower
 from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.request_table import RaggedIndex, RequestTable
-from specray.spec_decode.tree_growth import PaddedPrefix, TreeGrower, TreePrefix, without_first
+from specray.spec_decode.tree_config import configured_shape
+from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix, without_first
 from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.written_slots import WrittenSlots
 
@@ -44,7 +46,7 @@ def make_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
     layers = load_mtp_layers(*_place(config, target), target_matrices(config, target))
     token_map = configured_token_map(config, target)
     if len(layers.layers) == 1:
-        return EagleDrafter(MtpHead(layers, token_map), TreeShape.of(config, target.architecture), target)
+        return EagleDrafter(MtpHead(layers, token_map), configured_shape(config, target.architecture), target)
     shape = stack_shape(config, target.architecture, len(layers.layers))
     return StackDrafter(MtpStack(layers, shape.num_steps, token_map), shape, target)
 
@@ -72,7 +74,7 @@ def check_eagle_or_mtp(config: SpeculativeConfig, target: TargetFiles) -> None:
 
 def stack_shape(config: SpeculativeConfig, architecture: str, num_layers: int) -> TreeShape:
     """The tree of several layers, one step each. ConfigError for more steps than layers; automatic ones are reduced."""
-    shape = TreeShape.of(config, architecture)
+    shape = configured_shape(config, architecture)
     if shape.num_steps <= num_layers:
         return shape
     if config.num_steps is None:
@@ -103,7 +105,7 @@ class StackDrafter:
         self._padding_slot = target.num_slots + scratch.numel()
         self._attention = head_attention(stack, self._padding_slot + 1, target)
         self.reason_without_graphs = attention_without_graphs(self._attention) or stack.reason_without_graphs
-        self._grower = TreeGrower(stack, shape, self._attention, scratch, target.context_length - 1, target.device)
+        self._grower = FusedTreeGrower(stack, shape, self._attention, scratch, target.context_length - 1, target.device)
 
     @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:
@@ -141,6 +143,10 @@ class StackDrafter:
         last = self._outputs.index_select(1, table.kv_slots_at(slots, (read.ends - 1).clamp(min=0)))
         prefix = PaddedPrefix(slots, read.ends, read.roots, read.ends, skipped=range(self._stack.num_layers))
         return self._grower.grow_padded(table, prefix, last.transpose(0, 1), is_sampled)
+
+    def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
+        for written in self._written:
+            written.update(table, requests, [request.end for request in requests])
 
     def release(self, slots: Sequence[int]) -> None:
         """The only state is KV in the requests' blocks."""

@@ -21,7 +21,8 @@ from specray.spec_decode.draft_setup import head_attention, scratch_slots, targe
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.eagle_tree import CandidatePool
-from specray.spec_decode.request_table import RaggedIndex
+from specray.spec_decode.request_table import RaggedIndex, RequestTable
+from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_growth import candidates, with_draft_probs
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
@@ -30,7 +31,7 @@ from specray.spec_decode.written_slots import WrittenSlots
 
 def make_parallel(config: SpeculativeConfig, target: TargetView) -> "ParallelDrafter":
     head = load_eagle3_head(config, target_matrices(config, target), ParallelHead)
-    return ParallelDrafter(head, TreeShape.of(config, target.architecture), target)
+    return ParallelDrafter(head, configured_shape(config, target.architecture), target)
 
 
 class ParallelDrafter:
@@ -63,6 +64,9 @@ class ParallelDrafter:
             return DraftTree.from_lists([], context.table.device)
         logits = self._head.logits(output.flatten(0, 1)).view(*output.shape[:2], -1)
         return self._tree(context, shape, logits)
+
+    def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
+        self._written.update(table, requests, [request.end for request in requests])
 
     def release(self, slots: Sequence[int]) -> None:
         """The only state is KV in the requests' blocks."""

@@ -52,6 +52,8 @@ class RequestState:
     prompt_logprobs: PromptLogprobs | None = None
     predicted_token_ids: Sequence[int] = ()
     traces_drafts: bool = False
+    drafter: str = ""  # see NewRequest
+    shadow: str = ""
 
 
 class RequestTable:
@@ -99,6 +101,8 @@ class RequestTable:
             new.prompt_logprobs,
             new.predicted_token_ids,
             new.traces_drafts,
+            new.drafter,
+            new.shadow,
         )
         self._change(new.slot, 2 * self._width + 2, _scalars(new.sampling))
         self.extend(new.slot, new.token_ids, new.block_ids)

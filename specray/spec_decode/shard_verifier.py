@@ -5,7 +5,6 @@ logprobs or a grammar, and samplers that depend on the drafts, need all logits o
 filters by bisection over shards would take an exchange for every pass, and the logits take one.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,8 @@ from specray.ops.shard_sampling import Choices, best_of, choose_greedily, choose
 from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, coupled
-from specray.spec_decode.verifier import accept, in_order, needs_walk, verify, verify_padded
+from specray.spec_decode.node_verifier import accept, verify_padded
+from specray.spec_decode.verifier import in_order, needs_walk, verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 
 
@@ -37,8 +37,9 @@ def verify_shards(
         selected = inputs.select(whole)
         logits = head.gathered(selected.logits)
         if leads:
-            moved = None if mask is None else mask._replace(rows=_places_among(inputs, whole, mask.rows))
-            outputs.append(verify(selected._replace(logits=logits), sampler, moved))
+            if mask is not None:  # requests with a grammar are among `whole`
+                mask = mask._replace(rows=torch.searchsorted(inputs.places(whole), mask.rows))
+            outputs.append(verify(selected._replace(logits=logits), sampler, mask))
     return in_order(outputs, others + whole) if leads else None
 
 
@@ -75,17 +76,8 @@ def _choose_greedily(logits: Tensor, tree: DraftTree, first_id: int) -> Choices:
     return choose_greedily(logits, first_id)
 
 
-def _places_among(inputs: VerifyInput, rows: list[int], logits_rows: Tensor) -> Tensor:
-    """Places of rows of the logits among those of the requests `rows`, which include them."""
-    starts = inputs.starts()
-    places = np.concatenate([np.arange(starts[row], starts[row] + inputs.num_nodes[row]) for row in rows])
-    return torch.searchsorted(torch.from_numpy(places), logits_rows)
-
-
 def _needs_all_logits(state: SamplingState) -> bool:
-    options = state.options
-    is_filtered = options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0
-    return options.grammar is not None or needs_walk(state) or (state.is_sampled and is_filtered)
+    return state.options.grammar is not None or needs_walk(state) or (state.is_sampled and state.is_filtered)
 
 
 def _verify_at_once(inputs: VerifyInput, head: VocabHead) -> VerifyOutput:
@@ -119,10 +111,10 @@ def _accept(tree: DraftTree, best: Choices) -> VerifyOutput:
 
 def _choose(inputs: VerifyInput, first_id: int) -> Choices:
     """This rank's best token at every place of the trees, [B * N]."""
-    tree, num_logits = inputs.tree, len(inputs.logits)
-    keys = noise_keys(inputs.sampling.seeds[:, None], inputs.lengths[:, None] + tree.ancestors().sum(-1) - 1)
+    tree, num_logits, sampling = inputs.tree, len(inputs.logits), inputs.sampling
+    keys = noise_keys(sampling.seeds[:, None], inputs.lengths[:, None] + tree.ancestors().sum(-1) - 1)
     starts, nodes = tree.num_nodes.cumsum(0) - tree.num_nodes, torch.arange(tree.tokens.shape[1], device=keys.device)
     places = (starts[:, None] + nodes).clamp(max=num_logits - 1).flatten()  # any row where there is no node
-    rows = torch.arange(len(starts)).repeat_interleave(len(nodes)).tolist()
-    logits = inputs.logits.index_select(0, places)
-    return choose_in_shard(logits, inputs.sampling.select(rows), keys.flatten(0, 1), first_id)
+    is_sampled = any(state.is_sampled for state in sampling.states)
+    temperature = sampling.temperature.repeat_interleave(len(nodes)) if is_sampled else None
+    return choose_in_shard(inputs.logits.index_select(0, places), temperature, keys.flatten(0, 1), first_id)

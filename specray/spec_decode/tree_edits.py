@@ -1,10 +1,12 @@
 """Draft trees made from others: those of several drafters in one batch, and trees without their deepest levels."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.spec_decode.draft_tree import NONE, DraftTree
+from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 
 
 def replace_trees(others: DraftTree, places: Tensor, trees: DraftTree) -> DraftTree:
@@ -17,6 +19,12 @@ def replace_trees(others: DraftTree, places: Tensor, trees: DraftTree) -> DraftT
         padded, rows = (F.pad(part, (0, width - part.shape[1]), value=NONE) for part in (theirs, ours))
         return padded.index_copy(0, places, rows)
 
+    scores = None
+    if trees.scores is not None or others.scores is not None:  # without scores, all nodes are wanted
+        scores = merge(
+            *(torch.ones_like(t.tokens, dtype=torch.float32) if t.scores is None else t.scores for t in (trees, others))
+        )
+
     probs = None if others.draft_probs is None else others.draft_probs.index_fill(0, places, 0.0)
     if trees.draft_probs is not None:
         probs = trees.draft_probs.new_zeros(len(others.num_nodes), *trees.draft_probs.shape[1:])
@@ -27,6 +35,7 @@ def replace_trees(others: DraftTree, places: Tensor, trees: DraftTree) -> DraftT
         others.num_nodes.index_copy(0, places, trees.num_nodes),
         max(trees.max_depth, others.max_depth),
         probs,
+        scores=scores,
     )
 
 
@@ -45,4 +54,33 @@ def limit_depth(tree: DraftTree, num_steps: Tensor) -> DraftTree:
     probs = tree.draft_probs
     if probs is not None:
         probs = probs.gather(1, order[:, :, None].expand(-1, -1, probs.shape[-1]))
-    return DraftTree(tokens, parents.masked_fill(is_past, NONE), num_nodes, tree.max_depth, probs)
+    scores = None if tree.scores is None else tree.scores.gather(1, order)
+    return DraftTree(tokens, parents.masked_fill(is_past, NONE), num_nodes, tree.max_depth, probs, scores=scores)
+
+
+def merge_trees(roots: Tensor, parts: Sequence[tuple[Tensor, DraftTree]]) -> DraftTree:
+    """One batch from the trees of several drafters; requests without a tree get their root from int64 `roots` [B].
+
+    `parts` are places in the batch, int64 [n] and each at most once, and their trees.
+    """
+    if len(parts) == 1 and len(parts[0][0]) == len(roots):
+        return parts[0][1]
+    width = max((tree.tokens.shape[1] for _, tree in parts), default=1)
+    tokens, parents = roots.new_full((2, len(roots), width), NONE)
+    tokens[:, ROOT] = roots
+    num_nodes = torch.ones_like(roots)
+    drawn = [tree.draft_probs.shape[2] for _, tree in parts if tree.draft_probs is not None]
+    probs = torch.zeros(len(roots), width, max(drawn), device=roots.device) if drawn else None
+    scores = torch.ones(len(roots), width, device=roots.device)
+    for places, tree in parts:
+        size = tree.tokens.shape[1]
+        tokens[:, :size].index_copy_(0, places, tree.tokens)
+        parents[:, :size].index_copy_(0, places, tree.parents)
+        num_nodes.index_copy_(0, places, tree.num_nodes)
+        if tree.scores is not None:
+            scores[:, :size].index_copy_(0, places, tree.scores)
+        if probs is not None and tree.draft_probs is not None:
+            _, size, vocab = tree.draft_probs.shape
+            probs[:, :size, :vocab].index_copy_(0, places, tree.draft_probs)
+    max_depth = max((tree.max_depth for _, tree in parts), default=0)
+    return DraftTree(tokens, parents, num_nodes, max_depth, probs, scores=scores)

@@ -21,13 +21,11 @@ from specray.ops.attention import (
     PaddedBatch,
     pack_paths,
 )
-from specray.ops.cpu.attention import PagedAttention
-from specray.ops.cpu.trees import TreeNetwork, TreeRequests
+from specray.ops.cpu.trees import TreeNetwork
 from specray.ops.gpu import uses_triton
 from specray.ops.likeliest import likeliest
-from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRequest, ProposeContext
+from specray.spec_decode.drafter import DraftRequest
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_noise import TreeNoise
@@ -84,9 +82,10 @@ def without_first(batch: PaddedBatch, count: int) -> PaddedBatch:
 
 
 class TreeGrower:
-    """Grows trees of one shape. `scratch` int64 [rows, at least topk * (num_steps - 1)] are KV slots for the nodes.
+    """Grows trees of one shape, level by level; FusedTreeGrower does so in one call of the CPU kernels where it can.
 
-    `window` is that of the model's attention (see AttentionBatch).
+    `scratch` int64 [rows, at least topk * (num_steps - 1)] are KV slots for the nodes. `window` is
+    that of the model's attention (see AttentionBatch).
     """
 
     def __init__(
@@ -116,21 +115,16 @@ class TreeGrower:
         self._written = [scratch[:, level * topk : (level + 1) * topk].contiguous() for level in range(count)]
         self._depths = [torch.full((len(scratch),), level + 1, device=device) for level in range(count)]
 
-    def grow(self, context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
-        """Trees below the last known tokens; `output` [B, H] predicts the roots' children."""
-        shape = self._shape.limited(
-            max(request.draft_limit.num_steps for request in prefix.requests),
-            max(request.draft_limit.num_tokens for request in prefix.requests),
-        )
-        noise = TreeNoise.of(context, prefix.requests, prefix.slots, shape.num_steps)
-        if (tree := self._grow_fused(context, prefix, output, shape, noise)) is not None:
-            return tree
+    def grow_levels(
+        self, roots: Tensor, prefix: TreePrefix, output: Tensor, shape: TreeShape, noise: TreeNoise | None
+    ) -> DraftTree:
+        """Trees of `shape` below `roots` int64 [B]; `output` [B, H] predicts the roots' children."""
         keys = [self._with_scratch(kv_slots, kv_lens) for kv_slots, kv_lens in prefix.visible]
 
         def attend_at(level: int, sees: Tensor) -> Attend:
             return self._plan_level(prefix, keys, sees, level, shape.topk)
 
-        return self._grow(context.roots(), prefix.positions, output, shape, noise, attend_at)
+        return self._grow(roots, prefix.positions, output, shape, noise, attend_at)
 
     def grow_padded(self, table: RequestTable, prefix: PaddedPrefix, output: Tensor, is_sampled: bool) -> DraftTree:
         """The same for R requests of any draft limits, in a CUDA graph."""
@@ -232,30 +226,6 @@ class TreeGrower:
             logits = noise.added(logits[:, None], level, self._model.draft_token_ids)[:, 0]
         logit, token = logits.max(-1)
         return self._model.target_ids(token), logit.isfinite()
-
-    def _grow_fused(
-        self, context: ProposeContext, prefix: TreePrefix, output: Tensor, shape: TreeShape, noise: TreeNoise | None
-    ) -> DraftTree | None:
-        """The same with all levels in one call of the CPU kernels; None where that is not possible."""
-        network, returns_probs = self._model.network, noise is not None and shape.returns_draft_probs
-        if network is None or not isinstance(self._attention, PagedAttention) or returns_probs:
-            return None
-        sampled = None
-        if noise is not None:
-            temperature = noise.temperature.where(noise.temperature >= GREEDY_BELOW, 0.0)
-            sampled = (noise.seeds, noise.ends, temperature)
-        [(kv_slots, kv_lens)] = prefix.visible
-        requests = TreeRequests(output, context.roots(), prefix.positions, kv_slots, kv_lens, self._scratch, sampled)
-        tokens, parents, num_nodes = network.grow(
-            self._attention,
-            requests,
-            shape.topk,
-            shape.num_steps,
-            shape.num_draft_tokens - 1,
-            self._last_position,
-            self._window,
-        )
-        return DraftTree(tokens, parents, num_nodes, shape.num_steps)
 
     def _with_scratch(self, kv_slots: Tensor, kv_lens: list[int]) -> Tensor:
         """KV slots [B, n]: the visible ones, followed by all scratch slots of the request."""

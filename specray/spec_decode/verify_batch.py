@@ -35,12 +35,15 @@ class VerifyInput(NamedTuple):
         counts = np.array(self.num_nodes, dtype=np.int64)
         return counts.cumsum() - counts
 
+    def places(self, rows: list[int]) -> Tensor:
+        """int64 [nodes of `rows`], on the host: the places of these requests' nodes in `logits`."""
+        counts = np.array(self.num_nodes, dtype=np.int64)[rows]
+        first = self.starts()[rows] - (counts.cumsum() - counts)
+        return torch.from_numpy(np.repeat(first, counts) + np.arange(counts.sum()))
+
     def select(self, rows: list[int]) -> "VerifyInput":
         """These requests only."""
-        device, starts = self.logits.device, self.starts()
-        index = torch.tensor(rows, dtype=torch.int64).to(device)
-        counted = np.concatenate([np.arange(starts[row], starts[row] + self.num_nodes[row]) for row in rows])
-        places = torch.from_numpy(counted).to(device)
+        index, places = (part.to(self.logits.device) for part in (torch.tensor(rows), self.places(rows)))
         return VerifyInput(
             self.logits.index_select(0, places),
             self.tree.select(index),

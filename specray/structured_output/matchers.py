@@ -45,25 +45,23 @@ class ConstrainedTrees(NamedTuple):
 
 
 class GrammarTable:
-    """Grammars by slot, and the thread that compiles them."""
+    """Grammars by slot, and the thread that compiles them. A step calls it only while `slots` is not empty."""
 
     def __init__(self, make_tools: Callable[[], GrammarTools]) -> None:
         self.compilation = Compilation(make_tools)
-        self._slots: dict[int, SlotGrammar] = {}
+        self.slots: dict[int, SlotGrammar] = {}
 
     def withhold(self, plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
         """(the plan without requests whose grammar is not ready, what to report for these, by slot)."""
         for slot in plan.freed_slots:
-            self._slots.pop(slot, None)
+            self.slots.pop(slot, None)
         for new in plan.new_requests:
             if new.sampling.grammar is not None:
                 output = new.token_ids[new.num_prompt_tokens :]
                 spec = new.sampling.grammar
-                self._slots[new.slot] = SlotGrammar(spec, self.compilation.start(spec), output)
-        if not self._slots:
-            return plan, {}
+                self.slots[new.slot] = SlotGrammar(spec, self.compilation.start(spec), output)
         slots = [row.slot for row in plan.rows]
-        compiled = [grammar.compiled for slot in slots if (grammar := self._slots.get(slot)) and not grammar.matcher]
+        compiled = [grammar.compiled for slot in slots if (grammar := self.slots.get(slot)) and not grammar.matcher]
         if compiled and len(compiled) == len(slots):
             wait(compiled, IDLE_WAIT_S, FIRST_COMPLETED)
         withheld = {slot: result for slot in slots if (result := self._unready(slot)) is not None}
@@ -96,7 +94,7 @@ class GrammarTable:
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Advance a request's matcher by its new tokens, up to one that ends the output."""
-        grammar = self._slots.get(slot)
+        grammar = self.slots.get(slot)
         if grammar is None or grammar.matcher is None:
             return
         for token in token_ids:
@@ -108,7 +106,7 @@ class GrammarTable:
 
     def _with_blocks(self, row: ScheduledRequest) -> ScheduledRequest:
         """The row with the blocks of the rows that were withheld before it, which the request table has not seen."""
-        grammar = self._slots.get(row.slot)
+        grammar = self.slots.get(row.slot)
         if grammar is None:
             return row
         blocks = grammar.withheld_block_ids + row.new_block_ids
@@ -117,7 +115,7 @@ class GrammarTable:
 
     def _unready(self, slot: int) -> RequestResult | None:
         """What to report for a slot that cannot run; None if it can. Makes the matcher of a new request."""
-        grammar = self._slots.get(slot)
+        grammar = self.slots.get(slot)
         if grammar is None:
             return None
         if grammar.matcher is None and grammar.error is None:
@@ -138,7 +136,7 @@ class GrammarTable:
 
     def _is_open(self, slot: int) -> bool:
         """Whether the request's next token is subject to a grammar. After an end token none is: it is dropped."""
-        grammar = self._slots.get(slot)
+        grammar = self.slots.get(slot)
         return grammar is not None and grammar.matcher is not None and not grammar.matcher.is_terminated()
 
     def _constrain_row(
@@ -146,7 +144,7 @@ class GrammarTable:
     ) -> tuple[TreeLists, Tensor]:
         from specray.structured_output.grammar_tree import allowed_tokens, constrained
 
-        grammar, tools = self._slots[slot], self.compilation.tools
+        grammar, tools = self.slots[slot], self.compilation.tools
         assert grammar.matcher is not None
         vocabulary = tools.compiler.vocabulary(grammar.spec)
         if tree.draft_probs is not None:

@@ -12,7 +12,7 @@ import torch
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.llm import LLM
-from specray.models.causal_lm import TargetModel
+from specray.models.target_model import TargetModel
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
@@ -90,7 +90,10 @@ def check_draft_limits(config: EngineConfig) -> None:
     usages = [choice.usage for choice in choices if choice.usage]
     for usage, limit in zip(usages, DRAFT_LIMITS, strict=True):
         accepted, most = len(usage.accept_histogram) - 1, usage.num_verify_steps * limit.num_tokens
-        _require(accepted <= min(limit), f"{accepted} drafts were accepted in a step under {limit}")
+        _require(
+            accepted <= min(limit.num_tokens, limit.num_steps),
+            f"{accepted} drafts were accepted in a step under {limit}",
+        )
         _require(usage.num_draft_tokens <= most, f"{usage.num_draft_tokens} drafts were verified under {limit}")
     _require(sum(usage.num_draft_tokens for usage in usages) > 0, "no draft was verified, so nothing was checked")
 
@@ -98,7 +101,7 @@ def check_draft_limits(config: EngineConfig) -> None:
 def check_scheduling(config: EngineConfig) -> None:
     """Requests may join late, reuse slots, start from the prefix cache, be prefilled in chunks, and be preempted."""
     chunks = {"chunked_prefill_size": 5, "max_prefill_tokens": 8, "page_size": 4, "max_running_requests": 3}
-    small = {"max_total_tokens": 96 + (config.speculative.num_draft_tokens or 0), "page_size": 4}
+    small = {"max_total_tokens": 96 + (config.speculative.max_num_nodes or 0), "page_size": 4}
     with _engine(config, **chunks) as llm:
         _watch(llm)
         for _ in range(2):
@@ -238,7 +241,7 @@ def _drafts_of(llm: LLM) -> InlineDrafts:
 
 def _engine(config: EngineConfig, **options: Any) -> LLM:
     """An engine with the configured drafter; it shares the weights of the target that `_expected` has loaded."""
-    _require(config.speculative.algorithm is not None, "speculative.algorithm is null; name the drafter to check")
+    _require(config.speculative.has_drafter, "speculative.algorithm is null; name the drafter to check")
     exact = _exact(config, config.speculative)
     model, _ = _plain(_exact(config, SpeculativeConfig()))
     return LLM(exact.model_copy(update=options), _model=model)

@@ -9,6 +9,8 @@ import torch
 
 from specray.layers.parallel import RankGroup
 from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import DraftSource
+from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.worker.step_output import StepOutput
 
 
@@ -17,6 +19,16 @@ class DraftSizes(NamedTuple):
 
     max_draft_tokens: int
     aux_hidden_state_layers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, drafts: DraftSource) -> "DraftSizes":
+        return cls(drafts.max_draft_tokens, tuple(drafts.aux_hidden_state_layers))
+
+
+def follow(drafts: DraftSource, sizes: DraftSizes) -> None:
+    """Choose the same CUDA graphs as rank 0, which has the drafter of these sizes."""
+    if isinstance(drafts, InlineDrafts):  # as on all ranks above 0; on rank 0 the sizes are its own
+        drafts.max_draft_tokens, drafts.aux_hidden_state_layers = sizes
 
 
 def broadcast_sizes(group: RankGroup, sizes: DraftSizes) -> DraftSizes:

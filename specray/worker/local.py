@@ -6,11 +6,11 @@ from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import ConfigError, EngineDeadError
 from specray.grammar import GrammarSpec
-from specray.models.causal_lm import TargetModel
+from specray.models.target_model import TargetModel
 from specray.spec_decode.drafter import Drafter
 from specray.step import StepPlan, StepResult
 from specray.worker.memory import STARTING, STEPPING, enough_memory
-from specray.worker.worker import Worker
+from specray.worker.startup import start_worker
 
 
 class LocalExecutor:
@@ -31,7 +31,7 @@ class LocalExecutor:
             )
         self._config = config
         with enough_memory(config, STARTING, ConfigError):
-            self.worker = Worker(config, progress=progress, drafter=drafter, model=model)
+            self.worker = start_worker(config, progress=progress, drafter=drafter, model=model)
         self._plans: deque[StepPlan] = deque()
 
     @property

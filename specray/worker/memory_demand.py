@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
-from specray.models.causal_lm import ModelShape
 from specray.models.files import resolve_draft
+from specray.models.target_model import ModelShape
 from specray.spec_decode import method_of
 from specray.worker.buckets import buckets
 from specray.worker.memory_plan import Demand, StepSize, graph_bytes, process_bytes
@@ -41,13 +41,15 @@ def demand_of(
     layer_token = 2 * shape.num_local_kv_heads * shape.head_dim * dtype.itemsize
     weights, num_layers, token = 0, shape.num_layers, 0
     is_beside = placement != "separate" or device.type == "cpu"
-    if group.leads and is_beside and _has_draft_model(config):
-        if config.speculative.draft_model_path is None:  # layers of the target's own checkpoint, like its others
+    drafters = config.speculative.members.values() if group.leads and is_beside else ()
+    for drafter in filter(_has_draft_model, drafters):
+        if drafter.draft_model_path is None:  # layers of the target's own checkpoint, like its others
             count = getattr(model_config, "num_nextn_predict_layers", None) or 0
-            weights = count * (_file_bytes(folder) // (num_layers + count))
-            token = count * layer_token
+            weights += count * (_file_bytes(folder) // (num_layers + count))
+            token += count * layer_token
         else:
-            weights, token = _draft(config.speculative, dtype)
+            own_weights, own_token = _draft(drafter, dtype)
+            weights, token = weights + own_weights, token + own_token
     dynamic = 0
     if device.type == "cuda":
         dynamic = _steps(config, model_config, shape, dtype, not config.disable_cuda_graph) + process_bytes(
@@ -56,9 +58,8 @@ def demand_of(
     return Demand(num_layers * layer_token + token, weights, dynamic)
 
 
-def _has_draft_model(config: EngineConfig) -> bool:
-    algorithm = config.speculative.algorithm
-    return algorithm is not None and "draft_model_path" in method_of(algorithm).options
+def _has_draft_model(drafter: SpeculativeConfig) -> bool:
+    return "draft_model_path" in method_of(drafter.algorithm or "").options
 
 
 def _draft(speculative: SpeculativeConfig, dtype: torch.dtype) -> tuple[int, int]:
@@ -90,7 +91,7 @@ def _steps(
 ) -> int:
     """Bytes of the activations of the largest step, and of the CUDA graphs."""
     speculative, rows = config.speculative, config.max_running_requests
-    nodes = 1 if speculative.algorithm is None else speculative.num_draft_tokens or _MANY_NODES
+    nodes = max((drafter.num_draft_tokens or _MANY_NODES for drafter in speculative.members.values()), default=1)
     heads = (shape.num_local_heads + 2 * shape.num_local_kv_heads) * shape.head_dim
     width = 4 * shape.hidden_size + heads + 3 * model_config.intermediate_size
     step = StepSize(config.max_prefill_tokens + rows * nodes, rows * nodes, width, shape.vocab_size, dtype.itemsize)

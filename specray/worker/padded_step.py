@@ -15,11 +15,11 @@ from specray.ops.gpu import uses_triton
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.drafter import PaddedCommit, PaddedDrafter
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
+from specray.spec_decode.node_verifier import verify_padded
 from specray.spec_decode.padded_input import tree_input
-from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.request_table import RaggedIndex, RequestTable
 from specray.spec_decode.shard_verifier import verify_padded_shards
 from specray.spec_decode.tree_buffers import TreeBuffers
-from specray.spec_decode.verifier import verify_padded
 from specray.worker.buckets import Bucket
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ModelRunner
@@ -125,8 +125,9 @@ class PaddedStep:
 
     def logits(self, bucket: Bucket, num_nodes: list[int]) -> Tensor:
         """This rank's columns, float32 [sum of num_nodes, columns], of the trees' nodes."""
-        places = [row * bucket.nodes + node for row, count in enumerate(num_nodes) for node in range(count)]
-        return self._logits.index_select(0, torch.tensor(places, device=self._logits.device))
+        counts = torch.tensor(num_nodes).to(self._logits.device)
+        index = RaggedIndex.of(counts, sum(num_nodes))
+        return self._logits.index_select(0, index.rows * bucket.nodes + index.offsets)
 
     def aux_hidden_states(self, bucket: Bucket) -> list[Tensor]:
         """Those of all layers side by side, [tokens of the bucket, layers * hidden]; none if nobody reads them."""

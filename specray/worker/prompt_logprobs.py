@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from specray.models.causal_lm import TargetModel
+from specray.models.target_model import TargetModel
 from specray.outputs import TokenLogprob
 from specray.worker.input_batch import StepBatch
 
@@ -22,8 +22,6 @@ def compute_prompt_logprobs(model: TargetModel, batch: StepBatch, hidden: Tensor
     `hidden` [T, hidden] are the final states. Call it on all ranks, before the step is committed.
     """
     wanted = [(row, state.prompt_logprobs) for row, state in enumerate(batch.rows.states) if state.prompt_logprobs]
-    if not wanted:
-        return {}
     found, root_places = {}, _root_places(batch)
     for row, (start, num_top) in wanted:
         state = batch.rows.states[row]

@@ -4,51 +4,34 @@
 run the same code on what they receive, so ranks cannot diverge.
 """
 
-import logging
-import os
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
-from specray.models.causal_lm import TargetModel
-from specray.models.files import resolve_model
-from specray.models.tokenizer import eos_token_ids, load_tokenizer
-from specray.ops.cpu.threads import use_threads
-from specray.ops.graphs import make_graphs
-from specray.ops.linear import fixed_order
+from specray.models.target_model import TargetModel
 from specray.outputs import TokenLogprob
-from specray.spec_decode import make_drafter
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftRequest, DraftSource, ProposeContext, padded_drafter
-from specray.spec_decode.inline_drafts import InlineDrafts
+from specray.spec_decode.drafter import DraftRequest, DraftSource, ProposeContext
+from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.shard_verifier import verify_shards
-from specray.spec_decode.verifier import can_verify_padded, is_padded, verify
+from specray.spec_decode.verifier import can_verify_padded, verify
 from specray.spec_decode.verify_batch import VerifyInput
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
-from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
-from specray.worker.broadcast import DraftSizes, broadcast_output, broadcast_sizes, broadcast_tree
+from specray.worker.broadcast import DraftSizes, broadcast_output, broadcast_tree, follow
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs
-from specray.worker.devices import choose_device
 from specray.worker.input_batch import ScheduledBatch, StepBatch, build_batch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
-from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
-from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.step_output import StepOutput
-from specray.worker.traced_trees import traced_trees
-
-logger = logging.getLogger(__name__)
+from specray.worker.traced_trees import with_traces
 
 NO_DRAFTS = DraftLimit(0, 0)
 NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"
@@ -56,61 +39,30 @@ NO_TOKEN_ALLOWED = "the grammar allows no token of the vocabulary here, or the m
 
 
 class Worker:
-    """Rank `rank` of `world_size`. Rank 0 is driven by `execute` and `propose`, the others by `run_loop`.
-
-    `drafter` replaces the configured one (tests). With `colocate`, drafters connect from their own processes.
-    `model` is a target that is already loaded and whose weights are shared.
-    """
+    """One rank, as `startup` makes it. Rank 0 is driven by `execute` and `propose`, the others by `run_loop`."""
 
     def __init__(
         self,
-        config: EngineConfig,
-        rank: int = 0,
-        world_size: int = 1,
-        init_method: str | None = None,
-        progress: bool = False,
-        drafter: Drafter | None = None,
-        model: TargetModel | None = None,
-        colocate: DraftEndpoint | None = None,
+        *,
+        group: RankGroup,
+        runner: ModelRunner,
+        table: RequestTable,
+        drafts: DraftSource,
+        sampler: NodeSampler,
+        grammars: GrammarTable,
+        graphs: DecodeGraphs | None,
+        capacity: Capacity,
     ) -> None:
-        device = choose_device(config, rank)
-        if device.type == "cpu":
-            use_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
-        folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
-        self._group = RankGroup(rank, world_size, init_method, device, config.deterministic)
-        placement: DraftPlacement = "inline" if colocate is None else colocate.placement
-        self._runner = ModelRunner(config, folder, self._group, device, progress, model, placement)
-        vocab_size = self._runner.model.shape.vocab_size
-        max_tokens = self._runner.context_length + MAX_TREE_NODES + config.page_size
-        self._table = RequestTable(config.max_running_requests, max_tokens, config.page_size, vocab_size, device)
-        tokenizer = load_tokenizer(folder)
-        eos_ids = eos_token_ids(folder, tokenizer)
-        self.grammars = GrammarTable(partial(make_tools, tokenizer, vocab_size, eos_ids))
-        self.drafts: DraftSource
-        if colocate is not None and self._group.leads:
-            self.drafts = RemoteDrafts(colocate, self._runner.ring_limits(config), self._table)
-        else:
-            if drafter is None and self._group.leads:
-                with fixed_order(config.deterministic):
-                    drafter = make_drafter(config.speculative, self._runner.view(config, folder, eos_ids))
-            self.drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
-        self._sampler = make_sampler(config.speculative)
-        if self._group.size > 1:
-            self._follow(broadcast_sizes(self._group, self._draft_sizes()))
-        self._without_graphs: list[str] = []  # what runs without CUDA graphs, and why
-        self._graphs = self._capture(config)
-        self._context = ProposeContext(self._table, [])
-        self.capacity = Capacity(
-            num_blocks=self._runner.num_blocks,
-            max_draft_tokens=self.drafts.max_draft_tokens,
-            context_length=self._runner.context_length,
-            vocab_size=vocab_size,
-            eos_token_ids=eos_ids,
-            reads_next_token=self.drafts.reads_next_token,
-            dtype=str(self.model.embedding.weight.dtype).removeprefix("torch."),
-            is_batch_invariant=self._runner.is_batch_invariant(config),
-            without_graphs=tuple(self._without_graphs),
-        )
+        """`graphs` None: no step runs in a CUDA graph."""
+        self.drafts = drafts
+        self.grammars = grammars
+        self.capacity = capacity
+        self._group = group
+        self._runner = runner
+        self._table = table
+        self._sampler = sampler
+        self._graphs = graphs
+        self._context = ProposeContext(table, [])
 
     @property
     def model(self) -> TargetModel:
@@ -119,7 +71,10 @@ class Worker:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: target forward over known tokens and draft trees, verify, keep the accepted path."""
-        ready, withheld = self.grammars.withhold(plan)
+        ready = plan
+        withheld: dict[int, RequestResult] = {}
+        if self.grammars.slots or any(new.sampling.grammar is not None for new in plan.new_requests):
+            ready, withheld = self.grammars.withhold(plan)
         if self._group.size > 1:
             self._group.broadcast_bytes(pack(ready))
         result = self._execute(ready)
@@ -141,38 +96,8 @@ class Worker:
     def close(self) -> None:
         self._group.close()
 
-    @torch.inference_mode()
-    def _capture(self, config: EngineConfig) -> DecodeGraphs | None:
-        """The graphs of decode steps; None where there are none."""
-        graphs = None if config.disable_cuda_graph else make_graphs(self._table.device, config.attention_backend)
-        if graphs is None:
-            return None
-        if (reason := self._runner.reason_without_graphs) is not None:
-            self._run_without_graphs("decode steps", reason)
-            return None
-        rows = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
-        drafter = self.drafts.drafter if isinstance(self.drafts, InlineDrafts) else None
-        padded = padded_drafter(drafter) if is_padded(self._sampler) else None
-        if padded is not None and (reason := padded.reason_without_graphs) is not None:
-            self._run_without_graphs("drafts", reason)
-            padded = None
-        captured = DecodeGraphs(graphs, self._runner, self._table, self.drafts, rows, padded, self._sampler)
-        captured.capture()
-        return captured
-
-    def _draft_sizes(self) -> DraftSizes:
-        return DraftSizes(self.drafts.max_draft_tokens, tuple(self.drafts.aux_hidden_state_layers))
-
-    def _follow(self, sizes: DraftSizes) -> None:
-        """Choose the same CUDA graphs as rank 0, which has the drafter of these sizes."""
-        if isinstance(self.drafts, InlineDrafts) and not self._group.leads:
-            self.drafts.max_draft_tokens, self.drafts.aux_hidden_state_layers = sizes
-
-    def _run_without_graphs(self, what: str, reason: str) -> None:
-        logger.warning("%s run without CUDA graphs: %s", what, reason)
-        self._without_graphs.append(f"{what}: {reason}")
-
     def _execute(self, plan: StepPlan) -> StepResult:
+        """The step on this rank: collect the drafts, forward, verify and commit, and prepare the next drafts' input."""
         start = time.perf_counter()
         rows = ScheduledBatch.of(self._table, plan)
         self.drafts.release(plan.freed_slots)
@@ -189,18 +114,22 @@ class Worker:
         verifying = bucket if not has_grammar and can_verify_padded(states, self._sampler) else None
         computed = self._forward(batch, bucket, plan.runs_drafter, returns_logits=verifying is None)
         forwarded = time.perf_counter()
+        prompts: dict[int, list[TokenLogprob]] = {}
         # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
-        prompts = {} if computed.hidden is None else compute_prompt_logprobs(self.model, batch, computed.hidden)
+        if computed.hidden is not None and any(state.prompt_logprobs for state in rows.states):
+            prompts = compute_prompt_logprobs(self.model, batch, computed.hidden)
         output = self._verify(batch, verifying, computed)
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
-        for row, verified_tree in traced_trees(batch, output).items():
-            results[row] = results[row]._replace(tree=verified_tree)
+        for row, scores in enumerate(self.drafts.scores):
+            results[row] = results[row]._replace(draft_scores=scores)
+        if any(state.traces_drafts for state in rows.states):
+            results = with_traces(results, batch, output)
         if plan.runs_drafter:
             replay = None if self._graphs is None or verifying is None else self._graphs.draft(batch, verifying)
             self._context = self._draft_context(plan, batch, output, computed, replay)
         verified = time.perf_counter()
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
-        return StepResult(plan.step_id, results, times, self.drafts.take_faults())
+        return StepResult(plan.step_id, results, times, self.drafts.take_faults(), self.drafts.take_uses())
 
     def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
         """The draft trees of the rows that sample, and what grammars allow at their nodes."""
@@ -209,12 +138,13 @@ class Worker:
             sampling = set(rows.sampling)
             draft_limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
             tree, num_nodes = self.drafts.collect(rows.slots, roots, draft_limits)
-            slots = [state.slot for state in rows.states]
-            tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, draft_limits)
+            if self.grammars.slots:
+                slots = [state.slot for state in rows.states]
+                tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, draft_limits)
         if self._group.size > 1:
-            sizes, device = self._draft_sizes(), self._table.device
+            sizes, device = DraftSizes.of(self.drafts), self._table.device
             tree, num_nodes, sizes = broadcast_tree(self._group, tree, num_nodes, sizes, device)
-            self._follow(sizes)
+            follow(self.drafts, sizes)
         assert tree is not None
         assert num_nodes is not None
         return StepBatch(rows, tree, num_nodes, mask)
@@ -284,7 +214,8 @@ class Worker:
             error = NOT_A_NUMBER if state.sampling.options.grammar is None else NO_TOKEN_ALLOWED
             return RequestResult(state.slot, [], 0, None, error)
         tokens = output.emitted(row)
-        self.grammars.accept(state.slot, tokens)
+        if self.grammars.slots:
+            self.grammars.accept(state.slot, tokens)
         state.num_computed_tokens += batch.rows.num_known[row] + num_kept - 1
         state.token_ids += tokens
         state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
@@ -310,7 +241,8 @@ class Worker:
         for row, length in zip(order, lengths, strict=True):
             state, limit = rows.states[row], plan.rows[row].draft_limit
             end = state.num_computed_tokens
-            useful = DraftLimit(limit.num_tokens, min(limit))  # a tree of n nodes has n levels at most
+            num_steps = min(limit.num_tokens, limit.num_steps)  # a tree of n nodes has n levels at most
+            useful = DraftLimit(limit.num_tokens, num_steps)
             requests.append(DraftRequest(state.slot, end - length, end, useful))
         count = sum(gets_drafts[row] for row in order)
 

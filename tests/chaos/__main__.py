@@ -1,8 +1,9 @@
 """`make chaos`: injects every fault into a running cluster under load, and checks how every request ends.
 
-Prints a line per fault: how requests ended, the time to recover, and the longest gaps in the clients' streams. Exit
-status 1 if a request ended in a way that its fault does not allow, if an engine did not release a finished request, or
-if the service did not recover.
+Prints a line per fault: how requests ended, the time to recover, and the longest gaps in the clients' streams. With
+--out the same goes to a file per fault, with machine and commit, to which each run adds itself. Exit status 1 if a
+request ended in a way that its fault does not allow, if an engine did not release a finished request, or if the service
+did not recover.
 """
 
 import argparse
@@ -13,12 +14,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
 from cluster.config import AppConfig
 from tests.chaos.faults import FAULTS, Fault, FaultContext
+from tests.chaos.figures import FaultReport, write_figures
 from tests.chaos.ledger import Ending, Ledger, quantile
 from tests.chaos.load import Load
 from tests.chaos.questions import Question, make_questions
@@ -34,16 +36,6 @@ IDLE_S = 10.0  # in which engines must be idle after the last request
 MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {"toy": (write_toy, 150), "stories260K": (write_stories, 300)}
 
 
-class FaultReport(NamedTuple):
-    """The outcome of one fault."""
-
-    name: str
-    count: int
-    ledger: Ledger
-    recoveries: list[float]
-    problems: list[str]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     problems = []
@@ -52,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_line(("fault", "times", *Ending, "recov p50", "p99 s", "gap p99 s", "")), flush=True)
         for row in run(model, options):
             print(_line(_cells(row)), flush=True)
+            if options.out is not None:
+                write_figures(options.out, model, row)
             problems += [f"{model}, {row.name}: {problem}" for problem in row.problems]
     for problem in problems:
         print(f"NOT ACCOUNTED FOR: {problem}", file=sys.stderr)
@@ -163,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"only these of: {', '.join(FAULTS)}",
     )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write the figures to files in FOLDER")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="(default: both; --quick: the last)")
     return parser
 

@@ -119,6 +119,48 @@ def test_drafters_are_replaced_while_requests_run(drafted: Any, expected: str, e
     assert drafter["restarts"] == 0
 
 
+def test_drafters_are_added_promoted_and_dropped_while_requests_run(
+    drafted: Any, expected: str, eagle: dict[str, Any]
+) -> None:
+    """From a single head to two drafters, the new one as a shadow first, and back to one."""
+    faults_before, stopped = faults(drafted), threading.Event()
+
+    def send_requests() -> list[str]:
+        texts = []
+        while not stopped.is_set():
+            texts.append(text_of(drafted.complete(**LONG)))
+        return texts
+
+    def used(**speculative: Any) -> list[str]:
+        reply = drafted.complete(**LONG | {"max_tokens": 40, "speculative": speculative})
+        assert expected.startswith(text_of(reply))
+        return list(reply["usage"]["speculative"]["drafters"])
+
+    added = {"action": "add", "drafter": {"name": "copy", "algorithm": "NGRAM"}, "shadow_share": 1.0}
+    with ThreadPoolExecutor(1) as pool:
+        sender = pool.submit(send_requests)
+        try:
+            drafter_of(replace(drafted, eagle))
+            assert set(drafter_of(replace(drafted, added))["drafters"]) == {"eagle3", "copy"}
+            assert (used(), used(drafter="copy")) == (["eagle3"], ["copy"])
+            deadline = time.monotonic() + REPLACEMENT_S
+            while not metric(drafted, 'specray_shadow_trees_total{drafter="copy"'):
+                assert time.monotonic() < deadline
+                used()
+            report = drafter_of(replace(drafted, {"action": "promote", "name": "copy"}))["drafters"]["copy"]
+            assert (report["is_default"], report["is_shadow"]) == (True, False)
+            assert report["shadow_accept_length"] >= 1
+            assert used() == ["copy"]
+            assert set(drafter_of(replace(drafted, {"action": "drop", "name": "eagle3"}))["drafters"]) == {"copy"}
+            assert used() == ["copy"]
+        finally:
+            stopped.set()
+        texts = sender.result()
+    drafter_of(replace(drafted, eagle))
+    assert set(texts) == {expected}
+    assert faults(drafted) == faults_before
+
+
 def test_a_drafter_that_does_not_load_changes_nothing(drafted: Any, eagle: dict[str, Any], tmp_path: Path) -> None:
     before = drafter_of(drafted.http.get("/admin/drafter", headers=AUTHORIZED))
     reply = replace(drafted, eagle | {"draft_model_path": str(tmp_path)})

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from specray.errors import ConfigError
 from tests.support.processes import own_processes
 
 MESSAGES: Any = [{"role": "user", "content": "Say something, é 🎉."}]
@@ -198,3 +200,17 @@ def test_requests_survive_a_lost_rank(app: Any) -> None:
         assert done == "data: [DONE]"
         texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
         assert "".join(texts) == expected["choices"][0]["text"]
+
+
+def test_an_application_is_not_built_on_a_port_that_another_server_shares(app: Any) -> None:
+    """Serve's proxy shares its port with any server that allows it, such as another Serve's."""
+    from cluster.app import build
+    from cluster.config import AppConfig
+
+    port = app.http.base_url.port
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen(0)
+        with pytest.raises(ConfigError, match=rf"port={port} is already used by process {os.getpid()} "):
+            build(AppConfig(device="cpu"))

@@ -17,6 +17,7 @@ from specray.models.files import embedded_heads, resolve_draft, resolve_token_ma
 from specray.models.llama_shape import LlamaShape
 from specray.models.registry import MODELS
 from specray.spec_decode.fr_spec import load_token_map
+from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_shape import TreeShape
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,7 @@ LLAMA_8B = {
 
 def test_every_method_has_a_config_for_the_embedded_model() -> None:
     names = {path.stem for path in EMBEDDED}
-    assert {"plain", "ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram"} <= names
+    assert {"plain", "ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", "several-drafters"} <= names
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -69,10 +70,12 @@ def test_config_with_a_typo_is_refused(path: Path, tmp_path: Path) -> None:
         check_file(broken)
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", *NEEDS_TRAINING])
+@pytest.mark.parametrize(
+    "name", ["ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", "several-drafters", *NEEDS_TRAINING]
+)
 def test_embedded_configs_differ_only_in_speculation(name: str) -> None:
     plain, drafted = (engine_of(ROOT / "configs" / f"{stem}.yaml") for stem in ("plain", name))
-    assert drafted.speculative.algorithm is not None
+    assert drafted.speculative.has_drafter
     assert plain == drafted.model_copy(update={"speculative": plain.speculative})
 
 
@@ -90,13 +93,20 @@ def test_eagle3_ngram_differs_from_eagle3_only_in_the_override() -> None:
 
 @pytest.mark.parametrize("path", EMBEDDED, ids=lambda path: path.name)
 def test_files_of_embedded_configs_are_in_the_package(path: Path) -> None:
-    speculative = engine_of(path).speculative
-    if speculative.draft_model_path is not None:
-        assert speculative.draft_model_path in embedded_heads()
-        HeadConfig.read(resolve_draft(speculative, progress=False)).check_target(path, shape_of(SMOLLM2))
-    if speculative.token_map is not None:
-        ids = load_token_map(resolve_token_map(speculative.token_map), 49152, [2])
-        assert len(ids) == 8192
+    for drafter in engine_of(path).speculative.members.values():
+        if drafter.draft_model_path is not None:
+            assert drafter.draft_model_path in embedded_heads()
+            HeadConfig.read(resolve_draft(drafter, progress=False)).check_target(path, shape_of(SMOLLM2))
+        if drafter.token_map is not None:
+            ids = load_token_map(resolve_token_map(drafter.token_map), 49152, [2])
+            assert len(ids) == 8192
+
+
+def test_several_drafters_are_those_of_the_other_configs() -> None:
+    eagle3, ngram, both = (
+        engine_of(ROOT / "configs" / f"{name}.yaml").speculative for name in ("eagle3", "ngram", "several-drafters")
+    )
+    assert both.members == {"eagle3": eagle3, "ngram": ngram.model_copy(update={"max_step_draft_tokens": 16})}
 
 
 def test_the_llama_config_fits_its_target(tmp_path: Path) -> None:
@@ -108,14 +118,14 @@ def test_the_llama_config_fits_its_target(tmp_path: Path) -> None:
     config = HeadConfig.read(tmp_path)
     config.check_target(tmp_path, shape_of(target))
     assert config.aux_hidden_state_layers(tmp_path, 32) == (2, 16, 29)
-    assert TreeShape.of(speculative, "LlamaForCausalLM") == TreeShape(num_steps=5, topk=8, num_draft_tokens=32)
+    assert configured_shape(speculative, "LlamaForCausalLM") == TreeShape(num_steps=5, topk=8, num_draft_tokens=32)
 
 
 def test_the_mimo_config_fits_its_target() -> None:
     """The layer is in the target's checkpoint, so only the tree is checked."""
     speculative = engine_of(ROOT / "configs/mimo-7b/mtp.yaml").speculative
     assert speculative.draft_model_path is None
-    assert TreeShape.of(speculative, "MiMoForCausalLM") == TreeShape(num_steps=1, topk=1, num_draft_tokens=2)
+    assert configured_shape(speculative, "MiMoForCausalLM") == TreeShape(num_steps=1, topk=1, num_draft_tokens=2)
 
 
 def test_the_qwen_config_fits_its_target(tmp_path: Path) -> None:
@@ -143,7 +153,7 @@ def test_the_qwen_config_fits_its_target(tmp_path: Path) -> None:
     assert f"{bytes_per_token // 1024} KB per token" in path.read_text()
     assert engine.context_length is not None
     assert engine.context_length <= sizes["max_position_embeddings"]
-    assert TreeShape.of(engine.speculative, "Qwen3ForCausalLM") == TreeShape(5, 4, 16)
+    assert configured_shape(engine.speculative, "Qwen3ForCausalLM") == TreeShape(5, 4, 16)
 
 
 def test_the_deepseek_v3_config_fits_its_target() -> None:
@@ -158,7 +168,7 @@ def test_the_deepseek_v3_config_fits_its_target() -> None:
     experts = (target.num_hidden_layers - target.first_k_dense_replace) * target.n_routed_experts * expert
     assert experts * 2 / engine.tp_size < 84e9, "the experts alone, in bfloat16"
     assert engine.speculative.draft_model_path is None
-    assert TreeShape.of(engine.speculative, "DeepseekV3ForCausalLM") == TreeShape(2, 1, 3)
+    assert configured_shape(engine.speculative, "DeepseekV3ForCausalLM") == TreeShape(2, 1, 3)
 
 
 def test_the_cuda_image_installs_exactly_what_the_configs_for_gpus_need() -> None:
@@ -169,7 +179,7 @@ def test_the_cuda_image_installs_exactly_what_the_configs_for_gpus_need() -> Non
     needed = names - {"auto", "triton", "torch"}
     dockerfile = (ROOT / "deploy/docker/Dockerfile.cuda").read_text()
     [installed] = re.findall(
-        r"^RUN pip install --constraint constraints.txt '?\.(?:\[([\w,-]+)\])?'?$", dockerfile, re.M
+        r"^RUN pip install --no-deps --no-build-isolation '?\.(?:\[([\w,-]+)\])?'?(?: &&.*)?$", dockerfile, re.M
     )
     assert set(filter(None, installed.split(","))) == needed
     assert re.search(r"^RUN apt-get .* gcc ", dockerfile, re.M | re.S), "Triton starts kernels by compiled C code"

@@ -144,11 +144,25 @@ def drafts(a_minute: int, accepted_a_minute: int, is_collapsed: bool) -> list[di
     ]
 
 
+def shadow(accepted_a_minute: int, trees_a_minute: int) -> list[dict[str, str]]:
+    """A shadow drafter beside one with an accept length of 2."""
+    new, old = ', drafter="new"', ', drafter="old"'
+    return [
+        series("drafter_verify_steps_total", "0+60x40", old),
+        series("drafter_accepted_tokens_total", "0+60x40", old),
+        series("shadow_trees_total", f"0+{trees_a_minute}x40", new),
+        series("shadow_accepted_tokens_total", f"0+{accepted_a_minute}x40", new),
+    ]
+
+
 # Alert, series with a value a minute, whether it fires after half an hour.
 CASES = [
     ("SpecRayDraftsRefused", drafts(60, 3, is_collapsed=True), True),
     ("SpecRayDraftsRefused", drafts(60, 60, is_collapsed=False), False),
     ("SpecRayDraftsRefused", drafts(0, 0, is_collapsed=True), False),
+    ("SpecRayShadowIsBetter", shadow(90, 60), True),
+    ("SpecRayShadowIsBetter", shadow(62, 60), False),
+    ("SpecRayShadowIsBetter", shadow(9, 6), False),
     ("SpecRayQueueLong", requests(4, 9), True),
     ("SpecRayQueueLong", requests(4, 3), False),
     ("SpecRayRefusing", [series("requests_refused_total", "0+1x40")], True),

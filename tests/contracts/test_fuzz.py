@@ -12,7 +12,7 @@ from cluster.api.service import Service
 from specray.engine.scheduler import Scheduler
 from tests.fuzz.files import SUBJECTS, FileFindings, _collect, _outcome, fuzz_files
 from tests.fuzz.http import Findings, fuzz
-from tests.fuzz.server import until
+from tests.support.local_server import until
 from tests.support.toy import write_toy
 
 

@@ -43,6 +43,6 @@ def test_a_field_is_refused_or_ignored_and_not_both() -> None:
 
 
 def test_the_api_page_names_every_route() -> None:
-    app = create_app(SimpleNamespace(config=AppConfig()))  # type: ignore[arg-type]
+    app = create_app(SimpleNamespace(config=AppConfig(), tracer=None))  # type: ignore[arg-type]
     paths = {route.path.replace(":path", "") for route in app.routes if isinstance(route, APIRoute)}
     assert [path for path in sorted(paths) if path not in api_page()] == []

@@ -12,7 +12,8 @@ from typing import Any
 from starlette.types import Message, Scope
 
 from tests.fuzz.mutations import dumps, from_schema, mutated_bytes, mutated_json
-from tests.fuzz.server import FuzzedServer, fuzzed_server, until
+from tests.fuzz.server import FuzzedServer, fuzzed_server
+from tests.support.local_server import until
 
 CONCURRENCY = 32
 BATCH = 512  # requests between two checks for leaks
@@ -117,7 +118,7 @@ async def fuzz(folder: Path, num_requests: int, seed: int) -> Findings:
         watching = asyncio.create_task(_watch_stalls(findings))
         for first in range(0, num_requests, BATCH):
             count = min(BATCH, num_requests - first)
-            await _send_all([_make(rng, posts, server.app.openapi()) for _ in range(count)], server, findings)
+            await _send_all(await _make_all(count, rng, posts, server.app.openapi()), server, findings)
             if not await until(lambda: not server.leaks()):
                 findings.problems.append(f"after {first + count} requests: {', '.join(server.leaks())} not released")
                 break
@@ -136,6 +137,17 @@ def _post_routes(server: FuzzedServer) -> dict[str, Any]:
     paths = server.app.openapi()["paths"]
     bodies = {path: routes["post"].get("requestBody") for path, routes in paths.items() if "post" in routes}
     return {path: body["content"]["application/json"]["schema"] for path, body in bodies.items() if body}
+
+
+async def _make_all(
+    count: int, rng: random.Random, posts: dict[str, Any], openapi: dict[str, Any]
+) -> list[FuzzRequest]:
+    """Requests to send, made with pauses: the time to make them is no stall of the server."""
+    requests = []
+    for _ in range(count):
+        requests.append(_make(rng, posts, openapi))
+        await asyncio.sleep(0)
+    return requests
 
 
 def _make(rng: random.Random, posts: dict[str, Any], openapi: dict[str, Any]) -> FuzzRequest:

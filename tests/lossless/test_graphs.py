@@ -16,7 +16,7 @@ from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
 from tests.support.methods import METHODS
 
 DRAFTS = ["EAGLE3", "EAGLE3-chain", "EAGLE-map", "MTP", "MTP-stack", "STANDALONE", "STANDALONE-tree"]
-NAMES = [None, *DRAFTS, "NGRAM"]
+NAMES = [None, *DRAFTS, "NGRAM", "SEVERAL"]
 # For each number of nodes of a tree: greedy and sampled requests, the last of which run by two and alone at the end.
 LIMITS = [UNLIMITED, DraftLimit(3, 9), DraftLimit(0, 0)]
 LENGTHS = [4, 4, 6, 12, 20]
@@ -53,7 +53,7 @@ def test_output_does_not_depend_on_graphs(
     [recorded] = graphs
     assert recorded.replayed
     never = recorded.captured - recorded.replayed
-    assert not never or name == "NGRAM", never  # n-grams that match are rare
+    assert not never or name in ("NGRAM", "SEVERAL"), never  # n-grams that match are rare
 
 
 @pytest.mark.parametrize("name", ["EAGLE3", "EAGLE-map", "MTP-stack", "STANDALONE-tree", "EAGLE3-ngram"])

@@ -23,6 +23,8 @@ SERVED = {
     name: engine_config(CONFIGS / f"{name}.yaml", 1).speculative.model_copy(update={"max_step_draft_tokens": None})
     for name in ("plain", "ngram", "eagle3", "eagle2", "eagle2-frspec")
 }
+# These share a head and the shape of trees and differ in the ids that are drafted: each drafts half of the prompts.
+HALVES = {"eagle2": slice(0, 8), "eagle2-frspec": slice(8, 16)}
 TOPICS = [
     "the sea",
     "a clock",
@@ -97,11 +99,12 @@ def first_difference(seen: list[list[int]], expected: list[list[int]]) -> str:
 def test_greedy_tokens_equal_transformers(
     name: str, llm: LLM, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
+    part = HALVES.get(name, slice(None))
     with llm.with_speculative(SERVED[name]) as engine:
-        choices = [generation.choices[0] for generation in engine.generate(prompts, GREEDY)]
+        choices = [generation.choices[0] for generation in engine.generate(prompts[part], GREEDY)]
     seen = [choice.token_ids for choice in choices]
-    assert seen == reference, first_difference(seen, reference)
-    assert (num_accepted(choices) > 100) == (name != "plain")
+    assert seen == reference[part], first_difference(seen, reference[part])
+    assert (num_accepted(choices) > 6 * len(choices)) == (name != "plain")
 
 
 @pytest.mark.parametrize("name", ["eagle3"])

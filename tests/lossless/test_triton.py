@@ -24,8 +24,8 @@ NAMES = [None, "EAGLE3", "EAGLE-map"]
 IN_GRAPHS = [None, "EAGLE3", "EAGLE3-chain"]
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5]]
 PARAMS = [
-    SamplingParams(seed=1, temperature=0.0, max_tokens=6),
-    SamplingParams(seed=2, temperature=0.8, max_tokens=6, ignore_eos=True),
+    SamplingParams(seed=1, temperature=0.0, max_tokens=4),
+    SamplingParams(seed=2, temperature=0.8, max_tokens=5, ignore_eos=True),
 ]
 
 
@@ -78,7 +78,7 @@ def test_deterministic_output_in_bfloat16_does_not_depend_on_drafts_or_the_batch
 def main(toy: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     found = {"float32": outputs(toy, folder, NAMES), "deterministic": deterministic(toy, folder)}
-    with mock.patch("specray.worker.worker.make_graphs", side_effect=lambda *_: Graphs(RepeatedCall)):
+    with mock.patch("specray.worker.startup.make_graphs", side_effect=lambda *_: Graphs(RepeatedCall)):
         found["in graphs"] = outputs(toy, folder, IN_GRAPHS, max_running_requests=2)
     print(json.dumps(found))
 

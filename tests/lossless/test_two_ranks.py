@@ -18,12 +18,12 @@ from tests.support.two_ranks import run_ranks
 
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5], [0, *range(10, 50)], [0, 20, 21, 22, 20, 21], [0, 11, 12], [7, 8, 9]]
 PARAMS = [
-    {"seed": 1, "temperature": 0.0, "max_tokens": 30},
-    {"seed": 2, "temperature": 0.7, "top_p": 0.9, "max_tokens": 30},
-    {"seed": 3, "temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.5, "prompt_logprobs": 1, "max_tokens": 30},
-    {"seed": 4, "temperature": 1.0, "top_k": 20, "repetition_penalty": 1.2, "stop": ["a"], "max_tokens": 30},
+    {"seed": 1, "temperature": 0.0, "max_tokens": 16},
+    {"seed": 2, "temperature": 0.7, "top_p": 0.9, "max_tokens": 16},
+    {"seed": 3, "temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.5, "prompt_logprobs": 1, "max_tokens": 16},
+    {"seed": 4, "temperature": 1.0, "top_k": 20, "repetition_penalty": 1.2, "stop": ["a"], "max_tokens": 16},
     {"seed": 5, "temperature": 1.0, "grammar": ("regex", "the [a-z]{3,9}, [0-9]{2}"), "max_tokens": 30},
-    {"seed": 6, "temperature": 0.9, "max_tokens": 30},  # like the first one, chosen without gathering the logits
+    {"seed": 6, "temperature": 0.9, "max_tokens": 16},  # like the first one, chosen without gathering the logits
 ]
 
 
@@ -84,7 +84,7 @@ def test_two_ranks_of_a_quantised_checkpoint_equal_one(tmp_path: Path) -> None:
 
 def test_ranks_may_have_different_numbers_of_heads(stories: Path) -> None:
     """stories260K has four KV heads; of three ranks the first has two of them."""
-    params = [{"temperature": 0.0, "seed": 0, "max_tokens": 40, "ignore_eos": True}]
+    params = [{"temperature": 0.0, "seed": 0, "max_tokens": 16, "ignore_eos": True}]
     [alone] = generate(stories, [[1]], make_sampling_params(**params[0]))
     [together] = run_ranks(stories, 3, SpeculativeConfig(), [[1]], params)
     assert together["token_ids"] == alone.token_ids

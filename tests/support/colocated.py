@@ -12,6 +12,7 @@ from specray.config import SpeculativeConfig
 from specray.llm import LLM
 from specray.spec_decode.drafter import Drafter, DraftSource
 from specray.step import DraftFault
+from specray.worker.loading import ring_limits
 from specray.worker.remote_drafter.handshake import DraftEndpoint, dismiss
 from specray.worker.remote_drafter.server import DraftServer, make_draft_server, remote_target_view
 from specray.worker.remote_drafter.source import RemoteDrafts
@@ -31,9 +32,9 @@ class Colocated:
         worker = worker_of(llm)
         self._endpoint = DraftEndpoint(str(folder / "drafts"), EPOCH, uses_cuda_ipc=uses_cuda_ipc)
         self._config = llm.config
-        self._num_slots = worker._runner.num_blocks * llm.config.page_size
+        self._num_slots = worker.capacity.num_blocks * llm.config.page_size
         self._threads: list[threading.Thread] = []
-        self.drafts = RemoteDrafts(self._endpoint, worker._runner.ring_limits(llm.config), worker._table)
+        self.drafts = RemoteDrafts(self._endpoint, ring_limits(llm.config, worker.model), worker._table)
         worker.drafts = self.drafts
 
     def start(self, drafter: Drafter | None = None, speculative: SpeculativeConfig | None = None) -> None:

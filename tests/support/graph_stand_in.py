@@ -140,7 +140,7 @@ def recorded_graphs() -> Iterator[list[RecordedGraphs]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECRAY_KERNELS", "torch")
-        for user in ("worker", "remote_drafter.server"):
+        for user in ("startup", "remote_drafter.server"):
             patch.setattr(f"specray.worker.{user}.make_graphs", make)
         kernels.cache_clear()
         yield graphs

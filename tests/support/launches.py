@@ -93,7 +93,7 @@ def fake_launches(num_nodes: int) -> Iterator[Counter]:
         stack.enter_context(mock.patch("torch.cuda.get_device_properties", return_value=processors))
         run = "triton.runtime.interpreter.InterpretedFunction.run"
         stack.enter_context(mock.patch(run, lambda kernel, *args, **options: counter.launch_kernel(kernel)))  # noqa: ARG005
-        stack.enter_context(mock.patch("specray.worker.worker.make_graphs", return_value=counter.graphs))
+        stack.enter_context(mock.patch("specray.worker.startup.make_graphs", return_value=counter.graphs))
         stack.enter_context(mock.patch("specray.ops.gpu.attention.CHUNK", 64))  # so that chunks are shared
         stack.enter_context(fake_cuda(num_nodes=num_nodes))
         yield counter

@@ -1,6 +1,6 @@
 """Configurations of every drafting method for tests. A new method is covered by an entry in `METHODS`.
 
-Names are those of DRAFTERS, with a suffix for further configurations of a method.
+Names are those of DRAFTERS, with a suffix for further configurations of a method; SEVERAL has several drafters.
 """
 
 import json
@@ -123,6 +123,20 @@ def overridden(make: Make, **options: Any) -> Make:
     return lambda target, folder: make(target, folder).model_copy(update=options)
 
 
+def several(**makes: Make) -> Make:
+    """Several drafters side by side, by name."""
+
+    def make(target: Path, folder: Path) -> SpeculativeConfig:
+        drafters = []
+        for name, make_one in makes.items():
+            own = folder / name
+            own.mkdir(exist_ok=True)
+            drafters.append({"name": name, **make_one(target, own).model_dump(exclude_defaults=True)})
+        return SpeculativeConfig.model_validate({"drafters": drafters})
+
+    return make
+
+
 METHODS: dict[str, Make] = {
     "EAGLE3": eagle(3, draft_vocab_size=40),
     "EAGLE3-chain": eagle(3, shape=(4, 1, 5)),
@@ -144,6 +158,7 @@ METHODS: dict[str, Make] = {
     "NGRAM-prob": ngram(ngram_match_type="PROB", ngram_max_trie_depth=9, ngram_max_spec_factor=None),
     "NGRAM-suffix": ngram(ngram_match_type="SUFFIX"),
     "EAGLE3-ngram": overridden(eagle(3), ngram_override_min_match=2),
+    "SEVERAL": several(head=eagle(3, draft_vocab_size=40), lookup=ngram(), layers=mtp(3, shape=(3, 3, 9))),
 }
 # For tests in which further methods add time but little coverage.
 SOME_METHODS = ["EAGLE3", "EAGLE-map", "MTP-stack", "NGRAM"]

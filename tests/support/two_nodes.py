@@ -67,8 +67,11 @@ class TwoNodes:
 
 
 def environment() -> dict[str, str]:
-    """Environment of the cluster's processes: workers import this checkout, and joining requires the token."""
-    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    """Environment of the cluster's processes: workers import this checkout, and joining requires the token.
+
+    Ray would start a worker for each of the nodes' CPUs ahead of time. Tests name many and use few.
+    """
+    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_prestart_worker_first_driver": "0"}
     return os.environ | auth | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
 
 

@@ -18,6 +18,7 @@ from specray.models.tokenizer import load_tokenizer
 from specray.outputs import FinishReason
 from specray.sampling_params import make_sampling_params
 from specray.step import StepPlan, StepResult
+from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 from tests.support.graph_stand_in import recorded_graphs
 
@@ -90,7 +91,7 @@ def lead(
 def _lead(
     config: EngineConfig, address: str, prompts: list[list[int]], params: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    worker = RankZero(Worker(config, 0, config.tp_size, address))
+    worker = RankZero(start_worker(config, 0, config.tp_size, address))
     engine = Engine(config, worker, load_tokenizer(Path(config.model)).backend_tokenizer)
     for index, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**options)))
@@ -111,4 +112,4 @@ def follow(config: EngineConfig, rank: int, address: str, in_graphs: bool) -> No
     """Run another rank until it is killed."""
     torch.set_num_threads(1)
     with recorded_graphs() if in_graphs else nullcontext():
-        Worker(config, rank, config.tp_size, address).run_loop()
+        start_worker(config, rank, config.tp_size, address).run_loop()

@@ -1,14 +1,20 @@
 """Invalid options are refused when the configuration is loaded, with the value and the fix."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
+from specray.models.registry import load_config
 from specray.spec_decode import DRAFTERS, check_speculative
+from specray.worker.memory_demand import demand_of
+from specray.worker.memory_plan import Demand
 from tests.support.engine import make_llm
 from tests.support.methods import METHODS
 
@@ -103,10 +109,87 @@ def test_every_method_reports_its_maximum_of_draft_tokens(name: str, toy: Path, 
     with make_llm(toy, speculative=speculative) as llm:
         limit = llm.engine.capacity.max_draft_tokens
     assert limit > 0
-    assert speculative.num_draft_tokens in (None, limit + 1)
+    assert speculative.max_num_nodes is None or speculative.max_num_nodes <= limit + 1
+    assert speculative.drafters or speculative.num_draft_tokens in (None, limit + 1)
 
 
 def test_no_algorithm_makes_no_drafter(toy: Path) -> None:
     check_speculative(SpeculativeConfig())
     with make_llm(toy) as llm:
         assert llm.engine.capacity.max_draft_tokens == 0
+
+
+LOOKUP, COPY = {"name": "lookup", "algorithm": "NGRAM"}, {"name": "copy", "algorithm": "NGRAM", "num_draft_tokens": 20}
+HEAD = {"name": "head", "algorithm": "EAGLE3", "draft_model_path": "x"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "NGRAM", "drafters": [LOOKUP]}, "algorithm='NGRAM' is an option of a single drafter"),
+        ({"num_steps": 3, "drafters": [LOOKUP]}, "num_steps=3 is an option of a single drafter, but .* lookup; move"),
+        ({"drafters": [LOOKUP, LOOKUP]}, "two of them are named 'lookup'"),
+        ({"drafters": [LOOKUP | {"name": "none"}]}, "none is no drafter's name"),
+        ({"drafters": [LOOKUP | {"name": "a b"}]}, "drafters.0.name"),
+        ({"drafters": [{"name": "head"}]}, "drafters.0.algorithm"),
+        ({"drafters": [LOOKUP | {"budget": "auto"}]}, "drafters.0.budget"),
+        ({"drafters": [LOOKUP | {"name": f"n{i}"} for i in range(9)]}, "at most 8"),
+        ({"drafters": [LOOKUP | {"algorithm": "NGRM"}]}, "drafters, lookup: .*'NGRM' is not known"),
+        ({"drafters": [LOOKUP, LOOKUP | {"name": "b", "eagle_topk": 2}]}, "drafters, b: .*eagle_topk=2 has no effect"),
+        ({"drafters": [LOOKUP, HEAD | {"num_steps": 3}]}, "drafters, head: .*eagle_topk, num_draft_tokens is not set"),
+        ({"drafters": [LOOKUP], "default_drafter": "x"}, "default_drafter='x' is not one of .* choose one of lookup"),
+        ({"default_drafter": "x"}, "drafters, which is empty"),
+        ({"drafters": [LOOKUP], "shadow": {"drafter": "lookup"}}, "leaves no drafter to verify"),
+        (
+            {"drafters": [LOOKUP, COPY], "default_drafter": "copy", "shadow": {"drafter": "copy"}},
+            "leaves no drafter to verify",
+        ),
+        (
+            {"drafters": [LOOKUP, COPY], "shadow": {"drafter": "copy"}, "verification": "rejection"},
+            "only where verification is coupled",
+        ),
+        ({"drafters": [LOOKUP, COPY], "shadow": {"drafter": "copy", "share": 0}}, "shadow.share"),
+        ({"shadow": {"share": 0.2}}, "shadow=.* has no effect"),
+        ({"algorithm": "NGRAM", "shadow": {"share": 0.2}}, "shadow=.* has no effect with algorithm=NGRAM"),
+    ],
+)
+def test_contradictions_of_several_drafters_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ValidationError)) as caught:
+        check_speculative(SpeculativeConfig.model_validate(options))
+    assert re.search(message, str(caught.value), re.S), str(caught.value)
+
+
+def test_each_of_several_drafters_has_its_own_options_and_the_shared_ones() -> None:
+    config = SpeculativeConfig.model_validate({"drafters": [LOOKUP, COPY], "budget": "auto", "default_drafter": "copy"})
+    assert list(config.members) == ["lookup", "copy"]
+    assert [member.num_draft_tokens for member in config.members.values()] == [None, 20]
+    assert {(member.budget, member.algorithm) for member in config.members.values()} == {("auto", "NGRAM")}
+    assert config.max_num_nodes == 20
+    assert config.drafter_name == "lookup+copy"
+    single = SpeculativeConfig(algorithm="my.module:Drafter")
+    assert single.members == {"my-module-drafter": single}
+    assert SpeculativeConfig().members == {}
+
+
+def test_memory_is_planned_for_each_of_several_drafters(toy: Path, tmp_path: Path) -> None:
+    def demand(speculative: SpeculativeConfig) -> Demand:
+        config = EngineConfig(model=str(toy), device="cpu", dtype="float32", speculative=speculative)
+        with make_llm(toy) as llm:
+            shape = llm._executor.worker.model.shape
+        options = (load_config(toy), shape, toy, torch.float32, torch.device("cpu"), RankGroup(), False)
+        return demand_of(config, *options)
+
+    several = METHODS["SEVERAL"](toy, tmp_path)
+    plain, both = demand(SpeculativeConfig()), demand(several)
+    alone = [demand(member) for member in several.members.values()]
+    assert sum(part.weights > 0 for part in alone) == 2
+    assert both.weights == sum(part.weights for part in alone)
+    assert both.token - plain.token == sum(part.token - plain.token for part in alone)
+
+
+def test_a_successor_may_have_several_drafters_but_no_new_code() -> None:
+    ours = SpeculativeConfig.model_validate({"drafters": [LOOKUP, {"name": "own", "algorithm": "m:Drafter"}]})
+    ours.check_successor(SpeculativeConfig.model_validate({"drafters": [{"name": "x", "algorithm": "m:Drafter"}]}))
+    other = SpeculativeConfig.model_validate({"drafters": [LOOKUP, {"name": "own", "algorithm": "m:Other"}]})
+    with pytest.raises(ConfigError, match="'m:Other' is an import path"):
+        ours.check_successor(other)

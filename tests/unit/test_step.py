@@ -9,6 +9,7 @@ from specray.draft_trace import VerifiedTree
 from specray.grammar import GRAMMAR_KINDS, GrammarSpec
 from specray.outputs import TokenLogprob
 from specray.step import (
+    DrafterUse,
     DraftLimit,
     NewRequest,
     PromptLogprobs,
@@ -45,7 +46,9 @@ sampling = st.builds(
 )
 prompts = st.none() | st.builds(PromptLogprobs, small, small)
 salts = st.text(max_size=5)
-new_row = st.builds(NewRequest, small, ids, small, small, ids, sampling, salts, prompts, ids, st.booleans())
+new_row = st.builds(
+    NewRequest, small, ids, small, small, ids, sampling, salts, prompts, ids, st.booleans(), salts, salts
+)
 row_step = st.builds(ScheduledRequest, small, small, st.builds(DraftLimit, small, small), ids)
 plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))
 logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))
@@ -55,7 +58,9 @@ trees = st.builds(VerifiedTree, ids, ids)
 row_result = st.builds(
     RequestResult, small, ids, small, some_logprobs, errors, ids, some_logprobs, st.none() | trees, st.booleans()
 )
-results = st.builds(StepResult, small, st.lists(row_result, max_size=3), st.builds(StepTimes, real, real, real, real))
+times = st.builds(StepTimes, real, real, real, real)
+uses = st.lists(st.builds(DrafterUse, salts, real, real, small, small, small, small), max_size=2)
+results = st.builds(StepResult, small, st.lists(row_result, max_size=3), times, st.lists(salts, max_size=2), uses)
 
 
 def tupled(value: Any) -> Any:

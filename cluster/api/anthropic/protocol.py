@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cluster.api.messages import MAX_TOOLS, CallId, FunctionName
+from cluster.api.messages import MAX_PARTS, MAX_TOOLS, CallId, FunctionName, check_number_of_parts
 from cluster.api.protocol import MAX_MESSAGES, Body, ChatRequest, ModelName, ReasoningEffort, Stop
 from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, TopK, TopP
@@ -39,6 +39,9 @@ class RedactedThinkingBlock(_Part):
     type: Literal["redacted_thinking"]
 
 
+Texts = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
 class ToolUseBlock(_Part):
     type: Literal["tool_use"]
     id: CallId
@@ -49,7 +52,7 @@ class ToolUseBlock(_Part):
 class ToolResultBlock(_Part):
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: str | list[TextBlock] | None = None
+    content: str | Texts | None = None
     is_error: bool | None = None
 
 
@@ -60,7 +63,7 @@ Block = Annotated[
 
 class AnthropicMessage(_Part):
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 
     def for_chat(self) -> Iterator[Json]:
         """The same in OpenAI's shape, where each tool result is a message of its own, before the user's text."""
@@ -137,9 +140,9 @@ class CountTokensRequest(Body):
     """Body of /v1/messages/count_tokens: what becomes part of the prompt."""
 
     model: ModelName
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | list[TextBlock] | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Texts | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[AnthropicToolChoice | AnthropicNamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -150,6 +153,8 @@ class CountTokensRequest(Body):
         for name in _HOSTED if isinstance(value, dict) else ():
             if isinstance(value, dict) and value.get(name):
                 raise InvalidRequestError(f"{name} needs a service of Anthropic's; leave it out", name)
+        if isinstance(value, dict):
+            check_number_of_parts(value.get("messages"), "messages")
         return value
 
     @property

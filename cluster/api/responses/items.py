@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from cluster.api.messages import CallId, FunctionName
+from cluster.api.messages import MAX_PARTS, CallId, FunctionName
 
 Json = dict[str, Any]
 
@@ -27,7 +27,8 @@ class TextContent(_Part):
 # Text or a list, whose tags keep pydantic's names of types out of the locations of errors.
 _BY_SHAPE = Discriminator(lambda value: "[list]" if isinstance(value, list) else "[text]")
 Text = Annotated[str, Tag("[text]")]
-TextOrParts = Annotated[Text | Annotated[list[TextContent], Tag("[list]")], _BY_SHAPE]
+Parts = Annotated[list[TextContent], Field(max_length=MAX_PARTS, fail_fast=True), Tag("[list]")]
+TextOrParts = Annotated[Text | Parts, _BY_SHAPE]
 
 
 class ReasoningContent(_Part):
@@ -44,7 +45,7 @@ class ReasoningItem(_Part):
     """Reasoning of an earlier answer. Encrypted reasoning of another server is dropped, because it cannot be read."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningContent] | None = None
+    content: Annotated[list[ReasoningContent], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
 class FunctionCallItem(_Part):
@@ -77,7 +78,8 @@ Item = Annotated[
         custom_error_message="expected an item of type message, reasoning, function_call or function_call_output",
     ),
 ]
-Input = Annotated[Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS), Tag("[list]")], _BY_SHAPE]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag("[list]")]
+Input = Annotated[Text | Items, _BY_SHAPE]
 
 
 def chat_messages(

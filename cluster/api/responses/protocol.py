@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
 
-from cluster.api.messages import MAX_TOOLS, FunctionName
+from cluster.api.messages import BY_CHOICE, MAX_TOOLS, ChoiceName, FunctionName, check_number_of_parts
 from cluster.api.protocol import Body, ChatRequest, ModelName, ReasoningEffort, RequestName, RequestOptions, Sampling
 from cluster.api.responses.items import Input, chat_messages
 from specray.errors import InvalidRequestError
@@ -53,6 +53,20 @@ class ChosenFunction(_Part):
     name: FunctionName
 
 
+class AllowedFunctions(_Part):
+    """A `tool_choice` that lets the model see all functions and call some of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+FunctionChoice = Annotated[
+    ChoiceName | Annotated[ChosenFunction, Tag("[function]")] | Annotated[AllowedFunctions, Tag("[allowed_tools]")],
+    BY_CHOICE,
+]
+
+
 class Reasoning(_Part):
     effort: ReasoningEffort | None = None
 
@@ -79,8 +93,8 @@ class InputTokensRequest(Sampling, RequestOptions):
     model: ModelName | None = None
     input: Input
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
@@ -93,6 +107,7 @@ class InputTokensRequest(Sampling, RequestOptions):
         for name, (accepted, reason) in _STATELESS.items():
             if value.get(name) is not None and value[name] not in accepted:
                 raise InvalidRequestError(f"{name}: {reason}", name)
+        check_number_of_parts(value.get("input"), "input")
         return value
 
     @property
@@ -109,12 +124,8 @@ class InputTokensRequest(Sampling, RequestOptions):
         own = {name: getattr(self, name) for name in {**Sampling.model_fields, **RequestOptions.model_fields}}
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         turns = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else chat_messages(self.input)
-        choice = self.tool_choice
-        if isinstance(choice, ChosenFunction):
-            own["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        else:
-            own["tool_choice"] = choice
         return own | {
+            "tool_choice": _choice_for_chat(self.tool_choice),
             "messages": [*system, *turns],
             "tools": [tool.for_chat() for tool in self.tools or []] or None,
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -131,7 +142,13 @@ class ResponsesRequest(InputTokensRequest):
     rid: RequestName | None = None
     max_output_tokens: MaxTokens | None = None
     top_logprobs: NumLogprobs | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(max_length=16, fail_fast=True),
+        ]
+        | None
+    ) = None
     metadata: dict[str, str] | None = None
     stream_options: Body | None = None
 
@@ -147,3 +164,16 @@ class ResponsesRequest(InputTokensRequest):
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
         }
+
+
+def _choice_for_chat(choice: str | ChosenFunction | AllowedFunctions | None) -> object:
+    if isinstance(choice, ChosenFunction):
+        return _named(choice)
+    if isinstance(choice, AllowedFunctions):
+        tools = [_named(tool) for tool in choice.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return choice
+
+
+def _named(choice: ChosenFunction) -> Json:
+    return {"type": "function", "function": {"name": choice.name}}

@@ -8,7 +8,7 @@ from cluster.api.errors import ApiError
 from cluster.api.event_framing import Framing, named_event
 from cluster.api.replies import ReplyMetadata, empty_choices, finite, usage
 from cluster.api.responses.output import OutputItems
-from cluster.api.responses.protocol import ChosenFunction, ResponsesRequest
+from cluster.api.responses.protocol import ResponsesRequest
 from cluster.api.tokenization import TokenTexts
 from specray.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
@@ -143,7 +143,7 @@ class ResponsesReply:
 
 def _tool_choice(body: ResponsesRequest) -> object:
     choice = body.tool_choice
-    return {"type": "function", "name": choice.name} if isinstance(choice, ChosenFunction) else choice or "auto"
+    return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()
 
 
 def _usage(choices: Sequence[Completion]) -> Json:

@@ -54,6 +54,7 @@ struct Growth {
   const int64_t* ends;       // [B]: positions of the roots
   const float* temperature;  // [B]; 0: this request is not sampled
   int64_t *tokens, *parents;  // [B, 1 + num_drafts]
+  float* scores;              // [B, 1 + num_drafts]: probability of the path from the root
   int64_t* num_nodes;         // [B]
 };
 
@@ -97,14 +98,17 @@ class Candidates {
   }
 
   // The `count` candidates with the highest scores, the highest first; see CandidatePool.tree.
-  void write_tree(int64_t root, int count, int64_t* tokens, int64_t* tree_parents, int64_t* num_nodes) const {
+  void write_tree(int64_t root, int count, int64_t* tokens, int64_t* tree_parents, float* scores,
+                  int64_t* num_nodes) const {
     const std::vector<int> best = best_of(0, count);
     std::vector<int> numbers(scores_.size() + 1);  // candidate + 1 -> node; the root's is 0
     tokens[0] = root;
     tree_parents[0] = -1;
+    scores[0] = 1;
     for (int i = 0; i < count; ++i) numbers[best[i] + 1] = i + 1;
     for (int i = 0; i < count; ++i) {
       tokens[i + 1] = tokens_[best[i]];
+      scores[i + 1] = scores_[best[i]];
       tree_parents[i + 1] = numbers[expanded_[best[i] / topk_] + 1];
     }
     const bool is_finite = std::all_of(scores_.begin(), scores_.end(), [](float s) { return std::isfinite(s); });
@@ -170,8 +174,8 @@ class TreeGrowth {
     }
     member.share(growth.num_trees, [&](int tree) {
       const int64_t first = int64_t(tree) * (1 + growth.num_drafts);
-      trees_[tree].write_tree(
-          growth.roots[tree], growth.num_drafts, growth.tokens + first, growth.parents + first, growth.num_nodes + tree);
+      trees_[tree].write_tree(growth.roots[tree], growth.num_drafts, growth.tokens + first, growth.parents + first,
+                              growth.scores + first, growth.num_nodes + tree);
     });
   }
 

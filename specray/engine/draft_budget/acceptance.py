@@ -19,6 +19,7 @@ class RequestAcceptance:
 
     accepted: float = 0.0
     expected: float = 0.0
+    drafter: str = ""  # the one of several drafters that the request has: their averages differ
 
     def add(self, accepted: int, expected: float) -> None:
         keep = 1 - 1 / MEMORY_TREES

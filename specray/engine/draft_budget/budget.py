@@ -19,6 +19,7 @@ class Shares(NamedTuple):
 
     num_drafts: list[int]  # for each request
     runs_drafter: bool = True  # False: the drafter is not called after the step
+    min_scores: list[float] | None = None  # for each request, see DraftLimit; None: scores do not matter
 
 
 class DraftBudget(Protocol):
@@ -27,8 +28,13 @@ class DraftBudget(Protocol):
     def shares(self, requests: Sequence[Drafting]) -> Shares:
         """Draft tokens for each of the requests that sample in the next step, oldest first."""
 
-    def record_tree(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
-        """Learn from one verified tree; its nodes are counted from 1, because the root is 0."""
+    def record_tree(
+        self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
+    ) -> None:
+        """Learn from one verified tree; its nodes are counted from 1, because the root is 0.
+
+        `scores` are those of all its drafts, of which the first `num_drafts` were verified; empty if not known.
+        """
 
     def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
         """Learn from a step of which each request computed one known token and its drafts.

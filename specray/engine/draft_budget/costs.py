@@ -3,13 +3,20 @@
 A step's time has two parts. The target's, forward and verification, depends on the number of tokens it computes. The
 rest, drafting above all, depends on the number of requests and the size of their trees. Both have steps and bends that
 differ from machine to machine, so they are tables and not formulas.
+
+A machine becomes slower and faster as a whole, when others use its memory or its clock changes. Tables therefore hold
+times at a pace of 1, and the pace follows every step: what was measured long ago stays comparable with what is new.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-MEMORY = 32  # steps that an average remembers
+import numpy as np
+from numpy.typing import NDArray
+
+MEMORY = 64  # steps that an average remembers
+PACE_MEMORY = 8  # the same for the pace; short beside MEMORY, so that a slower machine changes the pace and no table
+PACE_CLIP = 1.5  # a step counts as no slower than this many times the pace
 CLIP = 3.0  # a step that takes longer than this many times the usual was disturbed, and counts as this
 
 
@@ -36,20 +43,33 @@ class StepCosts:
     def __init__(self) -> None:
         self._target = Curve()  # by number of tokens
         self._rest: dict[int, Curve] = {}  # by size class: by most_drafts
+        self._pace = 1.0
 
     def observe(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
         """Learn from a step in which each request computed one known token and its drafts."""
-        self._target.observe(shape.num_tokens, target_seconds)
-        self._rest.setdefault(size_class(shape.num_requests), Curve()).observe(shape.most_drafts, rest_seconds)
+        rest = self._rest.setdefault(size_class(shape.num_requests), Curve())
+        usual = self._target.measured(shape.num_tokens), rest.measured(shape.most_drafts)
+        if None not in usual and (expected := sum(filter(None, usual))) > 0:
+            pace = (target_seconds + rest_seconds) / expected
+            self._pace += (min(pace, PACE_CLIP * self._pace) - self._pace) / PACE_MEMORY
+        self._target.observe(shape.num_tokens, target_seconds / self._pace)
+        rest.observe(shape.most_drafts, rest_seconds / self._pace)
 
     def seconds(self, shape: StepShape) -> float:
         """The expected time of a step of this shape."""
-        rest = 0.0
-        if self._rest:  # of the nearest size that was measured
-            own = size_class(shape.num_requests)
-            nearest = min(self._rest, key=lambda size: (abs(size - own), size))
-            rest = self._rest[nearest].at(shape.most_drafts)
-        return (self._target.at(shape.num_tokens) + rest) or 1.0
+        return float(self.target(shape.num_tokens) + self.rest(shape.num_requests, shape.most_drafts)) or 1.0
+
+    def target(self, num_tokens: float | NDArray[np.float64]) -> NDArray[np.float64]:
+        """Expected seconds of forward and verification, by the number of tokens computed."""
+        return self._pace * self._target.at(num_tokens)
+
+    def rest(self, num_requests: int, most_drafts: float | NDArray[np.float64]) -> NDArray[np.float64]:
+        """All other seconds of a step, by the drafts of the request that has most."""
+        if not self._rest:
+            return np.zeros(np.shape(most_drafts))
+        own = size_class(num_requests)
+        nearest = min(self._rest, key=lambda size: (abs(size - own), size))  # of those that were measured
+        return self._pace * self._rest[nearest].at(most_drafts)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -85,17 +105,22 @@ class Curve:
         self._seconds[count] += (min(seconds, CLIP * usual) - usual) / weight
         self._fit = None
 
-    def at(self, count: int) -> float:
+    def measured(self, count: int) -> float | None:
+        """The average at a count; None if it was never measured."""
+        return self._seconds.get(count)
+
+    def at(self, count: float | NDArray[np.float64]) -> NDArray[np.float64]:
         """On the line between the neighbours; below the lowest as there, above the highest as steep as before it."""
+        if not self._seconds:
+            return np.zeros(np.shape(count))
         if self._fit is None:
             counts = sorted(self._seconds)
             self._fit = counts, rising([(self._seconds[count], self._weights[count]) for count in counts])
         counts, seconds = self._fit
-        if len(counts) < 2 or count <= counts[0]:
-            return seconds[0] if seconds else 0.0
-        upper = min(max(1, bisect_left(counts, count)), len(counts) - 1)
-        slope = (seconds[upper] - seconds[upper - 1]) / (counts[upper] - counts[upper - 1])
-        return seconds[upper] + slope * (count - counts[upper])
+        slope = 0.0 if len(counts) < 2 else (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+        beyond = np.maximum(0.0, np.asarray(count) - counts[-1])
+        seconds_at: NDArray[np.float64] = np.interp(np.asarray(count), counts, seconds) + slope * beyond
+        return seconds_at
 
     def points(self) -> list[tuple[int, float, int]]:
         return [(count, self._seconds[count], self._weights[count]) for count in sorted(self._seconds)]

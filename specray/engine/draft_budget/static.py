@@ -17,7 +17,9 @@ class StaticBudget:
         wanted = [request.most for request in requests]
         return Shares(wanted if self._most is None else equal_shares(wanted, self._most))
 
-    def record_tree(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
+    def record_tree(
+        self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
+    ) -> None:
         """Nothing depends on it."""
 
     def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:

@@ -12,6 +12,7 @@ class StepTimer:
     """
 
     def __init__(self) -> None:
+        self.seconds = 0.0  # of the last step
         self._since = 0.0
         self._last: tuple[int, int, bool] | None = None  # of the plan before: requests, most drafts, runs_drafter
 
@@ -22,7 +23,8 @@ class StepTimer:
 
     def end(self, now: float, plan: StepPlan, result: StepResult, budget: DraftBudget) -> None:
         """The result of `plan` has arrived."""
-        seconds, self._since = now - self._since, now
+        self.seconds = seconds = now - self._since
+        self._since = now
         allowed = max((row.draft_limit.num_tokens for row in plan.rows), default=0)
         kind, before = (len(plan.rows), allowed, plan.runs_drafter), self._last
         self._last = kind

@@ -29,7 +29,7 @@ class BuildError(Exception):
 
 def build() -> Path:
     """The compiled library; compiles it if the cache does not have it. Raises BuildError."""
-    compiler = _compiler()
+    compiler = find_compiler()
     flags = [*FLAGS, *_target_flags(), *shlex.split(os.environ.get("SPECRAY_KERNEL_FLAGS", ""))]
     target = kernel_cache() / f"{_key(compiler, flags)}.so"
     if target.is_file():
@@ -47,6 +47,15 @@ def build() -> Path:
     return target
 
 
+def find_compiler() -> str:
+    """$CXX, or the first C++ compiler that is there. Raises BuildError."""
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise BuildError(f"there is no C++ compiler ({wanted or ', '.join(COMPILERS)}); install g++ or set CXX")
+
+
 def _compile(compiler: str, flags: list[str], target: Path) -> None:
     partial = target.with_suffix(".partial")
     command = [compiler, *flags, str(SOURCES / "kernels.cpp"), "-o", str(partial)]
@@ -57,14 +66,6 @@ def _compile(compiler: str, flags: list[str], target: Path) -> None:
     if result.returncode != 0:
         raise BuildError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
     partial.replace(target)
-
-
-def _compiler() -> str:
-    wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else COMPILERS:
-        if found := shutil.which(name):
-            return found
-    raise BuildError(f"there is no C++ compiler ({wanted or ', '.join(COMPILERS)}); install g++ or set CXX")
 
 
 def _target_flags() -> list[str]:

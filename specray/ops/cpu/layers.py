@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specray.ops.cpu import library
+from specray.ops.cpu import structs
 from specray.ops.cpu.attention import PagedAttend
-from specray.ops.cpu.library import FLOAT_TYPES, Kernels, Layer, Sizes, Step, pointer
+from specray.ops.cpu.library import Kernels, pointer
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
+from specray.ops.cpu.structs import FLOAT_TYPES, Layer, Sizes, Step
 from specray.ops.cpu.threads import num_threads
 
 
@@ -39,7 +40,7 @@ class EmbedAndHead:
         """`num_columns` of the output matrix are the vocabulary."""
         self._kept = (embedding.contiguous(), norm, output)  # the struct has their addresses
         kind = FLOAT_TYPES[embedding.dtype]
-        self.struct = library.EmbedAndHead(pointer(self._kept[0]), kind, num_columns, pointer(norm), output.struct)
+        self.struct = structs.EmbedAndHead(pointer(self._kept[0]), kind, num_columns, pointer(norm), output.struct)
         self.num_bytes = output.num_bytes
 
 

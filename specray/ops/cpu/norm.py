@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.library import FLOAT_TYPES, kernels, pointer
+from specray.ops.cpu.library import kernels, pointer
+from specray.ops.cpu.structs import FLOAT_TYPES
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

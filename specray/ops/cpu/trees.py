@@ -8,8 +8,9 @@ from torch import Tensor
 
 from specray.ops.cpu.attention import PagedAttention
 from specray.ops.cpu.layers import FusedLayers
-from specray.ops.cpu.library import FLOAT_TYPES, DraftNetwork, Growth, Matrix, pointer
+from specray.ops.cpu.library import pointer
 from specray.ops.cpu.matrix import PackedMatrix
+from specray.ops.cpu.structs import FLOAT_TYPES, DraftNetwork, Growth, Matrix
 from specray.ops.cpu.threads import num_threads
 
 
@@ -94,8 +95,8 @@ class TreeNetwork:
         num_drafts: int,
         last_position: int,
         window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens, parents) int64 [B, 1 + num_drafts] and numbers of nodes int64 [B], as in DraftTree."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(tokens, parents, scores) [B, 1 + num_drafts] and numbers of nodes int64 [B], as in DraftTree."""
         count = len(requests.kv_lens)
         output = requests.output.float().contiguous()
         columns = [part.contiguous() for part in (requests.roots, requests.positions, requests.kv_slots)]
@@ -104,6 +105,7 @@ class TreeNetwork:
         if requests.noise is not None:
             noise = [part.contiguous() for part in requests.noise]
         tokens, parents = torch.empty(2, count, 1 + num_drafts, dtype=torch.int64)
+        scores = torch.empty(count, 1 + num_drafts)
         num_nodes = torch.empty(count, dtype=torch.int64)
         growth = Growth(
             num_trees=count,
@@ -127,8 +129,9 @@ class TreeNetwork:
             temperature=pointer(noise[2]),
             tokens=pointer(tokens),
             parents=pointer(parents),
+            scores=pointer(scores),
             num_nodes=pointer(num_nodes),
         )
         threads = num_threads(num_levels * self._level_bytes)
         self._layers.kernels.grow(ctypes.byref(self._struct), ctypes.byref(growth), threads)
-        return tokens, parents, num_nodes
+        return tokens, parents, scores, num_nodes

@@ -15,7 +15,6 @@ from specray.ops.gpu.noise_kernels import gumbel_of
 
 GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)  # see `specray.ops.sampling_state`
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below every logit
-_INFINITY: tl.constexpr = tl.constexpr(0x7F800000)  # `_ordered` of infinity
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from specray.ops.attention import torch_dtype
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
-from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, padded_drafter
+from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, padded_drafter, uses_of
 from specray.spec_decode.inline_drafts import limited
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
@@ -46,6 +46,7 @@ class DraftServer:
         self._drafter = drafter
         self._device = device
         self._graphs = graphs
+        self._several = uses_of(drafter)
         self.handshake = DrafterHandshake(
             drafter.max_draft_tokens, list(drafter.aux_hidden_state_layers), drafter.reads_next_token
         )
@@ -76,7 +77,8 @@ class DraftServer:
         except DraftFaultError as fault:
             return Reply.failed(order.number, time.perf_counter() - start, fault.kind)
         reply = Reply.of(order.number, 0.0, tree)  # waits for the device
-        return reply._replace(seconds=time.perf_counter() - start)
+        uses = () if self._several is None else self._several.take_uses()
+        return reply._replace(seconds=time.perf_counter() - start, uses=uses)
 
     def _receive_handshake(
         self, connection: socket.socket, channel: Channel

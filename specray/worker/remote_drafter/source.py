@@ -22,7 +22,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftFaultError, ProposeContext
 from specray.spec_decode.inline_drafts import PendingTrees
 from specray.spec_decode.request_table import RequestTable
-from specray.step import DraftFault, DraftLimit
+from specray.step import DrafterUse, DraftFault, DraftLimit
 from specray.worker.remote_drafter.device_ring import DeviceRing
 from specray.worker.remote_drafter.handshake import (
     NO_DRAFTER,
@@ -85,6 +85,10 @@ class RemoteDrafts:
         return self._peer is not None and self._peer.handshake.reads_next_token
 
     @property
+    def scores(self) -> list[list[float]]:
+        return self._pending.scores
+
+    @property
     def seconds(self) -> float:
         return self._peer.seconds if self._peer else 0.0
 
@@ -109,6 +113,9 @@ class RemoteDrafts:
     def take_faults(self) -> list[DraftFault]:
         faults, self._faults = self._faults, []
         return faults
+
+    def take_uses(self) -> Sequence[DrafterUse]:
+        return self._peer.take_uses() if self._peer else ()
 
     def close(self) -> None:
         self._server.close()
@@ -181,6 +188,7 @@ class _Peer:
         self._channel = channel
         self.handshake = handshake
         self.seconds = 0.0
+        self._uses: list[DrafterUse] = []
         tokens, width = limits.step_tokens(handshake.max_draft_tokens), len(handshake.aux_hidden_state_layers)
         width *= limits.hidden_size
         fd = open_file(tokens, width, limits.dtype)
@@ -241,6 +249,10 @@ class _Peer:
         for sent in self._unanswered:
             sent.freed.update(slots)
 
+    def take_uses(self) -> list[DrafterUse]:
+        uses, self._uses = self._uses, []
+        return uses
+
     def close(self) -> None:
         self._channel.close()
         self._ring.close()
@@ -259,6 +271,7 @@ class _Peer:
         self._free.append(sent.region)
         self._recent.append(reply.seconds)
         self.seconds = reply.seconds
+        self._uses += reply.uses
         if sent.slots and not self._unanswered:
             pending.put(torch.tensor(sent.slots, dtype=torch.int64).to(self._table.device), tree.to(self._table.device))
             pending.drop(list(sent.freed))

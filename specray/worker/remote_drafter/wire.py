@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specray.config import MAX_DRAFTERS
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.drafter import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
-from specray.step import DraftFault, DraftLimit, NewRequest
+from specray.step import DrafterUse, DraftFault, DraftLimit, NewRequest
 from specray.step_wire import new_request
 
 
@@ -54,7 +55,7 @@ class Order(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Trees of an order's requests, in their order: int32 arrays as bytes, empty after a fault."""
+    """Trees of an order's requests, in their order: arrays as bytes, empty after a fault. Integers are int32."""
 
     number: int
     seconds: float
@@ -62,16 +63,21 @@ class Reply(NamedTuple):
     tokens: bytes  # [B, N]
     parents: bytes  # [B, N]
     fault: DraftFault | None = None
+    uses: Sequence[DrafterUse] = ()  # of several drafters
+    scores: bytes = b""  # float32 [B, N], or empty where they are not known
 
     @classmethod
     def of(cls, number: int, seconds: float, tree: DraftTree) -> "Reply":
         """One copy to the host."""
-        packed = torch.cat((tree.num_nodes[:, None], tree.tokens, tree.parents), 1).to("cpu", torch.int32).numpy()
-        num_nodes, nodes = packed[:, 0], packed[:, 1:]
+        parts, width = [tree.num_nodes[:, None], tree.tokens, tree.parents], tree.tokens.shape[1]
+        packed = torch.cat(parts, 1).to(torch.int32)
+        if tree.scores is not None:
+            packed = torch.cat((packed, tree.scores.view(torch.int32)), 1)
+        num_nodes, tokens, parents, scores = np.split(packed.cpu().numpy(), np.cumsum([1, width, width]), axis=1)
         if not num_nodes.all():
             return cls.failed(number, seconds, DraftFault.NOT_A_NUMBER)
-        tokens, parents = np.split(nodes, 2, axis=1)
-        return cls(number, seconds, num_nodes.tobytes(), tokens.tobytes(), parents.tobytes())
+        arrays = num_nodes.tobytes(), tokens.tobytes(), parents.tobytes()
+        return cls(number, seconds, *arrays, scores=scores.tobytes())
 
     @classmethod
     def failed(cls, number: int, seconds: float, fault: DraftFault) -> "Reply":
@@ -95,8 +101,10 @@ class Reply(NamedTuple):
         if num_nodes.min() < 1 or num_nodes.max() > width or not (is_node | is_past).all():
             raise ValueError("tokens outside the vocabulary, or a child before its parent")
         tokens[is_past] = parents[is_past] = NONE
-        counts = torch.from_numpy(num_nodes[:, 0])
-        return DraftTree(torch.from_numpy(tokens), torch.from_numpy(parents), counts, width - 1)
+        counts, scores = torch.from_numpy(num_nodes[:, 0]), None
+        if self.scores:
+            scores = torch.from_numpy(np.frombuffer(self.scores, np.float32).reshape(tokens.shape).copy())
+        return DraftTree(torch.from_numpy(tokens), torch.from_numpy(parents), counts, width - 1, scores=scores)
 
 
 def pack(message: TargetHandshake | Order | Reply) -> bytes:
@@ -122,10 +130,10 @@ def unpack_reply(data: bytes) -> Reply:
         fault = None if reply.fault is None else DraftFault(reply.fault)
     except (TypeError, ValueError) as error:  # msgpack's own errors are among them
         raise ValueError(f"not a reply: {error}") from None
-    arrays = (reply.num_nodes, reply.tokens, reply.parents)
+    arrays = (reply.num_nodes, reply.tokens, reply.parents, reply.scores)
     if type(reply.number) is not int or type(reply.seconds) is not float or any(type(a) is not bytes for a in arrays):
         raise ValueError("not a reply: its fields have other types")
-    return reply._replace(fault=fault)
+    return reply._replace(fault=fault, uses=_uses(reply.uses))
 
 
 class DeltaEncoder:
@@ -151,6 +159,7 @@ class DeltaEncoder:
                 options = state.sampling.options._replace(grammar=None)  # the target cuts the trees
                 new = NewRequest(slot, tokens, state.num_prompt_tokens, 0, blocks, options, state.cache_salt)
                 new = new._replace(predicted_token_ids=state.predicted_token_ids)
+                new = new._replace(drafter=state.drafter, shadow=state.shadow)
                 order.new_requests.append(new)
             self._sent[slot] = len(state.token_ids), len(state.block_ids)
         return order
@@ -181,6 +190,20 @@ class DeltaDecoder:
     def is_over(self, table: RequestTable) -> bool:
         """Whether this is the table that orders are applied to."""
         return self._table is table
+
+
+def _uses(data: object) -> list[DrafterUse]:
+    """ValueError for anything that is not a list of uses."""
+    if not isinstance(data, list | tuple) or len(data) > MAX_DRAFTERS:
+        raise ValueError("not a reply: its uses are no list")
+    try:
+        uses = [DrafterUse(*use) for use in data]
+    except TypeError as error:
+        raise ValueError(f"not a reply: {error}") from None
+    for use in uses:
+        if type(use.drafter) is not str or not all(type(part) in (int, float) and 0 <= part < 1e9 for part in use[1:]):
+            raise ValueError("not a reply: its uses have other types")
+    return uses
 
 
 def _draft_request(slot: int, start: int, end: int, limit: list[int]) -> DraftRequest:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as figures
-from benchmarks import budget, eagle
+from benchmarks import budget, drafters, eagle
 from benchmarks.figure import QUICK, Effort, Figure, Section, mt_bench_prompts
 from specray.bench.measure import Settings
 from specray.config import SpeculativeConfig
@@ -53,6 +53,22 @@ def test_the_automatic_budget_is_compared_with_the_best_fixed_tree(monkeypatch: 
     rows = list(budget.measure(QUICK, {"budget"}))
     assert [row.measured for row in rows] == pytest.approx([1.25, 2.0] * len(budget.LOADS) + [1.25])
     assert all("(4-3-6)" in row.what for row in rows[::2][: len(budget.LOADS)])
+
+
+def test_the_bandit_is_compared_with_the_better_drafter_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = SpeculativeConfig.model_validate(
+        {"drafters": [{"name": name, "algorithm": "NGRAM"} for name in ("eagle3", "ngram")]}
+    )
+    speeds = {"eagle3": 20.0, "ngram": 10.0, "bandit": 16.0, "alone": 20.0, "5 % shadowed": 19.0, "all shadowed": 16.0}
+    session = ScriptedSession(lambda variant, _: speeds[variant])
+    monkeypatch.setattr(drafters, "_session", lambda: session)
+    head = {"algorithm": "NGRAM", "max_step_draft_tokens": 16}
+    monkeypatch.setattr(drafters, "served", lambda name: several if "several" in name else SpeculativeConfig(**head))
+    rows = list(drafters.measure(QUICK, {"drafters"}))
+    assert [row.measured for row in rows] == pytest.approx([0.8] * 4 + [0.05 * 0.2, 0.05])
+    assert [row.is_reached for row in rows] == [None, None, None, False, True, False]
+    assert session.defined["5 % shadowed"].shadow.share == 0.05
+    assert session.defined["alone"].shadow.drafter is None
 
 
 def test_wanted_rows_share_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

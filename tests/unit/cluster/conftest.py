@@ -64,8 +64,11 @@ class ScriptedSupervisor:
         if error := self.refused.get(speculative):
             raise error
         self.loaded.append(speculative)
-        self.state = self.state._replace(state="ready" if speculative.algorithm else "off", speculative=speculative)
-        return DrafterHandshake((speculative.num_draft_tokens or 1) - 1, [], False)
+        self.keep(speculative)
+        return DrafterHandshake((speculative.max_num_nodes or 1) - 1, [], False)
+
+    def keep(self, speculative: SpeculativeConfig) -> None:
+        self.state = self.state._replace(state="ready" if speculative.has_drafter else "off", speculative=speculative)
 
 
 class ScriptedRanks:
@@ -229,6 +232,7 @@ class Server:
         self.replicas: list[Replica] = []
         self.http: httpx.AsyncClient
         self.app: FastAPI
+        self.service: Service
         self.router_pool: RouterPool
 
     async def add_replica(self) -> Replica:
@@ -289,6 +293,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> Serve:
     """`async with serve(step_s=..., connect=..., **AppConfig fields) as server`. Grammars are not compiled."""
+    return make_serve(tokenizer, monkeypatch)
+
+
+def make_serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """The fixture `serve`, for servers that outlive a test."""
 
     async def pass_all(*_: object) -> None:
         pass
@@ -317,9 +326,8 @@ def serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -
         for _ in range(num_replicas):
             await server.add_replica()
         server.router_pool = RouterPool(server, config)
-        app = server.app = create_app(
-            Service(config, server.router_pool, lambda length: Tokenization(tokenizer, length))
-        )
+        server.service = Service(config, server.router_pool, lambda length: Tokenization(tokenizer, length))
+        app = server.app = create_app(server.service)
         if connect:
             server.router_pool.start()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -13,13 +13,13 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.layers.linear import VocabEmbedding
 from specray.layers.parallel import RankGroup
-from specray.models.causal_lm import BEFORE_FINAL_NORM
 from specray.models.eagle import EagleHead
 from specray.models.eagle_files import HeadConfig
 from specray.models.eagle_loading import ALGORITHMS, load_eagle_head
 from specray.models.llama import Llama
 from specray.models.registry import load_model
 from specray.models.target_matrices import TargetMatrices
+from specray.models.target_model import BEFORE_FINAL_NORM
 from specray.ops.attention import torch_dtype
 from tests.support.eagle_toy import DRAFT_VOCAB, LAYOUTS, NUM_LAYERS, TARGET_SIZE, ToyHead, target_matrices, toy_head
 from tests.support.toy import CONTEXT, VOCAB_SIZE, write_toy

@@ -20,6 +20,7 @@ from specray.spec_decode import DRAFTERS, draft_model
 from specray.spec_decode.draft_model import Part, PrefixHashes, StandaloneDrafter, split_budget
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftRequest, ProposeContext, TargetView
+from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftFault
 from tests.support.checked_runs import CLOSE, PROMPTS, RUNS, assert_checked, is_grown_to, run, total
@@ -86,7 +87,7 @@ def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     def make(config: SpeculativeConfig, target: TargetView) -> Drafter:
         drafter = method.make(config, target)
         assert isinstance(drafter, StandaloneDrafter)
-        drafters.append(CheckedDrafter(drafter, TreeShape.of(config, "")))
+        drafters.append(CheckedDrafter(drafter, configured_shape(config, "")))
         return drafters[-1]
 
     monkeypatch.setitem(DRAFTERS, "STANDALONE", method._replace(make=make))

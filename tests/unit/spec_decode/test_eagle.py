@@ -19,6 +19,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.parallel import ParallelDrafter
+from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftLimit
 from tests.support.checked_runs import CLOSE, PREFIX, PROMPTS, RUNS, assert_checked, is_grown_to, run, total
@@ -97,7 +98,7 @@ def start(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
         def make(config: SpeculativeConfig, target: TargetView) -> Drafter:
             drafter = method.make(config, target)
             assert isinstance(drafter, EagleDrafter | ParallelDrafter)
-            drafters.append(CheckedDrafter(drafter, TreeShape.of(config, target.architecture), target))
+            drafters.append(CheckedDrafter(drafter, configured_shape(config, target.architecture), target))
             return drafters[-1]
 
         return method._replace(make=make)

@@ -12,6 +12,7 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.eagle_tree import CandidatePool
+from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_shape import TreeShape
 from tests.support.naive_eagle import Distribution, naive_pool, naive_tree
 
@@ -151,7 +152,7 @@ def shape_of(
     steps: int | None, topk: int | None, nodes: int | None, architecture: str = "LlamaForCausalLM"
 ) -> TreeShape:
     config = SpeculativeConfig(algorithm="EAGLE3", num_steps=steps, eagle_topk=topk, num_draft_tokens=nodes)
-    return TreeShape.of(config, architecture)
+    return configured_shape(config, architecture)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, ProposeContext, TargetView
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.mtp import StackDrafter, stack_shape
+from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_shape import TreeShape
 from tests.support.checked_runs import CLOSE, RUNS, is_grown_to, run, total
 from tests.support.engine import generate, make_llm
@@ -83,7 +84,7 @@ def test_trees_equal_the_reference(
     def make(config: SpeculativeConfig, target: TargetView) -> Drafter:
         drafter = method.make(config, target)
         assert isinstance(drafter, StackDrafter)
-        drafters.append(CheckedStack(drafter, TreeShape.of(config, ""), target))
+        drafters.append(CheckedStack(drafter, configured_shape(config, ""), target))
         return drafters[-1]
 
     monkeypatch.setitem(DRAFTERS, "MTP", method._replace(make=make))

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.step import NewRequest
+from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 from tests.support.launches import Counter, fake_launches
 from tests.support.methods import eagle
@@ -48,7 +49,7 @@ def launches_of(num_layers: int, folder: Path, chain: int = 0) -> StepLaunches:
         speculative=speculative,
     )
     with fake_launches(num_nodes=chain + 1) as counter:
-        worker = Worker(config)
+        worker = start_worker(config)
         new = [NewRequest(slot, [5, 6, 7], 3, 0, [slot + 1], GREEDY, "") for slot in (0, 2)]
         worker.execute(decode(0)._replace(new_requests=new))
         worker.propose()

@@ -10,7 +10,8 @@ from torch import Tensor
 from specray.config import EngineConfig
 from specray.spec_decode.draft_tree import TreeLists
 from specray.step import UNLIMITED, NewRequest, ScheduledRequest, StepPlan
-from specray.worker.worker import NOT_A_NUMBER, Worker
+from specray.worker.startup import start_worker
+from specray.worker.worker import NOT_A_NUMBER
 from tests.support.distributions import OPTIONS
 from tests.support.drafters import ScriptedDrafter
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
@@ -33,7 +34,7 @@ class Driver:
         sizes = {"page_size": PAGE, "max_total_tokens": 3 * BLOCKS * PAGE, "max_running_requests": 3}
         config = EngineConfig(model=str(toy), dtype="float32", device="cpu", num_threads=1, **sizes)
         tree = TreeLists([0, 7, 8, 9, 5], [-1, 0, 0, 1, 2])
-        self.worker = Worker(
+        self.worker = start_worker(
             config, drafter=ScriptedDrafter(lambda last, *_: tree._replace(tokens=[last, *tree.tokens[1:]]))
         )
         self.pool = self.worker._runner.kv.pool

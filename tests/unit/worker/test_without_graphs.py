@@ -7,7 +7,7 @@ import pytest
 
 from specray.config import EngineConfig
 from specray.layers.moe import EXPERTS_READ
-from specray.worker.worker import Worker
+from specray.worker.startup import start_worker
 from tests.support.architectures import write_architecture
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
 from tests.support.methods import METHODS
@@ -26,7 +26,7 @@ def config_of(target: Path, **options: object) -> EngineConfig:
 
 def test_a_target_whose_experts_are_chosen_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_architecture("qwen3-moe", tmp_path)
-    worker = Worker(config_of(tmp_path))
+    worker = start_worker(config_of(tmp_path))
     assert worker._graphs is None
     assert worker.capacity.without_graphs == (f"decode steps: {EXPERTS_READ}",)
     assert "moe_runner_backend: triton" in caplog.text
@@ -35,7 +35,7 @@ def test_a_target_whose_experts_are_chosen_on_the_host(tmp_path: Path, caplog: p
 def test_a_drafter_whose_experts_are_chosen_on_the_host(
     toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]
 ) -> None:
-    worker = Worker(config_of(toy, speculative=METHODS["MTP-deepseek"](toy, tmp_path)))
+    worker = start_worker(config_of(toy, speculative=METHODS["MTP-deepseek"](toy, tmp_path)))
     assert worker.capacity.without_graphs == (f"drafts: {EXPERTS_READ}",)
     assert {kind for kind, *_ in graphs[0].captured} == {"forward", "verify"}
 
@@ -44,5 +44,5 @@ def test_a_dense_engine_has_all_graphs(toy: Path, tmp_path: Path) -> None:
     for name in ("EAGLE3", "MTP-stack", "STANDALONE"):
         folder = tmp_path / name
         folder.mkdir()
-        worker = Worker(config_of(toy, speculative=METHODS[name](toy, folder)))
+        worker = start_worker(config_of(toy, speculative=METHODS[name](toy, folder)))
         assert worker.capacity.without_graphs == ()

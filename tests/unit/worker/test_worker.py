@@ -15,7 +15,8 @@ from specray.models.llama import Llama
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext
 from specray.step import UNLIMITED, DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRequest, StepPlan
-from specray.worker.worker import NOT_A_NUMBER, Worker
+from specray.worker.startup import start_worker
+from specray.worker.worker import NOT_A_NUMBER
 from tests.support.distributions import OPTIONS
 from tests.support.drafters import DRAWS, ScriptedDrafter, draw_right, draw_right_last
 from tests.support.mtp import write_deepseek
@@ -45,7 +46,7 @@ class Driver:
             page_size=PAGE,
             max_total_tokens=4 * BLOCKS * PAGE,
         )
-        self.worker = Worker(config, drafter=drafter)
+        self.worker = start_worker(config, drafter=drafter)
         self._freed: list[int] = []
         self._entered: list[NewRequest] = []
         self._steps = 0
@@ -522,4 +523,4 @@ def test_deterministic_is_refused_where_it_would_not_hold(tmp_path: Path) -> Non
     write_deepseek(tmp_path)
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", device="cpu", max_total_tokens=256, deterministic=True)
     with pytest.raises(ConfigError, match="deterministic=true does not hold for DeepseekV3ForCausalLM on cpu"):
-        Worker(config)
+        start_worker(config)

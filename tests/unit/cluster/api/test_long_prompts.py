@@ -3,7 +3,13 @@
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 
+import pytest
+
+import cluster.api.tokenization
+from cluster.api.completion_protocol import CompletionRequest
+from cluster.api.prompts import checked_token_ids
 from cluster.api.text_pool import NUM_THREADS, THREADS_PER_TENANT, TextPool
 from tests.unit.cluster.conftest import Serve
 
@@ -39,6 +45,47 @@ def test_the_longest_prompt_is_accepted(serve: Serve) -> None:
             assert (await server.http.post("/v1/completions", json=body)).status_code == 200
 
     asyncio.run(scenario())
+
+
+class Unread(list[int]):
+    """Token ids that must not be looked at."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("read")
+
+
+def test_token_ids_are_not_looked_at_on_the_event_loop(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body holds a million of them, and a loop in Python over these took 50 ms."""
+    assert CompletionRequest(prompt=Unread([1, 2])).prompt.items[0] == [1, 2]  # type: ignore[arg-type]
+    checked: list[tuple[int, bool]] = []
+
+    def record(values: list[int], field: str) -> list[int]:
+        checked.append((len(values), threading.current_thread() is threading.main_thread()))
+        return checked_token_ids(values, field)
+
+    monkeypatch.setattr(cluster.api.tokenization, "checked_token_ids", record)
+
+    async def scenario() -> None:
+        async with serve() as server:
+            for prompt, status in (
+                ([1] * 900_000, 400),
+                ([1] * 9, 200),
+                ([1] * 8 + [-1], 400),
+                ([1] * 7 + [True], 400),
+            ):
+                for path, field in (
+                    ("/v1/completions", "prompt"),
+                    ("/generate", "input_ids"),
+                    ("/detokenize", "tokens"),
+                ):
+                    reply = await server.http.post(path, json={field: prompt})
+                    assert reply.status_code == status, reply.text
+                    if status == 400:
+                        assert reply.json()["error"]["param"] == field
+
+    asyncio.run(scenario())
+    assert {length for length, _ in checked} == {8, 9}  # the long prompt was refused by its length
+    assert not any(is_main for _, is_main in checked)
 
 
 def test_one_tenants_texts_leave_threads_to_others() -> None:

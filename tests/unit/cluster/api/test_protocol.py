@@ -8,8 +8,9 @@ from pydantic import ValidationError
 from cluster.api.completion_protocol import CompletionRequest
 from cluster.api.errors import from_validation
 from cluster.api.generate_protocol import GenerateRequest
-from cluster.api.prompts import MAX_PROMPTS
+from cluster.api.prompts import MAX_PROMPTS, checked_token_ids
 from cluster.api.protocol import MAX_MESSAGES, UNSUPPORTED, ChatRequest
+from specray.errors import InvalidRequestError
 
 USER = {"role": "user", "content": "hi"}
 
@@ -119,16 +120,23 @@ def test_text_parts_are_joined_and_developer_becomes_system() -> None:
     ],
 )
 def test_prompts_are_strings_or_token_ids_single_or_batched(prompt: Any, items: Any, is_batch: bool) -> None:
-    assert CompletionRequest.model_validate({"prompt": prompt}).prompt == (items, is_batch)
+    assert CompletionRequest.model_validate({"prompt": prompt}).prompt == (items, is_batch, "prompt")
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 5, [], [[]], [1, "a"], [-1], [2**31], [True], ["a"] * (MAX_PROMPTS + 1), [["a"]]]
+    "prompt", [None, 5, [], [[]], ["a", [1]], [[1], "a"], ["a"] * (MAX_PROMPTS + 1), [[1]] * (MAX_PROMPTS + 1)]
 )
 def test_invalid_prompts_are_rejected(prompt: Any) -> None:
     with pytest.raises(ValidationError) as refused:
         CompletionRequest.model_validate({"prompt": prompt})
     assert from_validation(refused.value.errors()).param == "prompt"
+
+
+@pytest.mark.parametrize("values", [[1, "a"], [-1], [2**31], [True], ["a"], [1.0], [None], [[1]]])
+def test_lists_that_are_not_token_ids_are_rejected_when_they_are_read(values: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="expected a string, token ids") as refused:
+        checked_token_ids(values, "input_ids")
+    assert refused.value.param == "input_ids"
 
 
 def test_the_number_of_choices_is_bounded_over_all_prompts() -> None:

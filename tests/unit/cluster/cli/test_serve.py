@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ from cluster.cli.launcher import error_line
 from cluster.cli.serve import RAY_OPTIONS, exposure, main, ray_environment
 from cluster.config import AppConfig
 from specray.cli.local_server import free_port
+from tests.support.front_proxy import write_certificate
 
 ROOT = Path(__file__).parents[4]
 EAGLE3 = ROOT / "configs/eagle3.yaml"
@@ -245,3 +247,25 @@ def test_the_reason_of_a_failed_start_is_the_last_line_of_the_traceback() -> Non
 
 def start_nothing(*_: object) -> None:
     raise AssertionError("this would have started a server")
+
+
+def test_a_certificate_is_checked_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(serve, "_become_launcher", lambda document, _: started.append(document["http_options"]) or 0)
+    monkeypatch.setattr(serve, "find_files", lambda _: None)
+    good, broken = tmp_path / "good.pem", tmp_path / "broken.pem"
+    write_certificate(good)
+    broken.write_text("no certificate")
+    port = f"--port={free_port()}"
+    for key, certificate, message in (
+        (good, None, "need each other"),
+        (good, broken, "name a PEM file of each"),
+        (tmp_path / "missing", good, "No such file"),
+    ):
+        flags = [f"--ssl-keyfile={key}", *([f"--ssl-certfile={certificate}"] if certificate else [])]
+        assert main([port, *flags]) == 2
+        assert message in capsys.readouterr().err
+    assert main([port, f"--ssl-keyfile={good}", f"--ssl-certfile={good}"]) == 0
+    assert [options["ssl_certfile"] for options in started] == [str(good)]

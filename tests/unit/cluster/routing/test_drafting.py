@@ -49,7 +49,7 @@ def test_all_engines_load_the_new_drafter(serve: Serve, admin: dict[str, Any]) -
             assert set(reports) == {replica.replica_id for replica in server.replicas}
             for report in reports.values():
                 assert report["state"] == "ready"
-                assert report["speculative"] == NGRAM.model_dump()
+                assert report["speculative"] == NGRAM.model_dump(mode="json")
                 assert (report["restarts"], report["acceptance_collapsed"]) == (0, False)
                 assert report["faults"]["gone"] == 0
             again = await server.http.get("/admin/drafter", headers=AUTHORIZED)

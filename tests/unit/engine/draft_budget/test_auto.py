@@ -52,7 +52,7 @@ def tokens_per_second(
     tokens = seconds = 0.0
     last = None
     for step in range(steps):
-        shares, feeds = budget.shares([Drafting(MOST, request) for request in requests])
+        shares, feeds, _ = budget.shares([Drafting(MOST, request) for request in requests])
         accepted = [[node + 1 for node in range(count) if random.random() < rates[node]] for count in shares]
         shape = StepShape(num_requests, sum(shares), max(shares))
         target, rest = machine.seconds(shape)
@@ -98,7 +98,7 @@ def test_a_step_without_drafts_in_sight_does_not_call_the_drafter() -> None:
     budget, requests = AutoBudget(None), [RequestAcceptance() for _ in range(4)]
     fed = []
     for _ in range(600):
-        shares, feeds = budget.shares([Drafting(MOST, request) for request in requests])
+        shares, feeds, _ = budget.shares([Drafting(MOST, request) for request in requests])
         for request, count in zip(requests, shares, strict=True):
             budget.record_tree(request, count, [])
         shape = StepShape(4, sum(shares), max(shares))
@@ -113,7 +113,7 @@ def test_a_request_that_accepts_nothing_drafts_nothing() -> None:
     counts = []
     random = Random(1)
     for _ in range(1500):
-        shares, _ = budget.shares([Drafting(MOST, good), Drafting(MOST, bad)])
+        shares, *_ = budget.shares([Drafting(MOST, good), Drafting(MOST, bad)])
         rates = ACCEPTANCE["good"]
         budget.record_tree(good, shares[0], [node + 1 for node in range(shares[0]) if random.random() < rates[node]])
         budget.record_tree(bad, shares[1], [])
@@ -122,3 +122,19 @@ def test_a_request_that_accepts_nothing_drafts_nothing() -> None:
         counts.append(shares)
     good_drafts, bad_drafts = (sum(count) for count in zip(*counts[-500:], strict=True))
     assert bad_drafts < 0.1 * good_drafts
+
+
+def test_several_drafters_have_averages_of_their_own() -> None:
+    """A request of the drafter that is never accepted gets nothing, although the other one's trees pay."""
+    machine, budget = MACHINES["cpu"], AutoBudget(None)
+    requests = [RequestAcceptance(drafter=name) for name in ("good", "bad")]
+    for _ in range(400):
+        num_drafts, *_ = budget.shares([Drafting(MOST, request) for request in requests])
+        for request, count in zip(requests, num_drafts, strict=True):
+            budget.record_tree(request, count, range(1, count + 1) if request.drafter == "good" else [])
+        shape = StepShape(2, sum(num_drafts), max(num_drafts))
+        budget.record_step(shape, *machine.seconds(shape))
+    newcomers = [RequestAcceptance(drafter=name) for name in ("good", "bad")]
+    shares = [budget.shares([Drafting(MOST, request) for request in newcomers]).num_drafts for _ in range(9)]
+    good, bad = (sorted(counts)[4] for counts in zip(*shares, strict=True))  # a few may be trials
+    assert (good > 3, bad) == (True, 0)

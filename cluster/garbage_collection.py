@@ -1,4 +1,4 @@
-"""Python's garbage collector while a rank or a drafter loads."""
+"""Python's garbage collector while a process loads."""
 
 import contextlib
 import gc

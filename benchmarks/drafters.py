@@ -1,0 +1,92 @@
+"""Figures of several drafters: the bandit against the better drafter of each kind, and the cost of a shadow.
+
+Prompts of all kinds come in turn, as in mixed traffic. Times are those of whole answers, prefill included.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from benchmarks.eagle import EAGLE3, served
+from benchmarks.figure import CONCURRENCY, Effort, Figure, Section, prompts_of
+from specray.bench.command import engine_config
+from specray.bench.measure import Record, Settings
+from specray.bench.prompts import Prompt
+from specray.bench.report import ALL
+from specray.bench.session import Session
+from specray.config import SpeculativeConfig
+
+BANDIT, ALONE, SHADOWED, ALL_SHADOWED = "bandit", "alone", "5 % shadowed", "all shadowed"
+KINDS = {"copy": 6, "code": 6, "chat": 6}  # prompts of each
+SHARE = 0.05
+
+
+def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    del wanted
+    session = _session()
+    prompts = _mixed(effort)
+    settings = Settings(1, effort.max_tokens, repeats=effort.rounds)
+    yield from _bandit(session, prompts, settings)
+    yield from _shadow(session, prompts, settings)
+
+
+def _bandit(session: Session, prompts: Sequence[tuple[str, Prompt]], settings: Settings) -> Iterator[Figure]:
+    several = served("several-drafters")
+    session.define(BANDIT, several)
+    names = list(several.members)
+    for name, drafter in several.members.items():
+        session.define(name, drafter)
+    parts = [prompt for _, prompt in prompts]
+    session.compare([BANDIT], parts, Settings(1, settings.max_tokens, cache_salt="first-"), True, "learning")
+    records = session.compare([BANDIT, *names], parts, settings, progress=True, title="mixed traffic")
+    best = needed = 0.0
+    for kind in dict.fromkeys(kind for kind, _ in prompts):
+        numbers = {number for number, (own, _) in enumerate(prompts) if own == kind}
+        seconds = {name: _seconds(records, name, numbers) for name in (BANDIT, *names)}
+        better = min(names, key=lambda name: seconds[name])
+        yield Figure(f"bandit / {better}, the better drafter, {kind}", seconds[better] / seconds[BANDIT], None)
+        best, needed = best + seconds[better], needed + seconds[BANDIT]
+    what = f"bandit over {' and '.join(names)} / the better one for each kind, {', '.join(KINDS)} in turn"
+    yield Figure(what, best / needed, 0.97)
+
+
+def _shadow(session: Session, prompts: Sequence[tuple[str, Prompt]], settings: Settings) -> Iterator[Figure]:
+    """A second copy of the EAGLE-3 head in the shadow of the first."""
+    head = served(EAGLE3).model_dump(exclude_defaults=True)
+    budget = head.pop("max_step_draft_tokens", None)
+    drafters = [{"name": "head", **head}, {"name": "new", **head}]
+    for name, share in ((ALONE, None), (SHADOWED, SHARE), (ALL_SHADOWED, 1.0)):
+        shadow = {} if share is None else {"shadow": {"drafter": "new", "share": share}}
+        options = {"drafters": drafters, "default_drafter": "head", "max_step_draft_tokens": budget, **shadow}
+        session.define(name, SpeculativeConfig.model_validate(options))
+    parts = [prompt for _, prompt in prompts]
+    records = session.compare([ALONE, ALL_SHADOWED], parts, settings, progress=True, title="one request, shadow")
+    cost = 1 - _seconds(records, ALONE) / _seconds(records, ALL_SHADOWED)
+    # Of one request at a time, one in twenty is shadowed.
+    what = f"shadow drafter (EAGLE-3) at {SHARE:.0%} of the requests, cost in tokens/s, one request at a time"
+    yield Figure(what, SHARE * cost, 0.02, "{:.1%}", at_most=True)
+    many = Settings(CONCURRENCY, settings.max_tokens, repeats=settings.repeats, cache_salt="many-")
+    records = session.compare([ALONE, SHADOWED], parts * 2, many, progress=True, title="eight at once, shadow")
+    cost = 1 - _seconds(records, ALONE) / _seconds(records, SHADOWED)
+    yield Figure(what.replace("one request at a time", f"{CONCURRENCY} at once"), cost, 0.02, "{:.1%}", at_most=True)
+
+
+def _session() -> Session:
+    return Session(engine_config(None, CONCURRENCY, dtype="bfloat16"), progress=sys.stderr.isatty())
+
+
+def _mixed(effort: Effort) -> list[tuple[str, Prompt]]:
+    """(kind, prompt) of all kinds in turn."""
+    most = {"copy": effort.num_copy, "code": effort.num_code, "chat": effort.num_chat}
+    groups = [[(kind, prompt) for prompt in prompts_of(kind, min(n, most[kind]))] for kind, n in KINDS.items()]
+    turns = [pair for turn in zip_longest(*groups) for pair in turn if pair is not None]
+    return [(kind, prompt.model_copy(update={"category": ALL})) for kind, prompt in turns]
+
+
+def _seconds(records: Sequence[Record], variant: str, chunks: set[int] | None = None) -> float:
+    """Time of a variant's answers to these prompts; None: to all."""
+    runs = [record for record in records if record.variant == variant]
+    return sum(record.run.seconds for record in runs if chunks is None or record.key.chunk in chunks)
+
+
+SECTIONS = (Section(("drafters",), measure),)

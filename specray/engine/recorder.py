@@ -1,0 +1,83 @@
+"""What an engine counts and when: one method for each event in the life of a request, and for each step."""
+
+import time
+from collections.abc import Sequence
+
+from specray.config import SpeculativeConfig
+from specray.engine.acceptance import AcceptanceAlarm
+from specray.engine.request import Emitted, Request
+from specray.engine.scheduler import Scheduler
+from specray.engine.stats import EngineStats
+from specray.outputs import FinishReason
+from specray.step import StepPlan, StepResult
+
+
+class StatsRecorder:
+    """Writes to `stats`. Requests by which the server checks itself are not counted there."""
+
+    def __init__(self, stats: EngineStats, speculative: SpeculativeConfig) -> None:
+        self._stats = stats
+        self._probe_stats = EngineStats()  # never exported
+        self._alarm = AcceptanceAlarm(stats)
+        stats.set("specray_verification_is_lossy", speculative.is_lossy)
+        stats.set("specray_acceptance_is_simulated", speculative.is_simulated)
+
+    def queued(self, request: Request) -> None:
+        self._stats_of(request).add("specray_prompt_tokens_total", request.num_prompt_tokens)
+
+    def planned(self, plan: StepPlan, started: Sequence[Request]) -> None:
+        """A step was planned, in which the requests `started` have their first tokens computed."""
+        self._stats.add("specray_draft_budget_tokens_total", sum(row.draft_limit.num_tokens for row in plan.rows))
+        for request in started:
+            if request.num_preemptions == 0:
+                stats, request.started = self._stats_of(request), time.monotonic()
+                stats.observe("specray_request_queue_time_seconds", request.started - request.arrival)
+                stats.add("specray_prefix_cache_queries_total", request.num_prompt_tokens)
+                stats.add("specray_prefix_cache_hits_total", request.num_cached_tokens)
+
+    def emitted(self, emitted: Emitted, num_kept: int) -> None:
+        """A request has new tokens, of which its stop conditions kept the first `num_kept`."""
+        request, stats = emitted.request, self._stats_of(emitted.request)
+        stats.add("specray_generation_tokens_total", num_kept)
+        if request.first_token is not None:
+            stats.accepted(emitted.result.num_draft_tokens, len(emitted.result.token_ids) - 1)
+            return
+        request.first_token = time.monotonic()
+        if not request.spec.emitted_token_ids:
+            stats.observe("specray_time_to_first_token_seconds", request.first_token - request.arrival)
+
+    def finished(self, request: Request, reason: FinishReason) -> None:
+        stats, now = self._stats_of(request), time.monotonic()
+        stats.add_labelled("specray_request_finished_total", reason.value)
+        stats.observe("specray_e2e_request_latency_seconds", now - request.arrival)
+        if request.first_token is not None and request.num_output_tokens > 1:
+            gap = (now - request.first_token) / (request.num_output_tokens - 1)
+            stats.observe("specray_time_per_output_token_seconds", gap)
+
+    def step(self, result: StepResult, seconds: float) -> None:
+        """A step took `seconds`, the engine's own part included."""
+        self._stats.add("specray_steps_total")
+        for kind in result.draft_faults:
+            self._stats.add_labelled("specray_draft_faults_total", kind)
+        for phase, spent in result.times._asdict().items():
+            self._stats.add_labelled("specray_step_seconds_total", phase, spent)
+        self._stats.add_labelled("specray_step_seconds_total", "host", max(0.0, seconds - sum(result.times)))
+        self._alarm.check()
+
+    def drafter(self, name: str | None) -> None:
+        """Another drafter is used from now on."""
+        self._stats.name_drafter(name)
+        self._alarm.reset()
+
+    def gauges(self, scheduler: Scheduler) -> None:
+        """Bring the gauges up to date, before a snapshot."""
+        usable, cache = scheduler.pool.num_usable, scheduler.cache
+        held = usable - scheduler.pool.num_free - cache.num_idle
+        self._stats.set("specray_num_requests_running", len(scheduler.running))
+        self._stats.set("specray_num_requests_waiting", len(scheduler.waiting))
+        self._stats.set("specray_kv_cache_usage_perc", held / usable)
+        self._stats.set("specray_kv_cache_cached_perc", cache.num_idle / usable)
+        self._stats.set("specray_num_preemptions_total", scheduler.num_preemptions)
+
+    def _stats_of(self, request: Request) -> EngineStats:
+        return self._probe_stats if request.spec.is_probe else self._stats

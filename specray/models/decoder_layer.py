@@ -1,0 +1,42 @@
+"""A decoder layer around any attention, and its dense feed-forward."""
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from specray.layers.linear import GatedLinear, RowParallelLinear
+from specray.layers.module import Layer
+from specray.layers.norm import RMSNorm
+from specray.models.loading import Loader
+from specray.ops.attention import Attend
+
+
+class DecoderLayer(Layer):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: PretrainedConfig, loader: Loader, prefix: str, attention: Layer, ffn: Layer) -> None:
+        super().__init__()
+        size, eps = (config.hidden_size,), config.rms_norm_eps
+        self.input_norm = RMSNorm(loader.tensor(prefix + "input_layernorm.weight", size), eps)
+        self.attention = attention
+        self.ffn_norm = RMSNorm(loader.tensor(prefix + "post_attention_layernorm.weight", size), eps)
+        self.ffn = ffn
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        normed, hidden = self.ffn_norm.after_add(self.attention(self.input_norm(hidden), cos, sin, attend), hidden)
+        return self.ffn(normed).add_(hidden)
+
+
+class FeedForward(Layer):
+    """down(silu(gate(x)) * up(x)), of which each rank has an equal share of the `ffn_size` inner units."""
+
+    def __init__(self, hidden_size: int, ffn_size: int, loader: Loader, prefix: str) -> None:
+        super().__init__()
+        size, part = (ffn_size, hidden_size), loader.group.share(ffn_size)
+        gate = loader.weight(prefix + "gate_proj.weight", size, part)
+        up = loader.weight(prefix + "up_proj.weight", size, part)
+        self.gate_up = GatedLinear(gate, up, loader.quantization)
+        down = loader.weight(prefix + "down_proj.weight", size[::-1], part, 1)
+        self.down = RowParallelLinear(down, loader.group, quantization=loader.quantization)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate_up(x))

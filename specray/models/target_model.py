@@ -1,0 +1,63 @@
+"""What the worker and the drafters know of a target: its sizes, and its forward pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specray.layers.linear import VocabEmbedding, VocabHead
+from specray.ops.attention import Attend
+
+BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes that every model has. Heads are counted as this rank's KV pool and attention kernels see them."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    eps: float
+    tied: bool
+    num_local_heads: int
+    num_local_kv_heads: int
+    head_dim: int
+
+
+class TargetModel(Protocol):
+    """A model with its weights on this rank."""
+
+    embedding: VocabEmbedding
+    head: VocabHead
+    max_positions: int
+    is_row_wise: bool  # apart from attention, a row's result has the same bits whatever the other rows are
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(hidden states after the final norm, aux hidden states), each [T, hidden]; inputs are int64 [T].
+
+        The aux hidden state of layer i is the residual stream that enters it, that of BEFORE_FINAL_NORM the one that
+        leaves the last layer, and that of layer `num_layers` the hidden states after the final norm.
+        """
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """float32 [n, vocab] from final hidden states [n, hidden]."""
+
+    def with_logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        places: Tensor | None,
+        aux_hidden_state_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(final hidden states, logits of the rows `places` int64 [n] or of all, aux hidden states).
+
+        The logits are this rank's columns (see VocabHead).
+        """

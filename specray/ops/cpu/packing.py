@@ -1,0 +1,84 @@
+"""Weights in the blocks that the kernels' matrix products read (packing.h)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specray.ops.cpu.library import Kernels, pointer
+from specray.ops.cpu.structs import FLOAT_TYPES, GROUP, Matrix
+from specray.ops.grouped_weight import GroupedWeight, Weight
+
+_CHUNK = 1024  # output channels packed at a time, a multiple of a block's
+# (bits, whether there are lows, inputs of a group, whether scales are float16) -> `Kind` in matrix.h
+_KINDS = {
+    (4, False, 32, True): 3,
+    (4, True, 32, True): 4,
+    (4, True, 32, False): 5,
+    (8, False, 32, True): 6,
+    (8, True, 32, True): 7,
+    (8, True, 32, False): 8,
+    (8, False, 16, False): 9,
+    (8, True, 16, False): 10,
+}
+
+_WITH_LOWS = {kind for (_, has_lows, _, _), kind in _KINDS.items() if has_lows}  # a group's integer 0 is its low
+
+
+class Packed(NamedTuple):
+    """One weight, or several that one product reads together."""
+
+    struct: Matrix  # has the addresses of the others
+    data: Tensor  # uint8
+    bias: Tensor | None
+
+
+def pack(kernels: Kernels, weights: list[Weight], bias: Tensor | None = None) -> Packed:
+    """Weights of one shape and format, and the float `bias` of the first one's output channels."""
+    kind, (outs, ins), data = kind_of(*weights), weights[0].shape, _blocks(kernels, weights)
+    padding, weight = -outs % kernels.lanes, weights[0]
+    if bias is not None:
+        bias = torch.nn.functional.pad(bias.float(), (0, padding)).contiguous()
+    zero = 0 if isinstance(weight, Tensor) or kind in _WITH_LOWS else weight.zero
+    return Packed(Matrix(kind, len(weights) * (outs + padding), ins, zero, pointer(data), pointer(bias)), data, bias)
+
+
+def kind_of(*weights: Weight) -> int:
+    """`Kind` in matrix.h that can hold all of these weights, which have one format."""
+    weight = weights[0]
+    if isinstance(weight, Tensor):
+        return FLOAT_TYPES[weight.dtype]
+    has_lows = weight.lows is not None
+    is_half = all(isinstance(other, GroupedWeight) and other.is_exact_in_half for other in weights)
+    if weight.size == 32 and not is_half and (weight.bits == 8 or not has_lows):
+        has_lows = True  # there is no kind of groups of 32 with float32 scales and without lows
+    return _KINDS[weight.bits, has_lows, weight.size, is_half and weight.size == 32]
+
+
+def _blocks(kernels: Kernels, weights: list[Weight]) -> Tensor:
+    """Blocks of all weights, one of each in turn."""
+    kind, (outs, ins), step = kind_of(*weights), weights[0].shape, len(weights)
+    num_blocks = step * -(-outs // kernels.lanes)
+    data = torch.empty(num_blocks * kernels.block_bytes(kind, ins), dtype=torch.uint8)
+    for place, weight in enumerate(weights):
+        for first in range(0, outs, _CHUNK):
+            block = place + step * (first // kernels.lanes)
+            part = slice(first, min(first + _CHUNK, outs))
+            if isinstance(weight, Tensor):
+                rows = weight[part].float().contiguous()
+                kernels.pack_dense(kind, pointer(rows), len(rows), ins, pointer(data), block, step)
+            else:
+                _pack_groups(kernels, kind, weight.rows(part), pointer(data), block, step)
+    return data
+
+
+def _pack_groups(kernels: Kernels, kind: int, weight: GroupedWeight, data: int | None, block: int, step: int) -> None:
+    count, ins = weight.shape
+    assert weight.ints.shape[1] == -(-ins // GROUP) * GROUP, weight.ints.shape
+    ints, scales = weight.ints.contiguous(), weight.scales.contiguous()
+    if kind in _WITH_LOWS and weight.lows is None:
+        lows = scales * -weight.zero
+    else:
+        assert weight.lows is None or weight.zero == 0, weight.zero
+        lows = scales if weight.lows is None else weight.lows.contiguous()
+    kernels.pack_quantised(kind, pointer(ints), pointer(scales), pointer(lows), count, ins, data, block, step)

@@ -1,0 +1,179 @@
+"""The constants and structs that the compiled kernels share with Python; their fields are explained in the headers."""
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+import torch
+
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Kind` in matrix.h
+GROUP = 32  # activations that share a scale
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` in matrix.h."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("outs", c_int32),
+        ("ins", c_int32),
+        ("zero", c_int32),
+        ("data", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Pool(ctypes.Structure):
+    """`Pool` in attention.h."""
+
+    _fields_ = (("data", c_void_p), ("type", c_int32), ("num_heads", c_int32), ("dim", c_int32))
+
+
+class Requests(ctypes.Structure):
+    """`Requests` in attention.h."""
+
+    _fields_ = (
+        ("count", c_int32),
+        ("slots_width", c_int32),
+        ("mask_rows", c_int32),
+        ("mask_columns", c_int32),
+        ("window", c_int32),
+        ("query_lens", c_void_p),
+        ("kv_lens", c_void_p),
+        ("tree_sizes", c_void_p),
+        ("kv_slots", c_void_p),
+        ("tree_mask", c_void_p),
+    )
+
+
+class Layer(ctypes.Structure):
+    """`Layer` in layers.h."""
+
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("ffn_norm", c_void_p),
+        ("qkv", Matrix),
+        ("out", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+    )
+
+
+class Sizes(ctypes.Structure):
+    """`Sizes` in layers.h."""
+
+    _fields_ = (
+        ("hidden", c_int32),
+        ("ffn", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("dim", c_int32),
+        ("eps", c_float),
+    )
+
+
+class Step(ctypes.Structure):
+    """`Step` in layers.h."""
+
+    _fields_ = (
+        ("count", c_int64),
+        ("positions", c_void_p),
+        ("written", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("requests", Requests),
+        ("pool", Pool),
+        ("layer_bytes", c_int64),
+    )
+
+
+class EmbedAndHead(ctypes.Structure):
+    """`EmbedAndHead` in layers.h."""
+
+    _fields_ = (
+        ("embedding", c_void_p),
+        ("embedding_type", c_int32),
+        ("num_columns", c_int32),
+        ("norm", c_void_p),
+        ("output", Matrix),
+    )
+
+
+class DraftNetwork(ctypes.Structure):
+    """`DraftNetwork` in trees.h."""
+
+    _fields_ = (
+        ("embedding", c_void_p),
+        ("embedding_type", c_int32),
+        ("vocab_size", c_int32),
+        ("token_norm", c_void_p),
+        ("state_norm", c_void_p),
+        ("project", Matrix),
+        ("reads_states", c_int32),
+        ("state_first", c_int32),
+        ("residual_is_normed", c_int32),
+        ("num_layers", c_int32),
+        ("layers", c_void_p),
+        ("sizes", Sizes),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("norm", c_void_p),
+        ("state_is_normed", c_int32),
+        ("output_is_normed", c_int32),
+        ("num_columns", c_int32),
+        ("output", Matrix),
+        ("target_ids", c_void_p),
+    )
+
+
+class Growth(ctypes.Structure):
+    """`Growth` in trees.h."""
+
+    _fields_ = (
+        ("num_trees", c_int32),
+        ("topk", c_int32),
+        ("num_levels", c_int32),
+        ("num_drafts", c_int32),
+        ("output", c_void_p),
+        ("roots", c_void_p),
+        ("positions", c_void_p),
+        ("last_position", c_int64),
+        ("kv_slots", c_void_p),
+        ("kv_lens", c_void_p),
+        ("scratch", c_void_p),
+        ("slots_width", c_int32),
+        ("scratch_width", c_int32),
+        ("window", c_int32),
+        ("pool", Pool),
+        ("layer_bytes", c_int64),
+        ("seeds", c_void_p),
+        ("ends", c_void_p),
+        ("temperature", c_void_p),
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("scores", c_void_p),
+        ("num_nodes", c_void_p),
+    )
+
+
+class DraftTrees(ctypes.Structure):
+    """`DraftTrees` in sampling.h."""
+
+    _fields_ = (
+        ("num_trees", c_int32),
+        ("width", c_int32),
+        ("max_depth", c_int32),
+        ("vocab_size", c_int32),
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("num_nodes", c_void_p),
+        ("starts", c_void_p),
+        ("logits", c_void_p),
+        ("lengths", c_void_p),
+        ("seeds", c_void_p),
+        ("temperature", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("top_k", c_void_p),
+    )

@@ -1,0 +1,134 @@
+"""Several drafters that act as one: each drafts for the requests that the engine has given to it.
+
+A request names its drafter in the request table. One that names a drafter which is not here, because it was dropped, or
+none gets the first. A drafter sees only its own requests and keeps its own state. It is told which KV slots the others'
+requests reuse. The trees of all become one batch for the verifier.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftRequest, ProposeContext, SharesKVSlots
+from specray.spec_decode.shadow_trees import ShadowTrees
+from specray.spec_decode.tree_edits import merge_trees
+from specray.step import DrafterUse
+
+
+class SeveralDrafters:
+    """Drafter made of `drafters` by name. `clock` returns seconds."""
+
+    def __init__(self, drafters: Mapping[str, Drafter], clock: Callable[[], float] = time.perf_counter) -> None:
+        members = list(drafters.values())
+        self.max_draft_tokens = max(drafter.max_draft_tokens for drafter in members)
+        layers = [layer for drafter in members for layer in drafter.aux_hidden_state_layers]
+        self.aux_hidden_state_layers = tuple(dict.fromkeys(layers))
+        self.reads_next_token = any(drafter.reads_next_token for drafter in members)
+        self._drafters = dict(drafters)
+        self._first = next(iter(drafters))
+        self._sharing = {name: sharing for name, drafter in drafters.items() if (sharing := _sharing_kv(drafter))}
+        self._shadow_trees = {name: ShadowTrees() for name in drafters}
+        self._clock = clock
+        self._uses: list[DrafterUse] = []
+
+    def propose(self, context: ProposeContext) -> DraftTree:
+        trees: list[tuple[Tensor, DraftTree]] = []
+        for name in self._drafters:
+            part = self._part(name, context)
+            if sharing := self._sharing.get(name):
+                others = [request for request in _all(context) if request.slot not in part.slots]
+                if others:
+                    sharing.forget_kv(context.table, others)
+            if part.slots and (drafted := self._draft(name, part, context)) is not None:
+                trees.append(drafted)
+        return merge_trees(context.roots(), trees)
+
+    def release(self, slots: Sequence[int]) -> None:
+        for name, drafter in self._drafters.items():
+            drafter.release(slots)
+            self._shadow_trees[name].release(slots)
+
+    def take_uses(self) -> list[DrafterUse]:
+        uses, self._uses = self._uses, []
+        return uses
+
+    def _part(self, name: str, context: ProposeContext) -> "_Part":
+        """What `name` sees of a step."""
+        states = context.table.states
+        owners = {request.slot: states[request.slot].drafter for request in _all(context)}
+        own = {slot for slot, owner in owners.items() if (owner if owner in self._drafters else self._first) == name}
+        slots = own | {slot for slot in owners if states[slot].shadow == name}
+        places = [place for place, request in enumerate(context.requests) if request.slot in slots]
+        return _Part(slots, places, [context.requests[place].slot in own for place in places])
+
+    def _draft(self, name: str, part: "_Part", context: ProposeContext) -> tuple[Tensor, DraftTree] | None:
+        """The places in the batch that get this drafter's trees, and the trees; None if there are none."""
+        drafter, shadow = self._drafters[name], self._shadow_trees[name]
+        seen = self._context(part, drafter.aux_hidden_state_layers, context)
+        compared = shadow.compare(context)
+        start = self._clock()
+        try:
+            tree = drafter.propose(seen)
+        except DraftFaultError:
+            self._uses.append(DrafterUse(name, self._clock() - start, 0.0, *compared, num_faults=1))
+            return None
+        device, is_own = context.table.device, part.is_own
+        if not all(is_own):
+            rows = [row for row, owns in enumerate(is_own) if not owns]
+            shadow.keep([seen.requests[row] for row in rows], tree.select(torch.tensor(rows, device=device)))
+        seconds = self._clock() - start
+        own_seconds = seconds * (sum(is_own) / len(is_own) if is_own else 0.0)
+        self._uses.append(DrafterUse(name, own_seconds, seconds - own_seconds, *compared))
+        rows = [row for row, owns in enumerate(is_own) if owns]
+        if not rows:
+            return None
+        places = torch.tensor([part.places[row] for row in rows], device=device)
+        return places, tree.select(torch.tensor(rows, device=device))
+
+    def _context(self, part: "_Part", layers: Sequence[int], context: ProposeContext) -> ProposeContext:
+        """The context of a drafter that sees only `part` and reads only these layers."""
+        rows = _all(context)
+        if len(part.slots) == len(rows) and tuple(layers) == self.aux_hidden_state_layers:
+            return context
+        columns = [self.aux_hidden_state_layers.index(layer) for layer in layers]
+
+        def gather() -> Tensor:
+            states = context.aux_hidden_states
+            assert states is not None
+            lengths = np.array([request.end - request.start for request in rows])
+            tokens = np.repeat([request.slot in part.slots for request in rows], lengths).nonzero()[0]
+            by_layer = states.view(len(states), len(self.aux_hidden_state_layers), -1)
+            index, chosen = torch.from_numpy(tokens), torch.tensor(columns)
+            device = states.device
+            return by_layer.index_select(0, index.to(device)).index_select(1, chosen.to(device)).flatten(1)
+
+        return ProposeContext(
+            context.table,
+            [context.requests[place] for place in part.places],
+            [request for request in context.unfinished if request.slot in part.slots],
+            gather if columns and context.gather_aux_hidden_states is not None else None,
+        )
+
+
+class _Part(NamedTuple):
+    """The requests of a step that one drafter sees."""
+
+    slots: set[int]
+    places: list[int]  # of those that get a tree, in the context's `requests`
+    is_own: list[bool]  # of each place: its tree is verified
+
+
+def _all(context: ProposeContext) -> list[DraftRequest]:
+    return context.requests + context.unfinished
+
+
+def _sharing_kv(drafter: Drafter | None) -> SharesKVSlots | None:
+    """This drafter, or the one behind its `drafter`, if it keeps KV in the target's slots."""
+    while drafter is not None and not isinstance(drafter, SharesKVSlots):
+        drafter = getattr(drafter, "drafter", None)
+    return drafter

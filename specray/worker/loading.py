@@ -1,0 +1,109 @@
+"""One rank of the target, loaded: the model, its KV pool and its attention kernels, and what a drafter can share."""
+
+from pathlib import Path
+
+import torch
+
+from specray.config import EngineConfig
+from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
+from specray.models.registry import context_length, load_config, load_model
+from specray.models.target_model import TargetModel
+from specray.ops.attention import AttentionBatch, FusedAttend
+from specray.ops.backends import make_backend
+from specray.spec_decode.drafter import TargetView
+from specray.worker.kv_cache import KVCache
+from specray.worker.kv_size import count_blocks
+from specray.worker.memory_demand import demand_of
+from specray.worker.model_runner import ModelRunner
+from specray.worker.remote_drafter.handshake import DraftPlacement
+from specray.worker.remote_drafter.source import RingLimits
+
+
+class LoadedTarget:
+    """The target of `config` on one rank. `model` is one that is already loaded, to share its weights."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        group: RankGroup,
+        device: torch.device,
+        progress: bool = False,
+        model: TargetModel | None = None,
+        placement: DraftPlacement = "inline",
+    ) -> None:
+        """`placement` is the drafter's."""
+        self._config, self._folder, self._device = config, folder, device
+        self.model = model or load_model(folder, config, group, device, progress)
+        model_config = load_config(folder)
+        self._architecture = (model_config.architectures or [""])[0]
+        self.context_length = context_length(model_config, config.context_length)
+        shape, dtype = self.model.shape, self.model.embedding.weight.dtype
+        demand = demand_of(config, model_config, shape, folder, dtype, device, group, placement)
+        self.num_blocks = group.smallest(count_blocks(config, demand, self.context_length, device))
+        kv = KVCache(
+            shape.num_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size, dtype, device
+        )
+        attention = make_backend(
+            config.attention_backend,
+            kv.pool,
+            shape.num_local_heads,
+            config.page_size,
+            config.speculative.attention_mode,
+        )
+        self.runner = ModelRunner(self.model, kv, attention)
+        if config.deterministic and not self._has_fixed_sums:
+            raise ConfigError(
+                f"deterministic=true does not hold for {self._architecture} on {device.type} with attention_backend="
+                f"{config.attention_backend}: it needs a dense model, and compiled CPU kernels or Triton; set "
+                "deterministic: false"
+            )
+
+    def view(self, eos_token_ids: list[int]) -> TargetView:
+        """What a drafter on this rank can read and share."""
+        config = self._config
+        return TargetView(
+            self.model,
+            self.model.shape,
+            self.model.embedding.weight.dtype,
+            self._folder,
+            config.load_format,
+            self._architecture,
+            eos_token_ids,
+            self.context_length,
+            self.num_blocks * config.page_size,
+            config.max_running_requests,
+            config.attention_backend,
+            self._device,
+            config.quantization,
+            config.moe_runner_backend,
+        )
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a token's logits have the same bits in any batch, tree or prompt chunk.
+
+        In float32, torch's operations differ too, but by so little that tests have found no text that changed.
+        """
+        is_float32 = self.model.embedding.weight.dtype is torch.float32 and self._config.quantization is None
+        return is_float32 or self._has_fixed_sums
+
+    @property
+    def has_fused_attention(self) -> bool:
+        """Whether attention norms and rotates too (see FusedAttend); found out by planning a step of one token."""
+        zeros = torch.zeros(1, dtype=torch.int64, device=self._device)
+        step = AttentionBatch([1], [1], zeros[None], zeros, [(0, 0)])
+        return isinstance(self.runner.attention.plan(step), FusedAttend)
+
+    @property
+    def _has_fixed_sums(self) -> bool:
+        """Whether all sums run in an order that depends on positions alone."""
+        return self.runner.attention.is_batch_invariant and self.model.is_row_wise
+
+
+def ring_limits(config: EngineConfig, model: TargetModel) -> RingLimits:
+    """The size limits of the ring of hidden states for a drafter in another process."""
+    shape, dtype = model.shape, model.embedding.weight.dtype
+    sizes = (config.max_prefill_tokens, config.max_running_requests)
+    return RingLimits(shape.num_layers, shape.hidden_size, *sizes, dtype)

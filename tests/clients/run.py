@@ -1,0 +1,92 @@
+"""Runs a client's scenarios in its environment, and the examples of docs/clients.md with it."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.clients.environments import Client, Environment
+
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+SERVER, NO_KEY = "http://127.0.0.1:8000", '"none"'  # in the page's examples
+TIMEOUT_S = 300.0
+LANGUAGES = {"python": ".py", "javascript": ".mjs"}
+
+
+class Outcome(NamedTuple):
+    """One scenario or example. `error` is None if it passed."""
+
+    name: str
+    error: str | None
+
+
+class Report(NamedTuple):
+    version: str
+    outcomes: list[Outcome]
+
+    @property
+    def failures(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.error is not None]
+
+
+def use(client: Client, environment: Environment, url: str, key: str) -> Report:
+    """Run everything that uses a client against the server at `url`."""
+    variables = {"SPECRAY_URL": url, "SPECRAY_KEY": key, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
+    finished = _start(environment, client.path, variables)
+    version, outcomes = parsed(finished.stdout)
+    if finished.returncode:
+        outcomes.append(Outcome("the script itself", finished.stderr[-4000:] or f"status {finished.returncode}"))
+    for name, script in examples(PAGE.read_text(encoding="utf-8"), client.name):
+        path = environment.folder / f"example{script.suffix}"
+        path.write_text(script.text.replace(SERVER, url).replace(NO_KEY, json.dumps(key)), encoding="utf-8")
+        ended = _start(environment, path, variables)
+        outcomes.append(Outcome(name, (ended.stdout + ended.stderr)[-4000:] if ended.returncode else None))
+    return Report(version, outcomes)
+
+
+def parsed(output: str) -> tuple[str, list[Outcome]]:
+    """The version and the outcomes that a script has printed. Lines of the client's own are skipped."""
+    version, outcomes = "?", []
+    for line in output.splitlines():
+        if line.startswith('{"version"'):
+            version = json.loads(line)["version"]
+        elif line.startswith('{"scenario"'):
+            fields = json.loads(line)
+            outcomes.append(Outcome(fields["scenario"], fields["error"]))
+    return version, outcomes
+
+
+class Script(NamedTuple):
+    suffix: str
+    text: str
+
+
+def examples(page: str, client: str) -> Iterator[tuple[str, Script]]:
+    """The programs in the section of a client: its heading is the client's name."""
+    section = re.search(rf"^## {re.escape(client)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", section[1] if section else "", re.DOTALL | re.MULTILINE)
+    programs = [Script(LANGUAGES[language], text) for language, text in blocks if language in LANGUAGES]
+    for number, program in enumerate(programs, 1):
+        yield f"example {number} of docs/clients.md", program
+
+
+def _start(environment: Environment, script: Path, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    names = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
+    own = {name: os.environ[name] for name in names if name in os.environ}
+    command = [str(environment.program), str(script)]
+    try:
+        return subprocess.run(
+            command,
+            cwd=environment.folder,
+            env=own | dict(variables),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        return subprocess.CompletedProcess(command, 1, output, f"not finished after {TIMEOUT_S:g} s")

@@ -1,0 +1,87 @@
+"""Acceptance by score: what is expected of a cut, and which cut pays."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from specray.engine.draft_budget.acceptance import RequestAcceptance
+from specray.engine.draft_budget.auto import NUM_FIRST_TREES, AutoBudget
+from specray.engine.draft_budget.budget import Drafting
+from specray.engine.draft_budget.costs import StepCosts, StepShape
+from specray.engine.draft_budget.scores import EDGES, ScoreAcceptance, best_cut
+
+MOST = 8
+
+
+def tree(random: Random) -> tuple[list[float], list[int]]:
+    """(scores, accepted nodes) of a chain whose drafter is right as often as it says; half are hopeless."""
+    scores, accepted, score, is_right = [], [], 1.0, True
+    sure = random.random() < 0.5
+    for node in range(1, MOST + 1):
+        chance = 0.9 if sure else 0.15
+        score *= chance
+        is_right = is_right and random.random() < chance
+        scores.append(score)
+        accepted += [node] if is_right else []
+    return scores, accepted
+
+
+def learnt(num_trees: int = 2000) -> ScoreAcceptance:
+    acceptance, random = ScoreAcceptance(), Random(0)
+    for _ in range(num_trees):
+        scores, accepted = tree(random)
+        acceptance.observe(scores, MOST, accepted)
+    return acceptance
+
+
+def costs(fixed: float, per_token: float) -> StepCosts:
+    costs = StepCosts()
+    for num_drafts in (0, 4, 8, 16, 32):
+        costs.observe(StepShape(1, num_drafts, num_drafts), fixed + per_token * (1 + num_drafts), 0.0)
+    return costs
+
+
+def test_expected_nodes_are_those_that_were_accepted() -> None:
+    accepted, verified = learnt().gains()
+    random = Random(1)
+    trees = [tree(random) for _ in range(4000)]
+    for num_drafts in (1, 4, MOST):
+        for cut in (0, 5, 9):
+            kept = [sum(score >= EDGES[cut] for score in scores[:num_drafts]) for scores, _ in trees]
+            gained = [sum(node <= count for node in nodes) for (_, nodes), count in zip(trees, kept, strict=True)]
+            assert verified[num_drafts - 1, cut] == pytest.approx(np.mean(kept), abs=0.15)
+            assert accepted[num_drafts - 1, cut] == pytest.approx(np.mean(gained), abs=0.4)
+
+
+def test_cheap_nodes_are_all_verified_and_dear_ones_only_if_likely() -> None:
+    acceptance = learnt()
+    assert best_cut(acceptance, 1, costs(1.0, 1e-5), 1.0) == (MOST, 0.0)
+    num_drafts, score = best_cut(acceptance, 1, costs(1.0, 0.25), 1.0)
+    assert num_drafts > 2
+    assert score >= 0.1
+    assert best_cut(acceptance, 1, costs(0.0, 1.0), 1.0) == (0, 0.0)
+
+
+def test_a_cut_generates_more_than_every_number_of_drafts() -> None:
+    """Half of the trees are hopeless: only their scores tell which."""
+    acceptance, seconds = learnt(), costs(1.0, 0.25)
+    accepted, verified = acceptance.gains()
+    num_drafts, score = best_cut(acceptance, 1, seconds, 1.0)
+    cut = int(np.searchsorted(EDGES, score))
+    chosen = (1 + accepted[num_drafts - 1, cut]) / seconds.target(1 + verified[num_drafts - 1, cut])
+    fixed = max((1 + accepted[place, 0]) / seconds.target(1 + verified[place, 0]) for place in range(MOST))
+    assert chosen > 1.05 * fixed
+
+
+def test_requests_whose_drafts_are_accepted_less_need_likelier_drafts() -> None:
+    budget, random, good, bad = AutoBudget(None), Random(0), RequestAcceptance(), RequestAcceptance()
+    for _ in range(NUM_FIRST_TREES + 200):
+        scores, accepted = tree(random)
+        budget.record_tree(good, MOST, accepted, scores)
+        budget.record_tree(bad, MOST, [], scores)
+        shares = budget.shares([Drafting(MOST, good), Drafting(MOST, bad)])
+        shape = StepShape(2, sum(shares.num_drafts), max(shares.num_drafts))
+        budget.record_step(shape, 1.0 + 0.1 * shape.num_tokens, 0.0)
+    assert shares.min_scores is not None
+    assert shares.min_scores[1] > 2 * shares.min_scores[0]

@@ -1,0 +1,63 @@
+"""What the target would have accepted of a tree follows from the text."""
+
+import pytest
+
+from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
+from specray.spec_decode.drafter import DraftRequest
+from specray.spec_decode.shadow_trees import Compared, ShadowTrees, accepted_path
+from specray.step import UNLIMITED, DraftLimit
+from tests.support.drafters import Tokens, make_context
+
+#        9
+#     7     5
+#    6 4    3
+TREE = TreeLists([9, 7, 5, 6, 4, 3], [NONE, 0, 0, 1, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([], (0, False)),
+        ([8], (0, True)),
+        ([7], (1, False)),
+        ([7, 4], (2, True)),
+        ([7, 4, 1], (2, True)),
+        ([7, 3], (1, True)),
+        ([5, 3, 3], (2, True)),
+    ],
+)
+def test_the_accepted_path_is_that_of_the_text(text: list[int], expected: tuple[int, bool]) -> None:
+    assert accepted_path(TREE, text) == expected
+
+
+def test_the_first_of_equal_siblings_counts() -> None:
+    """As in verification."""
+    assert accepted_path(TreeLists([9, 7, 7, 5], [NONE, 0, 0, 2]), [7, 5]) == (1, True)
+
+
+def test_a_tree_without_drafts_is_known_at_once() -> None:
+    assert accepted_path(TreeLists([9], [NONE]), [1]) == (0, True)
+
+
+def kept(limit: DraftLimit = UNLIMITED) -> ShadowTrees:
+    trees = ShadowTrees()
+    trees.keep([DraftRequest(0, 0, 2, limit)], DraftTree.from_lists([TREE]))
+    return trees
+
+
+def test_trees_wait_until_the_text_is_long_enough() -> None:
+    trees = kept()
+    assert trees.compare(make_context([Tokens(0, [1, 2, 9])])) == Compared(0, 0, 0)
+    assert trees.compare(make_context([Tokens(0, [1, 2, 9, 7])])) == Compared(0, 0, 0)
+    assert trees.compare(make_context([Tokens(0, [1, 2, 9, 7, 4])])) == Compared(1, 5, 2)
+    assert trees.compare(make_context([Tokens(0, [1, 2, 9, 7, 4])])) == Compared(0, 0, 0), "counted once"
+
+
+def test_nodes_that_would_not_have_been_verified_do_not_count() -> None:
+    assert kept(DraftLimit(2, 9)).compare(make_context([Tokens(0, [1, 2, 9, 7, 4])])) == Compared(1, 2, 1)
+
+
+def test_a_new_request_in_the_slot_is_not_compared() -> None:
+    trees = kept()
+    trees.release([0])
+    assert trees.compare(make_context([Tokens(0, [1, 2, 9, 7, 4])])) == Compared(0, 0, 0)
