@@ -69,7 +69,7 @@ def test_the_option_changes_nothing_where_the_cpu_kernels_run(toy: Path, caplog:
 @pytest.mark.usefixtures("torchs_operations", "no_compiler")
 def test_a_missing_compiler_is_one_error_with_the_fix(toy: Path) -> None:
     config = EngineConfig(model=str(toy), enable_torch_compile=True, device="cpu")
-    for start in (Worker, check_model_files):
+    for start in (startup.start_worker, check_model_files):
         with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler, and there is none; install g\+\+ or set CXX"):
             start(config)
     check_model_files(config.model_copy(update={"enable_torch_compile": False}))
@@ -117,9 +117,12 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])  # without and with biases; with norms of q and k
-def test_on_a_gpu_layers_are_one_graph_in_which_attention_is_opaque(variant: str, tmp_path: Path) -> None:
+def test_on_a_gpu_layers_are_one_graph_in_which_attention_is_opaque(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As far as fake tensors show it: nothing is computed, and Inductor's kernels are not made."""
     pytest.importorskip("triton")
+    monkeypatch.setattr("triton.runtime.interpreter.InterpretedFunction.run", lambda *_, **__: None)
     gpu, functional = torch.device("cuda", 0), []
 
     def record(graph: GraphModule, inputs: list[Tensor]) -> Any:  # noqa: ARG001
