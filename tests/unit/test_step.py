@@ -56,7 +56,17 @@ some_logprobs = st.none() | st.lists(logprobs, max_size=3)
 errors = st.none() | st.text(max_size=9)
 trees = st.builds(VerifiedTree, ids, ids)
 row_result = st.builds(
-    RequestResult, small, ids, small, some_logprobs, errors, ids, some_logprobs, st.none() | trees, st.booleans()
+    RequestResult,
+    small,
+    ids,
+    small,
+    some_logprobs,
+    errors,
+    ids,
+    some_logprobs,
+    st.none() | trees,
+    st.booleans(),
+    st.lists(st.floats(0, 1), max_size=3),
 )
 times = st.builds(StepTimes, real, real, real, real)
 uses = st.lists(st.builds(DrafterUse, salts, real, real, small, small, small, small), max_size=2)
