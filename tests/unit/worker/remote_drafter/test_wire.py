@@ -26,7 +26,7 @@ def test_scores_cross_the_socket() -> None:
 
 @pytest.mark.parametrize("scores", [b"12345", b"1234"])
 def test_scores_of_another_number_of_nodes_are_no_trees(scores: bytes) -> None:
-    with pytest.raises(ValueError, match="size|shape"):
+    with pytest.raises(ValueError, match=r"size|shape"):
         REPLY._replace(scores=scores).tree(1, vocab_size=10, max_draft_tokens=1)
 
 
