@@ -129,8 +129,8 @@ class RequestResult(NamedTuple):
     accepted_nodes: Sequence[int] = ()  # of the verified tree, one for each of token_ids but the last
     prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt tokens that follow the computed ones
     tree: VerifiedTree | None = None  # with NewRequest.traces_drafts, if tokens were emitted
-    draft_scores: Sequence[float] = ()  # with DraftLimit.min_score: of the drafts, those below it included
     is_deferred: bool = False  # nothing was computed, because the request's grammar is still compiled
+    draft_scores: Sequence[float] = ()  # with DraftLimit.min_score: of the drafts, those below it included
 
 
 class StepTimes(NamedTuple):

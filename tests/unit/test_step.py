@@ -49,14 +49,24 @@ salts = st.text(max_size=5)
 new_row = st.builds(
     NewRequest, small, ids, small, small, ids, sampling, salts, prompts, ids, st.booleans(), salts, salts
 )
-row_step = st.builds(ScheduledRequest, small, small, st.builds(DraftLimit, small, small), ids)
+row_step = st.builds(ScheduledRequest, small, small, st.builds(DraftLimit, small, small, st.floats(0, 1)), ids)
 plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))
 logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))
 some_logprobs = st.none() | st.lists(logprobs, max_size=3)
 errors = st.none() | st.text(max_size=9)
 trees = st.builds(VerifiedTree, ids, ids)
 row_result = st.builds(
-    RequestResult, small, ids, small, some_logprobs, errors, ids, some_logprobs, st.none() | trees, st.booleans()
+    RequestResult,
+    small,
+    ids,
+    small,
+    some_logprobs,
+    errors,
+    ids,
+    some_logprobs,
+    st.none() | trees,
+    st.booleans(),
+    st.lists(st.floats(0, 1), max_size=3),
 )
 times = st.builds(StepTimes, real, real, real, real)
 uses = st.lists(st.builds(DrafterUse, salts, real, real, small, small, small, small), max_size=2)

@@ -1,8 +1,9 @@
 """How many tokens are drafted for each request of a step.
 
-`static` shares a fixed number among the requests. `auto` buys drafts in the order of the tokens that they are expected
-to bring, while they raise the tokens per second: `acceptance` estimates what a draft brings, `costs` what it takes, and
-`allocation` chooses. No choice changes a request's text.
+`static` shares a fixed number among the requests. `auto` verifies drafts while they raise the tokens per second.
+`costs` estimates what they take. What they bring, `scores` estimates from the probabilities that a drafter gave them,
+and chooses the least one that pays; for drafters without probabilities `acceptance` estimates it from their place in
+the tree, and `allocation` chooses. No choice changes a request's text.
 """
 
 from specray.config import EngineConfig, SpeculativeConfig

@@ -95,6 +95,27 @@ def test_a_tree_is_cut_to_the_token_limit() -> None:
         assert row == TreeLists(TREE.tokens[: limit + 1], TREE.parents[: limit + 1])
 
 
+def test_unlikely_nodes_are_cut_and_all_scores_are_reported() -> None:
+    """Scores are those of the drafts within the limit of tokens, and are wanted only with a least score."""
+
+    class Scored(FixedDrafter):
+        def propose(self, context: ProposeContext) -> DraftTree:
+            tree = super().propose(context)
+            return replace(tree, scores=torch.tensor([[1.0, 0.5, 0.25, 0.125]]).expand(len(tree.num_nodes), -1))
+
+    tree = TreeLists([9, 3, 4, 5], [NONE, 0, 1, 0])
+    for least, num_tokens, kept, scores in (
+        (0.25, 9, 3, [0.5, 0.25, 0.125]),
+        (0.9, 2, 1, [0.5, 0.25]),
+        (0.0, 9, 4, None),
+    ):
+        source = source_of(Scored({1: tree}))
+        source.submit(context(1))
+        [collected] = collect(source, {1: 9}, DraftLimit(num_tokens, 9, least))
+        assert collected == TreeLists(tree.tokens[:kept], tree.parents[:kept])
+        assert source.scores == ([] if scores is None else [scores])
+
+
 def test_the_depth_limit_applies_before_the_token_limit() -> None:
     tree = TreeLists([5, 1, 2, 3, 4, 6], [NONE, 0, 1, 2, 0, 4])
     cuts = {

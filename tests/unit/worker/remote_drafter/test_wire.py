@@ -1,5 +1,6 @@
-"""A reply's report on several drafters crosses the socket, and a malformed one is no reply."""
+"""A reply's scores and its report on several drafters cross the socket, and malformed ones are no reply."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -13,6 +14,20 @@ from specray.worker.remote_drafter.wire import Reply, pack, unpack_reply
 
 REPLY = Reply.of(1, 0.5, DraftTree.chains(torch.tensor([[9, 3]])))
 USE = DrafterUse("head", 0.1, 0.2, 3, 4, 5, 0)
+
+
+def test_scores_cross_the_socket() -> None:
+    tree = replace(DraftTree.chains(torch.tensor([[9, 3], [9, 4]])), scores=torch.tensor([[1.0, 0.3], [1.0, 0.7]]))
+    received = unpack_reply(pack(Reply.of(1, 0.5, tree))).tree(2, vocab_size=10, max_draft_tokens=1)
+    assert received.scores is not None
+    assert torch.equal(received.scores, torch.tensor([[1.0, 0.3], [1.0, 0.7]]))
+    assert REPLY.tree(1, vocab_size=10, max_draft_tokens=1).scores is None
+
+
+@pytest.mark.parametrize("scores", [b"12345", b"1234"])
+def test_scores_of_another_number_of_nodes_are_no_trees(scores: bytes) -> None:
+    with pytest.raises(ValueError, match=r"size|shape"):
+        REPLY._replace(scores=scores).tree(1, vocab_size=10, max_draft_tokens=1)
 
 
 def test_uses_cross_the_socket() -> None:
@@ -38,4 +53,4 @@ def test_uses_cross_the_socket() -> None:
 )
 def test_malformed_uses_are_no_reply(uses: Any) -> None:
     with pytest.raises(ValueError, match="not a reply"):
-        unpack_reply(msgpack.packb([*REPLY[:-1], uses]))
+        unpack_reply(msgpack.packb(REPLY._replace(uses=uses)))
