@@ -16,11 +16,12 @@ from specray.ops.cpu.threads import use_threads
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
-from specray.spec_decode.drafter import Drafter, DraftSource, padded_drafter
+from specray.spec_decode.drafter import Drafter, DraftSource, padded_drafter, uses_of
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
+from specray.spec_decode.several import WITHOUT_GRAPHS
 from specray.spec_decode.verifier import is_padded
 from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
@@ -115,6 +116,8 @@ def _capture(
     padded, without = padded_drafter(drafter) if is_padded(sampler) else None, []
     if padded is not None and (reason := padded.reason_without_graphs) is not None:
         padded, without = None, [_without_graphs("drafts", reason)]
+    elif uses_of(drafter) is not None:
+        without = [_without_graphs("drafts", WITHOUT_GRAPHS)]
     captured = DecodeGraphs(graphs, runner, table, drafts, rows, padded, sampler)
     captured.capture()
     return captured, without

@@ -28,6 +28,7 @@ from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, pa
 from specray.spec_decode.inline_drafts import limited
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
+from specray.spec_decode.several import WITHOUT_GRAPHS
 from specray.spec_decode.verifier import is_padded
 from specray.worker.devices import choose_device
 from specray.worker.remote_drafter.device_ring import DeviceRing
@@ -113,6 +114,8 @@ def make_draft_graphs(config: EngineConfig, target: TargetView, drafter: Drafter
     """Graphs of this drafter for requests of `target`, not captured yet; None if there are none."""
     padded = padded_drafter(drafter) if is_padded(make_sampler(config.speculative)) else None
     graphs = None if config.disable_cuda_graph else make_graphs(target.device, target.attention_backend)
+    if graphs is not None and uses_of(drafter) is not None:
+        logger.warning("drafts run without CUDA graphs: %s", WITHOUT_GRAPHS)
     if padded is None or graphs is None:
         return None
     if padded.reason_without_graphs is not None:

@@ -7,6 +7,7 @@ import pytest
 
 from specray.config import EngineConfig
 from specray.layers.moe import EXPERTS_READ
+from specray.spec_decode.several import WITHOUT_GRAPHS
 from specray.worker.startup import start_worker
 from tests.support.architectures import write_architecture
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
@@ -46,3 +47,9 @@ def test_a_dense_engine_has_all_graphs(toy: Path, tmp_path: Path) -> None:
         folder.mkdir()
         worker = start_worker(config_of(toy, speculative=METHODS[name](toy, folder)))
         assert worker.capacity.without_graphs == ()
+
+
+def test_several_drafters(toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]) -> None:
+    worker = start_worker(config_of(toy, speculative=METHODS["SEVERAL"](toy, tmp_path)))
+    assert worker.capacity.without_graphs == (f"drafts: {WITHOUT_GRAPHS}",)
+    assert {kind for kind, *_ in graphs[0].captured} == {"forward", "verify"}
