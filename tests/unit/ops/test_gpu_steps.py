@@ -1,6 +1,7 @@
 """The kernels of padded steps, in Triton's interpreter, give exactly what their twins in torch give."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def test_committed_tokens(seed: int, width: int, data: st.DataObject) -> None:
 @given(st.lists(trees(), min_size=1, max_size=4), st.data())
 @settings(max_examples=40)
 def test_pending_trees(lists: list[TreeLists], data: st.DataObject) -> None:
-    """Valid and invalid ones, of the right root and of another, cut by limits and not."""
+    """Valid and invalid ones, of the right root and of another, cut by limits and not, with scores and without."""
     count = len(lists)
     slots = torch.tensor(data.draw(st.permutations(range(SLOTS)))[:count])
     for row in lists:
@@ -157,14 +158,20 @@ def test_pending_trees(lists: list[TreeLists], data: st.DataObject) -> None:
     if missing is not None:
         tree.num_nodes[0] = missing
     roots = tree.tokens[:, 0] + torch.tensor([data.draw(st.sampled_from([0, 0, 0, 1])) for _ in lists])
-    limits = [DraftLimit(data.draw(st.integers(0, 12)), 99) for _ in lists]
+    least = st.sampled_from([0.0, 0.6]) if data.draw(st.booleans()) else st.just(0.0)
+    limits = [DraftLimit(data.draw(st.integers(0, 12)), 99, data.draw(least)) for _ in lists]
+    if data.draw(st.booleans()):
+        scores = 0.8 ** torch.arange(tree.tokens.shape[1], dtype=torch.float32)
+        tree = replace(tree, scores=scores.repeat(count, 1))
 
     def run() -> Any:
         pending = PendingTrees(SLOTS, VOCAB_SIZE, CPU)
         pending.put(slots, tree)
         taken, num_nodes, is_broken = pending.take(slots, roots, limits)
+        known = pending.scores
         again, _, _ = pending.take(slots, roots, limits)
-        return taken.to_lists(), taken.tokens, taken.are_chains, taken.max_depth, num_nodes, is_broken, again.to_lists()
+        depths = taken.are_chains, taken.max_depth
+        return taken.to_lists(), taken.tokens, *depths, num_nodes, is_broken, known, again.to_lists()
 
     expected, found = both(run)
     assert torch.equal(expected[1], found[1])
