@@ -127,6 +127,8 @@ gpu-report:  ## check the kernels on this machine's GPU and measure decode steps
 	$(PYTHON) -m benchmarks.gpu check --json gpu-report.json
 	$(PYTHON) -m benchmarks.gpu kernels --json gpu-kernels.json
 	$(PYTHON) -m benchmarks.gpu speed --json gpu-speed.json
+	$(PYTHON) -m benchmarks.gpu overlap --json gpu-overlap.json
+	$(PYTHON) -m benchmarks.gpu placement --json gpu-placement.json
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; goes on where it stopped
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 7168 --run $(HEADS_DIR)/eagle3

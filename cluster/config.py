@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from specray.config import EngineConfig, Options
 from specray.errors import ConfigError
+from specray.worker.remote_drafter.handshake import DraftPlacement
 
 ToolCallParserName = Literal[
     "hermes",
@@ -142,10 +143,10 @@ class ServerConfig(Options):
 class DraftConfig(Options):
     """Where the drafter runs."""
 
-    placement: Literal["colocated", "inline"] = Field(
+    placement: DraftPlacement = Field(
         "colocated",
-        description="colocated: in a separate process beside rank 0, whose failure does not stop the engine; inline: "
-        "in the rank's process. The output is the same.",
+        description="colocated: in a separate process beside rank 0, whose failure does not stop the engine; separate: "
+        "the same on a GPU of its own; inline: in the rank's process. The output is the same.",
     )
     cpus: float = Field(
         0.1,
@@ -155,8 +156,26 @@ class DraftConfig(Options):
         "together.",
     )
     gpu_share: float = Field(
-        0.2, gt=0.0, lt=1.0, description="Share of rank 0's GPU that Ray reserves for the colocated drafter, like cpus."
+        0.2,
+        gt=0.0,
+        lt=1.0,
+        description="Share of rank 0's GPU that Ray reserves for the colocated drafter, like cpus. A separate drafter "
+        "has a whole one.",
     )
+    cuda_ipc: bool = Field(
+        False,
+        description="Hand hidden states to a colocated drafter in the GPU's memory (CUDA IPC) instead of the host's. "
+        "Not run on a GPU yet. Needs an allocator without expandable_segments; no effect on a CPU.",
+    )
+
+    @model_validator(mode="after")
+    def _shares_a_gpu(self) -> Self:
+        if self.cuda_ipc and self.placement != "colocated":
+            raise ConfigError(
+                f"draft.cuda_ipc needs a drafter on rank 0's GPU in its own process, and draft.placement="
+                f"{self.placement}; set draft.placement: colocated, or cuda_ipc: false"
+            )
+        return self
 
 
 class PlacementConfig(Options):
@@ -286,16 +305,30 @@ class AppConfig(EngineConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_separate_drafter(self) -> Self:
+        if self.draft.placement == "separate" and self.placement.across_nodes:
+            raise ConfigError(
+                "draft.placement=separate shares memory with rank 0, so its GPU must be on the same node, which "
+                "placement.across_nodes does not ensure; set draft.placement: colocated, or across_nodes: false"
+            )
+        return self
+
     @property
     def has_draft_actor(self) -> bool:
         """Whether drafters run in separate processes, or may do so later (`replaces_drafters`)."""
         is_wanted = self.speculative.has_drafter or self.replaces_drafters
-        return is_wanted and self.draft.placement == "colocated"
+        return is_wanted and self.draft.placement != "inline"
+
+    @property
+    def has_draft_gpu(self) -> bool:
+        """Whether drafters have a bundle of their own, with a GPU where ranks have one."""
+        return self.has_draft_actor and self.draft.placement == "separate"
 
     @property
     def replaces_drafters(self) -> bool:
         """Whether an operator can replace the drafter while serving."""
-        return self.server.admin_key_file is not None and self.draft.placement == "colocated"
+        return self.server.admin_key_file is not None and self.draft.placement != "inline"
 
     @property
     def max_replicas(self) -> int:

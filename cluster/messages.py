@@ -18,6 +18,7 @@ class RouterInfo(NamedTuple):
     dtype: str  # of the target's weights and KV
     is_batch_invariant: bool  # see Capacity
     rank_nodes: tuple[str, ...]  # address of each rank's node
+    without_graphs: tuple[str, ...] = ()  # see Capacity
 
 
 class DesiredDrafter(NamedTuple):

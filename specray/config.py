@@ -490,8 +490,7 @@ class EngineConfig(Options):
     )
     disable_cuda_graph: bool = Field(
         False,
-        description="Launch every kernel of a decode step instead of replaying CUDA graphs. CPUs and engines of "
-        "several ranks have none.",
+        description="Launch every kernel of a decode step instead of replaying CUDA graphs. CPUs have none.",
     )
     cuda_graph_max_bs: int | None = Field(
         None, ge=1, description="Largest batch of decode steps with CUDA graphs; null takes max_running_requests."

@@ -1,14 +1,14 @@
-"""`python -m benchmarks.gpu check|kernels|speed`: what the Triton kernels and CUDA graphs do on a GPU.
+"""`python -m benchmarks.gpu check|kernels|speed|overlap|placement`: what the kernels and CUDA graphs do on a GPU.
 
-check: kernels against float64, and one result wherever a token is computed. kernels: see `benchmarks.gpu.kernels`.
-speed: see `benchmarks.gpu.speed`; it needs specray's requirements, but no Ray and no network.
+check: kernels against float64, and one result wherever a token is computed. The others are the modules of these names;
+all but check and kernels need specray's requirements, and none needs Ray or a network.
 """
 
 import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    help_of_part = "check: is every kernel right? kernels: how fast is it? speed: of decode steps"
-    parser.add_argument("part", choices=["check", "kernels", "speed"], help=help_of_part)
+    help_of_part = (
+        "check: is every kernel right? kernels: how fast is it? speed: of decode steps; overlap: with two plans in "
+        "flight; placement: with the drafter in other processes"
+    )
+    parser.add_argument("part", choices=["check", *PARTS], help=help_of_part)
     parser.add_argument("--device", default="cuda", help="cpu needs TRITON_INTERPRET=1 (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test the program without a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
@@ -33,10 +36,8 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("torch finds no GPU here; run it on a machine with one, or with --device cpu --tiny", file=sys.stderr)
         return 2
-    if options.part == "speed":
-        return speed(device, options.tiny, options.json)
-    if options.part == "kernels":
-        return kernels(device, options.tiny, options.json)
+    if options.part != "check":
+        return PARTS[options.part](device, options.tiny, options.json)
     shapes, context = ([TINY], 80) if options.tiny else (SHAPES, 1500)
     found = [row for shape in shapes for row in check(shape, device, context)]
     headers = ["model", "check", "type", "error", "passed"]
@@ -55,7 +56,7 @@ def speed(device: torch.device, is_tiny: bool, file: Path | None) -> int:
 
     size, variants, batch_sizes, steps, prompt = LLAMA_8B, part.VARIANTS, part.BATCH_SIZES, 100, 128
     if is_tiny:
-        size, variants, batch_sizes, steps, prompt = TINY_MODEL, part.VARIANTS[:2], (1, 2), 3, 8
+        size, variants, batch_sizes, steps, prompt = TINY_MODEL, part.TINY_VARIANTS, (1, 2), 3, 8
     with tempfile.TemporaryDirectory() as folder:
         found = list(part.measure(Path(folder), size, device, variants, batch_sizes, steps, prompt))
     print(format_table(part.HEADERS, part.table_rows(found)))
@@ -77,6 +78,42 @@ def kernels(device: torch.device, is_tiny: bool, file: Path | None) -> int:
         report = {"machine": _machine(device), "model": shape.name, "kernels": [each._asdict() for each in found]}
         file.write_text(json.dumps(report, indent=2) + "\n")
     return 0
+
+
+def overlap(device: torch.device, is_tiny: bool, file: Path | None) -> int:
+    from benchmarks.gpu import overlap as part
+
+    setting = part.TINY if is_tiny else part.FULL
+    with tempfile.TemporaryDirectory() as folder:
+        found = list(part.measure(Path(folder), setting, device))
+    return _report(part.HEADERS, part.table_rows(found), "overlaps", [each._asdict() for each in found], device, file)
+
+
+def placement(device: torch.device, is_tiny: bool, file: Path | None) -> int:
+    from benchmarks.gpu import placement as part
+
+    setting = part.TINY if is_tiny else part.FULL
+    with tempfile.TemporaryDirectory() as folder:
+        found = list(part.measure(Path(folder), setting, device))
+    return _report(part.HEADERS, part.table_rows(found), "placements", [each._asdict() for each in found], device, file)
+
+
+def _report(
+    headers: list[str], rows: list[list[str]], name: str, found: list[Any], device: torch.device, file: Path | None
+) -> int:
+    print(format_table(headers, rows))
+    print(f"\n{_machine(device)}")
+    if file:
+        file.write_text(json.dumps({"machine": _machine(device), name: found}, indent=2) + "\n")
+    return 0
+
+
+PARTS: dict[str, Callable[[torch.device, bool, Path | None], int]] = {
+    "kernels": kernels,
+    "speed": speed,
+    "overlap": overlap,
+    "placement": placement,
+}
 
 
 def check(shape: Shape, device: torch.device, context: int) -> Iterator[dict[str, Any]]:

@@ -65,8 +65,10 @@ def make_target(folder: Path, size: ModelSize, dtype: torch.dtype, device: torch
     return Llama(load_config(folder), RandomLoader(folder, dtype, device), size.context)
 
 
-def write_head(folder: Path, size: ModelSize, dtype: torch.dtype, device: torch.device) -> Path:
-    """A checkpoint of an EAGLE-3 head."""
+def write_head(
+    folder: Path, size: ModelSize, dtype: torch.dtype, device: torch.device, embedding: Tensor | None = None
+) -> Path:
+    """A checkpoint of an EAGLE-3 head; with the target's `embedding` another process needs no weights of the target."""
     layers = [-1, size.num_layers // 2 - 1, size.num_layers - 1]
     config = _config(size) | {
         "num_hidden_layers": 1,
@@ -82,6 +84,8 @@ def write_head(folder: Path, size: ModelSize, dtype: torch.dtype, device: torch.
     }
     for name in ("norm", "layers.0.hidden_norm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm"):
         tensors[f"{name}.weight"] = torch.ones(size.hidden, dtype=dtype)
+    if embedding is not None:
+        tensors["embed_tokens.weight"] = embedding.detach().cpu().contiguous()
     tensors["d2t"] = torch.zeros(size.draft_vocab, dtype=torch.int64)  # the first ids of the target
     tensors["t2d"] = torch.arange(size.vocab) < size.draft_vocab
     save_file(tensors, folder / "model.safetensors")

@@ -29,9 +29,15 @@ class Variant(NamedTuple):
     """A way to decode, with `accept_length` tokens a step."""
 
     name: str
-    chain: int  # drafts; 0: none
+    chain: int  # levels of drafts; 0: none
     accept_length: float
     goal: float | None  # tokens/s of one request, in graphs
+    topk: int = 1  # children of a node
+    nodes: int | None = None  # of a tree, the root included; None: a chain
+
+    @property
+    def num_nodes(self) -> int:
+        return self.nodes or self.chain + 1
 
 
 VARIANTS = [
@@ -40,7 +46,9 @@ VARIANTS = [
     Variant("chain of 5", 5, 3.5, None),
     Variant("chain of 7", 7, 3.9, 600),
     Variant("chain of 7", 7, 5.4, 850),
+    Variant("tree of 16", 5, 3.9, None, topk=4, nodes=16),
 ]
+TINY_VARIANTS = [VARIANTS[0], VARIANTS[1], Variant("tree of 6", 3, 2.9, None, topk=2, nodes=6)]
 BATCH_SIZES: tuple[int, ...] = (1, 8, 64)
 GOAL_OF_BATCHES = 1.6  # times plain decoding, in graphs, in the largest batch
 
@@ -73,13 +81,13 @@ def measure(
     head = write_head(folder / "head", size, dtype, device)
     for variant in variants:
         for in_graphs in (False, True):
-            config = _config(folder, head, device, variant, in_graphs, max(batch_sizes), prompt, num_steps)
-            steps = _Steps(start_worker(config, model=model), size, prompt)
+            config = config_of(folder, head, device, variant, in_graphs, max(batch_sizes), prompt, num_steps)
+            steps = Steps(start_worker(config, model=model), size, prompt)
             for batch_size in batch_sizes:
                 yield steps.measure(variant, in_graphs, batch_size, num_steps)
 
 
-def _config(
+def config_of(
     folder: Path,
     head: Path,
     device: torch.device,
@@ -95,8 +103,8 @@ def _config(
             algorithm="EAGLE3",
             draft_model_path=str(head),
             num_steps=variant.chain,
-            eagle_topk=1,
-            num_draft_tokens=variant.chain + 1,
+            eagle_topk=variant.topk,
+            num_draft_tokens=variant.num_nodes,
             simulate_accept_length=variant.accept_length,
             simulate_output_is_meaningless=True,
         )
@@ -106,19 +114,19 @@ def _config(
         dtype="bfloat16" if device.type == "cuda" else "float32",
         page_size=PAGE,
         max_running_requests=max_rows,
-        max_total_tokens=max_rows * _most_tokens(variant, prompt, num_steps),
+        max_total_tokens=max_rows * most_tokens(variant, prompt, num_steps),
         disable_cuda_graph=not in_graphs,
         speculative=speculative,
     )
 
 
-def _most_tokens(variant: Variant, prompt: int, num_steps: int) -> int:
+def most_tokens(variant: Variant, prompt: int, num_steps: int) -> int:
     """KV slots of a request, whole pages."""
-    most = prompt + (WARM_UP + PROFILED + num_steps + 2) * (variant.chain + 1)
+    most = prompt + (WARM_UP + PROFILED + num_steps + 2) * (variant.chain + 1) + variant.num_nodes
     return -(-most // PAGE) * PAGE
 
 
-class _Steps:
+class Steps:
     """A worker and its requests, all of which decode."""
 
     def __init__(self, worker: Worker, size: ModelSize, prompt: int) -> None:
@@ -126,7 +134,7 @@ class _Steps:
         self._num_steps = 0
 
     def measure(self, variant: Variant, in_graphs: bool, batch_size: int, num_steps: int) -> Speed:
-        self._enter(batch_size, _most_tokens(variant, self._prompt, num_steps) // PAGE)
+        self._enter(batch_size, most_tokens(variant, self._prompt, num_steps) // PAGE)
         device = self._worker.model.embedding.weight.device
         for _ in range(WARM_UP):
             self._step(batch_size)

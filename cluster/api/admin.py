@@ -81,5 +81,5 @@ def _check_replaceable(config: AppConfig) -> None:
         raise ApiError(
             409,
             f"draft.placement={config.draft.placement}: the drafter runs in the target's process and cannot be "
-            "replaced; deploy with draft.placement=colocated to replace drafters while serving",
+            "replaced; deploy with draft.placement=colocated or separate to replace drafters while serving",
         )

@@ -215,7 +215,8 @@ class Service:
 
     def capabilities(self) -> Json:
         """The speculation options a request may set, and how speculation affects its output."""
-        return {"model": self.config.model_name, **self._speculation().capabilities()}
+        without = list(self._info().without_graphs)
+        return {"model": self.config.model_name, **self._speculation().capabilities(), "without_cuda_graphs": without}
 
     async def server_info(self) -> Json:
         """SGLang's /server_info: all options in effect but the paths of key files, and the state of the engines."""

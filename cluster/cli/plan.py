@@ -47,9 +47,12 @@ def _engines(config: AppConfig) -> str:
 
 
 def _processes(config: AppConfig, rank: int) -> str:
+    drafter = [f"{config.speculative.drafter_name} drafter"] * config.has_draft_actor
+    if rank == config.tp_size:
+        return drafter[0]
     names = [f"rank {rank}"]
     if rank == 0:
-        names = ["router", *names, *[f"{config.speculative.drafter_name} drafter"] * config.has_draft_actor]
+        names = ["router", *names, *([] if config.has_draft_gpu else drafter)]
     return " + ".join(names)
 
 

@@ -31,12 +31,12 @@ class DraftActor:
         target = self._target.result()
         from specray.ops.cpu.threads import use_threads
         from specray.worker.memory import enough_memory
-        from specray.worker.remote_drafter.server import DraftServer, make_remote_drafter
+        from specray.worker.remote_drafter.server import make_draft_server
 
         if self._config.num_threads is not None:
             use_threads(self._config.num_threads)
         with frozen_garbage_collection(), enough_memory(self._config, "loading the drafter", ConfigError):
-            self._server = DraftServer(make_remote_drafter(self._config, target, num_slots), target.device)
+            self._server = make_draft_server(self._config, target, num_slots)
         return self._server.handshake
 
     def loop(self, address: str, epoch: int) -> None:

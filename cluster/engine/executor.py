@@ -13,7 +13,14 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from cluster import log_level
 from cluster.config import AppConfig
-from cluster.engine.placement import Bundle, Placement, draft_resources, rank_resources, uses_gpus
+from cluster.engine.placement import (
+    Bundle,
+    Placement,
+    draft_bundle,
+    draft_resources,
+    rank_resources,
+    uses_gpus,
+)
 from cluster.engine.rendezvous import file_rendezvous
 from cluster.engine.supervisor import DrafterSupervisor
 from cluster.engine.target import TargetActor
@@ -55,8 +62,8 @@ class RayExecutor:
         try:
             self._actors = self._create(config, with_gpus)
             if config.has_draft_actor:
-                options = self._options(config, draft_resources(config, with_gpus), rank=0)
-                self._drafter = DrafterSupervisor(_rank_config(config), self._endpoint, options)
+                options = self._options(config, draft_resources(config, with_gpus), draft_bundle(config))
+                self._drafter = DrafterSupervisor(_rank_config(config), self._endpoint(config), options)
             places: list[Place] = ray.get([actor.place.remote() for actor in self._actors])
             self.rank_nodes = tuple(place.address for place in places)
             self._watchdogs = Watchdogs(Path(self._folder.name), places, self._watchdog_options)
@@ -135,7 +142,7 @@ class RayExecutor:
         self._folder.cleanup()
 
     def _create(self, config: AppConfig, with_gpus: bool) -> list[Any]:
-        endpoint = self._endpoint if config.has_draft_actor else None
+        endpoint = self._endpoint(config) if config.has_draft_actor else None
         actor_class = ray.remote(TargetActor)
         options = [self._options(config, rank_resources(config, with_gpus, n), n) for n in range(config.tp_size)]
         return [
@@ -143,12 +150,12 @@ class RayExecutor:
             for rank in range(config.tp_size)
         ]
 
-    def _options(self, config: AppConfig, resources: Bundle, rank: int) -> dict[str, Any]:
-        """Ray's options for an actor in a rank's bundle."""
+    def _options(self, config: AppConfig, resources: Bundle, bundle: int) -> dict[str, Any]:
+        """Ray's options for an actor in a bundle."""
         return {
             "num_cpus": resources["CPU"],
             "num_gpus": resources.get("GPU", 0.0),
-            "scheduling_strategy": self._placement.bundle(rank),
+            "scheduling_strategy": self._placement.bundle(bundle),
             "runtime_env": {"env_vars": rank_environment(config)},
         }
 
@@ -184,9 +191,9 @@ class RayExecutor:
         init_method: str = ray.get(self._actors[0].open_store.remote())
         return init_method
 
-    @property
-    def _endpoint(self) -> DraftEndpoint:
-        return DraftEndpoint(f"{self._folder.name}/drafts", self._epoch)
+    def _endpoint(self, config: AppConfig) -> DraftEndpoint:
+        draft = config.draft
+        return DraftEndpoint(f"{self._folder.name}/drafts", self._epoch, draft.placement, draft.cuda_ipc)
 
     def _add_drafter(self, config: AppConfig, supervisor: DrafterSupervisor) -> None:
         """Start the drafter, which runs beside rank 0 and drafts for all ranks."""

@@ -1,6 +1,7 @@
 """Resources and placement of an engine's processes.
 
-An engine has one placement group with one bundle per rank. Bundle 0 also holds the router and the drafter.
+An engine has one placement group with one bundle per rank. Bundle 0 also holds the router and the drafter. A drafter
+with a GPU of its own (`draft.placement: separate`) has another bundle behind those of the ranks.
 """
 
 import ray
@@ -16,11 +17,21 @@ Bundle = dict[str, float]
 
 
 def bundles(config: AppConfig, with_gpus: bool) -> list[Bundle]:
-    """The bundle of each rank, in order."""
+    """The bundle of each rank, in order, and that of a separate drafter."""
     cpus = {"CPU": config.server.rank_cpus}
     rank = (cpus | {"GPU": 1.0} if with_gpus else cpus) | config.placement.rank_resources
-    first = rank | {"CPU": rank["CPU"] + config.server.router_cpus + config.draft.cpus * config.has_draft_actor}
-    return [first, *(dict(rank) for _ in range(config.tp_size - 1))]
+    is_beside = config.has_draft_actor and not config.has_draft_gpu
+    first = rank | {"CPU": rank["CPU"] + config.server.router_cpus + config.draft.cpus * is_beside}
+    ranks = [first, *(dict(rank) for _ in range(config.tp_size - 1))]
+    if not config.has_draft_gpu:
+        return ranks
+    own = {"CPU": config.draft.cpus}
+    return [*ranks, own | {"GPU": 1.0} if with_gpus else own]
+
+
+def draft_bundle(config: AppConfig) -> int:
+    """The index of the drafters' bundle."""
+    return config.tp_size if config.has_draft_gpu else 0
 
 
 def strategy(config: AppConfig) -> str:
@@ -31,15 +42,17 @@ def strategy(config: AppConfig) -> str:
 def rank_resources(config: AppConfig, with_gpus: bool, rank: int) -> Bundle:
     """Resources of one rank: CPUs and a GPU, without the drafter's share of rank 0's GPU."""
     cpus = {"CPU": config.server.rank_cpus}
-    share = config.draft.gpu_share if rank == 0 and config.has_draft_actor else 0.0
+    is_beside = rank == 0 and config.has_draft_actor and not config.has_draft_gpu
+    share = config.draft.gpu_share if is_beside else 0.0
     return cpus | {"GPU": 1.0 - share} if with_gpus else cpus
 
 
 def draft_resources(config: AppConfig, with_gpus: bool) -> Bundle:
-    """Resources of one drafter in bundle 0; half of the share if its successor loads beside it."""
+    """Resources of one drafter; half of its share, or of its GPU, if its successor loads beside it."""
     half = 0.5 if config.replaces_drafters else 1.0
     cpus = {"CPU": config.draft.cpus * half}
-    return cpus | {"GPU": config.draft.gpu_share * half} if with_gpus else cpus
+    share = 1.0 if config.has_draft_gpu else config.draft.gpu_share
+    return cpus | {"GPU": share * half} if with_gpus else cpus
 
 
 def uses_gpus(config: AppConfig) -> bool:
@@ -57,9 +70,9 @@ class Placement:
         self._is_ours = current is None
         self.group: PlacementGroup = current or _new_group(bundles(config, with_gpus), strategy(config))
 
-    def bundle(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """The scheduling strategy of an actor in a rank's bundle."""
-        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
+    def bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
+        """The scheduling strategy of an actor in a bundle."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index)
 
     def release(self) -> None:
         if self._is_ours:

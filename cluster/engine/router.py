@@ -333,4 +333,5 @@ def _info(config: AppConfig, engine: Engine, rank_nodes: tuple[str, ...]) -> Rou
         dtype=capacity.dtype,
         is_batch_invariant=capacity.is_batch_invariant,
         rank_nodes=rank_nodes,
+        without_graphs=capacity.without_graphs,
     )

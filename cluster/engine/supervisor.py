@@ -237,7 +237,7 @@ class _DrafterProcess:
 
     def connect(self, endpoint: DraftEndpoint) -> None:
         """Connect to the target and start drafting."""
-        self._sentinel = self._actor.loop.remote(*endpoint)
+        self._sentinel = self._actor.loop.remote(endpoint.address, endpoint.epoch)
 
     def has_ended(self) -> bool:
         assert self._sentinel is not None

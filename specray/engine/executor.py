@@ -16,6 +16,7 @@ class Capacity(NamedTuple):
     reads_next_token: bool = False  # the draft KV of a block also depends on the token after it
     dtype: str = "float32"  # of the target's weights and KV
     is_batch_invariant: bool = True  # a token's logits have the same bits in any batch, tree or prompt chunk
+    without_graphs: tuple[str, ...] = ()  # on a GPU, what has no CUDA graphs though they are wanted, and why
     max_plans: int = 1  # submitted and not collected; with 2, the ranks never wait for the next plan
 
 

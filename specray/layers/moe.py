@@ -103,6 +103,18 @@ class ExpertList(Layer):
         return out
 
 
+EXPERTS_READ = (
+    "its experts run one after the other, and the host reads which of them have tokens; set moe_runner_backend: "
+    "triton, which multiplies in the model's dtype (quantization: null)"
+)
+
+
+def reason_without_graphs(model: object) -> str | None:
+    """Why CUDA graphs cannot have this model; None if they can."""
+    is_read = isinstance(model, nn.Module) and any(isinstance(part, ExpertList) for part in model.modules())
+    return EXPERTS_READ if is_read else None
+
+
 class MixtureOfExperts(Layer):
     """Routed experts and, in some models, a feed-forward shared by all tokens. Each rank has a part of every expert.
 

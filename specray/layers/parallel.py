@@ -66,6 +66,12 @@ class RankGroup:
         """Concatenate every rank's equally shaped tensor along the last dimension, on all ranks."""
         return part if self.size == 1 else torch.cat(self._gathered(part), dim=-1)
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor, in place, on every rank."""
+        if self.size > 1:
+            dist.broadcast(tensor, 0)
+        return tensor
+
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""
         if self.size == 1:

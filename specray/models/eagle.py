@@ -30,6 +30,7 @@ class EagleHead(Protocol):
     draft_token_ids: Tensor | None  # int64 [vocab_size]: target id of each column; None: the same id
     network: TreeNetwork | None  # the same model as a function that grows trees, where the kernels have one
     window: int | None  # positions that a query attends to, its own included; None: all
+    reason_without_graphs: str | None  # see `specray.layers.moe`
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """States [T, H] from the target's hidden states [T, aux_hidden_state_layers * target hidden] of any type."""

@@ -20,6 +20,8 @@ class Eagle2Head:
     The first state is the target's hidden state after its final norm.
     """
 
+    reason_without_graphs: str | None = None
+
     def __init__(
         self,
         config: HeadConfig,

@@ -17,10 +17,13 @@ from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_matrices import HEAD, TargetMatrices
 from specray.ops.attention import Attend
+from specray.ops.gpu import uses_triton
 
 
 class Eagle3Head:
     """EAGLE-3: the first state is `fc` of several aux hidden states; the layer reads [norm(embedding), norm(state)]."""
+
+    reason_without_graphs: str | None = None
 
     def __init__(
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
@@ -34,6 +37,7 @@ class Eagle3Head:
         ids = read_draft_vocabulary(loader, names, self.vocab_size, shape.vocab_size)
         self.draft_token_ids = None if ids is None else ids.to(shared.device)
         self._embedding = load_embedding(shape, loader, names, shared)
+        self._uses_triton = uses_triton(shared.device)
         self._fuse = AuxFusion(config, shape, loader, names, len(self.aux_hidden_state_layers), width)
         self._token_norm = RMSNorm(loader.tensor(layer + "input_layernorm.weight", (size,)), eps)
         self._state_norm = RMSNorm(loader.tensor(layer + "hidden_norm.weight", (size,)), eps)
@@ -59,9 +63,20 @@ class Eagle3Head:
         return self._fuse(aux_hidden_states.to(self.dtype))
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x, normed = self._joined(token_ids, states)
+        return self._layers(x, states if normed is None else normed, positions, attend)
+
+    def _joined(self, token_ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """([norm of the embeddings, norm of the states], the latter again if it is the layers' residual)."""
+        if self._uses_triton and self._embedding.group.size == 1:
+            from specray.ops.gpu import layers
+
+            norms, eps = (self._token_norm.weight, self._state_norm.weight), self._state_norm.eps
+            weight = self._embedding.weight
+            return layers.join_normed(token_ids, weight, states, norms, eps, keeps=self._normed_residual)
         normed = self._state_norm(states)
         x = torch.cat((self._token_norm(self._embedding(token_ids)), normed), -1)
-        return self._layers(x, normed if self._normed_residual else states, positions, attend)
+        return x, normed if self._normed_residual else None
 
     def recur(self, output: Tensor) -> Tensor:
         return self._norm(output) if self._normed_output else output

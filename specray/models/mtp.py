@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from specray.errors import ConfigError
 from specray.layers.linear import ColumnParallelLinear
+from specray.layers.moe import reason_without_graphs
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
@@ -155,6 +156,7 @@ class MtpLayer:
         index = config.num_hidden_layers + kv_layer
         self._block = architecture.layer(config, loader, prefix, index, kv_layer)
         self.fused = fused_decoder([self._block], rotary, shape.eps)
+        self.reason_without_graphs = reason_without_graphs(self._block)
         self._kv_layer = kv_layer
         self.out_norm = norm(layout.out_norm)
         self._rotary = rotary
@@ -189,6 +191,8 @@ class _Drafting:
         self.vocab_size = shape.vocab_size if token_map is None else len(token_map)
         self._head = layers.shared.head(self.draft_token_ids)
         self._embed = layers.shared.embedding()
+        reasons = (layer.reason_without_graphs for layer in layers.layers)
+        self.reason_without_graphs = next(filter(None, reasons), None)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         return aux_hidden_states.to(self.dtype)

@@ -56,7 +56,7 @@ def _flashinfer(pool: Tensor, num_heads: int, tree_mode: str) -> AttentionBacken
             return triton.plan(batch).read
         return masked.plan(batch)
 
-    return RoutedAttention(pool, num_heads, causal.plan, plan_trees, takes_chains=tree_mode == "prefill")
+    return RoutedAttention(pool, num_heads, causal.plan, plan_trees, triton, takes_chains=tree_mode == "prefill")
 
 
 def _flash_attention(pool: Tensor, num_heads: int, page_size: int | None, tree_mode: str) -> AttentionBackend:
@@ -77,7 +77,7 @@ def _flash_attention(pool: Tensor, num_heads: int, page_size: int | None, tree_m
     def plan_trees(batch: AttentionBatch) -> Read:
         return triton.plan(batch).read
 
-    return RoutedAttention(pool, num_heads, causal.plan, plan_trees, takes_chains=tree_mode == "prefill")
+    return RoutedAttention(pool, num_heads, causal.plan, plan_trees, triton, takes_chains=tree_mode == "prefill")
 
 
 def _library(name: str, module: str, package: str, pool: Tensor) -> Any:

@@ -31,7 +31,8 @@ class CudaGraph:
         self._pool = pool
 
     def capture(self, run: Callable[[], object]) -> None:
-        with torch.cuda.graph(self._graph, pool=self._pool):
+        # Other threads, such as NCCL's watchdog, may ask for events meanwhile.
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
 
     def replay(self) -> None:

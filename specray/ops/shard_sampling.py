@@ -32,6 +32,15 @@ def choose_in_shard(logits: Tensor, temperature: Tensor | None, keys: Tensor, fi
     `temperature` is float32 [n]; None: all rows are greedy. `keys` [n, 2] are the rows' `noise_keys`.
     """
     scores = logits if temperature is None else _with_noise(logits, temperature, keys, first_id)
+    return _best(scores, logits, first_id)
+
+
+def choose_greedily(logits: Tensor, first_id: int) -> Choices:
+    """The tokens of the largest logits."""
+    return _best(logits, logits, first_id)
+
+
+def _best(scores: Tensor, logits: Tensor, first_id: int) -> Choices:
     best = argmax(scores)[:, None]
     is_finite = logits.gather(1, best)[:, 0].isfinite().to(torch.int8)
     return Choices(best[:, 0] + first_id, is_finite, _ordered(scores.gather(1, best)[:, 0]))

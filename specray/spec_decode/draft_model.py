@@ -22,6 +22,7 @@ from torch import Tensor
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.layers.linear import VocabHead
+from specray.layers.moe import reason_without_graphs
 from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import CausalLM
 from specray.models.files import resolve_draft
@@ -31,18 +32,23 @@ from specray.models.target_matrices import TargetMatrices
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import load_tokenizer
 from specray.models.weights import WeightReader
-from specray.ops.attention import Attend, AttentionBatch, make_pool
+from specray.ops.attention import Attend, AttentionBatch, PaddedAttention, PaddedBatch, make_pool
 from specray.ops.backends import make_backend
 from specray.ops.cpu.trees import TreeNetwork
-from specray.spec_decode.draft_setup import draft_dtype, draft_quantization, scratch_slots
+from specray.spec_decode.draft_setup import (
+    attention_without_graphs,
+    draft_dtype,
+    draft_quantization,
+    scratch_slots,
+)
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetFiles, TargetView
+from specray.spec_decode.drafter import DraftRequest, PaddedCommit, ProposeContext, TargetFiles, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.fused_growth import FusedTreeGrower
-from specray.spec_decode.request_table import RaggedIndex
+from specray.spec_decode.request_table import RaggedIndex, RequestTable
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_edits import replace_trees
-from specray.spec_decode.tree_growth import TreePrefix
+from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 
 CATCH_UP_TOKENS = 512  # most tokens to compute in a step beyond those it added
@@ -67,8 +73,11 @@ class StandaloneDrafter:
         self._last_end = model.context_length - shape.num_steps  # a tree at a later position would exceed the context
         scratch = scratch_slots(target, 1 + shape.topk * (shape.num_steps - 1))
         self._root_slots = scratch[:, 0]  # the target may not have reserved a KV slot for the root yet
-        pool = model.make_pool(target.num_slots + scratch.numel())
+        self._padding_slot = target.num_slots + scratch.numel()  # where padding writes
+        self._num_steps = shape.num_steps
+        pool = model.make_pool(self._padding_slot + 1)
         self._attention = make_backend(target.attention_backend, pool, model.num_heads)
+        self.reason_without_graphs = attention_without_graphs(self._attention) or model.reason_without_graphs
         self._grower = FusedTreeGrower(
             model, shape, self._attention, scratch[:, 1:], model.context_length - 1, target.device
         )
@@ -77,6 +86,11 @@ class StandaloneDrafter:
 
     @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:
+        if context.requests and context.replay is not None and self._has_read_before(context):
+            tree = context.replay()
+            for request in context.requests:
+                self._record(context, request, request.start, request.end)
+            return tree
         parts = self._parts(context)
         roots = DraftTree.roots(context.roots()) if context.requests else DraftTree.from_lists([], self._device)
         if not parts:
@@ -89,8 +103,47 @@ class StandaloneDrafter:
         places = [place for place, request in enumerate(context.requests) if request.slot in ready]
         return replace_trees(roots, torch.tensor(places, device=self._device), tree)
 
+    @torch.inference_mode()
+    def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
+        """See PaddedDrafter. For requests of which all but the committed tokens were read. Ignores draft limits."""
+        slots, count = commit.slots, commit.num_kept
+        ends = (table.num_tokens.index_select(0, slots).long() - 1).clamp(min=0)
+        width = min(commit.nodes.shape[1], self._num_steps + 1) + 1  # a path, and the root of the next tree
+        depth, starts = torch.arange(width, device=ends.device), ends - count
+        is_root, is_read = depth == count[:, None], depth <= count[:, None]
+        positions = (starts[:, None] + depth).where(is_read, 0)
+        rows = slots.repeat_interleave(width)
+        root_slots = self._root_slots[: len(slots), None]
+        kv_slots = torch.where(is_root, root_slots, table.kv_slots_at(rows, positions.flatten()).view_as(positions))
+        batch = PaddedBatch(
+            starts.repeat_interleave(width),
+            rows,
+            table.kv_slots,
+            kv_slots.where(is_read, 0).repeat_interleave(width, 0),
+            (depth + 1).repeat(len(slots)),
+            kv_slots.where(is_read, self._padding_slot).flatten(),
+        )
+        assert isinstance(self._attention, PaddedAttention)
+        attend = self._attention.plan_padded(batch)
+        output = self._model.read(table.tokens_at(rows, positions.flatten()), positions.flatten(), attend)
+        last = torch.arange(len(slots), device=ends.device) * width + count
+        prefix = PaddedPrefix(slots, ends, table.tokens_at(slots, ends), ends + 1, before=root_slots)
+        return self._grower.grow_padded(table, prefix, output.index_select(0, last), is_sampled)
+
     def release(self, slots: Sequence[int]) -> None:
         self._hashes.forget(slots)
+
+    def _has_read_before(self, context: ProposeContext) -> bool:
+        """Whether every request can have a tree, and all its tokens but those of this step were read."""
+        return all(
+            self._fits(context, request) and self._num_read(context, request) >= request.start
+            for request in context.requests
+        )
+
+    def _record(self, context: ProposeContext, request: DraftRequest, start: int, stop: int) -> None:
+        """These positions of a request have KV of the draft model now."""
+        kv_slots = context.table.host_kv_slots[request.slot, start:stop]
+        self._made_from[kv_slots] = self._hashes.of(context, request)[start:stop]
 
     def _parts(self, context: ProposeContext) -> list["Part"]:
         """What to compute in this step. A request gets a tree if it allows one and no KV is missing."""
@@ -138,9 +191,7 @@ class StandaloneDrafter:
         batch = AttentionBatch(lengths, kv_lens, kv_slots, written, tree_sizes=[(0, 0)] * len(parts))
         output = self._model.read(table.tokens_at(rows, positions), positions, self._attention.plan(batch))
         for part in parts:
-            read = slice(part.start, part.stop)
-            kv = table.host_kv_slots[part.request.slot, read]
-            self._made_from[kv] = self._hashes.of(context, part.request)[read]
+            self._record(context, part.request, part.start, part.stop)
         roots = torch.tensor(with_root, dtype=torch.int64, device=self._device)
         last = (stops + has_root - starts).cumsum(0) - 1
         visible = (kv_slots.index_select(0, roots), [kv_lens[place] for place in with_root])
@@ -208,6 +259,7 @@ class DraftModel:
         self._model = model
         self._head = head
         self._dtype = dtype
+        self.reason_without_graphs = reason_without_graphs(model)
         self.network: TreeNetwork | None = None
         if isinstance(model, CausalLM):
             self.network = tree_network(

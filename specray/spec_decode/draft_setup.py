@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.models.target_matrices import TargetMatrices
-from specray.ops.attention import AttentionBackend, make_pool, torch_dtype
+from specray.ops.attention import AttentionBackend, PaddedAttention, make_pool, torch_dtype
 from specray.ops.backends import make_backend
 from specray.ops.quantization import check_quantization, quantization_of_choice
 from specray.spec_decode.drafter import TargetView
@@ -42,6 +42,13 @@ def head_attention(head: HeadKV, num_slots: int, target: TargetView) -> Attentio
     """Attention over a new KV pool of a draft head."""
     pool = make_pool(head.num_layers, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
     return make_backend(target.attention_backend, pool, head.num_heads)
+
+
+def attention_without_graphs(attention: AttentionBackend) -> str | None:
+    """Why CUDA graphs cannot have this attention; None if they can."""
+    if isinstance(attention, PaddedAttention):
+        return None
+    return "its attention backend plans every step on the host; set the draft's attention backend to triton"
 
 
 def draft_dtype(config: SpeculativeConfig, target: TargetView) -> torch.dtype:

@@ -141,6 +141,8 @@ class PaddedCommit(NamedTuple):
 class PaddedDrafter(Protocol):
     """A Drafter that can also draft in a CUDA graph."""
 
+    reason_without_graphs: str | None  # why it cannot after all, in this configuration; None if it can
+
     def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
         """`propose` for R rows without the host; `is_sampled`: not all requests are greedy.
 

@@ -15,15 +15,16 @@ from torch import Tensor
 from specray.config import SpeculativeConfig
 from specray.models.eagle import EagleHead
 from specray.models.eagle_loading import load_eagle_head
-from specray.ops.attention import AttentionBatch, PaddedAttention, PaddedBatch
-from specray.spec_decode.draft_setup import head_attention, scratch_slots, target_matrices
+from specray.ops.attention import AttentionBatch, PaddedAttention
+from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest, PaddedCommit, ProposeContext, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.fused_growth import FusedTreeGrower
+from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.request_table import RaggedIndex, RequestTable
 from specray.spec_decode.tree_config import configured_shape
-from specray.spec_decode.tree_growth import TreePrefix
+from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.written_slots import WrittenSlots
 
@@ -50,6 +51,7 @@ class EagleDrafter:
         scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
         self._padding_slot = target.num_slots + scratch.numel()  # where padding writes
         self._attention = head_attention(head, self._padding_slot + 1, target)
+        self.reason_without_graphs = attention_without_graphs(self._attention) or head.reason_without_graphs
         last_position = target.context_length - 1
         self._grower = FusedTreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
         self._written = WrittenSlots(target.num_slots)
@@ -77,43 +79,22 @@ class EagleDrafter:
     @torch.inference_mode()
     def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
         """See PaddedDrafter. For requests of which this drafter has written all KV. Ignores draft limits."""
-        last = table.num_tokens.index_select(0, commit.slots).long() - 1
-        ends = last.clamp(min=0)
-        output = self._extend_padded(table, commit, ends)
-        return self._grower.grow_padded(table, commit.slots, ends, output, is_sampled)
+        width = min(commit.nodes.shape[1], self._shape.num_steps + 1)  # the longest path of a tree
+        window = self._head.window
+        read = extend_input(table, commit.slots, commit.num_kept, commit.nodes, width, self._padding_slot, window)
+        assert isinstance(self._attention, PaddedAttention)
+        states = self._head.fuse(commit.aux_hidden_states.index_select(0, read.nodes))
+        attend = self._attention.plan_padded(read.attention)
+        output = self._head(read.token_ids, states, read.positions, attend).index_select(0, read.last)
+        # A child of the root counts as `end`: see `propose`.
+        prefix = PaddedPrefix(commit.slots, read.ends, read.roots, read.ends)
+        return self._grower.grow_padded(table, prefix, output, is_sampled)
 
     def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
         self._written.update(table, requests, [request.end for request in requests])
 
     def release(self, slots: Sequence[int]) -> None:
         """The only state is KV in the requests' blocks."""
-
-    def _extend_padded(self, table: RequestTable, commit: PaddedCommit, ends: Tensor) -> Tensor:
-        """`_extend` with as many positions for each request as a path of a tree can have."""
-        num_rows, num_nodes = commit.nodes.shape
-        width = min(num_nodes, self._shape.num_steps + 1)
-        depth = torch.arange(width, device=ends.device)
-        is_real = depth < commit.num_kept[:, None]
-        starts = ends - commit.num_kept
-        positions = (starts[:, None] + depth).where(is_real, 0)
-        rows = commit.slots.repeat_interleave(width)
-        kv_slots = table.kv_slots_at(rows, positions.flatten()).view_as(positions)
-        batch = PaddedBatch(
-            starts.repeat_interleave(width),
-            rows,
-            table.kv_slots,
-            kv_slots.where(is_real, 0).repeat_interleave(width, 0),
-            (depth + 1).repeat(num_rows),
-            kv_slots.where(is_real, self._padding_slot).flatten(),
-            self._head.window,
-        )
-        assert isinstance(self._attention, PaddedAttention)
-        attend, row = self._attention.plan_padded(batch), torch.arange(num_rows, device=ends.device)
-        nodes = (row[:, None] * num_nodes + commit.nodes[:, :width]).flatten()
-        states = self._head.fuse(commit.aux_hidden_states.index_select(0, nodes))
-        tokens = table.tokens_at(rows, positions.flatten() + 1)
-        output = self._head(tokens, states, positions.flatten(), attend)
-        return output.index_select(0, row * width + (commit.num_kept - 1).clamp(min=0))
 
     def _extend(
         self, context: ProposeContext, requests: list[DraftRequest], visible: tuple[Tensor, list[int]]

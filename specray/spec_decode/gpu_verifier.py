@@ -26,9 +26,7 @@ def verify_padded_on_gpu(
 ) -> VerifyOutput:
     """See `verify_padded`."""
     num_trees, width = tree.tokens.shape
-    starts = torch.arange(num_trees, device=logits.device) * width
-    rows = Rows(logits, starts, tree.num_nodes.contiguous(), width)
-    keys = None
+    rows, keys = _padded_rows(logits, tree), None
     if is_sampled:
         assert sampling is not None
         keys = keys_of_nodes(sampling.seeds, lengths, tree.parents, tree.max_depth)
@@ -39,6 +37,17 @@ def verify_padded_on_gpu(
         chosen = sampler.at_nodes(chosen, tree, sampling.seeds, lengths, logits.shape[-1])
         choices = choices._replace(tokens=chosen.flatten())
     return walk_on_gpu(tree, choices)
+
+
+def choose_greedily_on_gpu(logits: Tensor, tree: DraftTree, first_id: int) -> Choices:
+    """The largest logit at every place of padded trees; `logits` are those of `verify_padded`."""
+    return choose(_padded_rows(logits, tree), None, None, first_id)
+
+
+def _padded_rows(logits: Tensor, tree: DraftTree) -> Rows:
+    num_trees, width = tree.tokens.shape
+    starts = torch.arange(0, num_trees * width, width, device=logits.device)
+    return Rows(logits, starts, tree.num_nodes.contiguous(), width)
 
 
 def choose_on_gpu(inputs: VerifyInput, first_id: int = 0) -> Choices:

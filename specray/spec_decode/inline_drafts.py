@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specray.ops.gpu import uses_triton
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, ProposeContext, uses_of
 from specray.spec_decode.tree_edits import limit_depth
@@ -21,6 +22,8 @@ class PendingTrees:
         self._tokens, self._parents = torch.full((2, num_slots, 1), NONE, dtype=torch.int64, device=device)
         self._num_nodes = torch.full((num_slots,), NONE, dtype=torch.int64, device=device)  # NONE: no tree is pending
         self._max_depth = 0
+        self._ones = torch.ones_like(self._num_nodes)
+        self._nones = torch.full((num_slots, 1), NONE, dtype=torch.int64, device=device)
         self._probs: tuple[Tensor, Tensor] | None = None  # (slots, DraftTree.draft_probs) of the last trees
         self._scores: Tensor | None = None  # float32 like `_tokens`, DraftTree.scores; None: never known
         self.scores: list[list[float]] = []  # see `DraftSource.scores`
@@ -32,9 +35,15 @@ class PendingTrees:
             parts = (self._tokens, self._parents)
             self._tokens, self._parents = (F.pad(part, (0, missing), value=NONE) for part in parts)
             self._scores = None if self._scores is None else F.pad(self._scores, (0, missing))
-        self._tokens[:, :width].index_copy_(0, slots, tree.tokens)
-        self._parents[:, :width].index_copy_(0, slots, tree.parents)
-        self._num_nodes.index_copy_(0, slots, tree.num_nodes)
+        if uses_triton(slots.device):
+            from specray.ops.gpu import steps
+
+            pending = (self._tokens, self._parents, self._num_nodes)
+            steps.put(pending, slots, tree.tokens, tree.parents, tree.num_nodes)
+        else:
+            self._tokens[:, :width].index_copy_(0, slots, tree.tokens)
+            self._parents[:, :width].index_copy_(0, slots, tree.parents)
+            self._num_nodes.index_copy_(0, slots, tree.num_nodes)
         if tree.scores is not None:
             if self._scores is None:
                 self._scores = torch.ones_like(self._tokens, dtype=torch.float32)
@@ -58,8 +67,40 @@ class PendingTrees:
         """
         self.scores = []
         if not self._max_depth:
-            return DraftTree.roots(roots), [1] * len(roots), False
+            count = len(roots)
+            return DraftTree(roots[:, None], self._nones[:count], self._ones[:count], 0), [1] * count, False
         most = torch.tensor([limit.num_tokens + 1 for limit in draft_limits]).to(slots.device)
+        if self._scores is not None and any(limit.min_score for limit in draft_limits):
+            least = torch.tensor([limit.min_score for limit in draft_limits]).to(slots.device)
+            tokens, parents, num_nodes, report = self._take(slots, roots, most, least)
+        elif uses_triton(slots.device):  # the kernel knows no scores
+            from specray.ops.gpu import steps
+
+            pending = (self._tokens, self._parents, self._num_nodes)
+            tokens, parents, num_nodes, report = steps.take(pending, slots, roots, most, self._vocab_size)
+        else:
+            tokens, parents, num_nodes, report = self._take(slots, roots, most, None)
+        # Drafting's one copy to the host. It waits for the drafter and determines the shapes of the next forward.
+        found, chains, *scored = report.tolist()
+        counts = [int(count) for count in found]
+        if scored:
+            within, *by_node = scored
+            scores = zip(*by_node, strict=True)
+            self.scores = [list(known[1 : int(count)]) for known, count in zip(scores, within, strict=True)]
+        width = max(1, *counts)
+        probs, depth = self._take_probs(slots), min(self._max_depth, width - 1)
+        tree = DraftTree(tokens[:, :width], parents[:, :width], num_nodes, depth, probs, all(chains))
+        return tree, [max(1, count) for count in counts], 0 in counts
+
+    def _take(
+        self, slots: Tensor, roots: Tensor, most: Tensor, least: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(tokens and parents [B, W], numbers of nodes [B], report [2, B]): see `specray.ops.gpu.steps.take`.
+
+        The report has the numbers of nodes, 0 if the drafter's logits were not finite, and which trees are chains. With
+        `least` float32 [B], nodes of a lower score are cut, and the report is float32 [3 + W, B]: also the numbers of
+        nodes before that, and the nodes' scores.
+        """
         tokens, parents = (part.index_select(0, slots) for part in (self._tokens, self._parents))
         found = self._num_nodes.index_select(0, slots)
         self._num_nodes.index_fill_(0, slots, NONE)
@@ -67,26 +108,17 @@ class PendingTrees:
         is_usable = (found > 0) & (tokens[:, ROOT] == roots) & tree.is_valid(self._vocab_size)
         within = torch.where(is_usable, torch.minimum(found, most), 1)
         num_nodes, scores = within, None
-        if self._scores is not None and any(limit.min_score for limit in draft_limits):
+        if self._scores is not None and least is not None:
             scores = self._scores.index_select(0, slots)
-            least = torch.tensor([limit.min_score for limit in draft_limits]).to(slots.device)
             num_nodes = torch.minimum(within, (scores >= least[:, None]).sum(-1)).clamp(min=1)
         nodes = torch.arange(tokens.shape[1], device=slots.device)
         is_chain = ((parents == nodes - 1) | (nodes >= num_nodes[:, None])).all(-1)
-        # Drafting's one copy to the host. It waits for the drafter and determines the shapes of the next forward.
-        packed = torch.stack((torch.where(found == 0, 0, num_nodes), is_chain, within), 1)
-        packed = packed if scores is None else torch.cat((packed, scores), 1)
-        on_host = packed.tolist()
-        if scores is not None:
-            self.scores = [known[1 : int(count)] for _, _, count, *known in on_host]
-        counts, chains = [int(row[0]) for row in on_host], [row[1] for row in on_host]
-        width = max(1, *counts)
-        is_past = nodes[:width] >= num_nodes[:, None]
-        tokens, parents = (part[:, :width].masked_fill(is_past, NONE) for part in (tokens, parents))
+        tokens, parents = (part.masked_fill(nodes >= num_nodes[:, None], NONE) for part in (tokens, parents))
         tokens[:, ROOT], parents[:, ROOT] = roots, NONE
-        depth = min(self._max_depth, width - 1)
-        tree = DraftTree(tokens, parents, num_nodes, depth, self._take_probs(slots), all(chains))
-        return tree, [max(1, count) for count in counts], 0 in counts
+        report = torch.stack((torch.where(found == 0, 0, num_nodes), is_chain))
+        if scores is not None:
+            report = torch.cat((report, within[None], scores.t()))
+        return tokens, parents, num_nodes, report
 
     def _take_probs(self, slots: Tensor) -> Tensor | None:
         if self._probs is None:

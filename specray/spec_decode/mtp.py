@@ -19,16 +19,24 @@ from specray.errors import ConfigError
 from specray.models.eagle_loading import check_head_files
 from specray.models.files import resolve_draft
 from specray.models.mtp import MtpHead, MtpStack, check_mtp_files, holds_mtp_layers, load_mtp_layers
-from specray.ops.attention import AttentionBatch, make_zeros
-from specray.spec_decode.draft_setup import head_attention, scratch_slots, target_matrices
+from specray.ops.attention import AttentionBatch, PaddedAttention, make_zeros
+from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetFiles, TargetView
+from specray.spec_decode.drafter import (
+    Drafter,
+    DraftRequest,
+    PaddedCommit,
+    ProposeContext,
+    TargetFiles,
+    TargetView,
+)
 from specray.spec_decode.eagle import EagleDrafter, make_eagle2
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.fused_growth import FusedTreeGrower
+from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.request_table import RaggedIndex, RequestTable
 from specray.spec_decode.tree_config import configured_shape
-from specray.spec_decode.tree_growth import TreePrefix
+from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix, without_first
 from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.written_slots import WrittenSlots
 
@@ -91,8 +99,12 @@ class StackDrafter:
         scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
         count = stack.num_layers
         self._written = [WrittenSlots(target.num_slots) for _ in range(count)]
-        self._outputs = make_zeros((count, target.num_slots, stack.hidden_size), stack.dtype, target.device)
-        self._attention = head_attention(stack, target.num_slots + scratch.numel(), target)
+        # The last row of both pools takes what padding writes.
+        self._num_slots, self._num_steps = target.num_slots, shape.num_steps
+        self._outputs = make_zeros((count, target.num_slots + 1, stack.hidden_size), stack.dtype, target.device)
+        self._padding_slot = target.num_slots + scratch.numel()
+        self._attention = head_attention(stack, self._padding_slot + 1, target)
+        self.reason_without_graphs = attention_without_graphs(self._attention) or stack.reason_without_graphs
         self._grower = FusedTreeGrower(stack, shape, self._attention, scratch, target.context_length - 1, target.device)
 
     @torch.inference_mode()
@@ -100,6 +112,8 @@ class StackDrafter:
         requests = context.requests + context.unfinished
         if not requests:
             return DraftTree.from_lists([], context.table.device)
+        if context.replay is not None and self._continues(context):
+            return context.replay()
         self._extend(context, requests)
         if not context.requests:
             return DraftTree.from_lists([], context.table.device)
@@ -108,12 +122,46 @@ class StackDrafter:
         prefix = TreePrefix(context.requests, slots, ends, visible)
         return self._grower.grow(context, prefix, self._last_outputs(context, slots, ends))
 
+    @torch.inference_mode()
+    def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
+        """See PaddedDrafter. For requests whose positions every layer has read as far as it can. Ignores draft limits.
+
+        Layer k has no input at the first k positions, so it never has KV there.
+        """
+        slots, width = commit.slots, min(commit.nodes.shape[1], self._num_steps + 1)
+        read = extend_input(table, slots, commit.num_kept, commit.nodes, width, self._padding_slot)
+        rows, written = read.attention.rows, read.attention.slot_mapping.clamp(max=self._num_slots)
+        before = table.kv_slots_at(rows, (read.positions - 1).clamp(min=0))
+        states = self._stack.fuse(commit.aux_hidden_states.index_select(0, read.nodes))
+        assert isinstance(self._attention, PaddedAttention)
+        for layer in range(self._stack.num_layers):
+            if layer:
+                states = self._outputs[layer - 1].index_select(0, before)
+            attend = self._attention.plan_padded(without_first(read.attention, layer))
+            output = self._stack.read(layer, read.token_ids, states, read.positions, attend)
+            self._outputs[layer].index_copy_(0, written, output)
+        last = self._outputs.index_select(1, table.kv_slots_at(slots, (read.ends - 1).clamp(min=0)))
+        prefix = PaddedPrefix(slots, read.ends, read.roots, read.ends, skipped=range(self._stack.num_layers))
+        return self._grower.grow_padded(table, prefix, last.transpose(0, 1), is_sampled)
+
     def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
         for written in self._written:
             written.update(table, requests, [request.end for request in requests])
 
     def release(self, slots: Sequence[int]) -> None:
         """The only state is KV in the requests' blocks."""
+
+    def _continues(self, context: ProposeContext) -> bool:
+        """Record that all layers read the step's tokens; whether they then have read all that they can.
+
+        If they have not, `_extend` records what each layer reads.
+        """
+        starts = [request.start for request in context.requests]
+        for written in self._written:
+            written.update(context.table, context.requests, starts)
+        return min(starts) >= self._stack.num_layers and all(
+            written.are_all(context.table, context.requests, first) for first, written in enumerate(self._written)
+        )
 
     def _extend(self, context: ProposeContext, requests: list[DraftRequest]) -> None:
         """Draft extend in every layer."""

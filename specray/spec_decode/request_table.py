@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import make_zeros
+from specray.ops.gpu import uses_triton
+from specray.ops.request_arena import RequestArena
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.step import NewRequest, PromptLogprobs, SamplingOptions
 
@@ -68,6 +70,7 @@ class RequestTable:
         scalars = 2 * self._width
         floats = arena.view(torch.float32)
         self._arena = arena.view(-1)
+        self.arena = RequestArena(self._arena, self._row, self._width, scalars)
         self.token_ids = arena[:, : self._width]
         self.kv_slots = arena[:, self._width : scalars]
         self.num_tokens = arena[:, scalars]
@@ -128,14 +131,16 @@ class RequestTable:
     def flush(self, *rows: Sequence[int]) -> Tensor:
         """Write all changes to the device. `rows` are copied along and returned as int64 [len(rows), n]."""
         changes, self._changes = self._changes, []
-        extra = np.array(rows, dtype=np.int32)
+        extra = np.array(rows, dtype=np.int64)
         places = [np.arange(first, first + len(values), dtype=np.int32) for first, values in changes]
-        packed = np.concatenate([*places, *(values for _, values in changes), extra.ravel()])
-        tensor = torch.from_numpy(packed).to(self.device)
+        packed = np.concatenate([extra.ravel().view(np.int32), *places, *(values for _, values in changes)])
+        columns, written = torch.from_numpy(packed).to(self.device).tensor_split((2 * extra.size,))
         if changes:
-            count = (len(packed) - extra.size) // 2
-            self._arena.index_copy_(0, tensor[:count].long(), tensor[count : 2 * count])
-        return tensor[len(packed) - extra.size :].view(extra.shape).long()
+            index, values = written.chunk(2)
+            self._arena.index_copy_(0, index.long(), values)
+        if not extra.size:  # an empty array may have strides that no view fits
+            return torch.empty(extra.shape, dtype=torch.int64, device=self.device)
+        return columns.view(torch.int64).view(extra.shape)
 
     def append(self, slots: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
         """Append the first `num_tokens` [n] of `tokens` [n, D] to each of `slots` int64 [n], on the device only."""
@@ -148,11 +153,11 @@ class RequestTable:
 
     def tokens_at(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Token ids, int64 [T]; `slots` and `positions` are int64 [T]."""
-        return self._arena.index_select(0, slots * self._row + positions).long()
+        return self._cells_at(slots, positions, 0)
 
     def kv_slots_at(self, slots: Tensor, positions: Tensor) -> Tensor:
         """KV slots, int64 [T]."""
-        return self._arena.index_select(0, slots * self._row + self._width + positions).long()
+        return self._cells_at(slots, positions, self._width)
 
     def kv_slots_of(self, slots: Tensor, num_tokens: int) -> Tensor:
         """KV slots of the first positions, int64 [n, num_tokens]."""
@@ -164,6 +169,13 @@ class RequestTable:
         floats, seeds = rows.view(torch.float32), rows.view(torch.int64)[:, 1]
         options = (floats[:, 5], rows[:, 4].long(), floats[:, 6], floats[:, 7])
         return SamplingBatch([state.sampling for state in states], seeds, *options)
+
+    def _cells_at(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
+        if uses_triton(self.device):
+            from specray.ops.gpu import steps
+
+            return steps.cells_at(self.arena, slots, positions, column)
+        return self._arena.index_select(0, slots * self._row + column + positions).long()
 
     def _change(self, slot: int, column: int, values: np.ndarray) -> None:
         self._changes.append((slot * self._row + column, values))

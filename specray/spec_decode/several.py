@@ -19,6 +19,8 @@ from specray.spec_decode.shadow_trees import ShadowTrees
 from specray.spec_decode.tree_edits import merge_trees
 from specray.step import DrafterUse
 
+WITHOUT_GRAPHS = "each of several drafters sees only its own requests, and a graph has those of the whole step"
+
 
 class SeveralDrafters:
     """Drafter made of `drafters` by name. `clock` returns seconds."""

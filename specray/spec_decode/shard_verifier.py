@@ -6,15 +6,17 @@ filters by bisection over shards would take an exchange for every pass, and the 
 """
 
 import torch
+from torch import Tensor
 
 from specray.layers.linear import VocabHead
 from specray.ops.gpu import uses_triton
 from specray.ops.noise import noise_keys
-from specray.ops.sampling_state import SamplingState
-from specray.ops.shard_sampling import Choices, best_of, choose_in_shard, none_of, packed
+from specray.ops.sampling_state import SamplingBatch, SamplingState
+from specray.ops.shard_sampling import Choices, best_of, choose_greedily, choose_in_shard, none_of, packed
 from specray.ops.token_mask import TokenMask
+from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, coupled
-from specray.spec_decode.node_verifier import accept
+from specray.spec_decode.node_verifier import accept, verify_padded
 from specray.spec_decode.verifier import in_order, needs_walk, verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 
@@ -41,23 +43,66 @@ def verify_shards(
     return in_order(outputs, others + whole) if leads else None
 
 
+def verify_padded_shards(
+    logits: Tensor,
+    tree: DraftTree,
+    sampling: SamplingBatch | None,
+    lengths: Tensor,
+    is_sampled: bool,
+    sampler: NodeSampler,
+    head: VocabHead,
+) -> VerifyOutput:
+    """`verify_padded` where `logits` are this rank's columns of `head`; rank 0's outcome on all ranks.
+
+    Sampled requests gather the logits, because the host does not know whether they have filters.
+    """
+    if is_sampled or sampler is not coupled:
+        verified = verify_padded(head.gathered(logits).contiguous(), tree, sampling, lengths, is_sampled, sampler)
+    else:
+        verified = _accept(tree, _exchanged(_choose_greedily(logits, tree, head.first_id), head))
+    depth = verified.tokens.shape[1]
+    outcome = torch.cat((verified.num_tokens[:, None], verified.tokens, verified.nodes), 1)
+    count, tokens, nodes = head.group.broadcast(outcome).split_with_sizes((1, depth, depth), 1)
+    return VerifyOutput(count[:, 0], tokens, nodes, {})
+
+
+def _choose_greedily(logits: Tensor, tree: DraftTree, first_id: int) -> Choices:
+    if not logits.shape[1]:
+        return none_of(tree.tokens.numel(), logits.device)
+    if uses_triton(logits.device):
+        from specray.spec_decode.gpu_verifier import choose_greedily_on_gpu
+
+        return choose_greedily_on_gpu(logits, tree, first_id)
+    return choose_greedily(logits, first_id)
+
+
 def _needs_all_logits(state: SamplingState) -> bool:
     return state.options.grammar is not None or needs_walk(state) or (state.is_sampled and state.is_filtered)
 
 
 def _verify_at_once(inputs: VerifyInput, head: VocabHead) -> VerifyOutput:
     """Choose at every place on all ranks alike, then walk."""
-    tree, shape, uses_kernels = inputs.tree, inputs.tree.tokens.shape, uses_triton(inputs.logits.device)
+    tree = inputs.tree
     if not inputs.logits.shape[1]:
         own = none_of(tree.tokens.numel(), inputs.logits.device)
-    elif uses_kernels:
+    elif uses_triton(inputs.logits.device):
         from specray.spec_decode.gpu_verifier import choose_on_gpu
 
         own = choose_on_gpu(inputs, head.first_id)
     else:
         own = _choose(inputs, head.first_id)
-    best = best_of(head.group.gather(packed(own)).view(-1, head.group.size, 3))
-    if uses_kernels:
+    return _accept(tree, _exchanged(own, head))
+
+
+def _exchanged(own: Choices, head: VocabHead) -> Choices:
+    """The best choices of all ranks."""
+    return best_of(head.group.gather(packed(own)).view(-1, head.group.size, 3))
+
+
+def _accept(tree: DraftTree, best: Choices) -> VerifyOutput:
+    """Walk trees of any number of places by the tokens chosen there."""
+    shape = tree.tokens.shape
+    if uses_triton(tree.tokens.device):
         from specray.spec_decode.gpu_verifier import walk_on_gpu
 
         return walk_on_gpu(tree, best)

@@ -22,6 +22,7 @@ from specray.ops.attention import (
     pack_paths,
 )
 from specray.ops.cpu.trees import TreeNetwork
+from specray.ops.gpu import uses_triton
 from specray.ops.likeliest import likeliest
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftRequest
@@ -62,6 +63,24 @@ class TreePrefix(NamedTuple):
     visible: list[tuple[Tensor, list[int]]]
 
 
+class PaddedPrefix(NamedTuple):
+    """The same in a CUDA graph. Nodes attend to all positions before the roots."""
+
+    slots: Tensor  # int64 [R], of the request table
+    ends: Tensor  # int64 [R], positions of the roots
+    roots: Tensor  # int64 [R], the last known tokens
+    positions: Tensor  # int64 [R], of the roots' children as the model counts
+    before: Tensor | None = None  # int64 [R, n], KV slots to attend to between the prefix and the nodes
+    skipped: Sequence[int] = (0,)  # how many first positions have no KV, for each layer or once for all layers
+
+
+def without_first(batch: PaddedBatch, count: int) -> PaddedBatch:
+    """The batch without the first `count` positions of its prefixes."""
+    if not count:
+        return batch
+    return replace(batch, kv_slots=batch.kv_slots[:, count:], prefix_lens=(batch.prefix_lens - count).clamp(min=0))
+
+
 class TreeGrower:
     """Grows trees of one shape, level by level; FusedTreeGrower does so in one call of the CPU kernels where it can.
 
@@ -87,6 +106,14 @@ class TreeGrower:
         self._last_position = last_position
         self._device = device
         self._window = window
+        self._steps = torch.arange(shape.num_steps, device=device)
+        self._row_numbers = torch.arange(len(scratch), device=device)
+        self._ones = torch.ones_like(self._row_numbers)
+        self._all_ancestors = torch.ones(1, 1, shape.num_steps, dtype=torch.bool, device=device)  # in a chain
+        # Of each level but the first, so that growing in a CUDA graph need not make them.
+        count, topk = shape.num_steps - 1, shape.topk
+        self._written = [scratch[:, level * topk : (level + 1) * topk].contiguous() for level in range(count)]
+        self._depths = [torch.full((len(scratch),), level + 1, device=device) for level in range(count)]
 
     def grow_levels(
         self, roots: Tensor, prefix: TreePrefix, output: Tensor, shape: TreeShape, noise: TreeNoise | None
@@ -99,25 +126,27 @@ class TreeGrower:
 
         return self._grow(roots, prefix.positions, output, shape, noise, attend_at)
 
-    def grow_padded(
-        self, table: RequestTable, slots: Tensor, ends: Tensor, output: Tensor, is_sampled: bool
-    ) -> DraftTree:
-        """The same for R requests in table slots `slots` int64 [R], of any draft limits, in a CUDA graph.
-
-        Their nodes attend to all positions before `ends` int64 [R], those of the roots.
-        """
+    def grow_padded(self, table: RequestTable, prefix: PaddedPrefix, output: Tensor, is_sampled: bool) -> DraftTree:
+        """The same for R requests of any draft limits, in a CUDA graph."""
         assert isinstance(self._attention, PaddedAttention)
         plan, shape = self._attention.plan_padded, self._shape
-        scratch, topk = self._scratch[: len(slots)], shape.topk
+        slots, ends, count, topk = prefix.slots, prefix.ends, len(prefix.slots), shape.topk
+        scratch = self._scratch[:count]
         prefix_lens, rows = (part.repeat_interleave(topk) for part in (ends, slots)) if topk > 1 else (ends, slots)
 
         def attend_at(level: int, sees: Tensor) -> Attend:
-            written, own = scratch[:, (level - 1) * topk : level * topk].flatten(), scratch[:, : level * topk]
-            paths = pack_paths(sees, own) if topk > 1 else (own, torch.full_like(ends, level))
-            return plan(PaddedBatch(prefix_lens, rows, table.kv_slots, *paths, written, self._window))
+            written, own = self._written[level - 1][:count].flatten(), scratch[:, : level * topk]
+            lengths = self._depths[level - 1][:count]
+            if prefix.before is not None:
+                number = prefix.before.shape[1]
+                own, lengths = torch.cat((prefix.before, own), 1), lengths + number
+                sees = F.pad(sees, (number, 0), value=True) if topk > 1 else sees
+            paths = pack_paths(sees, own) if topk > 1 else (own, lengths)
+            batch = PaddedBatch(prefix_lens, rows, table.kv_slots, *paths, written, self._window)
+            return by_layer([plan(without_first(batch, skipped)) for skipped in prefix.skipped])
 
         noise = TreeNoise.padded(table, slots, ends, shape.num_steps) if is_sampled else None
-        return self._grow(table.tokens_at(slots, ends), ends, output, shape, noise, attend_at)
+        return self._grow(prefix.roots, prefix.positions, output, shape, noise, attend_at)
 
     def _grow(
         self,
@@ -169,21 +198,34 @@ class TreeGrower:
         attend_at: Callable[[int, Tensor], Attend],
     ) -> DraftTree:
         """The same for trees of one branch: the likeliest token after each other, without scores."""
-        sees = torch.ones(len(roots), 1, shape.num_steps, dtype=torch.bool, device=self._device)
-        chain, best = [roots], []
+        sees = self._all_ancestors.expand(len(roots), 1, -1)
+        at_levels = (positions + self._steps[:, None]).clamp_(max=self._last_position)
+        chain, are_finite = [roots], []
         for level in range(shape.num_steps):
             if level:
                 states = self._model.recur(output)
-                at_level = (positions + (level - 1)).clamp(max=self._last_position)
-                output = self._model(chain[-1], states, at_level, attend_at(level, sees[:, :, :level]))
-            logits = self._model.logits(output)
-            if noise is not None:
-                logits = noise.added(logits[:, None], level, self._model.draft_token_ids)[:, 0]
-            logit, token = logits.max(-1)
-            chain.append(self._model.target_ids(token))
-            best.append(logit)
+                output = self._model(chain[-1], states, at_levels[level - 1], attend_at(level, sees[:, :, :level]))
+            token, is_finite = self._best(self._model.logits(output), noise, level)
+            chain.append(token)
+            are_finite.append(is_finite)
         tree = DraftTree.chains(torch.stack(chain, 1))
-        return replace(tree, num_nodes=tree.num_nodes * torch.stack(best, 1).isfinite().all(-1))
+        return replace(tree, num_nodes=tree.num_nodes * torch.stack(are_finite, 1).all(-1))
+
+    def _best(self, logits: Tensor, noise: TreeNoise | None, level: int) -> tuple[Tensor, Tensor]:
+        """(the likeliest token of each row of `logits` [B, V] as the target's id, whether its logit is finite)."""
+        if uses_triton(logits.device):
+            from specray.ops.gpu.sampling import Rows, choose_drafts
+
+            count = len(logits)
+            rows = Rows(logits.contiguous(), self._row_numbers[:count], self._ones[:count], 1)
+            keys = None if noise is None else noise.keys_on_gpu[level]
+            heat = None if noise is None else noise.temperature
+            found = choose_drafts(rows, heat, keys, self._model.draft_token_ids)
+            return found.tokens, found.is_finite
+        if noise is not None:
+            logits = noise.added(logits[:, None], level, self._model.draft_token_ids)[:, 0]
+        logit, token = logits.max(-1)
+        return self._model.target_ids(token), logit.isfinite()
 
     def _with_scratch(self, kv_slots: Tensor, kv_lens: list[int]) -> Tensor:
         """KV slots [B, n]: the visible ones, followed by all scratch slots of the request."""

@@ -48,6 +48,16 @@ class TreeNoise:
         positions = self.ends[:, None] + 1 + torch.arange(self.num_levels, device=self.ends.device)
         return noise_keys(self.seeds[:, None], positions)
 
+    @cached_property
+    def keys_on_gpu(self) -> Tensor:
+        """The same by the Triton kernels, int32 [levels, B, 2]."""
+        from specray.ops.gpu.sampling import keys_of_nodes
+
+        count, levels = len(self.seeds), self.num_levels
+        chain = torch.arange(-1, levels - 1, device=self.ends.device).expand(count, levels)
+        keys = keys_of_nodes(self.seeds, self.ends + 1, chain, levels)
+        return keys.view(count, levels, 2).transpose(0, 1).contiguous()
+
     def added(self, logits: Tensor, level: int, ids: Tensor | None) -> Tensor:
         """Logits [B, nodes, V] under temperature and noise where the request is sampled."""
         if self.is_sampled is None:

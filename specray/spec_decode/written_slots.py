@@ -39,9 +39,10 @@ class WrittenSlots:
         written: np.ndarray = self._is_written[table.host_kv_slots[slots, list(positions)]]
         return written
 
-    def are_all(self, table: RequestTable, requests: Sequence[DraftRequest]) -> bool:
-        """Whether all positions of the requests before `end` are written."""
-        return all(self._is_written[table.host_kv_slots[request.slot, : request.end]].all() for request in requests)
+    def are_all(self, table: RequestTable, requests: Sequence[DraftRequest], first: int = 0) -> bool:
+        """Whether all positions of the requests from `first` to before `end` are written."""
+        kv_slots = (table.host_kv_slots[request.slot, first : request.end] for request in requests)
+        return all(self._is_written[each].all() for each in kv_slots)
 
     def visible(self, table: RequestTable, slots: Tensor, requests: Sequence[DraftRequest]) -> tuple[Tensor, list[int]]:
         """(KV slots int64 [R, n], how many) of each request's positions before `end` that are written, in order.

@@ -1,29 +1,57 @@
 """How rank 0 shares the trees and the outcome of a step with the other ranks."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import msgpack
 import numpy as np
 import torch
 
 from specray.layers.parallel import RankGroup
 from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import DraftSource
+from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.worker.step_output import StepOutput
 
 
+class DraftSizes(NamedTuple):
+    """What the shapes of a step's CUDA graphs depend on: see DraftSource."""
+
+    max_draft_tokens: int
+    aux_hidden_state_layers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, drafts: DraftSource) -> "DraftSizes":
+        return cls(drafts.max_draft_tokens, tuple(drafts.aux_hidden_state_layers))
+
+
+def follow(drafts: DraftSource, sizes: DraftSizes) -> None:
+    """Choose the same CUDA graphs as rank 0, which has the drafter of these sizes."""
+    if isinstance(drafts, InlineDrafts):  # as on all ranks above 0; on rank 0 the sizes are its own
+        drafts.max_draft_tokens, drafts.aux_hidden_state_layers = sizes
+
+
+def broadcast_sizes(group: RankGroup, sizes: DraftSizes) -> DraftSizes:
+    """Rank 0's sizes on every rank."""
+    count, layers = msgpack.unpackb(group.broadcast_bytes(msgpack.packb(sizes) if group.leads else None))
+    return DraftSizes(count, tuple(layers))
+
+
 def broadcast_tree(
-    group: RankGroup, tree: DraftTree | None, num_nodes: list[int] | None, device: torch.device
-) -> tuple[DraftTree, list[int]]:
-    """Rank 0's trees and numbers of nodes on every rank; the others pass None."""
-    array, number = None, 0
+    group: RankGroup, tree: DraftTree | None, num_nodes: list[int] | None, sizes: DraftSizes, device: torch.device
+) -> tuple[DraftTree, list[int], DraftSizes]:
+    """Rank 0's trees, numbers of nodes and sizes on every rank; the others pass None and any sizes."""
+    array, numbers = None, [0, 0, 0]
     if tree is not None:
         array = torch.cat((tree.num_nodes[:, None], tree.tokens, tree.parents), 1).cpu().numpy()
-        number = 2 * tree.max_depth + tree.are_chains
-    array, number = _broadcast(group, array, number)
+        numbers = [tree.max_depth, int(tree.are_chains), sizes.max_draft_tokens, *sizes.aux_hidden_state_layers]
+    array, (depth, are_chains, most, *layers) = _broadcast(group, array, numbers)
     if tree is not None and num_nodes is not None:
-        return tree, num_nodes
+        return tree, num_nodes, sizes
     packed = torch.from_numpy(array).to(device)
     tokens, parents = packed[:, 1:].chunk(2, 1)
-    depth, are_chains = divmod(number, 2)
-    return DraftTree(tokens, parents, packed[:, 0], depth, None, bool(are_chains)), array[:, 0].tolist()
+    trees = DraftTree(tokens, parents, packed[:, 0], depth, None, bool(are_chains))
+    return trees, array[:, 0].tolist(), DraftSizes(most, tuple(layers))
 
 
 def broadcast_output(group: RankGroup, output: StepOutput | None, device: torch.device) -> StepOutput:
@@ -32,8 +60,8 @@ def broadcast_output(group: RankGroup, output: StepOutput | None, device: torch.
     return output or StepOutput(torch.from_numpy(array).to(device), array, {})
 
 
-def _broadcast(group: RankGroup, array: np.ndarray | None, number: int = 0) -> tuple[np.ndarray, int]:
-    """Rank 0's int64 [n, m] and number on every rank."""
-    packed = None if array is None else msgpack.packb((array.shape[1], number, array.tobytes()))
-    width, number, data = msgpack.unpackb(group.broadcast_bytes(packed))
-    return np.frombuffer(bytearray(data), dtype=np.int64).reshape(-1, width), number
+def _broadcast(group: RankGroup, array: np.ndarray | None, numbers: Sequence[int] = ()) -> tuple[np.ndarray, list[int]]:
+    """Rank 0's int64 [n, m] and numbers on every rank."""
+    packed = None if array is None else msgpack.packb((array.shape[1], numbers, array.tobytes()))
+    width, found, data = msgpack.unpackb(group.broadcast_bytes(packed))
+    return np.frombuffer(bytearray(data), dtype=np.int64).reshape(-1, width), found

@@ -37,7 +37,7 @@ class DecodeGraphs:
     ) -> None:
         """`drafter` is the one of `drafts`, if graphs can have its work too."""
         self._graphs, self._runner, self._table, self._drafts = graphs, runner, table, drafts
-        self._drafter, self._depth, self._sampler = drafter, 0, sampler
+        self._drafter, self._sampler = drafter, sampler
         self._max_rows = max_rows
         self._max_nodes, self._layers = 1 + drafts.max_draft_tokens, drafts.aux_hidden_state_layers
         self._make_step()
@@ -82,7 +82,7 @@ class DecodeGraphs:
 
     def _replay_draft(self, batch: StepBatch, bucket: Bucket) -> DraftTree:
         self._graphs.replay(("draft", bucket, _is_sampled(batch)))
-        return self._step.drafts(len(batch.num_nodes), self._depth)
+        return self._step.drafts(len(batch.num_nodes))
 
     def _follow_drafter(self) -> None:
         """Start again for a drafter whose trees or hidden states the graphs do not have."""
@@ -103,11 +103,9 @@ class DecodeGraphs:
         for is_sampled in (False, True):
             self._graphs.capture(("verify", bucket, is_sampled), partial(step.verify, bucket, is_sampled))
             if self._drafter is not None and bucket.nodes > 1:  # with one, something went wrong before
-                self._graphs.capture(("draft", bucket, is_sampled), partial(self._draft, bucket, is_sampled))
-
-    def _draft(self, bucket: Bucket, is_sampled: bool) -> None:
-        assert self._drafter is not None
-        self._depth = self._step.draft(bucket, self._drafter, is_sampled)  # of all its trees
+                self._graphs.capture(
+                    ("draft", bucket, is_sampled), partial(step.draft, bucket, self._drafter, is_sampled)
+                )
 
 
 def _is_sampled(batch: StepBatch) -> bool:

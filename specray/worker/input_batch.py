@@ -29,6 +29,7 @@ class ScheduledBatch:
     slots: Tensor  # int64 [R]
     starts: Tensor  # int64 [R], position of the first token to compute
     counts: Tensor  # int64 [R], num_known on the device
+    last: Tensor  # int64 [R], positions of the last known tokens to compute: the roots
 
     @classmethod
     def of(cls, table: RequestTable, plan: StepPlan) -> "ScheduledBatch":
@@ -44,8 +45,9 @@ class ScheduledBatch:
         pending = [len(state.token_ids) - start for state, start in zip(states, starts, strict=True)]
         num_known = [min(row.num_tokens, count) for row, count in zip(plan.rows, pending, strict=True)]
         sampling = [place for place, count in enumerate(pending) if num_known[place] == count]
-        slots, first, counts = table.flush([row.slot for row in plan.rows], starts, num_known)
-        return cls(states, num_known, sampling, slots, first, counts)
+        last = [start + count - 1 for start, count in zip(starts, num_known, strict=True)]
+        columns = table.flush([row.slot for row in plan.rows], starts, num_known, last)
+        return cls(states, num_known, sampling, *columns.unbind())
 
     @property
     def are_all_sampling(self) -> bool:
@@ -53,7 +55,7 @@ class ScheduledBatch:
 
     def roots(self, table: RequestTable) -> Tensor:
         """The last known token that each row computes, int64 [R]."""
-        return table.tokens_at(self.slots, self.starts + self.counts - 1)
+        return table.tokens_at(self.slots, self.last)
 
 
 class StepBatch(NamedTuple):

@@ -16,6 +16,7 @@ from specray.worker.kv_cache import KVCache
 from specray.worker.kv_size import count_blocks
 from specray.worker.memory_demand import demand_of
 from specray.worker.model_runner import ModelRunner
+from specray.worker.remote_drafter.handshake import DraftPlacement
 from specray.worker.remote_drafter.source import RingLimits
 
 
@@ -30,16 +31,16 @@ class LoadedTarget:
         device: torch.device,
         progress: bool = False,
         model: TargetModel | None = None,
-        colocates: bool = False,
+        placement: DraftPlacement = "inline",
     ) -> None:
-        """`colocates`: the drafter has a process of its own beside rank 0."""
+        """`placement` is the drafter's."""
         self._config, self._folder, self._device = config, folder, device
         self.model = model or load_model(folder, config, group, device, progress)
         model_config = load_config(folder)
         self._architecture = (model_config.architectures or [""])[0]
         self.context_length = context_length(model_config, config.context_length)
         shape, dtype = self.model.shape, self.model.embedding.weight.dtype
-        demand = demand_of(config, model_config, shape, folder, dtype, device, group, colocates)
+        demand = demand_of(config, model_config, shape, folder, dtype, device, group, placement)
         self.num_blocks = group.smallest(count_blocks(config, demand, self.context_length, device))
         kv = KVCache(
             shape.num_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size, dtype, device

@@ -16,6 +16,7 @@ from specray.models.target_model import ModelShape
 from specray.spec_decode import method_of
 from specray.worker.buckets import buckets
 from specray.worker.memory_plan import Demand, StepSize, graph_bytes, process_bytes
+from specray.worker.remote_drafter.handshake import DraftPlacement
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +32,17 @@ def demand_of(
     dtype: torch.dtype,
     device: torch.device,
     group: RankGroup,
-    colocates: bool,
+    placement: DraftPlacement,
 ) -> Demand:
-    """The demand of one rank of the target in `folder`. Rank 0 has the drafter on its device.
+    """The demand of one rank of the target in `folder`. Rank 0 has the drafter on its device, unless it is separate.
 
-    With `colocates` the drafter has a process of its own. On a CPU, activations are left to `mem_fraction_static`.
+    On a CPU, all processes share the memory, and activations are left to `mem_fraction_static`.
     """
     layer_token = 2 * shape.num_local_kv_heads * shape.head_dim * dtype.itemsize
     weights, num_layers, token = 0, shape.num_layers, 0
-    for drafter in filter(_has_draft_model, config.speculative.members.values() if group.leads else ()):
+    is_beside = placement != "separate" or device.type == "cpu"
+    drafters = config.speculative.members.values() if group.leads and is_beside else ()
+    for drafter in filter(_has_draft_model, drafters):
         if drafter.draft_model_path is None:  # layers of the target's own checkpoint, like its others
             count = getattr(model_config, "num_nextn_predict_layers", None) or 0
             weights += count * (_file_bytes(folder) // (num_layers + count))
@@ -49,8 +52,9 @@ def demand_of(
             weights, token = weights + own_weights, token + own_token
     dynamic = 0
     if device.type == "cuda":
-        has_graphs = group.size == 1 and not config.disable_cuda_graph
-        dynamic = _steps(config, model_config, shape, dtype, has_graphs) + process_bytes(int(group.leads and colocates))
+        dynamic = _steps(config, model_config, shape, dtype, not config.disable_cuda_graph) + process_bytes(
+            int(group.leads and placement == "colocated")
+        )
     return Demand(num_layers * layer_token + token, weights, dynamic)
 
 

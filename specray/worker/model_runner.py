@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from specray.layers.moe import reason_without_graphs
 from specray.models.target_model import TargetModel
-from specray.ops.attention import AttentionBackend
+from specray.ops.attention import AttentionBackend, PaddedAttention
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
 
@@ -27,6 +28,13 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.attention = attention
+
+    @property
+    def reason_without_graphs(self) -> str | None:
+        """Why decode steps cannot be CUDA graphs; None if they can."""
+        if not isinstance(self.attention, PaddedAttention):
+            return "this attention_backend plans every step on the host; set it to triton"
+        return reason_without_graphs(self.model)
 
     def forward(self, batch: InputBatch, aux_hidden_state_layers: Sequence[int]) -> ForwardOutput:
         attend = self.attention.plan(batch.attention)

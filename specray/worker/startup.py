@@ -12,25 +12,26 @@ from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_model
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
-from specray.ops.attention import PaddedAttention
 from specray.ops.cpu.threads import use_threads
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
-from specray.spec_decode.drafter import Drafter, DraftSource, padded_drafter
+from specray.spec_decode.drafter import Drafter, DraftSource, padded_drafter, uses_of
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
+from specray.spec_decode.several import WITHOUT_GRAPHS
 from specray.spec_decode.verifier import is_padded
 from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
+from specray.worker.broadcast import DraftSizes, broadcast_sizes, follow
 from specray.worker.compilation import compile_target
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.devices import choose_device
 from specray.worker.loading import LoadedTarget, ring_limits
 from specray.worker.model_runner import ModelRunner
-from specray.worker.remote_drafter.handshake import DraftEndpoint
+from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.worker import Worker
 
@@ -57,7 +58,8 @@ def start_worker(
         use_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
     folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
     group = RankGroup(rank, world_size, init_method, device, config.deterministic)
-    target = LoadedTarget(config, folder, group, device, progress, model, colocates=colocate is not None)
+    placement: DraftPlacement = "inline" if colocate is None else colocate.placement
+    target = LoadedTarget(config, folder, group, device, progress, model, placement)
     vocab_size = target.model.shape.vocab_size
     max_tokens = target.context_length + MAX_TREE_NODES + config.page_size
     table = RequestTable(config.max_running_requests, max_tokens, config.page_size, vocab_size, device)
@@ -72,7 +74,10 @@ def start_worker(
                 drafter = make_drafter(config.speculative, target.view(eos_ids))
         drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
     sampler = make_sampler(config.speculative)
+    if group.size > 1:
+        follow(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))
     compile_target(config, target, drafts.max_draft_tokens, progress)
+    graphs, without_graphs = _capture(config, target.runner, table, drafts, sampler)
     capacity = Capacity(
         num_blocks=target.num_blocks,
         max_draft_tokens=drafts.max_draft_tokens,
@@ -82,6 +87,7 @@ def start_worker(
         reads_next_token=drafts.reads_next_token,
         dtype=str(target.model.embedding.weight.dtype).removeprefix("torch."),
         is_batch_invariant=target.is_batch_invariant,
+        without_graphs=tuple(without_graphs),
     )
     return Worker(
         group=group,
@@ -90,35 +96,33 @@ def start_worker(
         drafts=drafts,
         sampler=sampler,
         grammars=GrammarTable(partial(make_tools, tokenizer, vocab_size, eos_ids)),
-        graphs=_capture(config, group, target.runner, table, drafts, sampler),
+        graphs=graphs,
         capacity=capacity,
     )
 
 
 @torch.inference_mode()
 def _capture(
-    config: EngineConfig,
-    group: RankGroup,
-    runner: ModelRunner,
-    table: RequestTable,
-    drafts: DraftSource,
-    sampler: NodeSampler,
-) -> DecodeGraphs | None:
-    """The graphs of decode steps; None where there are none.
-
-    Ranks above 0 do not know the drafter, so they could not choose the same buckets.
-    """
-    if config.disable_cuda_graph or group.size > 1:
-        return None
-    graphs = make_graphs(table.device, config.attention_backend)
+    config: EngineConfig, runner: ModelRunner, table: RequestTable, drafts: DraftSource, sampler: NodeSampler
+) -> tuple[DecodeGraphs | None, list[str]]:
+    """(the graphs of decode steps, None where there are none; what runs without graphs, and why)."""
+    graphs = None if config.disable_cuda_graph else make_graphs(table.device, config.attention_backend)
     if graphs is None:
-        return None
-    if not isinstance(runner.attention, PaddedAttention):
-        logger.info("attention_backend=%s has no CUDA graphs", config.attention_backend)
-        return None
+        return None, []
+    if (reason := runner.reason_without_graphs) is not None:
+        return None, [_without_graphs("decode steps", reason)]
     rows = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
     drafter = drafts.drafter if isinstance(drafts, InlineDrafts) else None
-    padded = padded_drafter(drafter) if is_padded(sampler) else None
+    padded, without = padded_drafter(drafter) if is_padded(sampler) else None, []
+    if padded is not None and (reason := padded.reason_without_graphs) is not None:
+        padded, without = None, [_without_graphs("drafts", reason)]
+    elif uses_of(drafter) is not None:
+        without = [_without_graphs("drafts", WITHOUT_GRAPHS)]
     captured = DecodeGraphs(graphs, runner, table, drafts, rows, padded, sampler)
     captured.capture()
-    return captured
+    return captured, without
+
+
+def _without_graphs(what: str, reason: str) -> str:
+    logger.warning("%s run without CUDA graphs: %s", what, reason)
+    return f"{what}: {reason}"

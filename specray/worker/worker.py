@@ -24,7 +24,7 @@ from specray.spec_decode.verify_batch import VerifyInput
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
 from specray.structured_output.matchers import GrammarTable
-from specray.worker.broadcast import broadcast_output, broadcast_tree
+from specray.worker.broadcast import DraftSizes, broadcast_output, broadcast_tree, follow
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.input_batch import ScheduledBatch, StepBatch, build_batch
@@ -109,7 +109,9 @@ class Worker:
         prepared = time.perf_counter()
         bucket = self._graphs.bucket(batch) if self._graphs is not None else None
         states = [state.sampling for state in rows.states]
-        verifying = bucket if batch.mask is None and can_verify_padded(states, self._sampler) else None
+        # Rank 0 alone knows a grammar's mask, and all ranks must choose the same graphs.
+        has_grammar = any(state.options.grammar is not None for state in states)
+        verifying = bucket if not has_grammar and can_verify_padded(states, self._sampler) else None
         computed = self._forward(batch, bucket, plan.runs_drafter, returns_logits=verifying is None)
         forwarded = time.perf_counter()
         prompts: dict[int, list[TokenLogprob]] = {}
@@ -140,7 +142,9 @@ class Worker:
                 slots = [state.slot for state in rows.states]
                 tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, draft_limits)
         if self._group.size > 1:
-            tree, num_nodes = broadcast_tree(self._group, tree, num_nodes, self._table.device)
+            sizes, device = DraftSizes.of(self.drafts), self._table.device
+            tree, num_nodes, sizes = broadcast_tree(self._group, tree, num_nodes, sizes, device)
+            follow(self.drafts, sizes)
         assert tree is not None
         assert num_nodes is not None
         return StepBatch(rows, tree, num_nodes, mask)
@@ -150,7 +154,7 @@ class Worker:
     ) -> ForwardOutput:
         if self._graphs is not None and bucket is not None:
             return self._graphs.forward(batch, bucket, returns_logits)
-        layers = self.drafts.aux_hidden_state_layers if runs_drafter else ()
+        layers = self.drafts.aux_hidden_state_layers if runs_drafter and self._group.leads else ()
         return self._runner.forward(build_batch(self._table, batch), layers)
 
     def _verify(self, batch: StepBatch, bucket: Bucket | None, computed: ForwardOutput) -> StepOutput:

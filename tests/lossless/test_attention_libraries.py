@@ -14,9 +14,11 @@ pytest.importorskip("triton")
 from specray.config import SpeculativeConfig
 from specray.ops import backends
 from specray.ops.gpu.attention import TritonAttend
+from specray.ops.graphs import Graphs
 from specray.sampling_params import SamplingParams
 from tests.support import attention_libraries
-from tests.support.engine import generate
+from tests.support.engine import generate, make_llm
+from tests.support.graph_stand_in import RepeatedCall
 from tests.support.methods import METHODS
 
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [0, *range(4, 20)]]
@@ -87,3 +89,20 @@ def test_a_draft_head_reads_its_prefix_with_flashinfer(toy: Path, tmp_path: Path
     seen = generate(toy, PROMPTS, PARAMS, attention_backend="torch", speculative=SpeculativeConfig(**options))
     assert [choice.token_ids for choice in seen] == expected
     assert set(planned) == {"causal", "triton"}
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "fa"])
+def test_decode_steps_in_graphs_are_tritons(
+    backend: str, toy: Path, tmp_path: Path, planned: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The libraries plan on the host, which a graph would not repeat. Prompts stay theirs."""
+    expected = [choice.token_ids for choice in generate(toy, PROMPTS, PARAMS)]
+    monkeypatch.setattr("specray.worker.startup.make_graphs", lambda *_: Graphs(RepeatedCall))
+    options = METHODS["EAGLE3"](toy, tmp_path).model_dump() | CHAIN | {"draft_attention_backend": "torch"}
+    speculative = SpeculativeConfig(**options)
+    with make_llm(toy, attention_backend=backend, speculative=speculative, max_running_requests=1) as llm:
+        seen = [each.choices[0].token_ids for each in llm.generate(PROMPTS, PARAMS)]
+        assert llm._executor.capacity.without_graphs == ()
+    assert seen == expected
+    library = "causal" if backend == "flashinfer" else "fa"
+    assert set(planned) == {library, "triton"}

@@ -9,11 +9,14 @@ from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.step import UNLIMITED, DraftLimit
 from specray.testing.conformance import GREEDY, PROMPTS, SAMPLED, require_equal
+from specray.worker.remote_drafter import source
+from tests.support.colocated import Colocated
 from tests.support.engine import generate, make_llm
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
 from tests.support.methods import METHODS
 
-NAMES = [None, "EAGLE3", "EAGLE3-chain", "EAGLE-map", "MTP", "NGRAM", "SEVERAL"]
+DRAFTS = ["EAGLE3", "EAGLE3-chain", "EAGLE-map", "MTP", "MTP-stack", "STANDALONE", "STANDALONE-tree"]
+NAMES = [None, *DRAFTS, "NGRAM", "SEVERAL"]
 # For each number of nodes of a tree: greedy and sampled requests, the last of which run by two and alone at the end.
 LIMITS = [UNLIMITED, DraftLimit(3, 9), DraftLimit(0, 0)]
 LENGTHS = [4, 4, 6, 12, 20]
@@ -53,7 +56,7 @@ def test_output_does_not_depend_on_graphs(
     assert not never or name in ("NGRAM", "SEVERAL"), never  # n-grams that match are rare
 
 
-@pytest.mark.parametrize("name", ["EAGLE3", "EAGLE-map", "EAGLE3-ngram"])
+@pytest.mark.parametrize("name", ["EAGLE3", "EAGLE-map", "MTP-stack", "STANDALONE-tree", "EAGLE3-ngram"])
 def test_drafts_do_not_depend_on_graphs(name: str, toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]) -> None:
     """As many of them are accepted, at every depth."""
     usages = []
@@ -63,6 +66,27 @@ def test_drafts_do_not_depend_on_graphs(name: str, toy: Path, tmp_path: Path, gr
         usages.append([choice.usage for choice in choices])
     assert usages[0] == usages[1]
     assert any(kind == "draft" for kind, *_ in graphs[0].replayed)
+
+
+@pytest.mark.parametrize("name", ["EAGLE3", "STANDALONE-tree", "MTP-stack"])
+def test_a_drafter_of_another_process_drafts_in_graphs(
+    name: str, toy: Path, tmp_path: Path, graphs: list[RecordedGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many of them are accepted as of those without graphs."""
+    for wait in ("LEAST_WAIT_S", "FIRST_WAIT_S", "FROZEN_S"):
+        monkeypatch.setattr(source, wait, 60.0)  # long enough for a busy machine
+    found = []
+    for disabled in (True, False):
+        options = {"speculative": METHODS[name](toy, tmp_path), "disable_cuda_graph": disabled}
+        with make_llm(toy, max_running_requests=3, **options) as llm:
+            colocated = Colocated(llm, tmp_path)
+            colocated.start()
+            found.append([each.choices[0] for each in llm.generate(PROMPTS, SAMPLED)])
+            colocated.close()
+            (tmp_path / "drafts").unlink()
+    require_equal(found[1], found[0])
+    assert [choice.usage for choice in found[0]] == [choice.usage for choice in found[1]]
+    assert {kind for kind, *_ in graphs[1].replayed} == {"draft"}
 
 
 def test_steps_of_more_requests_than_cuda_graph_max_bs_have_no_graph(toy: Path, graphs: list[RecordedGraphs]) -> None:

@@ -6,18 +6,22 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from specray.ops.graphs import Graphs
 from specray.sampling_params import SamplingParams
 from tests.support.engine import generate, make_llm
+from tests.support.graph_stand_in import RepeatedCall
 from tests.support.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 NAMES = [None, "EAGLE3", "EAGLE-map"]
+IN_GRAPHS = [None, "EAGLE3", "EAGLE3-chain"]
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5]]
 PARAMS = [
     SamplingParams(seed=1, temperature=0.0, max_tokens=4),
@@ -58,6 +62,13 @@ def test_output_does_not_depend_on_drafts_or_kernels(toy: Path, tmp_path: Path, 
 
 
 @pytest.mark.slow
+def test_padded_steps_have_the_same_output(toy: Path, tmp_path: Path, interpreted: dict[str, Any]) -> None:
+    """What graphs would record, run again at each replay: the kernels of padded steps among them."""
+    expected = outputs(toy, tmp_path, [None])["None"]
+    assert interpreted["in graphs"] == dict.fromkeys(map(str, IN_GRAPHS), expected)
+
+
+@pytest.mark.slow
 def test_deterministic_output_in_bfloat16_does_not_depend_on_drafts_or_the_batch(interpreted: dict[str, Any]) -> None:
     found = interpreted["deterministic"]
     assert found["is_batch_invariant"]
@@ -66,7 +77,10 @@ def test_deterministic_output_in_bfloat16_does_not_depend_on_drafts_or_the_batch
 
 def main(toy: Path, folder: Path) -> None:
     torch.set_num_threads(1)
-    print(json.dumps({"float32": outputs(toy, folder, NAMES), "deterministic": deterministic(toy, folder)}))
+    found = {"float32": outputs(toy, folder, NAMES), "deterministic": deterministic(toy, folder)}
+    with mock.patch("specray.worker.startup.make_graphs", side_effect=lambda *_: Graphs(RepeatedCall)):
+        found["in graphs"] = outputs(toy, folder, IN_GRAPHS, max_running_requests=2)
+    print(json.dumps(found))
 
 
 def deterministic(toy: Path, folder: Path) -> dict[str, Any]:

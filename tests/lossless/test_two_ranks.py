@@ -41,6 +41,15 @@ def test_two_ranks_with_drafts_equal_one(name: str, toy: Path, tmp_path: Path) -
     assert len(scores) == len(PROMPTS[2]) - 1
 
 
+@pytest.mark.parametrize("name", ["EAGLE3", "NGRAM"])
+def test_two_ranks_in_graphs_equal_one(name: str, toy: Path, tmp_path: Path) -> None:
+    """The collectives are in the graphs, and both ranks choose the same ones."""
+    alone = generate(toy, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
+    speculative = METHODS[name](toy, tmp_path)
+    together = run_ranks(toy, 2, speculative, PROMPTS, PARAMS, in_graphs=True, max_running_requests=3)
+    assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
+
+
 @pytest.mark.skipif(kernels() is None, reason="torch's operations promise this in float32 only")
 @pytest.mark.parametrize(
     "options",

@@ -14,7 +14,7 @@ from specray.spec_decode.drafter import Drafter, DraftSource
 from specray.step import DraftFault
 from specray.worker.loading import ring_limits
 from specray.worker.remote_drafter.handshake import DraftEndpoint, dismiss
-from specray.worker.remote_drafter.server import DraftServer, make_remote_drafter, remote_target_view
+from specray.worker.remote_drafter.server import DraftServer, make_draft_server, remote_target_view
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.worker import Worker
 
@@ -28,9 +28,9 @@ def worker_of(llm: LLM) -> Worker:
 class Colocated:
     """Runs an engine's drafter behind the socket, in a thread."""
 
-    def __init__(self, llm: LLM, folder: Path) -> None:
+    def __init__(self, llm: LLM, folder: Path, uses_cuda_ipc: bool = False) -> None:
         worker = worker_of(llm)
-        self._endpoint = DraftEndpoint(str(folder / "drafts"), EPOCH)
+        self._endpoint = DraftEndpoint(str(folder / "drafts"), EPOCH, uses_cuda_ipc=uses_cuda_ipc)
         self._config = llm.config
         self._num_slots = worker.capacity.num_blocks * llm.config.page_size
         self._threads: list[threading.Thread] = []
@@ -40,14 +40,15 @@ class Colocated:
     def start(self, drafter: Drafter | None = None, speculative: SpeculativeConfig | None = None) -> None:
         """Connect this drafter, one with these options, or the configured one; returns once it is connected."""
         config = self._config.model_copy(update={"speculative": speculative or self._config.speculative})
-        worker = DraftServer(
-            drafter or make_remote_drafter(config, remote_target_view(config), self._num_slots), torch.device("cpu")
-        )
+        if drafter is None:
+            worker = make_draft_server(config, remote_target_view(config), self._num_slots)
+        else:
+            worker = DraftServer(drafter, torch.device("cpu"))
         connected = threading.Event()
 
         def serve() -> None:
             with torch.inference_mode():
-                worker.serve(*self._endpoint, on_connect=connected.set)
+                worker.serve(self._endpoint.address, EPOCH, on_connect=connected.set)
 
         self._run(serve)
         assert connected.wait(30)

@@ -24,6 +24,7 @@ from specray.ops.gpu import (
     noise_kernels,
     sampling,
     sampling_kernels,
+    step_kernels,
     tree_kernels,
 )
 from specray.ops.gpu.attention import num_warps
@@ -50,9 +51,15 @@ POINTERS = {
     **dict.fromkeys(("starts", "num_nodes", "seeds", "lengths", "parents", "drafts"), "*i64"),
     **dict.fromkeys(("tokens", "path", "chosen", "top_k", "nodes", "counts"), "*i64"),
     "is_finite": "*i8",
+    "column_ids": "*i64",
+    "arena": "*i32",
+    **dict.fromkeys(("cos_table", "sin_table"), "*fp32"),
+    **dict.fromkeys(("token_ids", "positions", "slots", "kept", "outcome", "places", "ends", "last", "roots"), "*i64"),
+    **dict.fromkeys(("new_slots", "new_num_nodes", "new_tokens", "new_parents", "report", "most"), "*i64"),
+    **dict.fromkeys(("pending_tokens", "pending_parents", "pending_nodes"), "*i64"),
 }
 SCALARS = {"scale": "fp32", "eps": "fp32"}
-INTEGERS = ("outs", "ins", "first_id", "max_depth")
+INTEGERS = ("outs", "ins", "first_id", "max_depth", "max_nodes", "count", "padding_slot", "padding_kv_slot")
 
 
 class Case(NamedTuple):
@@ -87,7 +94,12 @@ def cases() -> Iterator[Case]:
         for has_bias, columns in product((False, True), matrix.COLUMNS):
             tile = {"ROWS": matrix.ROWS, "COLUMNS": columns, "INPUTS": matrix.INPUT_BYTES // size}
             yield Case(matrix_kernels.multiply_rows, {"HAS_BIAS": has_bias} | tile, dtype=dtype)
+    size = {"SIZE": 4096, "PADDED": 4096}
+    for keeps in (False, True):
+        yield Case(layer_kernels.join_rows, size | {"KEEPS": keeps}, num_warps=16)
+    yield Case(layer_kernels.gather_angles, {"DIM": 128, "PADDED": 128}, num_warps=1)
     yield from cases_of_verification()
+    yield from cases_of_steps()
 
 
 def cases_of_verification() -> Iterator[Case]:
@@ -97,12 +109,24 @@ def cases_of_verification() -> Iterator[Case]:
     filters = {"PIVOTS": sampling.PIVOTS, "BLOCK": sampling.FILTER_BLOCK}
     for masks in (False, True):
         has_mask = {"HAS_MASK": masks}
-        for samples in (False, True):
-            block = {"SAMPLES": samples, "BLOCK": sampling.BLOCK}
+        for samples, has_ids in product((False, True), (False, True)):
+            block = {"SAMPLES": samples, "FILTERS": not has_ids, "HAS_IDS": has_ids, "BLOCK": sampling.BLOCK}
             yield Case(sampling_kernels.choose_in_blocks, has_mask | block, num_warps=8)
-        yield Case(sampling_kernels.choose_among_blocks, has_mask | {"BLOCKS_PADDED": 32}, num_warps=1)
+        for has_ids in (False, True):
+            blocks = {"HAS_IDS": has_ids, "BLOCKS_PADDED": 32}
+            yield Case(sampling_kernels.choose_among_blocks, has_mask | blocks, num_warps=1)
         yield Case(sampling_kernels.find_lowest, has_mask | filters, num_warps=sampling.FILTER_WARPS)
     yield Case(tree_kernels.compact_path, {"SIZE": 2048, "BLOCK": 2048})
+
+
+def cases_of_steps() -> Iterator[Case]:
+    yield Case(step_kernels.gather_cells, {"BLOCK": 128})
+    for nodes in (1, 8, 128):
+        for kernel in (step_kernels.build_trees, step_kernels.commit_tokens, step_kernels.build_extend):
+            yield Case(kernel, {"WIDTH": nodes, "PADDED": nodes}, num_warps=1)
+        for kernel in (step_kernels.take_trees, step_kernels.put_trees):
+            yield Case(kernel, {"WIDTH": nodes, "PADDED": nodes}, num_warps=1)
+        yield Case(step_kernels.load_trees, {"PADDED": nodes}, num_warps=1)
 
 
 def compiled(case: Case, capability: int) -> dict[str, Any]:
@@ -132,7 +156,7 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
 def _type(name: str, dtype: str) -> str:
     if name in SCALARS or name in POINTERS:
         return SCALARS.get(name) or POINTERS[name]
-    is_integer = name.endswith(("stride", "width", "size")) or name.startswith("num_") or name in INTEGERS
+    is_integer = name.endswith(("stride", "width", "size", "column")) or name.startswith("num_") or name in INTEGERS
     return "i32" if is_integer else f"*{dtype}"
 
 

@@ -94,7 +94,11 @@ class RecordedGraph(TorchDispatchMode):
 
     def replay(self) -> None:
         for function, args, kwargs, outputs in self.operations:
-            for output, result in zip(outputs, _tensors(function(*args, **kwargs)), strict=True):
+            returned = function(*args, **kwargs)
+            for work in tree_leaves(returned):
+                if function.namespace == "c10d" and not isinstance(work, Tensor):
+                    work.wait()  # a collective goes on in another thread
+            for output, result in zip(outputs, _tensors(returned), strict=True):
                 assert output.shape == result.shape, (function, output.shape, result.shape)
                 if output.data_ptr() != result.data_ptr():
                     output.copy_(result)
@@ -115,6 +119,16 @@ class RecordedGraph(TorchDispatchMode):
         return result
 
 
+class RepeatedCall:
+    """A Graph that calls its function at each replay: kernels in Triton's interpreter cannot be recorded."""
+
+    def capture(self, run: Callable[[], object]) -> None:
+        self._run = run
+
+    def replay(self) -> None:
+        self._run()
+
+
 @contextmanager
 def recorded_graphs() -> Iterator[list[RecordedGraphs]]:
     """Within it, workers capture and replay graphs of the list, and compute with torch's operations."""
@@ -126,7 +140,8 @@ def recorded_graphs() -> Iterator[list[RecordedGraphs]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECRAY_KERNELS", "torch")
-        patch.setattr("specray.worker.startup.make_graphs", make)
+        for user in ("startup", "remote_drafter.server"):
+            patch.setattr(f"specray.worker.{user}.make_graphs", make)
         kernels.cache_clear()
         yield graphs
     kernels.cache_clear()

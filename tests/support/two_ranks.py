@@ -3,6 +3,7 @@
 import tempfile
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from specray.sampling_params import make_sampling_params
 from specray.step import StepPlan, StepResult
 from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
+from tests.support.graph_stand_in import recorded_graphs
 
 TIMEOUT_S = 120.0
 PROCESSES = get_context("forkserver")
@@ -53,19 +55,20 @@ def run_ranks(
     speculative: SpeculativeConfig,
     prompts: list[list[int]],
     params: list[dict[str, Any]],
+    in_graphs: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Choices of `prompts` from `size` processes."""
+    """Choices of `prompts` from `size` processes; `in_graphs`: on the stand-in for CUDA graphs."""
     options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 4096} | options
     config = EngineConfig(model=str(folder), tp_size=size, speculative=speculative, **options)
     with tempfile.TemporaryDirectory() as meeting:
         address = f"file://{meeting}/ranks"
-        others = [PROCESSES.Process(target=follow, args=(config, rank, address)) for rank in range(1, size)]
+        others = [PROCESSES.Process(target=follow, args=(config, rank, address, in_graphs)) for rank in range(1, size)]
         for process in others:
             process.start()
         with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
             try:
-                return first.submit(lead, config, address, prompts, params).result(TIMEOUT_S)
+                return first.submit(lead, config, address, prompts, params, in_graphs).result(TIMEOUT_S)
             finally:
                 for process in others:  # without them rank 0 ends too
                     process.kill()
@@ -73,10 +76,21 @@ def run_ranks(
 
 
 def lead(
-    config: EngineConfig, address: str, prompts: list[list[int]], params: list[dict[str, Any]]
+    config: EngineConfig, address: str, prompts: list[list[int]], params: list[dict[str, Any]], in_graphs: bool
 ) -> list[dict[str, Any]]:
     """Run rank 0, which drives the others."""
     torch.set_num_threads(1)
+    if not in_graphs:
+        return _lead(config, address, prompts, params)
+    with recorded_graphs() as graphs:
+        choices = _lead(config, address, prompts, params)
+        assert {kind for kind, *_ in graphs[0].replayed} >= {"forward", "verify"}
+    return choices
+
+
+def _lead(
+    config: EngineConfig, address: str, prompts: list[list[int]], params: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     worker = RankZero(start_worker(config, 0, config.tp_size, address))
     engine = Engine(config, worker, load_tokenizer(Path(config.model)).backend_tokenizer)
     for index, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
@@ -94,7 +108,8 @@ def lead(
     return choices
 
 
-def follow(config: EngineConfig, rank: int, address: str) -> None:
+def follow(config: EngineConfig, rank: int, address: str, in_graphs: bool) -> None:
     """Run another rank until it is killed."""
     torch.set_num_threads(1)
-    start_worker(config, rank, config.tp_size, address).run_loop()
+    with recorded_graphs() if in_graphs else nullcontext():
+        start_worker(config, rank, config.tp_size, address).run_loop()

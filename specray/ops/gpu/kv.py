@@ -13,7 +13,7 @@ def commit_paths(pool: Tensor, kv_slots: Tensor, nodes: Tensor, num_tokens: Tens
     num_layers, num_slots, size = len(pool), pool.shape[1], pool[0, 0].numel()
     block = min(_BLOCK, triton.next_power_of_2(size))
     if len(nodes):
-        kv_slots = kv_slots.contiguous()
+        assert kv_slots.stride(1) == 1
         compact_path[(len(nodes), num_layers, triton.cdiv(size, block))](
             pool,
             kv_slots,

@@ -25,6 +25,50 @@ def norm_rows(x, residual, out, weight, eps, SIZE: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
+def join_rows(
+    joined,  # [T, 2 * SIZE]
+    normed,  # [T, SIZE]: the second half again; unused without KEEPS
+    token_ids,  # int64 [T]
+    embedding,  # [vocabulary, SIZE]
+    states,  # [T, SIZE]
+    token_weight,
+    state_weight,
+    eps,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEEPS: tl.constexpr,
+):
+    """[norm of the token's embedding, norm of the state]"""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    is_column = column < SIZE
+    row = tl.load(token_ids + token)
+    values = tl.load(embedding + row * SIZE + column, mask=is_column, other=0.0).to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / SIZE + eps)
+    scaled = values * factor * tl.load(token_weight + column, mask=is_column, other=0.0).to(tl.float32)
+    out = joined + token * 2 * SIZE + column
+    tl.store(out, scaled.to(joined.dtype.element_ty), mask=is_column)
+    values = tl.load(states + token * SIZE + column, mask=is_column, other=0.0).to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / SIZE + eps)
+    scaled = values * factor * tl.load(state_weight + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + SIZE, scaled.to(joined.dtype.element_ty), mask=is_column)
+    if KEEPS:
+        tl.store(normed + token * SIZE + column, scaled.to(normed.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def gather_angles(cos, sin, cos_table, sin_table, positions, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """cos and sin [T, DIM] of positions int64 [T], from float32 tables [any, DIM]."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    is_column = column < DIM
+    source = tl.load(positions + token) * DIM + column
+    place = token * DIM + column
+    found = tl.load(cos_table + source, mask=is_column, other=0.0)
+    tl.store(cos + place, found.to(cos.dtype.element_ty), mask=is_column)
+    found = tl.load(sin_table + source, mask=is_column, other=0.0)
+    tl.store(sin + place, found.to(sin.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
 def rotate_head(
     qkv,
     cos,

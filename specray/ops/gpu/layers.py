@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specray.ops.gpu.layer_kernels import norm_rows, rotate_head, silu_block
+from specray.ops.gpu.layer_kernels import gather_angles, join_rows, norm_rows, rotate_head, silu_block
 
 _SILU_BLOCK = 1024
 
@@ -22,6 +22,44 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     out = torch.empty_like(x)
     _norm(x, residual, out, weight, eps, adds=True)
     return out
+
+
+def join_normed(
+    token_ids: Tensor, embedding: Tensor, states: Tensor, norms: tuple[Tensor, Tensor], eps: float, keeps: bool
+) -> tuple[Tensor, Tensor | None]:
+    """([norms[0] of the tokens' embeddings, norms[1] of states] [T, 2 * size], its second half again if `keeps`).
+
+    token_ids are int64 [T], states [T, size], of the embedding's type.
+    """
+    states, size = states.contiguous(), states.shape[-1]
+    joined = torch.empty(len(states), 2 * size, dtype=states.dtype, device=states.device)
+    normed = torch.empty_like(states) if keeps else None
+    padded = triton.next_power_of_2(size)
+    if states.numel():
+        join_rows[(len(states),)](
+            joined,
+            joined if normed is None else normed,
+            token_ids.contiguous(),
+            embedding,
+            states,
+            *norms,
+            eps,
+            SIZE=size,
+            PADDED=padded,
+            KEEPS=keeps,
+            num_warps=min(16, max(1, padded // 256)),
+        )
+    return joined, normed
+
+
+def angles_at(tables: tuple[Tensor, Tensor], positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos, signed sin), each [T, 1, dim] of `dtype`, from float32 tables [any, dim] at positions int64 [T]."""
+    count, dim = len(positions), tables[0].shape[1]
+    cos, sin = torch.empty(2, count, 1, dim, dtype=dtype, device=positions.device)
+    if count:
+        padded = triton.next_power_of_2(dim)
+        gather_angles[(count,)](cos, sin, *tables, positions.contiguous(), DIM=dim, PADDED=padded, num_warps=1)
+    return cos, sin
 
 
 def _norm(x: Tensor, residual: Tensor, out: Tensor, weight: Tensor, eps: float, adds: bool) -> None:

@@ -1,7 +1,8 @@
 """An attention backend of two: one for causal requests, one for requests with a draft tree.
 
 flash-attention has no masks and flashinfer has none with a sliding window, so another kernel computes the trees there.
-Both read the KV that was written once for the whole batch.
+Both read the KV that was written once for the whole batch. The libraries plan every batch on the host, which CUDA
+graphs cannot repeat, so another backend computes the padded steps of graphs.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specray.ops.attention import AttentionBatch
+from specray.ops.attention import Attend, AttentionBatch, PaddedAttention, PaddedBatch
 from specray.ops.gpu.layers import rotate_and_store
 
 # (one layer's pool [slots, 2, kv_heads, dim], q [T, heads, dim]) -> [T, heads * dim] of a planned batch
@@ -22,22 +23,33 @@ PlanRead = Callable[[AttentionBatch], Read]
 class RoutedAttention:
     """AttentionBackend over `pool` [layers, slots, 2, kv_heads, dim].
 
-    `takes_chains`: trees that are chains are causal requests.
+    `takes_chains`: trees that are chains are causal requests. `padded` is over the same pool.
     """
 
     is_batch_invariant = False
 
     def __init__(
-        self, pool: Tensor, num_heads: int, causal: PlanRead, trees: PlanRead, takes_chains: bool = True
+        self,
+        pool: Tensor,
+        num_heads: int,
+        causal: PlanRead,
+        trees: PlanRead,
+        padded: PaddedAttention,
+        takes_chains: bool = True,
     ) -> None:
         self.layers = pool.unbind()
         self.num_heads = num_heads
         self._causal = causal
         self._trees = trees
+        self._padded = padded
         self._takes_chains = takes_chains
 
     def plan(self, batch: AttentionBatch) -> "RoutedAttend":
         return RoutedAttend(self, batch, self._read(batch))
+
+    def plan_padded(self, batch: PaddedBatch) -> Attend:
+        """See PaddedAttention."""
+        return self._padded.plan_padded(batch)
 
     def _read(self, batch: AttentionBatch) -> Read:
         is_causal = batch.are_chains and self._takes_chains

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specray.ops.gpu.noise_kernels import position_keys
 from specray.ops.gpu.sampling_kernels import choose_among_blocks, choose_in_blocks, find_lowest
+from specray.ops.gpu.strides import alike, by_rows
 from specray.ops.gpu.tree_kernels import walk_tree
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import Choices
@@ -49,6 +50,30 @@ def choose(rows: Rows, batch: SamplingBatch | None, keys: Tensor | None, first_i
 
     `batch` None: the largest logits. `first_id` is the token id of the first column.
     """
+    if batch is None or not len(rows.starts):
+        return _choose(rows, None, None, None, first_id)
+    sizes = (rows.logits.shape[1], 0 if rows.mask is None else rows.mask.shape[1], rows.node_width)
+    places = (rows.logits, rows.logits if rows.mask is None else rows.mask, rows.starts, rows.num_nodes)
+    return _choose(rows, batch.temperature, keys, _find_lowest(places, sizes, batch, rows.mask), first_id)
+
+
+def choose_drafts(rows: Rows, temperature: Tensor | None, keys: Tensor | None, column_ids: Tensor | None) -> Choices:
+    """The same without filters, for drafts. `temperature` float32 [B], None: the largest logits.
+
+    `column_ids` int64 [V] are the token ids of the columns; None: the same.
+    """
+    return _choose(rows, temperature, keys, None, 0, column_ids)
+
+
+def _choose(
+    rows: Rows,
+    temperature: Tensor | None,
+    keys: Tensor | None,
+    lowest: Tensor | None,
+    first_id: int,
+    column_ids: Tensor | None = None,
+) -> Choices:
+    """`temperature` None: the largest logits. `lowest` None: nothing is filtered out."""
     logits, starts, num_nodes, width, mask = rows
     num_places, size, device = len(starts) * width, logits.shape[1], logits.device
     num_blocks = triton.cdiv(size, BLOCK)
@@ -60,22 +85,24 @@ def choose(rows: Rows, batch: SamplingBatch | None, keys: Tensor | None, first_i
     )
     if not num_places:
         return choices
-    masked = logits if mask is None else mask
-    places = (logits, masked, starts, num_nodes)
+    places = (logits, logits if mask is None else mask, starts, num_nodes)
     sizes = (size, 0 if mask is None else mask.shape[1], width)
-    heat, lowest = (logits, logits) if batch is None else (batch.temperature, _find_lowest(places, sizes, batch, mask))
+    heat, ids = logits if temperature is None else temperature, logits if column_ids is None else column_ids
+    has = {"HAS_MASK": mask is not None, "HAS_IDS": column_ids is not None}
     choose_in_blocks[(num_places, num_blocks)](
         best,
         best_ids,
         *places,
         logits if keys is None else keys,
         heat,
-        lowest,
+        logits if lowest is None else lowest,
+        ids,
         first_id,
         *sizes,
         heat.stride(0),
-        SAMPLES=batch is not None,
-        HAS_MASK=mask is not None,
+        SAMPLES=temperature is not None,
+        FILTERS=lowest is not None,
+        **has,
         BLOCK=BLOCK,
         num_warps=8,
     )
@@ -84,10 +111,11 @@ def choose(rows: Rows, batch: SamplingBatch | None, keys: Tensor | None, first_i
         best,
         best_ids,
         *places,
+        ids,
         num_blocks,
         first_id,
         *sizes,
-        HAS_MASK=mask is not None,
+        **has,
         BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
         num_warps=1,
     )
@@ -102,6 +130,7 @@ def follow(
     The arguments behind `choices` are those of DraftTree. Returns num_tokens [B], tokens and nodes [B, max_depth + 1],
     as in VerifyOutput.
     """
+    tokens, parents = alike(tokens, parents)
     num_trees, width = tokens.shape
     num_tokens = torch.empty(num_trees, dtype=torch.int64, device=tokens.device)
     walked, path = torch.empty(2, num_trees, max_depth + 1, dtype=torch.int64, device=tokens.device)
@@ -112,12 +141,12 @@ def follow(
             path,
             choices.tokens.contiguous(),
             choices.is_finite.contiguous(),
-            tokens.contiguous(),
-            parents.contiguous(),
+            tokens,
+            parents,
             num_nodes.contiguous(),
             max_depth,
             width,
-            width,
+            tokens.stride(0),
             NODES_PADDED=triton.next_power_of_2(width),
             DEPTHS_PADDED=triton.next_power_of_2(max_depth + 1),
             num_warps=1,
@@ -131,7 +160,7 @@ def keys_of_nodes(seeds: Tensor, lengths: Tensor, parents: Tensor, max_depth: in
     `seeds` and `lengths` int64 [B] are the requests' seeds and known tokens, `parents` int64 [B, N] those of DraftTree.
     """
     num_trees, width = parents.shape
-    parents = parents.contiguous()
+    parents = by_rows(parents)
     keys = torch.empty(num_trees * width, 2, dtype=torch.int32, device=parents.device)
     if num_trees:
         position_keys[(num_trees,)](
@@ -141,7 +170,7 @@ def keys_of_nodes(seeds: Tensor, lengths: Tensor, parents: Tensor, max_depth: in
             parents,
             max_depth,
             seeds.stride(0),
-            width,
+            parents.stride(0),
             WIDTH=width,
             PADDED=triton.next_power_of_2(width),
             num_warps=1,

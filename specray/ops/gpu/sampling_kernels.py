@@ -60,14 +60,17 @@ def choose_in_blocks(
     num_nodes,  # int64 [trees]
     keys,  # int32 [places, 2]; unused without SAMPLES, like the next two
     temperature,  # float32 [trees], `options_stride` apart
-    lowest,  # float32 [places]: scaled logits below it are filtered out
-    first_id,  # token id of the first column
+    lowest,  # float32 [places]: scaled logits below it are filtered out; unused without FILTERS
+    column_ids,  # int64 [vocab_size]: token ids of the columns; unused without HAS_IDS
+    first_id,  # token id of the first column; unused with HAS_IDS
     vocab_size,
     mask_width,
     node_width,
     options_stride,
     SAMPLES: tl.constexpr,
+    FILTERS: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -79,8 +82,13 @@ def choose_in_blocks(
             heat = tl.load(temperature + tree * options_stride)
             if heat >= GREEDY_BELOW:
                 scaled = tl.div_rn(scores, tl.zeros([BLOCK], tl.float32) + heat)
-                noise = gumbel_of(first_id + column, tl.load(keys + place * 2), tl.load(keys + place * 2 + 1))
-                scores = tl.where(scaled < tl.load(lowest + place), float("-inf"), scaled + noise)
+                token = first_id + column
+                if HAS_IDS:
+                    token = tl.load(column_ids + column, mask=column < vocab_size, other=0).to(tl.int32)
+                noise = gumbel_of(token, tl.load(keys + place * 2), tl.load(keys + place * 2 + 1))
+                scores = scaled + noise
+                if FILTERS:
+                    scores = tl.where(scaled < tl.load(lowest + place), float("-inf"), scores)
         ordered = tl.where(column < vocab_size, _ordered(scores), LOWEST)
         result = place * tl.num_programs(1) + block
         tl.store(best + result, tl.max(ordered, 0))
@@ -98,12 +106,14 @@ def choose_among_blocks(
     mask,
     starts,
     num_nodes,
+    column_ids,
     num_blocks,
     first_id,
     vocab_size,
     mask_width,
     node_width,
     HAS_MASK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
@@ -113,7 +123,10 @@ def choose_among_blocks(
         ordered = tl.load(best + place * num_blocks + block, mask=block < num_blocks, other=LOWEST)
         token = tl.load(best_ids + place * num_blocks + tl.argmax(ordered, 0, tie_break_left=True)).to(tl.int64)
         value = _load(logits + row * vocab_size, mask + row * mask_width, token, vocab_size, HAS_MASK)
-        tl.store(tokens + place, first_id + token)
+        chosen = first_id + token
+        if HAS_IDS:
+            chosen = tl.load(column_ids + token)
+        tl.store(tokens + place, chosen)
         tl.store(scores + place, tl.max(ordered, 0))
         tl.store(is_finite + place, (tl.abs(value) < float("inf")).to(tl.int8))
 

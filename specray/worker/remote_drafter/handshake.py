@@ -8,7 +8,7 @@ import contextlib
 import os
 import socket
 import struct
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgpack
 
@@ -18,11 +18,17 @@ from specray.config import MAX_TREE_NODES
 _CREDENTIALS = struct.Struct("=3i")  # Linux's struct ucred: process, user, group
 
 
+# Where the drafter computes: in the rank's process, in its own on rank 0's GPU, in its own on another GPU of the node.
+DraftPlacement = Literal["inline", "colocated", "separate"]
+
+
 class DraftEndpoint(NamedTuple):
     """A unix socket in a private folder, and the epoch of the engine that connecting processes must belong to."""
 
     address: str
     epoch: int
+    placement: DraftPlacement = "colocated"
+    uses_cuda_ipc: bool = False  # hidden states cross through memory of the GPU that both processes compute on
 
 
 class DrafterHandshake(NamedTuple):

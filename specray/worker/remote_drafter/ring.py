@@ -30,6 +30,18 @@ class HiddenStateRing:
             self.regions: list[Tensor] = list(flat.view(NUM_REGIONS, tokens, width))
         self._locked = _lock_pages(flat.data_ptr(), size) if size and device.type == "cuda" else None
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.regions[0])
+
+    def write(self, region: int, states: Tensor) -> None:
+        """Copy hidden states [n, width] to the first rows of a region; done when it returns."""
+        self.regions[region][: len(states)].copy_(states)
+
+    def read(self, region: int) -> Tensor:
+        """A region, [tokens, width], in the memory of the host."""
+        return self.regions[region]
+
     def close(self) -> None:
         """Before the memory is unmapped."""
         if self._locked is not None:

@@ -23,6 +23,7 @@ from specray.spec_decode.drafter import DraftFaultError, ProposeContext
 from specray.spec_decode.inline_drafts import PendingTrees
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DrafterUse, DraftFault, DraftLimit
+from specray.worker.remote_drafter.device_ring import DeviceRing
 from specray.worker.remote_drafter.handshake import (
     NO_DRAFTER,
     DraftEndpoint,
@@ -63,7 +64,7 @@ class RemoteDrafts:
     """DraftSource for the drafter that is connected. Without one, every tree is its root."""
 
     def __init__(self, endpoint: DraftEndpoint, limits: RingLimits, table: RequestTable) -> None:
-        self._epoch = endpoint.epoch
+        self._epoch, self._uses_ipc = endpoint.epoch, endpoint.uses_cuda_ipc
         self._limits = limits
         self._table = table
         self._pending = PendingTrees(table.num_slots, table.vocab_size, table.device)
@@ -128,7 +129,8 @@ class RemoteDrafts:
         channel = Channel(connection, self._epoch)
         try:
             handshake = unpack_handshake(channel.recv(HANDSHAKE_S), self._limits.num_layers)
-            peer = None if handshake == NO_DRAFTER else _Peer(connection, channel, handshake, self._limits, self._table)
+            parts = (connection, channel, handshake, self._limits, self._table, self._uses_ipc)
+            peer = None if handshake == NO_DRAFTER else _Peer(*parts)
         except (OSError, ValueError):  # a closed channel and a timeout are OSErrors
             channel.close()
             self._faults.append(DraftFault.NO_HANDSHAKE)
@@ -180,6 +182,7 @@ class _Peer:
         handshake: DrafterHandshake,
         limits: RingLimits,
         table: RequestTable,
+        uses_ipc: bool,
     ) -> None:
         self._table = table
         self._channel = channel
@@ -191,11 +194,17 @@ class _Peer:
         fd = open_file(tokens, width, limits.dtype)
         try:
             socket.send_fds(connection, [b"f"], [fd])
-            self._ring = HiddenStateRing(fd, tokens, width, limits.dtype, table.device)
+            device_ring = b""
+            self._ring: HiddenStateRing | DeviceRing
+            if uses_ipc and width and table.device.type == "cuda":
+                self._ring = DeviceRing.make(tokens, width, limits.dtype, table.device)
+                device_ring = self._ring.export()
+            else:
+                self._ring = HiddenStateRing(fd, tokens, width, limits.dtype, table.device)
         finally:
             os.close(fd)
         sizes = table.num_slots, table.max_tokens, table.page_size, table.vocab_size
-        reply = TargetHandshake(tokens, width, str(limits.dtype).removeprefix("torch."), *sizes)
+        reply = TargetHandshake(tokens, width, str(limits.dtype).removeprefix("torch."), *sizes, device_ring)
         self._channel.send(pack(reply), SEND_S)
         self._encoder = DeltaEncoder()
         self._free = deque(range(NUM_REGIONS))
@@ -206,13 +215,13 @@ class _Peer:
 
     def submit(self, context: ProposeContext) -> None:
         self._check_frozen()
-        states, room = context.aux_hidden_states, len(self._ring.regions[0])
+        states, room = context.aux_hidden_states, self._ring.num_tokens
         # Too far behind, or paths that are longer than this drafter's; DraftRequest.start shows it what it has missed.
         if not self._free or (states is not None and len(states) > room):
             return
         region = self._free.popleft()
         if states is not None:
-            self._ring.regions[region][: len(states)].copy_(states)
+            self._ring.write(region, states)
         self._number += 1
         order = self._encoder.order(self._number, region, context)
         slots = [request.slot for request in context.requests]

@@ -31,6 +31,7 @@ class TargetHandshake(NamedTuple):
     max_tokens: int
     page_size: int
     vocab_size: int
+    device_ring: bytes = b""  # what a DeviceRing is opened with; empty: the ring is the file
 
 
 class RequestDelta(NamedTuple):
@@ -167,9 +168,11 @@ class DeltaEncoder:
 class DeltaDecoder:
     """The drafter's copy of the target's request table."""
 
-    def __init__(self, target: TargetHandshake, device: torch.device) -> None:
+    def __init__(self, target: TargetHandshake, device: torch.device, table: RequestTable | None = None) -> None:
+        """`table` is an empty one to use, if it has the target's dimensions."""
         sizes = target.num_slots, target.max_tokens, target.page_size, target.vocab_size
-        self._table = RequestTable(*sizes, device)
+        fits = table is not None and sizes == (table.num_slots, table.max_tokens, table.page_size, table.vocab_size)
+        self._table = table if table is not None and fits else RequestTable(*sizes, device)
 
     def context(self, order: Order, region: Tensor) -> ProposeContext:
         """Apply an order. `region` [region_tokens, width] holds its hidden states."""
@@ -183,6 +186,10 @@ class DeltaDecoder:
         count = sum(request.end - request.start for request in order.requests + order.unfinished)
         states = region[:count].to(self._table.device)
         return ProposeContext(self._table, order.requests, order.unfinished, lambda: states)
+
+    def is_over(self, table: RequestTable) -> bool:
+        """Whether this is the table that orders are applied to."""
+        return self._table is table
 
 
 def _uses(data: object) -> list[DrafterUse]:

@@ -42,6 +42,31 @@ def test_norms(count: int, size: int, dtype: torch.dtype, adds: bool) -> None:
     assert_close(out, normed(x, weight[0]))
 
 
+@given(counts, sizes, dtypes, st.booleans())
+@settings(max_examples=40)
+def test_embeddings_and_states_are_normed_and_joined(count: int, size: int, dtype: torch.dtype, keeps: bool) -> None:
+    torch.manual_seed(0)
+    embedding, states, weights = (torch.randn(n, size).to(dtype) for n in (9, count, 2))
+    token_ids = torch.randint(0, 9, (count,))
+    joined, kept = layers.join_normed(token_ids, embedding, states, (weights[0], weights[1]), EPS, keeps)
+    expected = normed(states, weights[1])
+    assert_close(joined, torch.cat((normed(embedding[token_ids], weights[0]), expected), 1))
+    assert (kept is None) != keeps
+    if kept is not None:
+        assert_close(kept, expected)
+
+
+@given(counts, st.sampled_from([2, 16, 80, 128]), dtypes)
+@settings(max_examples=20)
+def test_angles_of_positions(count: int, dim: int, dtype: torch.dtype) -> None:
+    cos_table, sin_table = torch.randn(2, 50, dim)
+    positions = torch.randint(0, 50, (2, count)).T[:, 0]
+    cos, sin = layers.angles_at((cos_table, sin_table), positions, dtype)
+    assert cos.dtype == sin.dtype == dtype
+    assert_close(cos, cos_table[positions].double()[:, None])  # see `test_norms` about bfloat16
+    assert_close(sin, sin_table[positions].double()[:, None])
+
+
 def test_a_norm_reads_rows_with_a_stride() -> None:
     wide = torch.randn(5, 4, 6)
     assert_close(layers.rms_norm(wide[:, 1:3], torch.ones(6), EPS), normed(wide[:, 1:3], torch.ones(6)))

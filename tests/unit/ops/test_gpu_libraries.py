@@ -26,6 +26,7 @@ from tests.unit.ops.test_attention import RequestShape, make_rows, row_shapes, s
 
 pytest.importorskip("triton")
 
+from specray.ops.gpu.attention import TritonAttention
 from specray.ops.gpu.flash_attention import FlashAttentionReader
 from specray.ops.gpu.flashinfer_attention import FlashInferReader
 from specray.ops.gpu.routed_attention import RoutedAttention
@@ -59,14 +60,16 @@ def run(backend: Any, rows: AttentionBatch, num_slots: int = SLOTS) -> tuple[Ten
 
 def flashinfer(pool: Tensor) -> RoutedAttention:
     readers = [FlashInferReader(LIBRARY, pool, KV_HEADS * FOLD, masks_trees) for masks_trees in (False, True)]
-    return RoutedAttention(pool, KV_HEADS * FOLD, readers[0].plan, readers[1].plan)
+    padded = TritonAttention(pool, KV_HEADS * FOLD)
+    return RoutedAttention(pool, KV_HEADS * FOLD, readers[0].plan, readers[1].plan, padded)
 
 
 def flash_attention(pool: Tensor) -> RoutedAttention:
     def no_trees(_: AttentionBatch) -> Any:
         raise AssertionError("flash-attention has no masks")
 
-    return RoutedAttention(pool, KV_HEADS * FOLD, FlashAttentionReader(LIBRARY, PAGE).plan, no_trees)
+    causal = FlashAttentionReader(LIBRARY, PAGE).plan
+    return RoutedAttention(pool, KV_HEADS * FOLD, causal, no_trees, TritonAttention(pool, KV_HEADS * FOLD))
 
 
 @given(shapes, st.booleans())
@@ -242,8 +245,6 @@ def test_trees_in_a_window_are_tritons() -> None:
 @pytest.mark.usefixtures("on_a_gpu")
 def test_rows_with_holes_are_not_flash_attentions() -> None:
     """A drafter's KV slots are not in whole blocks, so Triton's kernels read them."""
-    from specray.ops.gpu.attention import TritonAttention
-
     pool = torch.zeros(1, SLOTS, 2, KV_HEADS, DIM)
     assert isinstance(backends.make_backend("fa", pool, KV_HEADS * FOLD), TritonAttention)
 
@@ -327,7 +328,8 @@ def test_the_arrays_are_made_on_the_gpu_without_reading_it() -> None:
         pool = torch.zeros(2, SLOTS, 2, KV_HEADS, DIM, device=gpu)
         q = torch.zeros(sum(rows.query_lens), KV_HEADS * FOLD, DIM, device=gpu)
         kv = torch.zeros(len(q), 2, KV_HEADS, DIM, device=gpu)
-        out = RoutedAttention(pool, KV_HEADS * FOLD, plan, plan).plan(batch)(0, q, kv)
+        padded: Any = None  # no graph
+        out = RoutedAttention(pool, KV_HEADS * FOLD, plan, plan, padded).plan(batch)(0, q, kv)
         arrays = [pages.slots, *mask, *table, out, *(part.kv_slots for part in seen)]
         assert {array.device for array in arrays} == {gpu}
         assert {array.device.type for array in (pages.query_starts, pages.kv_starts, pages.last_page_lens)} == {"cpu"}

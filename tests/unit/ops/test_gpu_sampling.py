@@ -15,6 +15,7 @@ from specray.ops import sampling as torch_sampling
 from specray.ops.gpu import sampling
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch
+from specray.spec_decode.tree_noise import TreeNoise
 from specray.step import SamplingOptions
 from tests.support.distributions import OPTIONS
 from tests.support.gpu_noise import noise_of_kernels
@@ -145,6 +146,26 @@ def test_a_mask_forbids_tokens_before_the_filters(data: st.DataObject) -> None:
     bits = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
     keys = noise_keys(batch.seeds, torch.arange(3))
     assert sampling.sample(logits, batch, keys, bits).tolist() == torch_sampling.sample(masked, batch, keys).tolist()
+
+
+@given(st.integers(0, 10**6), st.booleans(), st.booleans())
+@settings(max_examples=20)
+def test_drafts_have_the_targets_noise_and_its_ids(seed: int, has_ids: bool, is_sampled: bool) -> None:
+    """At every level of a chain, for greedy and sampled requests side by side."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, SIZE, generator=generator) * 3
+    logits[2, seed % SIZE] = [1.0, math.nan, math.inf][seed % 3]
+    ids = torch.randperm(500, generator=generator)[:SIZE] if has_ids else None
+    heat, seeds, ends = torch.tensor([0.0, 0.7, 1.5]), torch.tensor([1, seed, -seed]), torch.tensor([4, 9, 2])
+    noise = TreeNoise(None, heat, seeds, ends, 3) if is_sampled else None
+    rows = sampling.independent(logits)
+    for level in range(3):
+        scores = logits if noise is None else noise.added(logits[:, None], level, ids)[:, 0]
+        value, column = scores.max(-1)
+        keys = None if noise is None else noise.keys_on_gpu[level]
+        found = sampling.choose_drafts(rows, None if noise is None else heat, keys, ids)
+        assert found.tokens.tolist() == (column if ids is None else ids[column]).tolist()
+        assert (found.is_finite > 0).tolist() == value.isfinite().tolist()
 
 
 def test_a_row_without_an_allowed_token_is_not_finite() -> None:

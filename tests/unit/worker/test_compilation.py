@@ -22,9 +22,8 @@ from specray.layers.parallel import RankGroup
 from specray.models.registry import load_model
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.model_files import check_model_files
-from specray.worker import worker as worker_module
+from specray.worker import startup
 from specray.worker.compilation import compiled_sizes
-from specray.worker.worker import Worker
 from tests.support.engine import make_llm
 from tests.support.fake_cuda import fake_cuda
 from tests.support.toy import write_toy
@@ -70,7 +69,7 @@ def test_the_option_changes_nothing_where_the_cpu_kernels_run(toy: Path, caplog:
 @pytest.mark.usefixtures("torchs_operations", "no_compiler")
 def test_a_missing_compiler_is_one_error_with_the_fix(toy: Path) -> None:
     config = EngineConfig(model=str(toy), enable_torch_compile=True, device="cpu")
-    for start in (Worker, check_model_files):
+    for start in (startup.start_worker, check_model_files):
         with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler, and there is none; install g\+\+ or set CXX"):
             start(config)
     check_model_files(config.model_copy(update={"enable_torch_compile": False}))
@@ -86,9 +85,9 @@ def test_missing_headers_of_python_are_an_error_with_the_fix(toy: Path, monkeypa
 def test_layers_are_compiled_before_graphs_are_captured(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a graph contains what was compiled."""
     order: list[str] = []
-    monkeypatch.setattr(worker_module, "compile_target", lambda *_: order.append("compile"))
-    monkeypatch.setattr(Worker, "_capture", lambda *_: order.append("capture"))
-    Worker(EngineConfig(model=str(toy), enable_torch_compile=True, device="cpu", max_total_tokens=512))
+    monkeypatch.setattr(startup, "compile_target", lambda *_: order.append("compile"))
+    monkeypatch.setattr(startup, "make_graphs", lambda *_: order.append("capture"))
+    startup.start_worker(EngineConfig(model=str(toy), enable_torch_compile=True, device="cpu", max_total_tokens=512))
     assert order == ["compile", "capture"]
 
 
@@ -118,9 +117,12 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])  # without and with biases; with norms of q and k
-def test_on_a_gpu_layers_are_one_graph_in_which_attention_is_opaque(variant: str, tmp_path: Path) -> None:
+def test_on_a_gpu_layers_are_one_graph_in_which_attention_is_opaque(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As far as fake tensors show it: nothing is computed, and Inductor's kernels are not made."""
     pytest.importorskip("triton")
+    monkeypatch.setattr("triton.runtime.interpreter.InterpretedFunction.run", lambda *_, **__: None)
     gpu, functional = torch.device("cuda", 0), []
 
     def record(graph: GraphModule, inputs: list[Tensor]) -> Any:  # noqa: ARG001

@@ -49,16 +49,19 @@ def configuration(target: Path, speculative: SpeculativeConfig) -> EngineConfig:
     return EngineConfig(model=str(target), device="cuda", dtype="float32", speculative=speculative, **sizes)
 
 
-# The operations of `layers.moe` wait for the experts' numbers of tokens.
-WAITS = pytest.mark.xfail(strict=True, raises=AssertionError, reason="mixtures of experts read on the host")
 SIZES = ("EAGLE-deep", "NGRAM-short", "NGRAM-prob", "NGRAM-suffix")  # differ from others in sizes, or on the host
-CASES = [pytest.param(name, marks=WAITS) if name == "MTP-deepseek" else name for name in METHODS if name not in SIZES]
 
 
-@pytest.mark.parametrize("method", [None, *CASES])
-def test_a_step_stays_on_its_gpu(method: str | None, toy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [None, *(name for name in METHODS if name not in SIZES)])
+def test_a_step_stays_on_its_gpu(
+    method: str | None, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     speculative = SpeculativeConfig() if method is None else METHODS[method](toy, tmp_path)
     config = configuration(toy, speculative)
+    if method == "MTP-deepseek":  # torch's experts run one after the other, and the host reads which have tokens
+        pytest.importorskip("triton")
+        config = config.model_copy(update={"moe_runner_backend": "triton"})
+        monkeypatch.setattr("triton.runtime.interpreter.InterpretedFunction.run", lambda *_, **__: None)
     with fake_cuda(read=1 if method is None else 2):
         worker = start_worker(config)
         assert worker.model.embedding.weight.device == GPU
@@ -81,7 +84,8 @@ def test_a_drafter_of_another_process_reads_its_hidden_states_on_its_gpu(
         target = TargetHandshake(64, width, "float32", table.num_slots, table.max_tokens, 16, table.vocab_size)
         encoder, decoder = DeltaEncoder(), DeltaDecoder(target, GPU)
         server = DraftServer(drafter, GPU)
-        ring = SimpleNamespace(regions=[torch.empty(64, width)])
+        region = torch.empty(64, width)
+        ring = SimpleNamespace(read=lambda _: region)
         for step in range(3):
             worker.execute(decode(step) if step else prefill(64))
             reply = server._reply(unpack_order(pack(encoder.order(step, 0, worker._context))), ring, decoder)  # type: ignore[arg-type]

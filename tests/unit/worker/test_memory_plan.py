@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import torch
 from hypothesis import given
@@ -13,6 +14,7 @@ from specray.models.registry import load_config, shape_of
 from specray.worker.buckets import MAX_TOKENS, Bucket, buckets, node_buckets, row_buckets
 from specray.worker.memory_demand import demand_of
 from specray.worker.memory_plan import Demand, pool_bytes
+from specray.worker.remote_drafter.handshake import DraftPlacement
 from tests.support.heads import write_random_head
 
 GIB = 1 << 30
@@ -37,11 +39,24 @@ def test_the_pool_of_an_80_gib_gpu() -> None:
 
 
 def demand(toy: Path, device: torch.device = GPU, **options: object) -> Demand:
-    colocates = bool(options.pop("colocates", False))
+    placement = cast(DraftPlacement, options.pop("placement", "inline"))
     model_config = load_config(toy)
     shape = shape_of(model_config, RankGroup())
     config = EngineConfig(model=str(toy), **options)  # type: ignore[arg-type]
-    return demand_of(config, model_config, shape, toy, torch.bfloat16, device, RankGroup(), colocates)
+    return demand_of(config, model_config, shape, toy, torch.bfloat16, device, RankGroup(), placement)
+
+
+def test_a_drafter_on_a_gpu_of_its_own_takes_nothing_of_the_targets(toy: Path, tmp_path: Path) -> None:
+    head = write_random_head(tmp_path / "head", toy, 3)
+    speculative = SpeculativeConfig(algorithm="EAGLE3", draft_model_path=str(head))
+    beside, separate, inline = (
+        demand(toy, speculative=speculative, placement=place) for place in ("colocated", "separate", "inline")
+    )
+    plain = demand(toy)
+    assert (separate.weights, separate.token) == (plain.weights, plain.token)
+    assert separate.dynamic == inline.dynamic < beside.dynamic
+    assert separate.weights < inline.weights == beside.weights
+    assert demand(toy, CPU, speculative=speculative, placement="separate").weights == inline.weights
 
 
 def test_kv_of_the_target_and_its_head_is_counted(toy: Path, tmp_path: Path) -> None:
@@ -74,7 +89,7 @@ def test_steps_graphs_and_processes_are_counted_on_a_gpu(toy: Path) -> None:
     assert demand(toy, max_running_requests=200).dynamic > plain.dynamic
     assert demand(toy, max_prefill_tokens=8192).dynamic > plain.dynamic
     assert demand(toy, cuda_graph_max_bs=1).dynamic < plain.dynamic
-    assert demand(toy, colocates=True).dynamic > plain.dynamic
+    assert demand(toy, placement="colocated").dynamic > plain.dynamic
     assert demand(toy, CPU).dynamic == 0
 
 

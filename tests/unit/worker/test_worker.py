@@ -364,8 +364,9 @@ def test_a_drafter_gets_the_draft_limit(limit: DraftLimit, toy: Path) -> None:
     driver.worker.propose()
     [context] = recorder.contexts
     [recorded] = context.requests or context.unfinished
-    assert bool(context.requests) == (min(limit) > 0)
-    assert (recorded.request.draft_limit.num_steps, recorded.request.end) == (min(limit), len(PROMPT))
+    steps = min(limit.num_tokens, limit.num_steps)
+    assert bool(context.requests) == (steps > 0)
+    assert (recorded.request.draft_limit.num_steps, recorded.request.end) == (steps, len(PROMPT))
     assert_true_aux_hidden_states(driver, context)
 
 

@@ -95,6 +95,7 @@ def test_every_default_can_be_set_by_its_flag() -> None:
     add_flags(parser, AppConfig)
     for flag in flags(AppConfig):
         default = flag.field.get_default(call_default_factory=True)
+        default = list(default) if isinstance(default, tuple) else default  # as YAML writes it
         if flag.types == [bool]:
             name = flag.names[0] if default else f"--no-{flag.names[0][2:]}"
             arguments = [name]

@@ -2,8 +2,9 @@
 
 import pytest
 
+from cluster.cli.plan import plan_text
 from cluster.config import AppConfig
-from cluster.engine.placement import bundles, strategy
+from cluster.engine.placement import bundles, draft_bundle, draft_resources, rank_resources, strategy
 
 SPLIT = {"tp_size": 2, "placement": {"across_nodes": True}}
 
@@ -23,12 +24,42 @@ def test_a_drafter_reserves_no_custom_resource() -> None:
     assert [bundle["seat"] for bundle in bundles(AppConfig.model_validate(options), with_gpus=True)] == [1]
 
 
+def separate(**options: object) -> AppConfig:
+    draft = {"placement": "separate", "cpus": 0.5}
+    return AppConfig.model_validate({"tp_size": 2, "speculative": {"algorithm": "NGRAM"}, "draft": draft} | options)
+
+
+def test_a_separate_drafter_has_a_bundle_behind_those_of_the_ranks() -> None:
+    config = separate()
+    ranks = bundles(separate(speculative={}), with_gpus=True)
+    assert bundles(config, with_gpus=True) == [*ranks, {"CPU": 0.5, "GPU": 1.0}]
+    assert bundles(config, with_gpus=False)[-1] == {"CPU": 0.5}
+    assert draft_bundle(config) == 2
+    assert draft_bundle(separate(draft={"placement": "colocated"})) == 0
+    assert [rank_resources(config, True, rank)["GPU"] for rank in (0, 1)] == [1.0, 1.0]
+    assert draft_resources(config, with_gpus=True) == {"CPU": 0.5, "GPU": 1.0}
+    assert "bundle 2: NGRAM drafter: 0.5 CPU" in plan_text(config)
+    assert strategy(config) == "STRICT_PACK"  # they share memory
+
+
+def test_two_separate_drafters_share_their_gpu_while_one_replaces_the_other() -> None:
+    config = separate(server={"admin_key_file": "/keys"})
+    assert draft_resources(config, with_gpus=True) == {"CPU": 0.25, "GPU": 0.5}
+
+
+def test_a_separate_drafter_is_not_placed_without_speculation() -> None:
+    config = separate(speculative={})
+    assert len(bundles(config, with_gpus=True)) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
         ({"tp_size": 1, "placement": {"across_nodes": True}}, "raise tp_size"),
         ({"placement": {"rank_resources": {"GPU": 1, "seat": 1}}}, r"names GPU.*custom resources"),
         ({"placement": {"rank_resources": {"seat": 0}}}, "greater than 0"),
+        ({"draft": {"placement": "separate", "cuda_ipc": True}}, "set draft.placement: colocated, or cuda_ipc: false"),
+        (SPLIT | {"draft": {"placement": "separate"}}, "on the same node.*set draft.placement: colocated"),
     ],
 )
 def test_invalid_placement_options_are_refused(options: dict[str, object], fix: str) -> None:

@@ -1,0 +1,252 @@
+"""Triton kernels that build the input of padded steps and keep their outcome, each in one launch.
+
+Launched by `specray.ops.gpu.steps`. A program has one request. `arena` is that of `RequestTable`: a row of int32 for
+each slot, with token ids from column 0 on, KV slots from `kv_column` on, and the number of tokens at `length_column`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gather_cells(out, arena, slots, positions, count, row_size, column, BLOCK: tl.constexpr):
+    """out int64 [count] = arena[slots, column + positions]; slots and positions are int64 [count]."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_place = place < count
+    slot = tl.load(slots + place, mask=is_place, other=0)
+    position = tl.load(positions + place, mask=is_place, other=0)
+    cell = tl.load(arena + slot * row_size + column + position, mask=is_place, other=0)
+    tl.store(out + place, cell.to(tl.int64), mask=is_place)
+
+
+@triton.jit
+def load_trees(
+    slots,  # int64 [max_rows]: of the padded step, like the next three
+    num_nodes,  # int64 [max_rows]
+    tokens,  # int64 [max_rows, max_nodes]
+    parents,
+    new_slots,  # int64 [count]: of the next step, like the next three
+    new_num_nodes,  # int64 [count]
+    new_tokens,  # int64 [count, width]
+    new_parents,
+    count,
+    width,
+    max_nodes,
+    padding_slot,
+    tokens_stride,
+    parents_stride,
+    PADDED: tl.constexpr,
+):
+    """Copy a step's slots and trees; everything behind them becomes padding."""
+    row, node = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    is_row = row < count
+    tl.store(slots + row, tl.load(new_slots + row, mask=is_row, other=padding_slot))
+    tl.store(num_nodes + row, tl.load(new_num_nodes + row, mask=is_row, other=0))
+    is_known, is_node = is_row & (node < width), node < max_nodes
+    token = tl.load(new_tokens + row * tokens_stride + node, mask=is_known, other=-1)
+    parent = tl.load(new_parents + row * parents_stride + node, mask=is_known, other=-1)
+    tl.store(tokens + row * max_nodes + node, token, mask=is_node)
+    tl.store(parents + row * max_nodes + node, parent, mask=is_node)
+
+
+@triton.jit
+def build_trees(
+    token_ids,  # int64 [T], like the next four, with WIDTH tokens for each tree
+    positions,
+    prefix_lens,
+    rows,
+    slot_mapping,
+    paths,  # int64 [T, WIDTH + 1]
+    path_lengths,  # int64 [T]
+    kept,  # int64 [B, 1 + WIDTH]: known tokens, and the KV slots of the nodes
+    arena,
+    slots,  # int64 [B]
+    num_nodes,  # int64 [B]
+    tokens,  # int64 [B, WIDTH], rows `tree_stride` apart, like the parents
+    parents,
+    row_size,
+    kv_column,
+    length_column,
+    padding_kv_slot,
+    tree_stride,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """See `padded_input`. A node's path are the KV slots of its ancestors and its own, by depth."""
+    tree, node = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    slot, count = tl.load(slots + tree), tl.load(num_nodes + tree)
+    request = arena + slot * row_size
+    length = tl.load(request + length_column).to(tl.int64)
+    prefix = tl.maximum(length - 1, 0)
+    is_place, is_node = node < WIDTH, node < count
+    own = request + kv_column + prefix
+    kv_slot = tl.load(own + node, mask=is_place, other=0).to(tl.int64)
+    links = parents + tree * tree_stride
+    ancestor = tl.load(links + node, mask=is_node & (node > 0), other=-1)
+    depth = tl.zeros([PADDED], tl.int64)
+    while tl.max(ancestor, 0) >= 0:
+        depth += (ancestor >= 0).to(tl.int64)
+        ancestor = tl.load(links + ancestor, mask=ancestor > 0, other=-1)
+    place = tree * WIDTH + node
+    tl.store(token_ids + place, tl.load(tokens + tree * tree_stride + node, mask=is_node, other=0), mask=is_place)
+    tl.store(positions + place, tl.where(is_node, prefix + depth, 0), mask=is_place)
+    tl.store(prefix_lens + place, prefix + tl.zeros([PADDED], tl.int64), mask=is_place)
+    tl.store(rows + place, slot + tl.zeros([PADDED], tl.int64), mask=is_place)
+    tl.store(slot_mapping + place, tl.where(is_node, kv_slot, padding_kv_slot), mask=is_place)
+    tl.store(path_lengths + place, tl.where(is_node, depth + 1, 1), mask=is_place)
+    path = paths + place * (WIDTH + 1)
+    tl.store(path, tl.zeros([PADDED], tl.int64), mask=is_place & (node >= count))
+    step, on_path = tl.where(is_node, depth, -1), node.to(tl.int64)
+    while tl.max(step, 0) >= 0:
+        is_left = step >= 0
+        tl.store(path + step, tl.load(own + on_path, mask=is_left, other=0).to(tl.int64), mask=is_left)
+        on_path = tl.load(links + on_path, mask=step > 0, other=0)
+        step -= 1
+    tl.store(kept + tree * (1 + WIDTH), length)
+    tl.store(kept + tree * (1 + WIDTH) + 1 + node, kv_slot, mask=is_place)
+
+
+@triton.jit
+def commit_tokens(
+    arena,
+    outcome,  # int64 [B, 2 + 2 * WIDTH]: see StepOutput
+    slots,  # int64 [B]
+    counts,  # int64 [B]: tokens to append
+    tokens,  # int64 [B, WIDTH]
+    nodes,  # int64 [B, WIDTH]
+    row_size,
+    length_column,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Append the accepted tokens to the requests, and report them. Padding rows append none."""
+    row, depth = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    count, is_depth = tl.load(counts + row), depth < WIDTH
+    request = arena + tl.load(slots + row) * row_size
+    length = tl.load(request + length_column)
+    token = tl.load(tokens + row * WIDTH + depth, mask=is_depth, other=0)
+    node = tl.load(nodes + row * WIDTH + depth, mask=is_depth, other=0)
+    tl.store(request + length + depth, token.to(tl.int32), mask=depth < count)
+    if count > 0:
+        tl.store(request + length_column, length + count.to(tl.int32))
+    report = outcome + row * (2 + 2 * WIDTH)
+    tl.store(report, count)
+    tl.store(report + 1, count)
+    tl.store(report + 2 + depth, token, mask=is_depth)
+    tl.store(report + 2 + WIDTH + depth, node, mask=is_depth)
+
+
+@triton.jit
+def build_extend(
+    token_ids,  # int64 [T], like the next five, with WIDTH tokens for each request
+    positions,
+    prefix_lens,
+    rows,
+    slot_mapping,
+    places,
+    paths,  # int64 [T, WIDTH]
+    path_lengths,  # int64 [T]
+    ends,  # int64 [B]: positions of the last known tokens
+    last,  # int64 [B]: the places of the last tokens among the T
+    roots,  # int64 [B]: the last known tokens
+    arena,
+    slots,  # int64 [B]
+    counts,  # int64 [B], `counts_stride` apart: committed tokens
+    nodes,  # int64 [B, at least WIDTH], rows `nodes_stride` apart: their nodes by depth
+    row_size,
+    kv_column,
+    length_column,
+    padding_kv_slot,
+    counts_stride,
+    nodes_stride,
+    num_places,  # nodes of a tree
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """See `padded_extend`. Tokens past a request's own write to the padding KV slot."""
+    row, depth = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    slot, count = tl.load(slots + row), tl.load(counts + row * counts_stride)
+    request = arena + slot * row_size
+    end = tl.maximum(tl.load(request + length_column).to(tl.int64) - 1, 0)
+    start, is_depth, is_token = end - count, depth < WIDTH, depth < count
+    position = tl.where(is_token, start + depth, 0)
+    kv_slot = tl.load(request + kv_column + position, mask=is_depth, other=0).to(tl.int64)
+    token = tl.load(request + position + 1, mask=is_depth, other=0).to(tl.int64)
+    node = tl.load(nodes + row * nodes_stride + depth, mask=is_depth, other=0)
+    place, zeros = row * WIDTH + depth, tl.zeros([PADDED], tl.int64)
+    tl.store(token_ids + place, token, mask=is_depth)
+    tl.store(positions + place, position, mask=is_depth)
+    tl.store(prefix_lens + place, start + zeros, mask=is_depth)
+    tl.store(rows + place, slot + zeros, mask=is_depth)
+    tl.store(slot_mapping + place, tl.where(is_token, kv_slot, padding_kv_slot), mask=is_depth)
+    tl.store(places + place, row * num_places + node, mask=is_depth)
+    tl.store(path_lengths + place, depth.to(tl.int64) + 1, mask=is_depth)
+    seen = tl.where(is_token, kv_slot, 0)
+    for query in range(WIDTH):
+        tl.store(paths + (row * WIDTH + query) * WIDTH + depth, seen, mask=is_depth)
+    tl.store(ends + row, end)
+    tl.store(last + row, row * WIDTH + tl.maximum(count - 1, 0))
+    tl.store(roots + row, tl.load(request + end).to(tl.int64))
+
+
+@triton.jit
+def take_trees(
+    tokens,  # int64 [B, WIDTH]: the trees of the step, like the next two
+    parents,
+    num_nodes,  # int64 [B]
+    report,  # int64 [2, B]: nodes, 0 if the drafter's logits were not finite; whether the tree is a chain
+    pending_tokens,  # int64 [slots, WIDTH], like the parents
+    pending_parents,
+    pending_nodes,  # int64 [slots], -1: no tree
+    slots,  # int64 [B]
+    roots,  # int64 [B]
+    most,  # int64 [B]: nodes of each tree
+    num_rows,
+    vocab_size,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """See `PendingTrees.take`: a tree that is invalid, or of another root, becomes its root."""
+    row, node = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    slot, root, is_place = tl.load(slots + row), tl.load(roots + row), node < WIDTH
+    found = tl.load(pending_nodes + slot)
+    tl.store(pending_nodes + slot, tl.full([], -1, tl.int64))
+    token = tl.load(pending_tokens + slot * WIDTH + node, mask=is_place, other=-1)
+    parent = tl.load(pending_parents + slot * WIDTH + node, mask=is_place, other=-1)
+    is_good = (token >= 0) & (token < vocab_size) & ((node == 0) | ((parent >= 0) & (parent < node)))
+    is_known = (node > 0) | (token == root)
+    is_usable = (found > 0) & (tl.min(((is_good & is_known) | (node >= found)).to(tl.int32), 0) > 0)
+    count = tl.where(is_usable, tl.minimum(found, tl.load(most + row)), 1)
+    is_draft = (node > 0) & (node < count)
+    is_chain = tl.min(((parent == node - 1) | ~is_draft).to(tl.int32), 0)
+    place = row * WIDTH + node
+    tl.store(tokens + place, tl.where(node == 0, root, tl.where(is_draft, token, -1)), mask=is_place)
+    tl.store(parents + place, tl.where(is_draft, parent, -1), mask=is_place)
+    tl.store(num_nodes + row, count)
+    tl.store(report + row, tl.where(found == 0, 0, count))
+    tl.store(report + num_rows + row, is_chain.to(tl.int64))
+
+
+@triton.jit
+def put_trees(
+    pending_tokens,  # int64 [slots, WIDTH], like the parents
+    pending_parents,
+    pending_nodes,  # int64 [slots]
+    slots,  # int64 [B]
+    tokens,  # int64 [B, width], rows `tokens_stride` apart
+    parents,
+    num_nodes,  # int64 [B]
+    width,
+    tokens_stride,
+    parents_stride,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """See `PendingTrees.put`."""
+    row, node = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    slot, is_node = tl.load(slots + row), node < width
+    token = tl.load(tokens + row * tokens_stride + node, mask=is_node, other=-1)
+    parent = tl.load(parents + row * parents_stride + node, mask=is_node, other=-1)
+    tl.store(pending_tokens + slot * WIDTH + node, token, mask=is_node)
+    tl.store(pending_parents + slot * WIDTH + node, parent, mask=is_node)
+    tl.store(pending_nodes + slot, tl.load(num_nodes + row))

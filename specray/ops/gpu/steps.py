@@ -1,0 +1,213 @@
+"""The tensors of padded steps on a GPU, each group in one launch. Their twins in torch are where they are used."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from specray.ops.attention import PaddedBatch
+from specray.ops.gpu.step_kernels import (
+    build_extend,
+    build_trees,
+    commit_tokens,
+    gather_cells,
+    load_trees,
+    put_trees,
+    take_trees,
+)
+from specray.ops.gpu.strides import alike, by_rows
+from specray.ops.request_arena import RequestArena
+
+_BLOCK = 128  # cells of a program
+
+
+def cells_at(arena: RequestArena, slots: Tensor, positions: Tensor, column: int) -> Tensor:
+    """int64 [T], the cells `column` + position of each slot; slots and positions are int64 [T]."""
+    count = len(slots)
+    out = torch.empty(count, dtype=torch.int64, device=slots.device)
+    if count:
+        places = (slots.contiguous(), positions.contiguous())
+        gather_cells[(triton.cdiv(count, _BLOCK),)](
+            out, arena.cells, *places, count, arena.row_size, column, BLOCK=_BLOCK, num_warps=4
+        )
+    return out
+
+
+def load(step: Sequence[Tensor], slots: Tensor, num_nodes: Tensor, trees: Sequence[Tensor], padding_slot: int) -> None:
+    """Make `step` (slots [R], numbers of nodes [R], tokens and parents [R, N]) that of these B <= R trees."""
+    tokens, parents = (by_rows(part) for part in trees)
+    max_rows, max_nodes = step[2].shape
+    load_trees[(max_rows,)](
+        *step,
+        slots.contiguous(),
+        num_nodes.contiguous(),
+        tokens,
+        parents,
+        *tokens.shape,
+        max_nodes,
+        padding_slot,
+        tokens.stride(0),
+        parents.stride(0),
+        PADDED=triton.next_power_of_2(max(max_nodes, tokens.shape[1])),
+        num_warps=1,
+    )
+
+
+def tree_input(
+    arena: RequestArena,
+    slots: Tensor,
+    num_nodes: Tensor,
+    trees: tuple[Tensor, Tensor],
+    kv_slots: Tensor,
+    padding_kv_slot: int,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, PaddedBatch]:
+    """(token ids, positions, attention) of the trees' tokens and parents [B, N]; see `padded_input.tree_input`."""
+    tokens, parents = alike(*trees)
+    num_trees, width = tokens.shape
+    count = num_trees * width
+    token_ids, positions, prefix_lens, rows, written, lengths = _columns(6, count, slots.device)
+    paths = torch.empty(count, width + 1, dtype=torch.int64, device=slots.device)
+    build_trees[(num_trees,)](
+        token_ids,
+        positions,
+        prefix_lens,
+        rows,
+        written,
+        paths,
+        lengths,
+        kept,
+        arena.cells,
+        slots,
+        num_nodes,
+        tokens,
+        parents,
+        arena.row_size,
+        arena.kv_column,
+        arena.length_column,
+        padding_kv_slot,
+        tokens.stride(0),
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return token_ids, positions, PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written)
+
+
+def commit(
+    arena: RequestArena, outcome: Tensor, slots: Tensor, num_tokens: Tensor, tokens: Tensor, nodes: Tensor
+) -> None:
+    """Append accepted `tokens` [B, D] to the requests; `outcome` [B, 2 + 2 * D] becomes that of StepOutput."""
+    num_rows, width = tokens.shape
+    commit_tokens[(num_rows,)](
+        arena.cells,
+        outcome,
+        slots,
+        num_tokens.contiguous(),
+        tokens.contiguous(),
+        nodes.contiguous(),
+        arena.row_size,
+        arena.length_column,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+
+
+def extend_input(
+    arena: RequestArena,
+    slots: Tensor,
+    counts: Tensor,
+    nodes: Tensor,
+    width: int,
+    kv_slots: Tensor,
+    padding_kv_slot: int,
+    window: int | None,
+) -> tuple[Tensor, Tensor, PaddedBatch, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `padded_input.ExtendInput` for `nodes` [B, N], of which the first `counts` [B] count."""
+    num_rows, num_nodes = nodes.shape
+    count, device = num_rows * width, slots.device
+    token_ids, positions, prefix_lens, rows, written, places, lengths = _columns(7, count, device)
+    ends, last, roots = _columns(3, num_rows, device)
+    paths = torch.empty(count, width, dtype=torch.int64, device=device)
+    build_extend[(num_rows,)](
+        token_ids,
+        positions,
+        prefix_lens,
+        rows,
+        written,
+        places,
+        paths,
+        lengths,
+        ends,
+        last,
+        roots,
+        arena.cells,
+        slots,
+        counts,
+        by_rows(nodes),
+        arena.row_size,
+        arena.kv_column,
+        arena.length_column,
+        padding_kv_slot,
+        counts.stride(0),
+        nodes.stride(0),
+        num_nodes,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    batch = PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written, window)
+    return token_ids, positions, batch, places, last, ends, roots
+
+
+def take(
+    pending: tuple[Tensor, Tensor, Tensor], slots: Tensor, roots: Tensor, most: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(tokens and parents [B, W], numbers of nodes [B], report [2, B]) of pending trees; see `PendingTrees.take`."""
+    num_rows, width = len(slots), pending[0].shape[1]
+    tokens, parents = torch.empty(2, num_rows, width, dtype=torch.int64, device=slots.device)
+    num_nodes, report = slots.new_empty(num_rows), slots.new_empty(2, num_rows)
+    take_trees[(num_rows,)](
+        tokens,
+        parents,
+        num_nodes,
+        report,
+        *pending,
+        slots.contiguous(),
+        roots.contiguous(),
+        most,
+        num_rows,
+        vocab_size,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return tokens, parents, num_nodes, report
+
+
+def put(
+    pending: tuple[Tensor, Tensor, Tensor], slots: Tensor, tokens: Tensor, parents: Tensor, num_nodes: Tensor
+) -> None:
+    """See `PendingTrees.put`."""
+    tokens, parents = by_rows(tokens), by_rows(parents)
+    width = pending[0].shape[1]
+    if len(slots):
+        put_trees[(len(slots),)](
+            *pending,
+            slots.contiguous(),
+            tokens,
+            parents,
+            num_nodes.contiguous(),
+            tokens.shape[1],
+            tokens.stride(0),
+            parents.stride(0),
+            WIDTH=width,
+            PADDED=triton.next_power_of_2(width),
+            num_warps=1,
+        )
+
+
+def _columns(number: int, count: int, device: torch.device) -> tuple[Tensor, ...]:
+    return torch.empty(number, count, dtype=torch.int64, device=device).unbind()

@@ -1,0 +1,82 @@
+"""CUDA graphs of a drafter in its own process, by number of requests.
+
+A graph drafts for requests that committed no more tokens than a tree is deep, which is every decode step. What they
+committed lies in rows of fixed length; the rest of a row, and rows behind the requests, are padding.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from specray.ops.graphs import Graphs
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import Drafter, PaddedCommit, PaddedDrafter, ProposeContext
+from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.tree_buffers import TreeBuffers
+from specray.worker.buckets import MAX_TOKENS, row_buckets
+
+
+class DraftGraphs:
+    """Graphs of `padded`, which is `drafter` or a part of it, over requests of `table`."""
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        drafter: Drafter,
+        padded: PaddedDrafter,
+        table: RequestTable,
+        hidden_size: int,
+        dtype: torch.dtype,
+        max_rows: int,
+    ) -> None:
+        """`hidden_size` and `dtype` are those of the target's hidden states."""
+        self.table = table
+        self._graphs, self._padded = graphs, padded
+        self._width = width = 1 + drafter.max_draft_tokens
+        self._buckets = [rows for rows in row_buckets(max_rows) if rows * width <= MAX_TOKENS]
+        rows, size = max(self._buckets, default=0), hidden_size * len(drafter.aux_hidden_state_layers)
+        self._slots = torch.full((rows,), table.padding_slot, dtype=torch.int64, device=table.device)
+        self._counts = torch.zeros(rows, dtype=torch.int64, device=table.device)
+        self._nodes = torch.arange(width, device=table.device).repeat(rows, 1)
+        self._states = torch.zeros(rows * width, size, dtype=dtype, device=table.device)
+        self._drafts = TreeBuffers(rows, width, table.device)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture all graphs, the largest first: then later ones find enough memory in the pool."""
+        for rows in reversed(self._buckets):
+            for is_sampled in (False, True):
+                self._graphs.capture(("draft", rows, is_sampled), partial(self._draft, rows, is_sampled))
+
+    def replay(self, context: ProposeContext) -> Callable[[], DraftTree] | None:
+        """`ProposeContext.replay` for a step; None if no graph fits it."""
+        lengths = [request.end - request.start for request in context.requests]
+        fits = lengths and not context.unfinished and max(lengths) <= 1 + self._drafts.max_depth
+        rows = next((rows for rows in self._buckets if rows >= len(lengths)), None) if fits else None
+        return None if rows is None else partial(self._replay, context, rows, lengths)
+
+    def _replay(self, context: ProposeContext, rows: int, lengths: list[int]) -> DraftTree:
+        self._load(context, lengths)
+        states = (context.table.states[request.slot].sampling for request in context.requests)
+        self._graphs.replay(("draft", rows, any(state.is_sampled for state in states)))
+        return self._drafts.trees(len(lengths))
+
+    def _load(self, context: ProposeContext, lengths: list[int]) -> None:
+        """One copy to the device: slots, numbers of tokens and places of the hidden states."""
+        count = len(lengths)
+        slots = [request.slot for request in context.requests]
+        places = [row * self._width + np.arange(length) for row, length in enumerate(lengths)]
+        packed = torch.from_numpy(np.concatenate((slots, lengths, *places))).to(self._slots.device)
+        self._slots.fill_(self.table.padding_slot)
+        self._slots[:count].copy_(packed[:count])
+        self._counts.fill_(0)
+        self._counts[:count].copy_(packed[count : 2 * count])
+        if (states := context.aux_hidden_states) is not None and self._states.shape[1]:
+            self._states.index_copy_(0, packed[2 * count :], states)
+
+    def _draft(self, rows: int, is_sampled: bool) -> None:
+        states = self._states[: rows * self._width]
+        commit = PaddedCommit(self._slots[:rows], self._counts[:rows], self._nodes[:rows], states)
+        self._drafts.put(self._padded.propose_padded(self.table, commit, is_sampled))

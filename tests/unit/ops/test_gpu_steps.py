@@ -1,0 +1,178 @@
+"""The kernels of padded steps, in Triton's interpreter, give exactly what their twins in torch give."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from specray.ops.gpu import steps
+from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
+from specray.spec_decode.inline_drafts import PendingTrees
+from specray.spec_decode.padded_input import extend_input, tree_input
+from specray.spec_decode.request_table import RequestTable
+from specray.step import DraftLimit
+from tests.support.sampling import CPU
+from tests.support.verify_cases import VOCAB_SIZE, trees
+
+MAX_TOKENS, SLOTS, PADDING_KV_SLOT = 60, 5, 999
+
+
+def both(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """What `run` gives with torch's operations and with the kernels."""
+    found = []
+    for kernels in ("torch", "triton"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SPECRAY_KERNELS", kernels)
+            found.append(run())
+    return found[0], found[1]
+
+
+def random_table(seed: int, shortest: int = 0) -> RequestTable:
+    """Random tokens, KV slots and lengths; its last row, for padding, is empty."""
+    table = RequestTable(SLOTS, MAX_TOKENS + 20, 4, VOCAB_SIZE, CPU)
+    generator = torch.Generator().manual_seed(seed)
+    for part in (table.token_ids, table.kv_slots):
+        part[:-1] = torch.randint(0, 500, part[:-1].shape, generator=generator, dtype=torch.int32)
+    lengths = torch.randint(shortest, MAX_TOKENS, (SLOTS,), generator=generator, dtype=torch.int32)
+    table.num_tokens[:-1] = lengths
+    return table
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[int, Tensor, DraftTree]:
+    """(seed of the table, slots, trees in a padded width); requests without a node are padding."""
+    lists = draw(st.lists(trees(), min_size=1, max_size=4))
+    made, missing = DraftTree.from_lists(lists), draw(st.integers(0, 3))
+    width = made.tokens.shape[1] + missing
+    wide = torch.full((2, len(lists) + 1, width + 2), NONE, dtype=torch.int64)  # the step's may be larger
+    wide[0, :-1, : width - missing], wide[1, :-1, : width - missing] = made.tokens, made.parents
+    tokens, parents = wide[:, :, :width]
+    slots = draw(st.permutations(range(SLOTS)))[: len(lists)]
+    num_nodes = torch.cat((made.num_nodes, torch.tensor([0])))
+    tree = DraftTree(tokens, parents, num_nodes, width - 1)
+    return draw(st.integers(0, 99)), torch.tensor([*slots, SLOTS]), tree
+
+
+@given(batches())
+@settings(max_examples=30)
+def test_the_input_of_trees(batch: tuple[int, Tensor, DraftTree]) -> None:
+    seed, slots, tree = batch
+    table, (rows, width) = random_table(seed, 1), tree.tokens.shape
+
+    def run() -> list[Tensor]:
+        kept = torch.zeros(rows, 1 + width, dtype=torch.int64)
+        token_ids, positions, attention = tree_input(table, slots, tree, PADDING_KV_SLOT, kept)
+        paths = attention.paths.masked_fill(torch.arange(width + 1) >= attention.path_lengths[:, None], 0)
+        lens = (attention.prefix_lens, attention.rows, attention.path_lengths, attention.slot_mapping)
+        return [token_ids, positions, *lens, paths, kept]
+
+    torch.testing.assert_close(*both(run), atol=0, rtol=0)
+
+
+@given(st.integers(0, 99), st.integers(1, 9), st.data())
+@settings(max_examples=20)
+def test_the_input_of_a_draft_head(seed: int, width: int, data: st.DataObject) -> None:
+    table, num_nodes = random_table(seed, 12), width + data.draw(st.integers(0, 3))
+    slots = torch.tensor([*data.draw(st.permutations(range(SLOTS)))[:3], SLOTS])
+    counts = torch.tensor([[data.draw(st.integers(0, width)), 7] for _ in range(3)] + [[0, 7]])[:, 0]
+    nodes = torch.randint(0, num_nodes, (4, num_nodes + 2))[:, 1 : num_nodes + 1]
+
+    def run() -> list[Any]:
+        found = extend_input(table, slots, counts, nodes, width, PADDING_KV_SLOT, 5)
+        attention = found.attention
+        assert attention.window == 5
+        parts = (attention.prefix_lens, attention.rows, attention.path_lengths, attention.slot_mapping)
+        own = (found.token_ids, found.positions, found.nodes, found.last, found.ends, found.roots)
+        return [*own, *parts, attention.paths]
+
+    torch.testing.assert_close(*both(run), atol=0, rtol=0)
+
+
+@given(st.integers(0, 99), st.data())
+@settings(max_examples=15)
+def test_cells_of_the_table(seed: int, data: st.DataObject) -> None:
+    count = data.draw(st.sampled_from([0, 1, 5, 300]))
+    table = random_table(seed)
+    slots, positions = torch.randint(0, SLOTS, (count,)), torch.randint(0, MAX_TOKENS, (2, count)).T[:, 0]
+    expected, found = both(lambda: (table.tokens_at(slots, positions), table.kv_slots_at(slots, positions)))
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@given(batches())
+@settings(max_examples=15)
+def test_loading_a_step_makes_the_rest_padding(batch: tuple[int, Tensor, DraftTree]) -> None:
+    _, slots, tree = batch
+    count, width = tree.tokens.shape
+    step = [torch.full((count + 2,), 77), torch.full((count + 2,), 77), *torch.full((2, count + 2, width + 3), 77)]
+    steps.load(step, slots, tree.num_nodes, (tree.tokens, tree.parents), SLOTS)
+    assert step[0].tolist() == [*slots.tolist(), SLOTS, SLOTS]
+    assert step[1].tolist() == [*tree.num_nodes.tolist(), 0, 0]
+    for part, expected in zip(step[2:], (tree.tokens, tree.parents), strict=True):
+        assert torch.equal(part[:count, :width], expected)
+        assert (part[count:] == NONE).all()
+        assert (part[:, width:] == NONE).all()
+
+
+def test_a_chain_whose_parents_are_one_row_is_loaded() -> None:
+    tree = DraftTree.chains(torch.tensor([[5, 6, 7], [8, 9, 10]]))
+    assert tree.parents.stride(0) == 0
+    step = [torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), *torch.zeros(2, 2, 4).long()]
+    steps.load(step, torch.tensor([1, 0]), tree.num_nodes, (tree.tokens, tree.parents), SLOTS)
+    assert step[3].tolist() == [[-1, 0, 1, -1]] * 2
+
+
+@given(st.integers(0, 99), st.integers(1, 9), st.data())
+@settings(max_examples=15)
+def test_committed_tokens(seed: int, width: int, data: st.DataObject) -> None:
+    ours, theirs = random_table(seed), random_table(seed)
+    slots = torch.tensor([3, 0, SLOTS, SLOTS])
+    counts = torch.tensor([data.draw(st.integers(0, width)), data.draw(st.integers(0, width)), 0, 0])
+    tokens, nodes = torch.randint(0, 500, (2, 4, width))
+    outcome = torch.zeros(4, 2 + 2 * width, dtype=torch.int64)
+    steps.commit(ours.arena, outcome, slots, counts, tokens, nodes)
+    theirs.append(slots, tokens, counts)
+    assert torch.equal(ours.num_tokens, theirs.num_tokens)
+    assert torch.equal(ours.token_ids[:-1], theirs.token_ids[:-1])
+    assert torch.equal(outcome, torch.cat((counts[:, None], counts[:, None], tokens, nodes), 1))
+
+
+@given(st.lists(trees(), min_size=1, max_size=4), st.data())
+@settings(max_examples=40)
+def test_pending_trees(lists: list[TreeLists], data: st.DataObject) -> None:
+    """Valid and invalid ones, of the right root and of another, cut by limits and not, with scores and without."""
+    count = len(lists)
+    slots = torch.tensor(data.draw(st.permutations(range(SLOTS)))[:count])
+    for row in lists:
+        if len(row.tokens) > 1 and data.draw(st.integers(0, 3)) == 0:
+            row.tokens[-1] = data.draw(st.sampled_from([-3, VOCAB_SIZE, 0]))
+            row.parents[-1] = data.draw(st.sampled_from([NONE, 0, len(row.tokens)]))
+    tree = DraftTree.from_lists(lists)
+    missing = data.draw(st.sampled_from([None, 0]))  # 0: a drafter whose logits are not finite
+    if missing is not None:
+        tree.num_nodes[0] = missing
+    roots = tree.tokens[:, 0] + torch.tensor([data.draw(st.sampled_from([0, 0, 0, 1])) for _ in lists])
+    least = st.sampled_from([0.0, 0.6]) if data.draw(st.booleans()) else st.just(0.0)
+    limits = [DraftLimit(data.draw(st.integers(0, 12)), 99, data.draw(least)) for _ in lists]
+    if data.draw(st.booleans()):
+        scores = 0.8 ** torch.arange(tree.tokens.shape[1], dtype=torch.float32)
+        tree = replace(tree, scores=scores.repeat(count, 1))
+
+    def run() -> Any:
+        pending = PendingTrees(SLOTS, VOCAB_SIZE, CPU)
+        pending.put(slots, tree)
+        taken, num_nodes, is_broken = pending.take(slots, roots, limits)
+        known = pending.scores
+        again, _, _ = pending.take(slots, roots, limits)
+        depths = taken.are_chains, taken.max_depth
+        return taken.to_lists(), taken.tokens, *depths, num_nodes, is_broken, known, again.to_lists()
+
+    expected, found = both(run)
+    assert torch.equal(expected[1], found[1])
+    assert expected[:1] + expected[2:] == found[:1] + found[2:]

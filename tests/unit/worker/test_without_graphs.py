@@ -1,0 +1,55 @@
+"""What CUDA graphs cannot have is said once, with the reason and the fix, and runs without them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specray.config import EngineConfig
+from specray.layers.moe import EXPERTS_READ
+from specray.spec_decode.several import WITHOUT_GRAPHS
+from specray.worker.startup import start_worker
+from tests.support.architectures import write_architecture
+from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
+from tests.support.methods import METHODS
+
+
+@pytest.fixture(autouse=True)
+def graphs() -> Iterator[list[RecordedGraphs]]:
+    with recorded_graphs() as graphs:
+        yield graphs
+
+
+def config_of(target: Path, **options: object) -> EngineConfig:
+    sizes = {"max_total_tokens": 256, "max_running_requests": 1, "num_threads": 1}
+    return EngineConfig.model_validate({"model": str(target), "device": "cpu", "dtype": "float32"} | sizes | options)
+
+
+def test_a_target_whose_experts_are_chosen_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_architecture("qwen3-moe", tmp_path)
+    worker = start_worker(config_of(tmp_path))
+    assert worker._graphs is None
+    assert worker.capacity.without_graphs == (f"decode steps: {EXPERTS_READ}",)
+    assert "moe_runner_backend: triton" in caplog.text
+
+
+def test_a_drafter_whose_experts_are_chosen_on_the_host(
+    toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]
+) -> None:
+    worker = start_worker(config_of(toy, speculative=METHODS["MTP-deepseek"](toy, tmp_path)))
+    assert worker.capacity.without_graphs == (f"drafts: {EXPERTS_READ}",)
+    assert {kind for kind, *_ in graphs[0].captured} == {"forward", "verify"}
+
+
+def test_a_dense_engine_has_all_graphs(toy: Path, tmp_path: Path) -> None:
+    for name in ("EAGLE3", "MTP-stack", "STANDALONE"):
+        folder = tmp_path / name
+        folder.mkdir()
+        worker = start_worker(config_of(toy, speculative=METHODS[name](toy, folder)))
+        assert worker.capacity.without_graphs == ()
+
+
+def test_several_drafters(toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]) -> None:
+    worker = start_worker(config_of(toy, speculative=METHODS["SEVERAL"](toy, tmp_path)))
+    assert worker.capacity.without_graphs == (f"drafts: {WITHOUT_GRAPHS}",)
+    assert {kind for kind, *_ in graphs[0].captured} == {"forward", "verify"}
