@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,8 @@ def stories_tokenizer() -> PreTrainedTokenizerFast:
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in ("<unk>", "<s>", "</s>")])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    make: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast  # its __init__ is untyped
+    return make(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 def _tensors(flat: np.ndarray, config: dict[str, int]) -> dict[str, np.ndarray]:
