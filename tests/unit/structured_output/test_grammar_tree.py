@@ -66,7 +66,7 @@ def test_drafts_are_extended_to_the_end(start: Start, tools: GrammarTools) -> No
 @pytest.mark.parametrize("limit", [DraftLimit(3, 40), DraftLimit(40, 2), DraftLimit(0, 40), DraftLimit(1, 1)])
 def test_limits_hold(limit: DraftLimit, start: Start, tools: GrammarTools) -> None:
     tree, bits = constrained(start("json_schema", OBJECT), TreeLists([9], [NONE]), limit, ALL, tools.encode)
-    assert len(tree.tokens) == 1 + min(limit)
+    assert len(tree.tokens) == 1 + min(limit.num_tokens, limit.num_steps)
     assert len(bits) == len(tree.tokens)
 
 
