@@ -14,7 +14,7 @@ import pytest
 from specray.bench.ledger import Outcome
 from specray.bench.open_loop import Load, idle_after, run
 from tests.cluster.conftest import KEY, LARGE_APP
-from tests.support.processes import own_processes
+from tests.support.processes import own_processes, wait_until
 
 IDLE_S = 10.0  # for a busy machine; the goal is 2 s
 LONG = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0, "seed": 1}
@@ -84,6 +84,7 @@ def test_a_redeployment_lets_streams_finish(large_app: Any, deployer: Any, key_f
     print(f"{len(others)} requests meanwhile: {Counter(reply.status_code for reply in others)}")
     assert {reply.status_code for reply in others} <= {200, 503}
     assert all("retry-after" in reply.headers for reply in others if reply.status_code == 503)
+    wait_until(lambda: large_app.http.get("/server_info").status_code == 200, seconds=60.0)
     assert large_app.http.get("/server_info").json()["server"]["request_timeout_s"] == 500.0
 
 
