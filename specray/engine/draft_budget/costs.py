@@ -57,7 +57,7 @@ class StepCosts:
 
     def seconds(self, shape: StepShape) -> float:
         """The expected time of a step of this shape."""
-        return float(self.target(shape.num_tokens) + self.rest(shape.num_requests, shape.most_drafts)) or 1.0
+        return float(self.target(shape.num_tokens) + self.rest(shape.num_requests, shape.most_drafts))
 
     def target(self, num_tokens: float | NDArray[np.float64]) -> NDArray[np.float64]:
         """Expected seconds of forward and verification, by the number of tokens computed."""
@@ -110,9 +110,12 @@ class Curve:
         return self._seconds.get(count)
 
     def at(self, count: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        """On the line between the neighbours; below the lowest as there, above the highest as steep as before it."""
+        """On the line between the neighbours; below the lowest as there, above the highest as steep as before it.
+
+        1 everywhere if nothing was measured.
+        """
         if not self._seconds:
-            return np.zeros(np.shape(count))
+            return np.ones(np.shape(count))
         if self._fit is None:
             counts = sorted(self._seconds)
             self._fit = counts, rising([(self._seconds[count], self._weights[count]) for count in counts])

@@ -63,6 +63,11 @@ def test_cheap_nodes_are_all_verified_and_dear_ones_only_if_likely() -> None:
     assert best_cut(acceptance, 1, costs(0.0, 1.0), 1.0) == (0, 0.0)
 
 
+@pytest.mark.filterwarnings("error")
+def test_whole_trees_are_verified_until_costs_are_known() -> None:
+    assert best_cut(learnt(), 1, StepCosts(), 1.0) == (MOST, 0.0)
+
+
 def test_a_cut_generates_more_than_every_number_of_drafts() -> None:
     """Half of the trees are hopeless: only their scores tell which."""
     acceptance, seconds = learnt(), costs(1.0, 0.25)
