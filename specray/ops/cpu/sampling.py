@@ -5,7 +5,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.library import Kernels, pointer
+from specray.ops.cpu.library import Kernels
+from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import DraftTrees
 from specray.ops.cpu.threads import num_threads
 from specray.ops.sampling_state import SamplingBatch
