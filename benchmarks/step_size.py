@@ -24,7 +24,7 @@ from specray.tables import format_table
 
 KERNELS_AND_MODELS = ("specray/ops/cpu/", "specray/ops/attention", "specray/models/", "specray/layers/")
 PACKAGES = (ROOT / "specray", ROOT / "cluster")
-STEPS = range(8, 11)  # decoding steps, after the prompt and the first draft tree
+STEPS = range(8, 28)  # decoding steps, after the prompt and the first draft tree; some of them fill a KV block
 PROMPT = "Name three rivers."
 NOT_CODE = {
     tokenize.COMMENT,
@@ -128,7 +128,7 @@ def _called_in_a_step(llm: LLM) -> set[CodeType]:
             called.add(frame.f_code)
 
     token_ids = llm.tokenizer.encode(PROMPT)
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=256, ignore_eos=True)
     llm.engine.add_request(EngineRequest("step", token_ids, params))
     for number in range(STEPS.stop):
         sys.setprofile(record if number in STEPS else None)

@@ -85,6 +85,7 @@ class RequestTable:
         self.device = device
         self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the arena, int32 values)
         self._discard_index = num_slots * self._row
+        self._uses_triton = uses_triton(device)
 
     def enter(self, new: NewRequest) -> None:
         """Start a request in its slot."""
@@ -171,7 +172,7 @@ class RequestTable:
         return SamplingBatch([state.sampling for state in states], seeds, *options)
 
     def _cells_at(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
-        if uses_triton(self.device):
+        if self._uses_triton:
             from specray.ops.gpu import steps
 
             return steps.cells_at(self.arena, slots, positions, column)

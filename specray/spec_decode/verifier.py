@@ -71,7 +71,8 @@ def is_padded(sampler: NodeSampler) -> bool:
 
 def needs_walk(state: SamplingState, walks_sampled: bool = False) -> bool:
     """Whether a request's tokens depend on the path, or its logprobs are wanted."""
-    return state.options.logprobs is not None or state.adjusts_logits or (walks_sampled and state.is_sampled)
+    is_adjusted = state.num_output_tokens < state.adjusts_until
+    return is_adjusted or state.options.logprobs is not None or (walks_sampled and state.is_sampled)
 
 
 def _verify_at_once(inputs: VerifyInput, own: Kernels | None) -> VerifyOutput:

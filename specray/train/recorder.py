@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import ProposeContext
+from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestState
 
 
