@@ -12,7 +12,7 @@ from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import Drafter
 from specray.spec_decode.prediction import Prediction
 from specray.spec_decode.propose_context import ProposeContext
-from specray.spec_decode.request_table import RequestState
+from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.tree_edits import replace_trees
 
 
