@@ -19,8 +19,6 @@ class PendingTrees:
         self._tokens, self._parents = torch.full((2, num_slots, 1), NONE, dtype=torch.int64, device=device)
         self._num_nodes = torch.full((num_slots,), NONE, dtype=torch.int64, device=device)  # NONE: no tree is pending
         self._max_depth = 0
-        self._ones = torch.ones_like(self._num_nodes)
-        self._nones = torch.full((num_slots, 1), NONE, dtype=torch.int64, device=device)
         self._probs: tuple[Tensor, Tensor] | None = None  # (slots, DraftTree.draft_probs) of the last trees
         self._scores: Tensor | None = None  # float32 like `_tokens`, DraftTree.scores; None: never known
         self.scores: list[list[float]] = []  # see `DraftSource.scores`
@@ -65,8 +63,7 @@ class PendingTrees:
         """
         self.scores = []
         if not self._max_depth:
-            count = len(roots)
-            return DraftTree(roots[:, None], self._nones[:count], self._ones[:count], 0), [1] * count, False
+            return DraftTree.roots(roots), [1] * len(roots), False
         most = torch.tensor([limit.num_tokens + 1 for limit in draft_limits]).to(slots.device)
         if self._scores is not None and any(limit.min_score for limit in draft_limits):
             least = torch.tensor([limit.min_score for limit in draft_limits]).to(slots.device)

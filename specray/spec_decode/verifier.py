@@ -10,19 +10,16 @@ the depths.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
-
-import torch
 
 from specray.ops.cpu.library import Kernels, kernels
-from specray.ops.cpu.sampling import walk
+from specray.ops.cpu.tree_walk import walk
 from specray.ops.gpu import uses_triton
 from specray.ops.sampling_state import SamplingState
 from specray.ops.token_mask import TokenMask, forbid_masked
 from specray.spec_decode.depth_walk import walk_by_depth
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler, coupled
 from specray.spec_decode.node_verifier import verify_nodes
-from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput, in_order
 
 
 def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask | None = None) -> VerifyOutput:
@@ -42,21 +39,6 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask 
     others = sorted(set(range(len(states))) - set(walked))
     outputs = [_verify_at_once(inputs.select(others), own), walk_by_depth(inputs.select(walked), sampler)]
     return in_order(outputs, others + walked)
-
-
-def in_order(outputs: Sequence[VerifyOutput], rows: Sequence[int]) -> VerifyOutput:
-    """One output of several, whose requests, one output after the other, are number `rows` of the batch."""
-    order = torch.tensor(rows).argsort().to(outputs[0].tokens.device)
-    num_tokens, tokens, nodes = (
-        torch.cat(parts).index_select(0, order) for parts in zip(*(output[:3] for output in outputs), strict=True)
-    )
-    starts = accumulate((len(output.num_tokens) for output in outputs), initial=0)
-    logprobs = {
-        rows[start + row]: probs
-        for start, output in zip(starts, outputs, strict=False)
-        for row, probs in output.logprobs.items()
-    }
-    return VerifyOutput(num_tokens, tokens, nodes, logprobs)
 
 
 def can_verify_padded(states: Sequence[SamplingState], sampler: NodeSampler) -> bool:

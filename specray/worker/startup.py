@@ -74,7 +74,10 @@ def start_worker(
             with fixed_order(config.deterministic):
                 drafter = make_drafter(config.speculative, target.view(eos_ids))
         num_slots = config.max_running_requests
-        drafts = NoDrafts() if drafter is None else InlineDrafts(drafter, num_slots, vocab_size, device)
+        if drafter is None:
+            drafts = NoDrafts(num_slots, device)
+        else:
+            drafts = InlineDrafts(drafter, num_slots, vocab_size, device)
     sampler = make_sampler(config.speculative)
     if group.size > 1:
         follow(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))

@@ -161,7 +161,7 @@ def test_no_requests_give_no_trees() -> None:
 
 
 def test_without_a_drafter_trees_have_only_roots() -> None:
-    source = NoDrafts()
+    source = NoDrafts(NUM_SLOTS, CPU)
     source.submit(context(1))
     source.release([1])
     assert (source.max_draft_tokens, source.aux_hidden_state_layers, source.reads_next_token) == (0, (), False)
