@@ -57,14 +57,8 @@ class Engine:
 
     def enqueue(self, spec: EngineRequest) -> None:
         """Queue a request that passed `admission.check`."""
-        num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens
-        max_length = self.admission.max_length if max_tokens is None else num_prompt + max_tokens
-        known = [*spec.prompt_token_ids, *spec.emitted_token_ids]
-        request = Request(spec, max_length, time.monotonic(), known, num_prompt)
-        speculative = self.config.speculative
-        request.prompt_logprobs = None if spec.params.prompt_logprobs is None else []
-        request.is_lossy = speculative.is_simulated or (speculative.is_lossy and spec.params.temperature > 0)
-        eos_ids, max_new = self.capacity.eos_token_ids, max_length - num_prompt
+        request = self.admission.request_of(spec, time.monotonic())
+        eos_ids, max_new = self.capacity.eos_token_ids, request.max_length - request.num_prompt_tokens
         text = TextStream(self._tokenizer, spec.params, eos_ids, max_new, records_lengths=spec.traces_drafts)
         resumed = text.feed(spec.emitted_token_ids)  # the caller already has this text
         if spec.traces_drafts:
