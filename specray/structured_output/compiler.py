@@ -22,8 +22,8 @@ from specray.structured_output.schema_check import check_schema
 MAX_GRAMMAR_BYTES = 64 << 20  # of a compiled grammar
 CACHE_BYTES = 128 << 20  # of compiled rules, which grammars share
 # What a character of a string with a bound of its length may be, in xgrammar's EBNF, and the same in JSON.
-_BOUNDED_CHARACTER = r'([^\"\\\r\n])'
-_BOUNDED_JSON_CHARACTER = r'([^\0-\x1f\"\\\r\n])'
+_BOUNDED_CHARACTER = r"([^\"\\\r\n])"
+_BOUNDED_JSON_CHARACTER = r"([^\0-\x1f\"\\\r\n])"
 
 
 class GrammarCompiler:
