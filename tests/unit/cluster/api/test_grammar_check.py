@@ -14,7 +14,7 @@ from cluster.api.grammar_check import GrammarCheck, check_command
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec, make_grammar
 from tests.support.json_toy import write_json_toy
-from tests.support.toy import EOS, VOCAB_SIZE
+from tests.support.toy import EOS, VOCAB_SIZE, write_toy
 
 SPEC = make_grammar("regex", "a")
 
@@ -48,6 +48,19 @@ def test_good_grammars_pass_and_bad_ones_are_explained(tmp_path: Path) -> None:
         assert check._started is not None
         assert check._started.result().process is process
         assert await outcome(check, make_grammar("regex", "b"), command) is None
+        await check.close()
+
+    asyncio.run(run())
+
+
+def test_a_vocabulary_that_cannot_spell_json_has_grammars_too(tmp_path: Path) -> None:
+    """The process once compiled such JSON when it started, and ended."""
+    command = check_command(str(write_toy(tmp_path)), VOCAB_SIZE, [EOS])
+
+    async def run() -> None:
+        check = GrammarCheck()
+        assert await outcome(check, make_grammar("regex", "(ab)+"), command) is None
+        assert "no output matches" in str(await outcome(check, make_grammar("json_object"), command))
         await check.close()
 
     asyncio.run(run())
