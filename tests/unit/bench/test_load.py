@@ -105,8 +105,13 @@ def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_requires_a_key_is_not_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[str | None] = []
-    with serving(lambda _, key: asked.append(key) or (200, {}, b""), metrics_status=401) as url:
+    asked: list[int] = []
+
+    def note(number: int, _: str | None) -> Reply:
+        asked.append(number)
+        return good(number, None)
+
+    with serving(note, metrics_status=401) as url:
         assert cli.main([*ARGUMENTS, "--url", url]) == 2
     assert f"{url} requires a key; set {KEY_VARIABLE} or --api-key" in capsys.readouterr().err
     assert not asked
