@@ -281,9 +281,9 @@ class SpeculativeConfig(DrafterOptions):
         The verifier is fixed. So is the code: only the operator's configuration names a module to import.
         """
         ours, theirs = ([part.algorithm or "" for part in config.members.values()] for config in (self, other))
-        if foreign := [algorithm for algorithm in theirs if ":" in algorithm and algorithm not in ours]:
+        if unknown := [algorithm for algorithm in theirs if ":" in algorithm and algorithm not in ours]:
             raise ConfigError(
-                f"speculative.algorithm={foreign[0]!r} is an import path that this server was not started with, "
+                f"speculative.algorithm={unknown[0]!r} is an import path that this server was not started with, "
                 "and a running server imports no code; restart it with this algorithm, or choose a built-in one"
             )
         for name in (
@@ -344,7 +344,7 @@ class SpeculativeConfig(DrafterOptions):
         if twice := [name for place, name in enumerate(names) if name in names[:place]]:
             raise ConfigError(f"speculative.drafters: two of them are named {twice[0]!r}; give each its own name")
         if "none" in names:
-            raise ConfigError("speculative.drafters: none is no drafter's name; choose another")
+            raise ConfigError("speculative.drafters: none cannot be a drafter's name; choose another")
         for place, name in (("default_drafter", self.default_drafter), ("shadow.drafter", self.shadow.drafter)):
             if name is not None and name not in names:
                 known = f"choose one of {', '.join(names)}" if names else "set speculative.drafters, which is empty"

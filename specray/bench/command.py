@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 def default_variants(config: EngineConfig) -> list[str]:
     """Plain decoding beside the configured method, or beside what needs no head of the user's."""
     algorithm = config.speculative.algorithm
-    if algorithm is not None and ":" not in algorithm:  # an import path is no variant
+    if algorithm is not None and ":" not in algorithm:  # an import path cannot name a variant
         return ["plain", algorithm.lower()]
     return ["plain", "ngram", *["eagle3"] * (config.model == EMBEDDED_MODEL)]
 
