@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=variant_names,
         metavar="A,B",
         help="variants: plain, transformers or METHOD[@HEAD][+MAP][:TREE]. METHOD is any drafting method, HEAD a draft "
-        "head or model (embedded name, folder, hub name), MAP a token map (.pt or .json), TREE the number of nodes N or "
-        "STEPS-TOPK-N. HEAD, MAP and TREE default to those of --config if it has the same method, then to the head "
+        "head or model (embedded name, folder, hub name), MAP a token map (.pt or .json), TREE the number of nodes N "
+        "or STEPS-TOPK-N. HEAD, MAP and TREE default to those of --config if it has the same method, then to the head "
         "that comes with the embedded model. Example: plain,ngram:8,eagle3:5-4-16,eagle2+map.json (default: plain and "
         "the method of --config; without one, plain,ngram,eagle3 for the embedded model and plain,ngram for others)",
     )
