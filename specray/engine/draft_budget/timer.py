@@ -36,6 +36,6 @@ class StepTimer:
             return
         drafts = [row.num_draft_tokens for row in result.rows]
         if plan.runs_drafter == (allowed == 0):
-            return  # a drafter that reads along without drafting is no lasting state
+            return  # trials only: the drafter runs but may not draft
         target = result.times.forward + result.times.verify
         budget.record_step(StepShape(len(drafts), sum(drafts), allowed), target, max(0.0, seconds - target))
