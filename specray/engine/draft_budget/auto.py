@@ -1,7 +1,7 @@
-"""Drafts where they pay: as many as generate the most tokens per second with the costs measured so far.
+"""The budget that generates the most tokens per second under the costs and acceptance measured so far.
 
-The costs of what is never done cannot be measured. Steps without drafts, or with larger trees, are therefore tried out
-now and then, for a few steps at a time.
+A choice that is never made is never measured, so steps without drafts or with larger trees are tried from time to time,
+for a few steps each.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,8 +4,8 @@ A step's time has two parts. The target's, forward and verification, depends on 
 rest, drafting above all, depends on the number of requests and the size of their trees. Both have steps and bends that
 differ from machine to machine, so they are tables and not formulas.
 
-A machine becomes slower and faster as a whole, when others use its memory or its clock changes. Tables therefore hold
-times at a pace of 1, and the pace follows every step: what was measured long ago stays comparable with what is new.
+The speed of a whole machine also changes, with the load of other processes and with its clock rate. The tables hold
+times divided by the current pace, which every step updates, so old and new measurements stay comparable.
 """
 
 from collections.abc import Iterable, Sequence
@@ -98,9 +98,9 @@ class StepCosts:
 
 
 class Curve:
-    """Seconds that rise with a count: averages at the counts that were measured, made monotone.
+    """Seconds that rise with a count: averages at the measured counts, made monotone.
 
-    More never takes less time. Where the averages say so, they are noise, and neighbours are averaged until they rise.
+    More work never takes less time, so averages that fall are noise: neighbours are averaged until they rise.
     """
 
     def __init__(self, points: Iterable[tuple[int, float, int]] = ()) -> None:
@@ -121,7 +121,7 @@ class Curve:
         return self._seconds.get(count)
 
     def at(self, count: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        """On the line between the neighbours; below the lowest as there, above the highest as steep as before it.
+        """Linear between neighbours, constant below the lowest count, extrapolated above the highest.
 
         1 everywhere if nothing was measured.
         """
