@@ -100,7 +100,7 @@ class Scheduler:
     def emitted(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
         """What each request emitted in the oldest planned step.
 
-        Without requests that ended after the plan was made, or that lost their slot and compute these tokens again.
+        Requests that ended after the plan was made, or were preempted and compute these tokens again, are left out.
         """
         emitted = []
         planned = zip(self._planned.popleft(), plan.rows, result.rows, strict=True)
@@ -119,7 +119,7 @@ class Scheduler:
         request.num_computed_tokens += emitted.num_tokens
         if token_ids:
             num_drafts = emitted.result.num_draft_tokens
-            if self.budget.learns and request.spec.params.grammar is None:  # grammars add to trees
+            if self.budget.learns and request.spec.params.grammar is None:  # a grammar changes the drafter's trees
                 drafted = emitted.result.accepted_nodes, emitted.result.draft_scores
                 self.budget.record_tree(request.acceptance, num_drafts, *drafted)
             request.count_verify(num_drafts, len(token_ids) - 1)
@@ -170,6 +170,9 @@ class Scheduler:
             if does
         ]
         chosen = self.budget.shares(requests)
+        if not chosen.runs_drafter:
+            for request, num_tokens, _ in work:
+                request.acceptance.num_unread_tokens += num_tokens
         shares = zip(chosen.num_drafts, chosen.min_scores or [0.0] * len(requests), strict=True)
         limits = []
         for (request, *_), does in zip(work, samples, strict=True):

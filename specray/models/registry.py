@@ -175,8 +175,8 @@ def _check_numbers(folder: Path, config: PretrainedConfig) -> None:
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if kv_heads and heads % kv_heads:
         raise ConfigError(
-            f"{folder / 'config.json'}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; "
-            "correct it"
+            f"{folder / 'config.json'}: num_attention_heads={heads} is not a multiple of "
+            f"num_key_value_heads={kv_heads}; correct it"
         )
 
 

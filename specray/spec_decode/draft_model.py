@@ -315,7 +315,7 @@ def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftMode
 
 
 def check_draft_model_files(config: SpeculativeConfig, target: TargetFiles) -> None:
-    """ConfigError if `speculative.draft_model_path` is no supported model, or its tokens are not the target's."""
+    """ConfigError if `speculative.draft_model_path` is not a supported model, or its tokens are not the target's."""
     folder = resolve_draft(config, progress=False)
     num_common_tokens(folder, load_config(folder).vocab_size, target)
     WeightReader(folder, config.draft_load_format).close()

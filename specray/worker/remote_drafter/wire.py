@@ -195,7 +195,7 @@ class DeltaDecoder:
 def _uses(data: object) -> list[DrafterUse]:
     """ValueError for anything that is not a list of uses."""
     if not isinstance(data, list | tuple) or len(data) > MAX_DRAFTERS:
-        raise ValueError("not a reply: its uses are no list")
+        raise ValueError("not a reply: its uses are not a list")
     try:
         uses = [DrafterUse(*use) for use in data]
     except TypeError as error:
