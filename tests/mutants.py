@@ -125,7 +125,7 @@ MUTANTS = (
         "specray/spec_decode/node_verifier.py",
         "    is_finite = inputs.logits.gather(1, chosen[:, None])[:, 0].isfinite()\n",
         "    is_finite = torch.ones_like(chosen, dtype=torch.bool)\n",
-        "tests/unit/spec_decode/test_verifier.py",
+        "tests/lossless/test_isolation.py",
     ),
     Mutant(
         "headers: a request ID that is not text reaches Serve's proxy",
