@@ -26,6 +26,7 @@ class Mutant(NamedTuple):
     old: str
     new: str
     tests: str  # pytest's arguments
+    kernels: str = "auto"  # SPECRAY_KERNELS, where another code path than this machine's has the bug
 
 
 MUTANTS = (
@@ -125,7 +126,8 @@ MUTANTS = (
         "specray/spec_decode/node_verifier.py",
         "    is_finite = inputs.logits.gather(1, chosen[:, None])[:, 0].isfinite()\n",
         "    is_finite = torch.ones_like(chosen, dtype=torch.bool)\n",
-        "tests/lossless/test_isolation.py",
+        "tests/unit/spec_decode/test_verifier.py",
+        kernels="torch",
     ),
     Mutant(
         "headers: a request ID that is not text reaches Serve's proxy",
@@ -160,7 +162,7 @@ def is_killed(mutant: Mutant) -> bool:
         assert text.count(mutant.old) == 1, f"{mutant.file} no longer contains {mutant.old!r} once"
         path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split(" ", 2)]
-        environment = os.environ | {"PYTHONPATH": folder}
+        environment = os.environ | {"PYTHONPATH": folder, "SPECRAY_KERNELS": mutant.kernels}
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
     outcome = failed[0] if failed else f"NOT FOUND (status {run.returncode}): {(run.stdout + run.stderr)[-300:]}"
