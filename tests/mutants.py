@@ -131,10 +131,10 @@ MUTANTS = (
     ),
     Mutant(
         "headers: a request ID that is not text reaches Serve's proxy",
-        "cluster/proxy_guard.py",
+        "cluster/proxy_headers.py",
         "        if not _is_utf8(name) or not _is_utf8(value):\n",
         "        if False:\n",
-        "tests/unit/cluster/test_proxy_guard.py",
+        "tests/unit/cluster/test_proxy_headers.py",
     ),
 )
 

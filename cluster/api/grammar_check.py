@@ -1,4 +1,4 @@
-"""Whether a request's grammar can be compiled, asked of a process that compiles it under limits.
+"""Checks that a request's grammar can be compiled, in a separate process and under limits.
 
 The process starts with the first request that has a grammar, because it takes some hundred megabytes.
 """

@@ -1,8 +1,8 @@
-"""A process that says whether grammars can be compiled within limits; `cluster.api.grammar_check` starts it.
+"""A process that checks whether grammars compile within limits; `cluster.api.grammar_check` starts it.
 
-A grammar may take minutes or gigabytes to compile, and xgrammar cannot be interrupted. So each is compiled in a fork of
-this process that its limits end. Requests and replies are lines of JSON on standard input and output; the first line
-out says that the process is ready. It ends when its input does.
+A grammar may take minutes or gigabytes to compile, and xgrammar cannot be interrupted. Each is therefore compiled in a
+fork of this process, which is killed when it exceeds a limit. Requests and replies are lines of JSON on standard input
+and output; the first line out says that the process is ready. It ends when its input does.
 """
 
 import contextlib

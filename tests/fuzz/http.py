@@ -232,7 +232,7 @@ async def _send(request: FuzzRequest, server: FuzzedServer, findings: Findings) 
         findings.statuses[0] += 1
         findings.problems.append(f"{type(error).__name__}: {error}: {request.describe()}")
     else:
-        _judge(request, replies, findings)
+        _check(request, replies, findings)
 
 
 async def _exchange(request: FuzzRequest, server: FuzzedServer) -> list[Message]:
@@ -271,7 +271,7 @@ async def _exchange(request: FuzzRequest, server: FuzzedServer) -> list[Message]
     return sent
 
 
-def _judge(request: FuzzRequest, replies: list[Message], findings: Findings) -> None:
+def _check(request: FuzzRequest, replies: list[Message], findings: Findings) -> None:
     starts = [message for message in replies if message["type"] == "http.response.start"]
     if request.cut_after is not None:
         findings.statuses[starts[0]["status"] if starts else 499] += 1
