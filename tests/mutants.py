@@ -95,9 +95,9 @@ MUTANTS = (
     ),
     Mutant(
         "stops: text behind a stop string inside an accepted block",
-        "specray/engine/detokenizer.py",
-        "        start, length, stop = min(matches)\n",
-        "        start, length, stop = max(matches)\n",
+        "specray/engine/stop_strings.py",
+        "    start, length, stop = min(matches)\n",
+        "    start, length, stop = max(matches)\n",
         "tests/unit/engine/test_detokenizer.py",
     ),
     Mutant(
