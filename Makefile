@@ -150,7 +150,7 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	@touch $@
 
 docs: $(DOCS_INSTALLED)  ## build the documentation into build/docs; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 $(PAGE_INSTALLED): $(INSTALLED)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[page]'
