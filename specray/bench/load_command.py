@@ -2,11 +2,14 @@
 
 import argparse
 import asyncio
+from http import HTTPStatus
 from math import inf
 
+from specray.bench.exchange import exchange, request_bytes
 from specray.bench.ledger import Outcome
 from specray.bench.open_loop import Load, Report, idle_after, run
-from specray.cli.arguments import add_api_key, positive
+from specray.cli.arguments import KEY_VARIABLE, add_api_key, positive
+from specray.errors import ConfigError
 from specray.tables import format_table
 
 HELP = (
@@ -76,6 +79,9 @@ def table(report: Report) -> str:
 
 
 async def _run(load: Load) -> tuple[Report, float]:
+    asked = await exchange(f"{load.url}/metrics", request_bytes(f"{load.url}/metrics", key=load.key), load.timeout_s)
+    if asked.status == HTTPStatus.UNAUTHORIZED:
+        raise ConfigError(f"{load.url} requires a key; set {KEY_VARIABLE} or --api-key to a valid one")
     report = await run(load)
     return report, await idle_after(load.url, load.key)
 

@@ -19,8 +19,9 @@ from specray.models.parallel_head import ParallelHead
 from specray.ops.attention import AttentionBatch
 from specray.spec_decode.draft_setup import head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRequest, ProposeContext, TargetView
+from specray.spec_decode.drafter import TargetView
 from specray.spec_decode.eagle_tree import CandidatePool
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RaggedIndex, RequestTable
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_growth import candidates, with_draft_probs
@@ -122,7 +123,9 @@ class ParallelDrafter:
     def _tree(self, context: ProposeContext, shape: TreeShape, logits: Tensor) -> DraftTree:
         """Trees from the logits [B, levels, V] of their levels."""
         [slots] = context.columns(context.requests, "slot")
-        noise = TreeNoise.of(context, context.requests, slots, shape.num_steps)
+        is_sampled, noise = context.are_sampled(context.requests), None
+        if any(is_sampled):
+            noise = TreeNoise.of(context, context.requests, is_sampled, slots, shape.num_steps)
         level_probs: list[Tensor] = []
         kept = level_probs if shape.returns_draft_probs else None
         pool, frontier, topk = None, None, shape.topk

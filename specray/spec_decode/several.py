@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftRequest, ProposeContext, SharesKVSlots
+from specray.spec_decode.drafter import Drafter, DraftFaultError, SharesKVSlots
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.shadow_trees import ShadowTrees
 from specray.spec_decode.tree_edits import merge_trees
 from specray.step import DrafterUse

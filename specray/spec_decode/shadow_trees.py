@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specray.spec_decode.draft_tree import ROOT, DraftTree, TreeLists
-from specray.spec_decode.drafter import DraftRequest, ProposeContext
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 
 
 class Compared(NamedTuple):

@@ -34,6 +34,8 @@ class Trial(Enum):
 class AutoBudget:
     """DraftBudget that learns while it serves. `keep` is called with the costs from time to time."""
 
+    learns = True
+
     def __init__(
         self,
         max_step_draft_tokens: int | None,

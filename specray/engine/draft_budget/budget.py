@@ -25,6 +25,8 @@ class Shares(NamedTuple):
 class DraftBudget(Protocol):
     """Chooses the drafts of every step, and learns from the steps. A new drafter gets a new budget."""
 
+    learns: bool  # whether `record_tree` and `record_step` are called
+
     def shares(self, requests: Sequence[Drafting]) -> Shares:
         """Draft tokens for each of the requests that sample in the next step, oldest first."""
 

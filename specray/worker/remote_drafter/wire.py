@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specray.config import MAX_DRAFTERS
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
-from specray.spec_decode.drafter import DraftRequest, ProposeContext
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DrafterUse, DraftFault, DraftLimit, NewRequest
 from specray.step_wire import new_request

@@ -232,7 +232,9 @@ def test_the_page_fits_a_phone_in_the_dark(browser: "Browser", running: Running)
 def test_the_first_paint_takes_less_than_a_second(browser: "Browser", running: Running) -> None:
     with running() as (url, _), opened(browser, url) as page:
         expect(page.locator("#model")).to_have_text("toy, no drafter")
-        assert page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") < 1000
+        paint_ms = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        print(f"first contentful paint after {paint_ms:.0f} ms")
+        assert paint_ms < 1000
 
 
 def test_a_drawn_tree_has_its_nodes_in_cells_of_their_own(browser: "Browser", running: Running) -> None:
