@@ -101,9 +101,9 @@ MUTANTS = (
     ),
     Mutant(
         "stops: text behind a stop string inside an accepted block",
-        "specray/engine/detokenizer.py",
-        "        start, length, stop = min(matches)\n",
-        "        start, length, stop = max(matches)\n",
+        "specray/engine/stop_strings.py",
+        "    start, length, stop = min(matches)\n",
+        "    start, length, stop = max(matches)\n",
         "tests/unit/engine/test_detokenizer.py",
     ),
     Mutant(
@@ -136,10 +136,10 @@ MUTANTS = (
     ),
     Mutant(
         "headers: a request ID that is not text reaches Serve's proxy",
-        "cluster/proxy_guard.py",
+        "cluster/proxy_headers.py",
         "        if not _is_utf8(name) or not _is_utf8(value):\n",
         "        if False:\n",
-        "tests/unit/cluster/test_proxy_guard.py",
+        "tests/unit/cluster/test_proxy_headers.py",
     ),
 )
 

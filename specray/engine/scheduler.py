@@ -170,6 +170,9 @@ class Scheduler:
             if does
         ]
         chosen = self.budget.shares(requests)
+        if not chosen.runs_drafter:
+            for request, num_tokens, _ in work:
+                request.acceptance.num_unread_tokens += num_tokens
         shares = zip(chosen.num_drafts, chosen.min_scores or [0.0] * len(requests), strict=True)
         limits = []
         for (request, *_), does in zip(work, samples, strict=True):

@@ -1,8 +1,7 @@
 """Drafts from the output that a client predicts (OpenAI's `prediction`), in place of the configured drafter's trees.
 
 While a request's output follows its prediction, the next predicted tokens are the draft. Where the two differ, the
-drafter's own trees are used until the last output tokens occur in the prediction again
-(`prediction`).
+drafter's own trees are used until the last output tokens occur in the prediction again (`prediction`).
 """
 
 from collections.abc import Sequence

@@ -20,6 +20,7 @@ class RequestAcceptance:
     accepted: float = 0.0
     expected: float = 0.0
     drafter: str = ""  # the one of several drafters that the request has: their averages differ
+    num_unread_tokens: int = 0  # computed in steps after which the drafter was not called
 
     def add(self, accepted: int, expected: float) -> None:
         keep = 1 - 1 / MEMORY_TREES

@@ -38,8 +38,9 @@ class DraftBudget(Protocol):
         `scores` are those of all its drafts, of which the first `num_drafts` were verified; empty if not known.
         """
 
-    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
+    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
         """Learn from a step of which each request computed one known token and its drafts.
 
-        `target_seconds` are those of forward and verification, `rest_seconds` all others since the step before.
+        `target_seconds` are those of forward and verification, `rest_seconds` all others since the step before; None
+        if the drafter was called but allowed no drafts, which is no lasting state.
         """

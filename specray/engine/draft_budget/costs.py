@@ -45,15 +45,26 @@ class StepCosts:
         self._rest: dict[int, Curve] = {}  # by size class: by most_drafts
         self._pace = 1.0
 
-    def observe(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
-        """Learn from a step in which each request computed one known token and its drafts."""
-        rest = self._rest.setdefault(size_class(shape.num_requests), Curve())
-        usual = self._target.measured(shape.num_tokens), rest.measured(shape.most_drafts)
-        if None not in usual and (expected := sum(filter(None, usual))) > 0:
-            pace = (target_seconds + rest_seconds) / expected
+    def observe(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
+        """Learn from a step in which each request computed one known token and its drafts.
+
+        `rest_seconds` None: only the target's part was typical.
+        """
+        parts = [(self._target, shape.num_tokens, target_seconds)]
+        if rest_seconds is not None:
+            curve = self._rest.setdefault(size_class(shape.num_requests), Curve())
+            parts.append((curve, shape.most_drafts, rest_seconds))
+        usual = [seconds for curve, count, _ in parts if (seconds := curve.measured(count)) is not None]
+        if len(usual) == len(parts) and sum(usual) > 0:
+            pace = sum(seconds for *_, seconds in parts) / sum(usual)
             self._pace += (min(pace, PACE_CLIP * self._pace) - self._pace) / PACE_MEMORY
-        self._target.observe(shape.num_tokens, target_seconds / self._pace)
-        rest.observe(shape.most_drafts, rest_seconds / self._pace)
+        for curve, count, seconds in parts:
+            curve.observe(count, seconds / self._pace)
+
+    def knows_rest_without_drafts(self, num_requests: int) -> bool:
+        """Whether a step of this size whose drafter is not called was measured."""
+        curve = self._rest.get(size_class(num_requests))
+        return curve is not None and curve.measured(0) is not None
 
     def seconds(self, shape: StepShape) -> float:
         """The expected time of a step of this shape."""

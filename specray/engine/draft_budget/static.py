@@ -24,7 +24,7 @@ class StaticBudget:
     ) -> None:
         """Nothing depends on it."""
 
-    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
+    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
         """Nothing depends on it."""
 
 

@@ -35,7 +35,6 @@ class StepTimer:
         if not plan.rows or plan.new_requests or not decodes or kind != before:
             return
         drafts = [row.num_draft_tokens for row in result.rows]
-        if plan.runs_drafter == (allowed == 0):
-            return  # trials only: the drafter runs but may not draft
         target = result.times.forward + result.times.verify
-        budget.record_step(StepShape(len(drafts), sum(drafts), allowed), target, max(0.0, seconds - target))
+        rest = None if plan.runs_drafter and not allowed else max(0.0, seconds - target)
+        budget.record_step(StepShape(len(drafts), sum(drafts), allowed), target, rest)
