@@ -31,7 +31,7 @@ def load_custom(path: str) -> type:
     if loaded is None:
         raise _error(path, f"does not exist: {module.__file__} has no {class_name}", "correct the name")
     if not isinstance(loaded, type):
-        raise _error(path, f"is not a class but a {type(loaded).__name__}", "name the drafter's class")
+        raise _error(path, f"is of type {type(loaded).__name__} and not a class", "name the drafter's class")
     if missing := [name for name in _METHODS if not callable(getattr(loaded, name, None))]:
         raise _error(
             path, f"is not a drafter, because it lacks {', '.join(missing)}", "implement specray.spec_decode.Drafter"
