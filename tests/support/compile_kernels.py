@@ -30,8 +30,7 @@ from specray.ops.gpu import (
 from specray.ops.gpu.attention import num_warps
 
 CAPABILITIES = (80, 90)
-# group, KV heads, head dim: Llama 8B, a rank of 70B, Qwen2.5 7B, the toy of tests/gpu and its draft head
-HEADS = [(4, 8, 128), (8, 1, 128), (7, 4, 128), (2, 2, 16), (2, 1, 16)]
+HEADS = [(4, 8, 128), (8, 1, 128), (7, 4, 128)]  # group, KV heads, head dim: Llama 8B, a rank of 70B, Qwen2.5 7B
 POINTERS = {
     "out": "*bf16",
     "partial_mixed": "*fp32",
@@ -119,6 +118,9 @@ def cases_of_verification() -> Iterator[Case]:
             blocks = {"HAS_IDS": has_ids, "BLOCKS_PADDED": 32}
             yield Case(sampling_kernels.choose_among_blocks, has_mask | blocks, num_warps=1)
         yield Case(sampling_kernels.find_lowest, has_mask | filters, num_warps=sampling.FILTER_WARPS)
+    for has_ids in (False, True):
+        noisy = {"HAS_IDS": has_ids, "BLOCK": sampling.BLOCK}
+        yield Case(sampling_kernels.add_noise, noisy, num_warps=8, types={"out": "*fp32"})
     yield Case(tree_kernels.compact_path, {"SIZE": 2048, "BLOCK": 2048})
 
 

@@ -74,7 +74,6 @@ def _step(worker: Worker, counter: Counter, min_score: float) -> StepLaunches:
     with counter.counting() as around:
         worker.execute(decode(1)._replace(rows=rows))
         worker.propose()
-    print(sorted(around))
     return StepLaunches(sum(len(graph.launches) for graph in counter.replayed), len(around))
 
 
@@ -106,14 +105,15 @@ def test_launches_of_a_step_with_a_chain_of_seven(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "total", "around"),
     [
-        (Kind(options=SAMPLED), 0, 0),
-        (Kind(CHAIN, SAMPLED), 0, 0),
-        (Kind(TREE), 0, 0),
-        (Kind(TREE, SAMPLED), 0, 0),
-        (Kind(TREE, cuts=True), 0, 0),
+        (Kind(options=SAMPLED), 373, 4),
+        (Kind(CHAIN, SAMPLED), 519, 8),
+        (Kind(TREE), 585, 8),
+        (Kind(TREE, SAMPLED), 601, 8),
+        (Kind(TREE, cuts=True), 585, 8),
     ],
 )
 def test_launches_of_other_steps(kind: Kind, total: int, around: int, tmp_path: Path) -> None:
-    """As many as when they were counted last. Cutting unlikely nodes takes none."""
+    """No more than when they were counted last. Cutting unlikely nodes takes none."""
     launches = of_8b(tmp_path, kind)
-    assert (launches.total, launches.around) == (total, around)
+    assert launches.total <= total
+    assert launches.around <= around
