@@ -19,6 +19,7 @@ from specray.config import SpeculativeConfig
 BANDIT, ALONE, SHADOWED, ALL_SHADOWED = "bandit", "alone", "5 % shadowed", "all shadowed"
 KINDS = {"copy": 6, "code": 6, "chat": 6}  # prompts of each
 SHARE = 0.05
+LEARNING_ROUNDS = 4  # of all prompts, before the bandit is measured
 
 
 def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
@@ -37,7 +38,8 @@ def _bandit(session: Session, prompts: Sequence[tuple[str, Prompt]], settings: S
     for name, drafter in several.members.items():
         session.define(name, drafter)
     parts = [prompt for _, prompt in prompts]
-    session.compare([BANDIT], parts, Settings(1, settings.max_tokens, cache_salt="first-"), True, "learning")
+    learning = Settings(1, settings.max_tokens, cache_salt="first-", repeats=LEARNING_ROUNDS)
+    session.compare([BANDIT], parts, learning, True, "learning")
     records = session.compare([BANDIT, *names], parts, settings, progress=True, title="mixed traffic")
     best = needed = 0.0
     for kind in dict.fromkeys(kind for kind, _ in prompts):
@@ -46,7 +48,11 @@ def _bandit(session: Session, prompts: Sequence[tuple[str, Prompt]], settings: S
         better = min(names, key=lambda name: seconds[name])
         yield Figure(f"bandit / {better}, the better drafter, {kind}", seconds[better] / seconds[BANDIT], None)
         best, needed = best + seconds[better], needed + seconds[BANDIT]
-    what = f"bandit over {' and '.join(names)} / the better one for each kind, {', '.join(KINDS)} in turn"
+    num_seen = LEARNING_ROUNDS * len(prompts)
+    what = (
+        f"bandit over {' and '.join(names)} / the better one for each kind, {', '.join(KINDS)} in turn, "
+        f"after {num_seen} requests"
+    )
     yield Figure(what, best / needed, 0.97)
 
 

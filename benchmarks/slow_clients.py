@@ -3,7 +3,8 @@
 Eight clients ask a small model, one request after the other, first alone and then beside sockets that send one byte a
 second: half of them of their headers, half of a body. A socket that is closed is opened again. Measured straight at
 Ray Serve's proxy and through the front proxy of `deploy/haproxy`, where each of the four attackers has 50 sockets.
-The phases alternate. Printed are the 99th percentiles of the clients' latencies and their ratio.
+A round has both phases, in an order that alternates. Printed are the medians over the rounds of the 99th percentiles
+of the clients' latencies, and of their ratio in one round, in which the machine is the same.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import httpx
@@ -38,6 +40,17 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 16, "seed": 1, "ignore_eos":
 GOAL = 1.2
 
 
+class Round(NamedTuple):
+    """Latencies of the clients, in seconds."""
+
+    alone: list[float]
+    beside: list[float]
+
+    @property
+    def ratio(self) -> float:
+        return _p99(self.beside) / _p99(self.alone)
+
+
 class Door(NamedTuple):
     """A way into the server."""
 
@@ -52,11 +65,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="specray-slow-") as folder, _server(Path(folder)) as server:
         for door in (Door("Ray Serve's proxy", server, False), Door("deploy/haproxy", free_port(), True)):
             with _front(door, server, Path(folder)):
-                alone, beside, num_closed = asyncio.run(_measure(door, options.rounds, options.requests))
-            ratio = _p99(beside) / _p99(alone)
-            cells = [f"{_p99(times) * 1000:.0f} ms" for times in (alone, beside)]
-            rows.append([door.name, *cells, f"{ratio:.2f}", str(len(beside)), str(num_closed)])
-    headers = ("through", "p99 alone", f"p99 beside {NUM_SLOW}", "ratio", "requests of each", "slow sockets closed")
+                rounds, num_closed = asyncio.run(_measure(door, options.rounds, options.requests))
+            ratios = sorted(each.ratio for each in rounds)
+            p99s = [[_p99(times) for times in each] for each in rounds]
+            cells = [f"{median(times) * 1000:.0f} ms" for times in zip(*p99s, strict=True)]
+            spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+            num_requests = str(sum(len(each.beside) for each in rounds))
+            rows.append([door.name, *cells, f"{median(ratios):.2f}", spread, num_requests, str(num_closed)])
+            print(f"{door.name}: ratios {', '.join(f'{each.ratio:.2f}' for each in rounds)}", flush=True)
+    headers = (
+        "through",
+        "p99 alone",
+        f"p99 beside {NUM_SLOW}",
+        "ratio",
+        "of rounds",
+        "requests of each",
+        "slow sockets closed",
+    )
     print(f"{format_table(headers, rows)}\n\ngoal: {GOAL}\n{machine.one_line()}")
     if options.json is not None:
         document = {"columns": headers, "rows": rows, "machine": machine.describe_machine()}
@@ -102,24 +127,35 @@ def _front(door: Door, server_port: int, folder: Path) -> Iterator[None]:
             proxy.terminate()
 
 
-async def _measure(door: Door, rounds: int, num_requests: int) -> tuple[list[float], list[float], int]:
-    """Latencies of the clients alone and beside slow sockets, and how often one of these was closed."""
-    alone: list[float] = []
-    beside: list[float] = []
+async def _measure(door: Door, num_rounds: int, num_requests: int) -> tuple[list[Round], int]:
+    """The rounds, and how often a slow socket was closed."""
+    rounds: list[Round] = []
     closed: list[int] = []
     url = f"{'https' if door.is_tls else 'http'}://127.0.0.1:{door.port}"
     async with httpx.AsyncClient(base_url=url, verify=False, timeout=60.0) as client:
         await _until_serving(client)
         await _ask(client, num_requests // 5, [])  # warm
-        for _ in range(rounds):
-            await _ask(client, num_requests, alone)
-            async with asyncio.TaskGroup() as tasks:
-                slow = [tasks.create_task(_dribble(door, number, closed)) for number in range(NUM_SLOW)]
-                await asyncio.sleep(2.0)  # until all are connected
-                await _ask(client, num_requests, beside)
-                for task in slow:
-                    task.cancel()
-    return alone, beside, len(closed)
+        for number in range(num_rounds):
+            latest = Round([], [])
+            rounds.append(latest)
+            if number % 2 == 0:
+                await _ask(client, num_requests, latest.alone)
+            await _ask_beside(client, num_requests, latest.beside, door, closed)
+            if number % 2:
+                await _ask(client, num_requests, latest.alone)
+    return rounds, len(closed)
+
+
+async def _ask_beside(
+    client: httpx.AsyncClient, count: int, latencies: list[float], door: Door, closed: list[int]
+) -> None:
+    """Ask while the slow sockets are open."""
+    async with asyncio.TaskGroup() as tasks:
+        slow = [tasks.create_task(_dribble(door, number, closed)) for number in range(NUM_SLOW)]
+        await asyncio.sleep(2.0)  # until all are connected
+        await _ask(client, count, latencies)
+        for task in slow:
+            task.cancel()
 
 
 async def _until_serving(client: httpx.AsyncClient) -> None:
@@ -183,7 +219,7 @@ def _p99(latencies: Sequence[float]) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks.slow_clients", description=__doc__.partition(". ")[0])
-    parser.add_argument("--rounds", type=positive, default=3, help="of both phases (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=7, help="of both phases (default: %(default)s)")
     parser.add_argument(
         "--requests", type=positive, default=40, help="of each client in a phase (default: %(default)s)"
     )

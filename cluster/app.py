@@ -27,7 +27,7 @@ ADDRESSED_ROUTER: Any = "cluster.routing.addressing.AddressedRouter"  # Ray type
 ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
 MIN_ENGINES = 16  # for the ingress's limits: Serve may scale beyond the plan, but never changes them
 INGRESS_SLACK = 256  # requests that are refused or answered without an engine
-SHUTDOWN_POLL_S = 0.5  # how often a stopping replica looks whether its requests are finished; Serve's default is 2
+SHUTDOWN_POLL_S = 0.5  # interval at which a stopping replica checks for unfinished requests; Serve's default is 2
 HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # the ranks own the compute threads
 # gRPC instead of Ray objects halves the ingress's CPU work per streamed output. gRPC does not report a dead replica;
 # the ingress detects one by its missing heartbeats.

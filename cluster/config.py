@@ -48,7 +48,8 @@ class ServerConfig(Options):
     open_metrics: bool = Field(False, description="Serve /metrics without a key even if the API requires one.")
     metric_aliases: bool = Field(
         False,
-        description="Serve /metrics also under the names of vLLM (`vllm:`) and SGLang (`sglang:`), for their boards.",
+        description="Serve /metrics also under the names of vLLM (`vllm:`) and SGLang (`sglang:`), for dashboards made "
+        "for them.",
     )
     cors_origins: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
         [],
@@ -63,7 +64,7 @@ class ServerConfig(Options):
         "names without a dot and private ones; `*` allows all. Other names are refused, because a web page could use "
         "them to reach the server through a visitor's browser.",
     )
-    ui: bool = Field(True, description="Serve the page at /, a chat that shows how speculation makes its tokens.")
+    ui: bool = Field(True, description="Serve the page at /, a chat that shows the draft trees of its answers.")
     request_timeout_s: float = Field(
         600.0, gt=0.0, le=86_400.0, description="Maximum duration of a request; a client's `timeout` can shorten it."
     )
@@ -81,7 +82,7 @@ class ServerConfig(Options):
     )
     reasoning_parser: ReasoningParserName | None = Field(
         None,
-        description="Format in which the model writes its reasoning, which replies then hold apart from the answer; "
+        description="Format in which the model writes its reasoning, which replies then separate from the answer; "
         "null leaves it in the text.",
     )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
@@ -95,8 +96,8 @@ class ServerConfig(Options):
         min_length=1,
         max_length=2048,
         pattern="^https?://",
-        description="URL to which traces of requests are sent by OTLP over HTTP, such as "
-        "`http://127.0.0.1:4318/v1/traces`; null makes none. Needs the extra `otel`.",
+        description="URL that receives traces of requests by OTLP over HTTP, such as "
+        "`http://127.0.0.1:4318/v1/traces`; null disables traces. Needs the extra `otel`.",
     )
     log_interval_s: float = Field(
         10.0, ge=0.1, le=3600.0, description="Seconds between statistics in the log while there is traffic."
@@ -106,7 +107,7 @@ class ServerConfig(Options):
         ge=0.0,
         le=1000.0,
         description="Milliseconds for which tokens of a stream may be held, so that a chunk has the tokens of several "
-        "fast steps. A first token and the end of a reply are sent at once. 0 sends each step's tokens by themselves.",
+        "fast steps. A first token and the end of a reply are sent at once. 0 sends each step's tokens at once.",
     )
     metrics_interval_s: float = Field(1.0, ge=0.1, le=60.0, description="Seconds between exports of metrics to Ray.")
     lease_s: float = Field(

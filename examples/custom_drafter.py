@@ -12,7 +12,8 @@ from specray.config import SpeculativeConfig
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
-from specray.spec_decode.drafter import ProposeContext, TargetView
+from specray.spec_decode.drafter import TargetView
+from specray.spec_decode.propose_context import ProposeContext
 
 PROMPT = "One fish, two fish, red fish, blue fish. One fish, two fish,"
 

@@ -149,11 +149,11 @@ class ShadowOptions(Options):
 
     drafter: DrafterName | None = Field(
         None,
-        description="Name of one of speculative.drafters that drafts in the shadow of the others: its trees are not "
-        "verified but compared with the text. Requests get it only if they name it; null for none.",
+        description="Name of the one of speculative.drafters whose trees are not verified but compared with the "
+        "generated text. Only requests that name it get it as their drafter; null for none.",
     )
     share: float = Field(
-        0.05, gt=0.0, le=1.0, description="Share of the requests in whose steps the shadow drafter drafts as well."
+        0.05, gt=0.0, le=1.0, description="Share of requests for which the shadow drafter drafts as well."
     )
 
 
@@ -169,8 +169,8 @@ class SpeculativeConfig(DrafterOptions):
     )
     default_drafter: DrafterName | None = Field(
         None,
-        description="Name of the one of speculative.drafters that requests get which name none; null learns which one "
-        "is the fastest, per client and kind of text.",
+        description="Name of the one of speculative.drafters for requests that name none; null learns which one is the "
+        "fastest, per client and kind of text.",
     )
     shadow: ShadowOptions = ShadowOptions()
 
@@ -183,8 +183,8 @@ class SpeculativeConfig(DrafterOptions):
     budget: Literal["static", "auto"] = Field(
         "static",
         description="Not in SGLang. Draft tokens of a step: static verifies whole trees, or equal shares of "
-        "max_step_draft_tokens; auto drafts as much as generates the most tokens per second, with costs and acceptance "
-        "measured while serving, and nothing where drafts do not pay. max_step_draft_tokens limits both.",
+        "max_step_draft_tokens; auto drafts the number of tokens that generates the most tokens per second, with costs "
+        "and acceptance measured while serving, and none where drafting is slower. max_step_draft_tokens limits both.",
     )
 
     verification: Literal["coupled", "rejection"] = Field(
@@ -281,9 +281,9 @@ class SpeculativeConfig(DrafterOptions):
         The verifier is fixed. So is the code: only the operator's configuration names a module to import.
         """
         ours, theirs = ([part.algorithm or "" for part in config.members.values()] for config in (self, other))
-        if foreign := [algorithm for algorithm in theirs if ":" in algorithm and algorithm not in ours]:
+        if unknown := [algorithm for algorithm in theirs if ":" in algorithm and algorithm not in ours]:
             raise ConfigError(
-                f"speculative.algorithm={foreign[0]!r} is an import path that this server was not started with, "
+                f"speculative.algorithm={unknown[0]!r} is an import path that this server was not started with, "
                 "and a running server imports no code; restart it with this algorithm, or choose a built-in one"
             )
         for name in (
@@ -344,7 +344,7 @@ class SpeculativeConfig(DrafterOptions):
         if twice := [name for place, name in enumerate(names) if name in names[:place]]:
             raise ConfigError(f"speculative.drafters: two of them are named {twice[0]!r}; give each its own name")
         if "none" in names:
-            raise ConfigError("speculative.drafters: none is no drafter's name; choose another")
+            raise ConfigError("speculative.drafters: none cannot be a drafter's name; choose another")
         for place, name in (("default_drafter", self.default_drafter), ("shadow.drafter", self.shadow.drafter)):
             if name is not None and name not in names:
                 known = f"choose one of {', '.join(names)}" if names else "set speculative.drafters, which is empty"
@@ -392,15 +392,15 @@ class EngineConfig(Options):
     )
     dtype: Dtype = Field(
         "auto",
-        description="Data type of weights and KV cache; auto takes the checkpoint's, but bfloat16 instead of float32 "
-        "where the hardware computes in it.",
+        description="Data type of weights and KV cache; auto takes the checkpoint's, or bfloat16 for a float32 "
+        "checkpoint if the hardware supports it.",
     )
     quantization: Literal["auto", "int8", "int4", "fp8"] | None = Field(
         None,
         description="Quantization of weights (while loading) and activations: int8 or int4 on CPUs, fp8 on GPUs. auto "
         "keeps the groups of a checkpoint in GGUF, AWQ, GPTQ or compressed-tensors on a CPU. null computes in dtype. "
-        "The likeliest token was that of float32 at 96 % of positions with int8 and at 68 % with int4 (embedded model, "
-        "see the benchmarks page).",
+        "The most likely token is that of float32 at 96 % of positions with int8 and at 68 % with int4 (embedded "
+        "model, see the benchmarks page).",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Device of the target; auto takes a GPU if there is one."
@@ -409,7 +409,7 @@ class EngineConfig(Options):
     attention_backend: Annotated[AttentionKernels, unsupported_options.ATTENTION_KERNELS] = Field(
         "auto",
         description="Attention kernels. auto chooses the compiled ones on a CPU and Triton's on a GPU, and torch's "
-        "where these are not there. The others need a GPU: triton; flashinfer (the package flashinfer-python); fa, "
+        "where neither is available. The others need a GPU: triton; flashinfer (the package flashinfer-python); fa, "
         "vLLM's flash-attention (the package vllm), with Triton's for draft trees.",
     )
     moe_runner_backend: Annotated[ExpertKernels, unsupported_options.MOE_RUNNER_BACKEND] = Field(
@@ -421,7 +421,7 @@ class EngineConfig(Options):
     deterministic: bool = Field(
         False,
         description="GPUs: matrix products whose sums do not depend on the batch, so that one seed gives one text in "
-        "bfloat16 and float16 too. Slower; the price has not been measured on a GPU. CPU kernels always work so.",
+        "bfloat16 and float16 too. Slower, by an amount not measured yet. The CPU kernels always compute this way.",
     )
     num_threads: int | None = Field(
         None,
@@ -485,12 +485,12 @@ class EngineConfig(Options):
         None,
         ge=1,
         le=4096,
-        description="Largest batch of decode steps that run compiled; null takes 32. Each size of a step takes "
-        "seconds to compile, on a CPU about 15.",
+        description="Largest batch of decode steps that run compiled; null takes 32. Each step size takes "
+        "seconds to compile, about 15 on a CPU.",
     )
     disable_cuda_graph: bool = Field(
         False,
-        description="Launch every kernel of a decode step instead of replaying CUDA graphs. CPUs have none.",
+        description="Launch every kernel of a decode step instead of replaying CUDA graphs. No effect on CPUs.",
     )
     cuda_graph_max_bs: int | None = Field(
         None, ge=1, description="Largest batch of decode steps with CUDA graphs; null takes max_running_requests."

@@ -62,7 +62,7 @@ class LLM:
     ) -> list[Generation]:
         """Complete all prompts (text or token ids), in order; `draft_limits` has one entry per prompt.
 
-        So has `predictions`: outputs that are expected, from which drafts are taken while they hold.
+        So has `predictions`: expected outputs, which are drafted while the output agrees with them.
 
         InvalidRequestError if one of the prompts is invalid; then none is run.
         """

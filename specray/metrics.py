@@ -34,7 +34,7 @@ REASONS = tuple(reason.value for reason in FinishReason)
 FAULTS = tuple(fault.value for fault in DraftFault)
 METRICS = (
     Metric(
-        "specray_drafter_info", "gauge", "1 for the drafting method in use (or none), 0 for those before.", "drafter"
+        "specray_drafter_info", "gauge", "1 for the drafting method in use (or none), 0 for earlier ones.", "drafter"
     ),
     Metric("specray_acceptance_collapsed", "gauge", "1 while drafts are hardly ever accepted, else 0."),
     Metric(
@@ -90,7 +90,7 @@ METRICS = (
     Metric("specray_drafter_verify_steps_total", "counter", "Trees of this drafter's requests verified.", "drafter"),
     Metric("specray_drafter_draft_tokens_total", "counter", "Draft tokens verified of this drafter.", "drafter"),
     Metric("specray_drafter_accepted_tokens_total", "counter", "Draft tokens accepted of this drafter.", "drafter"),
-    Metric("specray_drafter_seconds_total", "counter", "Time that this drafter took, in the shadow too.", "drafter"),
+    Metric("specray_drafter_seconds_total", "counter", "Time spent in this drafter, shadow included.", "drafter"),
     Metric("specray_drafter_faults_total", "counter", "Steps in which this drafter could not draft.", "drafter"),
     Metric("specray_shadow_trees_total", "counter", "Trees of a shadow drafter compared with the text.", "drafter"),
     Metric("specray_shadow_draft_tokens_total", "counter", "Draft tokens of these trees, root not counted.", "drafter"),

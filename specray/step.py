@@ -25,7 +25,7 @@ class DraftFault(StrEnum):
 
 
 class DrafterUse(NamedTuple):
-    """What one of several drafters did for a step, and in the shadow of the others."""
+    """What one of several drafters did for a step, as a shadow included."""
 
     drafter: str
     seconds: float  # spent on drafts for the requests that it drafts for

@@ -17,7 +17,7 @@ from cluster.api.keys import KeyRing
 PING = "/ping"  # of SageMaker
 PROBES = frozenset({"/livez", "/readyz", "/health", PING})  # no key required; the response holds only a status
 METRICS = "/metrics"
-FLUSH_CACHE = "/flush_cache"  # SGLang's; an admin route
+FLUSH_CACHE = "/flush_cache"  # SGLang's name of an admin route
 ADMIN = "/admin/"  # prefix of admin routes, which are closed unless admin keys are configured
 TENANT = "tenant"  # in the request's state
 

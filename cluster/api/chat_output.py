@@ -22,7 +22,7 @@ class ChatOutput(NamedTuple):
     max_calls: int | None = None
     reasoning: ReasoningFormat | None = None
     prompt_end: str = ""  # text of the prompt's last tokens
-    is_call_named: bool = False  # by the request, in which case calling is no reason to finish
+    is_call_named: bool = False  # by the request, in which case a call does not end the output
 
     def parser(self) -> MessageParser:
         """A parser of one choice."""

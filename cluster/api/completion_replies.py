@@ -55,8 +55,8 @@ class CompletionReply(OpenAIReply):
         return self._echoed[choice.index // self._n]
 
     def _deltas(self, choice: Completion, output: RequestOutput) -> list[Json]:
-        has_news = output.text or output.logprobs or output.trace
-        return [self._scored(choice, output.text, output.logprobs)] if has_news else []
+        has_content = output.text or output.logprobs or output.trace
+        return [self._scored(choice, output.text, output.logprobs)] if has_content else []
 
     def _scored(
         self, choice: Completion, text: str, logprobs: list[TokenLogprob] | None, unscored: int | None = None
@@ -101,7 +101,7 @@ class CompletionReply(OpenAIReply):
 
 
 class BestOfReply(CompletionReply):
-    """A complete reply with the likeliest of more choices, best first: by mean log probability of their tokens."""
+    """A complete reply with the best of more choices, by mean log probability of their tokens, best first."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 def traced(requests: Sequence[EngineRequest], has_place: bool) -> EngineRequest:
-    """The only one of `requests`, with a trace. InvalidRequestError if there are several, or the reply has no place."""
+    """The single request, with a trace. InvalidRequestError if there are several, or the reply cannot hold one."""
     if len(requests) > 1 or not has_place:
         raise InvalidRequestError(
             "speculative.trace=true: a trace is part of a stream of one choice of chat or text completions; set "

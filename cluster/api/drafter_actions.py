@@ -70,7 +70,7 @@ def changed_group(now: SpeculativeConfig, action: Add | Promote | Shadow | Drop)
     names = [drafter["name"] for drafter in group["drafters"]]
     if action.name is not None and action.name not in names:
         known = f"choose one of {', '.join(names)}" if names else "this server has none"
-        raise ApiError(400, f"name={action.name!r} is no drafter of this server; {known}", "name")
+        raise ApiError(400, f"name={action.name!r} is not a drafter of this server; {known}", "name")
     if isinstance(action, Shadow):
         return group | {"shadow": {"drafter": action.name, "share": action.share}}
     if group.get("shadow", {}).get("drafter") == action.name:

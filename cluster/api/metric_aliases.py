@@ -1,7 +1,7 @@
-"""Engine metrics under the names of vLLM and SGLang, so that their boards, alerts and autoscalers read this server.
+"""Engine metrics under the names of vLLM and SGLang, for dashboards, alerts and autoscalers made for them.
 
-An alias has the value of our metric, and its buckets; where theirs is a mean or a share, it is computed from our
-counters since the engine started. Metrics of theirs without a counterpart here are not exported.
+An alias has the value and the buckets of our metric. A mean or a share is computed from our counters since the engine
+started. Their metrics without a counterpart here are not exported.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histog
 
 
 class Alias(NamedTuple):
-    """One metric of theirs. `source` is our metric of the same meaning, or computes the value from a snapshot."""
+    """One of their metrics. `source` is our metric of the same meaning, or computes the value from a snapshot."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]

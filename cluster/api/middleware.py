@@ -44,7 +44,7 @@ class BodyLimit:
         return length.isdecimal() and int(length[:20]) > self.max_bytes
 
     async def _read(self, receive: Receive) -> list[Message] | None:
-        """The body's messages; None if together they exceed the limit."""
+        """The body's messages; None if they exceed the limit together."""
         messages: list[Message] = []
         num_bytes = 0
         while True:

@@ -21,7 +21,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def prometheus_text(snapshots: Mapping[str, Snapshot], alias_model: str | None = None) -> bytes:
-    """Snapshots, by replica, in Prometheus text format; for the model `alias_model` also under names of others."""
+    """Snapshots by replica in Prometheus text format; for `alias_model` also under vLLM's and SGLang's names."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(SnapshotCollector(snapshots))
     if alias_model is not None:

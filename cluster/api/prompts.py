@@ -1,7 +1,7 @@
 """The prompts of a request without messages: one or several, as text or token ids.
 
-A body can hold a million token ids. They are not looked at while it is validated, on the event loop, but later by
-`checked_token_ids`, in a thread and after their number was checked.
+A body can hold a million token ids. Validation runs on the event loop and does not look at them; `checked_token_ids`
+checks them in a thread, after their number.
 """
 
 from typing import Annotated, Any, NamedTuple

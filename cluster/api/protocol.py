@@ -237,7 +237,7 @@ class Speculation(Body):
     model_config = ConfigDict(extra="forbid")
 
     enabled: bool | None = None
-    algorithm: Annotated[str, Field(max_length=256)] | None = None  # only ever compared with the server's own
+    algorithm: Annotated[str, Field(max_length=256)] | None = None  # only compared with the server's own
     drafter: Annotated[str, Field(max_length=64)] | None = None  # the name of one of the server's drafters
     num_steps: Annotated[int, Field(ge=1)] | None = None
     num_draft_tokens: Annotated[int, Field(ge=2)] | None = None  # root included
@@ -341,7 +341,7 @@ class ChatRequest(OpenAIRequest):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the model is told about."""
+        """The tools that the prompt describes."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 GENERATION_TIMEOUT_S = 20.0  # of /health_generate, as SGLang's
 MAX_TOKEN_AGE_S = 5.0  # /readyz; an idle engine generates a probe token every few seconds
+GRAMMAR_TIMEOUT = "the request's time limit passed before its grammar was compiled; raise timeout, or send it again"
 IGNORED_FIELDS_HEADER = "x-specray-ignored-fields"
 
 Json = dict[str, Any]
@@ -261,7 +262,9 @@ class Service:
         reply: Reply,
         headers: Mapping[str, str],
     ) -> Response:
-        await self._check_grammars(prompts, tenant)
+        most_s = self.config.server.request_timeout_s
+        timeout_s = min(body.timeout or most_s, most_s)
+        timeout_s -= await self._check_grammars(prompts, tenant, timeout_s)
         speculation = self._speculation()
         limit, drafter = speculation.draft_limit(body.speculative), speculation.drafter(body.speculative)
         requests = engine_requests(metadata.request_id, prompts, tenant, body.cache_salt or "", limit, drafter)
@@ -270,18 +273,27 @@ class Service:
         if (trace := CURRENT_TRACE.get()) is not None:
             trace.describe(self.config.model_name, metadata.request_id, prompts)
             requests = [replace(request, reports_times=True) for request in requests]
-        most_s = self.config.server.request_timeout_s
         session = tenant_scoped(tenant, body.prompt_cache_key) if body.prompt_cache_key else ""
-        request_stream = await self._router_pool.submit(requests, min(body.timeout or most_s, most_s), session)
+        request_stream = await self._router_pool.submit(requests, timeout_s, session)
         return (EventStream if body.stream else JsonReply)(request_stream, reply, headers)
 
-    async def _check_grammars(self, prompts: list[PreparedPrompt], tenant: str) -> None:
-        """InvalidRequestError if a prompt has a grammar that cannot be compiled within the limits."""
-        for grammar in {prompt.params.grammar for prompt in prompts} - {None}:
-            assert grammar is not None
-            info, tokenization = self._info(), await self._ready()
-            command = check_command(tokenization.folder, info.vocab_size, info.eos_token_ids)
-            await self._grammar_check.check(grammar, tenant, command)
+    async def _check_grammars(self, prompts: list[PreparedPrompt], tenant: str, timeout_s: float) -> float:
+        """The seconds that it took, in milliseconds' steps.
+
+        InvalidRequestError if a prompt has a grammar that cannot be compiled within its limits, ApiError (504) if that
+        is not known within `timeout_s`.
+        """
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                for grammar in {prompt.params.grammar for prompt in prompts} - {None}:
+                    assert grammar is not None
+                    info, tokenization = self._info(), await self._ready()
+                    command = check_command(tokenization.folder, info.vocab_size, info.eos_token_ids)
+                    await self._grammar_check.check(grammar, tenant, command)
+        except TimeoutError:
+            raise ApiError(504, GRAMMAR_TIMEOUT) from None
+        return round(time.monotonic() - start, 3)
 
     async def _admit(self) -> Tokenization:
         """Check, before any other work, that a request would be accepted now. Raise SpecRayError or ApiError if not."""

@@ -43,7 +43,7 @@ class SpeculationCapabilities:
         """The limit that a request's options set. InvalidRequestError if the server cannot satisfy them."""
         if options is None:
             return UNLIMITED
-        given = options.model_dump(exclude_none=True, exclude={"trace"})  # which is no limit
+        given = options.model_dump(exclude_none=True, exclude={"trace"})  # a trace is not a limit
         if options.enabled is False:
             if others := sorted(given.keys() - {"enabled"}):
                 raise _error(others[0], given[others[0]], "has no effect with enabled=false; leave one of them out")

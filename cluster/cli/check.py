@@ -23,6 +23,7 @@ from cluster.cli.flags import flags
 from cluster.cli.plan import plan_text
 from cluster.config import AppConfig
 from specray.errors import ConfigError
+from specray.models.files import is_here, looks_local, resolve_model
 from specray.spec_decode import check_speculative
 from specray.yaml_file import read_mapping
 
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, app in apps.items():
             check_keys(app)
             check_tracing_packages(app.server.otlp_traces_endpoint)
+            check_paths(app)
             if options.model or are_files_here(app):
                 find_files(app)
             print(f"{options.file}: application {name!r} is valid: {summary(app)}")
@@ -72,6 +74,13 @@ def check_keys(app: AppConfig) -> None:
     for option in KEY_FILES:
         if (path := getattr(app.server, option)) is not None:
             KeyRing.read(path, f"server.{option}")
+
+
+def check_paths(app: AppConfig) -> None:
+    """ConfigError if a model is named by a path at which nothing is."""
+    for option, model in (("model", app.model), ("speculative.draft_model_path", app.speculative.draft_model_path)):
+        if model is not None and looks_local(model) and not is_here(model):
+            resolve_model(model, None, "auto", progress=False, option=option)
 
 
 def find_files(app: AppConfig) -> None:

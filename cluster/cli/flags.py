@@ -49,7 +49,13 @@ class Flag(NamedTuple):
         return [kind for kind in dict.fromkeys(_alternatives(self.field.annotation)) if kind is not NoneType]
 
     def parse(self, text: str) -> Any:
-        """A value parsed as YAML, except for options that hold only text."""
+        """A value parsed as YAML, except for options that hold only text. A list may be written with commas alone."""
+        value = self._parse(text)
+        if isinstance(value, str) and self.types == [list] and not value.startswith("["):
+            return [part.strip() for part in value.split(",")]
+        return value
+
+    def _parse(self, text: str) -> Any:
         if text == "null" or not all(kind is str or isinstance(kind, str) for kind in self.types):
             try:
                 return yaml.safe_load(text)

@@ -165,7 +165,7 @@ def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -
 
 
 def _level_of_serve(apps: Iterable[AppConfig]) -> str:
-    """The log level of Serve's own processes and of this one. What they say at `info` is for their developers."""
+    """The log level of Serve's own processes and of this one. Serve's messages at `info` are for Serve's developers."""
     level = most_verbose(app.server.log_level for app in apps)
     return "warning" if level == "info" else level
 

@@ -14,9 +14,10 @@ from specray.outputs import RequestOutput
 class Connection:
     """One ingress replica's stream and its unfinished requests.
 
-    `items` needs no bound. It grows by one item per step, and an ingress that reads no items renews no lease either, so
-    its connection expires. Output that a slow client has not read yet is buffered by the ingress and Serve's proxy,
-    without backpressure. It is at most the client's whole reply, which max_tokens and the request's timeout bound.
+    `items` needs no bound. It grows by one item per step, and an ingress that does not read also does not renew its
+    lease, so its connection expires. Output that a slow client has not read yet is buffered by the ingress and Serve's
+    proxy, without backpressure. It is at most the client's whole reply, which max_tokens and the request's timeout
+    bound.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -112,11 +112,11 @@ function depthClass(depth) {
 function compare(row, answer, plain) {
   const place = firstDifference(answer.text, plain.text);
   const ratio = answer.speed && plain.speed ? `, ${number(answer.speed / plain.speed, 2)} times as fast with it` : "";
-  const verdict = place === null
+  const comparison = place === null
     ? `Identical: ${count([...answer.text].length, "character")}, the same with and without speculation${ratio}.`
     : `The texts differ from character ${place + 1} on. ${isExact ? "This is an error: please report it."
       : "This server does not promise one text for one seed."}`;
-  add(row, "p", place === null ? "verdict same" : "verdict differs", verdict).setAttribute("role", "status");
+  add(row, "p", place === null ? "comparison same" : "comparison differs", comparison).setAttribute("role", "status");
 }
 
 function add(parent, tag, className, text = "") {

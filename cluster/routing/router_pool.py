@@ -29,7 +29,7 @@ DIRECTORY_POLL_S = 0.2  # between updates of the list of routers
 RETRY_INTERVAL_S = 1.0
 OPENING_S = 3.0  # that a new request waits for a router that is being connected
 DRAINING = "the server is shutting down and accepts no new requests"
-MAX_FAILOVERS = 8  # per request; one that may itself crash engines must not crash them all
+MAX_FAILOVERS = 8  # per request, because a request that crashes engines must not crash all of them
 
 logger = logging.getLogger("ray.serve")
 
@@ -141,7 +141,7 @@ class RouterPool:
         return [client.replica_id for client in clients]
 
     async def wait_for_router(self) -> None:
-        """Wait, for at most OPENING_S, while no router accepts requests but one is about to.
+        """Wait, for at most OPENING_S, while no router accepts requests but one is being connected.
 
         When Serve replaces the last router of an older version, the new one is listed and the old one no longer: until
         the new one is connected, there is none. The same holds for an ingress that has just been started.
@@ -340,7 +340,7 @@ class _RequestProgress:
         self._request = request
         self._emitted: list[int] = []
         self._has_prompt_logprobs = False
-        self._drafter = request.drafter  # kept by the next engine, if it has it
+        self._drafter = request.drafter  # the next engine keeps it, if it has such a drafter
         self._usage: RequestUsage | None = None
         self._usage_before: RequestUsage | None = None  # of earlier attempts
 

@@ -45,7 +45,7 @@ def record(browser: Any, url: str, file: Path, compare: bool = False, **options:
     page.get_by_role("switch").set_checked(compare)
     page.get_by_label("Message").fill(QUESTION)
     page.keyboard.press("Enter")
-    page.wait_for_selector(".verdict" if compare else "#send", state="visible", timeout=ANSWER_MS)
+    page.wait_for_selector(".comparison" if compare else "#send", state="visible", timeout=ANSWER_MS)
     page.wait_for_timeout(2500)  # until the replicas' next update
     deepest = page.locator(".run:first-child .t").evaluate_all(
         "spans => spans.map((span) => +/d(\\d)/.exec(span.className)[1]).reduce((best, d, i, all) => "
@@ -54,7 +54,7 @@ def record(browser: Any, url: str, file: Path, compare: bool = False, **options:
     page.locator(".run:first-child .t").nth(deepest).click()
     page.screenshot(path=file)
     Image.open(file).quantize(128).save(file, optimize=True)
-    print(file, page.locator(".verdict, .note").all_text_contents())
+    print(file, page.locator(".comparison, .note").all_text_contents())
     page.close()
 
 

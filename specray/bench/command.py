@@ -24,25 +24,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="variants",
         type=variant_names,
         metavar="A,B",
-        help="of plain, transformers and METHOD[@HEAD][+MAP][:TREE]: METHOD is any drafting method; HEAD a draft head "
-        "or model (embedded name, folder, hub name), MAP a token map (.pt or .json), TREE the number of nodes N or "
-        "STEPS-TOPK-N. Without HEAD, MAP or TREE, --config's hold if it has the same method, then the head that "
-        "comes with the embedded model. Such as plain,ngram:8,eagle3:5-4-16,eagle2+map.json (default: plain and the "
-        "method of --config; without one, plain,ngram,eagle3 for the embedded model and plain,ngram for others)",
+        help="variants: plain, transformers or METHOD[@HEAD][+MAP][:TREE]. METHOD is any drafting method, HEAD a draft "
+        "head or model (embedded name, folder, hub name), MAP a token map (.pt or .json), TREE the number of nodes N "
+        "or STEPS-TOPK-N. HEAD, MAP and TREE default to those of --config if it has the same method, then to the head "
+        "that comes with the embedded model. Example: plain,ngram:8,eagle3:5-4-16,eagle2+map.json (default: plain and "
+        "the method of --config; without one, plain,ngram,eagle3 for the embedded model and plain,ngram for others)",
     )
     add("--prompts", type=Path, metavar="FILE", help="JSON Lines with id, category, turns (default: a built-in set)")
-    add("--limit", type=positive, metavar="N", help="N prompts only, from each category in turn")
-    add("--turns", type=positive, default=1, metavar="N", help="turns of each conversation (default: %(default)s)")
-    add("--concurrency", type=positive, default=1, metavar="N", help="requests under way (default: %(default)s)")
-    add("--max-tokens", type=positive, default=128, metavar="N", help="longest answer (default: %(default)s)")
-    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the first request; the others count on (default: %(default)s)")
-    add("--ignore-eos", action="store_true", help="every answer goes on to --max-tokens")
+    add("--limit", type=positive, metavar="N", help="use N prompts only, taken from each category in turn")
+    add("--turns", type=positive, default=1, metavar="N", help="turns per conversation (default: %(default)s)")
+    add("--concurrency", type=positive, default=1, metavar="N", help="concurrent requests (default: %(default)s)")
+    add(
+        "--max-tokens",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="maximum length of an answer (default: %(default)s)",
+    )
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the first request, plus one for each further request (default: %(default)s)",
+    )
+    add("--ignore-eos", action="store_true", help="ignore end tokens: every answer has --max-tokens tokens")
     add("--repeats", type=positive, default=1, metavar="N", help="passes over all prompts (default: %(default)s)")
     add("--config", type=Path, metavar="FILE", help="Serve configuration, or YAML with engine options, to start from")
-    add("--model", help="over that of --config: embedded name, folder, .gguf file or hub name")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="over that of --config")
-    add("--json", type=Path, metavar="FILE", help="write figures, machine, versions and settings there as well")
+    add("--model", help="target model, overrides --config: embedded name, folder, .gguf file or hub name")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="data type, overrides --config")
+    add("--json", type=Path, metavar="FILE", help="also write figures, machine, versions and settings to FILE")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 def default_variants(config: EngineConfig) -> list[str]:
     """Plain decoding beside the configured method, or beside what needs no head of the user's."""
     algorithm = config.speculative.algorithm
-    if algorithm is not None and ":" not in algorithm:  # an import path is no variant
+    if algorithm is not None and ":" not in algorithm:  # an import path cannot name a variant
         return ["plain", algorithm.lower()]
     return ["plain", "ngram", *["eagle3"] * (config.model == EMBEDDED_MODEL)]
 

@@ -94,7 +94,7 @@ def _classify(exchange: Exchange) -> tuple[Outcome, int, str, str]:
     try:
         body = json.loads(exchange.body)
     except ValueError:
-        return Outcome.BROKEN, 0, "", f"status {exchange.status} with a body that is no JSON"
+        return Outcome.BROKEN, 0, "", f"status {exchange.status} with a body that is not JSON"
     if exchange.status == 200:
         return Outcome.COMPLETE, body["usage"]["completion_tokens"], _text([body]), ""
     if "error" not in body:
@@ -108,7 +108,7 @@ def _classify_stream(body: bytes) -> tuple[Outcome, int, str, str]:
     try:
         events = [json.loads(line) for line in lines if line != DONE]
     except ValueError:
-        return Outcome.BROKEN, 0, "", "the stream has an event that is no JSON"
+        return Outcome.BROKEN, 0, "", "the stream has an event that is not JSON"
     if lines and lines[-1] == DONE:
         usages = [event["usage"] for event in events if event.get("usage")]
         return Outcome.COMPLETE, usages[-1]["completion_tokens"] if usages else 0, _text(events), ""

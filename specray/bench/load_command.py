@@ -2,44 +2,47 @@
 
 import argparse
 import asyncio
+from http import HTTPStatus
 from math import inf
 
+from specray.bench.exchange import exchange, request_bytes
 from specray.bench.ledger import Outcome
 from specray.bench.open_loop import Load, Report, idle_after, run
-from specray.cli.arguments import add_api_key, positive
+from specray.cli.arguments import KEY_VARIABLE, add_api_key, positive
+from specray.errors import ConfigError
 from specray.tables import format_table
 
 HELP = (
     "Send requests to a running server at a fixed rate, whether it keeps up or not, and print how each of them ended. "
-    "Exit status 1 if one ended in another way than complete, refused, with an error, or cut by this command."
+    "Exit status 1 if a request was neither completed, refused, ended with an error nor cut by this command."
 )
 SHOWN = 10  # violations that are printed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="of the server, without a path (default: %(default)s)")
-    add("--rate", type=_above_zero, default=1.0, metavar="R", help="requests a second (default: %(default)s)")
-    add("--seconds", type=_above_zero, default=10.0, metavar="S", help="how long (default: %(default)s)")
-    add("--max-tokens", type=positive, default=32, metavar="N", help="tokens of each answer (default: %(default)s)")
-    add("--prompt", default="Once upon a time", help="of all requests (default: %(default)s)")
+    add("--url", default="http://127.0.0.1:8000", help="URL of the server, without a path (default: %(default)s)")
+    add("--rate", type=_above_zero, default=1.0, metavar="R", help="requests per second (default: %(default)s)")
+    add("--seconds", type=_above_zero, default=10.0, metavar="S", help="duration (default: %(default)s)")
+    add("--max-tokens", type=positive, default=32, metavar="N", help="tokens per answer (default: %(default)s)")
+    add("--prompt", default="Once upon a time", help="prompt of all requests (default: %(default)s)")
     add("--whole", action="store_true", help="ask for one JSON body instead of a stream")
-    add("--timeout", type=_above_zero, default=60.0, metavar="S", help="deadline of each (default: %(default)s)")
+    add("--timeout", type=_above_zero, default=60.0, metavar="S", help="time limit per request (default: %(default)s)")
     add(
         "--cut",
         type=_share,
         default=0.0,
         metavar="SHARE",
-        help="of the requests, 0 to 1, that hang up at a random byte (default: %(default)s)",
+        help="share of requests, 0 to 1, that disconnect at a random byte (default: %(default)s)",
     )
     add(
         "--slow",
         type=_share,
         default=0.0,
         metavar="SHARE",
-        help="of the requests, 0 to 1, that read one byte a second (default: %(default)s)",
+        help="share of requests, 0 to 1, that read one byte per second (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, help="of arrivals and cuts (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of arrivals and cuts (default: %(default)s)")
     add_api_key(parser)
 
 
@@ -76,6 +79,9 @@ def table(report: Report) -> str:
 
 
 async def _run(load: Load) -> tuple[Report, float]:
+    asked = await exchange(f"{load.url}/metrics", request_bytes(f"{load.url}/metrics", key=load.key), load.timeout_s)
+    if asked.status == HTTPStatus.UNAUTHORIZED:
+        raise ConfigError(f"{load.url} requires a key; set {KEY_VARIABLE} or --api-key to a valid one")
     report = await run(load)
     return report, await idle_after(load.url, load.key)
 

@@ -9,7 +9,7 @@ from specray.cli.arguments import positive
 
 HELP = (
     "Find the draft tree that is fastest on this machine, by measuring: plain decoding and all candidates take turns, "
-    "the slower half of the candidates leaves after each round, and the best one is written as YAML to paste."
+    "the slower half of the candidates is dropped after each round, and the best one is written as YAML."
 )
 POOL_TOKENS = 4096  # less than for `specray bench`, because many variants are loaded at once
 
@@ -22,44 +22,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD",
         help=f"METHOD[@HEAD][+MAP] as in bench (default: --config's, else {DEFAULT_DRAFTER})",
     )
-    add("--model", help="over that of --config: embedded name, folder, .gguf file or hub name")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="over that of --config")
+    add("--model", help="target model, overrides --config: embedded name, folder, .gguf file or hub name")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="data type, overrides --config")
     add(
         "--batch-sizes",
         type=batch_sizes,
         default="1,8",
         metavar="A,B",
-        help="requests under way; the best tree has the highest mean over them (default: %(default)s)",
+        help="concurrent requests; the best tree has the highest mean over these sizes (default: %(default)s)",
     )
     add(
         "--candidates",
         type=candidates,
         metavar="A,B",
-        help="trees: STEPS-TOPK-N, or numbers of nodes N (default: a list from small to large)",
+        help="trees as STEPS-TOPK-N, or numbers of nodes N (default: a list from small to large)",
     )
-    add("--rounds", type=positive, default=3, metavar="N", help="passes, each on other prompts (default: %(default)s)")
+    add(
+        "--rounds", type=positive, default=3, metavar="N", help="rounds, each with other prompts (default: %(default)s)"
+    )
     add(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="JSON Lines, not those you evaluate with (default: the built-in chat prompts)",
+        help="JSON Lines of prompts that are not used for evaluation (default: the built-in chat prompts)",
     )
     add(
         "--limit",
         type=positive,
         default=6,
         metavar="N",
-        help="prompts in a round, and at least two for each request under way (default: %(default)s)",
+        help="prompts per round, at least two for each concurrent request (default: %(default)s)",
     )
-    add("--max-tokens", type=positive, default=96, metavar="N", help="longest answer (default: %(default)s)")
-    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the first request; the others count on (default: %(default)s)")
+    add(
+        "--max-tokens",
+        type=positive,
+        default=96,
+        metavar="N",
+        help="maximum length of an answer (default: %(default)s)",
+    )
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the first request, plus one for each further request (default: %(default)s)",
+    )
     add(
         "--out",
         type=Path,
         default=Path("tune"),
         metavar="FOLDER",
-        help="where tune.json, tune.png and speculative.yaml go (default: %(default)s)",
+        help="folder for tune.json, tune.png and speculative.yaml (default: %(default)s)",
     )
 
 

@@ -21,8 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--write", type=Path, metavar="FOLDER", help=f"write {DASHBOARD} and {ALERTS} there")
     what.add_argument("--png", type=Path, metavar="FILE", help="draw the main panels from live data")
     add = parser.add_argument
-    add("--prometheus", default="http://127.0.0.1:9090", metavar="URL", help="asked by --png (default: %(default)s)")
-    add("--minutes", type=positive, default=15, metavar="N", help="drawn by --png, up to now (default: %(default)s)")
+    add(
+        "--prometheus",
+        default="http://127.0.0.1:9090",
+        metavar="URL",
+        help="address of Prometheus for --png (default: %(default)s)",
+    )
+    add(
+        "--minutes",
+        type=positive,
+        default=15,
+        metavar="N",
+        help="time range of --png, up to now (default: %(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

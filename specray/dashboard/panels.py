@@ -140,14 +140,15 @@ SPECULATION = Row(
         Panel(
             "Accept length by replica",
             "none",
-            "The same for each engine. A replica below its like serves other prompts or has another draft head.",
+            "The same for each engine. A replica with a lower value serves other prompts or has another draft head.",
             (Query(accept_length("drafter, replica"), "{{drafter}} {{replica}}"),),
             is_main=True,
         ),
         Panel(
             "Conditional acceptance by depth",
             "percentunit",
-            "Share of draft tokens accepted at a depth, given that the one before was. Where it falls, trees end best.",
+            "Share of draft tokens accepted at a depth, given that the one before was. Trees should end where "
+            "it falls.",
             tuple(
                 Query(_conditional_acceptance(depth), f"{{{{drafter}}}} depth {depth}")
                 for depth in range(1, NUM_DEPTHS + 1)
@@ -176,10 +177,11 @@ SPECULATION = Row(
         Panel(
             "Speed-up over plain, estimated",
             "none",
-            "Accept length times the share of a step that a plain step would take too. That step is not measured, so "
-            "there are two answers: `at most` supposes that draft nodes cost the target nothing (decoding bound by "
-            "memory), `at least` that each costs as much as a token (bound by arithmetic). Drafting counts in full, as "
-            "if nothing hid it; prompts computed in the same steps blur both. `specray bench` measures.",
+            "Accept length times the share of a step's time that a plain step would take. That share is not measured, "
+            "so there are two bounds: `at most` assumes that draft nodes cost the target nothing (bound by memory), "
+            "`at least` that each costs as much as a token (bound by arithmetic). Drafting time counts in full, even "
+            "where it overlaps with other work, and prompts computed in the same steps distort both. `specray bench` "
+            "measures the speed-up.",
             (
                 Query(_speed_up(""), "{{drafter}} at most"),
                 Query(_speed_up(EACH_NODE_COSTS), "{{drafter}} at least"),
@@ -189,8 +191,8 @@ SPECULATION = Row(
         Panel(
             "Tokens per second of step time",
             TOKENS_PER_SECOND,
-            "Tokens emitted for each second spent in steps. Replicas with and without drafts compare by this, if their "
-            "machines, prompts and batches are alike: bigger batches raise it.",
+            "Tokens emitted for each second spent in steps. Compares replicas with and without drafts if their "
+            "machines, prompts and batches are equal; larger batches raise it.",
             (Query(f"{rate(GENERATED, 'drafter')} / {rate(STEP_SECONDS, 'drafter')}", "{{drafter}}"),),
         ),
     ),
@@ -202,14 +204,14 @@ SEVERAL_DRAFTERS = Row(
         Panel(
             "Accept length by one of several drafters",
             "none",
-            "Tokens emitted per verified tree of each drafter's requests. They have different requests: the one that "
-            "gets the easy ones looks better.",
+            "Tokens emitted per verified tree of each drafter's requests. A drafter whose requests are easier has a "
+            "higher value.",
             (Query(own_accept_length("drafter"), "{{drafter}}"),),
         ),
         Panel(
             "Share of requests by drafter",
             "percentunit",
-            "How requests were divided: by name, by `default_drafter`, or by the tokens per second so far.",
+            "How requests were assigned: by name, by `default_drafter`, or by tokens per second.",
             (
                 Query(
                     f"{own_rate('specray_drafter_requests_total', 'drafter')} / on () group_left () "
@@ -222,7 +224,7 @@ SEVERAL_DRAFTERS = Row(
         Panel(
             "Draft tokens by drafter",
             TOKENS_PER_SECOND,
-            "Verified, and accepted of them.",
+            "Verified and accepted draft tokens.",
             (
                 Query(own_rate("specray_drafter_draft_tokens_total", "drafter"), "{{drafter}} verified"),
                 Query(own_rate("specray_drafter_accepted_tokens_total", "drafter"), "{{drafter}} accepted"),
@@ -245,7 +247,7 @@ SEVERAL_DRAFTERS = Row(
         Panel(
             "Time of drafting by drafter",
             "percentunit",
-            "Seconds of drafting in a second, in the shadow too.",
+            "Seconds spent drafting per second, shadow included.",
             (Query(own_rate("specray_drafter_seconds_total", "drafter"), "{{drafter}}"),),
         ),
         Panel(
@@ -288,7 +290,7 @@ STEP_TIME = Row(
         Panel(
             "Share of time in steps",
             "percentunit",
-            "1 is an engine without a pause; far below, it waits for requests.",
+            "1: the engine is never idle. Low values: it waits for requests.",
             (Query(rate(STEP_SECONDS, "drafter, replica"), "{{drafter}} {{replica}}"),),
         ),
     ),
@@ -339,7 +341,7 @@ LOAD = Row(
         Panel(
             "Requests",
             "none",
-            "Being computed, and in the queue, by replica.",
+            "Running and waiting requests, by replica.",
             (
                 Query(gauge("specray_num_requests_running", "replica"), "{{replica}} running"),
                 Query(gauge("specray_num_requests_waiting", "replica"), "{{replica}} waiting"),
@@ -349,7 +351,7 @@ LOAD = Row(
         Panel(
             "KV blocks",
             "percentunit",
-            "Held by running requests, and kept for the reuse of prefixes only, which are given up when needed.",
+            "Blocks of running requests, and blocks kept only for prefix reuse, which are evicted when needed.",
             (
                 Query(gauge("specray_kv_cache_usage_perc", "replica"), "{{replica}} held"),
                 Query(gauge("specray_kv_cache_cached_perc", "replica"), "{{replica}} cached"),
@@ -359,7 +361,7 @@ LOAD = Row(
         Panel(
             "Prefix cache hits",
             "percentunit",
-            "Share of prompt tokens that need no computing, because a request before had them.",
+            "Share of prompt tokens that were found in the prefix cache.",
             (
                 Query(
                     f"{rate('specray_prefix_cache_hits_total', 'replica')}"
@@ -383,7 +385,8 @@ FAULTS = Row(
         Panel(
             "Requests ended",
             PER_MINUTE,
-            "By reason: stop and length are answers, abort is a client that left, error is ours.",
+            "By reason: stop and length are complete answers, abort is a client that disconnected, error is a server "
+            "error.",
             (
                 Query(
                     f"60 * {rate('specray_request_finished_total', 'finished_reason')}",
@@ -395,7 +398,7 @@ FAULTS = Row(
         Panel(
             "Refused and preempted",
             PER_MINUTE,
-            "Requests refused for a full queue (429), and running requests that gave their KV blocks up for others.",
+            "Requests refused for a full queue (429), and running requests that were preempted for lack of KV blocks.",
             (
                 Query(f"60 * {rate('specray_requests_refused_total', 'replica')}", "{{replica}} refused"),
                 Query(f"60 * {rate('specray_num_preemptions_total', 'replica')}", "{{replica}} preempted"),
@@ -404,7 +407,7 @@ FAULTS = Row(
         Panel(
             "Drafter faults",
             PER_MINUTE,
-            "Steps that went without drafts, by reason. All but late end the drafter; a new one is started.",
+            "Steps without drafts, by reason. Every reason but `late` ends the drafter, and a new one is started.",
             (Query(f"60 * {rate('specray_draft_faults_total', 'kind')}", "{{kind}}"),),
         ),
         Panel(
@@ -457,7 +460,7 @@ NODES = Row(
         Panel(
             "Requests by node",
             "none",
-            "Being computed or in the queue.",
+            "Running and waiting requests.",
             (
                 Query(
                     f"{gauge('specray_num_requests_running', 'instance')}"
@@ -469,13 +472,13 @@ NODES = Row(
         Panel(
             "Processor use by node",
             "percentunit",
-            "As Ray measures it.",
+            "As reported by Ray.",
             (Query("sum by (instance) (ray_node_cpu_utilization) / 100", "{{instance}}"),),
         ),
         Panel(
             "Memory use by node",
             "percentunit",
-            "As Ray measures it.",
+            "As reported by Ray.",
             (Query("sum by (instance) (ray_node_mem_used) / sum by (instance) (ray_node_mem_total)", "{{instance}}"),),
         ),
     ),

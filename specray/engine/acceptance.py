@@ -33,7 +33,7 @@ class AcceptanceAlarm:
         self._stats.set(COLLAPSED, 0)
 
     def check(self) -> None:
-        """Check the counts after a step; a change is logged once."""
+        """Check the counts; a change is logged once."""
         trees, accepted = (now - then for now, then in zip(self._counts(), self._since, strict=True))
         if trees < NUM_TREES:
             return

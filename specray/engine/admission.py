@@ -1,4 +1,4 @@
-"""The checks of a request before it is queued: its tokens, its length, and the length of the queue."""
+"""What happens to a request before it is queued: checks of its tokens, its length, and the queue's length."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,6 +21,17 @@ class Admission:
         self._capacity = capacity
         self._scheduler = scheduler
         self._requests = requests
+
+    def request_of(self, spec: EngineRequest, arrival: float) -> Request:
+        """The request to be queued; `arrival` is on the engine's clock."""
+        num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens
+        max_length = self.max_length if max_tokens is None else num_prompt + max_tokens
+        known = [*spec.prompt_token_ids, *spec.emitted_token_ids]
+        request = Request(spec, max_length, arrival, known, num_prompt)
+        speculative = self._config.speculative
+        request.prompt_logprobs = None if spec.params.prompt_logprobs is None else []
+        request.is_lossy = speculative.is_simulated or (speculative.is_lossy and spec.params.temperature > 0)
+        return request
 
     def check(self, spec: EngineRequest, arriving: Sequence[EngineRequest] = ()) -> None:
         """Raise if a request cannot be queued after the `arriving` ones: InvalidRequestError or QueueFullError."""

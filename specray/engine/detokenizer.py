@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from specray.engine.stop_strings import StopPrefixes
+from specray.engine.stop_strings import StopPrefixes, cut_at_stop
 from specray.outputs import FinishReason
 from specray.sampling_params import SamplingParams
 
@@ -75,7 +75,8 @@ class TextStream:
         at_limit = self._num_tokens >= self._max_tokens
         if at_limit:
             new_text += self._flush()
-        if may_stop and (stop := self._cut_at_stop(len(new_text))):
+        if may_stop and self._params.stop and (cut := cut_at_stop(self._text, len(new_text), self._params)):
+            self._text, stop = cut
             return FinishReason.STOP, stop
         return (FinishReason.LENGTH, None) if at_limit else (None, None)
 
@@ -110,19 +111,6 @@ class TextStream:
         if self._prefixes is not None:
             self._prefixes.feed(text)
         return text
-
-    def _cut_at_stop(self, num_new: int) -> str | None:
-        """Cut the text at the first stop string that ends in its last `num_new` characters."""
-        matches = []
-        for stop in self._params.stop:
-            start = self._text.find(stop, max(0, len(self._text) - num_new - len(stop) + 1))
-            if start >= 0:
-                matches.append((start, len(stop), stop))
-        if not matches:
-            return None
-        start, length, stop = min(matches)
-        self._text = self._text[: start + (length if self._params.include_stop_str_in_output else 0)]
-        return stop
 
     def _num_safe(self) -> int:
         """How many characters cannot be part of a stop string that is not complete yet."""

@@ -19,6 +19,7 @@ from specray.engine.drafter_selection.selector import DrafterSelector
 from specray.engine.executor import Executor
 from specray.engine.recorder import StatsRecorder
 from specray.engine.request import Emitted, EngineRequest, Request
+from specray.engine.request_times import request_times
 from specray.engine.scheduler import Scheduler
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason, RequestOutput
@@ -42,7 +43,7 @@ class Engine:
         self._selector = self._make_selector(config.speculative)  # None until there are several drafters
         self._tracers: dict[str, DraftTracer] = {}  # of the requests that ask for a trace
         self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
-        self._timer = StepTimer()
+        self._timer = StepTimer()  # used if the budget or the selector learns
         self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
 
     @property
@@ -56,14 +57,8 @@ class Engine:
 
     def enqueue(self, spec: EngineRequest) -> None:
         """Queue a request that passed `admission.check`."""
-        num_prompt, max_tokens = len(spec.prompt_token_ids), spec.params.max_tokens
-        max_length = self.admission.max_length if max_tokens is None else num_prompt + max_tokens
-        known = [*spec.prompt_token_ids, *spec.emitted_token_ids]
-        request = Request(spec, max_length, time.monotonic(), known, num_prompt)
-        speculative = self.config.speculative
-        request.prompt_logprobs = None if spec.params.prompt_logprobs is None else []
-        request.is_lossy = speculative.is_simulated or (speculative.is_lossy and spec.params.temperature > 0)
-        eos_ids, max_new = self.capacity.eos_token_ids, max_length - num_prompt
+        request = self.admission.request_of(spec, time.monotonic())
+        eos_ids, max_new = self.capacity.eos_token_ids, request.max_length - request.num_prompt_tokens
         text = TextStream(self._tokenizer, spec.params, eos_ids, max_new, records_lengths=spec.traces_drafts)
         resumed = text.feed(spec.emitted_token_ids)  # the caller already has this text
         if spec.traces_drafts:
@@ -91,13 +86,16 @@ class Engine:
         With two plans in flight, the ranks compute the next step while the outputs of this one are handled.
         """
         start = time.perf_counter()
-        self._timer.start(start, is_busy=bool(self._in_flight))
+        is_timed = self.scheduler.budget.learns or self._selector is not None
+        if is_timed:
+            self._timer.start(start, is_busy=bool(self._in_flight))
         self._end_overdue()
         while len(self._in_flight) < self.capacity.max_plans and self._submit():
             pass
         if self._in_flight:
             result, plan = self.executor.collect(), self._in_flight.popleft()
-            self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
+            if is_timed:
+                self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
             computed = self.scheduler.emitted(plan, result)
             if self._selector is not None:
                 self._selector.record_step(computed, result, self._timer.seconds)
@@ -111,6 +109,7 @@ class Engine:
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
         self.scheduler.budget = make_budget(self.config, speculative, self.capacity)
+        self._timer = StepTimer()
         self._record.drafter(speculative.drafter_name)
         if self._selector is None:
             self._selector = self._make_selector(speculative)
@@ -189,7 +188,7 @@ class Engine:
         del self._requests[request.request_id], self._texts[request.request_id]
         self._tracers.pop(request.request_id, None)
         self._record.finished(request, reason)
-        times = request.times(time.monotonic(), time.time_ns()) if request.spec.reports_times else None
+        times = request_times(request, time.monotonic(), time.time_ns()) if request.spec.reports_times else None
         return _empty_output(request)._replace(finish_reason=reason, error=error, times=times)
 
 

@@ -32,10 +32,10 @@ class FairQueue:
         self._level = 0  # tokens served to the last tenant in turn; never decreases while requests wait
         self._total = 0  # tokens served; `_for_age` bounds those served out of turn
         self._for_age = 0
-        self._num_waiting = 0  # a counter, so that other threads can read it during a step
+        self.num_waiting = 0  # a counter, so that other threads can read it during a step
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return self.num_waiting
 
     def __iter__(self) -> Iterator[Request]:
         """Preempted requests first, then tenant by tenant."""
@@ -55,16 +55,16 @@ class FairQueue:
             self._served[tenant] = max(self._level, self._served.get(tenant, 0))
             self._queues[tenant] = deque()
         self._queues[tenant].append(request)
-        self._num_waiting += 1
+        self.num_waiting += 1
 
     def appendleft(self, request: Request) -> None:
         """Return a request to the front of the queue."""
         self._returned.appendleft(request)
-        self._num_waiting += 1
+        self.num_waiting += 1
 
     def popleft(self) -> Request:
         """Remove and return the request that starts next."""
-        self._num_waiting -= 1
+        self.num_waiting -= 1
         if self._returned:
             return self._returned.popleft()
         request = self._next()
@@ -78,7 +78,7 @@ class FairQueue:
             self._returned.remove(request)
         else:
             self._take(request)
-        self._num_waiting -= 1
+        self.num_waiting -= 1
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charge `num_tokens` to a request's tenant."""

@@ -1,4 +1,4 @@
-"""A request that starts, as the worker is told of it."""
+"""The worker's message for a request that starts."""
 
 from specray.engine.request import Request
 from specray.sampling_params import SamplingParams

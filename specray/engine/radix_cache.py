@@ -6,25 +6,10 @@ tenant's `cache_salt`) has its own root and shares nothing. Only KV of committed
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import count
 
 from specray.engine.block_pool import BlockPool
-
-
-@dataclass(slots=True, eq=False)
-class CacheNode:
-    """One cached block. `num_users` counts the running requests that use it or a block below it."""
-
-    block_id: int
-    parent: "CacheNode | None"
-    key: tuple[int, ...] = ()
-    namespace: str = ""  # of a root; a root holds no block
-    children: dict[tuple[int, ...], "CacheNode"] = field(default_factory=dict)
-    num_users: int = 0
-    last_used: int = 0
-    is_offered: bool = False  # in the cache's heap of candidates for eviction, at most once
+from specray.engine.cache_nodes import CacheNode, IdleLeaves
 
 
 class RadixCache:
@@ -39,8 +24,7 @@ class RadixCache:
         self.num_idle = 0  # of these, blocks no running request uses
         self._roots: dict[str, CacheNode] = {}
         self._clock = count(1)
-        self._evictable: list[tuple[int, int, CacheNode]] = []  # heap of (last_used when offered, tie, node)
-        self._ties = count()
+        self._idle_leaves = IdleLeaves()
 
     def match(self, namespace: str, token_ids: Sequence[int]) -> list[CacheNode]:
         """The longest cached path of full blocks at the start of `token_ids`."""
@@ -65,7 +49,7 @@ class RadixCache:
             node.num_users -= 1
             self.num_idle += node.num_users == 0
             node.last_used = now
-            self._offer(node)
+            self._idle_leaves.offer(node)
 
     def insert(self, namespace: str, path: list[CacheNode], key: tuple[int, ...], block_id: int) -> CacheNode:
         """Lock and return the node of block `key` below `path`; a new one takes over `block_id`.
@@ -102,23 +86,8 @@ class RadixCache:
         for start in range(0, len(token_ids) - size + 1, self.block_size):
             yield tuple(token_ids[start : start + size])
 
-    def _offer(self, node: CacheNode) -> None:
-        is_idle_leaf = node.num_users == 0 and not node.children and node.parent is not None
-        if is_idle_leaf and not node.is_offered:
-            node.is_offered = True
-            heappush(self._evictable, (node.last_used, next(self._ties), node))
-
-    def _oldest_idle_leaf(self) -> CacheNode:
-        """A heap entry may be outdated: a node used since it was offered is offered again with its new time."""
-        while True:
-            last_used, _, node = heappop(self._evictable)
-            node.is_offered = False
-            if last_used == node.last_used and node.num_users == 0 and not node.children:
-                return node
-            self._offer(node)
-
     def _evict_one(self) -> None:
-        node = self._oldest_idle_leaf()
+        node = self._idle_leaves.take_oldest()
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
@@ -126,7 +95,7 @@ class RadixCache:
         self.num_cached -= 1
         self.num_idle -= 1
         self.pool.free([node.block_id])
-        self._offer(parent)
+        self._idle_leaves.offer(parent)
         if parent.parent is None and not parent.children:
             del self._roots[parent.namespace]
 

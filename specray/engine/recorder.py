@@ -62,7 +62,6 @@ class StatsRecorder:
         for phase, spent in result.times._asdict().items():
             self._stats.add_labelled("specray_step_seconds_total", phase, spent)
         self._stats.add_labelled("specray_step_seconds_total", "host", max(0.0, seconds - sum(result.times)))
-        self._alarm.check()
 
     def drafter(self, name: str | None) -> None:
         """Another drafter is used from now on."""
@@ -78,6 +77,7 @@ class StatsRecorder:
         self._stats.set("specray_kv_cache_usage_perc", held / usable)
         self._stats.set("specray_kv_cache_cached_perc", cache.num_idle / usable)
         self._stats.set("specray_num_preemptions_total", scheduler.num_preemptions)
+        self._alarm.check()
 
     def _stats_of(self, request: Request) -> EngineStats:
         return self._probe_stats if request.spec.is_probe else self._stats

@@ -6,10 +6,10 @@ from enum import Enum
 from math import inf
 from typing import NamedTuple
 
+from specray.engine.cache_nodes import CacheNode
 from specray.engine.draft_budget.acceptance import RequestAcceptance
-from specray.engine.drafter_selection.text_kind import TextKind
-from specray.engine.radix_cache import CacheNode
-from specray.outputs import FinishReason, RequestTimes, RequestUsage, TokenLogprob
+from specray.engine.drafter_selection.choice import DrafterChoice
+from specray.outputs import FinishReason, RequestUsage, TokenLogprob
 from specray.sampling_params import SamplingParams
 from specray.step import UNLIMITED, DraftLimit, RequestResult
 
@@ -38,18 +38,6 @@ class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-@dataclass(slots=True, eq=False)
-class DrafterChoice:
-    """Which of several drafters a request has, and what it generated since this was last counted."""
-
-    name: str
-    shadow: str  # the drafter that is measured beside it; empty: none
-    kind: TextKind
-    max_draft_tokens: int  # of a tree of the drafter or its shadow, where it is configured
-    tokens: int = 0
-    time: float = 0.0  # in units of what a token usually takes
 
 
 class Planned(NamedTuple):
@@ -154,16 +142,6 @@ class Request:
             self.is_lossy,
             "" if self.drafter is None else self.drafter.name,
         )
-
-    def times(self, now: float, now_ns: int) -> RequestTimes:
-        """Its times, once it has ended at `now` on the engine's clock, which is `now_ns` since 1970."""
-
-        def since_1970(moment: float | None) -> int | None:
-            return None if moment is None else now_ns - round((now - moment) * 1e9)
-
-        arrived = since_1970(self.arrival)
-        assert arrived is not None
-        return RequestTimes(arrived, since_1970(self.started), since_1970(self.first_token), now_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class Scheduler:
                 work.append((request, num_tokens, blocks))
                 budget -= num_tokens if request.num_pending_tokens > 1 else 0
         new_requests: list[NewRequest] = []
-        while self.waiting and self._free_slots and budget > 0 and num_preemptions == self.num_preemptions:
+        while self.waiting.num_waiting and self._free_slots and budget > 0 and num_preemptions == self.num_preemptions:
             request = self.waiting.popleft()
             if not self._admit(request):
                 self.waiting.appendleft(request)
@@ -100,7 +100,7 @@ class Scheduler:
     def emitted(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
         """What each request emitted in the oldest planned step.
 
-        Without requests that ended after the plan was made, or that lost their slot and compute these tokens again.
+        Requests that ended after the plan was made, or were preempted and compute these tokens again, are left out.
         """
         emitted = []
         planned = zip(self._planned.popleft(), plan.rows, result.rows, strict=True)
@@ -119,13 +119,14 @@ class Scheduler:
         request.num_computed_tokens += emitted.num_tokens
         if token_ids:
             num_drafts = emitted.result.num_draft_tokens
-            if request.spec.params.grammar is None:  # its trees are not the drafter's alone
+            if self.budget.learns and request.spec.params.grammar is None:  # a grammar changes the drafter's trees
                 drafted = emitted.result.accepted_nodes, emitted.result.draft_scores
                 self.budget.record_tree(request.acceptance, num_drafts, *drafted)
             request.count_verify(num_drafts, len(token_ids) - 1)
             request.num_computed_tokens += num_kept - 1
         request.token_ids += token_ids[:num_kept]
-        self.waiting.charge(request, len(token_ids))
+        if self.waiting.num_waiting:  # an empty queue charges nobody
+            self.waiting.charge(request, len(token_ids))
         self._share_full_blocks(request)
 
     def finish(self, request: Request) -> None:
@@ -169,6 +170,9 @@ class Scheduler:
             if does
         ]
         chosen = self.budget.shares(requests)
+        if not chosen.runs_drafter:
+            for request, num_tokens, _ in work:
+                request.acceptance.num_unread_tokens += num_tokens
         shares = zip(chosen.num_drafts, chosen.min_scores or [0.0] * len(requests), strict=True)
         limits = []
         for (request, *_), does in zip(work, samples, strict=True):
@@ -199,7 +203,9 @@ class Scheduler:
 
     def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks to hold `num_tokens`, appended to the request; None if there are not enough."""
-        missing = max(0, -(-num_tokens // self.block_size) - len(request.block_ids))
+        missing = -(-num_tokens // self.block_size) - len(request.block_ids)
+        if missing <= 0:
+            return []
         blocks = self.cache.allocate(missing)
         if blocks:
             request.block_ids += blocks

@@ -1,11 +1,9 @@
 """The engine's counters: plain numbers, written by the step loop's thread and copied by `snapshot` once a second."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from specray.metrics import METRICS, SECONDS_BUCKETS, HistogramSnapshot, Snapshot
-from specray.step import DrafterUse
 
 MAX_POSITIONS = 64  # acceptance is counted for this many positions
 
@@ -47,26 +45,6 @@ class EngineStats:
         """Set the method in use; methods used before remain, as zero."""
         info = self.labelled["specray_drafter_info"]
         info.update(dict.fromkeys(info, 0) | {drafter or "none": 1})
-
-    def name_drafters(self, names: Iterable[str]) -> None:
-        """Start the series of several drafters at zero."""
-        for metric in METRICS:
-            if metric.label == "drafter" and metric.kind == "counter":
-                self.labelled[metric.name] |= {name: 0.0 for name in names if name not in self.labelled[metric.name]}
-
-    def count_drafter_tree(self, drafter: str, num_draft_tokens: int, num_accepted: int) -> None:
-        """Count one verified tree of one of several drafters."""
-        self.add_labelled("specray_drafter_verify_steps_total", drafter)
-        self.add_labelled("specray_drafter_draft_tokens_total", drafter, num_draft_tokens)
-        self.add_labelled("specray_drafter_accepted_tokens_total", drafter, num_accepted)
-
-    def count_drafter_use(self, use: DrafterUse) -> None:
-        """Count what one of several drafters did for a step."""
-        self.add_labelled("specray_drafter_seconds_total", use.drafter, use.seconds + use.shadow_seconds)
-        self.add_labelled("specray_drafter_faults_total", use.drafter, use.num_faults)
-        self.add_labelled("specray_shadow_trees_total", use.drafter, use.num_shadow_trees)
-        self.add_labelled("specray_shadow_draft_tokens_total", use.drafter, use.num_shadow_drafts)
-        self.add_labelled("specray_shadow_accepted_tokens_total", use.drafter, use.num_shadow_accepted)
 
     def observe(self, name: str, seconds: float) -> None:
         self.histograms[name].observe(seconds)

@@ -1,4 +1,4 @@
-"""Stop strings that a text may be about to contain: what must be held back until it is known.
+"""Stop strings: where a text is cut, and what must be held back while it may be about to contain one.
 
 Each stop string is followed by its Knuth-Morris-Pratt automaton, so a character costs a few operations per stop string,
 however long and alike the strings are.
@@ -6,6 +6,21 @@ however long and alike the strings are.
 
 from collections.abc import Sequence
 from functools import lru_cache
+
+from specray.sampling_params import SamplingParams
+
+
+def cut_at_stop(text: str, num_new: int, params: SamplingParams) -> tuple[str, str] | None:
+    """(`text` up to the first stop string that ends in its last `num_new` characters, that string); None without."""
+    matches = []
+    for stop in params.stop:
+        start = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
+        if start >= 0:
+            matches.append((start, len(stop), stop))
+    if not matches:
+        return None
+    start, length, stop = min(matches)
+    return text[: start + (length if params.include_stop_str_in_output else 0)], stop
 
 
 class StopPrefixes:

@@ -31,6 +31,7 @@ class RankGroup:
         assert 0 <= rank < size, (rank, size)
         self.rank = rank
         self.size = size
+        self.leads = rank == 0
         self._cpu: dist.ProcessGroup | None = None
         self._sums_by_rank = False
         if size > 1:
@@ -40,10 +41,6 @@ class RankGroup:
             dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timedelta(minutes=5))
             # A follower waits for its next plan as long as the server is idle; the watchdog is the actor's, not ours.
             self._cpu = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
 
     def share(self, total: int, unit: int = 1) -> slice:
         """This rank's rows of `total` units of `unit` rows; the first ranks have one more unit if it is uneven."""

@@ -16,11 +16,12 @@ from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.decoder_layer import DecoderLayer, FeedForward
+from specray.models.fused_forward import FusedForward, tapped
 from specray.models.loading import Loader
-from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape
-from specray.ops.attention import Attend
-from specray.ops.cpu.attention import PagedAttend
-from specray.ops.cpu.layers import EmbedAndHead, FusedLayers
+from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForward
+from specray.ops.attention import Attend, AttentionBackend
+from specray.ops.cpu.attention import PagedAttend, PagedAttention
+from specray.ops.cpu.layers import FusedLayers
 
 
 class CausalLM(nn.Module):
@@ -42,7 +43,7 @@ class CausalLM(nn.Module):
         self.max_positions = max_positions
         self.rotary = self.rotary_of(config, loader, max_positions)
         self.fused: FusedLayers | None = None  # set by the loader, like the next two
-        self.embed_and_head: EmbedAndHead | None = None
+        self.fused_forward: FusedForward | None = None
         self.is_row_wise = False
         self.compiled: CompiledLayers | None = None  # set by `specray.models.compilation`
 
@@ -109,10 +110,11 @@ class CausalLM(nn.Module):
         aux_hidden_state_layers: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
         """The same with all layers in one call. The final hidden states are float32."""
-        hidden, taps = embedded.float(), self._taps(aux_hidden_state_layers)
+        hidden, taps = embedded.float(), tapped(aux_hidden_state_layers, len(self.layers))
         copies = layers(hidden, positions, attend, taps)
         final = self.norm(hidden)
-        return final, self._aux_hidden_states(aux_hidden_state_layers, taps, copies, hidden, final)
+        states = dict(zip(taps, copies, strict=True)) | {BEFORE_FINAL_NORM: hidden, len(self.layers): final}
+        return final, [states[index].to(self.embedding.weight.dtype) for index in aux_hidden_state_layers]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""
@@ -127,22 +129,13 @@ class CausalLM(nn.Module):
         aux_hidden_state_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """See TargetModel."""
-        if self.fused is None or self.embed_and_head is None or not isinstance(attend, PagedAttend):
-            final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
-            return final, self.head.shard(final if places is None else final.index_select(0, places)), states
-        taps = self._taps(aux_hidden_state_layers)
-        hidden, final, logits, copies = self.fused.forward(
-            self.embed_and_head, token_ids, positions, attend, places, taps
-        )
-        return final, logits, self._aux_hidden_states(aux_hidden_state_layers, taps, copies, hidden, final)
+        if self.fused_forward is not None and isinstance(attend, PagedAttend):
+            return self.fused_forward(token_ids, positions, attend, places, aux_hidden_state_layers)
+        final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
+        return final, self.head.shard(final if places is None else final.index_select(0, places)), states
 
-    def _taps(self, wanted: Sequence[int]) -> list[int]:
-        """The layers whose input is wanted."""
-        return sorted({index for index in wanted if 0 <= index < len(self.layers)})
-
-    def _aux_hidden_states(
-        self, wanted: Sequence[int], taps: list[int], copies: list[Tensor], hidden: Tensor, final: Tensor
-    ) -> list[Tensor]:
-        """The wanted states, in the type of the weights, from what the kernels return."""
-        states = dict(zip(taps, copies, strict=True)) | {BEFORE_FINAL_NORM: hidden, len(self.layers): final}
-        return [states[index].to(self.embedding.weight.dtype) for index in wanted]
+    def step_forward(self, attention: AttentionBackend) -> StepForward:
+        """See TargetModel."""
+        if self.fused_forward is not None and isinstance(attention, PagedAttention):
+            return self.fused_forward
+        return self.with_logits

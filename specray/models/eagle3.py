@@ -6,12 +6,13 @@ Found in checkpoints rather than in papers: the norm over all aux hidden states 
 import torch
 from torch import Tensor
 
-from specray.layers.linear import ColumnParallelLinear, VocabHead
+from specray.layers.linear import VocabHead
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
+from specray.models.aux_fusion import AuxFusion
 from specray.models.eagle_files import HeadConfig, TensorNames, read_draft_vocabulary
 from specray.models.eagle_layers import EagleLayers
-from specray.models.eagle_parts import full_head, fusion_linear, load_embedding, load_rotary, target_ids
+from specray.models.eagle_parts import full_head, load_embedding, load_rotary, target_ids
 from specray.models.fused import StateLayers, tree_network
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
@@ -38,7 +39,8 @@ class Eagle3Head:
         self.draft_token_ids = None if ids is None else ids.to(shared.device)
         self._embedding = load_embedding(shape, loader, names, shared)
         self._uses_triton = uses_triton(shared.device)
-        self._fuse = AuxFusion(config, shape, loader, names, len(self.aux_hidden_state_layers), width)
+        count = len(self.aux_hidden_state_layers)
+        self.fuse = AuxFusion(config, shape, loader, names, count, width, self.dtype)
         self._token_norm = RMSNorm(loader.tensor(layer + "input_layernorm.weight", (size,)), eps)
         self._state_norm = RMSNorm(loader.tensor(layer + "hidden_norm.weight", (size,)), eps)
         self._normed_residual = config.norm_before_residual
@@ -58,9 +60,6 @@ class Eagle3Head:
             self.vocab_size,
             state_is_normed=self._normed_output,
         )
-
-    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        return self._fuse(aux_hidden_states.to(self.dtype))
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x, normed = self._joined(token_ids, states)
@@ -86,34 +85,6 @@ class Eagle3Head:
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return target_ids(self.draft_token_ids, draft_ids)
-
-
-class AuxFusion:
-    """EAGLE-3's first state: the head's norms of the aux hidden states, if any, then `fc`, if any."""
-
-    def __init__(
-        self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, count: int, width: int
-    ) -> None:
-        eps = shape.eps
-        self._whole_norm: RMSNorm | None = None
-        self._norms: list[RMSNorm] = []
-        self._fc: ColumnParallelLinear | None = None
-        if config.norm_before_fc:
-            name = names.of_plain("input_norm.weight", "norm_before_fc.weight")
-            self._whole_norm = RMSNorm(loader.tensor(name, (count * width,)), eps)
-        if config.fc_norm:
-            each = [names.of_plain(f"fc_norm.{index}.weight") for index in range(count)]
-            self._norms = [RMSNorm(loader.tensor(name, (width,)), eps) for name in each]
-        if config.use_aux_hidden_state or names.has("fc.weight") or width != shape.hidden_size:
-            self._fc = fusion_linear(config, loader, names, count * width, shape.hidden_size)
-
-    def __call__(self, aux_hidden_states: Tensor) -> Tensor:
-        if self._whole_norm is not None:
-            aux_hidden_states = self._whole_norm(aux_hidden_states)
-        if self._norms:
-            chunks = aux_hidden_states.chunk(len(self._norms), -1)
-            aux_hidden_states = torch.cat([norm(chunk) for norm, chunk in zip(self._norms, chunks, strict=True)], -1)
-        return aux_hidden_states if self._fc is None else self._fc(aux_hidden_states)
 
 
 def _output_matrix(

@@ -73,7 +73,7 @@ def _opened(
 
 
 def check_head_files(speculative: SpeculativeConfig, target: ModelShape, version: Literal[2, 3]) -> None:
-    """ConfigError if `speculative.draft_model_path` is no head of this version for the target. Reads no weights."""
+    """ConfigError if `speculative.draft_model_path` is not a head of this version for the target. Reads no weights."""
     folder = resolve_draft(speculative, progress=False)
     HeadConfig.read(folder).check_target(folder, target)
     with WeightReader(folder, speculative.draft_load_format) as reader:

@@ -36,7 +36,7 @@ def resolve_model(model: str, revision: str | None, load_format: str, *, progres
         return _from_folder(path, load_format, progress)
     if path.is_file():
         return _from_gguf(path, load_format, progress)
-    if _looks_local(model):
+    if looks_local(model):
         raise ConfigError(
             f"{option}={model!r} looks like a local path, but nothing is there; give an existing folder or .gguf file, "
             f"a hub name (owner/name) or one of {', '.join(map(repr, [EMBEDDED_MODEL, *embedded_heads()]))}"
@@ -133,7 +133,8 @@ def _hub_token_map(name: str) -> Path:
         ) from error
 
 
-def _looks_local(model: str) -> bool:
+def looks_local(model: str) -> bool:
+    """Whether the name of a model is a path rather than a name on the hub."""
     return model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf") or model.count("/") > 1
 
 

@@ -11,10 +11,12 @@ from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.decoder_layer import DecoderLayer, FeedForward
 from specray.models.llama import Attention
-from specray.ops.cpu.layers import EmbedAndHead, FusedLayers, LayerParts
+from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
-from specray.ops.cpu.trees import StateInput, TreeNetwork
+from specray.ops.cpu.packed_layers import EmbedAndHead, LayerParts
+from specray.ops.cpu.packed_network import StateInput
+from specray.ops.cpu.trees import TreeNetwork
 from specray.ops.linear import is_row_wise
 
 

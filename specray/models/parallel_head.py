@@ -22,7 +22,7 @@ class ParallelHead(Eagle3Head):
         name = names.of_plain("mask_hidden")
         if config.ptd_token_id is None or config.ptd_token_id >= shape.vocab_size or not names.has("mask_hidden"):
             raise ConfigError(
-                f"{loader.folder} is no P-EAGLE head: it needs a tensor mask_hidden and a ptd_token_id below "
+                f"{loader.folder} is not a P-EAGLE head: it needs a tensor mask_hidden and a ptd_token_id below "
                 f"{shape.vocab_size} in config.json (found {config.ptd_token_id}); choose another head, or set "
                 "speculative.algorithm: EAGLE3"
             )

@@ -113,10 +113,10 @@ class _Scaled:
 
     def parts(self, stored: Collection[str]) -> dict[str, list[str]]:
         return {
-            f"{stem}.weight": [f"{stem}.weight", name]
+            f"{prefix}.weight": [f"{prefix}.weight", name]
             for name in stored
-            for stem, dot, part in [name.rpartition(".")]
-            if dot and part in ("weight_scale", "weight_scale_inv") and f"{stem}.weight" in stored
+            for prefix, dot, part in [name.rpartition(".")]
+            if dot and part in ("weight_scale", "weight_scale_inv") and f"{prefix}.weight" in stored
         }
 
     def matrix(self, name: str, parts: list[str], get: Get) -> StoredMatrix:
@@ -132,7 +132,7 @@ class _Packed:
     group_size: int
 
     def parts(self, stored: Collection[str]) -> dict[str, list[str]]:
-        return _stems(stored, "qweight", ["qweight", "qzeros", "scales"], ["g_idx"])
+        return _parts_of(stored, "qweight", ["qweight", "qzeros", "scales"], ["g_idx"])
 
     def matrix(self, name: str, parts: list[str], get: Get) -> StoredMatrix:
         words, zeros, scales, *order = (get(part) for part in parts)
@@ -149,7 +149,7 @@ class _PackedOutputsFirst:
 
     def parts(self, stored: Collection[str]) -> dict[str, list[str]]:
         zeros = [] if self.symmetric else ["weight_zero_point"]
-        return _stems(
+        return _parts_of(
             stored, "weight_packed", ["weight_packed", "weight_scale", *zeros], ["weight_g_idx", "weight_shape"]
         )
 
@@ -160,13 +160,13 @@ class _PackedOutputsFirst:
         return IntMatrix.of(name, self.layout, words, zeros, scales, tensors.get("weight_g_idx", self.group_size))
 
 
-def _stems(stored: Collection[str], marker: str, needed: list[str], optional: list[str]) -> dict[str, list[str]]:
+def _parts_of(stored: Collection[str], marker: str, needed: list[str], optional: list[str]) -> dict[str, list[str]]:
     """The parts of every matrix that has a tensor *.`marker`; what is optional only where it is stored."""
-    stems = [name.removesuffix(f".{marker}") for name in stored if name.endswith(f".{marker}")]
+    prefixes = [name.removesuffix(f".{marker}") for name in stored if name.endswith(f".{marker}")]
     return {
-        f"{stem}.weight": [f"{stem}.{part}" for part in needed]
-        + [f"{stem}.{part}" for part in optional if f"{stem}.{part}" in stored]
-        for stem in stems
+        f"{prefix}.weight": [f"{prefix}.{part}" for part in needed]
+        + [f"{prefix}.{part}" for part in optional if f"{prefix}.{part}" in stored]
+        for prefix in prefixes
     }
 
 

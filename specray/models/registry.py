@@ -12,6 +12,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import CausalLM
 from specray.models.deepseek import Deepseek
 from specray.models.fused import are_row_wise, embed_and_head, fused_decoder
+from specray.models.fused_forward import FusedForward
 from specray.models.llama import Llama
 from specray.models.loading import Loader
 from specray.models.moe_models import Mixtral, Qwen3Moe
@@ -127,7 +128,9 @@ def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: tor
             model = MODELS[_architectures(model_config)[0]](model_config, loader, positions)
         layers = list(model.layers)
         model.fused, model.is_row_wise = fused_decoder(layers, model.rotary, model.shape.eps), are_row_wise(layers)
-        model.embed_and_head = embed_and_head(model.embedding, model.norm, model.head, model.shape.vocab_size)
+        around = embed_and_head(model.embedding, model.norm, model.head, model.shape.vocab_size)
+        if model.fused is not None and around is not None:
+            model.fused_forward = FusedForward(model.fused, around, model.embedding.weight.dtype)
         return model
     finally:
         loader.close()
@@ -172,8 +175,8 @@ def _check_numbers(folder: Path, config: PretrainedConfig) -> None:
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if kv_heads and heads % kv_heads:
         raise ConfigError(
-            f"{folder / 'config.json'}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; "
-            "correct it"
+            f"{folder / 'config.json'}: num_attention_heads={heads} is not a multiple of "
+            f"num_key_value_heads={kv_heads}; correct it"
         )
 
 

@@ -1,15 +1,18 @@
 """What the worker and the drafters know of a target: its sizes, and its forward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from specray.layers.linear import VocabEmbedding, VocabHead
-from specray.ops.attention import Attend
+from specray.ops.attention import Attend, AttentionBackend
 
 BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
+
+# The type of `TargetModel.with_logits`.
+StepForward = Callable[[Tensor, Tensor, Attend, Tensor | None, Sequence[int]], tuple[Tensor, Tensor, list[Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +64,6 @@ class TargetModel(Protocol):
 
         The logits are this rank's columns (see VocabHead).
         """
+
+    def step_forward(self, attention: AttentionBackend) -> StepForward:
+        """`with_logits` for the steps that `attention` plans, chosen once."""

@@ -1,7 +1,8 @@
 """Sampling options of requests: per request on the host, and as tensors of a batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ class SamplingState:
     output_counts: Tensor | None = None  # float32 [V], generated tokens; only with presence or frequency penalty
     is_known: Tensor | None = None  # bool [V], prompt and generated tokens; only with repetition penalty
     is_allowed: Tensor | None = None  # bool [V]; only with allowed_token_ids
+    is_sampled: bool = field(init=False)  # at a temperature above 0
+    adjusts_until: float = field(init=False)  # logits are adjusted while fewer tokens than this were generated
+
+    def __post_init__(self) -> None:
+        options, tensors = self.options, (self.output_counts, self.is_known, self.is_allowed)
+        self.is_sampled = options.temperature >= GREEDY_BELOW
+        is_adjusted = any(t is not None for t in tensors) or bool(options.logit_bias)
+        self.adjusts_until = inf if is_adjusted else options.min_tokens if options.eos_token_ids else 0
 
     @classmethod
     def start(
@@ -31,21 +40,17 @@ class SamplingState:
         device: torch.device,
     ) -> "SamplingState":
         """The state after `token_ids`, of which the first `num_prompt_tokens` are the prompt."""
-        state = cls(options, len(token_ids) - num_prompt_tokens)
+        output_counts = is_known = is_allowed = None
         if options.presence_penalty or options.frequency_penalty:
             generated = torch.tensor(token_ids[num_prompt_tokens:], dtype=torch.int64, device=device)
-            state.output_counts = torch.bincount(generated, minlength=vocab_size).float()
+            output_counts = torch.bincount(generated, minlength=vocab_size).float()
         if options.repetition_penalty != 1.0:
-            state.is_known = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            state.is_known[torch.tensor(token_ids, dtype=torch.int64, device=device)] = True
+            is_known = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            is_known[torch.tensor(token_ids, dtype=torch.int64, device=device)] = True
         if options.allowed_token_ids is not None:
-            state.is_allowed = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            state.is_allowed[torch.tensor(options.allowed_token_ids, dtype=torch.int64, device=device)] = True
-        return state
-
-    @property
-    def is_sampled(self) -> bool:
-        return self.options.temperature >= GREEDY_BELOW
+            is_allowed = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            is_allowed[torch.tensor(options.allowed_token_ids, dtype=torch.int64, device=device)] = True
+        return cls(options, len(token_ids) - num_prompt_tokens, output_counts, is_known, is_allowed)
 
     @property
     def is_filtered(self) -> bool:
@@ -55,8 +60,7 @@ class SamplingState:
     @property
     def adjusts_logits(self) -> bool:
         """Whether logits change before temperature: by bias, penalties or tokens that are not allowed (yet)."""
-        tensors = (self.output_counts, self.is_known, self.is_allowed)
-        return any(t is not None for t in tensors) or bool(self.options.logit_bias) or self.masks_end_tokens
+        return self.num_output_tokens < self.adjusts_until
 
     @property
     def masks_end_tokens(self) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.argmax import argmax
-from specray.ops.cpu.library import kernels, pointer
+from specray.ops.cpu.library import kernels
+from specray.ops.cpu.pointer import pointer
 from specray.ops.noise import gumbel
 from specray.ops.sampling_state import GREEDY_BELOW
 

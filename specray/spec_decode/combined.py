@@ -10,9 +10,10 @@ import torch
 
 from specray.config import SpeculativeConfig
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, ProposeContext
+from specray.spec_decode.drafter import Drafter
 from specray.spec_decode.ngram import NgramDrafter
 from specray.spec_decode.ngram_rules import ngram_rules
+from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import replace_trees
 
 

@@ -18,7 +18,7 @@ def load_custom(path: str) -> type:
     """The class at an import path. Importing runs its module's code. Raises ConfigError."""
     module_name, _, class_name = path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
-        raise _error(path, "is no import path", "write it as package.module:Class")
+        raise _error(path, "is not an import path", "write it as package.module:Class")
     try:
         module = import_module(module_name)
     except Exception as error:  # whatever the module raises
@@ -31,10 +31,10 @@ def load_custom(path: str) -> type:
     if loaded is None:
         raise _error(path, f"does not exist: {module.__file__} has no {class_name}", "correct the name")
     if not isinstance(loaded, type):
-        raise _error(path, f"is no class but a {type(loaded).__name__}", "name the drafter's class")
+        raise _error(path, f"is not a class but a {type(loaded).__name__}", "name the drafter's class")
     if missing := [name for name in _METHODS if not callable(getattr(loaded, name, None))]:
         raise _error(
-            path, f"is no drafter, because it lacks {', '.join(missing)}", "implement specray.spec_decode.Drafter"
+            path, f"is not a drafter, because it lacks {', '.join(missing)}", "implement specray.spec_decode.Drafter"
         )
     return loaded
 

@@ -42,9 +42,10 @@ from specray.spec_decode.draft_setup import (
     scratch_slots,
 )
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRequest, PaddedCommit, ProposeContext, TargetFiles, TargetView
+from specray.spec_decode.drafter import PaddedCommit, TargetFiles, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.fused_growth import FusedTreeGrower
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RaggedIndex, RequestTable
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_edits import replace_trees
@@ -314,7 +315,7 @@ def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftMode
 
 
 def check_draft_model_files(config: SpeculativeConfig, target: TargetFiles) -> None:
-    """ConfigError if `speculative.draft_model_path` is no supported model, or its tokens are not the target's."""
+    """ConfigError if `speculative.draft_model_path` is not a supported model, or its tokens are not the target's."""
     folder = resolve_draft(config, progress=False)
     num_common_tokens(folder, load_config(folder).vocab_size, target)
     WeightReader(folder, config.draft_load_format).close()
@@ -343,7 +344,7 @@ def _share_matrices(model: CausalLM, target: TargetModel) -> None:
     """Share the target's embedding with a model that has an equal one, and its output matrix if both are tied."""
     ours, theirs = model.embedding.weight, target.embedding.weight
     if ours.dtype == theirs.dtype and ours.device == theirs.device and torch.equal(ours, theirs):
-        model.embed_and_head = None  # it would keep the model's own matrices
+        model.fused_forward = None  # it would keep the model's own matrices
         model.embedding = target.embedding
         if model.shape.tied and target.shape.tied:
             model.head = target.head

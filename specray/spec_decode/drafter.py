@@ -7,8 +7,7 @@ SpeculativeConfig, target: TargetView). Wrong, late or missing drafts cost speed
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -17,59 +16,9 @@ from torch import Tensor
 
 from specray.models.target_model import ModelShape, TargetModel
 from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DrafterUse, DraftFault, DraftLimit
-
-
-class DraftRequest(NamedTuple):
-    """One request after a step.
-
-    The step committed the tokens at positions `start` … `end - 1`. The token at `end` is also known: the bonus token,
-    or the next one of the prompt. A drafter that pairs the hidden states of a token with the next token therefore has
-    all its pairs. A drafter's KV of a token may lie in the same KV slot as the target's: blocks are shared and freed
-    together.
-    """
-
-    slot: int
-    start: int
-    end: int
-    draft_limit: DraftLimit  # nodes and levels beyond it will not be verified
-
-
-@dataclass(frozen=True, eq=False)
-class ProposeContext:
-    """Input for the next step's drafts."""
-
-    table: RequestTable  # token ids, KV slots, seeds and sampling options by slot
-    requests: list[DraftRequest]  # each gets a tree, whose root is its last known token, at `end`
-    # Requests that get no tree: their prompt is not complete, or their limit allows no drafts.
-    unfinished: list[DraftRequest] = field(default_factory=list)
-    gather_aux_hidden_states: Callable[[], Tensor] | None = None  # None: the drafter asked for none
-    # `PaddedDrafter.propose_padded` for `requests` as a CUDA graph, which is faster. None: it was not captured, or some
-    # request is unfinished or committed tokens of its prompt.
-    replay: Callable[[], DraftTree] | None = None
-
-    @cached_property
-    def aux_hidden_states(self) -> Tensor | None:
-        """[sum of end - start, len(aux_hidden_state_layers) * hidden] of the computed tokens.
-
-        First of `requests`, then of `unfinished`.
-        """
-        return None if self.gather_aux_hidden_states is None else self.gather_aux_hidden_states()
-
-    def token_ids(self, request: DraftRequest) -> list[int]:
-        """A request's known tokens up to `end`, on the host."""
-        return self.table.states[request.slot].token_ids
-
-    def roots(self) -> Tensor:
-        """The last known tokens of `requests`, int64 [B]."""
-        slots, ends = self.columns(self.requests, "slot", "end")
-        return self.table.tokens_at(slots, ends)
-
-    def columns(self, requests: Sequence[DraftRequest], *names: str) -> Tensor:
-        """Fields of requests, int64 [len(names), n] on the device."""
-        values = [[getattr(request, name) for request in requests] for name in names]
-        return torch.tensor(values, dtype=torch.int64).view(len(names), -1).to(self.table.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,7 @@ from specray.ops.cpu.attention import PagedAttention
 from specray.ops.cpu.trees import TreeRequests
 from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import ProposeContext
+from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_growth import TreeGrower, TreePrefix
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
@@ -21,7 +21,9 @@ class FusedTreeGrower(TreeGrower):
             max(request.draft_limit.num_steps for request in prefix.requests),
             max(request.draft_limit.num_tokens for request in prefix.requests),
         )
-        noise = TreeNoise.of(context, prefix.requests, prefix.slots, shape.num_steps)
+        is_sampled, noise = context.are_sampled(prefix.requests), None
+        if any(is_sampled):
+            noise = TreeNoise.of(context, prefix.requests, is_sampled, prefix.slots, shape.num_steps)
         if (tree := self._grow_fused(context, prefix, output, shape, noise)) is not None:
             return tree
         return self.grow_levels(context.roots(), prefix, output, shape, noise)

@@ -13,11 +13,11 @@ import numpy as np
 
 from specray.config import SpeculativeConfig
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
-from specray.spec_decode.drafter import ProposeContext
 from specray.spec_decode.ngram_index import GAP, SuffixIndex, num_levels
 from specray.spec_decode.ngram_rules import NgramRules, ngram_rules
 from specray.spec_decode.ngram_tree import Level, NgramDraft, draft
-from specray.spec_decode.request_table import RequestState
+from specray.spec_decode.propose_context import ProposeContext
+from specray.spec_decode.request_state import RequestState
 
 _LEAST_OWN_CAPACITY = 1024  # initial capacity for a request's tokens; doubled as it grows
 _MOST_SALTS = 10_000

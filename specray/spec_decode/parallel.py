@@ -19,9 +19,10 @@ from specray.models.parallel_head import ParallelHead
 from specray.ops.attention import AttentionBatch, PaddedAttention, PaddedBatch
 from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRequest, PaddedCommit, ProposeContext, TargetView
+from specray.spec_decode.drafter import PaddedCommit, TargetView
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.padded_input import extend_input
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RaggedIndex, RequestTable
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_growth import candidates, with_draft_probs
@@ -68,9 +69,10 @@ class ParallelDrafter:
         if not limits:
             return DraftTree.from_lists([], context.table.device)
         [slots] = context.columns(context.requests, "slot")
-        return self._tree(
-            context.roots(), shape, TreeNoise.of(context, context.requests, slots, shape.num_steps), output
-        )
+        is_sampled, noise = context.are_sampled(context.requests), None
+        if any(is_sampled):
+            noise = TreeNoise.of(context, context.requests, is_sampled, slots, shape.num_steps)
+        return self._tree(context.roots(), shape, noise, output)
 
     @torch.inference_mode()
     def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:

@@ -6,7 +6,6 @@ A slot is a row of this table; a KV slot is one token's place in the KV pool.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +15,9 @@ from torch import Tensor
 from specray.ops.attention import make_zeros
 from specray.ops.gpu import uses_triton
 from specray.ops.request_arena import RequestArena
-from specray.ops.sampling_state import SamplingBatch, SamplingState
-from specray.step import NewRequest, PromptLogprobs, SamplingOptions
+from specray.ops.sampling_state import SamplingBatch
+from specray.spec_decode.request_state import RequestState, sampling_columns
+from specray.step import NewRequest
 
 _NUM_SCALARS = 8  # int32 columns behind token ids and KV slots: see RequestTable.__init__
 
@@ -35,25 +35,6 @@ class RaggedIndex(NamedTuple):
         rows = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=total)
         starts = lengths.cumsum(0) - lengths
         return cls(rows, torch.arange(total, device=device) - starts.index_select(0, rows))
-
-
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """The host's part of one slot."""
-
-    slot: int
-    token_ids: list[int]
-    num_prompt_tokens: int
-    num_computed_tokens: int  # committed tokens whose KV is written
-    num_kv_slots: int  # tokens that the request's blocks can hold
-    block_ids: list[int]
-    cache_salt: str
-    sampling: SamplingState
-    prompt_logprobs: PromptLogprobs | None = None
-    predicted_token_ids: Sequence[int] = ()
-    traces_drafts: bool = False
-    drafter: str = ""  # see NewRequest
-    shadow: str = ""
 
 
 class RequestTable:
@@ -85,26 +66,12 @@ class RequestTable:
         self.device = device
         self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the arena, int32 values)
         self._discard_index = num_slots * self._row
+        self._uses_triton = uses_triton(device)
 
     def enter(self, new: NewRequest) -> None:
         """Start a request in its slot."""
-        sampling = SamplingState.start(new.sampling, new.token_ids, new.num_prompt_tokens, self.vocab_size, self.device)
-        self.states[new.slot] = RequestState(
-            new.slot,
-            [],
-            new.num_prompt_tokens,
-            new.num_computed_tokens,
-            0,
-            [],
-            new.cache_salt,
-            sampling,
-            new.prompt_logprobs,
-            new.predicted_token_ids,
-            new.traces_drafts,
-            new.drafter,
-            new.shadow,
-        )
-        self._change(new.slot, 2 * self._width + 2, _scalars(new.sampling))
+        self.states[new.slot] = RequestState.start(new, self.vocab_size, self.device)
+        self._change(new.slot, 2 * self._width + 2, sampling_columns(new.sampling))
         self.extend(new.slot, new.token_ids, new.block_ids)
 
     def extend(self, slot: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
@@ -171,7 +138,7 @@ class RequestTable:
         return SamplingBatch([state.sampling for state in states], seeds, *options)
 
     def _cells_at(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
-        if uses_triton(self.device):
+        if self._uses_triton:
             from specray.ops.gpu import steps
 
             return steps.cells_at(self.arena, slots, positions, column)
@@ -179,11 +146,3 @@ class RequestTable:
 
     def _change(self, slot: int, column: int, values: np.ndarray) -> None:
         self._changes.append((slot * self._row + column, values))
-
-
-def _scalars(options: SamplingOptions) -> np.ndarray:
-    """The int32 columns of a request's sampling options."""
-    seed = np.array([options.seed], dtype=np.int64).view(np.int32)
-    integers = np.array([options.top_k], dtype=np.int32)
-    floats = np.array([options.temperature, options.top_p, options.min_p], dtype=np.float32).view(np.int32)
-    return np.concatenate((seed, integers, floats))

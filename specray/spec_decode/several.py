@@ -1,8 +1,8 @@
 """Several drafters that act as one: each drafts for the requests that the engine has given to it.
 
-A request names its drafter in the request table. One that names a drafter which is not here, because it was dropped, or
-none gets the first. A drafter sees only its own requests and keeps its own state. It is told which KV slots the others'
-requests reuse. The trees of all become one batch for the verifier.
+A request names its drafter in the request table. A request without a name, or with the name of a drafter that was
+dropped, gets the first one. A drafter sees only its own requests and keeps its own state; `forget_kv` notifies it of KV
+slots that other drafters' requests reuse. The trees of all drafters become one batch for the verifier.
 """
 
 import time
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftRequest, ProposeContext, SharesKVSlots
+from specray.spec_decode.drafter import Drafter, DraftFaultError, SharesKVSlots
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.shadow_trees import ShadowTrees
 from specray.spec_decode.tree_edits import merge_trees
 from specray.step import DrafterUse

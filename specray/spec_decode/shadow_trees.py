@@ -1,14 +1,14 @@
 """Trees that are not verified but compared with the text: how many of their tokens the target would have accepted.
 
-With coupled verification the target accepts the path of a tree that its own next tokens follow, so the text that was
-generated without a tree tells what would have been accepted of it.
+With coupled verification the target accepts the path of a tree that its own next tokens follow, so the generated text
+shows which of its tokens would have been accepted.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from specray.spec_decode.draft_tree import ROOT, DraftTree, TreeLists
-from specray.spec_decode.drafter import DraftRequest, ProposeContext
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 
 
 class Compared(NamedTuple):

@@ -17,8 +17,8 @@ from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.node_verifier import accept, verify_padded
-from specray.spec_decode.verifier import in_order, needs_walk, verify
-from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+from specray.spec_decode.verifier import needs_walk, verify
+from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput, in_order
 
 
 def verify_shards(

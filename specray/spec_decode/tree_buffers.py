@@ -1,4 +1,4 @@
-"""Where CUDA graphs leave the trees that they draft: tensors that stay in their place."""
+"""Buffers with fixed addresses, in which CUDA graphs store the trees that they draft."""
 
 import torch
 

@@ -25,8 +25,8 @@ from specray.ops.cpu.trees import TreeNetwork
 from specray.ops.gpu import uses_triton
 from specray.ops.likeliest import likeliest
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRequest
 from specray.spec_decode.eagle_tree import CandidatePool
+from specray.spec_decode.propose_context import DraftRequest
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape

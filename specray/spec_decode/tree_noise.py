@@ -10,7 +10,7 @@ from torch import Tensor
 from specray.ops.gpu import uses_triton
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW
-from specray.spec_decode.drafter import DraftRequest, ProposeContext
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 
 
@@ -26,13 +26,15 @@ class TreeNoise:
 
     @classmethod
     def of(
-        cls, context: ProposeContext, requests: Sequence[DraftRequest], slots: Tensor, num_levels: int
-    ) -> "TreeNoise | None":
-        """The noise of `requests` in table slots `slots` int64 [B]; None if all are greedy."""
+        cls,
+        context: ProposeContext,
+        requests: Sequence[DraftRequest],
+        is_sampled: list[bool],
+        slots: Tensor,
+        num_levels: int,
+    ) -> "TreeNoise":
+        """The noise of `requests` in table slots `slots` int64 [B], of which those of `is_sampled` are not greedy."""
         table = context.table
-        is_sampled = [table.states[request.slot].sampling.is_sampled for request in requests]
-        if not any(is_sampled):
-            return None
         [ends] = context.columns(requests, "end")
         temperature, seeds = table.temperature.index_select(0, slots), table.seeds.index_select(0, slots)
         return cls(is_sampled, temperature, seeds, ends, num_levels)

@@ -10,19 +10,16 @@ the depths.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
-
-import torch
 
 from specray.ops.cpu.library import Kernels, kernels
-from specray.ops.cpu.sampling import walk
+from specray.ops.cpu.tree_walk import walk
 from specray.ops.gpu import uses_triton
 from specray.ops.sampling_state import SamplingState
 from specray.ops.token_mask import TokenMask, forbid_masked
 from specray.spec_decode.depth_walk import walk_by_depth
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler, coupled
 from specray.spec_decode.node_verifier import verify_nodes
-from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput, in_order
 
 
 def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask | None = None) -> VerifyOutput:
@@ -44,21 +41,6 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask 
     return in_order(outputs, others + walked)
 
 
-def in_order(outputs: Sequence[VerifyOutput], rows: Sequence[int]) -> VerifyOutput:
-    """One output of several, whose requests, one output after the other, are number `rows` of the batch."""
-    order = torch.tensor(rows).argsort().to(outputs[0].tokens.device)
-    num_tokens, tokens, nodes = (
-        torch.cat(parts).index_select(0, order) for parts in zip(*(output[:3] for output in outputs), strict=True)
-    )
-    starts = accumulate((len(output.num_tokens) for output in outputs), initial=0)
-    logprobs = {
-        rows[start + row]: probs
-        for start, output in zip(starts, outputs, strict=False)
-        for row, probs in output.logprobs.items()
-    }
-    return VerifyOutput(num_tokens, tokens, nodes, logprobs)
-
-
 def can_verify_padded(states: Sequence[SamplingState], sampler: NodeSampler) -> bool:
     """Whether `verify_padded` can verify these requests."""
     return is_padded(sampler) and not any(needs_walk(state) for state in states)
@@ -71,7 +53,8 @@ def is_padded(sampler: NodeSampler) -> bool:
 
 def needs_walk(state: SamplingState, walks_sampled: bool = False) -> bool:
     """Whether a request's tokens depend on the path, or its logprobs are wanted."""
-    return state.options.logprobs is not None or state.adjusts_logits or (walks_sampled and state.is_sampled)
+    is_adjusted = state.num_output_tokens < state.adjusts_until
+    return is_adjusted or state.options.logprobs is not None or (walks_sampled and state.is_sampled)
 
 
 def _verify_at_once(inputs: VerifyInput, own: Kernels | None) -> VerifyOutput:

@@ -1,5 +1,7 @@
 """What the verifier reads and returns for a batch of requests."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -52,3 +54,18 @@ class VerifyInput(NamedTuple):
             self.lengths.index_select(0, index),
             None if self.unmasked is None else self.unmasked.index_select(0, places),
         )
+
+
+def in_order(outputs: Sequence[VerifyOutput], rows: Sequence[int]) -> VerifyOutput:
+    """One output of several, whose requests, one output after the other, are number `rows` of the batch."""
+    order = torch.tensor(rows).argsort().to(outputs[0].tokens.device)
+    num_tokens, tokens, nodes = (
+        torch.cat(parts).index_select(0, order) for parts in zip(*(output[:3] for output in outputs), strict=True)
+    )
+    starts = accumulate((len(output.num_tokens) for output in outputs), initial=0)
+    logprobs = {
+        rows[start + row]: probs
+        for start, output in zip(starts, outputs, strict=False)
+        for row, probs in output.logprobs.items()
+    }
+    return VerifyOutput(num_tokens, tokens, nodes, logprobs)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specray.spec_decode.drafter import DraftRequest
+from specray.spec_decode.propose_context import DraftRequest
 from specray.spec_decode.request_table import RequestTable
 
 

@@ -21,6 +21,9 @@ from specray.structured_output.schema_check import check_schema
 
 MAX_GRAMMAR_BYTES = 64 << 20  # of a compiled grammar
 CACHE_BYTES = 128 << 20  # of compiled rules, which grammars share
+# What a character of a string with a bound of its length may be, in xgrammar's EBNF, and the same in JSON.
+_BOUNDED_CHARACTER = r"([^\"\\\r\n])"
+_BOUNDED_JSON_CHARACTER = r"([^\0-\x1f\"\\\r\n])"
 
 
 class GrammarCompiler:
@@ -91,7 +94,33 @@ def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar.
         case "ebnf":
             return compiler.compile_grammar(spec.text)
         case "structural_tag":
-            return compiler.compile_structural_tag(spec.text)
+            return compiler.compile_structural_tag(_with_compact_json(spec.text))
+
+
+def _with_compact_json(structural_tag: str) -> str:
+    """The structural tag with the grammars of its JSON schemas in their place.
+
+    xgrammar 0.2.8 compiles schemas in tags with any white space, and allows control characters in strings with a bound
+    of their length. Parts that ask for another form than plain JSON stay as they are.
+    """
+    root: object = json.loads(structural_tag)
+    waiting = [root]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict) and part.get("type") == "json_schema":
+            _compact(part)
+        elif isinstance(part, dict | list):
+            waiting += part.values() if isinstance(part, dict) else part
+    return json.dumps(root)
+
+
+def _compact(content: dict[str, object]) -> None:
+    if content.get("style", "json") != "json" or content.keys() - {"type", "style", "json_schema"}:
+        return
+    schema = json.dumps(content.pop("json_schema", None))
+    grammar = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
+    content.clear()
+    content |= {"type": "grammar", "grammar": grammar.replace(_BOUNDED_CHARACTER, _BOUNDED_JSON_CHARACTER)}
 
 
 def _schemas(spec: GrammarSpec) -> Iterator[object]:

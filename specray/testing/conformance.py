@@ -16,8 +16,9 @@ from specray.models.target_model import TargetModel
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, ProposeContext
+from specray.spec_decode.drafter import Drafter, DraftFaultError
 from specray.spec_decode.inline_drafts import InlineDrafts
+from specray.spec_decode.propose_context import ProposeContext
 from specray.step import UNLIMITED, DraftFault, DraftLimit
 from specray.worker.local import LocalExecutor
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import ProposeContext
-from specray.spec_decode.request_table import RequestState
+from specray.spec_decode.propose_context import ProposeContext
+from specray.spec_decode.request_state import RequestState
 
 
 class Recording(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from specray.layers.parallel import RankGroup
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftSource
-from specray.spec_decode.inline_drafts import InlineDrafts
+from specray.spec_decode.no_drafts import NoDrafts
 from specray.worker.step_output import StepOutput
 
 
@@ -27,7 +27,7 @@ class DraftSizes(NamedTuple):
 
 def follow(drafts: DraftSource, sizes: DraftSizes) -> None:
     """Choose the same CUDA graphs as rank 0, which has the drafter of these sizes."""
-    if isinstance(drafts, InlineDrafts):  # as on all ranks above 0; on rank 0 the sizes are its own
+    if isinstance(drafts, NoDrafts):  # as on all ranks above 0
         drafts.max_draft_tokens, drafts.aux_hidden_state_layers = sizes
 
 

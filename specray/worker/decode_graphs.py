@@ -1,6 +1,7 @@
 """The CUDA graphs of decode steps, by bucket, and which steps have one.
 
-Steps with tokens of prompts have none, and neither have steps of so many nodes that the device is slower than the host.
+Steps with prompt tokens have none, nor have steps with so many nodes that the device takes longer than the host's
+launches.
 """
 
 from collections.abc import Callable
@@ -99,7 +100,7 @@ class DecodeGraphs:
 
     def _capture(self, bucket: Bucket) -> None:
         step = self._step
-        step.clear()  # running it before it is captured changes nothing then
+        step.clear()  # a run before the capture then changes no request
         self._graphs.capture(("forward", bucket), lambda: step.forward(bucket))
         kinds = [(False, False), (True, False)]  # of requests: some are sampled; some of these have filters
         if step.is_sharded:

@@ -12,14 +12,8 @@ import torch
 
 from specray.ops.graphs import Graphs
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import (
-    CompositeDrafter,
-    Drafter,
-    PaddedCommit,
-    PaddedDrafter,
-    ProposeContext,
-    padded_drafter,
-)
+from specray.spec_decode.drafter import CompositeDrafter, Drafter, PaddedCommit, PaddedDrafter, padded_drafter
+from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_buffers import TreeBuffers
 from specray.worker.buckets import draft_row_buckets

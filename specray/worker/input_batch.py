@@ -15,7 +15,8 @@ from torch import Tensor
 from specray.ops.attention import AttentionBatch
 from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.request_table import RaggedIndex, RequestState, RequestTable
+from specray.spec_decode.request_state import RequestState
+from specray.spec_decode.request_table import RaggedIndex, RequestTable
 from specray.step import StepPlan
 
 

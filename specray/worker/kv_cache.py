@@ -27,6 +27,8 @@ class KVCache:
     ) -> None:
         self.padding_slot = num_blocks * page_size
         self.pool = make_pool(num_layers, self.padding_slot + page_size, num_kv_heads, head_dim, dtype, device)
+        self._kernels = kernels() if device.type == "cpu" else None
+        self._uses_triton = uses_triton(device)
 
     def commit(self, kv_slots: Tensor, nodes: Tensor, num_tokens: Tensor) -> None:
         """Move the KV of accepted paths behind their prefixes.
@@ -35,11 +37,10 @@ class KVCache:
         accepted nodes by depth, of which the first `num_tokens` int64 [B] count. Node n at depth d moves to the KV
         slot of node d.
         """
-        own = kernels() if self.pool.device.type == "cpu" else None
-        if own is not None:
-            commit_paths(own, self.pool, kv_slots, nodes, num_tokens)
+        if self._kernels is not None:
+            commit_paths(self._kernels, self.pool, kv_slots, nodes, num_tokens)
             return
-        if uses_triton(self.pool.device):
+        if self._uses_triton:
             from specray.ops.gpu import kv
 
             kv.commit_paths(self.pool, kv_slots, nodes, num_tokens)

@@ -9,7 +9,7 @@ from specray.grammar import GrammarSpec
 from specray.models.target_model import TargetModel
 from specray.spec_decode.drafter import Drafter
 from specray.step import StepPlan, StepResult
-from specray.worker.memory import STARTING, STEPPING, enough_memory
+from specray.worker.memory import STARTING, STEPPING, enough_memory, raise_if_out_of_memory
 from specray.worker.startup import start_worker
 
 
@@ -42,9 +42,12 @@ class LocalExecutor:
         self._plans.append(plan)
 
     def collect(self) -> StepResult:
-        with enough_memory(self._config, STEPPING, EngineDeadError):
+        try:
             result = self.worker.execute(self._plans.popleft())
             self.worker.propose()
+        except (MemoryError, RuntimeError) as failure:
+            raise_if_out_of_memory(failure, self._config, STEPPING, EngineDeadError)
+            raise
         return result
 
     def compile_grammar(self, spec: GrammarSpec) -> None:

@@ -19,8 +19,15 @@ def enough_memory(config: EngineConfig, while_: str, error: type[ConfigError | E
     try:
         yield
     except (MemoryError, RuntimeError) as failure:
-        if not _is_out_of_memory(failure):
-            raise
+        raise_if_out_of_memory(failure, config, while_, error)
+        raise
+
+
+def raise_if_out_of_memory(
+    failure: Exception, config: EngineConfig, while_: str, error: type[ConfigError | EngineDeadError]
+) -> None:
+    """Raise `error` with the options to lower if memory ran out."""
+    if _is_out_of_memory(failure):
         raise error(f"out of memory while {while_}: {failure}; {advice(config)}") from failure
 
 

@@ -1,8 +1,8 @@
 """How a device's memory is divided, before the KV pool is allocated: pure arithmetic.
 
-`mem_fraction_static` is the share of weights and KV, of the target and of its drafter. The rest is for what comes and
-goes: activations, CUDA graphs, the context of a drafter's own process. If that share is too small for them, the pool
-gets less. The sizes of activations and graphs are estimates: they have not been compared with a GPU.
+`mem_fraction_static` is the share of weights and KV, of the target and of its drafter. The rest is for activations,
+CUDA graphs, the context of a drafter's own process. If that share is too small for them, the pool gets less. The sizes
+of activations and graphs are estimates: they have not been compared with a GPU.
 """
 
 from typing import NamedTuple

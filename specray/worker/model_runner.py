@@ -28,6 +28,7 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.attention = attention
+        self._forward = model.step_forward(attention)
 
     @property
     def reason_without_graphs(self) -> str | None:
@@ -38,7 +39,7 @@ class ModelRunner:
 
     def forward(self, batch: InputBatch, aux_hidden_state_layers: Sequence[int]) -> ForwardOutput:
         attend = self.attention.plan(batch.attention)
-        hidden, logits, aux_hidden_states = self.model.with_logits(
+        hidden, logits, aux_hidden_states = self._forward(
             batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers
         )
         return ForwardOutput(hidden, logits, aux_hidden_states, batch.roots)

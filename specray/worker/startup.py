@@ -18,6 +18,7 @@ from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import Drafter, DraftSource, composite_of, padded_drafter
 from specray.spec_decode.inline_drafts import InlineDrafts
+from specray.spec_decode.no_drafts import NoDrafts
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
@@ -75,7 +76,11 @@ def start_worker(
         if drafter is None and group.leads:
             with fixed_order(config.deterministic):
                 drafter = make_drafter(config.speculative, target.view(eos_ids))
-        drafts = InlineDrafts(drafter, config.max_running_requests, vocab_size, device)
+        num_slots = config.max_running_requests
+        if drafter is None:
+            drafts = NoDrafts(num_slots, device)
+        else:
+            drafts = InlineDrafts(drafter, num_slots, vocab_size, device)
     sampler = make_sampler(config.speculative)
     if group.size > 1:
         follow(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))

@@ -15,8 +15,9 @@ from specray.layers.parallel import RankGroup
 from specray.models.target_model import TargetModel
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftRequest, DraftSource, ProposeContext
+from specray.spec_decode.drafter import DraftSource
 from specray.spec_decode.node_sampler import NodeSampler
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_shards
 from specray.spec_decode.verifier import can_verify_padded, verify

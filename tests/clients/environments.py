@@ -43,6 +43,7 @@ CLIENTS = {
         Client("instructor", "use_instructor.py"),
         Client("pydantic-ai", "use_pydantic_ai.py"),
         Client("anthropic", "use_anthropic.py"),
+        Client("llm-comply", "use_llm_comply.py"),
     )
 }
 

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -110,6 +111,26 @@ def test_only_ports_of_serve_listen_beyond_loopback(served: Served) -> None:
             with pytest.raises(grpc.RpcError) as refused:
                 call(b"", timeout=10.0)
         assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_no_other_port_answers_at_the_machines_own_address(served: Served) -> None:
+    """Asked as another machine would ask."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; chooses the address of the way out
+        except OSError:
+            pytest.skip("this machine has no network")
+        own = probe.getsockname()[0]
+    sockets = [(process, *where) for process in family(served.folder) for where in listening(process)]
+    answering = sorted({process for process, _, port in sockets if connects(own, port)})
+    assert [line for line in command_lines(answering).splitlines() if not line.startswith("ray::ServeReplica:")] == []
+    assert not connects(own, served.port)
+
+
+def connects(address: str, port: int) -> bool:
+    with socket.socket() as client:
+        client.settimeout(5.0)
+        return client.connect_ex((address, port)) == 0
 
 
 def test_ray_requires_the_token(served: Served) -> None:

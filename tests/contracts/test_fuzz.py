@@ -1,6 +1,7 @@
 """A short run of `make fuzz`, and proof that it finds what it looks for."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from cluster.api.service import Service
 from specray.engine.scheduler import Scheduler
-from tests.fuzz.files import SUBJECTS, FileFindings, _collect, _outcome, fuzz_files
+from tests.fuzz.files import SUBJECTS, FileFindings, Report, _collect, _outcome, fuzz_files
+from tests.fuzz.grammars import fuzz_grammars
 from tests.fuzz.http import Findings, fuzz
 from tests.support.local_server import until
 from tests.support.toy import write_toy
@@ -38,6 +40,14 @@ def test_mutated_files_are_loaded_or_refused() -> None:
     assert not findings.problems
     assert findings.outcomes["loaded"] > 5
     assert findings.outcomes["refused"] > 50
+    assert findings.memory_growth < 256 * 2**20  # most of it is what libraries import when they are first needed
+
+
+def test_hostile_grammars_are_compiled_or_refused(tmp_path: Path) -> None:
+    findings = asyncio.run(fuzz_grammars(tmp_path, 12, seed=1))
+    assert not findings.problems
+    assert findings.outcomes.total() == 12
+    assert sum(count for outcome, count in findings.outcomes.items() if outcome.endswith("refused")) > 3
 
 
 def test_an_exception_in_a_route_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +56,15 @@ def test_an_exception_in_a_route_is_found(model: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Service, "generate", fail)
     assert any("a server error" in problem for problem in run(model, 60).problems)
+
+
+def test_a_connection_to_elsewhere_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fetch(*_: object) -> None:
+        with socket.socket() as opened:
+            opened.connect_ex(("127.0.0.1", 9))
+
+    monkeypatch.setattr(Service, "generate", fetch)
+    assert any("connected to ('127.0.0.1', 9)" in problem for problem in run(model, 60).problems)
 
 
 def test_a_leaked_request_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,11 +89,13 @@ def test_an_exception_and_a_crash_of_loading_are_found(tmp_path: Path) -> None:
 
     subject = SUBJECTS[0]._replace(load=fail)
     receiver, sender = Pipe(duplex=False)
-    sender.send(("first", "loaded"))
-    sender.send(("second", _outcome(subject, tmp_path)))
+    sender.send(Report("first", "loaded"))
+    sender.send(Report("slow", "refused", cpu_s=1.5))
+    sender.send(Report("second", _outcome(subject, tmp_path)))
     sender.close()
     findings = FileFindings()
-    assert _collect(receiver, 0, 10, findings) == 3
-    exception, crash = findings.problems
+    assert _collect(receiver, 0, 10, findings) == 4
+    slow, exception, crash = findings.problems
+    assert slow == "slow: refused after 1.5 s of CPU time"
     assert exception.startswith("second: KeyError: 'x' at ")
-    assert crash == "the process died after second (mutant 2)"
+    assert crash == "the process died after second (mutant 3)"

@@ -1,4 +1,4 @@
-"""`make fuzz`: mutated requests against the whole server, and mutated model files.
+"""`make fuzz`: mutated requests against the whole server, hostile grammars, and mutated model files.
 
 Prints what came back. Exit status 1 if anything did that should not. A finding names its request or mutant; the same
 --seed makes the same ones.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from specray.cli.arguments import positive
 from tests.fuzz.files import fuzz_files
+from tests.fuzz.grammars import fuzz_grammars
 from tests.fuzz.http import fuzz
 from tests.support.toy import write_toy
 
@@ -26,15 +27,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     logging.getLogger("specray").setLevel(logging.ERROR)
     problems, figures = [], {}
-    if options.only != "files":
+    if options.only in (None, "http"):
         with tempfile.TemporaryDirectory(prefix="specray-fuzz-") as folder:
             http = asyncio.run(fuzz(write_toy(Path(folder)), options.requests, options.seed))
         problems += http.problems
         figures["http"] = _figures(http.statuses, http.problems, http.seconds, longest_stall_s=http.longest_stall_s)
-    if options.only != "http":
+    if options.only in (None, "grammars"):
+        with tempfile.TemporaryDirectory(prefix="specray-fuzz-") as folder:
+            grammars = asyncio.run(fuzz_grammars(Path(folder), options.grammars, options.seed))
+        problems += grammars.problems
+        times = {"slowest_s": grammars.slowest_s, "longest_stall_s": grammars.longest_stall_s}
+        figures["grammars"] = _figures(grammars.outcomes, grammars.problems, grammars.seconds, **times)
+    if options.only in (None, "files"):
         files = fuzz_files(options.files, options.seed)
         problems += files.problems
-        figures["files"] = _figures(files.outcomes, files.problems, files.seconds)
+        cost = {"slowest_refusal_cpu_s": files.slowest_refusal_s, "memory_growth_mib": files.memory_growth / 2**20}
+        figures["files"] = _figures(files.outcomes, files.problems, files.seconds, **cost)
     for name, figure in figures.items():
         print(f"{name}: {json.dumps(figure)}")
     for problem in problems[:SHOWN]:
@@ -56,8 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--requests", type=positive, default=100_000, metavar="N", help="HTTP requests (default: %(default)s)")
     add("--files", type=positive, default=10_000, metavar="N", help="mutants of model files (default: %(default)s)")
+    add("--grammars", type=positive, default=300, metavar="N", help="hostile grammars (default: %(default)s)")
     add("--seed", type=int, default=0, help="of all mutations (default: %(default)s)")
-    add("--only", choices=("http", "files"), help="one of the two parts")
+    add("--only", choices=("http", "grammars", "files"), help="one of the parts")
     return parser
 
 

@@ -36,6 +36,7 @@ from tests.support.mtp import write_mimo_layers
 from tests.support.toy import write_toy
 
 HANG_S = 60.0
+REFUSAL_CPU_S = 1.0  # within which a file is refused
 EXTRA_MEMORY = 4 * 2**30  # bytes of address space beyond what the libraries have mapped
 HEADER_BYTES = 4096  # of a safetensors or GGUF file: most mutations go there
 READY = "ready"
@@ -49,6 +50,17 @@ class FileFindings:
     outcomes: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    slowest_refusal_s: float = 0.0  # of CPU time
+    memory_growth: int = 0  # bytes of the process beyond what loading the unchanged files took
+
+
+class Report(NamedTuple):
+    """One mutant, as the process that loaded it reports it."""
+
+    mutant: str
+    outcome: str
+    cpu_s: float = 0.0
+    memory_growth: int = 0
 
 
 class Subject(NamedTuple):
@@ -84,13 +96,19 @@ def _collect(receiver: Connection, first: int, num_mutants: int, findings: FileF
             if not receiver.poll(HANG_S):
                 findings.problems.append(f"no end within {HANG_S:g} s after {mutant}")
                 return number + 1
-            mutant, outcome = receiver.recv()
+            report: Report = receiver.recv()
         except EOFError:
             findings.problems.append(f"the process died after {mutant} (mutant {number})")
             return number + 1
+        mutant, outcome = report.mutant, report.outcome
         findings.outcomes[outcome.partition(":")[0]] += 1
+        findings.memory_growth = max(findings.memory_growth, report.memory_growth)
         if outcome not in ("loaded", "refused"):
             findings.problems.append(f"{mutant}: {outcome}")
+        elif outcome == "refused":
+            findings.slowest_refusal_s = max(findings.slowest_refusal_s, report.cpu_s)
+            if report.cpu_s > REFUSAL_CPU_S:
+                findings.problems.append(f"{mutant}: refused after {report.cpu_s:.1f} s of CPU time")
     return num_mutants
 
 
@@ -105,14 +123,23 @@ def _load_mutants(first: int, last: int, seed: int, sender: Connection) -> None:
             subject.write(bases[subject.name])
             subject.load(bases[subject.name])  # unchanged files load
         _limit_memory()
+        loaded = _peak_memory()
         sender.send(READY)
         for number in range(first, last):
             subject = SUBJECTS[number % len(SUBJECTS)]
             mutant = root / "mutant"
             shutil.copytree(bases[subject.name], mutant)
             name = _mutate(mutant, random.Random(f"{seed}-{number}"))
-            sender.send((f"{subject.name}: {name} (mutant {number})", _outcome(subject, mutant)))
+            begin = time.process_time()
+            outcome = _outcome(subject, mutant)
+            cpu_s, growth = time.process_time() - begin, _peak_memory() - loaded
+            sender.send(Report(f"{subject.name}: {name} (mutant {number})", outcome, cpu_s, growth))
             shutil.rmtree(mutant)
+
+
+def _peak_memory() -> int:
+    """The most bytes that this process has had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _limit_memory() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -63,6 +64,14 @@ BODIES: list[tuple[str, Any]] = [
             "cache_salt": "s",
         },
     ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a"}}]}
+            ]
+        },
+    ),
     ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": MAX_TOKENS, "stream": True}),
     (
         "/generate",
@@ -78,6 +87,19 @@ BODIES: list[tuple[str, Any]] = [
 HEADERS = [(b"content-type", b"application/json"), (b"host", b"localhost"), (b"x-request-id", b"fuzz")]
 # Nothing of the server's files and code may be in a reply.
 SECRETS = (b"Traceback", b'File "', b".py", b"/tmp/", b"site-packages", b"0x7f")
+
+
+OUTGOING: list[str] = []  # connections and look-ups of names by this process
+
+
+def _note_outgoing(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "socket.connect" and isinstance(arguments[1], tuple):  # not Unix sockets, whose address is a path
+        OUTGOING.append(f"connected to {arguments[1]}")
+    elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        OUTGOING.append(f"looked up {arguments[0]}")
+
+
+sys.addaudithook(_note_outgoing)
 
 
 @dataclass(slots=True)
@@ -113,6 +135,7 @@ async def fuzz(folder: Path, num_requests: int, seed: int) -> Findings:
     """Send `num_requests` to a server of the model in `folder`."""
     findings, rng, start = Findings(), random.Random(seed), time.perf_counter()
     async with fuzzed_server(folder) as server:
+        OUTGOING.clear()
         before = await _text(server)
         posts = _post_routes(server)
         watching = asyncio.create_task(_watch_stalls(findings))
@@ -124,6 +147,9 @@ async def fuzz(folder: Path, num_requests: int, seed: int) -> Findings:
                 break
             if server.exits:
                 findings.problems.append(f"after {first + count} requests: the engine died")
+                break
+            if OUTGOING:
+                findings.problems.append(f"after {first + count} requests: {OUTGOING[0]}")
                 break
         watching.cancel()
         if (after := await _text(server)) != before:
@@ -206,7 +232,7 @@ async def _send(request: FuzzRequest, server: FuzzedServer, findings: Findings) 
         findings.statuses[0] += 1
         findings.problems.append(f"{type(error).__name__}: {error}: {request.describe()}")
     else:
-        _judge(request, replies, findings)
+        _check(request, replies, findings)
 
 
 async def _exchange(request: FuzzRequest, server: FuzzedServer) -> list[Message]:
@@ -245,7 +271,7 @@ async def _exchange(request: FuzzRequest, server: FuzzedServer) -> list[Message]
     return sent
 
 
-def _judge(request: FuzzRequest, replies: list[Message], findings: Findings) -> None:
+def _check(request: FuzzRequest, replies: list[Message], findings: Findings) -> None:
     starts = [message for message in replies if message["type"] == "http.response.start"]
     if request.cut_after is not None:
         findings.statuses[starts[0]["status"] if starts else 499] += 1

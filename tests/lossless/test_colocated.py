@@ -17,7 +17,8 @@ from specray.llm import LLM
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.drafter import DraftFaultError, ProposeContext
+from specray.spec_decode.drafter import DraftFaultError
+from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DraftFault, StepPlan, StepResult
 from specray.worker.remote_drafter import server, source, wire
 from specray.worker.remote_drafter.wire import Reply

@@ -9,7 +9,8 @@ import torch
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.spec_decode import DRAFTERS
 from specray.spec_decode.draft_tree import NONE, DraftTree
-from specray.spec_decode.drafter import ProposeContext, TargetView
+from specray.spec_decode.drafter import TargetView
+from specray.spec_decode.propose_context import ProposeContext
 from specray.testing import DRAFTER_CHECKS
 from specray.testing.conformance import Check, check_own_process, check_trees, check_wrong_drafts
 from tests.support.methods import METHODS

@@ -14,7 +14,8 @@ from specray.engine.request import EngineRequest
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, ProposeContext
+from specray.spec_decode.drafter import Drafter
+from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DrafterUse
 from specray.testing.conformance import PROMPTS, SAMPLED
 from tests.support.colocated import Colocated

@@ -9,7 +9,7 @@ from specray.llm import LLM
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
-from specray.spec_decode.drafter import ProposeContext
+from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import limit_depth
 
 PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.drafter import DraftRequest, ProposeContext
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import UNLIMITED, DraftLimit, NewRequest, SamplingOptions
 from tests.support.distributions import OPTIONS

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from specray.models import weights
 
 LOADERS = ("eagle_files.py",)  # loading a head checks that its ids are those of the target
-TREES = "inline_drafts.py"
+TREES = "pending_trees.py"
 READERS = (TREES, "step_output.py", "broadcast.py", "wire.py")  # what a step may read on the host
 
 

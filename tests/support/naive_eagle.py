@@ -19,7 +19,7 @@ from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_model import DraftModel
 from specray.spec_decode.draft_tree import NONE, TreeLists
-from specray.spec_decode.drafter import DraftRequest, ProposeContext
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.tree_shape import TreeShape
 
 # path below the root -> the topk likeliest (probability, token) after it, best first

@@ -129,7 +129,7 @@ HEAD = {"name": "head", "algorithm": "EAGLE3", "draft_model_path": "x"}
         ({"algorithm": "NGRAM", "drafters": [LOOKUP]}, "algorithm='NGRAM' is an option of a single drafter"),
         ({"num_steps": 3, "drafters": [LOOKUP]}, "num_steps=3 is an option of a single drafter, but .* lookup; move"),
         ({"drafters": [LOOKUP, LOOKUP]}, "two of them are named 'lookup'"),
-        ({"drafters": [LOOKUP | {"name": "none"}]}, "none is no drafter's name"),
+        ({"drafters": [LOOKUP | {"name": "none"}]}, "none cannot be a drafter's name"),
         ({"drafters": [LOOKUP | {"name": "a b"}]}, "drafters.0.name"),
         ({"drafters": [{"name": "head"}]}, "drafters.0.algorithm"),
         ({"drafters": [LOOKUP | {"budget": "auto"}]}, "drafters.0.budget"),

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 INVALID_JSON = "INVALID_JSON"  # key of a tool's input that is not the JSON of an object, as Anthropic recommends
 
 _EMPTY_BLOCKS: dict[str, Json] = {
-    "text": {"type": "text", "text": ""},
+    "text": {"type": "text", "text": "", "citations": None},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
 }
 
@@ -72,6 +72,8 @@ class MessagesReply:
             "model": self._metadata.model,
             "content": content,
             **(ending or {"stop_reason": None, "stop_sequence": None}),
+            "stop_details": None,
+            "container": None,
             "usage": usage,
         }
 
@@ -154,13 +156,19 @@ def _input(arguments: str) -> Json:
 
 
 def _tool_use(event: CallStart, tool_input: Json) -> Json:
-    return {"type": "tool_use", "id": event.call_id, "name": event.name, "input": tool_input}
+    caller = {"type": "direct"}  # the model, and not a program that it wrote
+    return {"type": "tool_use", "id": event.call_id, "name": event.name, "input": tool_input, "caller": caller}
 
 
 def _usage(num_prompt: int, num_cached: int, num_completion: int) -> Json:
     return {
         "input_tokens": num_prompt - num_cached,
+        "cache_creation": None,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached,
         "output_tokens": num_completion,
+        "output_tokens_details": None,
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
     }

@@ -108,7 +108,7 @@ def chat_messages(
 
 
 def _finished(answer: Json) -> Iterator[Json]:
-    if answer.keys() & {"content", "tool_calls"}:  # reasoning alone is no message
+    if answer.keys() & {"content", "tool_calls"}:  # reasoning alone is not a message
         yield {"role": "assistant", **answer}
 
 

@@ -26,14 +26,14 @@ CALL = ItemKind(
 
 
 class OutputItems:
-    """Items as they are generated. `items` are those that are complete."""
+    """Items as they are generated. `items` holds the complete ones."""
 
     def __init__(self, response_id: str, with_logprobs: bool) -> None:
         self.items: list[Json] = []
         self._suffix = response_id.partition("_")[2]
         self._with_logprobs = with_logprobs
-        self._kind: ItemKind | None = None  # of the item that grows; None between items
-        self._call: CallStart | None = None  # of a function call that grows
+        self._kind: ItemKind | None = None  # of the unfinished item; None between items
+        self._call: CallStart | None = None  # of an unfinished function call
         self._texts: list[str] = []  # of the item that grows
         self._logprobs: list[Json] = []  # of the message that grows
         self._unsent: list[Json] = []  # log probabilities of tokens whose text is not part of a message yet
@@ -50,7 +50,7 @@ class OutputItems:
                 yield self._grow(kind, event.text)
 
     def end(self, status: str) -> Iterator[Json]:
-        """Complete the item that grows. At the end of the output, a response without items gets an empty message."""
+        """Complete the unfinished item. At the end of the output, a response without items gets an empty message."""
         if self._kind is None:
             return
         kind, text = self._kind, "".join(self._texts)
@@ -90,7 +90,7 @@ class OutputItems:
         return logprobs
 
     def _item(self, status: str, text: str | None) -> Json:
-        """The item that grows; without content if `text` is None."""
+        """The unfinished item; without content if `text` is None."""
         assert self._kind is not None
         fields: Json = {"id": self._item_id, "status": status}
         if self._call is not None:

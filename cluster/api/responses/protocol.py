@@ -13,7 +13,7 @@ from specray.sampling_params import MaxTokens, NumLogprobs, Seed
 Json = dict[str, Any]
 
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED_REASONING = "reasoning.encrypted_content"  # accepted: what clients without a store ask for; always null here
+ENCRYPTED_REASONING = "reasoning.encrypted_content"  # accepted, as clients without a store ask for it; always null
 
 # Field that needs what this server does not have -> accepted values, and the reason with what to do instead.
 _STATELESS: dict[str, tuple[tuple[object, ...], str]] = {

@@ -1,5 +1,6 @@
 """Replies of /v1/responses, whole and as OpenAI's sequence of events."""
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -104,18 +105,25 @@ class ResponsesReply:
             "id": self._id,
             "object": "response",
             "created_at": self._metadata.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": reason,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": body.metadata or {},
             "model": self._metadata.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "presence_penalty": self._params.presence_penalty,
+            "frequency_penalty": self._params.frequency_penalty,
             "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "background": False,
+            "safety_identifier": None,
+            "service_tier": "default",
             "store": False,
             "temperature": self._params.temperature,
             "text": {"format": {"type": "text"}} | (body.text.model_dump(exclude_none=True) if body.text else {}),

@@ -1,4 +1,4 @@
-"""What drafts are expected to bring: how often the target accepts the nodes of a tree.
+"""The expected gain of drafts: how often the target accepts the nodes of a tree.
 
 Drafters put the likeliest nodes first, so the first n nodes are their best tree of n nodes, and node k is accepted less
 often than node k - 1. The rate of each place is measured over all requests. A request's own acceptance scales them.
@@ -20,6 +20,7 @@ class RequestAcceptance:
     accepted: float = 0.0
     expected: float = 0.0
     drafter: str = ""  # the one of several drafters that the request has: their averages differ
+    num_unread_tokens: int = 0  # computed in steps after which the drafter was not called
 
     def add(self, accepted: int, expected: float) -> None:
         keep = 1 - 1 / MEMORY_TREES

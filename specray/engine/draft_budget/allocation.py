@@ -21,11 +21,11 @@ def allocate(
     most_drafts: int,
     least_drafts: int = 0,
 ) -> Allocation:
-    """Buy drafts in the order of their gains, up to the number that generates the most tokens per second.
+    """Choose drafts in descending order of gain, up to the number that generates the most tokens per second.
 
     `gains[i][k]` are the tokens that draft k + 1 of request i is expected to bring, never rising in k.
     `step_seconds(n, m)` is the time of a step with n drafts in all, and with m for the request that has most.
-    The number of drafts is between `least_drafts` and `most_drafts`, as far as there are so many; ties go to fewer
+    The number of drafts is between `least_drafts` and `most_drafts`, or all if there are fewer; ties go to fewer
     drafts, older requests and earlier nodes.
     """
     offers = sorted(

@@ -1,7 +1,7 @@
-"""Drafts where they pay: as many as generate the most tokens per second with the costs measured so far.
+"""The budget that generates the most tokens per second under the costs and acceptance measured so far.
 
-The costs of what is never done cannot be measured. Steps without drafts, or with larger trees, are therefore tried out
-now and then, for a few steps at a time.
+A choice that is never made is never measured, so steps without drafts or with larger trees are tried from time to time,
+for a few steps each.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,16 @@ from specray.engine.draft_budget.scores import ScoreAcceptance, best_cut
 from specray.engine.draft_budget.static import equal_shares
 
 NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
-FIRST_TRIAL_STEP, STEPS_BETWEEN_TRIALS = 24, 384  # at first the steps between two trials double from trial to trial
+# At first the steps between two trials double from trial to trial. A trial without drafts costs less than one with.
+FIRST_TRIAL_STEP, STEPS_BETWEEN_TRIALS, STEPS_BETWEEN_TRIALS_OF_DRAFTS = 24, 192, 384
 TRIAL_STEPS = 4  # the first shows little: its trees were drafted under the limits of the step before
-DRAFTER_OFF_AFTER = 16  # steps without drafts until the drafter is no longer called
+DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer called
+MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
 MOST_STEP_DRAFTS = 1024  # without a configured limit
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
-DRAFTING_MARGIN = 1.01  # a step with drafts counts as this much slower, so that noise decides for plain decoding
+# A step with drafts counts as this much slower, so that noise decides for plain decoding; by more while a draft model
+# is off, because requests that it did not read go on without drafts.
+DRAFTING_MARGIN, RETURN_MARGIN = 1.01, 1.03
 
 
 class Trial(Enum):
@@ -34,6 +38,8 @@ class Trial(Enum):
 class AutoBudget:
     """DraftBudget that learns while it serves. `keep` is called with the costs from time to time."""
 
+    learns = True
+
     def __init__(
         self,
         max_step_draft_tokens: int | None,
@@ -44,7 +50,8 @@ class AutoBudget:
         self._costs = costs or StepCosts()
         self._keep = keep
         self._nodes: dict[str, NodeAcceptance] = {}  # by the name of one of several drafters
-        self._scores: dict[str, ScoreAcceptance] = {}  # the same; only of drafters that know their scores
+        self._scores: dict[str, ScoreAcceptance] = {}  # the same; only of draft models, which know their scores
+        self._paying: set[str] = set()  # draft models whose drafts paid in the step before
         self._schedules: dict[int, TrialSchedule] = {}  # by the batch's size, in powers of two
         self._trial: Trial | None = None
         self._trial_steps_left = 0
@@ -61,7 +68,9 @@ class AutoBudget:
         self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
         self._advance_trial(len(requests), any(num_drafts))
         if self._trial is Trial.NO_DRAFTS:
-            return Shares([0] * len(requests), runs_drafter=False)
+            # The target's time shows as well if the drafter is called, which then goes on to read what it drafts for.
+            reads_along = self._costs.knows_rest_without_drafts(len(requests))
+            return Shares([0] * len(requests), runs_drafter=reads_along)
         if self._trial is not None:
             quarters = 5 if self._trial is Trial.MORE_DRAFTS else 8
             wider = [count * quarters // 4 + 1 for count in num_drafts]
@@ -72,6 +81,8 @@ class AutoBudget:
     def record_tree(
         self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
     ) -> None:
+        if request.num_unread_tokens > MAX_UNREAD_TOKENS and request.drafter in self._scores:
+            return  # says nothing about the drafter
         if scores:
             acceptance = self._scores.setdefault(request.drafter, ScoreAcceptance())
             request.add(len(accepted_nodes), acceptance.observe(scores, num_drafts, accepted_nodes))
@@ -79,8 +90,10 @@ class AutoBudget:
             nodes = self._nodes.setdefault(request.drafter, NodeAcceptance())
             request.add(len(accepted_nodes), sum(nodes.gains(num_drafts)))
             nodes.observe(num_drafts, accepted_nodes)
+        else:
+            request.add(0, 0.0)  # a request that got no drafts for a while gets another chance
 
-    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
+    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
         self._costs.observe(shape, target_seconds, rest_seconds)
         self._num_timed += 1
         if self._num_timed % 1024 == 0:
@@ -88,10 +101,11 @@ class AutoBudget:
 
     def _best(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:
         """(drafts, least scores) of each request: by scores where its drafter knows them, by place otherwise."""
-        cuts = {
-            name: best_cut(acceptance, len(requests), self._costs, DRAFTING_MARGIN)
-            for name, acceptance in self._scores.items()
-        }
+        cuts = {}
+        for name, acceptance in self._scores.items():
+            margin = DRAFTING_MARGIN if name in self._paying else RETURN_MARGIN
+            cuts[name] = best_cut(acceptance, len(requests), self._costs, margin)
+        self._paying = {name for name, (num_drafts, _) in cuts.items() if num_drafts}
         by_place = iter(
             self._best_by_place([request for request in requests if request.acceptance.drafter not in cuts])
         )
@@ -101,7 +115,8 @@ class AutoBudget:
                 num_drafts.append(next(by_place))
                 min_scores.append(LEAST_SCORE)
             else:
-                num_drafts.append(min(request.most, cut[0]))
+                is_read = request.acceptance.num_unread_tokens <= MAX_UNREAD_TOKENS
+                num_drafts.append(min(request.most, cut[0]) if is_read else 0)
                 min_scores.append(max(LEAST_SCORE, cut[1] / request.acceptance.factor))
         return equal_shares(num_drafts, self._most), min_scores
 
@@ -148,7 +163,8 @@ class TrialSchedule:
         self._steps_left -= 1
         if self._steps_left > 0:
             return None
-        self._steps_left = self._distance = min(2 * self._distance, STEPS_BETWEEN_TRIALS)
+        most = STEPS_BETWEEN_TRIALS if drafts else STEPS_BETWEEN_TRIALS_OF_DRAFTS
+        self._steps_left = self._distance = min(2 * self._distance, most)
         order = (Trial.NO_DRAFTS, Trial.MORE_DRAFTS, Trial.TWICE_THE_DRAFTS) if drafts else (Trial.MORE_DRAFTS,)
         self._num_trials += 1
         return order[(self._num_trials - 1) % len(order)]

@@ -25,6 +25,8 @@ class Shares(NamedTuple):
 class DraftBudget(Protocol):
     """Chooses the drafts of every step, and learns from the steps. A new drafter gets a new budget."""
 
+    learns: bool  # whether `record_tree` and `record_step` are called
+
     def shares(self, requests: Sequence[Drafting]) -> Shares:
         """Draft tokens for each of the requests that sample in the next step, oldest first."""
 
@@ -36,8 +38,9 @@ class DraftBudget(Protocol):
         `scores` are those of all its drafts, of which the first `num_drafts` were verified; empty if not known.
         """
 
-    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
+    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
         """Learn from a step of which each request computed one known token and its drafts.
 
-        `target_seconds` are those of forward and verification, `rest_seconds` all others since the step before.
+        `target_seconds` are those of forward and verification, `rest_seconds` all others since the step before; None
+        if the drafter was called but allowed no drafts, which is no lasting state.
         """

@@ -4,8 +4,8 @@ A step's time has two parts. The target's, forward and verification, depends on 
 rest, drafting above all, depends on the number of requests and the size of their trees. Both have steps and bends that
 differ from machine to machine, so they are tables and not formulas.
 
-A machine becomes slower and faster as a whole, when others use its memory or its clock changes. Tables therefore hold
-times at a pace of 1, and the pace follows every step: what was measured long ago stays comparable with what is new.
+The speed of a whole machine also changes, with the load of other processes and with its clock rate. The tables hold
+times divided by the current pace, which every step updates, so old and new measurements stay comparable.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,15 +45,26 @@ class StepCosts:
         self._rest: dict[int, Curve] = {}  # by size class: by most_drafts
         self._pace = 1.0
 
-    def observe(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
-        """Learn from a step in which each request computed one known token and its drafts."""
-        rest = self._rest.setdefault(size_class(shape.num_requests), Curve())
-        usual = self._target.measured(shape.num_tokens), rest.measured(shape.most_drafts)
-        if None not in usual and (expected := sum(filter(None, usual))) > 0:
-            pace = (target_seconds + rest_seconds) / expected
+    def observe(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
+        """Learn from a step in which each request computed one known token and its drafts.
+
+        `rest_seconds` None: only the target's part was typical.
+        """
+        parts = [(self._target, shape.num_tokens, target_seconds)]
+        if rest_seconds is not None:
+            curve = self._rest.setdefault(size_class(shape.num_requests), Curve())
+            parts.append((curve, shape.most_drafts, rest_seconds))
+        usual = [seconds for curve, count, _ in parts if (seconds := curve.measured(count)) is not None]
+        if len(usual) == len(parts) and sum(usual) > 0:
+            pace = sum(seconds for *_, seconds in parts) / sum(usual)
             self._pace += (min(pace, PACE_CLIP * self._pace) - self._pace) / PACE_MEMORY
-        self._target.observe(shape.num_tokens, target_seconds / self._pace)
-        rest.observe(shape.most_drafts, rest_seconds / self._pace)
+        for curve, count, seconds in parts:
+            curve.observe(count, seconds / self._pace)
+
+    def knows_rest_without_drafts(self, num_requests: int) -> bool:
+        """Whether a step of this size whose drafter is not called was measured."""
+        curve = self._rest.get(size_class(num_requests))
+        return curve is not None and curve.measured(0) is not None
 
     def seconds(self, shape: StepShape) -> float:
         """The expected time of a step of this shape."""
@@ -87,9 +98,9 @@ class StepCosts:
 
 
 class Curve:
-    """Seconds that rise with a count: averages at the counts that were measured, made monotone.
+    """Seconds that rise with a count: averages at the measured counts, made monotone.
 
-    More never takes less time. Where the averages say so, they are noise, and neighbours are averaged until they rise.
+    More work never takes less time, so averages that fall are noise: neighbours are averaged until they rise.
     """
 
     def __init__(self, points: Iterable[tuple[int, float, int]] = ()) -> None:
@@ -110,7 +121,7 @@ class Curve:
         return self._seconds.get(count)
 
     def at(self, count: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        """On the line between the neighbours; below the lowest as there, above the highest as steep as before it.
+        """Linear between neighbours, constant below the lowest count, extrapolated above the highest.
 
         1 everywhere if nothing was measured.
         """

@@ -1,8 +1,7 @@
-"""What drafts are expected to bring by their scores, the probabilities that the drafter gave them.
+"""The expected gain of drafts by their scores, the probabilities that the drafter gave them.
 
-A draft model knows which of its drafts are likely. How often the target accepts nodes of each score is measured, and
-so is how the scores of each place in the tree are spread. Both tell what a step gains if it verifies only nodes above
-some score.
+Two things are measured: how often the target accepts nodes of each score, and how scores are distributed at each place
+in the tree. Together they give the expected gain of a step that verifies only nodes above some score.
 """
 
 from collections.abc import Sequence

@@ -10,6 +10,8 @@ from specray.engine.draft_budget.costs import StepShape
 class StaticBudget:
     """Equal shares of `max_step_draft_tokens`; None sets no limit."""
 
+    learns = False
+
     def __init__(self, max_step_draft_tokens: int | None) -> None:
         self._most = max_step_draft_tokens
 
@@ -22,7 +24,7 @@ class StaticBudget:
     ) -> None:
         """Nothing depends on it."""
 
-    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float) -> None:
+    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
         """Nothing depends on it."""
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import platform
 from pathlib import Path
 
@@ -20,7 +21,8 @@ class CostStore:
 
     @classmethod
     def of(cls, config: EngineConfig, capacity: Capacity) -> "CostStore":
-        described = (platform.node(), platform.machine(), capacity.dtype, config.model_dump_json())
+        num_cores = len(os.sched_getaffinity(0))
+        described = (platform.node(), platform.machine(), num_cores, capacity.dtype, config.model_dump_json())
         name = hashlib.sha256(repr(described).encode()).hexdigest()[:24]
         return cls(cache_root() / "step-costs" / f"{name}.json")
 

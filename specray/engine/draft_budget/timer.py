@@ -1,4 +1,6 @@
-"""Times of steps for the draft budget."""
+"""Times of steps, for what learns from them: the draft budget and the choice among several drafters."""
+
+import time
 
 from specray.engine.draft_budget.budget import DraftBudget
 from specray.engine.draft_budget.costs import StepShape
@@ -13,7 +15,7 @@ class StepTimer:
 
     def __init__(self) -> None:
         self.seconds = 0.0  # of the last step
-        self._since = 0.0
+        self._since = time.perf_counter()
         self._last: tuple[int, int, bool] | None = None  # of the plan before: requests, most drafts, runs_drafter
 
     def start(self, now: float, *, is_busy: bool) -> None:
@@ -33,7 +35,6 @@ class StepTimer:
         if not plan.rows or plan.new_requests or not decodes or kind != before:
             return
         drafts = [row.num_draft_tokens for row in result.rows]
-        if plan.runs_drafter == (allowed == 0):
-            return  # a drafter that reads along without drafting is no lasting state
         target = result.times.forward + result.times.verify
-        budget.record_step(StepShape(len(drafts), sum(drafts), allowed), target, max(0.0, seconds - target))
+        rest = None if plan.runs_drafter and not allowed else max(0.0, seconds - target)
+        budget.record_step(StepShape(len(drafts), sum(drafts), allowed), target, rest)

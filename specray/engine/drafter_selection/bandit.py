@@ -1,8 +1,8 @@
 """A bandit that learns which drafter generates the most tokens in a given time, per tenant and kind of text.
 
-It is discounted UCB: the drafter with the highest optimistic estimate is chosen. An estimate is optimistic by more the
-less the drafter was used, and old measurements fade, so a drafter that was worse is tried again after a while. Tenants
-start from what all tenants together have shown. No randomness: equal measurements give equal choices.
+It is discounted UCB: the drafter with the highest optimistic estimate is chosen. The less a drafter was used, the more
+optimistic its estimate, and old measurements fade, so a drafter that was slower is tried again later. A new tenant
+starts from the measurements of all tenants. There is no randomness: equal measurements give equal choices.
 """
 
 from collections import OrderedDict

@@ -5,10 +5,12 @@ from random import Random
 
 from specray.config import MAX_TREE_NODES, SpeculativeConfig
 from specray.engine.drafter_selection.bandit import DrafterBandit
+from specray.engine.drafter_selection.choice import DrafterChoice
+from specray.engine.drafter_selection.counters import count_drafter_tree, count_drafter_use, name_drafters
 from specray.engine.drafter_selection.load import UsualTimes
 from specray.engine.drafter_selection.step_share import StepRow, step_shares
 from specray.engine.drafter_selection.text_kind import NUM_TOKENS, text_kind
-from specray.engine.request import DrafterChoice, Emitted, Request
+from specray.engine.request import Emitted, Request
 from specray.engine.stats import EngineStats
 from specray.step import StepResult
 
@@ -45,7 +47,7 @@ class DrafterSelector:
         self._shadow, self._share = speculative.shadow.drafter, speculative.shadow.share
         sizes = {name: member.num_draft_tokens for name, member in speculative.members.items()}
         self._most = {name: MAX_TREE_NODES if size is None else size - 1 for name, size in sizes.items()}
-        self._stats.name_drafters(names)
+        name_drafters(self._stats, names)
 
     def assign(self, request: Request) -> None:
         """Choose the drafter of a new request."""
@@ -73,7 +75,7 @@ class DrafterSelector:
         draft_seconds: dict[str, float] = {}
         for use in result.drafters:
             draft_seconds[use.drafter] = draft_seconds.get(use.drafter, 0.0) + use.seconds
-            self._stats.count_drafter_use(use)
+            count_drafter_use(self._stats, use)
         shadow_seconds = sum(use.shadow_seconds for use in result.drafters)
         rows = [StepRow(_name(part), part.num_tokens + part.result.num_draft_tokens) for part in emitted]
         shares = step_shares(rows, max(0.0, seconds - shadow_seconds), draft_seconds)
@@ -85,7 +87,7 @@ class DrafterSelector:
             if choice is None or not num_tokens or part.num_tokens > 1:
                 continue  # the end of a prompt has no drafts
             if not part.request.spec.is_probe:
-                self._stats.count_drafter_tree(choice.name, part.result.num_draft_tokens, num_tokens - 1)
+                count_drafter_tree(self._stats, choice.name, part.result.num_draft_tokens, num_tokens - 1)
             if usual is not None and _is_typical(part.request):
                 choice.tokens, choice.time = choice.tokens + num_tokens, choice.time + share / usual
                 if choice.tokens >= OBSERVED_TOKENS:

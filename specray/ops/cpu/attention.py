@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import AttentionBatch
-from specray.ops.cpu.library import Kernels, pointer
+from specray.ops.cpu.library import Kernels
+from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES, Pool, Requests
 from specray.ops.cpu.threads import num_threads
 

@@ -8,8 +8,6 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specray.ops.cpu.build import BuildError, build
 from specray.ops.cpu.structs import (
     DraftNetwork,
@@ -87,11 +85,3 @@ def kernels() -> Kernels | None:
         reason,
     )
     return None
-
-
-def pointer(tensor: torch.Tensor | None) -> int | None:
-    """The address of a contiguous CPU tensor's data."""
-    if tensor is None:
-        return None
-    assert tensor.is_contiguous(), tensor.stride()
-    return tensor.data_ptr()

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.library import Kernels, pointer
+from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.packing import pack
+from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES
 from specray.ops.cpu.threads import num_threads
 from specray.ops.grouped_weight import Weight

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.library import kernels, pointer
+from specray.ops.cpu.library import kernels
+from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES
 
 

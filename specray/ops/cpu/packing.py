@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.library import Kernels, pointer
+from specray.ops.cpu.library import Kernels
+from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES, GROUP, Matrix
 from specray.ops.grouped_weight import GroupedWeight, Weight
 

@@ -1,12 +1,10 @@
-"""Sampling with the CPU kernels: row by row, and along the path of each draft tree; masks of a grammar."""
-
-import ctypes
+"""Sampling with the CPU kernels, row by row, and masks of a grammar."""
 
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.library import Kernels, pointer
-from specray.ops.cpu.structs import DraftTrees
+from specray.ops.cpu.library import Kernels
+from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.threads import num_threads
 from specray.ops.sampling_state import SamplingBatch
 
@@ -25,36 +23,6 @@ def sample(kernels: Kernels, logits: Tensor, batch: SamplingBatch | None = None,
     threads = min(count, num_threads())
     kernels.sample(pointer(logits), count, size, *map(pointer, options), pointer(tokens), threads)
     return tokens
-
-
-def walk(
-    kernels: Kernels,
-    logits: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    num_nodes: Tensor,
-    max_depth: int,
-    batch: SamplingBatch,
-    lengths: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk B draft trees, sampling tokens at the nodes on the way only.
-
-    `logits` float32 [sum of num_nodes, V], `tokens` and `parents` int64 [B, N], `num_nodes` and `lengths` int64 [B].
-    Returns num_tokens [B], tokens and nodes [B, max_depth + 1], as in VerifyOutput.
-    """
-    count, width = tokens.shape
-    starts = num_nodes.cumsum(0) - num_nodes
-    kept = [part.contiguous() for part in (tokens, parents, num_nodes, starts, logits)]
-    options: list[Tensor | None] = [None] * 6
-    if any(state.is_sampled for state in batch.states):
-        columns = (lengths, batch.seeds, batch.temperature, batch.top_p, batch.min_p, batch.top_k)
-        options = [column.contiguous() for column in columns]
-    trees = DraftTrees(count, width, max_depth, logits.shape[1], *map(pointer, kept), *map(pointer, options))
-    num_tokens = torch.empty(count, dtype=torch.int64)
-    sampled, nodes = torch.empty(2, count, max_depth + 1, dtype=torch.int64)
-    threads = min(count, num_threads())
-    kernels.walk(ctypes.byref(trees), pointer(num_tokens), pointer(sampled), pointer(nodes), threads)
-    return num_tokens, sampled, nodes
 
 
 def forbid(kernels: Kernels, logits: Tensor, rows: Tensor, bits: Tensor) -> None:

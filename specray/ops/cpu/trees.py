@@ -1,27 +1,19 @@
-"""Draft trees that one call of the CPU kernels grows, all levels of it."""
+"""A draft model in the CPU kernels: draft extend, and trees that one call grows, all levels of them."""
 
 import ctypes
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from specray.ops.cpu.attention import PagedAttention
-from specray.ops.cpu.layers import FusedLayers
-from specray.ops.cpu.library import pointer
-from specray.ops.cpu.matrix import PackedMatrix
-from specray.ops.cpu.structs import FLOAT_TYPES, DraftNetwork, Growth, Matrix
+from specray.ops.attention import Attend
+from specray.ops.cpu.attention import PagedAttend, PagedAttention
+from specray.ops.cpu.norm import rms_norm
+from specray.ops.cpu.packed_network import PackedNetwork
+from specray.ops.cpu.pointer import pointer
+from specray.ops.cpu.structs import Growth
 from specray.ops.cpu.threads import num_threads
-
-
-class StateInput(NamedTuple):
-    """How a node's state joins the embedding of its token: x = [embedding, state], normed, then projected."""
-
-    token_norm: Tensor | None  # float32 [H]
-    state_norm: Tensor | None
-    project: PackedMatrix | None
-    state_first: bool = False  # x = [state, embedding]
-    residual_is_normed: bool = False  # without a projection, the residual stream starts from the normed state
 
 
 class TreeRequests(NamedTuple):
@@ -38,53 +30,24 @@ class TreeRequests(NamedTuple):
     noise: tuple[Tensor, Tensor, Tensor] | None
 
 
-class TreeNetwork:
-    """A draft model of H columns: embedding, state, decoder layers, output matrix. None of it is split over ranks."""
+class TreeNetwork(PackedNetwork):
+    """A draft model that processes committed tokens and grows trees."""
 
-    def __init__(
-        self,
-        layers: FusedLayers,
-        embedding: Tensor,
-        inputs: StateInput | None,
-        norm: Tensor | None,
-        output: PackedMatrix,
-        num_columns: int,
-        target_ids: Tensor | None,
-        state_is_normed: bool = False,
-        output_is_normed: bool = False,
-    ) -> None:
-        """`inputs` None: the layers read the embedding alone. `norm` float32 [H] comes before the output matrix.
-
-        `target_ids` int64 [num_columns] are the target's ids of its columns; None: the same ids. `state_is_normed`:
-        nodes pass their children the normed output. `output_is_normed`: the outputs given to `grow` are normed.
-        """
-        self._layers = layers
-        self._embedding, self._norm, self._output, self._inputs = embedding.contiguous(), norm, output, inputs
-        self._target_ids = None if target_ids is None else target_ids.contiguous()
-        inputs = inputs or StateInput(None, None, None)
-        self._struct = DraftNetwork(
-            embedding=pointer(self._embedding),
-            embedding_type=FLOAT_TYPES[embedding.dtype],
-            vocab_size=len(embedding),
-            token_norm=pointer(inputs.token_norm),
-            state_norm=pointer(inputs.state_norm),
-            project=Matrix() if inputs.project is None else inputs.project.struct,
-            reads_states=self._inputs is not None,
-            state_first=inputs.state_first,
-            residual_is_normed=inputs.residual_is_normed,
-            num_layers=len(layers.structs),
-            layers=ctypes.addressof(layers.structs),
-            sizes=layers.sizes,
-            cos=pointer(layers.cos),
-            sin=pointer(layers.sin),
-            norm=pointer(norm),
-            state_is_normed=state_is_normed,
-            output_is_normed=output_is_normed,
-            num_columns=num_columns,
-            output=output.struct,
-            target_ids=pointer(self._target_ids),
-        )
-        self._level_bytes = layers.num_bytes + output.num_bytes
+    def extend(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Draft extend: see EagleHead's call. Only of a network that reads states, with this backend's `attend`."""
+        inputs, eps = self._inputs, self._layers.sizes.eps
+        assert inputs is not None
+        assert isinstance(attend, PagedAttend)
+        embedded = F.embedding(token_ids, self._embedding)
+        token = embedded if inputs.token_norm is None else rms_norm(embedded, inputs.token_norm, eps)
+        state = states if inputs.state_norm is None else rms_norm(states, inputs.state_norm, eps)
+        x = torch.cat((state, token) if inputs.state_first else (token, state), -1)
+        residual = state if inputs.residual_is_normed else states
+        if inputs.project is not None:
+            x = residual = inputs.project(x)
+        stream = residual.to(torch.float32, copy=True)
+        self._layers(stream, positions, attend, first_input=x.float().contiguous())
+        return stream.to(residual.dtype)
 
     def grow(
         self,

@@ -43,7 +43,7 @@ class HiddenStateRing:
         return self.regions[region]
 
     def close(self) -> None:
-        """Before the memory is unmapped."""
+        """Unlock the pages; call it before the memory is unmapped."""
         if self._locked is not None:
             torch.cuda.cudart().cudaHostUnregister(self._locked)  # type: ignore[no-untyped-call]
             self._locked = None

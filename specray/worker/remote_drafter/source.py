@@ -19,8 +19,9 @@ from torch import Tensor
 
 from specray.channel import Channel, ChannelClosedError
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftFaultError, ProposeContext
-from specray.spec_decode.inline_drafts import PendingTrees
+from specray.spec_decode.drafter import DraftFaultError
+from specray.spec_decode.pending_trees import PendingTrees
+from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DrafterUse, DraftFault, DraftLimit
 from specray.worker.remote_drafter.device_ring import DeviceRing

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specray.config import MAX_DRAFTERS
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
-from specray.spec_decode.drafter import DraftRequest, ProposeContext
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DrafterUse, DraftFault, DraftLimit, NewRequest
 from specray.step_wire import new_request
@@ -191,7 +191,7 @@ class DeltaDecoder:
 def _uses(data: object) -> list[DrafterUse]:
     """ValueError for anything that is not a list of uses."""
     if not isinstance(data, list | tuple) or len(data) > MAX_DRAFTERS:
-        raise ValueError("not a reply: its uses are no list")
+        raise ValueError("not a reply: its uses are not a list")
     try:
         uses = [DrafterUse(*use) for use in data]
     except TypeError as error:

@@ -21,7 +21,7 @@ IDLE = b"specray_num_requests_running 0.0\nspecray_kv_cache_usage_perc 0.0\n"
 
 
 @contextmanager
-def serving(answer: Callable[[int, str | None], Reply]) -> Iterator[str]:
+def serving(answer: Callable[[int, str | None], Reply], metrics_status: int = 200) -> Iterator[str]:
     """A server that answers its nth request, with an idle engine's metrics."""
     numbers = count()
 
@@ -29,7 +29,7 @@ def serving(answer: Callable[[int, str | None], Reply]) -> Iterator[str]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self.reply(200, {}, IDLE)
+            self.reply(metrics_status, {}, IDLE)
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
@@ -102,6 +102,19 @@ def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(note) as url:
         assert cli.main([*ARGUMENTS, "--url", url]) == 0
     assert set(keys) == {f"Bearer {'k' * 20}"}
+
+
+def test_a_server_that_requires_a_key_is_not_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[int] = []
+
+    def note(number: int, _: str | None) -> Reply:
+        asked.append(number)
+        return good(number, None)
+
+    with serving(note, metrics_status=401) as url:
+        assert cli.main([*ARGUMENTS, "--url", url]) == 2
+    assert f"{url} requires a key; set {KEY_VARIABLE} or --api-key" in capsys.readouterr().err
+    assert not asked
 
 
 def test_an_exchange_is_cut_at_the_given_byte() -> None:

@@ -83,6 +83,7 @@ def test_a_new_drafter_resets_the_alarm(toy: Path) -> None:
     texts = [[*generation.prompt_token_ids, *generation.choices[0].token_ids] for generation in done]
     with make_llm(toy, ScriptedDrafter(draw_wrong, texts)) as llm:
         llm.generate(prompts, params)
+        llm.engine.update_gauges()
         assert llm.engine.stats.values[COLLAPSED] == 1
         llm.engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), max_draft_tokens=3)
         assert llm.engine.stats.values[COLLAPSED] == 0

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from specray.engine.block_pool import BlockPool
-from specray.engine.radix_cache import CacheNode, RadixCache
+from specray.engine.cache_nodes import CacheNode
+from specray.engine.radix_cache import RadixCache
 
 NUM_BLOCKS = 14
 Key = tuple[int, ...]
@@ -167,7 +168,7 @@ def test_repeated_use_of_a_prefix_does_not_grow_the_eviction_heap() -> None:
     for _ in range(10_000):
         cache.lock(path)
         cache.unlock(path)
-    assert len(cache._evictable) < 100
+    assert len(cache._idle_leaves) < 100
 
 
 def test_a_disabled_cache_matches_nothing() -> None:

@@ -1,7 +1,8 @@
 """Examples of eviction order, lookahead and many namespaces; test_block_cache has random operations."""
 
 from specray.engine.block_pool import BlockPool
-from specray.engine.radix_cache import CacheNode, RadixCache
+from specray.engine.cache_nodes import CacheNode
+from specray.engine.radix_cache import RadixCache
 
 
 def store(cache: RadixCache, namespace: str, token_ids: list[int]) -> list[CacheNode]:
@@ -31,7 +32,7 @@ def test_roots_without_blocks_are_removed() -> None:
         cache.match(f"unknown {salt}", [1, 2])
         store(cache, f"tenant {salt}", [1, 2, 3, 4])
         assert len(cache._roots) <= 4
-        assert len(cache._evictable) <= 8
+        assert len(cache._idle_leaves) <= 8
     assert set(cache._roots) == {f"tenant {salt}" for salt in range(4996, 5000)}
     cache.clear()
     assert not cache._roots

@@ -17,8 +17,9 @@ from specray.config import SpeculativeConfig
 from specray.models.eagle_files import HeadConfig
 from specray.spec_decode import DRAFTERS
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetView
+from specray.spec_decode.drafter import Drafter, TargetView
 from specray.spec_decode.eagle import EagleDrafter
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.tree_growth import TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 from tests.support.checked_runs import CLOSE, PREFIX, assert_checked, is_grown_to, run

@@ -12,9 +12,10 @@ from torch import Tensor
 from specray.ops import sampling
 from specray.ops.cpu import sampling as cpu_sampling
 from specray.ops.cpu import threads
-from specray.ops.cpu.library import Kernels, kernels, pointer
+from specray.ops.cpu.library import Kernels, kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.norm import rms_norm
+from specray.ops.cpu.pointer import pointer
 from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4, to_int8
 from specray.ops.likeliest import likeliest
 from specray.ops.noise import gumbel, noise_keys

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 from specray.ops.gpu import steps
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.inline_drafts import PendingTrees
 from specray.spec_decode.padded_input import extend_input, tree_input
+from specray.spec_decode.pending_trees import PendingTrees
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DraftLimit
 from tests.support.sampling import CPU

@@ -82,7 +82,9 @@ def test_rows_and_channels_of_zeros_give_zeros() -> None:
 class RankWithoutReduction(RankGroup):
     """A rank that returns its partial sums."""
 
-    leads = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.leads = False
 
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor

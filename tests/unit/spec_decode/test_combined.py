@@ -10,7 +10,8 @@ from specray.errors import ConfigError
 from specray.spec_decode import check_speculative
 from specray.spec_decode.combined import with_override
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.drafter import Drafter, DraftFaultError, ProposeContext
+from specray.spec_decode.drafter import Drafter, DraftFaultError
+from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DraftFault
 from tests.support.drafters import Tokens, make_context
 

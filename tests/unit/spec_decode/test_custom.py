@@ -101,7 +101,7 @@ def test_a_custom_drafter_runs_in_a_colocated_process(toy: Path, tmp_path: Path)
         ("no_such.module:Base", ["ModuleNotFoundError", "PYTHONPATH"]),
         ("broken_drafters:Base", ["ZeroDivisionError", "division by zero"]),
         ("own_drafters:Bse", ["does not exist", "own_drafters.py has no Bse", "correct the name"]),
-        ("own_drafters:number", ["is no class but a int"]),
+        ("own_drafters:number", ["is not a class but a int"]),
         ("own_drafters:NoMethods", ["lacks propose, release"]),
     ],
 )

@@ -19,7 +19,8 @@ from specray.llm import LLM
 from specray.spec_decode import DRAFTERS, draft_model
 from specray.spec_decode.draft_model import Part, PrefixHashes, StandaloneDrafter, split_budget
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftRequest, ProposeContext, TargetView
+from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftFault

@@ -16,9 +16,10 @@ from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import DRAFTERS, Method
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext, TargetView
+from specray.spec_decode.drafter import Drafter, TargetView
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.parallel import ParallelDrafter
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftLimit

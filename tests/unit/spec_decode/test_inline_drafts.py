@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.drafter import DraftSource, ProposeContext
-from specray.spec_decode.inline_drafts import InlineDrafts, PendingTrees
+from specray.spec_decode.drafter import DraftSource
+from specray.spec_decode.inline_drafts import InlineDrafts
+from specray.spec_decode.no_drafts import NoDrafts
+from specray.spec_decode.pending_trees import PendingTrees
+from specray.spec_decode.propose_context import ProposeContext
 from specray.step import UNLIMITED, DraftFault, DraftLimit
 from tests.support.drafters import Tokens, make_context
 
@@ -35,7 +38,7 @@ class FixedDrafter:
         self.released += slots
 
 
-def source_of(drafter: FixedDrafter | None) -> InlineDrafts:
+def source_of(drafter: FixedDrafter) -> InlineDrafts:
     return InlineDrafts(drafter, NUM_SLOTS, VOCAB_SIZE, CPU)
 
 
@@ -168,7 +171,7 @@ def test_no_requests_give_no_trees() -> None:
 
 
 def test_without_a_drafter_trees_have_only_roots() -> None:
-    source = source_of(None)
+    source = NoDrafts(NUM_SLOTS, CPU)
     source.submit(context(1))
     source.release([1])
     assert (source.max_draft_tokens, source.aux_hidden_state_layers, source.reads_next_token) == (0, (), False)

@@ -13,9 +13,10 @@ from specray.models.mtp import MtpStack
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import DRAFTERS, check_speculative
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, ProposeContext, TargetView
+from specray.spec_decode.drafter import Drafter, TargetView
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.mtp import StackDrafter, stack_shape
+from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_shape import TreeShape
 from tests.support.checked_runs import CLOSE, RUNS, is_grown_to, run, total

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specray.spec_decode.predicted_output import Prediction
+from specray.spec_decode.prediction import Prediction
 
 PREDICTED = [10, 11, 12, 13, 14, 15, 16, 17]
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.drafter import DraftFaultError, DraftRequest, ProposeContext
+from specray.spec_decode.drafter import DraftFaultError
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.several import SeveralDrafters
 from specray.spec_decode.tree_edits import merge_trees

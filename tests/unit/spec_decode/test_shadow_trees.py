@@ -3,7 +3,7 @@
 import pytest
 
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.drafter import DraftRequest
+from specray.spec_decode.propose_context import DraftRequest
 from specray.spec_decode.shadow_trees import Compared, ShadowTrees, accepted_path
 from specray.step import UNLIMITED, DraftLimit
 from tests.support.drafters import Tokens, make_context

@@ -33,7 +33,7 @@ class ThreadGroup(RankGroup):
 
     def __init__(self, rank: int, ranks: Ranks) -> None:
         super().__init__()
-        self.rank, self.size, self._ranks = rank, len(ranks.parts), ranks
+        self.rank, self.size, self.leads, self._ranks = rank, len(ranks.parts), rank == 0, ranks
 
     def gather(self, part: Tensor) -> Tensor:
         self._ranks.parts[self.rank] = part

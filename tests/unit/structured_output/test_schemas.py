@@ -53,6 +53,39 @@ def test_every_output_of_a_compiled_schema_is_valid(part: int, compiler: Grammar
             require_valid(random_text(compiler, make_grammar("json_schema", schema), random), schema)
 
 
+def in_a_tag(content: dict[str, Any]) -> GrammarSpec:
+    tag = {"type": "tag", "begin": "<call>", "content": content, "end": "</call>"}
+    return make_grammar("structural_tag", {"type": "structural_tag", "format": {"type": "sequence", "elements": [tag]}})
+
+
+def accepts(compiler: GrammarCompiler, spec: GrammarSpec, text: str) -> bool:
+    matcher = xgrammar.GrammarMatcher(compiler.compile(spec))
+    return matcher.accept_string(text) and matcher.accept_token(END)
+
+
+def test_json_in_a_structural_tag_has_the_same_form(compiler: GrammarCompiler) -> None:
+    """xgrammar by itself allows any white space there."""
+    schema = {"type": "object", "properties": {"a": {"type": "array"}, "b": {}}, "required": ["a", "b"]}
+    spec = in_a_tag({"type": "json_schema", "json_schema": schema})
+    assert accepts(compiler, spec, '<call>{"a": [1, "x"], "b": {"c": null}}</call>')
+    for text in ('{"a":[1],"b":2}', '{"a": [1],\n"b": 2}', '{ "a": [1], "b": 2}', '{"a": [1], "b": {"c":  null}}'):
+        assert not accepts(compiler, spec, f"<call>{text}</call>"), text
+
+
+def test_random_json_in_a_structural_tag_is_valid(compiler: GrammarCompiler) -> None:
+    """Also strings with a bound of their length, in which xgrammar by itself allows control characters."""
+    random = Random(0)
+    for schema in [{"type": "string", "minLength": 20, "maxLength": 30}, *schemas()[::10]]:
+        text = random_text(compiler, in_a_tag({"type": "json_schema", "json_schema": schema}), random)
+        require_valid(text.removeprefix("<call>").removesuffix("</call>"), schema)
+
+
+def test_another_style_in_a_structural_tag_stays(compiler: GrammarCompiler) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    spec = in_a_tag({"type": "json_schema", "json_schema": schema, "style": "qwen_xml"})
+    assert accepts(compiler, spec, "<call><parameter=a>1</parameter></call>")
+
+
 @pytest.mark.parametrize(
     ("schema", "place"),
     [

@@ -11,7 +11,7 @@ from tests.support.engine import make_llm
 from tests.support.host_reads import HostReads
 from tests.support.methods import METHODS
 
-VERIFY, DRAFT = "worker/step_output.py", "spec_decode/inline_drafts.py"
+VERIFY, DRAFT = "worker/step_output.py", "spec_decode/pending_trees.py"
 NUM_PROMPT_STEPS = 2  # the prefill, and the step that makes the first drafts
 
 

@@ -13,7 +13,8 @@ from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.models.llama import Llama
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.drafter import Drafter, DraftRequest, ProposeContext
+from specray.spec_decode.drafter import Drafter
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.step import UNLIMITED, DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker.startup import start_worker
 from specray.worker.worker import NOT_A_NUMBER

@@ -8,12 +8,13 @@ from random import Random
 
 import pytest
 
+from cluster.api import grammar_check
 from cluster.api.errors import ApiError
 from cluster.api.grammar_check import GrammarCheck, check_command
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec, make_grammar
 from tests.support.json_toy import write_json_toy
-from tests.support.toy import EOS, VOCAB_SIZE
+from tests.support.toy import EOS, VOCAB_SIZE, write_toy
 
 SPEC = make_grammar("regex", "a")
 
@@ -40,12 +41,26 @@ def test_good_grammars_pass_and_bad_ones_are_explained(tmp_path: Path) -> None:
         assert outcomes[0] is None
         assert "parenthesis" in str(outcomes[1])
         assert "takes more" in str(outcomes[2])
-        assert check._process is not None
-        check._process.kill()
-        await check._process.wait()
+        process, _ = await check._running(command)
+        process.kill()
+        await process.wait()
         assert await outcome(check, bad, command) == outcomes[1]  # known, so no process is started
-        assert check._process.returncode is not None
+        assert check._started is not None
+        assert check._started.result().process is process
         assert await outcome(check, make_grammar("regex", "b"), command) is None
+        await check.close()
+
+    asyncio.run(run())
+
+
+def test_a_vocabulary_that_cannot_spell_json_has_grammars_too(tmp_path: Path) -> None:
+    """The process once compiled such JSON when it started, and ended."""
+    command = check_command(str(write_toy(tmp_path)), VOCAB_SIZE, [EOS])
+
+    async def run() -> None:
+        check = GrammarCheck()
+        assert await outcome(check, make_grammar("regex", "(ab)+"), command) is None
+        assert "no output matches" in str(await outcome(check, make_grammar("json_object"), command))
         await check.close()
 
     asyncio.run(run())
@@ -58,6 +73,46 @@ def test_a_process_that_does_not_start_or_ends_is_a_503() -> None:
             await check.check(SPEC, "", [sys.executable, "-c", "pass"])
         with pytest.raises(ApiError, match="has ended"):
             await check.check(SPEC, "", [sys.executable, "-c", "print('ready', flush=True); input()"])
+        await check.close()
+
+    asyncio.run(run())
+
+
+SLOW_START = "import sys, time; time.sleep(0.3); print('ready', flush=True)\n"
+ANSWER = "import sys\nfor line in sys.stdin: print(f'[{line.split(chr(44))[0][1:]}, null]', flush=True)"
+
+
+def test_a_process_that_starts_slowly_is_waited_for_and_started_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the request that started it has gone."""
+    monkeypatch.setattr(grammar_check, "START_TIMEOUT_S", 0.05, raising=False)  # a limit that there was
+    starts = tmp_path / "starts"
+    command = [sys.executable, "-c", f"open({str(starts)!r}, 'a').write('x')\n{SLOW_START}{ANSWER}"]
+
+    async def run() -> None:
+        check = GrammarCheck()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(check.check(SPEC, "", command), 0.1)
+        texts = ("b", "c")
+        await asyncio.gather(*(check.check(make_grammar("regex", text), text, command) for text in texts))
+        await check.close()
+
+    asyncio.run(run())
+    assert starts.read_text() == "x"
+
+
+def test_a_process_that_ends_is_replaced_once(tmp_path: Path) -> None:
+    """As when the system kills it for its memory."""
+    starts = tmp_path / "starts"
+    ends_first = (
+        f"from pathlib import Path\nstarts = Path({str(starts)!r})\nis_first = not starts.exists()\nstarts.touch()\n"
+        f"print('ready', flush=True)\nif is_first: input(); raise SystemExit\n{ANSWER}"
+    )
+
+    async def run() -> None:
+        check = GrammarCheck()
+        await check.check(SPEC, "", [sys.executable, "-c", ends_first])
         await check.close()
 
     asyncio.run(run())

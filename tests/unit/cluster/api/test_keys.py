@@ -2,7 +2,12 @@
 
 import asyncio
 import hmac
+import time
+from collections.abc import Sequence
+from math import sqrt
 from pathlib import Path
+from random import Random
+from statistics import mean, variance
 from typing import Any
 
 import httpx
@@ -48,6 +53,41 @@ def test_a_lookup_compares_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in (b"0" * 20, b"4" * 20, b"wrong"):
         keys.owner(key)
     assert compared == [32] * 15
+
+
+def test_the_time_of_a_lookup_does_not_depend_on_how_much_of_a_key_is_right() -> None:
+    """100,000 lookups of a key that is wrong in its first character, or only in its last, in random order."""
+    key, random = "k" * 32, Random(0)
+    keys = KeyRing([("alice", key), *((f"n{index}", f"{index:032}") for index in range(4))])
+    wrong = {"first": b"x" + key[1:].encode(), "last": key[:-1].encode() + b"x"}
+    times: dict[str, list[int]] = {name: [] for name in wrong}
+    order = [name for name in wrong for _ in range(50_000)]
+    random.shuffle(order)
+    for name in order:
+        begin = time.perf_counter_ns()
+        assert keys.owner(wrong[name]) is None
+        times[name].append(time.perf_counter_ns() - begin)
+    assert abs(welch_t(times["first"], times["last"])) < 4.5
+
+
+def welch_t(first: Sequence[float], second: Sequence[float]) -> float:
+    """Welch's t of two samples, without the slowest tenth of both, which other processes made slow."""
+    bound = sorted([*first, *second])[int(0.9 * (len(first) + len(second)))]
+    samples = [[value for value in sample if value <= bound] for sample in (first, second)]
+    spread = sum(variance(sample) / len(sample) for sample in samples)
+    return (mean(samples[0]) - mean(samples[1])) / sqrt(spread)
+
+
+def test_a_comparison_that_ends_early_is_seen_in_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+
+    def early(known: bytes, given: bytes) -> bool:
+        return all(a == b for a, b in zip(known, given, strict=True))
+
+    monkeypatch.setattr("cluster.api.keys._digest", lambda key: key)
+    monkeypatch.setattr(hmac, "compare_digest", early)
+    with pytest.raises(AssertionError):
+        test_the_time_of_a_lookup_does_not_depend_on_how_much_of_a_key_is_right()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Reasoning is separated from the answer, whatever pieces the text arrives in."""
 
+import sys
 from itertools import pairwise
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -52,3 +54,28 @@ def test_any_pieces_of_a_text_give_the_same_message(data: st.DataObject) -> None
 
 def test_a_call_in_the_reasoning_is_reasoning() -> None:
     assert parsed("deepseek-r1", "", [f"{CALL}</think>{CALL}"]) == (CALL, "", 1)
+
+
+@pytest.mark.parametrize("piece", ["<think>", "</think", "<think", "<", "\n", "<think>\n</think>", " "])
+@pytest.mark.parametrize("name", sorted(REASONING_FORMATS))
+def test_hostile_output_is_parsed_in_linear_time(name: ReasoningParserName, piece: str) -> None:
+    """Counted in calls of Python functions, for a text in pieces of five characters."""
+    short, long = (num_python_calls(name, piece * (size // len(piece))) for size in (2_000, 8_000))
+    assert long < 4.5 * short
+
+
+def num_python_calls(name: ReasoningParserName, text: str) -> int:
+    parser, calls = REASONING_FORMATS[name].parser(""), 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:  # noqa: ARG001
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        for start in range(0, len(text), 5):
+            parser.feed(text[start : start + 5])
+        parser.end()
+    finally:
+        sys.setprofile(None)
+    return calls

@@ -82,6 +82,23 @@ def test_check_prints_the_plan_of_each_application(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.count("bundle 0: router + rank 0") == 2
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "option"),
+    [
+        ("model: smollm2-135m-instruct", "model: ./nowhere", "model='./nowhere'"),
+        ("{algorithm: NGRAM}", "{algorithm: EAGLE3, draft_model_path: ./nowhere}", "speculative.draft_model_path="),
+    ],
+)
+def test_check_looks_for_models_that_are_named_by_a_path(
+    old: str, new: str, option: str, serve_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_config.write_text(SERVE_CONFIG.replace(old, new))
+    assert main([str(serve_config)]) == 2
+    error = capsys.readouterr().err
+    assert option in error
+    assert "looks like a local path, but nothing is there" in error
+
+
 def test_replica_numbers_under_deployments_are_in_the_plan(serve_config: Path) -> None:
     """`serve deploy` changes them without replacing engines; a change of `args` replaces all."""
     application(serve_config, deployments=[{"name": "Router", "num_replicas": 3}])

@@ -49,6 +49,7 @@ def parsed(*arguments: str) -> dict[str, object]:
         ("--quick", {"quick": True}),
         ("--no-quick", {"quick": False}),
         ("--rates [1.5,2]", {"rates": [1.5, 2]}),
+        ("--rates 1.5,2", {"rates": ["1.5", "2"]}),
         ("--rates [", {"rates": "["}),  # pydantic reports the error
         ("--inner-depth 4 --name y", {"name": "y", "inner.depth": 4}),
         ("--optional-depth=2", {"optional.depth": 2}),

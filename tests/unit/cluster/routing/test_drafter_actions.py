@@ -187,7 +187,10 @@ def test_a_single_drafter_becomes_one_of_several(serve: Serve, admin: dict[str, 
     [
         ({"action": "remove", "name": "long"}, "action"),
         ({"action": "drop"}, "name is required"),
-        ({"action": "drop", "name": "other"}, "name='other' is no drafter of this server; choose one of long, short"),
+        (
+            {"action": "drop", "name": "other"},
+            "name='other' is not a drafter of this server; choose one of long, short",
+        ),
         ({"action": "promote", "name": "other"}, "choose one of long, short"),
         ({"action": "promote", "name": "long", "share": 1}, "share"),
         ({"action": "add", "drafter": LONG}, "two of them are named 'long'"),

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import pytest
 
 from specray.engine.draft_budget.acceptance import RequestAcceptance
-from specray.engine.draft_budget.auto import AutoBudget
-from specray.engine.draft_budget.budget import DraftBudget, Drafting
-from specray.engine.draft_budget.costs import StepShape
+from specray.engine.draft_budget.auto import FIRST_TRIAL_STEP, MAX_UNREAD_TOKENS, AutoBudget
+from specray.engine.draft_budget.budget import DraftBudget, Drafting, Shares
+from specray.engine.draft_budget.costs import StepCosts, StepShape
 from specray.engine.draft_budget.static import StaticBudget
 
 MOST = 16  # nodes of the drafter's trees
@@ -138,3 +138,38 @@ def test_several_drafters_have_averages_of_their_own() -> None:
     shares = [budget.shares([Drafting(MOST, request) for request in newcomers]).num_drafts for _ in range(9)]
     good, bad = (sorted(counts)[4] for counts in zip(*shares, strict=True))  # a few may be trials
     assert (good > 3, bad) == (True, 0)
+
+
+def drafting_budget(costs: StepCosts) -> tuple[AutoBudget, RequestAcceptance]:
+    """A budget that has seen enough trees of a draft model whose drafts are often accepted, and a request."""
+    budget, request = AutoBudget(None, costs), RequestAcceptance()
+    for _ in range(40):
+        budget.record_tree(request, 3, [1, 2], scores=[0.9, 0.7, 0.4])
+    return budget, request
+
+
+def test_a_request_that_the_draft_model_did_not_read_gets_no_drafts() -> None:
+    budget, read = drafting_budget(StepCosts())
+    unread = RequestAcceptance(num_unread_tokens=MAX_UNREAD_TOKENS + 1)
+    first, second = budget.shares([Drafting(MOST, read), Drafting(MOST, unread)]).num_drafts
+    assert (first > 0, second) == (True, 0)
+
+
+def test_trees_of_a_request_that_was_not_read_say_nothing_about_the_draft_model() -> None:
+    budget, read = drafting_budget(StepCosts())
+    for _ in range(400):
+        budget.record_tree(RequestAcceptance(num_unread_tokens=99), 3, [], scores=[0.9, 0.7, 0.4])
+    assert budget.shares([Drafting(MOST, read)]).num_drafts[0] > 0
+
+
+def test_a_trial_without_drafts_stops_the_drafter_only_to_measure_what_it_costs() -> None:
+    def trial(costs: StepCosts) -> Shares:
+        budget, request = drafting_budget(costs)
+        shares = [budget.shares([Drafting(MOST, request)]) for _ in range(FIRST_TRIAL_STEP + 2)]
+        return next(each for each in shares if each.num_drafts == [0])
+
+    costs = StepCosts()
+    assert not trial(costs).runs_drafter
+    costs.observe(StepShape(1, 0, 0), 0.01, 0.001)
+    costs.observe(StepShape(1, 1, 1), 0.01, 0.001)
+    assert trial(costs).runs_drafter

@@ -83,3 +83,12 @@ def test_a_damaged_file_is_ignored(tmp_path: Path, text: str) -> None:
     store = CostStore(tmp_path / "costs.json")
     store.path.write_text(text)
     assert store.load().to_json() == json.loads(json.dumps(StepCosts().to_json()))
+
+
+def test_a_step_whose_rest_is_not_typical_still_shows_the_targets_time() -> None:
+    costs = StepCosts()
+    costs.observe(StepShape(2, 0, 0), 0.010, None)
+    assert costs.target(2) == pytest.approx(0.010)
+    assert not costs.knows_rest_without_drafts(2)
+    costs.observe(StepShape(2, 0, 0), 0.010, 0.001)
+    assert costs.knows_rest_without_drafts(2)

@@ -9,16 +9,16 @@ import json
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-IMPORT_PATH = "cluster.proxy_guard:middlewares"
+IMPORT_PATH = "cluster.proxy_headers:middlewares"
 MAX_ID_LENGTH = 128
 REQUEST_ID = b"x-request-id"
 
 
 def middlewares() -> list[Middleware]:
-    return [Middleware(HeaderGuard)]
+    return [Middleware(HeaderCheck)]
 
 
-class HeaderGuard:
+class HeaderCheck:
     """Answers 400 to headers that are not UTF-8, and to request IDs that are unfit for a log line."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.proxy_guard import HeaderGuard, middlewares
+from cluster.proxy_headers import HeaderCheck, middlewares
 
 
 async def inner(_scope: Scope, _receive: Receive, send: Send) -> None:
@@ -25,7 +25,7 @@ def ask(*headers: tuple[bytes, bytes]) -> tuple[int, Any]:
         raise AssertionError("the body is not read")
 
     scope = {"type": "http", "path": "/livez", "headers": list(headers)}
-    asyncio.run(HeaderGuard(inner)(scope, receive, send))
+    asyncio.run(HeaderCheck(inner)(scope, receive, send))
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 
@@ -54,6 +54,6 @@ def test_other_headers_pass(header: tuple[bytes, bytes]) -> None:
     assert ask(header) == (200, {})
 
 
-def test_the_proxy_gets_the_guard() -> None:
+def test_serves_proxy_runs_the_check() -> None:
     (middleware,) = middlewares()
-    assert middleware.cls is HeaderGuard
+    assert middleware.cls is HeaderCheck

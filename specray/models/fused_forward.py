@@ -1,0 +1,44 @@
+"""A target's forward pass in one call of the CPU kernels: embedding, decoder layers, norm, output matrix."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specray.models.target_model import BEFORE_FINAL_NORM
+from specray.ops.attention import Attend
+from specray.ops.cpu.attention import PagedAttend
+from specray.ops.cpu.layers import FusedLayers
+from specray.ops.cpu.packed_layers import EmbedAndHead
+
+
+class FusedForward:
+    """`TargetModel.with_logits` of a model that the kernels have whole, for steps that their attention plans.
+
+    Aux hidden states have type `dtype`, that of the weights.
+    """
+
+    def __init__(self, layers: FusedLayers, around: EmbedAndHead, dtype: torch.dtype) -> None:
+        self._layers = layers
+        self._around = around
+        self._dtype = dtype
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        places: Tensor | None,
+        aux_hidden_state_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        assert isinstance(attend, PagedAttend)
+        num_layers = len(self._layers.structs)
+        taps = tapped(aux_hidden_state_layers, num_layers)
+        hidden, final, logits, copies = self._layers.forward(self._around, token_ids, positions, attend, places, taps)
+        states = dict(zip(taps, copies, strict=True)) | {BEFORE_FINAL_NORM: hidden, num_layers: final}
+        return final, logits, [states[index].to(self._dtype) for index in aux_hidden_state_layers]
+
+
+def tapped(aux_hidden_state_layers: Sequence[int], num_layers: int) -> list[int]:
+    """The layers whose input is wanted, ascending."""
+    return sorted({index for index in aux_hidden_state_layers if 0 <= index < num_layers})

@@ -1,0 +1,76 @@
+"""The weights of decoder layers as the CPU kernels read them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specray.ops.cpu import structs
+from specray.ops.cpu.library import Kernels
+from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
+from specray.ops.cpu.pointer import pointer
+from specray.ops.cpu.structs import FLOAT_TYPES, Layer, Sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerParts:
+    """Weights of one layer: grouped-query attention and a gated feed-forward."""
+
+    input_norm: Tensor | None  # [hidden]; None in a first layer whose input the caller has prepared
+    q_norm: Tensor | None  # [dim]
+    k_norm: Tensor | None
+    ffn_norm: Tensor
+    qkv: PackedMatrix
+    out: PackedMatrix
+    gate_up: GatedMatrix
+    down: PackedMatrix
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(matrix.num_bytes for matrix in (self.qkv, self.out, self.gate_up, self.down))
+
+
+class EmbedAndHead:
+    """A model's embedding [vocab, H], its final norm, float32 [H], and its output matrix."""
+
+    def __init__(self, embedding: Tensor, norm: Tensor, output: PackedMatrix, num_columns: int) -> None:
+        """`num_columns` of the output matrix are the vocabulary."""
+        self._kept = (embedding.contiguous(), norm, output)  # the struct has their addresses
+        kind = FLOAT_TYPES[embedding.dtype]
+        self.struct = structs.EmbedAndHead(pointer(self._kept[0]), kind, num_columns, pointer(norm), output.struct)
+        self.num_bytes = output.num_bytes
+
+
+class PackedLayers:
+    """Layers of one shape, as structs."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        layers: Sequence[LayerParts],
+        num_heads: int,
+        num_kv_heads: int,
+        dim: int,
+        eps: float,
+        cos_sin: tuple[Tensor, Tensor],
+    ) -> None:
+        """`cos_sin` are RotaryEmbedding's float32 tables."""
+        first = layers[0]
+        self.kernels = kernels
+        self._kept: list[Tensor | LayerParts] = [*layers]  # the structs have the addresses of their data
+        self.structs = (Layer * len(layers))(*(self._struct(layer) for layer in layers))
+        self.sizes = Sizes(first.out.columns, first.gate_up.columns, num_heads, num_kv_heads, dim, eps)
+        self.num_bytes = sum(layer.num_bytes for layer in layers)
+        self.cos, self.sin = cos_sin
+
+    def _struct(self, layer: LayerParts) -> Layer:
+        norms = [self._weight(norm) for norm in (layer.input_norm, layer.q_norm, layer.k_norm, layer.ffn_norm)]
+        matrices = (layer.qkv.struct, layer.out.struct, layer.gate_up.struct, layer.down.struct)
+        return Layer(*norms, *matrices)
+
+    def _weight(self, norm: Tensor | None) -> int | None:
+        if norm is None:
+            return None
+        weight = norm.float().contiguous()
+        self._kept.append(weight)
+        return pointer(weight)

@@ -1,0 +1,42 @@
+"""Verification of draft trees by one call of the CPU kernels."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from specray.ops.cpu.library import Kernels
+from specray.ops.cpu.pointer import pointer
+from specray.ops.cpu.structs import DraftTrees
+from specray.ops.cpu.threads import num_threads
+from specray.ops.sampling_state import SamplingBatch
+
+
+def walk(
+    kernels: Kernels,
+    logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    max_depth: int,
+    batch: SamplingBatch,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk B draft trees, sampling tokens at the nodes on the way only.
+
+    `logits` float32 [sum of num_nodes, V], `tokens` and `parents` int64 [B, N], `num_nodes` and `lengths` int64 [B].
+    Returns num_tokens [B], tokens and nodes [B, max_depth + 1], as in VerifyOutput.
+    """
+    count, width = tokens.shape
+    starts = num_nodes.cumsum(0) - num_nodes
+    kept = [part.contiguous() for part in (tokens, parents, num_nodes, starts, logits)]
+    options: list[Tensor | None] = [None] * 6
+    if any(state.is_sampled for state in batch.states):
+        columns = (lengths, batch.seeds, batch.temperature, batch.top_p, batch.min_p, batch.top_k)
+        options = [column.contiguous() for column in columns]
+    trees = DraftTrees(count, width, max_depth, logits.shape[1], *map(pointer, kept), *map(pointer, options))
+    num_tokens = torch.empty(count, dtype=torch.int64)
+    sampled, nodes = torch.empty(2, count, max_depth + 1, dtype=torch.int64)
+    threads = min(count, num_threads())
+    kernels.walk(ctypes.byref(trees), pointer(num_tokens), pointer(sampled), pointer(nodes), threads)
+    return num_tokens, sampled, nodes

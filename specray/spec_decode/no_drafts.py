@@ -1,0 +1,39 @@
+"""Plain decoding, and ranks that receive their trees from rank 0: every tree is its root."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specray.spec_decode.draft_tree import NONE, DraftTree
+from specray.spec_decode.propose_context import ProposeContext
+from specray.step import DrafterUse, DraftFault, DraftLimit
+
+
+class NoDrafts:
+    """DraftSource without a drafter. On ranks above 0, the sizes are those of rank 0's drafter."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._parents = torch.full((num_slots, 1), NONE, dtype=torch.int64, device=device)
+        self._num_nodes = torch.ones(num_slots, dtype=torch.int64, device=device)
+        self.max_draft_tokens = 0
+        self.aux_hidden_state_layers: tuple[int, ...] = ()
+        self.reads_next_token = False
+        self.seconds = 0.0
+        self.scores: list[list[float]] = []
+
+    def submit(self, context: ProposeContext) -> None:
+        """There is nothing to draft with."""
+
+    def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:  # noqa: ARG002
+        count = len(roots)
+        return DraftTree(roots[:, None], self._parents[:count], self._num_nodes[:count], 0), [1] * count
+
+    def release(self, slots: Sequence[int]) -> None:
+        """There is no state."""
+
+    def take_faults(self) -> list[DraftFault]:
+        return []
+
+    def take_uses(self) -> Sequence[DrafterUse]:
+        return ()

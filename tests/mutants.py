@@ -1,0 +1,179 @@
+"""`python -m tests.mutants`: bugs that this code or another server had, put back one by one; a test must fail on each.
+
+Works on a copy of the code. Exit status 1 if the named tests passed with a bug. `tests.chaos.unguarded` does the same
+for the safeguards of a cluster.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("cluster", "specray", "tests", "benchmarks", "configs", "deploy", "docs", "examples", "pyproject.toml")
+
+
+class Mutant(NamedTuple):
+    """A bug: what to write in one file instead of what, and the tests that must fail then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str  # pytest's arguments
+
+
+MUTANTS = (
+    Mutant(
+        "grammars: the compiling process ends at its start for a vocabulary without JSON",
+        "specray/structured_output/compile_check.py",
+        "with contextlib.suppress(InvalidRequestError):",
+        "with contextlib.suppress(NotImplementedError):",
+        "tests/unit/cluster/api/test_grammar_check.py -k vocabulary",
+    ),
+    Mutant(
+        "grammars: one may take any memory to compile",
+        "specray/structured_output/compile_check.py",
+        "    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_GRAMMAR_BYTES,) * 2)\n",
+        "    assert size\n",
+        "tests/unit/structured_output/test_compile_check.py -k large",
+    ),
+    Mutant(
+        "grammars: any white space in the arguments of tool calls",
+        "specray/structured_output/compiler.py",
+        "compiler.compile_structural_tag(_with_compact_json(spec.text))",
+        "compiler.compile_structural_tag(spec.text)",
+        "tests/unit/structured_output/test_schemas.py -k structural_tag",
+    ),
+    Mutant(
+        "grammars: control characters in strings with a bound",
+        "specray/structured_output/compiler.py",
+        "grammar.replace(_BOUNDED_CHARACTER, _BOUNDED_JSON_CHARACTER)",
+        "grammar",
+        "tests/unit/structured_output/test_schemas.py -k random_json",
+    ),
+    Mutant(
+        "grammars: a matcher goes on after its end",
+        "specray/structured_output/matchers.py",
+        "            if grammar.matcher.is_terminated():\n                return\n",
+        "",
+        "tests/lossless/test_structured_output.py",
+    ),
+    Mutant(
+        "chats: special tokens in messages become control tokens",
+        "specray/models/tokenizer.py",
+        "        if self.marks(whole, text) == marks:\n            return whole.ids\n",
+        "        return whole.ids\n",
+        "tests/unit/models/test_published_specials.py",
+    ),
+    Mutant(
+        "chats: a template loops without end",
+        "specray/models/tokenizer.py",
+        "with cpu_limit(MAX_CPU_S):",
+        "with cpu_limit(2.0):",
+        "tests/unit/models/test_tokenizer.py -k loop_or_write",
+    ),
+    Mutant(
+        "keys: a comparison ends at the first match",
+        "cluster/api/keys.py",
+        "                found = entry.name\n",
+        "                return entry.name\n",
+        "tests/unit/cluster/api/test_keys.py -k compares_all",
+    ),
+    Mutant(
+        "keys: tenants share cached prefixes",
+        "cluster/api/choices.py",
+        "namespace = tenant_scoped(tenant, cache_salt)",
+        "namespace = tenant_scoped('', cache_salt)",
+        "tests/unit/cluster/api/test_keys.py -k cached_prefixes",
+    ),
+    Mutant(
+        "cache: namespaces share a tree",
+        "specray/engine/radix_cache.py",
+        "            self._roots[namespace] = CacheNode(block_id=0, parent=None, namespace=namespace)\n",
+        "            self._roots[namespace] = next(iter(self._roots.values()), CacheNode(block_id=0, parent=None))\n",
+        "tests/unit/engine/test_radix_cache.py",
+    ),
+    Mutant(
+        "stops: text behind a stop string inside an accepted block",
+        "specray/engine/detokenizer.py",
+        "        start, length, stop = min(matches)\n",
+        "        start, length, stop = max(matches)\n",
+        "tests/unit/engine/test_detokenizer.py",
+    ),
+    Mutant(
+        "stops: tokens behind the end of the output are kept",
+        "specray/engine/detokenizer.py",
+        "return Cut(index + 1, self._take(len(self._text)), reason, stop, lengths)",
+        "return Cut(len(token_ids), self._take(len(self._text)), reason, stop, lengths)",
+        "tests/unit/engine/test_detokenizer.py",
+    ),
+    Mutant(
+        "verification: a sampled request's nodes are chosen by argmax",
+        "specray/spec_decode/node_verifier.py",
+        "    if not any(state.is_sampled for state in states):\n",
+        "    if True or states:\n",
+        "tests/unit/spec_decode/test_verifier.py",
+    ),
+    Mutant(
+        "verification: noise of a node at the position of the root",
+        "specray/spec_decode/node_verifier.py",
+        "inputs.lengths.index_select(0, rows) + depths[rows, index.offsets])",
+        "inputs.lengths.index_select(0, rows))",
+        "tests/unit/spec_decode/test_verifier.py",
+    ),
+    Mutant(
+        "verification: logits that are not numbers are tokens",
+        "specray/spec_decode/node_verifier.py",
+        "    is_finite = inputs.logits.gather(1, chosen[:, None])[:, 0].isfinite()\n",
+        "    is_finite = torch.ones_like(chosen, dtype=torch.bool)\n",
+        "tests/unit/spec_decode/test_verifier.py",
+    ),
+    Mutant(
+        "headers: a request ID that is not text reaches Serve's proxy",
+        "cluster/proxy_guard.py",
+        "        if not _is_utf8(name) or not _is_utf8(value):\n",
+        "        if False:\n",
+        "tests/unit/cluster/test_proxy_guard.py",
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m tests.mutants", description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only mutants with one of these in their name")
+    words = parser.parse_args(argv).words
+    mutants = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    survivors = [mutant for mutant in mutants if not is_killed(mutant)]
+    print(f"{len(mutants) - len(survivors)} of {len(mutants)} bugs are found")
+    return 1 if survivors else 0
+
+
+def is_killed(mutant: Mutant) -> bool:
+    """Whether the mutant's tests fail on it."""
+    with tempfile.TemporaryDirectory(prefix="specray-mutant-") as folder:
+        for part in COPIED:
+            if (ROOT / part).is_dir():
+                shutil.copytree(ROOT / part, Path(folder, part), ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / part, folder)
+        path = Path(folder, mutant.file)
+        text = path.read_text(encoding="utf-8")
+        assert text.count(mutant.old) == 1, f"{mutant.file} no longer contains {mutant.old!r} once"
+        path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split(" ", 2)]
+        environment = os.environ | {"PYTHONPATH": folder}
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
+    outcome = failed[0] if failed else f"NOT FOUND (status {run.returncode}): {(run.stdout + run.stderr)[-300:]}"
+    print(f"{mutant.name}: {outcome}", flush=True)
+    return run.returncode == 1 and bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
