@@ -37,8 +37,8 @@ DOCS_INSTALLED := .venv/.docs-installed
 PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cluster test-computing test-fast extras lint format bench bench-peers gpu-report \
-	heads draft mtp chaos fuzz clients sbom lock audit docs page-test clean distclean
+.PHONY: help install demo test test-cluster test-computing test-fast test-gpu extras lint format bench bench-peers \
+	gpu-report heads draft mtp chaos fuzz clients sbom lock audit docs page-test clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,6 +82,9 @@ test-computing: $(INSTALLED)
 
 test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
 	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(PYTEST_ARGS)
+
+test-gpu:  ## run the tests that need a GPU, with PYTHON's packages (make PYTHON=.venv/bin/python test-gpu)
+	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 chaos: $(INSTALLED)  ## inject every listed fault into a running cluster and account for every request: hours
 	$(BIN)/python -m tests.chaos --out build/chaos $(CHAOS_ARGS)
