@@ -37,8 +37,8 @@ DOCS_INSTALLED := .venv/.docs-installed
 PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cluster test-computing test-fast extras lint format bench bench-peers gpu-report \
-	heads draft mtp chaos fuzz clients sbom lock audit docs page-test clean distclean
+.PHONY: help install demo test test-cluster test-computing test-fast test-gpu extras lint format bench bench-peers \
+	gpu-report heads draft mtp chaos fuzz clients sbom lock audit docs page-test clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -83,7 +83,10 @@ test-computing: $(INSTALLED)
 test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
 	$(BIN)/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(PYTEST_ARGS)
 
-chaos: $(INSTALLED)  ## break a running cluster in every way on the list and account for every request: hours
+test-gpu:  ## run the tests that need a GPU, with PYTHON's packages (make PYTHON=.venv/bin/python test-gpu)
+	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+chaos: $(INSTALLED)  ## inject every listed fault into a running cluster and account for every request: hours
 	$(BIN)/python -m tests.chaos --out build/chaos $(CHAOS_ARGS)
 
 extras: $(INSTALLED)  ## resolve every extra of pyproject.toml against the package index; installs nothing
@@ -104,7 +107,7 @@ lock:  ## write the files *.lock, which the images install from: the versions of
 	build/lock/bin/python -m pip --disable-pip-version-check install --quiet uv
 	PATH="$$PWD/build/lock/bin:$$PATH" $(PYTHON) deploy/lock.py
 
-audit:  ## look the locked versions up among known vulnerabilities; needs an index that has them
+audit:  ## check the locked versions against known vulnerabilities; needs an index that lists them
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip --disable-pip-version-check install --quiet pip-audit
 	build/lock/bin/pip-audit --no-deps --disable-pip --requirement requirements.lock
@@ -132,7 +135,7 @@ gpu-report:  ## check the kernels on this machine's GPU and measure decode steps
 	$(PYTHON) -m benchmarks.gpu overlap --json gpu-overlap.json
 	$(PYTHON) -m benchmarks.gpu placement --json gpu-placement.json
 
-heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; goes on where it stopped
+heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; resumes
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 7168 --run $(HEADS_DIR)/eagle3
 	$(BIN)/specray train eagle2 $(HEADS_ANSWERS) $(HEADS_TRAINING) --run $(HEADS_DIR)/eagle2
 	$(BIN)/specray train token-map $(HEADS_ANSWERS) --size 8192 --out $(HEADS_DIR)/frequent-8192.json
@@ -141,10 +144,10 @@ heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two 
 	cp $(HEADS_DIR)/frequent-8192.json specray/heads/smollm2-135m-instruct-frequent-8192.json
 
 # 92 MB with its copy of the embeddings: too large for the package.
-draft: $(INSTALLED)  ## make the draft model of configs/standalone.yaml: hours on two cores; goes on where it stopped
+draft: $(INSTALLED)  ## make the draft model of configs/standalone.yaml: hours on two cores; resumes
 	$(BIN)/specray train draft $(HEADS_ANSWERS) --tokens $(HEADS_TOKENS) --layers $(DRAFT_LAYERS) --run $(HEADS_DIR)/draft
 
-mtp: $(INSTALLED)  ## make the MTP layer of configs/mtp.yaml: hours on two cores; goes on where it stopped
+mtp: $(INSTALLED)  ## make the MTP layer of configs/mtp.yaml: hours on two cores; resumes
 	$(BIN)/specray train mtp $(HEADS_ANSWERS) $(HEADS_TRAINING) --start linear --run $(HEADS_DIR)/mtp
 
 $(DOCS_INSTALLED): $(INSTALLED)
@@ -152,7 +155,7 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	@touch $@
 
 docs: $(DOCS_INSTALLED)  ## build the documentation into build/docs; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 $(PAGE_INSTALLED): $(INSTALLED)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[page]'
