@@ -85,18 +85,20 @@ class DraftTree:
 
     def to(self, device: torch.device) -> "DraftTree":
         tokens, parents, num_nodes = (part.to(device) for part in (self.tokens, self.parents, self.num_nodes))
-        probs = None if self.draft_probs is None else self.draft_probs.to(device)
-        return DraftTree(tokens, parents, num_nodes, self.max_depth, probs, self.are_chains)
+        probs, scores = (None if part is None else part.to(device) for part in (self.draft_probs, self.scores))
+        return DraftTree(tokens, parents, num_nodes, self.max_depth, probs, self.are_chains, scores)
 
     def select(self, rows: Tensor) -> "DraftTree":
         """The trees of `rows` int64 [n], ascending and each once; all rows are the tree itself."""
         if len(rows) == len(self.num_nodes):
             return self
-        probs = None if self.draft_probs is None else self.draft_probs.index_select(0, rows)
         tokens, parents, num_nodes = (
             part.index_select(0, rows) for part in (self.tokens, self.parents, self.num_nodes)
         )
-        return DraftTree(tokens, parents, num_nodes, self.max_depth, probs, self.are_chains)
+        probs, scores = (
+            None if part is None else part.index_select(0, rows) for part in (self.draft_probs, self.scores)
+        )
+        return DraftTree(tokens, parents, num_nodes, self.max_depth, probs, self.are_chains, scores)
 
     def repeats_sibling(self) -> Tensor:
         """bool [B, N]: nodes that repeat the token of an earlier sibling. The first of equal siblings counts."""

@@ -6,7 +6,7 @@ SpeculativeConfig, target: TargetView). Wrong, late or missing drafts cost speed
 `specray.testing` checks a drafter against this interface.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -99,11 +99,15 @@ class PaddedDrafter(Protocol):
         """
 
 
-def padded_drafter(drafter: Drafter | None) -> PaddedDrafter | None:
-    """This drafter, or the one that it hands its contexts to as `drafter`, if it can draft in a CUDA graph."""
-    while drafter is not None and not isinstance(drafter, PaddedDrafter):
-        drafter = getattr(drafter, "drafter", None)
-    return drafter
+def padded_drafter(drafter: Drafter) -> PaddedDrafter | str:
+    """This drafter, or the one that it hands its contexts to as `drafter`, for CUDA graphs; or why it has none."""
+    innermost: Drafter | None = drafter
+    while innermost is not None and not isinstance(innermost, PaddedDrafter):
+        drafter, innermost = innermost, getattr(innermost, "drafter", None)
+    if innermost is None:
+        reason: str = getattr(drafter, "reason_without_graphs", "the drafter has no propose_padded (see PaddedDrafter)")
+        return reason
+    return innermost.reason_without_graphs or innermost
 
 
 @runtime_checkable
@@ -115,16 +119,19 @@ class SharesKVSlots(Protocol):
 
 
 @runtime_checkable
-class ReportsUses(Protocol):
-    """A Drafter that consists of several."""
+class CompositeDrafter(Protocol):
+    """A Drafter that consists of several. Each gets a context of its own."""
+
+    members: Mapping[str, Drafter]
+    replays: dict[str, Callable[[ProposeContext], Callable[[], DraftTree] | None]]  # of members: their `replay`
 
     def take_uses(self) -> list[DrafterUse]:
         """See DraftSource."""
 
 
-def uses_of(drafter: Drafter | None) -> ReportsUses | None:
+def composite_of(drafter: Drafter | None) -> CompositeDrafter | None:
     """This drafter, or the one behind its `drafter`, if it consists of several."""
-    while drafter is not None and not isinstance(drafter, ReportsUses):
+    while drafter is not None and not isinstance(drafter, CompositeDrafter):
         drafter = getattr(drafter, "drafter", None)
     return drafter
 

@@ -26,11 +26,7 @@ def verify_padded_on_gpu(
 ) -> VerifyOutput:
     """See `verify_padded`."""
     num_trees, width = tree.tokens.shape
-    rows, keys = _padded_rows(logits, tree), None
-    if is_sampled:
-        assert sampling is not None
-        keys = keys_of_nodes(sampling.seeds, lengths, tree.parents, tree.max_depth)
-    choices = choose(rows, sampling if is_sampled else None, keys)
+    choices = choose_padded_on_gpu(logits, tree, sampling if is_sampled else None, lengths)
     if isinstance(sampler, PaddedSampler):
         assert sampling is not None
         chosen = choices.tokens.view(num_trees, width)
@@ -39,15 +35,19 @@ def verify_padded_on_gpu(
     return walk_on_gpu(tree, choices)
 
 
-def choose_greedily_on_gpu(logits: Tensor, tree: DraftTree, first_id: int) -> Choices:
-    """The largest logit at every place of padded trees; `logits` are those of `verify_padded`."""
-    return choose(_padded_rows(logits, tree), None, None, first_id)
+def choose_padded_on_gpu(
+    logits: Tensor, tree: DraftTree, sampling: SamplingBatch | None, lengths: Tensor, first_id: int = 0
+) -> Choices:
+    """The target's token at every place of padded trees; all requests are greedy without `sampling`.
 
-
-def _padded_rows(logits: Tensor, tree: DraftTree) -> Rows:
+    `logits` and `lengths` are those of `verify_padded`; `first_id` is the token id of the first column.
+    """
     num_trees, width = tree.tokens.shape
     starts = torch.arange(0, num_trees * width, width, device=logits.device)
-    return Rows(logits, starts, tree.num_nodes.contiguous(), width)
+    rows, keys = Rows(logits, starts, tree.num_nodes.contiguous(), width), None
+    if sampling is not None:
+        keys = keys_of_nodes(sampling.seeds, lengths, tree.parents, tree.max_depth)
+    return choose(rows, sampling, keys, first_id)
 
 
 def choose_on_gpu(inputs: VerifyInput, first_id: int = 0) -> Choices:

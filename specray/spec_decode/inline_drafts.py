@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, uses_of
+from specray.spec_decode.drafter import Drafter, DraftFaultError, composite_of
 from specray.spec_decode.pending_trees import PendingTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import limit_depth
@@ -25,7 +25,7 @@ class InlineDrafts:
         self.aux_hidden_state_layers = drafter.aux_hidden_state_layers
         self.reads_next_token = drafter.reads_next_token
         self.seconds = 0.0
-        self._several = uses_of(drafter)
+        self._several = composite_of(drafter)
 
     @property
     def scores(self) -> list[list[float]]:

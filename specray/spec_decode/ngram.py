@@ -29,6 +29,7 @@ class NgramDrafter:
 
     aux_hidden_state_layers: tuple[int, ...] = ()
     reads_next_token = False
+    reason_without_graphs = "n-grams are looked up on the host"
 
     def __init__(self, rules: NgramRules) -> None:
         self.max_draft_tokens = rules.max_draft_tokens

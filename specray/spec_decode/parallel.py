@@ -16,11 +16,12 @@ from torch import Tensor
 from specray.config import SpeculativeConfig
 from specray.models.eagle_loading import load_eagle3_head
 from specray.models.parallel_head import ParallelHead
-from specray.ops.attention import AttentionBatch
-from specray.spec_decode.draft_setup import head_attention, scratch_slots, target_matrices
+from specray.ops.attention import AttentionBatch, PaddedAttention, PaddedBatch
+from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import TargetView
+from specray.spec_decode.drafter import PaddedCommit, TargetView
 from specray.spec_decode.eagle_tree import CandidatePool
+from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RaggedIndex, RequestTable
 from specray.spec_decode.tree_config import configured_shape
@@ -47,7 +48,9 @@ class ParallelDrafter:
         self._shape = shape
         self._last_position = target.context_length - 1
         self._scratch = scratch_slots(target, shape.num_steps - 1)  # for the masks' KV, which is discarded
-        self._attention = head_attention(head, target.num_slots + self._scratch.numel(), target)
+        self._padding_slot = target.num_slots + self._scratch.numel()  # where padding writes
+        self._attention = head_attention(head, self._padding_slot + 1, target)
+        self.reason_without_graphs = attention_without_graphs(self._attention) or head.reason_without_graphs
         self._written = WrittenSlots(target.num_slots)
 
     @torch.inference_mode()
@@ -56,6 +59,8 @@ class ParallelDrafter:
         if not requests:
             return DraftTree.from_lists([], context.table.device)
         self._written.update(context.table, requests, [request.start for request in requests])
+        if context.replay is not None and self._written.are_all(context.table, requests):
+            return context.replay()
         limits = [request.draft_limit for request in context.requests]
         shape = self._shape
         if limits:
@@ -63,8 +68,31 @@ class ParallelDrafter:
         output = self._forward(context, requests, shape.num_steps if limits else 1)
         if not limits:
             return DraftTree.from_lists([], context.table.device)
-        logits = self._head.logits(output.flatten(0, 1)).view(*output.shape[:2], -1)
-        return self._tree(context, shape, logits)
+        [slots] = context.columns(context.requests, "slot")
+        is_sampled, noise = context.are_sampled(context.requests), None
+        if any(is_sampled):
+            noise = TreeNoise.of(context, context.requests, is_sampled, slots, shape.num_steps)
+        return self._tree(context.roots(), shape, noise, output)
+
+    @torch.inference_mode()
+    def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
+        """See PaddedDrafter. For requests of which this drafter has written all KV. Ignores draft limits."""
+        shape, head, count = self._shape, self._head, len(commit.slots)
+        num_masks, width = shape.num_steps - 1, min(commit.nodes.shape[1], shape.num_steps + 1)
+        read = extend_input(table, commit.slots, commit.num_kept, commit.nodes, width, self._padding_slot, head.window)
+        states = head.fuse(commit.aux_hidden_states.index_select(0, read.nodes))
+        positions = read.ends[:, None] + torch.arange(num_masks, device=read.ends.device)
+        assert isinstance(self._attention, PaddedAttention)
+        output = head(
+            torch.cat((read.token_ids, read.token_ids.new_full((count * num_masks,), head.mask_token_id))),
+            torch.cat((states, head.mask_state.to(states.dtype).expand(count * num_masks, -1))),
+            torch.cat((read.positions, positions.clamp(max=self._last_position).flatten())),
+            self._attention.plan_padded(self._with_masks(read.attention, commit.slots, read.ends, num_masks)),
+        )
+        first, masked = output.index_select(0, read.last), output[count * width :]
+        levels = torch.cat((first[:, None], masked.view(count, num_masks, -1)), 1)
+        noise = TreeNoise.padded(table, commit.slots, read.ends, shape.num_steps) if is_sampled else None
+        return self._tree(read.roots, shape, noise, levels)
 
     def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
         self._written.update(table, requests, [request.end for request in requests])
@@ -120,12 +148,27 @@ class ParallelDrafter:
             scratch,
         )
 
-    def _tree(self, context: ProposeContext, shape: TreeShape, logits: Tensor) -> DraftTree:
-        """Trees from the logits [B, levels, V] of their levels."""
-        [slots] = context.columns(context.requests, "slot")
-        is_sampled, noise = context.are_sampled(context.requests), None
-        if any(is_sampled):
-            noise = TreeNoise.of(context, context.requests, is_sampled, slots, shape.num_steps)
+    def _with_masks(self, known: PaddedBatch, slots: Tensor, ends: Tensor, num_masks: int) -> PaddedBatch:
+        """The rows of `known` and behind them the masks, which attend to all positions before `ends` int64 [R]."""
+        count, width = len(slots), max(known.paths.shape[1], num_masks)
+        own = self._scratch[:count, :num_masks]
+        paths = [
+            F.pad(paths, (0, width - paths.shape[1])) for paths in (known.paths, own.repeat_interleave(num_masks, 0))
+        ]
+        lengths = torch.arange(1, num_masks + 1, device=slots.device).repeat(count)
+        return PaddedBatch(
+            torch.cat((known.prefix_lens, ends.repeat_interleave(num_masks))),
+            torch.cat((known.rows, slots.repeat_interleave(num_masks))),
+            known.kv_slots,
+            torch.cat(paths),
+            torch.cat((known.path_lengths, lengths)),
+            torch.cat((known.slot_mapping, own.flatten())),
+            known.window,
+        )
+
+    def _tree(self, roots: Tensor, shape: TreeShape, noise: TreeNoise | None, output: Tensor) -> DraftTree:
+        """Trees below `roots` int64 [B] from the head's output [B, levels, H]."""
+        logits = self._head.logits(output.flatten(0, 1)).view(*output.shape[:2], -1)
         level_probs: list[Tensor] = []
         kept = level_probs if shape.returns_draft_probs else None
         pool, frontier, topk = None, None, shape.topk
@@ -142,7 +185,7 @@ class ParallelDrafter:
             pool.expand(frontier, scores, tokens.expand(-1, topk, -1))
             frontier = pool.best_of_last()
         assert pool is not None
-        return with_draft_probs(pool.tree(context.roots(), shape.num_draft_tokens - 1), level_probs)
+        return with_draft_probs(pool.tree(roots, shape.num_draft_tokens - 1), level_probs)
 
 
 class _Rows(NamedTuple):

@@ -31,21 +31,14 @@ class PendingTrees:
             parts = (self._tokens, self._parents)
             self._tokens, self._parents = (F.pad(part, (0, missing), value=NONE) for part in parts)
             self._scores = None if self._scores is None else F.pad(self._scores, (0, missing))
+        if tree.scores is not None and self._scores is None:
+            self._scores = torch.ones_like(self._tokens, dtype=torch.float32)
         if self._uses_triton:
             from specray.ops.gpu import steps
 
-            pending = (self._tokens, self._parents, self._num_nodes)
-            steps.put(pending, slots, tree.tokens, tree.parents, tree.num_nodes)
+            steps.put(self._parts, slots, (tree.tokens, tree.parents, tree.num_nodes, tree.scores))
         else:
-            self._tokens[:, :width].index_copy_(0, slots, tree.tokens)
-            self._parents[:, :width].index_copy_(0, slots, tree.parents)
-            self._num_nodes.index_copy_(0, slots, tree.num_nodes)
-        if tree.scores is not None:
-            if self._scores is None:
-                self._scores = torch.ones_like(self._tokens, dtype=torch.float32)
-            self._scores[:, :width].index_copy_(0, slots, tree.scores)
-        elif self._scores is not None:
-            self._scores.index_fill_(0, slots, 1.0)
+            self._put(slots, tree, width)
         self._max_depth = max(self._max_depth, tree.max_depth)
         self._probs = None if tree.draft_probs is None else (slots, tree.draft_probs)
 
@@ -64,17 +57,19 @@ class PendingTrees:
         self.scores = []
         if not self._max_depth:
             return DraftTree.roots(roots), [1] * len(roots), False
-        most = torch.tensor([limit.num_tokens + 1 for limit in draft_limits]).to(slots.device)
-        if self._scores is not None and any(limit.min_score for limit in draft_limits):
-            least = torch.tensor([limit.min_score for limit in draft_limits]).to(slots.device)
-            tokens, parents, num_nodes, report = self._take(slots, roots, most, least)
-        elif self._uses_triton:  # the kernel knows no scores
+        cuts = self._scores is not None and any(limit.min_score for limit in draft_limits)
+        limits: list[list[float]] = [[limit.num_tokens + 1 for limit in draft_limits]]
+        if cuts:
+            limits.append([limit.min_score for limit in draft_limits])
+        bounds = torch.tensor(limits).to(slots.device)
+        most, least = bounds[0], bounds[1] if cuts else None
+        if self._uses_triton:
             from specray.ops.gpu import steps
 
-            pending = (self._tokens, self._parents, self._num_nodes)
-            tokens, parents, num_nodes, report = steps.take(pending, slots, roots, most, self._vocab_size)
+            taken = steps.take(self._parts, slots, roots, most, least, self._vocab_size)
         else:
-            tokens, parents, num_nodes, report = self._take(slots, roots, most, None)
+            taken = self._take(slots, roots, most, least)
+        tokens, parents, num_nodes, report = taken
         # Drafting's one copy to the host. It waits for the drafter and determines the shapes of the next forward.
         found, chains, *scored = report.tolist()
         counts = [int(count) for count in found]
@@ -87,26 +82,39 @@ class PendingTrees:
         tree = DraftTree(tokens[:, :width], parents[:, :width], num_nodes, depth, probs, all(chains))
         return tree, [max(1, count) for count in counts], 0 in counts
 
+    @property
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return self._tokens, self._parents, self._num_nodes, self._scores
+
+    def _put(self, slots: Tensor, tree: DraftTree, width: int) -> None:
+        self._tokens[:, :width].index_copy_(0, slots, tree.tokens)
+        self._parents[:, :width].index_copy_(0, slots, tree.parents)
+        self._num_nodes.index_copy_(0, slots, tree.num_nodes)
+        if tree.scores is not None and self._scores is not None:
+            self._scores[:, :width].index_copy_(0, slots, tree.scores)
+        elif self._scores is not None:
+            self._scores.index_fill_(0, slots, 1.0)
+
     def _take(
         self, slots: Tensor, roots: Tensor, most: Tensor, least: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(tokens and parents [B, W], numbers of nodes [B], report [2, B]): see `specray.ops.gpu.steps.take`.
 
-        The report has the numbers of nodes, 0 if the drafter's logits were not finite, and which trees are chains. With
-        `least` float32 [B], nodes of a lower score are cut, and the report is float32 [3 + W, B]: also the numbers of
-        nodes before that, and the nodes' scores.
+        `most` [B] are the nodes that each tree may have. The report has the numbers of nodes, 0 if the drafter's logits
+        were not finite, and which trees are chains. With `least` float32 [B], nodes of a lower score are cut, and the
+        report is float32 [3 + W, B]: also the numbers of nodes before that, and the nodes' scores.
         """
         tokens, parents = (part.index_select(0, slots) for part in (self._tokens, self._parents))
         found = self._num_nodes.index_select(0, slots)
         self._num_nodes.index_fill_(0, slots, NONE)
         tree = DraftTree(tokens, parents, found, self._max_depth)
         is_usable = (found > 0) & (tokens[:, ROOT] == roots) & tree.is_valid(self._vocab_size)
-        within = torch.where(is_usable, torch.minimum(found, most), 1)
+        within = torch.where(is_usable, torch.minimum(found, most.to(found.dtype)), 1)
+        nodes = torch.arange(tokens.shape[1], device=slots.device)
         num_nodes, scores = within, None
         if self._scores is not None and least is not None:
             scores = self._scores.index_select(0, slots)
-            num_nodes = torch.minimum(within, (scores >= least[:, None]).sum(-1)).clamp(min=1)
-        nodes = torch.arange(tokens.shape[1], device=slots.device)
+            num_nodes = ((scores >= least[:, None]) & (nodes < within[:, None])).sum(-1).clamp(min=1)
         is_chain = ((parents == nodes - 1) | (nodes >= num_nodes[:, None])).all(-1)
         tokens, parents = (part.masked_fill(nodes >= num_nodes[:, None], NONE) for part in (tokens, parents))
         tokens[:, ROOT], parents[:, ROOT] = roots, NONE

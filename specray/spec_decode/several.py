@@ -7,6 +7,7 @@ slots that other drafters' requests reuse. The trees of all drafters become one 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +21,6 @@ from specray.spec_decode.shadow_trees import ShadowTrees
 from specray.spec_decode.tree_edits import merge_trees
 from specray.step import DrafterUse
 
-WITHOUT_GRAPHS = "each of several drafters sees only its own requests, and a graph has those of the whole step"
-
 
 class SeveralDrafters:
     """Drafter made of `drafters` by name. `clock` returns seconds."""
@@ -32,7 +31,8 @@ class SeveralDrafters:
         layers = [layer for drafter in members for layer in drafter.aux_hidden_state_layers]
         self.aux_hidden_state_layers = tuple(dict.fromkeys(layers))
         self.reads_next_token = any(drafter.reads_next_token for drafter in members)
-        self._drafters = dict(drafters)
+        self.members = dict(drafters)
+        self.replays: dict[str, Callable[[ProposeContext], Callable[[], DraftTree] | None]] = {}
         self._first = next(iter(drafters))
         self._sharing = {name: sharing for name, drafter in drafters.items() if (sharing := _sharing_kv(drafter))}
         self._shadow_trees = {name: ShadowTrees() for name in drafters}
@@ -41,7 +41,7 @@ class SeveralDrafters:
 
     def propose(self, context: ProposeContext) -> DraftTree:
         trees: list[tuple[Tensor, DraftTree]] = []
-        for name in self._drafters:
+        for name in self.members:
             part = self._part(name, context)
             if sharing := self._sharing.get(name):
                 others = [request for request in _all(context) if request.slot not in part.slots]
@@ -52,7 +52,7 @@ class SeveralDrafters:
         return merge_trees(context.roots(), trees)
 
     def release(self, slots: Sequence[int]) -> None:
-        for name, drafter in self._drafters.items():
+        for name, drafter in self.members.items():
             drafter.release(slots)
             self._shadow_trees[name].release(slots)
 
@@ -64,15 +64,17 @@ class SeveralDrafters:
         """What `name` sees of a step."""
         states = context.table.states
         owners = {request.slot: states[request.slot].drafter for request in _all(context)}
-        own = {slot for slot, owner in owners.items() if (owner if owner in self._drafters else self._first) == name}
+        own = {slot for slot, owner in owners.items() if (owner if owner in self.members else self._first) == name}
         slots = own | {slot for slot in owners if states[slot].shadow == name}
         places = [place for place, request in enumerate(context.requests) if request.slot in slots]
         return _Part(slots, places, [context.requests[place].slot in own for place in places])
 
     def _draft(self, name: str, part: "_Part", context: ProposeContext) -> tuple[Tensor, DraftTree] | None:
         """The places in the batch that get this drafter's trees, and the trees; None if there are none."""
-        drafter, shadow = self._drafters[name], self._shadow_trees[name]
+        drafter, shadow = self.members[name], self._shadow_trees[name]
         seen = self._context(part, drafter.aux_hidden_state_layers, context)
+        if (replay := self.replays.get(name)) is not None:
+            seen = replace(seen, replay=replay(seen))
         compared = shadow.compare(context)
         start = self._clock()
         try:

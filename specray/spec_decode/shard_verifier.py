@@ -51,29 +51,38 @@ def verify_padded_shards(
     is_sampled: bool,
     sampler: NodeSampler,
     head: VocabHead,
+    is_filtered: bool,
 ) -> VerifyOutput:
     """`verify_padded` where `logits` are this rank's columns of `head`; rank 0's outcome on all ranks.
 
-    Sampled requests gather the logits, because the host does not know whether they have filters.
+    Unless `is_filtered`, no sampled request has filters.
     """
-    if is_sampled or sampler is not coupled:
+    if (is_sampled and is_filtered) or sampler is not coupled:
         verified = verify_padded(head.gathered(logits).contiguous(), tree, sampling, lengths, is_sampled, sampler)
     else:
-        verified = _accept(tree, _exchanged(_choose_greedily(logits, tree, head.first_id), head))
+        own = _choose_padded(logits, tree, sampling if is_sampled else None, lengths, head.first_id)
+        verified = _accept(tree, _exchanged(own, head))
     depth = verified.tokens.shape[1]
     outcome = torch.cat((verified.num_tokens[:, None], verified.tokens, verified.nodes), 1)
     count, tokens, nodes = head.group.broadcast(outcome).split_with_sizes((1, depth, depth), 1)
     return VerifyOutput(count[:, 0], tokens, nodes, {})
 
 
-def _choose_greedily(logits: Tensor, tree: DraftTree, first_id: int) -> Choices:
+def _choose_padded(
+    logits: Tensor, tree: DraftTree, sampling: SamplingBatch | None, lengths: Tensor, first_id: int
+) -> Choices:
+    """This rank's best token at every place of padded trees; all requests are greedy without `sampling`."""
     if not logits.shape[1]:
         return none_of(tree.tokens.numel(), logits.device)
     if uses_triton(logits.device):
-        from specray.spec_decode.gpu_verifier import choose_greedily_on_gpu
+        from specray.spec_decode.gpu_verifier import choose_padded_on_gpu
 
-        return choose_greedily_on_gpu(logits, tree, first_id)
-    return choose_greedily(logits, first_id)
+        return choose_padded_on_gpu(logits, tree, sampling, lengths, first_id)
+    if sampling is None:
+        return choose_greedily(logits, first_id)
+    keys = noise_keys(sampling.seeds[:, None], lengths[:, None] + tree.ancestors().sum(-1) - 1)
+    temperature = sampling.temperature.repeat_interleave(tree.tokens.shape[1])
+    return choose_in_shard(logits, temperature, keys.flatten(0, 1), first_id)
 
 
 def _needs_all_logits(state: SamplingState) -> bool:

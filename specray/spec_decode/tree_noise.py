@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specray.ops.gpu import uses_triton
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
@@ -62,6 +63,10 @@ class TreeNoise:
 
     def added(self, logits: Tensor, level: int, ids: Tensor | None) -> Tensor:
         """Logits [B, nodes, V] under temperature and noise where the request is sampled."""
+        if uses_triton(logits.device):
+            from specray.ops.gpu.sampling import with_noise
+
+            return with_noise(logits, self.temperature, self.keys_on_gpu[level], ids)
         if self.is_sampled is None:
             is_sampled = (self.temperature >= GREEDY_BELOW)[:, None, None]
             noise = gumbel(self.keys[:, level], logits.shape[-1], ids)

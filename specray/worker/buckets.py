@@ -30,6 +30,11 @@ def row_buckets(most: int) -> list[int]:
     return [*few, *range(_MANY_ROWS, most, _MANY_ROWS), most]
 
 
+def draft_row_buckets(max_rows: int, nodes: int) -> list[int]:
+    """Numbers of rows that the graphs of a drafter with trees of `nodes` nodes are captured for, if it has its own."""
+    return [rows for rows in row_buckets(max_rows) if rows * nodes <= MAX_TOKENS]
+
+
 def node_buckets(most: int) -> list[int]:
     """Numbers of nodes of a tree: powers of 4, and `most`."""
     sizes, size = [], 1

@@ -72,7 +72,8 @@ class DecodeGraphs:
 
     def verify(self, batch: StepBatch, bucket: Bucket) -> StepOutput:
         """Verify the trees of the last `forward` and keep the accepted paths."""
-        self._graphs.replay(("verify", bucket, _is_sampled(batch)))
+        is_filtered = self._step.is_sharded and _is_filtered(batch)
+        self._graphs.replay(("verify", bucket, _is_sampled(batch), is_filtered))
         return self._step.output(bucket, len(batch.num_nodes))
 
     def draft(self, batch: StepBatch, bucket: Bucket) -> Callable[[], DraftTree] | None:
@@ -101,8 +102,12 @@ class DecodeGraphs:
         step = self._step
         step.clear()  # a run before the capture then changes no request
         self._graphs.capture(("forward", bucket), lambda: step.forward(bucket))
+        kinds = [(False, False), (True, False)]  # of requests: some are sampled; some of these have filters
+        if step.is_sharded:
+            kinds.append((True, True))
+        for kind in kinds:
+            self._graphs.capture(("verify", bucket, *kind), partial(step.verify, bucket, *kind))
         for is_sampled in (False, True):
-            self._graphs.capture(("verify", bucket, is_sampled), partial(step.verify, bucket, is_sampled))
             if self._drafter is not None and bucket.nodes > 1:  # with one, something went wrong before
                 self._graphs.capture(
                     ("draft", bucket, is_sampled), partial(step.draft, bucket, self._drafter, is_sampled)
@@ -111,3 +116,7 @@ class DecodeGraphs:
 
 def _is_sampled(batch: StepBatch) -> bool:
     return any(state.sampling.is_sampled for state in batch.rows.states)
+
+
+def _is_filtered(batch: StepBatch) -> bool:
+    return any(state.sampling.is_sampled and state.sampling.is_filtered for state in batch.rows.states)

@@ -32,15 +32,16 @@ class LoadedTarget:
         progress: bool = False,
         model: TargetModel | None = None,
         placement: DraftPlacement = "inline",
+        uses_cuda_ipc: bool = False,
     ) -> None:
-        """`placement` is the drafter's."""
+        """`placement` is the drafter's; `uses_cuda_ipc`: see DraftEndpoint."""
         self._config, self._folder, self._device = config, folder, device
         self.model = model or load_model(folder, config, group, device, progress)
         model_config = load_config(folder)
         self._architecture = (model_config.architectures or [""])[0]
         self.context_length = context_length(model_config, config.context_length)
         shape, dtype = self.model.shape, self.model.embedding.weight.dtype
-        demand = demand_of(config, model_config, shape, folder, dtype, device, group, placement)
+        demand = demand_of(config, model_config, shape, folder, dtype, device, group, placement, uses_cuda_ipc)
         self.num_blocks = group.smallest(count_blocks(config, demand, self.context_length, device))
         kv = KVCache(
             shape.num_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size, dtype, device

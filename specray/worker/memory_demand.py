@@ -14,14 +14,16 @@ from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_draft
 from specray.models.target_model import ModelShape
 from specray.spec_decode import method_of
-from specray.worker.buckets import buckets
+from specray.worker.buckets import buckets, draft_row_buckets
 from specray.worker.memory_plan import Demand, StepSize, graph_bytes, process_bytes
 from specray.worker.remote_drafter.handshake import DraftPlacement
+from specray.worker.remote_drafter.ring import ring_bytes
 
 logger = logging.getLogger(__name__)
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 _MANY_NODES = 8  # of a tree, where num_draft_tokens is automatic
+_MANY_LAYERS = 3  # whose hidden states an EAGLE-3 head reads
 
 
 def demand_of(
@@ -33,8 +35,11 @@ def demand_of(
     device: torch.device,
     group: RankGroup,
     placement: DraftPlacement,
+    uses_cuda_ipc: bool = False,
 ) -> Demand:
     """The demand of one rank of the target in `folder`. Rank 0 has the drafter on its device, unless it is separate.
+
+    With `uses_cuda_ipc`, hidden states for the drafter cross through the device's memory.
 
     On a CPU, all processes share the memory, and activations are left to `mem_fraction_static`.
     """
@@ -52,9 +57,15 @@ def demand_of(
             weights, token = weights + own_weights, token + own_token
     dynamic = 0
     if device.type == "cuda":
-        dynamic = _steps(config, model_config, shape, dtype, not config.disable_cuda_graph) + process_bytes(
-            int(group.leads and placement == "colocated")
-        )
+        width = _layer_width(model_config, shape)
+        dynamic = _steps(config, shape, width, dtype)
+        if group.leads and placement != "separate":
+            dynamic += _drafts(config, shape, width, dtype, placement == "inline")
+        if group.leads and placement == "colocated":
+            dynamic += process_bytes(1)
+            if uses_cuda_ipc:
+                tokens = config.max_prefill_tokens + config.max_running_requests * _most_nodes(config)
+                dynamic += ring_bytes(tokens, _MANY_LAYERS * shape.hidden_size, dtype)
     return Demand(num_layers * layer_token + token, weights, dynamic)
 
 
@@ -86,17 +97,48 @@ def _token_bytes(folder: Path, dtype: torch.dtype) -> int:
     return int(layers * 2 * kv_heads * head_dim * dtype.itemsize)
 
 
-def _steps(
-    config: EngineConfig, model_config: PretrainedConfig, shape: ModelShape, dtype: torch.dtype, has_graphs: bool
-) -> int:
+def _steps(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dtype) -> int:
     """Bytes of the activations of the largest step, and of the CUDA graphs."""
-    speculative, rows = config.speculative, config.max_running_requests
-    nodes = max((drafter.num_draft_tokens or _MANY_NODES for drafter in speculative.members.values()), default=1)
-    heads = (shape.num_local_heads + 2 * shape.num_local_kv_heads) * shape.head_dim
-    width = 4 * shape.hidden_size + heads + 3 * model_config.intermediate_size
+    rows, nodes = config.max_running_requests, _most_nodes(config)
     step = StepSize(config.max_prefill_tokens + rows * nodes, rows * nodes, width, shape.vocab_size, dtype.itemsize)
-    if not has_graphs:
+    if config.disable_cuda_graph:
         return step.num_bytes
-    captured = buckets(min(config.cuda_graph_max_bs or rows, rows), nodes)
+    captured = buckets(_graph_rows(config), nodes)
     most = max(bucket.num_tokens for bucket in captured)
     return step.num_bytes + graph_bytes(len(captured), step._replace(num_tokens=most, num_sampled=most))
+
+
+def _drafts(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dtype, is_inline: bool) -> int:
+    """The same of drafters with steps of their own: in their own process, or several.
+
+    Their layers are at most as wide as the target's. They share activations, and inline those of the target.
+    """
+    members = [drafter for drafter in config.speculative.members.values() if _has_draft_model(drafter)]
+    if not members or (is_inline and not config.speculative.drafters):
+        return 0
+    nodes, rows = _most_nodes(config), config.max_running_requests
+    siblings = max(max(each.eagle_topk or _MANY_NODES, each.num_steps or _MANY_NODES) for each in members)
+    tokens = config.max_prefill_tokens + rows * nodes
+    step = StepSize(tokens, rows * siblings, width, shape.vocab_size, dtype.itemsize)
+    total = 0 if is_inline else step.num_bytes
+    if not config.disable_cuda_graph:
+        captured = draft_row_buckets(_graph_rows(config), nodes)
+        most = 0 if is_inline else max(captured, default=0)
+        largest = step._replace(num_tokens=most * nodes, num_sampled=most * siblings)
+        total += graph_bytes(2 * len(captured) * len(members), largest)
+    return total
+
+
+def _most_nodes(config: EngineConfig) -> int:
+    members = config.speculative.members.values()
+    return max((drafter.num_draft_tokens or _MANY_NODES for drafter in members), default=1)
+
+
+def _graph_rows(config: EngineConfig) -> int:
+    return min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
+
+
+def _layer_width(model_config: PretrainedConfig, shape: ModelShape) -> int:
+    """Values of a token that are alive at once inside a layer."""
+    heads = (shape.num_local_heads + 2 * shape.num_local_kv_heads) * shape.head_dim
+    return 4 * shape.hidden_size + heads + 3 * int(model_config.intermediate_size)

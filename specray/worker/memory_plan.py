@@ -8,7 +8,7 @@ of activations and graphs are estimates: they have not been compared with a GPU.
 from typing import NamedTuple
 
 _LOGITS_COPIES = 6  # float32 tensors of all logits that sampling needs at once
-_GRAPH_BYTES = 16 << 20  # that the driver keeps for a captured forward pass
+_GRAPH_BYTES = 16 << 20  # that the driver keeps for a captured forward pass, or for drafting a tree
 _CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process on the device
 
 

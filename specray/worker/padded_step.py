@@ -53,6 +53,11 @@ class PaddedStep:
         self._outcome = torch.zeros(2 * largest.rows + 2 * max_tokens, dtype=torch.int64, device=device)
         self._drafts = TreeBuffers(*largest, device)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank has only a part of the vocabulary."""
+        return self._model.head.group.size > 1
+
     def clear(self) -> None:
         """Make everything padding."""
         self._slots.fill_(self._table.padding_slot)
@@ -87,15 +92,18 @@ class PaddedStep:
         if aux_hidden_states:
             torch.cat(aux_hidden_states, -1, out=self._aux[: bucket.num_tokens])
 
-    def verify(self, bucket: Bucket, is_sampled: bool) -> None:
-        """Verify the trees after `forward`, and keep the accepted paths; `is_sampled`: not all requests are greedy."""
+    def verify(self, bucket: Bucket, is_sampled: bool, is_filtered: bool) -> None:
+        """Verify the trees after `forward`, and keep the accepted paths.
+
+        `is_sampled`: not all requests are greedy; `is_filtered`: among several ranks, some of these have filters.
+        """
         slots, tree = self._slots[: bucket.rows], self._tree(bucket)
         lengths, kv_slots = self._kept_of(bucket).tensor_split((1,), 1)
         reads_options = is_sampled or isinstance(self._sampler, PaddedSampler)
         logits, options = self._logits[: bucket.num_tokens], self._table.sampling(slots, []) if reads_options else None
         inputs = (logits, tree, options, lengths[:, 0], is_sampled, self._sampler)
         head = self._model.head
-        verified = verify_padded(*inputs) if head.group.size == 1 else verify_padded_shards(*inputs, head)
+        verified = verify_padded_shards(*inputs, head, is_filtered) if self.is_sharded else verify_padded(*inputs)
         count = verified.num_tokens
         if bucket.nodes > 1:
             self._kv.commit(kv_slots, verified.nodes, count)

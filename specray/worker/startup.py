@@ -16,13 +16,12 @@ from specray.ops.cpu.threads import use_threads
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
-from specray.spec_decode.drafter import Drafter, DraftSource, padded_drafter, uses_of
+from specray.spec_decode.drafter import Drafter, DraftSource, composite_of, padded_drafter
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.no_drafts import NoDrafts
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
-from specray.spec_decode.several import WITHOUT_GRAPHS
 from specray.spec_decode.verifier import is_padded
 from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
@@ -30,11 +29,14 @@ from specray.worker.broadcast import DraftSizes, broadcast_sizes, follow
 from specray.worker.compilation import compile_target
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.devices import choose_device
+from specray.worker.draft_graphs import graphs_of_members
 from specray.worker.loading import LoadedTarget, ring_limits
 from specray.worker.model_runner import ModelRunner
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.worker import Worker
+
+WALKS = "rejection sampling and accept thresholds walk trees by depth, on the host"
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,8 @@ def start_worker(
     folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
     group = RankGroup(rank, world_size, init_method, device, config.deterministic)
     placement: DraftPlacement = "inline" if colocate is None else colocate.placement
-    target = LoadedTarget(config, folder, group, device, progress, model, placement)
+    uses_cuda_ipc = colocate is not None and colocate.uses_cuda_ipc
+    target = LoadedTarget(config, folder, group, device, progress, model, placement, uses_cuda_ipc)
     vocab_size = target.model.shape.vocab_size
     max_tokens = target.context_length + MAX_TREE_NODES + config.page_size
     table = RequestTable(config.max_running_requests, max_tokens, config.page_size, vocab_size, device)
@@ -115,19 +118,27 @@ def _capture(
     if graphs is None:
         return None, []
     if (reason := runner.reason_without_graphs) is not None:
-        return None, [_without_graphs("decode steps", reason)]
+        return None, _logged([f"decode steps: {reason}"])
     rows = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
     drafter = drafts.drafter if isinstance(drafts, InlineDrafts) else None
-    padded, without = padded_drafter(drafter) if is_padded(sampler) else None, []
-    if padded is not None and (reason := padded.reason_without_graphs) is not None:
-        padded, without = None, [_without_graphs("drafts", reason)]
-    elif uses_of(drafter) is not None:
-        without = [_without_graphs("drafts", WITHOUT_GRAPHS)]
+    padded, without = None, []
+    if not is_padded(sampler):
+        drafter, without = None, [f"verification and drafts: {WALKS}"]
+    composite = composite_of(drafter)
+    if drafter is not None and composite is None:
+        found = padded_drafter(drafter)
+        padded, without = (None, [f"drafts: {found}"]) if isinstance(found, str) else (found, [])
     captured = DecodeGraphs(graphs, runner, table, drafts, rows, padded, sampler)
     captured.capture()
-    return captured, without
+    if composite is not None:
+        model = runner.model
+        without = graphs_of_members(
+            graphs, composite, table, model.shape.hidden_size, model.embedding.weight.dtype, rows
+        )
+    return captured, _logged(without)
 
 
-def _without_graphs(what: str, reason: str) -> str:
-    logger.warning("%s run without CUDA graphs: %s", what, reason)
-    return f"{what}: {reason}"
+def _logged(without: list[str]) -> list[str]:
+    for each in without:
+        logger.warning("without CUDA graphs: %s", each)
+    return without

@@ -1,29 +1,30 @@
 """Decode steps in CUDA graphs have the same output as without, in every bucket, on the stand-in for graphs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from specray.engine.request import EngineRequest
 from specray.outputs import Completion
-from specray.sampling_params import SamplingParams
-from specray.step import UNLIMITED, DraftLimit
+from specray.spec_decode.draft_tree import DraftTree
+from specray.step import DraftLimit
 from specray.testing.conformance import GREEDY, PROMPTS, SAMPLED, require_equal
 from specray.worker.remote_drafter import source
-from tests.support.colocated import Colocated
+from tests.support.colocated import Colocated, worker_of
 from tests.support.engine import generate, make_llm
+from tests.support.graph_cases import NAMES, plain_output, require_plain_output
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
-from tests.support.methods import METHODS
+from tests.support.methods import METHODS, several
 
-DRAFTS = ["EAGLE3", "EAGLE3-chain", "EAGLE-map", "MTP", "MTP-stack", "STANDALONE", "STANDALONE-tree"]
-NAMES = [None, *DRAFTS, "NGRAM", "SEVERAL"]
-# For each number of nodes of a tree: greedy and sampled requests, the last of which run by two and alone at the end.
-LIMITS = [UNLIMITED, DraftLimit(3, 9), DraftLimit(0, 0)]
-LENGTHS = [4, 4, 6, 12, 20]
-PARAMS = [
-    [SamplingParams(temperature=heat, top_p=0.9, seed=i, max_tokens=m, ignore_eos=True) for i, m in enumerate(LENGTHS)]
-    for heat in (0.0, 0.8)
-]
+LEAST_SCORE = 0.1  # of random heads
+
+
+def wait_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a drafter of another process on a busy machine."""
+    for wait in ("LEAST_WAIT_S", "FIRST_WAIT_S", "FROZEN_S"):
+        monkeypatch.setattr(source, wait, 60.0)
 
 
 @pytest.fixture
@@ -34,29 +35,21 @@ def graphs() -> Iterator[list[RecordedGraphs]]:
 
 @pytest.fixture(scope="module")
 def plain(toy: Path) -> list[list[Completion]]:
-    """Without graphs and drafts, one request at a time: outputs for SAMPLED, then for PARAMS."""
-    return [generate(toy, PROMPTS[: len(params)], params, max_running_requests=1) for params in (SAMPLED, *PARAMS)]
+    return plain_output(toy)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_output_does_not_depend_on_graphs(
     name: str | None, toy: Path, tmp_path: Path, plain: list[list[Completion]], graphs: list[RecordedGraphs]
 ) -> None:
-    options = {} if name is None else {"speculative": METHODS[name](toy, tmp_path)}
-    with make_llm(toy, max_running_requests=3, **options) as llm:
-        require_equal([each.choices[0] for each in llm.generate(PROMPTS, SAMPLED)], plain[0])
-        for limit in LIMITS if options else [UNLIMITED]:
-            for params, expected in zip(PARAMS, plain[1:], strict=True):
-                limits = [limit] * len(params)
-                seen = llm.generate(PROMPTS[: len(params)], params, draft_limits=limits)
-                require_equal([each.choices[0] for each in seen], expected)
+    require_plain_output(name, toy, tmp_path, plain)
     [recorded] = graphs
     assert recorded.replayed
     never = recorded.captured - recorded.replayed
     assert not never or name in ("NGRAM", "SEVERAL"), never  # n-grams that match are rare
 
 
-@pytest.mark.parametrize("name", ["EAGLE3", "EAGLE-map", "MTP-stack", "STANDALONE-tree", "EAGLE3-ngram"])
+@pytest.mark.parametrize("name", ["EAGLE3", "EAGLE-map", "MTP-stack", "STANDALONE-tree", "EAGLE3-ngram", "PARALLEL"])
 def test_drafts_do_not_depend_on_graphs(name: str, toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]) -> None:
     """As many of them are accepted, at every depth."""
     usages = []
@@ -68,13 +61,71 @@ def test_drafts_do_not_depend_on_graphs(name: str, toy: Path, tmp_path: Path, gr
     assert any(kind == "draft" for kind, *_ in graphs[0].replayed)
 
 
+def test_scores_of_trees_cut_the_same_drafts_in_graphs(
+    toy: Path, tmp_path: Path, graphs: list[RecordedGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter's probabilities, by which `budget: auto` chooses what is verified."""
+
+    def cut(is_eager: bool) -> tuple[list[list[float]], list[int]]:
+        """The scores of all trees, and their numbers of nodes without those of low scores."""
+        options = {"speculative": METHODS["EAGLE3"](toy, tmp_path), "disable_cuda_graph": is_eager}
+        scores: list[list[float]] = []
+        sizes: list[int] = []
+        with make_llm(toy, max_running_requests=3, **options) as llm:
+            drafts = worker_of(llm).drafts
+            collect = drafts.collect
+
+            def likely(slots: Tensor, roots: Tensor, limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
+                taken = collect(slots, roots, [limit._replace(min_score=LEAST_SCORE) for limit in limits])
+                scores.extend(drafts.scores)
+                sizes.extend(taken[1])
+                return taken
+
+            monkeypatch.setattr(drafts, "collect", likely)
+            llm.generate(PROMPTS, GREEDY)
+        return scores, sizes
+
+    (eager_scores, eager_sizes), (scores, sizes) = cut(is_eager=True), cut(is_eager=False)
+    assert sum(map(len, eager_scores)) > sum(size - 1 for size in eager_sizes) > 100  # some are cut, and some are not
+    assert sizes == eager_sizes
+    assert scores == [pytest.approx(row, rel=1e-4) for row in eager_scores]
+    assert any(kind == "draft" for kind, *_ in graphs[0].replayed)
+
+
+@pytest.mark.parametrize("placement", ["inline", "colocated"])
+def test_each_of_several_drafters_drafts_in_its_own_graphs(
+    placement: str, toy: Path, tmp_path: Path, graphs: list[RecordedGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of a step name different drafters. As many drafts are accepted as without graphs, of each of them."""
+    wait_long(monkeypatch)
+    members = {name: METHODS[name] for name in ("EAGLE3", "STANDALONE-tree", "PARALLEL", "NGRAM")}
+    counts = []
+    for disabled in (True, False):
+        options = {"speculative": several(**members)(toy, tmp_path), "disable_cuda_graph": disabled}
+        with make_llm(toy, max_running_requests=4, **options) as llm:
+            colocated = Colocated(llm, tmp_path) if placement == "colocated" else None
+            if colocated is not None:
+                colocated.start()
+            names = list(members)
+            for place, (prompt, params) in enumerate(zip(PROMPTS, SAMPLED, strict=True)):
+                llm.engine.add_request(EngineRequest(f"r{place}", prompt, params, drafter=names[place % len(names)]))
+            while llm.engine.has_work:
+                llm.engine.step()
+            seen = llm.engine.stats.labelled
+            counts.append([seen[f"specray_drafter_{what}_tokens_total"] for what in ("draft", "accepted")])
+            if colocated is not None:
+                colocated.close()
+                (tmp_path / "drafts").unlink()
+    assert counts[0] == counts[1]
+    assert {key[-1] for key in graphs[-1].replayed if key[0] == "draft"} == set(members) - {"NGRAM"}  # type: ignore[index]
+
+
 @pytest.mark.parametrize("name", ["EAGLE3", "STANDALONE-tree", "MTP-stack"])
 def test_a_drafter_of_another_process_drafts_in_graphs(
     name: str, toy: Path, tmp_path: Path, graphs: list[RecordedGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many of them are accepted as of those without graphs."""
-    for wait in ("LEAST_WAIT_S", "FIRST_WAIT_S", "FROZEN_S"):
-        monkeypatch.setattr(source, wait, 60.0)  # long enough for a busy machine
+    wait_long(monkeypatch)
     found = []
     for disabled in (True, False):
         options = {"speculative": METHODS[name](toy, tmp_path), "disable_cuda_graph": disabled}

@@ -145,7 +145,7 @@ class Spy:
 
 def spied(llm: LLM, name: str) -> Spy:
     """Watch one of an engine's several drafters."""
-    drafters = llm._executor.worker.drafts.drafter.drafter._drafters  # type: ignore[attr-defined]
+    drafters = llm._executor.worker.drafts.drafter.drafter.members  # type: ignore[attr-defined]
     drafters[name] = spy = Spy(drafters[name])
     return spy
 

@@ -57,6 +57,7 @@ POINTERS = {
     **dict.fromkeys(("token_ids", "positions", "slots", "kept", "outcome", "places", "ends", "last", "roots"), "*i64"),
     **dict.fromkeys(("new_slots", "new_num_nodes", "new_tokens", "new_parents", "report", "most"), "*i64"),
     **dict.fromkeys(("pending_tokens", "pending_parents", "pending_nodes"), "*i64"),
+    **dict.fromkeys(("pending_scores", "node_scores", "least"), "*fp32"),
 }
 SCALARS = {"scale": "fp32", "eps": "fp32"}
 INTEGERS = ("outs", "ins", "first_id", "max_depth", "max_nodes", "count", "padding_slot", "padding_kv_slot")
@@ -67,6 +68,7 @@ class Case(NamedTuple):
     constants: dict[str, Any]
     num_warps: int = 4
     dtype: str = "bf16"  # of the pointers that have no type of their own
+    types: dict[str, str] = {}  # noqa: RUF012 - where they differ from POINTERS
 
 
 def cases() -> Iterator[Case]:
@@ -116,6 +118,9 @@ def cases_of_verification() -> Iterator[Case]:
             blocks = {"HAS_IDS": has_ids, "BLOCKS_PADDED": 32}
             yield Case(sampling_kernels.choose_among_blocks, has_mask | blocks, num_warps=1)
         yield Case(sampling_kernels.find_lowest, has_mask | filters, num_warps=sampling.FILTER_WARPS)
+    for has_ids in (False, True):
+        noisy = {"HAS_IDS": has_ids, "BLOCK": sampling.BLOCK}
+        yield Case(sampling_kernels.add_noise, noisy, num_warps=8, types={"out": "*fp32"})
     yield Case(tree_kernels.compact_path, {"SIZE": 2048, "BLOCK": 2048})
 
 
@@ -124,15 +129,20 @@ def cases_of_steps() -> Iterator[Case]:
     for nodes in (1, 8, 128):
         for kernel in (step_kernels.build_trees, step_kernels.commit_tokens, step_kernels.build_extend):
             yield Case(kernel, {"WIDTH": nodes, "PADDED": nodes}, num_warps=1)
-        for kernel in (step_kernels.take_trees, step_kernels.put_trees):
-            yield Case(kernel, {"WIDTH": nodes, "PADDED": nodes}, num_warps=1)
+        size = {"WIDTH": nodes, "PADDED": nodes}
+        for has_scores in (False, True):
+            types = dict.fromkeys(("most", "report"), "*fp32") if has_scores else {}
+            yield Case(step_kernels.take_trees, size | {"CUTS": has_scores}, num_warps=1, types=types)
+            keeps = {"KEEPS_SCORES": True, "HAS_SCORES": has_scores}
+            yield Case(step_kernels.put_trees, size | keeps, num_warps=1)
         yield Case(step_kernels.load_trees, {"PADDED": nodes}, num_warps=1)
 
 
 def compiled(case: Case, capability: int) -> dict[str, Any]:
     """Registers and bytes of local memory (spills) of a thread, and shared memory of a program."""
     names = case.kernel.arg_names
-    signature = {name: _type(name, case.dtype) if name not in case.constants else "constexpr" for name in names}
+    signature = {name: case.types.get(name) or _type(name, case.dtype) for name in names}
+    signature |= dict.fromkeys(case.constants, "constexpr")
     # What the launcher finds out about arguments: aligned pointers, and strides that are multiples of 16.
     aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in ("q_stride", "outs", "ins")]
     source = ASTSource(

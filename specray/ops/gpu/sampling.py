@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from specray.ops.gpu.noise_kernels import position_keys
-from specray.ops.gpu.sampling_kernels import choose_among_blocks, choose_in_blocks, find_lowest
+from specray.ops.gpu.sampling_kernels import add_noise, choose_among_blocks, choose_in_blocks, find_lowest
 from specray.ops.gpu.strides import alike, by_rows
 from specray.ops.gpu.tree_kernels import walk_tree
 from specray.ops.sampling_state import SamplingBatch
@@ -63,6 +63,30 @@ def choose_drafts(rows: Rows, temperature: Tensor | None, keys: Tensor | None, c
     `column_ids` int64 [V] are the token ids of the columns; None: the same.
     """
     return _choose(rows, temperature, keys, None, 0, column_ids)
+
+
+def with_noise(logits: Tensor, temperature: Tensor, keys: Tensor, column_ids: Tensor | None) -> Tensor:
+    """float32 logits [B, nodes, V] over temperature and with noise where requests are sampled; see `TreeNoise.added`.
+
+    `temperature` is float32 [B], `keys` int32 [B, 2]; `column_ids` int64 [V] are those of `choose_drafts`.
+    """
+    logits, out = logits.contiguous(), torch.empty_like(logits, memory_format=torch.contiguous_format)
+    num_trees, width, size = logits.shape
+    if num_trees:
+        add_noise[(num_trees * width, triton.cdiv(size, BLOCK))](
+            out,
+            logits,
+            keys.contiguous(),
+            temperature,
+            logits if column_ids is None else column_ids,
+            size,
+            width,
+            temperature.stride(0),
+            HAS_IDS=column_ids is not None,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+    return out
 
 
 def _choose(

@@ -51,6 +51,33 @@ def _row_of(starts, num_nodes, place, node_width):
 
 
 @triton.jit
+def add_noise(
+    out,  # float32 [rows, vocab_size], like the logits
+    logits,
+    keys,  # int32 [trees, 2]
+    temperature,  # float32 [trees], `options_stride` apart
+    column_ids,  # int64 [vocab_size]: token ids of the columns; unused without HAS_IDS
+    vocab_size,
+    node_width,  # rows of a tree
+    options_stride,
+    HAS_IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Logits over temperature, with noise, where requests are sampled; the same logits elsewhere."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tree, is_column = row // node_width, column < vocab_size
+    values = tl.load(logits + row * vocab_size + column, mask=is_column, other=0.0)
+    heat = tl.load(temperature + tree * options_stride)
+    if heat >= GREEDY_BELOW:
+        token = column
+        if HAS_IDS:
+            token = tl.load(column_ids + column, mask=is_column, other=0).to(tl.int32)
+        noise = gumbel_of(token, tl.load(keys + tree * 2), tl.load(keys + tree * 2 + 1))
+        values = tl.div_rn(values, tl.zeros([BLOCK], tl.float32) + heat) + noise
+    tl.store(out + row * vocab_size + column, values, mask=is_column)
+
+
+@triton.jit
 def choose_in_blocks(
     best,  # int32 [places, blocks]: the largest score, as `_ordered`
     best_ids,  # int32 [places, blocks]: its first column

@@ -198,11 +198,14 @@ def take_trees(
     pending_tokens,  # int64 [slots, WIDTH], like the parents
     pending_parents,
     pending_nodes,  # int64 [slots], -1: no tree
+    pending_scores,  # float32 [slots, WIDTH]
+    least,  # float32 [B]
     slots,  # int64 [B]
     roots,  # int64 [B]
-    most,  # int64 [B]: nodes of each tree
+    most,  # int64 or float32 [B]: nodes of each tree
     num_rows,
     vocab_size,
+    CUTS: tl.constexpr,  # nodes of a score below `least`; the report is float32 [3 + WIDTH, B] then
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
@@ -216,15 +219,21 @@ def take_trees(
     is_good = (token >= 0) & (token < vocab_size) & ((node == 0) | ((parent >= 0) & (parent < node)))
     is_known = (node > 0) | (token == root)
     is_usable = (found > 0) & (tl.min(((is_good & is_known) | (node >= found)).to(tl.int32), 0) > 0)
-    count = tl.where(is_usable, tl.minimum(found, tl.load(most + row)), 1)
+    count = tl.where(is_usable, tl.minimum(found, tl.load(most + row).to(tl.int64)), 1)
+    if CUTS:
+        score = tl.load(pending_scores + slot * WIDTH + node, mask=is_place, other=0.0)
+        tl.store(report + 2 * num_rows + row, count.to(tl.float32))
+        tl.store(report + (3 + node) * num_rows + row, score, mask=is_place)
+        is_likely = (node < count) & (score >= tl.load(least + row))
+        count = tl.maximum(tl.sum(is_likely.to(tl.int64), 0), 1)
     is_draft = (node > 0) & (node < count)
     is_chain = tl.min(((parent == node - 1) | ~is_draft).to(tl.int32), 0)
     place = row * WIDTH + node
     tl.store(tokens + place, tl.where(node == 0, root, tl.where(is_draft, token, -1)), mask=is_place)
     tl.store(parents + place, tl.where(is_draft, parent, -1), mask=is_place)
     tl.store(num_nodes + row, count)
-    tl.store(report + row, tl.where(found == 0, 0, count))
-    tl.store(report + num_rows + row, is_chain.to(tl.int64))
+    tl.store(report + row, tl.where(found == 0, 0, count).to(report.dtype.element_ty))
+    tl.store(report + num_rows + row, is_chain.to(report.dtype.element_ty))
 
 
 @triton.jit
@@ -232,13 +241,18 @@ def put_trees(
     pending_tokens,  # int64 [slots, WIDTH], like the parents
     pending_parents,
     pending_nodes,  # int64 [slots]
+    pending_scores,  # float32 [slots, WIDTH]
     slots,  # int64 [B]
     tokens,  # int64 [B, width], rows `tokens_stride` apart
     parents,
+    node_scores,  # float32 [B, width]
     num_nodes,  # int64 [B]
     width,
     tokens_stride,
     parents_stride,
+    scores_stride,
+    KEEPS_SCORES: tl.constexpr,
+    HAS_SCORES: tl.constexpr,  # otherwise all are 1
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
@@ -250,3 +264,8 @@ def put_trees(
     tl.store(pending_tokens + slot * WIDTH + node, token, mask=is_node)
     tl.store(pending_parents + slot * WIDTH + node, parent, mask=is_node)
     tl.store(pending_nodes + slot, tl.load(num_nodes + row))
+    if KEEPS_SCORES:
+        score = tl.full([PADDED], 1.0, tl.float32)
+        if HAS_SCORES:
+            score = tl.load(node_scores + row * scores_stride + node, mask=is_node, other=0.0)
+        tl.store(pending_scores + slot * WIDTH + node, score, mask=node < WIDTH)

@@ -23,7 +23,7 @@ class HiddenStateRing:
     """Regions of [tokens, width] over the file `fd`, for tensors on `device`. The caller may close `fd` afterwards."""
 
     def __init__(self, fd: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        size = _num_bytes(tokens, width, dtype)
+        size = ring_bytes(tokens, width, dtype)
         with torch.inference_mode(False):  # made between two forwards, written outside of them
             # The tensor keeps the mapping alive. A drafter that reads no hidden states has none.
             flat = torch.frombuffer(mmap.mmap(fd, size), dtype=dtype) if size else torch.empty(0, dtype=dtype)
@@ -49,9 +49,14 @@ class HiddenStateRing:
             self._locked = None
 
 
+def ring_bytes(tokens: int, width: int, dtype: torch.dtype) -> int:
+    """Of a ring with regions of [tokens, width]."""
+    return math.prod((NUM_REGIONS, tokens, width, dtype.itemsize))
+
+
 def open_file(tokens: int, width: int, dtype: torch.dtype) -> int:
     """A new file for a ring; the caller closes it."""
-    size = _num_bytes(tokens, width, dtype)
+    size = ring_bytes(tokens, width, dtype)
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("specray-hidden-states")
     else:
@@ -73,7 +78,3 @@ def _lock_pages(address: int, size: int) -> int | None:
         int(error),
     )
     return None
-
-
-def _num_bytes(tokens: int, width: int, dtype: torch.dtype) -> int:
-    return math.prod((NUM_REGIONS, tokens, width, dtype.itemsize))

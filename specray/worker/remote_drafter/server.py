@@ -24,15 +24,14 @@ from specray.ops.attention import torch_dtype
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
-from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, padded_drafter, uses_of
+from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, composite_of, padded_drafter
 from specray.spec_decode.inline_drafts import limited
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
-from specray.spec_decode.several import WITHOUT_GRAPHS
 from specray.spec_decode.verifier import is_padded
 from specray.worker.devices import choose_device
+from specray.worker.draft_graphs import DraftGraphs, graphs_of_members
 from specray.worker.remote_drafter.device_ring import DeviceRing
-from specray.worker.remote_drafter.draft_graphs import DraftGraphs
 from specray.worker.remote_drafter.handshake import DrafterHandshake, pack_handshake
 from specray.worker.remote_drafter.ring import HiddenStateRing
 from specray.worker.remote_drafter.wire import DeltaDecoder, Order, Reply, pack, unpack_order, unpack_target_handshake
@@ -43,11 +42,18 @@ logger = logging.getLogger(__name__)
 class DraftServer:
     """Runs `drafter`, whose tensors are on `device`, for a target in another process."""
 
-    def __init__(self, drafter: Drafter, device: torch.device, graphs: DraftGraphs | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        device: torch.device,
+        graphs: DraftGraphs | None = None,
+        table: RequestTable | None = None,
+    ) -> None:
+        """`table` is the empty one that CUDA graphs were captured for, those of the drafter's members or `graphs`."""
         self._drafter = drafter
         self._device = device
-        self._graphs = graphs
-        self._several = uses_of(drafter)
+        self._graphs, self._table = graphs, table
+        self._composite = composite_of(drafter)
         self.handshake = DrafterHandshake(
             drafter.max_draft_tokens, list(drafter.aux_hidden_state_layers), drafter.reads_next_token
         )
@@ -71,14 +77,14 @@ class DraftServer:
         start = time.perf_counter()
         self._drafter.release(order.freed_slots)
         context = decoder.context(order, ring.read(order.region))
-        if self._graphs is not None and decoder.is_over(self._graphs.table):
+        if self._graphs is not None:
             context = replace(context, replay=self._graphs.replay(context))
         try:
             tree = limited(self._drafter.propose(context), context)
         except DraftFaultError as fault:
             return Reply.failed(order.number, time.perf_counter() - start, fault.kind)
         reply = Reply.of(order.number, 0.0, tree)  # waits for the device
-        uses = () if self._several is None else self._several.take_uses()
+        uses = () if self._composite is None else self._composite.take_uses()
         return reply._replace(seconds=time.perf_counter() - start, uses=uses)
 
     def _receive_handshake(
@@ -98,35 +104,32 @@ class DraftServer:
             ring = DeviceRing.open(target.device_ring, *size) if target.device_ring else HiddenStateRing(fds[0], *size)
         finally:
             os.close(fds[0])
-        return ring, DeltaDecoder(target, self._device, None if self._graphs is None else self._graphs.table)
+        return ring, DeltaDecoder(target, self._device, self._table)
 
 
 def make_draft_server(config: EngineConfig, target: TargetView, num_slots: int) -> DraftServer:
     """A server of the configured drafter, whose CUDA graphs are captured if it can have any."""
     drafter = make_remote_drafter(config, target, num_slots)
-    graphs = make_draft_graphs(config, target, drafter)
-    if graphs is not None:
-        graphs.capture()
-    return DraftServer(drafter, target.device, graphs)
-
-
-def make_draft_graphs(config: EngineConfig, target: TargetView, drafter: Drafter) -> DraftGraphs | None:
-    """Graphs of this drafter for requests of `target`, not captured yet; None if there are none."""
-    padded = padded_drafter(drafter) if is_padded(make_sampler(config.speculative)) else None
-    graphs = None if config.disable_cuda_graph else make_graphs(target.device, target.attention_backend)
-    if graphs is not None and uses_of(drafter) is not None:
-        logger.warning("drafts run without CUDA graphs: %s", WITHOUT_GRAPHS)
-    if padded is None or graphs is None:
-        return None
-    if padded.reason_without_graphs is not None:
-        logger.warning("drafts run without CUDA graphs: %s", padded.reason_without_graphs)
-        return None
+    made = None if config.disable_cuda_graph else make_graphs(target.device, target.attention_backend)
+    if made is None or not is_padded(make_sampler(config.speculative)):
+        return DraftServer(drafter, target.device)
     max_tokens = target.context_length + MAX_TREE_NODES + config.page_size
     table = RequestTable(
         config.max_running_requests, max_tokens, config.page_size, target.shape.vocab_size, target.device
     )
     rows = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
-    return DraftGraphs(graphs, drafter, padded, table, target.shape.hidden_size, target.dtype, rows)
+    sizes = table, target.shape.hidden_size, target.dtype, rows
+    graphs, without = None, []
+    if (composite := composite_of(drafter)) is not None:
+        without = graphs_of_members(made, composite, *sizes)
+    elif isinstance(padded := padded_drafter(drafter), str):
+        without = [f"drafts: {padded}"]
+    else:
+        graphs = DraftGraphs(made, drafter, padded, *sizes)
+        graphs.capture()
+    for each in without:
+        logger.warning("without CUDA graphs: %s", each)
+    return DraftServer(drafter, target.device, graphs, table)
 
 
 def make_remote_drafter(config: EngineConfig, target: TargetView, num_slots: int) -> Drafter:

@@ -187,10 +187,6 @@ class DeltaDecoder:
         states = region[:count].to(self._table.device)
         return ProposeContext(self._table, order.requests, order.unfinished, lambda: states)
 
-    def is_over(self, table: RequestTable) -> bool:
-        """Whether this is the table that orders are applied to."""
-        return self._table is table
-
 
 def _uses(data: object) -> list[DrafterUse]:
     """ValueError for anything that is not a list of uses."""

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 KERNELS = {
     *("attend_tiles", "merge_chunks", "rotate_head", "norm_rows", "silu_block", "grouped_products", "multiply_rows"),
     *("join_rows", "gather_angles", "gather_cells", "load_trees", "build_trees", "commit_tokens"),
-    *("build_extend", "take_trees", "put_trees"),
+    *("build_extend", "take_trees", "put_trees", "add_noise"),
     *("position_keys", "choose_in_blocks", "choose_among_blocks", "find_lowest", "walk_tree", "compact_path"),
 }
 SHARED_BYTES = 99 * 1024  # of a program, on the smallest of these GPUs

@@ -168,6 +168,25 @@ def test_drafts_have_the_targets_noise_and_its_ids(seed: int, has_ids: bool, is_
         assert (found.is_finite > 0).tolist() == value.isfinite().tolist()
 
 
+@given(st.integers(0, 10**6), st.booleans(), st.integers(1, 3))
+@settings(max_examples=15)
+def test_the_noise_of_a_level_of_trees_is_that_of_torch(seed: int, has_ids: bool, num_nodes: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, SIZE, num_nodes, generator=generator).transpose(1, 2)
+    ids = torch.randperm(500, generator=generator)[:SIZE] if has_ids else None
+    heat, seeds, ends = (
+        torch.tensor([[0.0, 0.7, 1.5]] * 2).T[:, 0],
+        torch.tensor([1, seed, -seed]),
+        torch.tensor([4, 9, 2]),
+    )
+    noise = TreeNoise(None, heat, seeds, ends, 2)
+    for level in range(2):
+        expected = noise.added(logits, level, ids)
+        found = sampling.with_noise(logits, heat, noise.keys_on_gpu[level], ids)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-6)
+        assert torch.equal(found[0], logits[0])
+
+
 def test_a_row_without_an_allowed_token_is_not_finite() -> None:
     rows = sampling.independent(torch.randn(2, SIZE), torch.tensor([[0, 0], [-1, -1]], dtype=torch.int32))
     assert sampling.choose(rows, None, None).is_finite.tolist() == [0, 1]

@@ -119,6 +119,16 @@ def test_unlikely_nodes_are_cut_and_all_scores_are_reported() -> None:
         assert source.scores == ([] if scores is None else [scores])
 
 
+def test_scores_of_narrow_trees_are_cut_after_wide_trees_without_scores() -> None:
+    """Places behind a tree's nodes have scores of other trees."""
+    pending = PendingTrees(NUM_SLOTS, VOCAB_SIZE, CPU)
+    slots, roots = torch.tensor([1]), torch.tensor([9])
+    pending.put(slots, DraftTree.chains(torch.tensor([[9, 1, 2, 3, 4, 5, 6]])))
+    pending.put(slots, replace(DraftTree.chains(torch.tensor([[9, 3, 4]])), scores=torch.tensor([[1.0, 0.5, 0.1]])))
+    tree, _, _ = pending.take(slots, roots, [DraftLimit(9, 9, 0.3)])
+    assert tree.to_lists() == [TreeLists([9, 3], [NONE, 0])]
+
+
 def test_the_depth_limit_applies_before_the_token_limit() -> None:
     tree = TreeLists([5, 1, 2, 3, 4, 6], [NONE, 0, 1, 2, 0, 4])
     cuts = {

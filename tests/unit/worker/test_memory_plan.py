@@ -13,7 +13,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.registry import load_config, shape_of
 from specray.worker.buckets import MAX_TOKENS, Bucket, buckets, node_buckets, row_buckets
 from specray.worker.memory_demand import demand_of
-from specray.worker.memory_plan import Demand, pool_bytes
+from specray.worker.memory_plan import Demand, pool_bytes, process_bytes
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from tests.support.heads import write_random_head
 
@@ -40,10 +40,11 @@ def test_the_pool_of_an_80_gib_gpu() -> None:
 
 def demand(toy: Path, device: torch.device = GPU, **options: object) -> Demand:
     placement = cast(DraftPlacement, options.pop("placement", "inline"))
+    uses_cuda_ipc = bool(options.pop("uses_cuda_ipc", False))
     model_config = load_config(toy)
     shape = shape_of(model_config, RankGroup())
     config = EngineConfig(model=str(toy), **options)  # type: ignore[arg-type]
-    return demand_of(config, model_config, shape, toy, torch.bfloat16, device, RankGroup(), placement)
+    return demand_of(config, model_config, shape, toy, torch.bfloat16, device, RankGroup(), placement, uses_cuda_ipc)
 
 
 def test_a_drafter_on_a_gpu_of_its_own_takes_nothing_of_the_targets(toy: Path, tmp_path: Path) -> None:
@@ -57,6 +58,35 @@ def test_a_drafter_on_a_gpu_of_its_own_takes_nothing_of_the_targets(toy: Path, t
     assert separate.dynamic == inline.dynamic < beside.dynamic
     assert separate.weights < inline.weights == beside.weights
     assert demand(toy, CPU, speculative=speculative, placement="separate").weights == inline.weights
+
+
+def test_graphs_and_activations_of_a_drafters_own_process_are_counted(toy: Path, tmp_path: Path) -> None:
+    """Before the pool is sized, because the drafter captures its graphs after the target has taken its memory."""
+    head = write_random_head(tmp_path / "head", toy, 3)
+    one = SpeculativeConfig(
+        algorithm="EAGLE3", draft_model_path=str(head), num_steps=3, eagle_topk=2, num_draft_tokens=6
+    )
+    members = [{"name": name, **one.model_dump(exclude_defaults=True)} for name in ("a", "b")]
+    two = SpeculativeConfig.model_validate({"drafters": members})
+
+    def beside(speculative: SpeculativeConfig, **options: object) -> int:
+        places = ("colocated", "inline")
+        colocated, inline = (demand(toy, speculative=speculative, placement=place, **options) for place in places)
+        return colocated.dynamic - inline.dynamic
+
+    ngrams = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=6)
+    process = beside(ngrams)  # its context alone
+    assert process == process_bytes(1)
+    without, few, many = (
+        beside(one, **options) for options in ({"disable_cuda_graph": True}, {"cuda_graph_max_bs": 1}, {})
+    )
+    assert process < without < few < many
+    for placement in ("colocated", "inline"):  # each of several drafters has graphs
+        sizes = [demand(toy, speculative=each, placement=placement).dynamic for each in (one, two)]
+        assert sizes[0] < sizes[1]
+    in_memory = demand(toy, speculative=one, placement="colocated", uses_cuda_ipc=True).dynamic
+    ring = 4 * (EngineConfig().max_prefill_tokens + EngineConfig().max_running_requests * 6) * 3 * 32 * 2
+    assert in_memory - demand(toy, speculative=one, placement="colocated").dynamic == ring
 
 
 def test_kv_of_the_target_and_its_head_is_counted(toy: Path, tmp_path: Path) -> None:

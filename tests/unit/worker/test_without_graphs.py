@@ -7,8 +7,7 @@ import pytest
 
 from specray.config import EngineConfig
 from specray.layers.moe import EXPERTS_READ
-from specray.spec_decode.several import WITHOUT_GRAPHS
-from specray.worker.startup import start_worker
+from specray.worker.startup import WALKS, start_worker
 from tests.support.architectures import write_architecture
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
 from tests.support.methods import METHODS
@@ -42,14 +41,27 @@ def test_a_drafter_whose_experts_are_chosen_on_the_host(
 
 
 def test_a_dense_engine_has_all_graphs(toy: Path, tmp_path: Path) -> None:
-    for name in ("EAGLE3", "MTP-stack", "STANDALONE"):
+    for name in ("EAGLE3", "MTP-stack", "STANDALONE", "PARALLEL"):
         folder = tmp_path / name
         folder.mkdir()
         worker = start_worker(config_of(toy, speculative=METHODS[name](toy, folder)))
         assert worker.capacity.without_graphs == ()
 
 
-def test_several_drafters(toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]) -> None:
+def test_several_drafters_have_graphs_of_their_own(
+    toy: Path, tmp_path: Path, graphs: list[RecordedGraphs], caplog: pytest.LogCaptureFixture
+) -> None:
     worker = start_worker(config_of(toy, speculative=METHODS["SEVERAL"](toy, tmp_path)))
-    assert worker.capacity.without_graphs == (f"drafts: {WITHOUT_GRAPHS}",)
-    assert {kind for kind, *_ in graphs[0].captured} == {"forward", "verify"}
+    assert worker.capacity.without_graphs == ("drafts of lookup: n-grams are looked up on the host",)
+    assert "drafts of lookup: n-grams" in caplog.text
+    drafts = [key for key in graphs[0].captured if key[0] == "draft"]  # type: ignore[index]
+    assert {name for *_, name in drafts} == {"head", "layers"}
+
+
+def test_what_is_done_on_the_host(toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]) -> None:
+    worker = start_worker(config_of(toy, speculative=METHODS["NGRAM"](toy, tmp_path)))
+    assert worker.capacity.without_graphs == ("drafts: n-grams are looked up on the host",)
+    rejection = METHODS["EAGLE3"](toy, tmp_path).model_copy(update={"verification": "rejection"})
+    worker = start_worker(config_of(toy, speculative=rejection))
+    assert worker.capacity.without_graphs == (f"verification and drafts: {WALKS}",)
+    assert {kind for kind, *_ in graphs[1].captured} == {"forward", "verify"}

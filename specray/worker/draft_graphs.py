@@ -1,10 +1,10 @@
-"""CUDA graphs of a drafter in its own process, by number of requests.
+"""CUDA graphs of a drafter that has a step of its own, by number of requests: in its own process, or one of several.
 
 A graph drafts for requests that committed no more tokens than a tree is deep, which is every decode step. What they
 committed lies in rows of fixed length; the rest of a row, and rows behind the requests, are padding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 import numpy as np
@@ -12,11 +12,11 @@ import torch
 
 from specray.ops.graphs import Graphs
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, PaddedCommit, PaddedDrafter
+from specray.spec_decode.drafter import CompositeDrafter, Drafter, PaddedCommit, PaddedDrafter, padded_drafter
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_buffers import TreeBuffers
-from specray.worker.buckets import MAX_TOKENS, row_buckets
+from specray.worker.buckets import draft_row_buckets
 
 
 class DraftGraphs:
@@ -31,12 +31,13 @@ class DraftGraphs:
         hidden_size: int,
         dtype: torch.dtype,
         max_rows: int,
+        name: str = "",
     ) -> None:
-        """`hidden_size` and `dtype` are those of the target's hidden states."""
-        self.table = table
+        """`hidden_size` and `dtype` are those of the target's hidden states; `name` is the drafter's, among several."""
+        self.table, self._name = table, name
         self._graphs, self._padded = graphs, padded
         self._width = width = 1 + drafter.max_draft_tokens
-        self._buckets = [rows for rows in row_buckets(max_rows) if rows * width <= MAX_TOKENS]
+        self._buckets = draft_row_buckets(max_rows, width)
         rows, size = max(self._buckets, default=0), hidden_size * len(drafter.aux_hidden_state_layers)
         self._slots = torch.full((rows,), table.padding_slot, dtype=torch.int64, device=table.device)
         self._counts = torch.zeros(rows, dtype=torch.int64, device=table.device)
@@ -49,10 +50,12 @@ class DraftGraphs:
         """Capture all graphs, the largest first: then later ones find enough memory in the pool."""
         for rows in reversed(self._buckets):
             for is_sampled in (False, True):
-                self._graphs.capture(("draft", rows, is_sampled), partial(self._draft, rows, is_sampled))
+                self._graphs.capture(self._key(rows, is_sampled), partial(self._draft, rows, is_sampled))
 
     def replay(self, context: ProposeContext) -> Callable[[], DraftTree] | None:
-        """`ProposeContext.replay` for a step; None if no graph fits it."""
+        """`ProposeContext.replay` for a step; None if no graph fits it, or if it is one of another request table."""
+        if context.table is not self.table:
+            return None
         lengths = [request.end - request.start for request in context.requests]
         fits = lengths and not context.unfinished and max(lengths) <= 1 + self._drafts.max_depth
         rows = next((rows for rows in self._buckets if rows >= len(lengths)), None) if fits else None
@@ -61,7 +64,7 @@ class DraftGraphs:
     def _replay(self, context: ProposeContext, rows: int, lengths: list[int]) -> DraftTree:
         self._load(context, lengths)
         states = (context.table.states[request.slot].sampling for request in context.requests)
-        self._graphs.replay(("draft", rows, any(state.is_sampled for state in states)))
+        self._graphs.replay(self._key(rows, any(state.is_sampled for state in states)))
         return self._drafts.trees(len(lengths))
 
     def _load(self, context: ProposeContext, lengths: list[int]) -> None:
@@ -77,7 +80,31 @@ class DraftGraphs:
         if (states := context.aux_hidden_states) is not None and self._states.shape[1]:
             self._states.index_copy_(0, packed[2 * count :], states)
 
+    def _key(self, rows: int, is_sampled: bool) -> Hashable:
+        return "draft", rows, is_sampled, self._name
+
     def _draft(self, rows: int, is_sampled: bool) -> None:
         states = self._states[: rows * self._width]
         commit = PaddedCommit(self._slots[:rows], self._counts[:rows], self._nodes[:rows], states)
         self._drafts.put(self._padded.propose_padded(self.table, commit, is_sampled))
+
+
+def graphs_of_members(
+    graphs: Graphs,
+    composite: CompositeDrafter,
+    table: RequestTable,
+    hidden_size: int,
+    dtype: torch.dtype,
+    max_rows: int,
+) -> list[str]:
+    """Capture graphs for each of several drafters that can have any; returns those that cannot, and why."""
+    without = []
+    for name, member in composite.members.items():
+        padded = padded_drafter(member)
+        if isinstance(padded, str):
+            without.append(f"drafts of {name}: {padded}")
+            continue
+        captured = DraftGraphs(graphs, member, padded, table, hidden_size, dtype, max_rows, name)
+        captured.capture()
+        composite.replays[name] = captured.replay
+    return without
