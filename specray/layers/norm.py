@@ -1,5 +1,8 @@
 """Root-mean-square norm, and the selection of its kernel."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,6 +33,12 @@ class RMSNorm(Layer):
 
             return layers.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def of_type(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """The norm of inputs of one type, whose kernel is chosen once."""
+        if self.float_weight is not None and dtype in FLOAT_TYPES:
+            return partial(cpu_norm.rms_norm, weight=self.float_weight, eps=self.eps)
+        return self
 
     def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the norm of x + residual, the sum); the sum is written to x."""

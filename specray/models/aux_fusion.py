@@ -1,5 +1,7 @@
 """EAGLE-3's first state: the aux hidden states of several layers of the target, made one."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,15 +28,15 @@ class AuxFusion:
         """`count` states of `width` columns."""
         eps = shape.eps
         self._dtype = dtype
-        self._whole_norm: RMSNorm | None = None
-        self._norms: list[RMSNorm] = []
+        self._whole_norm: Callable[[Tensor], Tensor] | None = None
+        self._norms: list[Callable[[Tensor], Tensor]] = []
         self._fc = None
         if config.norm_before_fc:
             name = names.of_plain("input_norm.weight", "norm_before_fc.weight")
-            self._whole_norm = RMSNorm(loader.tensor(name, (count * width,)), eps)
+            self._whole_norm = RMSNorm(loader.tensor(name, (count * width,)), eps).of_type(dtype)
         if config.fc_norm:
             each = [names.of_plain(f"fc_norm.{index}.weight") for index in range(count)]
-            self._norms = [RMSNorm(loader.tensor(name, (width,)), eps) for name in each]
+            self._norms = [RMSNorm(loader.tensor(name, (width,)), eps).of_type(dtype) for name in each]
         if config.use_aux_hidden_state or names.has("fc.weight") or width != shape.hidden_size:
             self._fc = fusion_linear(config, loader, names, count * width, shape.hidden_size).run
 
