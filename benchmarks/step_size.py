@@ -128,7 +128,7 @@ def _called_in_a_step(llm: LLM) -> set[CodeType]:
             called.add(frame.f_code)
 
     token_ids = llm.tokenizer.encode(PROMPT)
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=256, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=200, ignore_eos=True)
     llm.engine.add_request(EngineRequest("step", token_ids, params))
     for number in range(STEPS.stop):
         sys.setprofile(record if number in STEPS else None)
