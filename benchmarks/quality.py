@@ -1,4 +1,4 @@
-"""What a type of weights costs in quality: `python -m benchmarks.quality`.
+"""The loss of quality by each type of weights: `python -m benchmarks.quality`.
 
 Every position of a fixed English text is predicted from the text before it, in float32 and in each other type.
 Perplexity is exp of the mean negative log-likelihood. Agreement is the share of positions with the same likeliest token

@@ -1,7 +1,7 @@
 """200 JSON schemas for structured output, made from the keywords of the JSON-Schema-Test-Suite that are enforced.
 
-They are built here, from a seed, and are not those of the suite. Every output is finite: where a small model may repeat
-itself for ever (recursive references, fractions of a second, the parts of an address), it often does.
+They are built here, from a seed, and are not those of the suite. Every output is finite: small models often repeat
+themselves without end in recursive references, fractions of a second and parts of an address, so these are left out.
 """
 
 import json

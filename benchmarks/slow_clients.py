@@ -1,4 +1,4 @@
-"""`python -m benchmarks.slow_clients`: what 200 clients that never finish a request cost the others.
+"""`python -m benchmarks.slow_clients`: the latency of ordinary clients beside 200 that never finish a request.
 
 Eight clients ask a small model, one request after the other, first alone and then beside sockets that send one byte a
 second: half of them of their headers, half of a body. A socket that is closed is opened again. Measured straight at
@@ -52,7 +52,7 @@ class Round(NamedTuple):
 
 
 class Door(NamedTuple):
-    """A way into the server."""
+    """An address at which clients reach the server."""
 
     name: str
     port: int

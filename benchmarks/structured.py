@@ -1,4 +1,4 @@
-"""Structured output: is every output valid and that of plain decoding, and is it faster with speculation?"""
+"""Structured output: validity, equality with plain decoding, and speed with speculation."""
 
 import json
 import time

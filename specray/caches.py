@@ -1,4 +1,4 @@
-"""Where files that can be made again are kept: converted models and compiled kernels."""
+"""Cache folders for converted models and compiled kernels."""
 
 import os
 import stat

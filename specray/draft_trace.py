@@ -1,4 +1,4 @@
-"""How a request's tokens came about: the draft trees that were verified, and which tokens had been drafted.
+"""The trace of a request: the draft trees that were verified, and which tokens had been drafted.
 
 A request asks for its trace (`EngineRequest.traces_drafts`). Nothing is recorded for the others.
 """

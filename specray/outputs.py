@@ -38,7 +38,7 @@ class RequestUsage(NamedTuple):
     num_preemptions: int
     accept_histogram: tuple[int, ...] = ()  # [k]: verified trees with drafts of which exactly k were accepted
     is_lossy: bool = False  # acceptance by thresholds or simulated: the distribution may differ from the target's
-    drafter: str = ""  # the one of several drafters that it has
+    drafter: str = ""  # its drafter, where there are several
 
 
 class RequestTimes(NamedTuple):

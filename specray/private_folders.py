@@ -1,4 +1,4 @@
-"""Temporary folders of running processes, and removing those of processes that were killed."""
+"""Temporary folders of running processes, and the removal of those that killed processes left behind."""
 
 import os
 import shutil

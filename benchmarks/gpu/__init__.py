@@ -1,1 +1,1 @@
-"""What a GPU does with the Triton kernels: `python -m benchmarks.gpu check|speed`. Needs torch and triton, no Ray."""
+"""`python -m benchmarks.gpu check|speed`: the Triton kernels on a GPU. Needs torch and triton, not Ray."""

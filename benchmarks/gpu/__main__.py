@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu check|kernels|speed|overlap|placement`: what the kernels and CUDA graphs do on a GPU.
+"""`python -m benchmarks.gpu check|kernels|speed|overlap|placement`: kernels and CUDA graphs on a GPU.
 
 check: kernels against float64, and one result wherever a token is computed. The others are the modules of these names;
 all but check and kernels need specray's requirements, and none needs Ray or a network.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu kernels`: the time of each kernel beside what the memory and the tensor cores can do.
+"""`python -m benchmarks.gpu kernels`: the time of each kernel, with the limits of memory and tensor cores.
 
 Bytes are what a kernel has to read and write once, operations two for each product and sum; so a kernel that reads
 something twice shows a lower rate. Calls do not find their inputs in the L2 cache.
@@ -81,7 +81,7 @@ def table_rows(found: list[Measurement]) -> list[list[str]]:
 
 
 def ceilings(sizes: Sizes, device: torch.device) -> Iterator[Timed]:
-    """What the device can do at most, by torch's own operations."""
+    """The device's limits, measured with torch's own operations."""
     source, target = torch.ones(2, sizes.copy, dtype=torch.bfloat16, device=device)
     yield Timed("ceiling: copy", lambda: target.copy_(source), 2 * source.nbytes)
     square = torch.randn(sizes.square, sizes.square, device=device).bfloat16()

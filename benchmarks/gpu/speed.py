@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu speed`: decode steps of random weights, with acceptance simulated, eager and in graphs.
 
 A step is that of one rank, without the engine around it, whose work is hidden behind the rank's (see
-`benchmarks.overlap`). The text is meaningless; what a step costs is not.
+`benchmarks.overlap`). The text is meaningless; the times are not.
 """
 
 import time

@@ -29,12 +29,27 @@ from specray.errors import SpecRayError
 
 Json = dict[str, Any]
 
+_ERROR = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
+_ERROR_CONTENT = {"application/json": {"schema": _ERROR}}
+# Of every route, in /openapi.json.
+ERROR_RESPONSES: dict[int | str, Json] = {
+    "4XX": {"description": "The request cannot be answered; the message says why", "content": _ERROR_CONTENT},
+    "5XX": {"description": "The server cannot answer now, or not within the timeout", "content": _ERROR_CONTENT},
+}
+
 
 def create_app(service: Service) -> FastAPI:
     """The application of one ingress replica, with all routes and middleware."""
     # Without FastAPI's pages of documentation, which load scripts from another server, and its redirects, whose
     # address comes from the request's Host header.
-    app = FastAPI(title="SpecRay", openapi_url="/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="SpecRay",
+        openapi_url="/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=ERROR_RESPONSES,
+    )
     app.router.route_class = JsonRoute
     server = service.config.server
     app.add_middleware(BodyLimit, max_bytes=server.max_body_bytes, timeout_s=server.body_timeout_s)

@@ -32,8 +32,8 @@ def add_engine_routes(app: FastAPI, service: Service) -> None:
     async def server_version() -> Json:
         return {"version": version("specray")}
 
-    @app.post(PING)
-    @app.get(PING)
+    @app.post(PING, response_class=Response)
+    @app.get(PING, response_class=Response)
     async def ping() -> Response:
         await service.check_health()
         return Response()

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def default_variants(config: EngineConfig) -> list[str]:
-    """Plain decoding beside the configured method, or beside what needs no head of the user's."""
+    """Plain decoding and the configured method; without one, the methods that need no head from the user."""
     algorithm = config.speculative.algorithm
     if algorithm is not None and ":" not in algorithm:  # an import path cannot name a variant
         return ["plain", algorithm.lower()]

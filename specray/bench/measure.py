@@ -1,4 +1,4 @@
-"""One comparison: all variants answer the same prompts, a few at a time and in turn.
+"""One comparison: all variants answer the same prompts, in turns of a few prompts.
 
 Interleaving keeps the comparison fair if the machine's speed drifts.
 """

@@ -94,7 +94,7 @@ def _row(title: str, fast: Answer, plain: Answer) -> list[str]:
 
 
 def _conclusion(fast: Sequence[Answer], plain: Sequence[Answer]) -> str:
-    """One line on all answers. A few answers are too few for a measurement; see `make bench`."""
+    """One line about all answers. A few answers are too few for a measurement; see `make bench`."""
     speed_up = sum(answer.seconds for answer in plain) / sum(answer.seconds for answer in fast)
     different = [title for title, one, other in zip(QUESTIONS, fast, plain, strict=True) if one.text != other.text]
     if not different:

@@ -34,7 +34,7 @@ CHOSEN_PORTS = (20_000, 30_000)
 
 
 def free_port() -> int:
-    """An unused TCP port on loopback, below those that systems choose: a process of Ray's could get it meanwhile."""
+    """An unused TCP port on loopback, below the ephemeral range: Ray's processes take ports from that."""
     while True:
         port = random.SystemRandom().randrange(*CHOSEN_PORTS)
         with socket.socket() as probe, suppress(OSError):

@@ -68,7 +68,7 @@ class CompiledLayers:
             cos, sin = (F.pad(part, (0, 0, 0, 0, 0, padding)) for part in (cos, sin))
         attends = self._fused_attends if isinstance(attend, FusedAttend) else self._attends
         for group in self._groups:
-            # What was not compiled at the start would stop all requests for seconds, so it runs without.
+            # Compiling now would stop all requests for seconds, so a size without a graph runs eagerly.
             with attending(StepAttention(attend, count, first_layer)), torch.compiler.set_stance("eager_on_recompile"):
                 streams = self._run(group, attends, hidden, cos, sin)
             hidden = streams[-1]

@@ -39,7 +39,7 @@ class RankGroup:
             # Gloo's order depends on the place in the tensor, so on the batch. Two numbers have one sum in any order.
             self._sums_by_rank = size > 2 and (deterministic or backend == "gloo")
             dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timedelta(minutes=5))
-            # A follower waits for its next plan as long as the server is idle; the watchdog is the actor's, not ours.
+            # A follower waits for its next plan as long as the server is idle; the actor's watchdog detects dead ranks.
             self._cpu = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
     def share(self, total: int, unit: int = 1) -> slice:

@@ -71,7 +71,7 @@ class CausalLM(nn.Module):
 
     @classmethod
     def feed_forward(cls, config: PretrainedConfig, loader: Loader, prefix: str, index: int) -> Layer:  # noqa: ARG003
-        """Module of normed states [T, hidden] -> [T, hidden]; a dense one unless a subclass says otherwise."""
+        """Module of normed states [T, hidden] -> [T, hidden]; a dense one unless a subclass overrides it."""
         return FeedForward(config.hidden_size, config.intermediate_size, loader, prefix + "mlp.")
 
     def forward(

@@ -4,13 +4,16 @@ EAGLE-1 and EAGLE-2 heads are the same network (`eagle2`); EAGLE-3 heads are ano
 them, `eagle_files` reads their config.json and the names of their tensors, and `specray.spec_decode.eagle` grows trees.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specray.ops.attention import Attend
+from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.trees import TreeNetwork
+
+HeadForward = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # the type of an EagleHead's call
 
 
 class EagleHead(Protocol):
@@ -37,6 +40,9 @@ class EagleHead(Protocol):
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Output [T, H] of the last layer, before any norm; token_ids (of the target) and positions are int64 [T]."""
+
+    def step_forward(self, attention: AttentionBackend) -> HeadForward:
+        """The same call for the steps that `attention` plans, chosen once."""
 
     def recur(self, output: Tensor) -> Tensor:
         """The states of the tokens that are drafted from `output`."""

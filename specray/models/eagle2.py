@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from specray.errors import ConfigError
+from specray.models.eagle import HeadForward
 from specray.models.eagle_files import HeadConfig, TensorNames
 from specray.models.eagle_layers import EagleLayers
 from specray.models.eagle_parts import full_head, fusion_linear, load_embedding, load_rotary, target_ids
@@ -11,7 +12,8 @@ from specray.models.fused import StateLayers, tree_network
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_matrices import TargetMatrices
-from specray.ops.attention import Attend
+from specray.ops.attention import Attend, AttentionBackend
+from specray.ops.cpu.attention import PagedAttention
 
 
 class Eagle2Head:
@@ -64,6 +66,11 @@ class Eagle2Head:
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self._fc(torch.cat((self._embedding(token_ids), states), -1))
         return self._layers(x, x, positions, attend)
+
+    def step_forward(self, attention: AttentionBackend) -> HeadForward:
+        if self.network is not None and isinstance(attention, PagedAttention):
+            return self.network.extend
+        return self
 
     def recur(self, output: Tensor) -> Tensor:
         return output

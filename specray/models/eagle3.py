@@ -10,6 +10,7 @@ from specray.layers.linear import VocabHead
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.models.aux_fusion import AuxFusion
+from specray.models.eagle import HeadForward
 from specray.models.eagle_files import HeadConfig, TensorNames, read_draft_vocabulary
 from specray.models.eagle_layers import EagleLayers
 from specray.models.eagle_parts import full_head, load_embedding, load_rotary, target_ids
@@ -17,7 +18,8 @@ from specray.models.fused import StateLayers, tree_network
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_matrices import HEAD, TargetMatrices
-from specray.ops.attention import Attend
+from specray.ops.attention import Attend, AttentionBackend
+from specray.ops.cpu.attention import PagedAttention
 from specray.ops.gpu import uses_triton
 
 
@@ -76,6 +78,11 @@ class Eagle3Head:
         normed = self._state_norm(states)
         x = torch.cat((self._token_norm(self._embedding(token_ids)), normed), -1)
         return x, normed if self._normed_residual else None
+
+    def step_forward(self, attention: AttentionBackend) -> HeadForward:
+        if self.network is not None and isinstance(attention, PagedAttention):
+            return self.network.extend
+        return self
 
     def recur(self, output: Tensor) -> Tensor:
         return self._norm(output) if self._normed_output else output

@@ -1,4 +1,4 @@
-"""Parts of a draft head that its checkpoint may leave out or share with the target."""
+"""Parts of a draft head that its checkpoint may omit or share with the target."""
 
 import torch
 from huggingface_hub.errors import StrictDataclassError

@@ -31,7 +31,7 @@ class StateLayers(NamedTuple):
 
 
 def fused_decoder(layers: Sequence[object], rotary: RotaryEmbedding, eps: float) -> FusedLayers | None:
-    """`layers` as one function; None if they are not Llama's, are split over ranks, or the kernels are not there."""
+    """`layers` as one function; None if they are not Llama's, are split over ranks, or the kernels are unavailable."""
     decoders = [layer for layer in layers if isinstance(layer, DecoderLayer)]
     if len(decoders) != len(layers):
         return None

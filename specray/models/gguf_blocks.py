@@ -25,7 +25,7 @@ BLOCKS_FILE = "gguf-blocks.safetensors"  # beside a converted model's float32 we
 
 def grouped_weight(kind: str, data: "torch.Tensor") -> "GroupedWeight | None":
     """Rows of blocks uint8 [outs, bytes] of GGML type `kind`; None for types that are not groups of small integers."""
-    import torch  # late: files are converted by processes that do without it
+    import torch  # imported here, because processes that convert files do not need torch
 
     from specray.ops.grouped_weight import GroupedWeight
 

@@ -25,13 +25,14 @@ from specray.layers.moe import reason_without_graphs
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
+from specray.models.eagle import HeadForward
 from specray.models.fused import StateLayers, fused_decoder, tree_network
 from specray.models.loading import Loader
 from specray.models.registry import MODELS, load_config, shape_of
 from specray.models.target_matrices import TargetMatrices
 from specray.models.target_model import ModelShape
 from specray.models.weights import WeightReader
-from specray.ops.attention import Attend
+from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.trees import TreeNetwork
 
@@ -225,6 +226,9 @@ class MtpHead(_Drafting):
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self._layer(self._embed(token_ids), states, positions, attend)
+
+    def step_forward(self, attention: AttentionBackend) -> HeadForward:  # noqa: ARG002
+        return self
 
     def recur(self, output: Tensor) -> Tensor:
         return output

@@ -53,7 +53,7 @@ def checkpoint_format(folder: Path) -> Format | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None  # what reads the rest of the file describes the problem
+        return None  # the reader of the rest of the file describes the problem
     if not isinstance(content, dict):
         return None
     settings = content.get("quantization_config") or content.get("compression_config")
@@ -161,7 +161,7 @@ class _PackedOutputsFirst:
 
 
 def _parts_of(stored: Collection[str], marker: str, needed: list[str], optional: list[str]) -> dict[str, list[str]]:
-    """The parts of every matrix that has a tensor *.`marker`; what is optional only where it is stored."""
+    """The parts of every matrix that has a tensor *.`marker`; optional parts only where they are stored."""
     prefixes = [name.removesuffix(f".{marker}") for name in stored if name.endswith(f".{marker}")]
     return {
         f"{prefix}.weight": [f"{prefix}.{part}" for part in needed]

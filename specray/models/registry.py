@@ -147,7 +147,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
         if known is not None:
             return known.from_dict(content)
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its own code stumbles over
+    except Exception as error:  # transformers does not wrap its own exceptions
         raise ConfigError(
             f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}; fetch it again"
         ) from error
@@ -155,7 +155,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
 
 
 def _check_layers(folder: Path, content: object) -> None:
-    """ConfigError for a number of layers for which transformers would make a list for minutes."""
+    """ConfigError for more layers than any model has: transformers would build a list of them for minutes."""
     for name, value in content.items() if isinstance(content, dict) else ():
         if str(name).endswith("_layers") and isinstance(value, int | float) and value > MAX_LAYERS:
             raise ConfigError(

@@ -31,7 +31,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     try:
         loaded = _load(folder)
     except BaseException as error:
-        # The tokenizers library raises bare Exception for a file it cannot parse. Its panics are no Exception at all.
+        # The tokenizers library raises bare Exception for a file it cannot parse. Its panics are not derived from
+        # Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(

@@ -32,7 +32,7 @@ def make_backend(
     if name == "triton":
         check_triton(pool.device)
     if name == "triton" or (name == "auto" and uses_triton(pool.device)):
-        from specray.ops.gpu.attention import TritonAttention  # triton is there on machines with GPUs only
+        from specray.ops.gpu.attention import TritonAttention  # triton is installed on machines with GPUs only
 
         return TritonAttention(pool, num_heads)
     own = kernels() if name == "auto" and pool.device.type == "cpu" else None

@@ -1,7 +1,7 @@
 """CUDA graphs: a sequence of launches that is recorded once for fixed shapes and then repeated by one launch.
 
-What a graph runs may not read a tensor on the host, and may not depend on values of Python that change: they would stay
-what they were while it was captured. It reads and writes tensors that exist before it, so it has neither arguments nor
+What a graph runs may not read a tensor on the host, and may not depend on Python values that change: a replay uses the
+values at the time of the capture. It reads and writes tensors that exist before it, so it has neither arguments nor
 results. All graphs of a process share their memory, and what one leaves there is lost when another one is replayed.
 """
 

@@ -1,4 +1,4 @@
-"""What torch.compile's compiler, Inductor, needs of the machine, and how it is set up."""
+"""Checks that Inductor, torch.compile's compiler, can run on this machine, and sets it up."""
 
 import os
 import shutil

@@ -1,7 +1,7 @@
 """Attention as custom operators: torch.compile does not look into them.
 
-A compiled graph has fixed shapes and serves every step and every group of layers, so it has no step's requests, no KV
-pool and no layer number in it. Its operators find them in `attending`. Their shape may have more rows than the step.
+A compiled graph has fixed shapes and serves every step and every group of layers, so it cannot hold the requests of a
+step, the KV pool or a layer number. Its operators read them from `attending`. A graph may have more rows than the step.
 """
 
 from collections.abc import Iterator

@@ -41,7 +41,7 @@ def make_fp8_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Ten
 
 
 class Quantization(NamedTuple):
-    """How a weight is rounded on a CPU, and the reason if a device does not support the quantization."""
+    """How a weight is rounded on a CPU, and why a device does not support the quantization, if it does not."""
 
     round: Callable[[Tensor], GroupedWeight] | None
     obstacle: Callable[[torch.device, torch.dtype], str | None]

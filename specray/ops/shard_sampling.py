@@ -1,8 +1,8 @@
 """The choice of a token from some columns of the logits: a tensor-parallel rank's part of the vocabulary.
 
 The rank's best token has a score that is compared with those of the other ranks. Noise belongs to token ids, so the
-best of all is the token that `specray.ops.sampling` chooses from all columns. Filters need all columns; they are not
-here.
+best of all is the token that `specray.ops.sampling` chooses from all columns. Filters need all columns and are not
+supported here.
 """
 
 from typing import NamedTuple

@@ -31,10 +31,12 @@ def load_custom(path: str) -> type:
     if loaded is None:
         raise _error(path, f"does not exist: {module.__file__} has no {class_name}", "correct the name")
     if not isinstance(loaded, type):
-        raise _error(path, f"is not a class but a {type(loaded).__name__}", "name the drafter's class")
+        raise _error(path, f"is of type {type(loaded).__name__} and not a class", "name the drafter's class")
     if missing := [name for name in _METHODS if not callable(getattr(loaded, name, None))]:
         raise _error(
-            path, f"is not a drafter, because it lacks {', '.join(missing)}", "implement specray.spec_decode.Drafter"
+            path,
+            f"is not a drafter, because it lacks {', '.join(missing)}",
+            "implement specray.spec_decode.drafter.Drafter",
         )
     return loaded
 
@@ -43,7 +45,9 @@ def check_attributes(path: str, drafter: object, num_layers: int) -> None:
     """ConfigError if an attribute of a drafter is missing or invalid for a target of `num_layers`."""
     if missing := [name for name in _ATTRIBUTES if not hasattr(drafter, name)]:
         raise _error(
-            path, f"lacks {', '.join(missing)}", "set it on the class or in its constructor (see specray.spec_decode)"
+            path,
+            f"lacks {', '.join(missing)}",
+            "set it on the class or in its constructor (see specray.spec_decode.drafter)",
         )
     most, layers, reads_next_token = (getattr(drafter, name) for name in _ATTRIBUTES)
     if type(most) is not int or not 1 <= most < MAX_TREE_NODES:

@@ -6,7 +6,7 @@ blocks are shared, cached and freed together. The drafter records which KV slots
 those, so it can join running requests and can miss a step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 from specray.config import SpeculativeConfig
 from specray.models.eagle import EagleHead
 from specray.models.eagle_loading import load_eagle_head
-from specray.ops.attention import Attend, AttentionBatch, PaddedAttention
-from specray.ops.cpu.attention import PagedAttention
+from specray.ops.attention import AttentionBatch, PaddedAttention
 from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import PaddedCommit, TargetView
@@ -54,9 +53,7 @@ class EagleDrafter:
         self._padding_slot = target.num_slots + scratch.numel()  # where padding writes
         self._attention = head_attention(head, self._padding_slot + 1, target)
         self.reason_without_graphs = attention_without_graphs(self._attention) or head.reason_without_graphs
-        self._run_head: Callable[[Tensor, Tensor, Tensor, Attend], Tensor] = head
-        if head.network is not None and isinstance(self._attention, PagedAttention):
-            self._run_head = head.network.extend
+        self._run_head = head.step_forward(self._attention)
         last_position = target.context_length - 1
         self._grower = FusedTreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
         self._written = WrittenSlots(target.num_slots)

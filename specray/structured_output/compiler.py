@@ -27,7 +27,7 @@ _BOUNDED_JSON_CHARACTER = r"([^\0-\x1f\"\\\r\n])"
 
 
 class GrammarCompiler:
-    """Thread-safe. Compiled rules are cached, so that a grammar costs only what no other had before."""
+    """Thread-safe. Compiled rules are cached, so that a grammar compiles only rules that no earlier one had."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_ids: list[int]) -> None:
         """`vocab_size` is the width of the model's logits, which may exceed the tokenizer's vocabulary."""
@@ -44,8 +44,8 @@ class GrammarCompiler:
         try:
             compiled = _compile(self._cached, spec)
         except RuntimeError:
-            # xgrammar 0.2.8 fails on some repetitions of more than 128 once its cache has their rule. The second error
-            # is that of the grammar.
+            # xgrammar 0.2.8 fails on some repetitions of more than 128 once its cache has their rule. The error of the
+            # second attempt is the grammar's own.
             compiled = self._compile_uncached(spec)
         size = compiled.memory_size_bytes
         if size > MAX_GRAMMAR_BYTES:

@@ -22,7 +22,7 @@ from specray.spec_decode.propose_context import ProposeContext
 from specray.step import UNLIMITED, DraftFault, DraftLimit
 from specray.worker.local import LocalExecutor
 
-# Token ids below 64, which every vocabulary has; repetitive, so that lookups find matches.
+# Token ids below 64, which every vocabulary has; repetitive, so that n-gram lookups find matches.
 PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4, 30, 31]
 PROMPTS = [[*PREFIX[: 3 + 2 * (i % 8)], 4 + i, 9, 8] for i in range(12)]
 SAMPLING_OPTIONS: list[dict[str, Any]] = [

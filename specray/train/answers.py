@@ -45,7 +45,7 @@ def make_answers(options: AnswerOptions, progress: bool = True) -> Path:
         for bad in file.bad_rows:
             print(f"{file.path}, {bad}: skipped")
     if not any(file.texts for file in files) and not options.self_prompts:
-        raise ConfigError("there is nothing to ask the target; give --prompts FILE or --self-prompts N")
+        raise ConfigError("there are no prompts; give --prompts FILE or --self-prompts N")
     _write_description(options, files)
     if options.generators == 1:
         _generate(options, 0, progress)

@@ -31,6 +31,7 @@ from tests.support.toy import write_toy
 
 NUM_ENGINES = 2
 NUM_STREAMS = 8
+NUM_STREAMS_QUICK = 4  # two for each engine: with more, the load takes the time in which lost processes start again
 TRAFFIC_S = 0.5  # of traffic before and after a fault
 IDLE_S = 10.0  # in which engines must be idle after the last request
 MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {"toy": (write_toy, 150), "stories260K": (write_stories, 300)}
@@ -39,10 +40,11 @@ MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {"toy": (write_toy, 150)
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     problems = []
+    num_streams = NUM_STREAMS_QUICK if options.quick else NUM_STREAMS
     for model in options.models or list(MODELS)[-1 if options.quick else 0 :]:
-        print(f"\n{model}: {NUM_ENGINES} engines on two nodes, {NUM_STREAMS} streams, colocated drafters", flush=True)
+        print(f"\n{model}: {NUM_ENGINES} engines on two nodes, {num_streams} streams, colocated drafters", flush=True)
         print(_line(("fault", "times", *Ending, "recov p50", "p99 s", "gap p99 s", "")), flush=True)
-        for row in run(model, options):
+        for row in run(model, options, num_streams):
             print(_line(_cells(row)), flush=True)
             if options.out is not None:
                 write_figures(options.out, model, row)
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-def run(model: str, options: argparse.Namespace) -> Any:
+def run(model: str, options: argparse.Namespace, num_streams: int) -> Any:
     """Yields a FaultReport per fault."""
     write, max_tokens = MODELS[model]
     with tempfile.TemporaryDirectory(prefix="specray-chaos-") as folder:
@@ -68,17 +70,19 @@ def run(model: str, options: argparse.Namespace) -> Any:
                 continue
             with started(_config(target, head), setting, Path(folder)) as service:
                 for name, count in todo.items():
-                    yield asyncio.run(_inject(name, FAULTS[name], count, service, questions))
+                    yield asyncio.run(_inject(name, FAULTS[name], count, service, questions, num_streams))
 
 
 def _count(fault: Fault, options: argparse.Namespace) -> int:
     return int(options.count or (fault.few if options.quick else fault.many))
 
 
-async def _inject(name: str, fault: Fault, count: int, service: Service, questions: Sequence[Question]) -> FaultReport:
+async def _inject(
+    name: str, fault: Fault, count: int, service: Service, questions: Sequence[Question], num_streams: int
+) -> FaultReport:
     ledger, recoveries, problems = Ledger(), [], []
     context = FaultContext(service, questions, ledger, random.Random(name))
-    async with Load(service.url, questions, NUM_STREAMS, ledger):
+    async with Load(service.url, questions, num_streams, ledger):
         for _ in tqdm(range(count), desc=name, leave=False):
             await asyncio.sleep(TRAFFIC_S)
             start = time.monotonic()

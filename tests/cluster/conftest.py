@@ -22,9 +22,11 @@ LARGE_APP = {"speculative": {"algorithm": "examples.custom_drafter:LastSeen"}}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of `large_app` come last: beside the others its processes would take time, and start again with theirs."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.cluster)
+    items.sort(key=lambda item: "large_app" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 from tests.support.heads import write_random_head
-from tests.support.processes import own_processes
+from tests.support.processes import own_processes, wait_until
 
 KEY = "the-operators-key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
@@ -63,6 +63,11 @@ def faults(app: Any) -> float:
     return metric(app, "specray_draft_faults_total") - metric(app, 'specray_draft_faults_total{kind="late"')
 
 
+def num_drafters() -> int:
+    """Number of running drafter processes."""
+    return len(own_processes("ray::DraftActor"))
+
+
 def num_drafts(app: Any) -> float:
     return metric(app, "specray_spec_decode_num_draft_tokens_total")
 
@@ -85,45 +90,9 @@ def drafter_of(reply: Any) -> Any:
     return report
 
 
-def test_drafters_are_replaced_while_requests_run(drafted: Any, expected: str, eagle: dict[str, Any]) -> None:
-    stopped = threading.Event()
-
-    def send_requests() -> list[str]:
-        texts = []
-        while not stopped.is_set():
-            texts.append(text_of(drafted.complete(**LONG)))
-        return texts
-
-    faults_before, drafters_before = faults(drafted), len(own_processes("ray::DraftActor"))
-    deeper = eagle | {"num_steps": 5, "eagle_topk": 3, "num_draft_tokens": 16}
-    with ThreadPoolExecutor(2) as pool:
-        senders = [pool.submit(send_requests) for _ in range(2)]
-        try:
-            for options in ({"algorithm": "NGRAM"}, {"algorithm": None}, deeper):
-                drafter = drafter_of(replace(drafted, options))
-                assert (drafter["state"], drafter["loading"]) == ("ready" if options["algorithm"] else "off", None)
-                assert {name: drafter["speculative"][name] for name in options} == options
-                before = num_drafts(drafted)
-                text_of(drafted.complete(**LONG))
-                assert (num_drafts(drafted) > before) == bool(options["algorithm"])
-        finally:
-            stopped.set()
-        deadline = time.monotonic() + REPLACEMENT_S
-        while len(own_processes("ray::DraftActor")) > drafters_before:  # the old ones end after their dismissal
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        texts = [text for sender in senders for text in sender.result()]
-    assert set(texts) == {expected}
-    assert faults(drafted) == faults_before
-    assert drafted.http.get("/server_info").json()["max_draft_tokens"] == 15
-    assert drafter["restarts"] == 0
-
-
-def test_drafters_are_added_promoted_and_dropped_while_requests_run(
-    drafted: Any, expected: str, eagle: dict[str, Any]
-) -> None:
-    """From a single head to two drafters, the new one as a shadow first, and back to one."""
-    faults_before, stopped = faults(drafted), threading.Event()
+def test_drafters_are_added_promoted_and_dropped_while_requests_run(drafted: Any, expected: str) -> None:
+    """From a single head to two drafters, the new one as a shadow first, and back to one, which is the new one."""
+    faults_before, drafters_before, stopped = faults(drafted), num_drafters(), threading.Event()
 
     def send_requests() -> list[str]:
         texts = []
@@ -140,7 +109,6 @@ def test_drafters_are_added_promoted_and_dropped_while_requests_run(
     with ThreadPoolExecutor(1) as pool:
         sender = pool.submit(send_requests)
         try:
-            drafter_of(replace(drafted, eagle))
             assert set(drafter_of(replace(drafted, added))["drafters"]) == {"eagle3", "copy"}
             assert (used(), used(drafter="copy")) == (["eagle3"], ["copy"])
             deadline = time.monotonic() + REPLACEMENT_S
@@ -156,9 +124,40 @@ def test_drafters_are_added_promoted_and_dropped_while_requests_run(
         finally:
             stopped.set()
         texts = sender.result()
-    drafter_of(replace(drafted, eagle))
+    wait_until(lambda: num_drafters() == drafters_before, REPLACEMENT_S)
     assert set(texts) == {expected}
     assert faults(drafted) == faults_before
+
+
+def test_drafters_are_replaced_while_requests_run(drafted: Any, expected: str, eagle: dict[str, Any]) -> None:
+    stopped = threading.Event()
+
+    def send_requests() -> list[str]:
+        texts = []
+        while not stopped.is_set():
+            texts.append(text_of(drafted.complete(**LONG)))
+        return texts
+
+    faults_before, drafters_before = faults(drafted), num_drafters()
+    deeper = eagle | {"num_steps": 5, "eagle_topk": 3, "num_draft_tokens": 16}
+    with ThreadPoolExecutor(2) as pool:
+        senders = [pool.submit(send_requests) for _ in range(2)]
+        try:
+            for options in ({"algorithm": "NGRAM"}, {"algorithm": None}, deeper):
+                drafter = drafter_of(replace(drafted, options))
+                assert (drafter["state"], drafter["loading"]) == ("ready" if options["algorithm"] else "off", None)
+                assert {name: drafter["speculative"][name] for name in options} == options
+                before = num_drafts(drafted)
+                text_of(drafted.complete(**LONG))
+                assert (num_drafts(drafted) > before) == bool(options["algorithm"])
+        finally:
+            stopped.set()
+        wait_until(lambda: num_drafters() == drafters_before, REPLACEMENT_S)  # the old ones end after their dismissal
+        texts = [text for sender in senders for text in sender.result()]
+    assert set(texts) == {expected}
+    assert faults(drafted) == faults_before
+    assert drafted.http.get("/server_info").json()["max_draft_tokens"] == 15
+    assert drafter["restarts"] == 0
 
 
 def test_a_drafter_that_does_not_load_changes_nothing(drafted: Any, eagle: dict[str, Any], tmp_path: Path) -> None:

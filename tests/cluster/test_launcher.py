@@ -25,6 +25,8 @@ START_TIMEOUT_S = 240.0  # for a busy machine
 STOP_TIMEOUT_S = 90.0
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
+pytestmark = pytest.mark.slow  # so it comes before the files that share a cluster, which would run beside this one
+
 
 class Served:
     """A running `specray serve` and its log."""

@@ -7,6 +7,9 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -284,3 +287,19 @@ def test_named_options_exist(page: str) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     assert set(re.findall(r"[a-z-]+\.md", str(navigation))) == {path.name for path in DOCS.glob("*.md")}
+
+
+@pytest.mark.parametrize("link", ["nowhere.md", "architecture.md#nowhere"])
+def test_a_broken_link_fails_make_docs(link: str, tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")  # `make docs` installs it
+    for name in ("docs", "mkdocs.yml", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "docs").unlink()
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    with (tmp_path / "docs/index.md").open("a") as page:
+        page.write(f"\n[a link]({link})\n")
+    recipe = re.search(r"python -m (mkdocs build .*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert recipe is not None
+    done = subprocess.run([sys.executable, "-m", *recipe[1].split()], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.count("WARNING -") == 1, done.stderr

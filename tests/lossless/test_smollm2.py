@@ -8,12 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specray.bench.command import engine_config
-from specray.config import EMBEDDED_MODEL, SpeculativeConfig
+from specray.config import EMBEDDED_MODEL
 from specray.llm import LLM
 from specray.models.files import resolve_model
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
-from tests.support.drafters import DRAWS, ScriptedDrafter
 
 NUM_TOKENS = 48
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -23,8 +22,9 @@ SERVED = {
     name: engine_config(CONFIGS / f"{name}.yaml", 1).speculative.model_copy(update={"max_step_draft_tokens": None})
     for name in ("plain", "ngram", "eagle3", "eagle2", "eagle2-frspec")
 }
-# These share a head and the shape of trees and differ in the ids that are drafted: each drafts half of the prompts.
-HALVES = {"eagle2": slice(0, 8), "eagle2-frspec": slice(8, 16)}
+# Those of EAGLE-2 share a head and the shape of trees and differ in the ids that are drafted: each drafts half of the
+# prompts. n-grams find matches in the prompts that ask for repetition, and are hardly ever drafted for the others.
+PARTS = {"eagle2": slice(0, 8), "eagle2-frspec": slice(8, 16), "ngram": slice(1, 16, 2)}
 TOPICS = [
     "the sea",
     "a clock",
@@ -99,7 +99,8 @@ def first_difference(seen: list[list[int]], expected: list[list[int]]) -> str:
 def test_greedy_tokens_equal_transformers(
     name: str, llm: LLM, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
-    part = HALVES.get(name, slice(None))
+    """Drafts of the real heads are partly right."""
+    part = PARTS.get(name, slice(None))
     with llm.with_speculative(SERVED[name]) as engine:
         choices = [generation.choices[0] for generation in engine.generate(prompts[part], GREEDY)]
     seen = [choice.token_ids for choice in choices]
@@ -117,16 +118,6 @@ def test_sampled_output_equals_plain_decoding(
     assert [choice.token_ids for choice in one_by_one] == sampled[:4]
     assert [choice.token_ids for choice in warm] == sampled
     assert num_accepted(warm) > len(warm)  # drafts share the target's noise, so some are accepted at temperature 1
-
-
-@pytest.mark.parametrize("name", ["half-right"])
-def test_partly_correct_drafts_do_not_change_the_output(
-    name: str, llm: LLM, prompts: list[list[int]], reference: list[list[int]]
-) -> None:
-    texts = [prompt + text for prompt, text in zip(prompts, reference, strict=True)]
-    with llm.with_speculative(SpeculativeConfig(), ScriptedDrafter(DRAWS[name], texts[:8])) as engine:
-        seen = [generation.choices[0].token_ids for generation in engine.generate(prompts[:8], GREEDY)]
-    assert seen == reference[:8], first_difference(seen, reference[:8])
 
 
 def test_the_model_answers_a_question(llm: LLM) -> None:

@@ -13,7 +13,6 @@ from specray.sampling_params import MaxTokens, NumLogprobs, Seed
 Json = dict[str, Any]
 
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED_REASONING = "reasoning.encrypted_content"  # accepted, as clients without a store ask for it; always null
 
 # Field that needs what this server does not have -> accepted values, and the reason with what to do instead.
 _STATELESS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -142,6 +141,7 @@ class ResponsesRequest(InputTokensRequest):
     rid: RequestName | None = None
     max_output_tokens: MaxTokens | None = None
     top_logprobs: NumLogprobs | None = None
+    # Encrypted reasoning is accepted, because clients without a store ask for it; it is always null.
     include: (
         Annotated[
             list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],

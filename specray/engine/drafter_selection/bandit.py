@@ -53,10 +53,6 @@ class DrafterBandit:
         self._all: dict[Hashable, Cell] = {}  # by kind of text
         self._tenants: OrderedDict[str, dict[Hashable, Cell]] = OrderedDict()
 
-    @property
-    def num_tenants(self) -> int:
-        return len(self._tenants)
-
     def choose(self, tenant: str, kind: Hashable, drafters: Sequence[str]) -> str:
         """The drafter for a new request. The first of `drafters` wins ties. `end` must follow."""
         own, of_all = self._cells(tenant, kind)

@@ -48,7 +48,7 @@ def build() -> Path:
 
 
 def find_compiler() -> str:
-    """$CXX, or the first C++ compiler that is there. Raises BuildError."""
+    """$CXX, or the first C++ compiler that is installed. Raises BuildError."""
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else COMPILERS:
         if found := shutil.which(name):

@@ -1,4 +1,4 @@
-"""Matrices as kernels read them: the numbers of a row lie side by side, and rows may be any distance apart."""
+"""Matrices in the layout that kernels read: contiguous rows, any row stride."""
 
 from torch import Tensor
 

@@ -99,7 +99,9 @@ def test_drafters_in_other_processes_are_measured(
     assert "no second GPU" in capsys.readouterr().out
 
 
-def test_a_machine_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_a_gpu_gets_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu", "check"])
     assert main() == 2

@@ -126,8 +126,18 @@ def cut_lists() -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(1, 24), max_size=6)
 
 
+# Two stop strings end with the same token; the one that begins first counts.
+TWO_STOPS = Case(
+    "byte-level",
+    TOKENIZERS["byte-level"].encode("aab", add_special_tokens=False).ids,
+    SamplingParams(stop=["b", "aab"]),
+    9,
+)
+
+
 @given(cases(any_tokens=False), cut_lists())
 @settings(max_examples=250)
+@example(TWO_STOPS, [])
 def test_groups_of_any_length_give_the_result_of_single_tokens(case: Case, cuts: list[int]) -> None:
     expected, (result, _) = reference(case), feed(case, cuts)
     assert (result.token_ids, result.reason, result.stop) == (expected.token_ids, expected.reason, expected.stop)

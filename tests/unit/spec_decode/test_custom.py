@@ -95,13 +95,13 @@ def test_a_custom_drafter_runs_in_a_colocated_process(toy: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("path", "parts"),
     [
-        ("own_drafters:", ["no import path", "package.module:Class"]),
-        ("own_drafters:Base.x", ["no import path"]),
-        (":Base", ["no import path"]),
+        ("own_drafters:", ["not an import path", "package.module:Class"]),
+        ("own_drafters:Base.x", ["not an import path"]),
+        (":Base", ["not an import path"]),
         ("no_such.module:Base", ["ModuleNotFoundError", "PYTHONPATH"]),
         ("broken_drafters:Base", ["ZeroDivisionError", "division by zero"]),
         ("own_drafters:Bse", ["does not exist", "own_drafters.py has no Bse", "correct the name"]),
-        ("own_drafters:number", ["is not a class but a int"]),
+        ("own_drafters:number", ["is of type int"]),
         ("own_drafters:NoMethods", ["lacks propose, release"]),
     ],
 )

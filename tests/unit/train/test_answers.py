@@ -136,7 +136,7 @@ def test_changed_options_for_the_same_folder_are_refused(options: AnswerOptions,
 
 
 def test_no_prompts_are_refused(options: AnswerOptions, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing to ask"):
+    with pytest.raises(ConfigError, match="there are no prompts"):
         make_answers(replace(options, folder=tmp_path, prompts=(), self_prompts=0), progress=False)
 
 

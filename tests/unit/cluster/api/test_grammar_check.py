@@ -1,4 +1,4 @@
-"""The process that compiles grammars for the API, and what a client is told."""
+"""The process that compiles grammars for the API, and the errors that clients get."""
 
 import asyncio
 import sys

@@ -111,9 +111,9 @@ def test_generate_scores_prompts_from_the_given_position(serve: Serve) -> None:
             scored, generated = await post(server, "/generate", body)
             chunks = await streamed(server, "/generate", body)
         meta = scored["meta_info"]
-        assert [entry[:2] for entry in meta["input_token_logprobs"]] == [
-            [None, ids("c")[0]], *[[SCORE, token] for token in ids("def")]
-        ]  # fmt: skip
+        first, *others = [entry[:2] for entry in meta["input_token_logprobs"]]
+        assert first == [None, ids("c")[0]]
+        assert others == [[SCORE, token] for token in ids("def")]
         assert meta["input_top_logprobs"] == [None, *[[[SCORE, token, None]] for token in ids("def")]]
         assert (scored["text"], scored["output_ids"], meta["completion_tokens"]) == ("", [], 0)
         assert meta["finish_reason"] == {"type": "length", "length": 0}

@@ -376,6 +376,9 @@ def test_the_schema_is_published(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:
             schema = (await server.http.get("/openapi.json")).json()
+            for path, methods in schema["paths"].items():
+                for operation in methods.values():
+                    assert {"200", "4XX", "5XX"} == operation["responses"].keys(), path
             assert {"/v1/chat/completions", "/v1/completions", "/generate", "/health"} <= set(schema["paths"])
             for path in ("/docs", "/redoc"):  # these pages would load scripts from elsewhere
                 assert (await server.http.get(path)).status_code == 404

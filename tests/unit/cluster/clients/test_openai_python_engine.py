@@ -179,7 +179,7 @@ def test_a_frequency_penalty_ends_repetition(ask: Ask) -> None:
     assert abs(penalised["a"] - penalised["b"]) < abs(free["a"] - free["b"])
 
 
-def test_a_presence_penalty_is_paid_once(ask: Ask) -> None:
+def test_a_presence_penalty_applies_once(ask: Ask) -> None:
     options: Json = {"extra_body": {"allowed_token_ids": [LETTER_A, LETTER_B]}, "logit_bias": {str(LETTER_A): 40}}
     assert content(ask.chat(**GREEDY, **options, presence_penalty=2)) == "a" * MAX_TOKENS
 

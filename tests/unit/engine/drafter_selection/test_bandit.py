@@ -93,9 +93,9 @@ def test_the_number_of_tenants_is_bounded() -> None:
     for number in range(10):
         drafter = bandit.choose(f"tenant {number}", "chat", NAMES)
         bandit.observe(f"tenant {number}", "chat", drafter, 1, 1.0)
-    assert bandit.num_tenants == 3
+    assert len(bandit._tenants) == 3
     bandit.end("tenant 0", "chat", HEAD)  # forgotten meanwhile
-    assert bandit.num_tenants == 3
+    assert len(bandit._tenants) == 3
 
 
 def test_a_dropped_drafter_leaves_no_experience_to_one_of_its_name() -> None:
