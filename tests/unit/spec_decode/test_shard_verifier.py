@@ -13,7 +13,8 @@ from torch import Tensor
 from specray.layers.linear import VocabHead
 from specray.layers.parallel import RankGroup
 from specray.spec_decode.node_sampler import NodeBatch, NodeSampler, coupled
-from specray.spec_decode.shard_verifier import verify_shards
+from specray.spec_decode.node_verifier import verify_padded
+from specray.spec_decode.shard_verifier import verify_padded_shards, verify_shards
 from specray.spec_decode.verifier import verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 from tests.support.verify_cases import FILTERED, VOCAB_SIZE, inputs, known
@@ -42,6 +43,15 @@ class ThreadGroup(RankGroup):
         self._ranks.num_exchanged += part.numel()
         self._ranks.barrier.wait(10)
         return whole
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        if self.leads:
+            self._ranks.parts[0] = tensor
+        self._ranks.barrier.wait(10)
+        first = self._ranks.parts[0]
+        self._ranks.barrier.wait(10)
+        assert first is not None
+        return first
 
 
 def verify_on_ranks(size: int, batch: VerifyInput, sampler: NodeSampler = coupled) -> tuple[VerifyOutput, int]:
@@ -83,6 +93,29 @@ def test_torchs_operations_agree_on_shards_too(batch: VerifyInput) -> None:
 def test_requests_without_filters_send_three_numbers_a_node(batch: VerifyInput) -> None:
     _, num_exchanged = verify_on_ranks(2, batch)
     assert num_exchanged == 2 * 3 * batch.tree.tokens.numel()
+
+
+@given(st.data(), st.booleans())
+@settings(max_examples=30)
+def test_padded_steps_agree_and_gather_the_logits_for_filters_only(data: st.DataObject, is_filtered: bool) -> None:
+    batch = data.draw(inputs(FILTERED) if is_filtered else inputs())
+    tree, states = batch.tree, batch.sampling.states
+    nodes = torch.arange(tree.tokens.shape[1])
+    places = ((tree.num_nodes.cumsum(0) - tree.num_nodes)[:, None] + nodes).clamp(max=len(batch.logits) - 1).flatten()
+    logits, is_sampled = batch.logits[places], any(state.is_sampled for state in states)
+    ranks, num_rows = Ranks(2), -(-VOCAB_SIZE // 2)
+
+    def run(rank: int) -> VerifyOutput:
+        head = VocabHead(torch.zeros(num_rows, 1), VOCAB_SIZE, ThreadGroup(rank, ranks))
+        shard = logits[:, head.first_id : head.first_id + head.num_columns].contiguous()
+        return verify_padded_shards(shard, tree, batch.sampling, batch.lengths, is_sampled, coupled, head, is_filtered)
+
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(run, range(2)))
+    expected = verify_padded(logits, tree, batch.sampling, batch.lengths, is_sampled, coupled)
+    assert known(outputs[0]) == known(outputs[1]) == known(expected)
+    three_numbers = 2 * 3 * tree.tokens.numel()
+    assert (ranks.num_exchanged == three_numbers) == (not (is_sampled and is_filtered))
 
 
 @given(inputs())
