@@ -110,7 +110,7 @@ class GrammarTree:
         if node in self._ended:
             return
         self._move(node)
-        for token in encode(self._matcher.find_jump_forward_string()):
+        for token in encode(self._forced_text()):
             child = self.add(node, token)
             if child is None:
                 return
@@ -131,6 +131,13 @@ class GrammarTree:
         """The tree and its bits."""
         self._move(ROOT)
         return TreeLists(self._tokens, self._parents), self._bits[: len(self._tokens)]
+
+    def _forced_text(self) -> str:
+        """What the grammar determines behind the node where the matcher is."""
+        try:
+            return self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError:
+            return ""  # the node ends within a character, so what follows is not text
 
     def _allows(self, node: int, token: int) -> bool:
         return bool(self._words[node, token >> 5] >> (token & 31) & 1)

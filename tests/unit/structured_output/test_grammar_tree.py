@@ -63,6 +63,14 @@ def test_drafts_are_extended_to_the_end(start: Start, tools: GrammarTools) -> No
     assert len(ids_of(bits[-1])) == VOCAB_SIZE  # nothing is emitted there
 
 
+def test_nothing_is_forced_within_a_character(start: Start, tools: GrammarTools) -> None:
+    """A token may end within a character; the rest of that character is not text. It ended the engine."""
+    matcher = start("regex", "éa|b")  # the toy spells b alone
+    assert matcher.accept_string("é".encode()[:1])
+    tree, bits = constrained(matcher, TreeLists([9], [NONE]), MANY, ALL, tools.encode)
+    assert (tree, len(bits)) == (TreeLists([9], [NONE]), 1)
+
+
 @pytest.mark.parametrize("limit", [DraftLimit(3, 40), DraftLimit(40, 2), DraftLimit(0, 40), DraftLimit(1, 1)])
 def test_limits_hold(limit: DraftLimit, start: Start, tools: GrammarTools) -> None:
     tree, bits = constrained(start("json_schema", OBJECT), TreeLists([9], [NONE]), limit, ALL, tools.encode)
