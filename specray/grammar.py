@@ -12,6 +12,8 @@ from specray.errors import InvalidRequestError
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag"]
 GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 MAX_GRAMMAR_LENGTH = 1 << 18  # characters
+# The error of a request whose grammar asks for text that the model's vocabulary cannot spell.
+NO_TOKEN_ALLOWED = "no token of the model's vocabulary continues the output as the request's grammar requires"
 
 
 class GrammarSpec(NamedTuple):

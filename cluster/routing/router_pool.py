@@ -20,7 +20,8 @@ from cluster.routing.policy import PrefixIndex, choose_route
 from cluster.routing.rollout import DrafterRollout
 from cluster.tasks import Tasks
 from specray.engine.request import EngineRequest
-from specray.errors import EngineDeadError, QueueFullError, SpecRayError
+from specray.errors import EngineDeadError, InvalidRequestError, QueueFullError, SpecRayError
+from specray.grammar import NO_TOKEN_ALLOWED
 from specray.metrics import Snapshot
 from specray.outputs import FinishReason, RequestOutput, RequestUsage, add_histograms
 
@@ -280,6 +281,8 @@ class RequestStream:
             # Requests aborted here have no further output. The engine aborts at the deadline, or for the client.
             if event.finish_reason is FinishReason.ABORT and event.error is not None:
                 raise self._deadline_error()
+            if event.error == NO_TOKEN_ALLOWED:  # no fault of the engine
+                raise InvalidRequestError(NO_TOKEN_ALLOWED, "grammar")
             if event.finish_reason is FinishReason.ERROR:
                 raise RequestFailedError(f"the engine failed on this request: {event.error}")
             yield index, self._progress[index].add(event)

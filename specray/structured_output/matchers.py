@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specray.errors import InvalidRequestError
-from specray.grammar import GrammarSpec
+from specray.grammar import NO_TOKEN_ALLOWED, GrammarSpec
 from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.step import DraftLimit, RequestResult, ScheduledRequest, StepPlan
@@ -87,10 +87,16 @@ class GrammarTable:
         bits: dict[int, Tensor] = {}
         for row in rows:
             trees[row], bits[row] = self._constrain_row(slots[row], tree, trees[row], limits[row])
+            if not bits[row][0].any():
+                self.slots[slots[row]].error = NO_TOKEN_ALLOWED
         if tree.draft_probs is None:
             tree = DraftTree.from_lists(trees, tree.tokens.device)
             num_nodes = [len(lists.tokens) for lists in trees]
         return ConstrainedTrees(tree, num_nodes, _mask_of(bits, sampling, num_nodes))
+
+    def error(self, slot: int) -> str | None:
+        """Why a request's grammar ends it; None if it does not, or if there is none."""
+        return None if (grammar := self.slots.get(slot)) is None else grammar.error
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Advance a request's matcher by its new tokens, up to one that ends the output."""

@@ -36,7 +36,6 @@ from specray.worker.traced_trees import with_traces
 
 NO_DRAFTS = DraftLimit(0, 0)
 NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"
-NO_TOKEN_ALLOWED = "the grammar allows no token of the vocabulary here, or the model's output is NaN or infinite"
 
 
 class Worker:
@@ -212,8 +211,7 @@ class Worker:
         """Keep a row's accepted path in the host's copy: lengths and tokens."""
         state, num_kept = batch.rows.states[row], int(output.host[row, 0])
         if not num_kept:
-            error = NOT_A_NUMBER if state.sampling.options.grammar is None else NO_TOKEN_ALLOWED
-            return RequestResult(state.slot, [], 0, None, error)
+            return RequestResult(state.slot, [], 0, None, self.grammars.error(state.slot) or NOT_A_NUMBER)
         tokens = output.emitted(row)
         if self.grammars.slots:
             self.grammars.accept(state.slot, tokens)

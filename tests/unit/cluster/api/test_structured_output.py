@@ -7,8 +7,8 @@ import pytest
 
 from cluster.api.grammar_check import GrammarCheck
 from specray.errors import InvalidRequestError
-from specray.grammar import GrammarSpec, make_grammar
-from specray.step import StepPlan
+from specray.grammar import NO_TOKEN_ALLOWED, GrammarSpec, make_grammar
+from specray.step import StepPlan, StepResult
 from tests.unit.cluster.conftest import Serve
 
 REGEX = make_grammar("regex", "[a-z]+")
@@ -68,5 +68,24 @@ def test_a_grammar_that_cannot_be_compiled_is_a_400(serve: Serve, monkeypatch: p
                 assert reply.json()["error"]["param"] == "grammar"
             reply = await server.http.post("/v1/completions", json={"prompt": "hi", "regex": "a", "ebnf": "b"})
             assert reply.json()["error"]["message"] == "regex and ebnf both name a grammar; send one of them"
+
+    asyncio.run(scenario())
+
+
+def test_text_that_the_vocabulary_cannot_spell_is_a_400(serve: Serve) -> None:
+    """It is found while generating, and no fault of the engine."""
+
+    async def scenario() -> None:
+        async with serve() as server:
+            collect = server.ranks.collect
+
+            def dead_end() -> StepResult:
+                result = collect()
+                rows = [row._replace(token_ids=[], error=NO_TOKEN_ALLOWED) for row in result.rows]
+                return result._replace(rows=rows)
+
+            server.ranks.collect = dead_end  # type: ignore[method-assign]
+            reply = await server.http.post("/v1/completions", json={"prompt": "hi"})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "grammar")
 
     asyncio.run(scenario())
