@@ -52,7 +52,7 @@ def _frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float
         raise ConfigError(f"the checkpoint's rope_theta={theta!r} must be a number above 0; correct config.json")
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return 1.0 / theta**exponents, 1.0
+        return 1.0 / float(theta) ** exponents, 1.0  # torch takes no large integer
     try:
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return frequencies.float(), float(scale)

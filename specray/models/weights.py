@@ -80,12 +80,25 @@ class WeightReader:
         self.close()
 
 
+# What torch's reader of pickles raises for damaged ones, beside its own error.
+_MALFORMED_PICKLE = (
+    RuntimeError,
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
+
+
 def read_torch_file(path: Path, remedy: str) -> object:
     """Content of a torch.save file: tensors, numbers and containers of them. `remedy` ends the ConfigError."""
     try:
         # The file is a pickle. weights_only refuses to run code from it.
         loaded: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+    except (UnpicklingError, *_MALFORMED_PICKLE) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{path} cannot be read as plain tensors ({reason}); only zip-format files with nothing but tensors "

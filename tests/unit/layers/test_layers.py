@@ -96,6 +96,14 @@ def test_pairs_are_rotated_by_position_times_frequency() -> None:
     np.testing.assert_allclose(rotated(positions, x).numpy(), expected, atol=1e-5)
 
 
+def test_a_base_that_is_a_large_integer_is_that_number() -> None:
+    """config.json may write it without a point; torch takes no integer beyond 64 bits."""
+    tables = [
+        RotaryEmbedding(LlamaConfig(rope_theta=theta), DIM, 64, torch.float32, CPU).tables for theta in (10**25, 1e25)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*tables, strict=True))
+
+
 def test_product_of_rotated_vectors_depends_only_on_their_distance() -> None:
     q, k = torch.randn(1, 1, DIM), torch.randn(1, 1, DIM)
     products = [float((rotated([p + 5], q) * rotated([p], k)).sum()) for p in (0, 10, 50)]

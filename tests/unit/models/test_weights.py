@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,16 @@ def test_code_in_a_bin_file_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="safetensors"):
         WeightReader(tmp_path)
     assert not (tmp_path / "fired").exists()
+
+
+def test_a_damaged_pickle_is_refused(tmp_path: Path) -> None:
+    """It reads an entry of its memo that it has not written: a KeyError in torch."""
+    torch.save({"a": TENSORS["a"]}, tmp_path / "whole.bin")
+    with zipfile.ZipFile(tmp_path / "whole.bin") as whole, zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as file:
+        for name in whole.namelist():
+            file.writestr(name, b"\x80\x02h\xd4." if name.endswith("data.pkl") else whole.read(name))
+    with pytest.raises(ConfigError, match="cannot be read as plain tensors"):
+        WeightReader(tmp_path)
 
 
 def test_entries_that_are_not_tensors_are_ignored(tmp_path: Path) -> None:
