@@ -46,7 +46,19 @@ def constrained(
     tree.add_drafts(drafts)
     for leaf in tree.leaves():
         tree.add_forced(leaf, encode)
-    return tree.finish()
+    return without_dead_ends(*tree.finish())
+
+
+def without_dead_ends(tree: TreeLists, bits: Tensor) -> tuple[TreeLists, Tensor]:
+    """The tree without drafts after which no token is allowed, as where the vocabulary cannot spell what must follow.
+
+    A walk that reached one could not go on. Without it the target's choice of that token ends the walk.
+    """
+    alive = bits.any(1).tolist()
+    kept = [node for node in range(len(alive)) if node == ROOT or alive[node]]
+    places = {node: place for place, node in enumerate(kept)} | {NONE: NONE}  # no draft is below a dead end
+    tokens, parents = [tree.tokens[node] for node in kept], [places[tree.parents[node]] for node in kept]
+    return TreeLists(tokens, parents), bits[kept]
 
 
 def allowed_tokens(matcher: xgrammar.GrammarMatcher, drafts: TreeLists, vocabulary: Tensor) -> Tensor:

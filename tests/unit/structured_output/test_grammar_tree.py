@@ -63,6 +63,16 @@ def test_drafts_are_extended_to_the_end(start: Start, tools: GrammarTools) -> No
     assert len(ids_of(bits[-1])) == VOCAB_SIZE  # nothing is emitted there
 
 
+def test_drafts_that_the_vocabulary_cannot_continue_are_cut(start: Start, tools: GrammarTools) -> None:
+    """No token is allowed after "a", so a walk that accepts it could choose none."""
+    a, b = (tools.encode(letter)[0] for letter in "ab")
+    tree, bits = constrained(
+        start("regex", "aé|bb"), TreeLists([9, a, b], [NONE, 0, 0]), DraftLimit(2, 1), ALL, tools.encode
+    )
+    assert tree == TreeLists([9, b], [NONE, 0])
+    assert [ids_of(row) for row in bits] == [sorted([a, b]), [b]]
+
+
 def test_nothing_is_forced_within_a_character(start: Start, tools: GrammarTools) -> None:
     """A token may end within a character; the rest of that character is not text. It ended the engine."""
     matcher = start("regex", "éa|b")  # the toy spells b alone
