@@ -8,6 +8,7 @@ Every submitted request ends in exactly one output with a finish reason, even if
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from specray.config import SpeculativeConfig
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 class AsyncEngine:
     """Thread-safe interface of an `Engine`; start it once, close it once.
 
-    Calls only append to `_arrived`, `_aborted` and `_calls`. The engine itself belongs to the loop's thread, so no
-    caller waits for a step.
+    Callers only append to `_calls` and `_arrived`. The engine itself belongs to the loop's thread, so no caller waits
+    for a step.
     """
 
     def __init__(
@@ -35,9 +36,8 @@ class AsyncEngine:
         self._engine = engine
         self._deliver = deliver
         self._buffer = OutputBuffer(stream_interval_s, time.monotonic)
-        self._arrived: list[EngineRequest] = []
-        self._aborted: list[str] = []
-        self._calls: list[Callable[[], None]] = []  # to run in the loop's thread before the next step
+        self._arrived: deque[EngineRequest] = deque()  # not queued in the engine yet
+        self._calls: deque[Callable[[], None]] = deque()  # to run in the loop's thread before the next step
         self._changed = threading.Condition()
         self._closing = False
         self._error: str | None = None
@@ -58,6 +58,7 @@ class AsyncEngine:
                 self.add_refused(1)
                 raise
             self._arrived.append(request)
+            self._calls.append(self._enqueue)
             self._changed.notify()
 
     def queue_error(self) -> QueueFullError | None:
@@ -75,9 +76,8 @@ class AsyncEngine:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests early, with finish reason `abort`. Unknown or finished ids are ignored."""
-        with self._changed:
-            self._aborted.extend(request_ids)
-            self._changed.notify()
+        ended = list(request_ids)
+        self._call(lambda: self._engine.abort(ended))
 
     def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
         """Plan for another drafter from the next step on."""
@@ -123,19 +123,16 @@ class AsyncEngine:
             self._fail(str(error) or type(error).__name__)
 
     def _take_calls(self) -> bool:
-        """Wait until there is work, then apply the calls made meanwhile; False when closing."""
+        """Wait until there is work, then run the calls made meanwhile, in their order; False when closing."""
         with self._changed:
-            while not (self._closing or self._arrived or self._aborted or self._calls or self._engine.has_work):
+            while not (self._closing or self._calls or self._engine.has_work):
                 self._changed.wait()
-            arrived, self._arrived = self._arrived, []
-            aborted, self._aborted = self._aborted, []
-            for request in arrived:
-                self._engine.enqueue(request)
-            self._engine.abort(aborted)
-            calls, self._calls = self._calls, []
-            for call in calls:
-                call()
+            while self._calls:
+                self._calls.popleft()()
             return not self._closing
+
+    def _enqueue(self) -> None:
+        self._engine.enqueue(self._arrived.popleft())
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         self._engine.update_gauges()
@@ -146,7 +143,7 @@ class AsyncEngine:
     def _fail(self, message: str) -> None:
         with self._changed:
             self._error = message
-            for request in self._arrived:
-                self._engine.enqueue(request)
-            self._arrived = []
+            while self._arrived:
+                self._enqueue()
+            self._calls.clear()
         self._publish(self._engine.fail_all(message))

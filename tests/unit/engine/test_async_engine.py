@@ -114,6 +114,24 @@ def run_in_threads(count: int, function: Callable[[int], None]) -> None:
     assert not errors, errors
 
 
+def test_calls_run_in_the_order_in_which_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that follows a new drafter is planned for it, also if the loop wakes up only after both."""
+    config, ran = EngineConfig(page_size=16), list[str]()
+    engine = Engine(config, GatedExecutor(config), letters_tokenizer())
+    for name in ("draft_with", "enqueue"):
+        method = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *given, name=name, method=method: (ran.append(name), method(*given)))
+    outputs = OutputCollector()
+    waiting = AsyncEngine(engine, outputs)
+    waiting.submit(request(0, [2], max_tokens=2))
+    waiting.draft_with(config.speculative, 0)
+    waiting.submit(request(1, [2], max_tokens=2))
+    waiting.start()
+    outputs.wait(2)
+    waiting.close()
+    assert ran == ["enqueue", "draft_with", "enqueue"]
+
+
 def test_requests_from_several_threads_end_once_with_their_own_output() -> None:
     with serving(max_running_requests=8) as (engine, _, outputs):
 

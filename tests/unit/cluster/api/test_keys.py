@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from random import Random
@@ -56,10 +56,18 @@ def test_a_lookup_compares_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_time_of_a_lookup_does_not_depend_on_how_much_of_a_key_is_right() -> None:
-    """100,000 lookups of a key that is wrong in its first character, or only in its last, in random order."""
-    key, random = "k" * 32, Random(0)
+    """Lookups of a key that is wrong in its first character, or only in its last, in random order.
+
+    A difference shows in each of three rounds. Another process may make one in a round.
+    """
+    key = "k" * 32
     keys = KeyRing([("alice", key), *((f"n{index}", f"{index:032}") for index in range(4))])
     wrong = {"first": b"x" + key[1:].encode(), "last": key[:-1].encode() + b"x"}
+    assert any(abs(difference(keys, wrong, Random(number))) < 4.5 for number in range(3))
+
+
+def difference(keys: KeyRing, wrong: Mapping[str, bytes], random: Random) -> float:
+    """Welch's t between the times of 50,000 lookups of each of two wrong keys."""
     times: dict[str, list[int]] = {name: [] for name in wrong}
     order = [name for name in wrong for _ in range(50_000)]
     random.shuffle(order)
@@ -67,7 +75,7 @@ def test_the_time_of_a_lookup_does_not_depend_on_how_much_of_a_key_is_right() ->
         begin = time.perf_counter_ns()
         assert keys.owner(wrong[name]) is None
         times[name].append(time.perf_counter_ns() - begin)
-    assert abs(welch_t(times["first"], times["last"])) < 4.5
+    return welch_t(times["first"], times["last"])
 
 
 def welch_t(first: Sequence[float], second: Sequence[float]) -> float:
