@@ -8,6 +8,8 @@ PYTEST_ARGS ?=
 # A worker takes a core and a gigabyte. Files keep the order that tests/conftest.py gives them, the longest first;
 # pytest-xdist would begin with those that have the most tests, and these are not the longest.
 PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# Tests that wait for processes and deadlines leave half of a core.
+PARALLEL_WAITING ?= -n $$(( ($$(nproc) * 3 + 1) / 2 )) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Files of tests that compute, without those that wait for other processes.
 WAITING := tests/lossless/test_two_ranks.py tests/unit/layers/test_parallel.py tests/unit/train/test_answers.py
 COMPUTING := $(filter-out $(WAITING),$(foreach folder,lossless $(addprefix unit/,layers models ops spec_decode train worker),\
@@ -70,7 +72,7 @@ demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compa
 test: $(INSTALLED)  ## run all tests (GPU tests skip themselves where there is none)
 	@mkdir -p build
 	@$(MAKE) --no-print-directory --jobs=2 test-cluster test-computing
-	@$(BIN)/python -m pytest tests --ignore=tests/cluster $(COMPUTING:%=--ignore=%) $(PARALLEL) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests --ignore=tests/cluster $(COMPUTING:%=--ignore=%) $(PARALLEL_WAITING) $(PYTEST_ARGS)
 
 # Its report comes in one piece, because the other tests report meanwhile.
 test-cluster: $(INSTALLED)
