@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.errors import ConfigError
+from specray.ops.gpu import uses_triton
 from specray.ops.grouped_weight import GroupedWeight, to_int4, to_int8
 
 _SMALLEST = 1e-30  # smallest scale, for rows of zeros
@@ -23,21 +24,31 @@ _FP8_MULTIPLE = 16  # of the sizes of a matrix that torch multiplies in fp8
 
 def make_fp8_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Function of x [T, in] -> [T, out] in float8_e4m3fn on tensor cores; x is bfloat16. Not run on a GPU yet."""
-    largest = torch.finfo(torch.float8_e4m3fn).max
     outs, ins = weight.shape
     more_outs, more_ins = -outs % _FP8_MULTIPLE, -ins % _FP8_MULTIPLE
-    weight, bias = F.pad(weight, (0, more_ins, 0, more_outs)), None if bias is None else F.pad(bias, (0, more_outs))
-    scale = weight.float().abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST) / largest
-    packed = (weight / scale).to(torch.float8_e4m3fn).t()  # column-major, as the kernel requires
+    weight, bias = F.pad(weight, (0, 0, 0, more_outs)), None if bias is None else F.pad(bias, (0, more_outs))
+    quantise = _quantise_rows
+    if uses_triton(weight.device):
+        from specray.ops.gpu.layers import quantise_rows as quantise
+
+    packed, scale = _quantise_rows(weight, ins + more_ins, _SMALLEST)
+    packed, scale = packed.t(), scale.t()  # column-major, as the kernel requires
 
     def linear(x: Tensor) -> Tensor:
-        unit = x.float().abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST) / largest
-        rows = (x / unit).clamp_(-largest, largest).to(torch.float8_e4m3fn)
-        rows = F.pad(rows.view(torch.uint8), (0, more_ins)).view(torch.float8_e4m3fn) if more_ins else rows
-        y = torch._scaled_mm(rows, packed, unit, scale.t(), bias, out_dtype=torch.bfloat16)
+        rows, unit = quantise(x, ins + more_ins, _SMALLEST)
+        y = torch._scaled_mm(rows, packed, unit, scale, bias, out_dtype=torch.bfloat16)
         return y[:, :outs] if more_outs else y
 
     return linear
+
+
+def _quantise_rows(x: Tensor, width: int, smallest: float) -> tuple[Tensor, Tensor]:
+    """The twin of `specray.ops.gpu.layers.quantise_rows`."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scales = x.float().abs().amax(-1, keepdim=True).clamp_(min=smallest) / largest
+    quantised = (x.float() / scales).clamp_(-largest, largest).to(torch.float8_e4m3fn)
+    padded = F.pad(quantised.view(torch.uint8), (0, width - x.shape[1]))
+    return padded.view(torch.float8_e4m3fn), scales
 
 
 class Quantization(NamedTuple):

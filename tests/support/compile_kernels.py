@@ -51,6 +51,7 @@ POINTERS = {
     **dict.fromkeys(("starts", "num_nodes", "seeds", "lengths", "parents", "drafts"), "*i64"),
     **dict.fromkeys(("tokens", "path", "chosen", "top_k", "nodes", "counts"), "*i64"),
     "is_finite": "*i8",
+    "quantised": "*fp8e4nv",
     "column_ids": "*i64",
     "arena": "*i32",
     **dict.fromkeys(("cos_table", "sin_table"), "*fp32"),
@@ -59,7 +60,7 @@ POINTERS = {
     **dict.fromkeys(("pending_tokens", "pending_parents", "pending_nodes"), "*i64"),
     **dict.fromkeys(("pending_scores", "node_scores", "least"), "*fp32"),
 }
-SCALARS = {"scale": "fp32", "eps": "fp32"}
+SCALARS = {"scale": "fp32", "eps": "fp32", "smallest": "fp32", "largest": "fp32"}
 INTEGERS = ("outs", "ins", "first_id", "max_depth", "max_nodes", "count", "padding_slot", "padding_kv_slot")
 
 
@@ -69,6 +70,7 @@ class Case(NamedTuple):
     num_warps: int = 4
     dtype: str = "bf16"  # of the pointers that have no type of their own
     types: dict[str, str] = {}  # noqa: RUF012 - where they differ from POINTERS
+    capabilities: tuple[int, ...] = CAPABILITIES
 
 
 def cases() -> Iterator[Case]:
@@ -89,6 +91,8 @@ def cases() -> Iterator[Case]:
     for adds in (False, True):
         yield Case(layer_kernels.norm_rows, {"SIZE": 4096, "PADDED": 4096, "ADDS": adds}, num_warps=16)
     yield Case(layer_kernels.silu_block, {"BLOCK": 1024})
+    width = {"SIZE": 14336, "WIDTH": 14336, "PADDED": 16384}
+    yield Case(layer_kernels.quantise_row, width, num_warps=16, capabilities=(90,))
     sizes = {"ROWS": experts.ROWS, "COLUMNS": experts.COLUMNS, "INPUTS": experts.INPUTS}
     for share in (8, 1):
         yield Case(expert_kernels.grouped_products, {"SHARE": share} | sizes)
@@ -183,4 +187,5 @@ def _usage(cubin: bytes) -> dict[str, int]:
 if __name__ == "__main__":
     for capability in CAPABILITIES:
         for case in cases():
-            print(json.dumps(compiled(case, capability)), flush=True)
+            if capability in case.capabilities:
+                print(json.dumps(compiled(case, capability)), flush=True)

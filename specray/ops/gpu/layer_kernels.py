@@ -122,3 +122,23 @@ def silu_block(gate_up, out, size, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + token * 2 * size + column, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * size + size + column, mask=is_column, other=0.0).to(tl.float32)
     tl.store(out + token * size + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def quantise_row(
+    x,  # [T, SIZE]
+    quantised,  # float8 [T, WIDTH]: x / scale, then zeros
+    scales,  # float32 [T]
+    smallest,
+    largest,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """A row in float8, whose scale makes its largest magnitude `largest`; magnitudes count as at least `smallest`."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    values = tl.load(x + row * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0), smallest) / largest
+    tl.store(scales + row, scale)
+    scaled = tl.minimum(tl.maximum(values / scale, -largest), largest)
+    tl.store(quantised + row * WIDTH + column, scaled.to(quantised.dtype.element_ty), mask=column < WIDTH)

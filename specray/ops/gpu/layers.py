@@ -4,7 +4,14 @@ import torch
 import triton
 from torch import Tensor
 
-from specray.ops.gpu.layer_kernels import gather_angles, join_rows, norm_rows, rotate_head, silu_block
+from specray.ops.gpu.layer_kernels import (
+    gather_angles,
+    join_rows,
+    norm_rows,
+    quantise_row,
+    rotate_head,
+    silu_block,
+)
 
 _SILU_BLOCK = 1024
 
@@ -114,3 +121,24 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     if num_tokens:
         silu_block[(num_tokens, triton.cdiv(size, _SILU_BLOCK))](gate_up, out, size, BLOCK=_SILU_BLOCK)
     return out
+
+
+def quantise_rows(x: Tensor, width: int, smallest: float) -> tuple[Tensor, Tensor]:
+    """(x [T, size] / scale as float8_e4m3fn [T, width], with zeros behind it, the scales float32 [T, 1])."""
+    x, dtype = x.contiguous(), torch.float8_e4m3fn
+    quantised = torch.empty(len(x), width, dtype=dtype, device=x.device)
+    scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    if len(x):
+        padded = triton.next_power_of_2(width)
+        quantise_row[(len(x),)](
+            x,
+            quantised,
+            scales,
+            smallest,
+            torch.finfo(dtype).max,
+            SIZE=x.shape[1],
+            WIDTH=width,
+            PADDED=padded,
+            num_warps=min(16, max(1, padded // 256)),
+        )
+    return quantised, scales

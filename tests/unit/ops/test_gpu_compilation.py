@@ -34,6 +34,7 @@ def test_kernels_compile_without_spills() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {(usage["kernel"], usage["sm"]) for usage in found} == {
-        (kernel, sm) for kernel in KERNELS for sm in (80, 90)
+        *((kernel, sm) for kernel in KERNELS for sm in (80, 90)),
+        ("quantise_row", 90),  # earlier GPUs have no such float8
     }
     assert [usage for usage in found if usage["spilled"] or usage["shared"] > SHARED_BYTES] == []

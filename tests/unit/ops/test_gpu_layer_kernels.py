@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from specray.ops import quantization
 from specray.ops.gpu import layers
 
 EPS = 1e-5
@@ -106,3 +107,20 @@ def test_heads_are_normed_rotated_and_stored(
     layers.rotate_and_store(qkv, cos, sin, (weights[0], weights[1]) if has_norms else None, EPS, pool, slots)
     assert_close(qkv[:, :q_heads], q)
     assert_close(pool, expected)
+
+
+@given(counts, sizes, st.sampled_from([0, 1, 15]), st.booleans())
+@settings(max_examples=40)
+def test_rows_in_float8(count: int, size: int, padding: int, has_zeros: bool) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(count, size) * torch.logspace(-3, 3, max(count, 1))[:count, None]).bfloat16()
+    if has_zeros:
+        x[:1] = 0
+    seen, scales = layers.quantise_rows(x, size + padding, 1e-30)
+    expected, expected_scales = quantization._quantise_rows(x, size + padding, 1e-30)
+    torch.testing.assert_close(scales, expected_scales)
+    exact, given, wanted = x.float() / expected_scales, seen.float()[:, :size], expected.float()[:, :size]
+    # The interpreter rounds ties away from zero, and loses the carry where rounding reaches the next power of two.
+    carries = (wanted.abs().frexp().mantissa == 0.5) & (exact.abs() < wanted.abs())
+    assert torch.equal((given - exact).abs()[~carries], (wanted - exact).abs()[~carries])
+    assert not seen.float()[:, size:].any()
