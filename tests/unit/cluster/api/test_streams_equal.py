@@ -107,7 +107,7 @@ def check_generated(whole: Any, events: list[Any]) -> None:
 def check_response(whole: Any, events: list[Any]) -> None:
     last = events[-1]["response"]
     for shown in (last, whole):
-        for name in ("id", "created_at", "seed", "usage"):
+        for name in ("id", "created_at", "completed_at", "seed", "usage"):
             del shown[name]
         for item in shown["output"]:
             item.pop("id"), item.pop("call_id", None)
