@@ -6,6 +6,7 @@ all but check and kernels need specray's requirements, and none needs Ray or a n
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from benchmarks.gpu.cases import SHAPES, TINY, Shape, Tokens, kernel_cases
 from specray.ops.gpu.matrix import FixedOrderMatrix
 from specray.tables import format_table
 
+ON_A_CPU = "TRITON_INTERPRET=1 in the environment, --device cpu and --tiny"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
@@ -34,7 +36,10 @@ def main() -> int:
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("torch finds no GPU here; run it on a machine with one, or with --device cpu --tiny", file=sys.stderr)
+        print(f"torch finds no GPU here; run it on a machine with one, or test it with {ON_A_CPU}", file=sys.stderr)
+        return 2
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        print(f"on a CPU the kernels run in Triton's interpreter only; test this with {ON_A_CPU}", file=sys.stderr)
         return 2
     if options.part != "check":
         return PARTS[options.part](device, options.tiny, options.json)

@@ -106,3 +106,10 @@ def test_a_machine_without_a_gpu_gets_an_error(
     monkeypatch.setattr(sys, "argv", ["gpu", "check"])
     assert main() == 2
     assert "finds no GPU here" in capsys.readouterr().err
+
+
+def test_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("sys.argv", ["benchmarks.gpu", "check", "--device", "cpu", "--tiny"])
+    assert main() == 2
+    assert "TRITON_INTERPRET=1" in capsys.readouterr().err
