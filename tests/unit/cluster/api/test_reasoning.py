@@ -1,8 +1,6 @@
 """Reasoning is separated from the answer, whatever pieces the text arrives in."""
 
-import sys
 from itertools import pairwise
-from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +11,7 @@ from cluster.api.model_output.parser import MessageParser
 from cluster.api.model_output.reasoning import REASONING_FORMATS
 from cluster.api.tool_calls.formats import TOOL_FORMATS
 from cluster.config import ReasoningParserName
+from tests.support.python_calls import num_python_calls
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 # parser, end of the prompt, text, reasoning, content
@@ -60,22 +59,16 @@ def test_a_call_in_the_reasoning_is_reasoning() -> None:
 @pytest.mark.parametrize("name", sorted(REASONING_FORMATS))
 def test_hostile_output_is_parsed_in_linear_time(name: ReasoningParserName, piece: str) -> None:
     """Counted in calls of Python functions, for a text in pieces of five characters."""
-    short, long = (num_python_calls(name, piece * (size // len(piece))) for size in (2_000, 8_000))
+    short, long = (num_calls(name, piece * (size // len(piece))) for size in (2_000, 8_000))
     assert long < 4.5 * short
 
 
-def num_python_calls(name: ReasoningParserName, text: str) -> int:
-    parser, calls = REASONING_FORMATS[name].parser(""), 0
+def num_calls(name: ReasoningParserName, text: str) -> int:
+    parser = REASONING_FORMATS[name].parser("")
 
-    def count(frame: FrameType, event: str, argument: object) -> None:  # noqa: ARG001
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
+    def parse() -> None:
         for start in range(0, len(text), 5):
             parser.feed(text[start : start + 5])
         parser.end()
-    finally:
-        sys.setprofile(None)
-    return calls
+
+    return num_python_calls(parse)

@@ -1,10 +1,8 @@
 """Scanners of tool calls: what each format's texts mean, whatever pieces they arrive in."""
 
 import json
-import sys
 from collections.abc import Iterable
 from itertools import pairwise
-from types import FrameType
 from typing import Any, get_args
 
 import pytest
@@ -16,6 +14,7 @@ from cluster.api.model_output.parser import MessageParser
 from cluster.api.model_output.reasoning import REASONING_FORMATS
 from cluster.api.tool_calls.formats import TOOL_FORMATS, detected_format
 from cluster.config import AppConfig, ReasoningParserName, ToolCallParserName
+from tests.support.python_calls import num_python_calls
 
 NAMES = ("f", "get_weather")
 BAR = "\uff5c"
@@ -193,30 +192,23 @@ BOMBS = {
 }
 
 
-def num_python_calls(name: ToolCallParserName, text: str) -> int:
+def num_calls(name: ToolCallParserName, text: str) -> int:
     """Calls of Python functions for a text in pieces of five characters. The reader may hold a marker, and no more."""
     parser = TOOL_FORMATS[name].parser(NAMES, None)
-    calls = 0
 
-    def count(frame: FrameType, event: str, argument: object) -> None:  # noqa: ARG001
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
+    def parse() -> None:
         for start in range(0, len(text), 5):
             parser.feed(text[start : start + 5])
             assert len(parser._reader._text) - parser._reader._position < 40
         parser.end()
-    finally:
-        sys.setprofile(None)
-    return calls
+
+    return num_python_calls(parse)
 
 
 @pytest.mark.parametrize(("name", "piece"), [(name, piece) for name, pieces in BOMBS.items() for piece in pieces])
 def test_hostile_output_is_parsed_in_linear_time(name: ToolCallParserName, piece: str) -> None:
     opening = {"pythonic": "[f(a=", "hermes": '<tool_call>{"name": "f", "arguments": '}.get(name, "")
-    short, long = (num_python_calls(name, opening + piece * (size // len(piece))) for size in (2_000, 8_000))
+    short, long = (num_calls(name, opening + piece * (size // len(piece))) for size in (2_000, 8_000))
     assert long < 4.5 * short
 
 
