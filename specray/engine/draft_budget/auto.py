@@ -22,8 +22,8 @@ DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer cal
 MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
 MOST_STEP_DRAFTS = 1024  # without a configured limit
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
-# A step with drafts counts as this much slower, so that noise decides for plain decoding; by more while a draft model
-# is off, because requests that it did not read go on without drafts.
+# A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
+# The second holds while a draft model is off, because requests that it has not read continue without drafts.
 DRAFTING_MARGIN, RETURN_MARGIN = 1.01, 1.03
 
 
@@ -68,7 +68,7 @@ class AutoBudget:
         self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
         self._advance_trial(len(requests), any(num_drafts))
         if self._trial is Trial.NO_DRAFTS:
-            # The target's time shows as well if the drafter is called, which then goes on to read what it drafts for.
+            # Calling the drafter does not change the target's time, and later drafts need what it reads meanwhile.
             reads_along = self._costs.knows_rest_without_drafts(len(requests))
             return Shares([0] * len(requests), runs_drafter=reads_along)
         if self._trial is not None:
@@ -81,7 +81,7 @@ class AutoBudget:
     def record_tree(
         self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
     ) -> None:
-        if request.num_unread_tokens > MAX_UNREAD_TOKENS and request.drafter in self._scores:
+        if request.drafter in self._scores and not is_read(request):
             return  # says nothing about the drafter
         if scores:
             acceptance = self._scores.setdefault(request.drafter, ScoreAcceptance())
@@ -91,7 +91,7 @@ class AutoBudget:
             request.add(len(accepted_nodes), sum(nodes.gains(num_drafts)))
             nodes.observe(num_drafts, accepted_nodes)
         else:
-            request.add(0, 0.0)  # a request that got no drafts for a while gets another chance
+            request.add(0, 0.0)  # older trees count less, so a request that got no drafts for a while is tried again
 
     def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
         self._costs.observe(shape, target_seconds, rest_seconds)
@@ -115,8 +115,7 @@ class AutoBudget:
                 num_drafts.append(next(by_place))
                 min_scores.append(LEAST_SCORE)
             else:
-                is_read = request.acceptance.num_unread_tokens <= MAX_UNREAD_TOKENS
-                num_drafts.append(min(request.most, cut[0]) if is_read else 0)
+                num_drafts.append(min(request.most, cut[0]) if is_read(request.acceptance) else 0)
                 min_scores.append(max(LEAST_SCORE, cut[1] / request.acceptance.factor))
         return equal_shares(num_drafts, self._most), min_scores
 
@@ -149,6 +148,11 @@ class AutoBudget:
         schedule = self._schedules.setdefault(size_class(num_requests), TrialSchedule())
         self._trial = schedule.next(drafts=drafts)
         self._trial_steps_left = 0 if self._trial is None else TRIAL_STEPS
+
+
+def is_read(request: RequestAcceptance) -> bool:
+    """Whether a draft model has read enough of a request to draft for it."""
+    return request.num_unread_tokens <= MAX_UNREAD_TOKENS
 
 
 class TrialSchedule:

@@ -42,5 +42,5 @@ class DraftBudget(Protocol):
         """Learn from a step of which each request computed one known token and its drafts.
 
         `target_seconds` are those of forward and verification, `rest_seconds` all others since the step before; None
-        if the drafter was called but allowed no drafts, which is no lasting state.
+        if the drafter was called but allowed no drafts, because such steps do not last.
         """
