@@ -278,10 +278,10 @@ class Service:
         return (EventStream if body.stream else JsonReply)(request_stream, reply, headers)
 
     async def _check_grammars(self, prompts: list[PreparedPrompt], tenant: str, timeout_s: float) -> float:
-        """The seconds that it took, in milliseconds' steps.
+        """Check that all grammars compile; returns the seconds that it took, rounded to milliseconds.
 
-        InvalidRequestError if a prompt has a grammar that cannot be compiled within its limits, ApiError (504) if that
-        is not known within `timeout_s`.
+        InvalidRequestError if one cannot be compiled within its limits, ApiError (504) if the check takes longer than
+        `timeout_s`.
         """
         start = time.monotonic()
         try:

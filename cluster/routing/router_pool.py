@@ -281,7 +281,7 @@ class RequestStream:
             # Requests aborted here have no further output. The engine aborts at the deadline, or for the client.
             if event.finish_reason is FinishReason.ABORT and event.error is not None:
                 raise self._deadline_error()
-            if event.error == NO_TOKEN_ALLOWED:  # no fault of the engine
+            if event.error == NO_TOKEN_ALLOWED:  # an error of the request, not of the engine
                 raise InvalidRequestError(NO_TOKEN_ALLOWED, "grammar")
             if event.finish_reason is FinishReason.ERROR:
                 raise RequestFailedError(f"the engine failed on this request: {event.error}")

@@ -50,9 +50,9 @@ def constrained(
 
 
 def without_dead_ends(tree: TreeLists, bits: Tensor) -> tuple[TreeLists, Tensor]:
-    """The tree without drafts after which no token is allowed, as where the vocabulary cannot spell what must follow.
+    """The tree without drafts after which no token is allowed: the vocabulary cannot spell what must follow.
 
-    A walk that reached one could not go on. Without it the target's choice of that token ends the walk.
+    A walk could not choose a token there. Without the draft, the walk ends at its parent with that token as the bonus.
     """
     alive = bits.any(1).tolist()
     kept = [node for node in range(len(alive)) if node == ROOT or alive[node]]
@@ -145,7 +145,7 @@ class GrammarTree:
         return TreeLists(self._tokens, self._parents), self._bits[: len(self._tokens)]
 
     def _forced_text(self) -> str:
-        """What the grammar determines behind the node where the matcher is."""
+        """The text that the grammar determines after the node where the matcher is."""
         try:
             return self._matcher.find_jump_forward_string()
         except UnicodeDecodeError:
