@@ -1,9 +1,9 @@
 """`make chaos`: injects every fault into a running cluster under load, and checks how every request ends.
 
-Prints a line per fault: how requests ended, the time to recover, and the longest gaps in the clients' streams. With
---out the same goes to a file per fault, with machine and commit, to which each run adds itself. Exit status 1 if a
-request ended in a way that its fault does not allow, if an engine did not release a finished request, or if the service
-did not recover.
+Prints a line per fault: how requests ended, the time to recover, and the longest gaps in the clients' streams; and a
+line per request that ended in a way that its fault does not allow. With --out the same goes to a file per fault, with
+machine and commit, to which each run adds itself. Exit status 1 if there was such a request, if an engine did not
+release a finished request, or if the service did not recover.
 """
 
 import argparse
@@ -80,18 +80,23 @@ def _count(fault: Fault, options: argparse.Namespace) -> int:
 async def _inject(
     name: str, fault: Fault, count: int, service: Service, questions: Sequence[Question], num_streams: int
 ) -> FaultReport:
-    ledger, recoveries, problems = Ledger(), [], []
+    ledger, recoveries, problems, num_shown = Ledger(), [], [], 0
+    allowed = (Ending.COMPLETE, *fault.allowed_endings)
     context = FaultContext(service, questions, ledger, random.Random(name))
     async with Load(service.url, questions, num_streams, ledger):
         for _ in tqdm(range(count), desc=name, leave=False):
             await asyncio.sleep(TRAFFIC_S)
             start = time.monotonic()
+            ledger.begin_injection()
             try:
                 await fault.inject(context)
             except TimeoutError as error:
                 problems.append(str(error))
                 break
             recoveries.append(time.monotonic() - start)
+            for request in ledger.unexpected(allowed)[num_shown:]:
+                tqdm.write(f"  {request}")
+                num_shown += 1
         await asyncio.sleep(TRAFFIC_S)
     if not await _becomes_idle(service):
         problems.append(
@@ -99,9 +104,8 @@ async def _inject(
         )
     if (gap := max(ledger.gaps, default=0.0)) > fault.max_gap_s:
         problems.append(f"a stream was silent for {gap:.1f} s; {fault.max_gap_s:g} s are allowed")
-    beyond = ledger.beyond((Ending.COMPLETE, *fault.allowed_endings))
-    problems += [f"{number} requests ended as {ending}" for ending, number in beyond.items()]
-    return FaultReport(name, count, ledger, recoveries, problems)
+    problems += [f"{number} requests ended as {ending}" for ending, number in ledger.beyond(allowed).items()]
+    return FaultReport(name, count, ledger, recoveries, problems, ledger.unexpected(allowed))
 
 
 async def _becomes_idle(service: Service) -> bool:

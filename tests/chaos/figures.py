@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specray.bench import machine
-from tests.chaos.ledger import Ending, Ledger, quantile
+from tests.chaos.ledger import Ending, Ledger, Unanswered, quantile
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +21,7 @@ class FaultReport(NamedTuple):
     ledger: Ledger
     recoveries: list[float]
     problems: list[str]
+    unexpected: list[Unanswered]  # requests that ended in a way that the fault does not allow
 
 
 def write_figures(folder: Path, model: str, report: FaultReport) -> None:
@@ -39,6 +40,7 @@ def write_figures(folder: Path, model: str, report: FaultReport) -> None:
             "longest_gap_s": round(max(report.ledger.gaps, default=0.0), 2),
             "gap_p99_s": round(quantile(report.ledger.gaps, 0.99) or 0.0, 2),
             "problems": report.problems,
+            "unexpected": [str(request) for request in report.unexpected],
         }
     )
     endings = sum((Counter(run["endings"]) for run in runs), Counter[str]())

@@ -46,7 +46,7 @@ async def ask(
     request = request_bytes(f"{url}/v1/completions", question.body | {"stream": is_streamed})
     reply = await exchange(url, request, REQUEST_TIMEOUT_S, None if leave_after is None else len(request) + leave_after)
     ending = ending_of(reply, question.text)
-    ledger.enter(ending, reply.longest_gap)
+    ledger.enter(ending, reply)
     return ending
 
 
