@@ -23,6 +23,7 @@ from specray.unsupported_options import options_without_effect
 
 logger = logging.getLogger("ray.serve")
 
+ROUTER = "Router"
 ADDRESSED_ROUTER: Any = "cluster.routing.addressing.AddressedRouter"  # Ray types its options as dictionaries
 ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
 MIN_ENGINES = 16  # for the ingress's limits: Serve may scale beyond the plan, but never changes them
@@ -93,9 +94,11 @@ def _number_of_engines(config: AppConfig) -> dict[str, Any]:
 
 def _router(config: AppConfig) -> serve.Deployment:
     return serve.deployment(
-        name="Router",
+        name=ROUTER,
         **_number_of_engines(config),
-        request_router_config=RequestRouterConfig(request_router_class=ADDRESSED_ROUTER),
+        request_router_config=RequestRouterConfig(
+            request_router_class=ADDRESSED_ROUTER, request_router_kwargs={"deployment": ROUTER}
+        ),
         max_ongoing_requests=ROUTER_MAX_CALLS,
         logging_config={
             "log_level": config.server.log_level.upper(),

@@ -118,7 +118,7 @@ class Service:
 
     async def completion(self, body: CompletionRequest, tenant: str) -> Response:
         self.check_model(body.model)
-        tokenization = await self._admit()
+        tokenization, timeout_s = await self._admit(body.timeout)
         params = seeded(body.sampling())
         add_special = body.add_special_tokens is not False
         token_ids = await self.text_pool.run(tenant, tokenization.prompts, body.prompt, add_special)
@@ -127,10 +127,10 @@ class Service:
         prompts = await self.text_pool.run(tenant, _prepared, tokenization, body, token_ids, params, request_id)
         echoed = await self.text_pool.run(tenant, _echoed, tokenization, prompts) if body.echo else []
         reply = completion_reply(body, metadata, params, tokenization.token, echoed)
-        return await self._respond(body, tenant, prompts, metadata, reply, _headers(body))
+        return await self._respond(body, tenant, prompts, metadata, reply, _headers(body), timeout_s)
 
     async def generate(self, body: GenerateRequest, tenant: str) -> Response:
-        tokenization = await self._admit()
+        tokenization, timeout_s = await self._admit(body.timeout)
         params = body.sampling()
         is_list = body.prompt.is_batch or params[0].n > 1
         params = [seeded(options) for options in params] if body.has_own_params else [seeded(params[0])] * len(params)
@@ -140,7 +140,7 @@ class Service:
         prompts = [PreparedPrompt(*prompt) for prompt in zip(token_ids, params, names, strict=True)]
         shows_text = body.return_text_in_logprobs is not False
         reply = GenerateReply(metadata, prompts, tokenization.token, is_list, shows_text)
-        return await self._respond(body, tenant, prompts, metadata, reply, _headers(body))
+        return await self._respond(body, tenant, prompts, metadata, reply, _headers(body), timeout_s)
 
     async def tokenization(self) -> Tokenization:
         """The tokenizer, once an engine is connected. ApiError (503) before."""
@@ -154,14 +154,16 @@ class Service:
     async def check_health(self) -> None:
         """Raise ApiError (503) unless a request would be served now."""
         self._check_not_draining()
+        if not self._router_pool.is_connected:
+            raise ApiError(503, NOT_READY)
         await self._ready()
 
     async def check_generation(self) -> None:
         """Generate one token. SpecRayError or ApiError if no engine can."""
-        await self._admit()
+        _, timeout_s = await self._admit(GENERATION_TIMEOUT_S)
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
         request = EngineRequest(f"health-{uuid.uuid4().hex}", [0], params, is_probe=True)
-        request_stream = await self._router_pool.submit([request], GENERATION_TIMEOUT_S)
+        request_stream = await self._router_pool.submit([request], timeout_s)
         try:
             async for _ in request_stream.outputs():
                 pass
@@ -243,7 +245,7 @@ class Service:
         headers: Mapping[str, str],
     ) -> Response:
         """Answer a conversation in the dialect of `make_reply`."""
-        tokenization = await self._admit()
+        tokenization, timeout_s = await self._admit(request.timeout)
         chat = await self.text_pool.run(tenant, prepare_chat, request, tokenization, self.config.server)
         chat = chat._replace(params=seeded(chat.params))
         metadata = self._metadata(id_prefix, chat.params)
@@ -251,7 +253,7 @@ class Service:
         prompts = await self.text_pool.run(
             tenant, _prepared, tokenization, request, [chat.token_ids], chat.params, metadata.request_id
         )
-        return await self._respond(request, tenant, prompts, metadata, reply, headers)
+        return await self._respond(request, tenant, prompts, metadata, reply, headers, timeout_s)
 
     async def _respond(
         self,
@@ -261,9 +263,8 @@ class Service:
         metadata: ReplyMetadata,
         reply: Reply,
         headers: Mapping[str, str],
+        timeout_s: float,
     ) -> Response:
-        most_s = self.config.server.request_timeout_s
-        timeout_s = min(body.timeout or most_s, most_s)
         timeout_s -= await self._check_grammars(prompts, tenant, timeout_s)
         speculation = self._speculation()
         limit, drafter = speculation.draft_limit(body.speculative), speculation.drafter(body.speculative)
@@ -295,11 +296,18 @@ class Service:
             raise ApiError(504, GRAMMAR_TIMEOUT) from None
         return round(time.monotonic() - start, 3)
 
-    async def _admit(self) -> Tokenization:
-        """Check, before any other work, that a request would be accepted now. Raise SpecRayError or ApiError if not."""
-        await self._router_pool.wait_for_router()
+    async def _admit(self, timeout_s: float | None) -> tuple[Tokenization, float]:
+        """Check, before any other work, that a request would be accepted now. SpecRayError or ApiError if not.
+
+        Returns the tokenization, and the request's time limit in seconds less the time that it waited for an engine.
+        """
+        most_s = self.config.server.request_timeout_s
+        timeout_s = min(timeout_s or most_s, most_s)
+        start = time.monotonic()
+        await self._router_pool.wait_for_router(timeout_s)
+        waited_s = round(time.monotonic() - start, 3)
         self._router_pool.check_queues()
-        return await self._ready()
+        return await self._ready(), timeout_s - waited_s
 
     async def _ready(self) -> Tokenization:
         info = self._info()

@@ -7,6 +7,8 @@ the running replicas to the process.
 Serve pickles this module by value, which would copy its variables. The list of replicas therefore lives in `replicas`.
 """
 
+from typing import Any
+
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from cluster.routing import replicas
@@ -15,11 +17,13 @@ from cluster.routing import replicas
 class AddressedRouter(RequestRouter):
     """Sends a call to the replica given by its keyword argument `to`."""
 
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Called by Serve with `request_router_kwargs`: the name of the `deployment`."""
+        self._deployment: str = kwargs["deployment"]
+
     def update_replicas(self, running: list[RunningReplica]) -> None:
         super().update_replicas(running)
-        replicas.set_running(
-            [(replica.replica_id.deployment_id.name, replica.replica_id.unique_id) for replica in running]
-        )
+        replicas.set_running(self._deployment, [replica.replica_id.unique_id for replica in running])
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

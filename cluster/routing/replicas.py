@@ -2,7 +2,7 @@
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
@@ -16,10 +16,9 @@ ADDRESSEE = "to"  # keyword argument of every call with the replica's ID, read b
 _running: dict[str, frozenset[str]] = {}  # deployment -> replica IDs, set by this process's request routers
 
 
-def set_running(replicas: Sequence[tuple[str, str]]) -> None:
-    """Set the running replicas of one deployment, given as (deployment, replica ID)."""
-    if replicas:  # an empty list does not name its deployment; calls to the old replicas fail
-        _running[replicas[0][0]] = frozenset(replica_id for _, replica_id in replicas)
+def set_running(deployment: str, replica_ids: Iterable[str]) -> None:
+    """Set the running replicas of a deployment."""
+    _running[deployment] = frozenset(replica_ids)
 
 
 class ServeReplicaDirectory:

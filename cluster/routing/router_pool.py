@@ -28,7 +28,7 @@ from specray.outputs import FinishReason, RequestOutput, RequestUsage, add_histo
 LOST = "the engine stopped while it processed this request, and no other engine took over in time; send it again"
 DIRECTORY_POLL_S = 0.2  # between updates of the list of routers
 RETRY_INTERVAL_S = 1.0
-OPENING_S = 3.0  # that a new request waits for a router that is being connected
+OPENING_S = 10.0  # that a new request waits for a router that runs but is not connected yet
 DRAINING = "the server is shutting down and accepts no new requests"
 MAX_FAILOVERS = 8  # per request, because a request that crashes engines must not crash all of them
 
@@ -66,6 +66,9 @@ class RouterPool:
         self._tasks = Tasks()
         self.drafter_rollout = DrafterRollout(config.speculative, self._clients, self._tasks)
         self._is_draining = False
+        self._is_replacing = False  # Serve stops the last router that was open, to start another one
+        self._last_info: RouterInfo | None = None
+        self._num_waiting = 0  # new requests that wait for a router
         self._started_at = -inf
         self.failover_s = config.server.failover_s
         self.num_failovers = 0
@@ -80,8 +83,16 @@ class RouterPool:
 
     @property
     def info(self) -> RouterInfo | None:
-        """Information from any connected router, as all serve the same model. None if none is connected."""
-        return next((client.info for client in self._clients.values() if client.info is not None), None)
+        """Information from any connected router, as all serve the same model; without one, from the last that was.
+
+        None before the first.
+        """
+        return next((client.info for client in self._clients.values() if client.info is not None), self._last_info)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a router is connected."""
+        return any(client.info is not None for client in self._clients.values())
 
     @property
     def since_token_s(self) -> float:
@@ -141,23 +152,40 @@ class RouterPool:
         await _all(client.flush_cache() for client in clients)
         return [client.replica_id for client in clients]
 
-    async def wait_for_router(self) -> None:
-        """Wait, for at most OPENING_S, while no router accepts requests but one is being connected.
+    async def wait_for_router(self, timeout_s: float = inf) -> None:
+        """Wait while no router accepts requests but one is expected, for at most `timeout_s`.
 
-        When Serve replaces the last router of an older version, the new one is listed and the old one no longer: until
-        the new one is connected, there is none. The same holds for an ingress that has just been started.
+        When Serve replaces the last router of an older version, there is none for a moment: the old one takes no new
+        requests, and the new one starts or is being connected. EngineDeadError if there is still none, or if as many
+        requests wait as one engine's queue may have.
         """
-        now = asyncio.get_running_loop().time
-        until = now() + OPENING_S
-        while now() < until and self._is_opening:
-            await self.wait_for_change(min(until, now() + DIRECTORY_POLL_S))
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        if not self._is_open and self._num_waiting >= self._config.max_queued_requests:
+            raise EngineDeadError(NOT_READY)
+        self._num_waiting += 1
+        try:
+            while not self._is_open:
+                until = start + min(timeout_s, self._patience_s)
+                if clock() >= until:
+                    raise EngineDeadError(DRAINING if self.is_draining else NOT_READY)
+                await self.wait_for_change(min(until, clock() + DIRECTORY_POLL_S))
+        finally:
+            self._num_waiting -= 1
 
     @property
-    def _is_opening(self) -> bool:
-        if any(client.state.is_open for client in self._clients.values()):
-            return False
+    def _is_open(self) -> bool:
+        return any(client.state.is_open for client in self._clients.values())
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a new request may wait for a router, while none accepts it."""
+        if self.is_draining:
+            return 0.0
+        if self._is_replacing:
+            return self.failover_s
         is_new = asyncio.get_running_loop().time() < self._started_at + OPENING_S
-        return is_new or any(client.is_connecting for client in self._clients.values())
+        return OPENING_S if is_new or self._directory.replica_ids() else 0.0
 
     def check_queues(self) -> None:
         """Raise RequestRefusedError if the last heartbeat of every router reported a full queue.
@@ -224,18 +252,30 @@ class RouterPool:
             for replica_id in running - self._clients.keys():
                 self._connect(replica_id)
             for replica_id in self._clients.keys() - running:
-                self._clients[replica_id].close_when_idle()
+                self._stop_using(self._clients[replica_id])
             self._prefixes.keep_only(self._clients.keys())
             self.drafter_rollout.propagate()
             await asyncio.sleep(DIRECTORY_POLL_S)
 
+    def _stop_using(self, client: RouterClient) -> None:
+        """Serve no longer lists the router, because it has ended or is about to be replaced."""
+        was_open = client.state.is_open
+        client.close_when_idle()
+        if was_open and not self._is_open:
+            self._is_replacing = True
+
     def _connect(self, replica_id: str) -> None:
+        def on_open() -> None:
+            self._last_info = client.info
+            self._is_replacing = False
+            self._changed.set()
+
         def on_close() -> None:
             del self._clients[replica_id]  # reconnected by `_follow_directory` if the router still runs
             self._changed.set()
 
         handle = self._directory.handle(replica_id)
-        client = RouterClient(replica_id, handle, self._config.server.lease_s, self._changed.set, on_close)
+        client = RouterClient(replica_id, handle, self._config.server.lease_s, on_open, on_close)
         self._clients[replica_id] = client
         client.start()
 
@@ -258,13 +298,28 @@ class RequestStream:
         self._progress = [_RequestProgress(request) for request in requests]
         self._unfinished: dict[str, int] = {}  # request id of the current attempt -> index
         self._client: RouterClient | None = None
+        self._num_attempts = 0
         self._num_failovers = 0
         self._timeout_s = timeout_s
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._events: asyncio.Queue[RequestOutput | RouterLostError] = asyncio.Queue()
 
     async def start(self) -> None:
-        await self._dispatch(range(len(self._progress)))
+        """Start the requests on the first router that accepts them. SpecRayError if none does.
+
+        A router refuses requests that were sent before this ingress noticed that Serve replaces it. They are sent to
+        the next one.
+        """
+        clock = asyncio.get_running_loop().time
+        give_up_at = min(self._deadline, clock() + OPENING_S)
+        while self._client is None:
+            try:
+                await self._dispatch(range(len(self._progress)))
+            except SpecRayError as error:
+                if error.status != EngineDeadError.status or clock() >= give_up_at:
+                    raise
+                await self._router_pool.wait_for_change(min(give_up_at, clock() + DIRECTORY_POLL_S))
+                await self._router_pool.wait_for_router(self._deadline - clock())
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the request, output) until all have finished. Raises SpecRayError if one fails."""
@@ -307,7 +362,8 @@ class RequestStream:
 
     async def _dispatch(self, indexes: Sequence[int]) -> None:
         remaining_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
-        attempts = {index: self._progress[index].attempt(self._num_failovers, remaining_s) for index in indexes}
+        attempts = {index: self._progress[index].attempt(self._num_attempts, remaining_s) for index in indexes}
+        self._num_attempts += 1
         self._unfinished = {request.request_id: index for index, request in attempts.items()}
         self._client = await self._router_pool.dispatch(list(attempts.values()), self._new_listener, self._session)
 

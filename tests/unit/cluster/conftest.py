@@ -20,7 +20,7 @@ from cluster.api.grammar_check import GrammarCheck
 from cluster.api.service import Service
 from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
-from cluster.engine.router import Router
+from cluster.engine.router import NOT_CONNECTED, Router
 from cluster.engine.supervisor import DrafterState
 from cluster.messages import DesiredDrafter, Item, Refusal
 from cluster.routing.router_pool import RouterPool
@@ -188,6 +188,8 @@ class ReplicaHandle:
             yield item
 
     async def submit(self, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
+        if self._replica.is_stopping:  # Serve sends calls to an unlisted replica to another one, which refuses them
+            return Refusal(EngineDeadError.status, NOT_CONNECTED, None)
         return await (await self._reach()).submit(connection_id, requests)
 
     async def abort(self, request_ids: list[str]) -> None:

@@ -245,6 +245,62 @@ def test_a_new_version_of_the_last_engine_is_waited_for(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
+def test_an_engine_that_stops_before_the_ingress_knows_refuses_nothing(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are still sent to it, and Serve hands them to an engine that has no connection of this ingress."""
+    monkeypatch.setattr(cluster.routing.router_pool, "DIRECTORY_POLL_S", 0.3)
+
+    async def scenario() -> None:
+        async with serve() as server:
+            for _ in range(3):
+                old = server.replicas[-1]
+                await server.add_replica()
+                old.is_stopping = True
+                replies = await asyncio.gather(*(server.http.post("/v1/completions", json=BODY) for _ in range(8)))
+                assert [reply.status_code for reply in replies] == [200] * 8
+
+    asyncio.run(scenario())
+
+
+def test_a_new_version_of_the_only_engine_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve lists no engine while the new one loads its model, for longer than a connection takes."""
+    monkeypatch.setattr(cluster.routing.router_pool, "OPENING_S", 0.2)
+
+    async def scenario() -> None:
+        async with serve(max_queued_requests=8) as server:
+            server.replicas[0].is_stopping = True
+            await server.until(lambda: server.num_connected == 0)
+            waiting = [asyncio.create_task(server.http.post("/v1/completions", json=BODY)) for _ in range(8)]
+            await asyncio.sleep(0.5)
+            for options in ({}, {"timeout": 0.2}):  # more than a queue may hold
+                start = time.monotonic()
+                assert (await server.http.post("/v1/completions", json=BODY | options)).status_code == 503
+                assert time.monotonic() - start < 0.2
+            assert (await server.http.get("/health")).status_code == 503
+            await server.add_replica()
+            assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [200] * 8
+
+    asyncio.run(scenario())
+
+
+def test_waiting_for_a_new_version_counts_towards_the_timeout(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.05) as server:
+            server.replicas[0].is_stopping = True
+            await server.until(lambda: server.num_connected == 0)
+            start = time.monotonic()
+            reply = asyncio.create_task(server.http.post("/v1/completions", json=BODY | {"timeout": 1.0}))
+            await asyncio.sleep(0.6)
+            await server.add_replica()
+            assert (await reply).status_code == 504
+            assert time.monotonic() - start < 1.4
+            refused = await server.http.post("/v1/completions", json=BODY | {"timeout": 0.01})
+            assert refused.status_code == 504
+
+    asyncio.run(scenario())
+
+
 def test_an_ingress_that_has_just_started_refuses_nothing(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(connect=False) as server:
