@@ -1,8 +1,12 @@
-"""`python -m benchmarks.long_prompts`: what a prompt of 8,000 tokens every two seconds costs short requests.
+"""`python -m benchmarks.long_prompts`: what prompts of 8,000 tokens cost short requests.
 
-Four clients stream short answers of a small model from Ray Serve, first alone and then beside the long prompts. A round
-has both phases, in an order that alternates. Printed are the medians over the rounds of the 99th percentiles of the
-time to the first token and of the gaps between tokens, and of their ratios in one round.
+Four clients stream short answers of a toy model from Ray Serve, first alone and then beside the long prompts. There is
+one every two seconds, or every second time that one takes alone if that is longer, as on few cores: an engine that is
+offered more than it computes would only show its queue. The interval is printed.
+
+A round has both phases, in an order that alternates. Printed are the medians over the rounds of the 99th percentiles of
+the time to the first token and of the gaps between tokens, and of their ratios in one round. Exit status 2 if the
+server does not keep up.
 """
 
 import argparse
@@ -16,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 
@@ -24,12 +28,21 @@ from benchmarks.small_server import small_server
 from specray.bench import machine
 from specray.cli.arguments import positive
 from specray.tables import format_table
-from tests.support.stories import write_stories
+from tests.support.toy import VOCAB_SIZE, write_toy
 
 NUM_CLIENTS, MAX_TOKENS = 4, 24
 LONG_PROMPT, EVERY_S = 8000, 2.0
-CONTEXT, VOCAB = 8448, 512
+FIRST_TOKEN_ID = 3  # after the special ones
+MAX_SHARE = 0.5  # of the time of an idle server that long prompts may take
+MAX_UNFINISHED = 4  # long prompts
+MIN_LONG_PROMPTS = 3  # in a phase
+TIMEOUT_S = 120.0
+CONTEXT = 8448
 GOAL = 2.0
+
+
+class OverloadError(Exception):
+    """The server does not keep up with what it is offered."""
 
 
 class Phase(NamedTuple):
@@ -44,8 +57,15 @@ class Phase(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
+    rounds, failure = [], ""
     with tempfile.TemporaryDirectory(prefix="specray-long-") as folder, _server(Path(folder), options.chunk) as port:
-        rounds = asyncio.run(_measure(f"http://127.0.0.1:{port}", options.rounds, options.requests))
+        try:
+            rounds = asyncio.run(_measure(f"http://127.0.0.1:{port}", options.rounds, options.seconds, options.every))
+        except* (OverloadError, httpx.HTTPError) as errors:
+            failure = _first(errors)
+    if failure:
+        print(f"long_prompts: {failure}", file=sys.stderr)
+        return 2
     rows = []
     for place, name in enumerate(("time to the first token", "gap between tokens")):
         alone, beside = ([phases[number].p99s()[place] for phases in rounds] for number in (0, 1))
@@ -60,57 +80,94 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(float(rows[0][3]) > GOAL)
 
 
+def _first(errors: BaseExceptionGroup[Exception]) -> str:
+    """The first error of a group, in words."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, httpx.TimeoutException):
+        return f"no answer within {TIMEOUT_S:g} s; run it on an idle machine, or raise --every"
+    return str(error) or type(error).__name__
+
+
 @contextmanager
 def _server(folder: Path, chunk: int | None) -> Iterator[int]:
     """The port of a server of a small model whose positions go far enough."""
-    model = write_stories(folder)
+    model = write_toy(folder)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
-    sizes = {"max_total_tokens": 4 * CONTEXT, "max_running_requests": NUM_CLIENTS + 4}
+    sizes = {"max_total_tokens": 4 * CONTEXT, "max_running_requests": NUM_CLIENTS + MAX_UNFINISHED}
     chunks = {} if chunk is None else {"chunked_prefill_size": chunk}
     with small_server(folder, model, **sizes, **chunks) as port:
         yield port
 
 
-async def _measure(url: str, num_rounds: int, num_requests: int) -> list[tuple[Phase, Phase]]:
+async def _measure(url: str, num_rounds: int, seconds: float, every_s: float | None) -> list[tuple[Phase, Phase]]:
     """(alone, beside) of each round."""
     rounds = []
-    async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
-        await _ask(client, num_requests // 5, Phase([], []))  # warm
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+        await _ask(client, 2.0, Phase([], []))  # warm
+        alone_s = min([await _send(client, random.Random(-number)) for number in (1, 2)])
+        every_s = every_s or max(EVERY_S, alone_s / MAX_SHARE)
+        seconds = max(seconds, MIN_LONG_PROMPTS * every_s)
+        print(
+            f"a prompt of {LONG_PROMPT} tokens takes {alone_s:.1f} s alone; one every {every_s:.1f} s, "
+            f"phases of {seconds:.0f} s",
+            flush=True,
+        )
         for number in range(num_rounds):
             alone, beside = Phase([], []), Phase([], [])
             if number % 2 == 0:
-                await _ask(client, num_requests, alone)
+                await _ask(client, seconds, alone)
             async with asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(_send_long_prompts(client, random.Random(number)))
-                await _ask(client, num_requests, beside)
+                sending = tasks.create_task(_send_long_prompts(client, random.Random(number), every_s))
+                await _ask(client, seconds, beside)
                 sending.cancel()
             if number % 2:
-                await _ask(client, num_requests, alone)
+                await _ask(client, seconds, alone)
             rounds.append((alone, beside))
     return rounds
 
 
-async def _send_long_prompts(client: httpx.AsyncClient, rng: random.Random) -> None:
-    """One every EVERY_S, each new to the prefix cache, whether the one before it has ended or not."""
+async def _send_long_prompts(client: httpx.AsyncClient, rng: random.Random, every_s: float) -> None:
+    """One every `every_s`, whether the one before it has ended or not. OverloadError if too many have not."""
+    unfinished: set[asyncio.Task[float]] = set()
     async with asyncio.TaskGroup() as tasks:
         while True:
-            body = {"prompt": [rng.randrange(3, VOCAB) for _ in range(LONG_PROMPT)], "max_tokens": 1}
-            tasks.create_task(_send(client, body))
-            await asyncio.sleep(EVERY_S)
+            if len(unfinished) == MAX_UNFINISHED:
+                raise OverloadError(
+                    f"{MAX_UNFINISHED} long prompts are unfinished, so this server does not compute one every "
+                    f"{every_s:.1f} s beside short requests; run it on an idle machine, or raise --every"
+                )
+            task = tasks.create_task(_send(client, rng))
+            unfinished.add(task)
+            task.add_done_callback(unfinished.discard)
+            await asyncio.sleep(every_s)
 
 
-async def _send(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
-    reply = await client.post("/v1/completions", json=body)
-    assert reply.status_code == 200, reply.text
+async def _send(client: httpx.AsyncClient, rng: random.Random) -> float:
+    """Send a long prompt that is new to the prefix cache; the seconds until its token."""
+    prompt = [rng.randrange(FIRST_TOKEN_ID, VOCAB_SIZE) for _ in range(LONG_PROMPT)]
+    start = time.perf_counter()
+    reply = await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+    _check(reply)
+    return time.perf_counter() - start
 
 
-async def _ask(client: httpx.AsyncClient, count: int, phase: Phase) -> None:
-    """Send `count` requests in a row from each client."""
+def _check(reply: httpx.Response) -> None:
+    if reply.status_code != 200:
+        raise OverloadError(f"a request got status {reply.status_code}: {reply.text}")
+
+
+async def _ask(client: httpx.AsyncClient, seconds: float, phase: Phase) -> None:
+    """Send requests in a row from each client for `seconds`."""
+    until = time.perf_counter() + seconds
 
     async def one_client(number: int) -> None:
-        for request in range(count):
+        request = 0
+        while time.perf_counter() < until:
             await _stream(client, f"Once upon a time {number} {request}", phase)
+            request += 1
 
     await asyncio.gather(*(one_client(number) for number in range(NUM_CLIENTS)))
 
@@ -119,7 +176,9 @@ async def _stream(client: httpx.AsyncClient, prompt: str, phase: Phase) -> None:
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "seed": 1, "ignore_eos": True, "stream": True}
     before, is_first = time.perf_counter(), True
     async with client.stream("POST", "/v1/completions", json=body) as reply:
-        assert reply.status_code == 200
+        if reply.status_code != 200:
+            await reply.aread()
+        _check(reply)
         async for line in reply.aiter_lines():
             if line.startswith("data: {"):
                 now = time.perf_counter()
@@ -135,7 +194,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks.long_prompts", description=__doc__.partition(". ")[0])
     add = parser.add_argument
     add("--rounds", type=positive, default=5, help="of both phases (default: %(default)s)")
-    add("--requests", type=positive, default=40, help="of each client in a phase (default: %(default)s)")
+    add("--seconds", type=float, default=20.0, help="of each phase, at least (default: %(default)s)")
+    add("--every", type=float, metavar="S", help="seconds from a long prompt to the next (default: see above)")
     add("--chunk", type=positive, metavar="N", help="chunked_prefill_size (default: the server's)")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser
