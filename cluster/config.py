@@ -120,7 +120,8 @@ class ServerConfig(Options):
         30.0,
         ge=0.0,
         le=3600.0,
-        description="Seconds that requests of a lost engine wait for another engine to continue them.",
+        description="Seconds that requests of a lost engine wait for another engine to continue them, and new requests "
+        "for the next engine while a new version replaces the only one.",
     )
     step_timeout_s: float = Field(
         60.0,
