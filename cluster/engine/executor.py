@@ -38,6 +38,7 @@ from specray.worker.remote_drafter.handshake import DraftEndpoint
 
 POLL_INTERVAL_S = 0.2  # between checks for dead ranks while waiting
 TOLERATED_FAULTS = {DraftFault.LATE, DraftFault.NO_HANDSHAKE}  # the target keeps its drafter
+STOP_TIMEOUT_S = 5.0  # for ranks to end
 EXIT_REASON_TIMEOUT_S = 2.0  # for the exit reason of a rank that closed its socket
 
 
@@ -125,6 +126,20 @@ class RayExecutor:
         """The supervisor of a colocated drafter."""
         assert self._drafter is not None, "the engine has no colocated drafter"
         return self._drafter
+
+    def stop(self) -> None:
+        """End an engine whose ranks work.
+
+        They are ended by Ray while they wait for a plan. A rank whose socket closes returns from its task, and if Ray
+        ends it at this moment, it reports a bug in itself.
+        """
+        if self._drafter is not None:
+            self._drafter.close()
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._sentinels:
+            ray.wait(self._sentinels, num_returns=len(self._sentinels), timeout=STOP_TIMEOUT_S)
+        self.close()
 
     def close(self) -> None:
         """End every rank and the drafter. Idempotent."""

@@ -44,6 +44,7 @@ HEALTH_CHECK_TIMEOUT_S = 3.0  # Serve checks every second until it is about to s
 HEARTBEATS_IN_WINDOW = 20  # window of the acceptance length and of Retry-After
 LAST_OUTPUT_S = 0.5  # for the error to reach the ingresses before the process exits
 NUM_ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
+STOPPED = "the engine was stopped"
 NOT_CONNECTED = "the engine was restarted; try again in a few seconds"
 
 logger = logging.getLogger("ray.serve")
@@ -84,6 +85,14 @@ class Router:
         self._engine.start()
         self._background = [asyncio.create_task(work) for work in (self._maintain(), self._heartbeat_loop())]
         logger.info("engine ready: %s", self._info)
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the replica stops, after its calls have ended."""
+        self._error = STOPPED  # so that the end of a rank is no failure
+        for task in self._background:
+            task.cancel()
+        await asyncio.to_thread(self._engine.close)
+        await asyncio.to_thread(self._executor.stop)
 
     # `to` is the replica that a call is addressed to. If that replica is gone, Serve sends the call to another one,
     # which refuses it.

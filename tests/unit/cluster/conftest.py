@@ -82,6 +82,7 @@ class ScriptedRanks:
         self.rank_nodes = ("10.0.0.1",)
         self.step_s = step_s
         self.broken: str | None = None
+        self.is_stopped = False
         self.num_steps = 0
         self._rows: dict[int, NewRequest] = {}
         self._pending: dict[int, int] = {}
@@ -105,6 +106,9 @@ class ScriptedRanks:
 
     def failure(self) -> str | None:
         return self.broken
+
+    def stop(self) -> None:
+        self.is_stopped = True
 
     def close(self) -> None:
         pass

@@ -75,3 +75,19 @@ def test_a_stream_that_loses_its_engine_while_draining_continues_on_another_engi
             assert text_of(await begun) == whole
 
     asyncio.run(scenario())
+
+
+def test_a_router_that_stops_ends_its_ranks_and_reports_no_failure(serve: Serve) -> None:
+    """Ranks that outlive their router return from their task while Ray ends them, which it reports as its own bug."""
+
+    async def scenario() -> None:
+        async with serve() as server:
+            assert (await server.http.post("/v1/completions", json=BODY)).status_code == 200
+            await server.router.__del__()
+            assert server.ranks.is_stopped
+            assert not server.router._engine._thread.is_alive()
+            server.router._deliver([], server.router._engine.error)
+            await asyncio.sleep(cluster.engine.router.LAST_OUTPUT_S + 0.1)
+            assert server.exit_statuses == []
+
+    asyncio.run(scenario())
