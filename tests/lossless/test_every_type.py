@@ -29,6 +29,9 @@ TYPES: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "int4-float32": {"dtype": "float32", "quantization": "int4"},
 }
+# The trees of a method do not depend on the types, so two of these get every method and the others every kind of tree.
+SHAPES = ("EAGLE3", "EAGLE3-wide", "EAGLE-deep", "PARALLEL", "STANDALONE-tree", "NGRAM")
+CASES = [(kind, name) for kind in TYPES for name in (METHODS if kind in ("bfloat16", "int4") else SHAPES)]
 LENGTHS = [3, 20, 61, 62, 63, 64, 65, 100, 127, 140]
 PROMPTS = [[(7 * place * place + length) % (VOCAB_SIZE - 4) + 4 for place in range(length)] for length in LENGTHS]
 PARAMS = [
@@ -64,7 +67,7 @@ def right(plain: list[Completion]) -> ScriptedDrafter:
     return ScriptedDrafter(DRAWS["right-last"], texts)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("options", "name"), CASES, indirect=["options"])
 def test_output_does_not_depend_on_the_method(
     name: str, toy: Path, options: dict[str, Any], plain: list[Completion], tmp_path: Path
 ) -> None:

@@ -40,6 +40,15 @@ class Operation(NamedTuple):
         return is_in_place or any(_address(output) not in inputs for output in self.outputs)
 
 
+class GraphsAtOnce(Graphs):
+    """Captures without the run before it, for graphs that have no memory of their own. That run makes what is kept."""
+
+    def capture(self, key: Hashable, run: Callable[[], object]) -> None:
+        graph = self._make()
+        graph.capture(run)
+        self._graphs[key] = graph
+
+
 class RecordedGraphs(Graphs):
     """All graphs of an engine, their memory and a record of what was replayed."""
 

@@ -223,10 +223,10 @@ TENSOR = struct.pack("<Q", 1) + b"t" + struct.pack("<IQ", 1, 2**40) + struct.pac
 )
 def test_malformed_headers_are_refused_at_once(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
-    begin = time.monotonic()
+    begin = time.thread_time()  # other processes do not count
     with pytest.raises(ConfigError, match=r"m\.gguf is not a usable GGUF file"):
         read_gguf(tmp_path / "m.gguf")
-    assert time.monotonic() - begin < 1.0
+    assert time.thread_time() - begin < 1.0
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -56,7 +56,8 @@ def with_triton_experts(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -
     return config.model_copy(update={"moe_runner_backend": "triton"})
 
 
-SIZES = ("EAGLE-deep", "NGRAM-short", "NGRAM-prob", "NGRAM-suffix")  # differ from others in sizes, or on the host
+# These differ from others in sizes only, or on the host.
+SIZES = ("EAGLE3-wide", "EAGLE-chain", "EAGLE-deep", "NGRAM-short", "NGRAM-prob", "NGRAM-suffix")
 
 
 @pytest.mark.parametrize("method", [None, *(name for name in METHODS if name not in SIZES)])
