@@ -30,8 +30,10 @@ TREES = [
     for head in ("EAGLE3", "EAGLE3-sliding", "EAGLE-map", "EAGLE-flat", "MTP")
 ]
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
-# Counts of many draws show no more than equal tokens do, and Triton's interpreter runs none of these kernels.
-OF_KERNELS = [*TESTS, *LAYERS, *TREES, "-k", "not triton and not distribution and not is_detected"]
+# Counts of many draws show no more than equal tokens do, and neither Triton's interpreter nor torch's attention (and
+# its grouping of requests) runs these kernels.
+OTHERS = "not triton and not distribution and not is_detected and not [torch] and not grouping"
+OF_KERNELS = [*TESTS, *LAYERS, *TREES, "-k", OTHERS]
 # Torch's operations must give the same rows in batches, chunks and trees; the other checks are about drafters. Two of
 # the sampled requests are greedy, and scheduling has the sampled requests in a batch too.
 METHODS = [

@@ -78,7 +78,7 @@ def test_a_stopped_run_ends_with_the_weights_of_an_uninterrupted_one(
 def test_a_tiny_head_overfits_its_data(tmp_path: Path) -> None:
     answers = write_answers(tmp_path, sequences=4)
     trainer = Trainer(
-        settings(tokens=60_000, learning_rate=5e-3, draft_vocab_size=VOCAB_SIZE), answers, tmp_path / "run", CPU
+        settings(tokens=40_000, learning_rate=5e-3, draft_vocab_size=VOCAB_SIZE), answers, tmp_path / "run", CPU
     )
     assert trainer.run()
     figures = torch.stack(trainer._recent)[-1]
