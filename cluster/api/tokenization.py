@@ -7,14 +7,15 @@ All functions are safe to call from any thread. Loading a tokenizer and renderin
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.api.chat_prompt import ChatPrompt
 from cluster.api.prompts import PromptSet, checked_token_ids
 from specray.errors import InvalidRequestError
 from specray.models.tokenizer import chat_template, render_chat, user_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 NUM_END_TOKENS = 16  # of a prompt, to see whether it ends inside reasoning
 
@@ -32,7 +33,7 @@ TokenTexts = Callable[[int], TokenText]  # by token id
 class Tokenization:
     """The tokenizer operations that the HTTP API needs. Prompts that cannot fit `context_length` are refused unread."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, context_length: int) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", context_length: int) -> None:
         self._tokenizer = tokenizer
         self._context_length = context_length
         self._max_characters = context_length * max(map(len, tokenizer.get_vocab()))

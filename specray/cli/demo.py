@@ -1,4 +1,4 @@
-"""`make demo`: serve the embedded model with and without speculation, and compare the answers to some questions.
+"""`make demo`: serve the embedded model, ask some questions with and without speculation, and compare the answers.
 
 Runs `specray serve` as a child process. The exit status is 1 if anything fails.
 """
@@ -6,9 +6,8 @@ Runs `specray serve` as a child process. The exit status is 1 if anything fails.
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specray.cli.chat import Answer, ServerError, connect, first_model, stream_answer
 from specray.cli.local_server import LocalServer
@@ -18,7 +17,7 @@ from specray.tables import format_table
 if TYPE_CHECKING:
     from openai import OpenAI
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIG = Path(__file__).parents[2] / "configs" / "eagle3.yaml"
 QUESTIONS = {
     "capitals": "List 3 countries and their capitals.",
     "advice": "Give me five tips for sleeping better.",
@@ -32,53 +31,57 @@ MAX_TOKENS = 150
 LOG_SECONDS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """The answers of one server, in the order of QUESTIONS."""
+class Pair(NamedTuple):
+    """Two answers to one question."""
 
-    name: str
-    answers: list[Answer]
+    speculative: Answer
+    plain: Answer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
-        rounds = [
-            run_round("with speculation (EAGLE-3)", CONFIGS / "eagle3.yaml", options, show=True),
-            run_round("without speculation", CONFIGS / "plain.yaml", options, show=False),
-        ]
+        pairs = run(options)
     except (SpecRayError, OSError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("demo interrupted; the server is stopped", file=sys.stderr)
         return 130
-    print(report(rounds))
+    print(report(pairs))
     return 0
 
 
-def run_round(name: str, config: Path, options: argparse.Namespace, show: bool) -> Round:
-    """Serve `config`, ask the questions and stop the server; with `show`, print the answers."""
-    print(f"\n== {name}: specray serve configs/{config.name}", flush=True)
-    with LocalServer(config, options.port) as server:
+def run(options: argparse.Namespace) -> list[Pair]:
+    """The answers to QUESTIONS, in order. Those with speculation are printed as they arrive.
+
+    With speculation comes first: what the server keeps of a prompt helps only the plain answer.
+    """
+    print(f"== specray serve configs/{CONFIG.name}", flush=True)
+    with LocalServer(CONFIG, options.port) as server:
         seconds = server.wait_until_ready(options.timeout, tick=Waiting())
         print(f"{_line_start()}ready at {server.url} after {seconds:.0f} s   ", flush=True)
         client = connect(server.url)
         model = first_model(client)
-        _ask(client, model, WARM_UP, options.max_tokens, show=False)
-        answers = [_ask(client, model, question, options.max_tokens, show) for question in QUESTIONS.values()]
-        print("stopping the server", flush=True)
-    return Round(name, answers)
+        for speculate in (True, False):
+            _ask(client, model, WARM_UP, options.max_tokens, speculate)
+        pairs = []
+        for question in QUESTIONS.values():
+            print(f"\n> {question}\n", flush=True)
+            fast = _ask(client, model, question, options.max_tokens, show=True)
+            print(f"\n\n[with speculation: {fast.summary()}]", flush=True)
+            plain = _ask(client, model, question, options.max_tokens, speculate=False)
+            print(f"[without:          {plain.num_tokens} tokens, {plain.tokens_per_s:.1f} tokens/s]", flush=True)
+            pairs.append(Pair(fast, plain))
+        print("\nstopping the server", flush=True)
+    return pairs
 
 
-def report(rounds: Sequence[Round]) -> str:
-    """The comparison as text, from the rounds with and without speculation."""
-    fast, plain = rounds
-    rows = [
-        _row(title, *pair) for title, pair in zip(QUESTIONS, zip(fast.answers, plain.answers, strict=True), strict=True)
-    ]
+def report(pairs: Sequence[Pair]) -> str:
+    """The comparison as text."""
+    rows = [_row(title, *pair) for title, pair in zip(QUESTIONS, pairs, strict=True)]
     header = ("question", "tokens", "plain tokens/s", "EAGLE-3 tokens/s", "speed-up", "accept length", "identical")
-    return f"\n{format_table(header, rows)}\n\n{_conclusion(fast.answers, plain.answers)}"
+    return f"\n{format_table(header, rows)}\n\n{_conclusion(pairs)}"
 
 
 def _row(title: str, fast: Answer, plain: Answer) -> list[str]:
@@ -93,34 +96,36 @@ def _row(title: str, fast: Answer, plain: Answer) -> list[str]:
     ]
 
 
-def _conclusion(fast: Sequence[Answer], plain: Sequence[Answer]) -> str:
+def _conclusion(pairs: Sequence[Pair]) -> str:
     """One line about all answers. A few answers are too few for a measurement; see `make bench`."""
-    speed_up = sum(answer.seconds for answer in plain) / sum(answer.seconds for answer in fast)
-    different = [title for title, one, other in zip(QUESTIONS, fast, plain, strict=True) if one.text != other.text]
+    speed_up = sum(pair.plain.seconds for pair in pairs) / sum(pair.speculative.seconds for pair in pairs)
+    different = [title for title, (one, other) in zip(QUESTIONS, pairs, strict=True) if one.text != other.text]
     if not different:
         return (
-            f"Speculative decoding gave the same {len(fast)} answers, character for character, "
+            f"Speculative decoding gave the same {len(pairs)} answers, character for character, "
             f"{speed_up:.2f} times as fast."
         )
     return (
         f"{speed_up:.2f} times as fast, but other texts ({', '.join(different)}): without the CPU kernels, rounding "
-        "can decide between two tokens that are almost equally likely. With `dtype: float32` in both configurations "
+        f"can decide between two tokens that are almost equally likely. With `dtype: float32` in configs/{CONFIG.name} "
         "the texts are identical."
     )
 
 
-def _ask(client: "OpenAI", model: str, question: str, max_tokens: int, show: bool) -> Answer:
+def _ask(
+    client: "OpenAI", model: str, question: str, max_tokens: int, speculate: bool = True, *, show: bool = False
+) -> Answer:
+    """The complete answer; with `show`, it is printed as it arrives."""
     answer = Answer()
     messages = [{"role": "user", "content": question}]
-    if show:
-        print(f"\n> {question}\n", flush=True)
-    for piece in stream_answer(client, answer, model=model, messages=messages, temperature=0, max_tokens=max_tokens):
+    options = {} if speculate else {"extra_body": {"speculative": {"enabled": False}}}
+    for piece in stream_answer(
+        client, answer, model=model, messages=messages, temperature=0, max_tokens=max_tokens, **options
+    ):
         if show:
             print(piece, end="", flush=True)
     if not answer.text.strip() or not answer.num_tokens:
         raise ServerError(f"the answer to {question!r} is empty or has no usage: {answer}")
-    if show:
-        print(f"\n\n[{answer.summary()}]", flush=True)
     return answer
 
 

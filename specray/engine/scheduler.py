@@ -170,7 +170,10 @@ class Scheduler:
             if does
         ]
         chosen = self.budget.shares(requests)
-        if not chosen.runs_drafter:
+        # A prompt is read although its own request takes no drafts: others may share it.
+        needs_drafter = any(r.spec.draft_limit.allows_drafts or num_tokens > 1 for r, num_tokens, _ in work)
+        runs_drafter = chosen.runs_drafter and needs_drafter
+        if not runs_drafter:
             for request, num_tokens, _ in work:
                 request.acceptance.num_unread_tokens += num_tokens
         shares = zip(chosen.num_drafts, chosen.min_scores or [0.0] * len(requests), strict=True)
@@ -178,7 +181,7 @@ class Scheduler:
         for (request, *_), does in zip(work, samples, strict=True):
             num_drafts, min_score = next(shares) if does else (0, 0.0)
             limits.append(DraftLimit(num_drafts, request.spec.draft_limit.num_steps, min_score))
-        return limits, chosen.runs_drafter
+        return limits, runs_drafter
 
     def _most_drafts(self, request: Request) -> int:
         """The largest tree that may be verified for a request after this step."""

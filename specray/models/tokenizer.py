@@ -12,22 +12,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from specray.errors import ConfigError, InvalidRequestError
 from specray.models.template_limits import MAX_CPU_S, TemplateLimitError, check_length, cpu_limit
+
+if TYPE_CHECKING:  # its import takes half a second, also in commands that load no tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 Message = Mapping[str, Any]
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     """The folder's tokenizer. Neither fetches anything nor runs code from the folder."""
+    from transformers import PreTrainedTokenizerFast
+
     try:
         loaded = _load(folder)
     except BaseException as error:
@@ -46,7 +50,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return loaded
 
 
-def eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def eos_token_ids(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """End-of-sequence tokens from generation_config.json, config.json and the tokenizer together."""
     claimed: list[Any] = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
@@ -61,7 +65,7 @@ def eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]
     return sorted(set(ids))
 
 
-def chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
+def chat_template(tokenizer: "PreTrainedTokenizerFast") -> str:
     """The source of the template that renders chats with tools; empty if there is none."""
     try:
         return str(tokenizer.get_chat_template(tools=[]))
@@ -70,7 +74,7 @@ def chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: "PreTrainedTokenizerFast",
     messages: Sequence[Message],
     add_generation_prompt: bool = True,
     tools: Sequence[Message] = (),
@@ -118,6 +122,8 @@ def user_texts(value: Any) -> list[str]:
 def _load(folder: Path) -> object:
     if (folder / "tokenizer.json").is_file():
         # The generic class reads the same file as AutoTokenizer, whose imports take seconds.
+        from transformers import PreTrainedTokenizerFast
+
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     from transformers import AutoTokenizer
 
@@ -204,7 +210,7 @@ class _ChatEncoder:
         return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
-_ENCODERS: WeakKeyDictionary[PreTrainedTokenizerFast, _ChatEncoder] = WeakKeyDictionary()
+_ENCODERS: "WeakKeyDictionary[PreTrainedTokenizerFast, _ChatEncoder]" = WeakKeyDictionary()
 
 
 # ---- templates -----------------------------------------------------------------------------------------------------
@@ -224,7 +230,7 @@ class _Chat(NamedTuple):
     add_generation_prompt: bool
 
 
-def _check_variables(tokenizer: PreTrainedTokenizerFast, variables: Mapping[str, Any]) -> None:
+def _check_variables(tokenizer: "PreTrainedTokenizerFast", variables: Mapping[str, Any]) -> None:
     """Refuse variables that would replace those of transformers or special tokens."""
     reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
     if taken := sorted(reserved & variables.keys()):
@@ -233,7 +239,7 @@ def _check_variables(tokenizer: PreTrainedTokenizerFast, variables: Mapping[str,
         )
 
 
-def _render(tokenizer: PreTrainedTokenizerFast, chat: _Chat) -> str:
+def _render(tokenizer: "PreTrainedTokenizerFast", chat: _Chat) -> str:
     if not chat.messages:
         raise InvalidRequestError("messages is empty; a chat needs at least one", "messages")
     if tokenizer.chat_template is None:
@@ -262,7 +268,7 @@ def _render(tokenizer: PreTrainedTokenizerFast, chat: _Chat) -> str:
 
 def _template_marks(
     encoder: _ChatEncoder,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: "PreTrainedTokenizerFast",
     chat: _Chat,
     text: str,
 ) -> list[_Mark] | None:

@@ -1,4 +1,4 @@
-"""Engines on two nodes, one of them across both: the same text, also with a frozen rank, a lost node or a cut link."""
+"""Engines on three nodes, one of them across two: the same text, also with a frozen rank, a cut link or a lost node."""
 
 import json
 import os
@@ -21,26 +21,27 @@ from specray.cli.local_server import free_port
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 from tests.support.networks import Network
+from tests.support.nodes import STORE_BYTES, Nodes, environment
 from tests.support.processes import own_processes, wait_until
-from tests.support.two_nodes import STORE_BYTES, TwoNodes, environment
 
 GROUP_END_S = 5.0  # within which ranks of a broken group end
 SLACK_S = 5.0  # for a busy machine
-REPLACEMENT_S = 90.0  # for engines that start after a lost node
+REPLACEMENT_S = 90.0  # for an engine that starts again
 UNREACHABLE_END_S = 6.0  # within which unreachable ranks exit
 SMALL = {"max_total_tokens": 4096, "num_threads": 1, "dtype": "float32", "device": "cpu"}
 LONG = {"max_tokens": 250, "temperature": 0.8, "ignore_eos": True}
 PROMPTS = [f"Story number {number}:" for number in range(9)]
 
-# Each node has seats for three of the six ranks, and only the head can hold the ingress. So each node has one engine,
-# and the third is across both with its router on the head.
+# Three engines of two ranks, each of which takes a seat, and only the head can hold the ingress. So head and second
+# node have an engine each, and the third is across the head, with its router, and the far node.
 SPLIT = {
     "tp_size": 2,
     "placement": {"across_nodes": True, "rank_resources": {"seat": 1}},
-    "server": {"router_cpus": 1, "rank_cpus": 1, "ingress_cpus": 5},
+    "server": {"num_replicas": 3, "router_cpus": 1, "rank_cpus": 1, "ingress_cpus": 5},
 }
 HEAD = {"num_cpus": 32, "resources": {"seat": 3}}
-SECOND = {"num_cpus": 4, "resources": {"seat": 3}}
+SECOND = {"num_cpus": 4, "resources": {"seat": 2}}
+FAR = {"num_cpus": 1, "resources": {"seat": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +63,32 @@ def network() -> Iterator[Network | None]:
 
 
 @pytest.fixture(scope="module")
-def nodes(tiny_model: Path, network: Network | None) -> Iterator[TwoNodes]:
-    """Three engines, the third across both nodes. `address` is where other nodes join."""
-    config = {"model": str(tiny_model), **SMALL, **SPLIT, "server": {**SPLIT["server"], "num_replicas": 3}}
-    near = {"node_ip_address": network.near_address} if network is not None else {}
-    with TwoNodes(config, free_port(), head=HEAD | near, second=SECOND) as nodes:
+def nodes(tiny_model: Path, network: Network | None) -> Iterator[Nodes]:
+    """Three nodes with three engines. The far node is behind the network's link, if there is one."""
+    config = {"model": str(tiny_model), **SMALL, **SPLIT}
+    if network is None:
+        with Nodes(config, free_port(), HEAD, [SECOND, FAR]) as nodes:
+            nodes.await_ready()
+            yield nodes
+        return
+    head = HEAD | {"node_ip_address": network.near_address}
+    with Nodes(config, free_port(), head, [SECOND], num_joining=1) as nodes, far_node(network, nodes.address()):
         nodes.await_ready()
         yield nodes
+
+
+@contextmanager
+def far_node(network: Network, address: str) -> Iterator[None]:
+    """The node behind the link."""
+    ray = Path(sys.executable).with_name("ray")
+    command = [str(ray), "start", f"--address={address}", f"--node-ip-address={network.far_address}", "--block"]
+    command += [f"--num-cpus={FAR['num_cpus']}", f"--resources={json.dumps(FAR['resources'])}"]
+    command += [f"--object-store-memory={STORE_BYTES}"]
+    with network.run(command, env=environment(), stdout=subprocess.DEVNULL):
+        try:
+            yield
+        finally:
+            network.end_processes()
 
 
 class Streams:
@@ -133,25 +153,12 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-@contextmanager
-def node_behind_link(network: Network, address: str) -> Iterator[None]:
-    """A second node behind a network link."""
-    ray = Path(sys.executable).with_name("ray")
-    command = [str(ray), "start", f"--address={address}", f"--node-ip-address={network.far_address}", "--block"]
-    command += ["--num-cpus=1", '--resources={"seat": 1}', f"--object-store-memory={STORE_BYTES}"]
-    with network.run(command, env=environment(), stdout=subprocess.DEVNULL):
-        try:
-            yield
-        finally:
-            network.end_processes()
-
-
-def test_an_engine_on_two_nodes_gives_the_same_text(nodes: TwoNodes, expected: list[str]) -> None:
+def test_engines_on_several_nodes_give_the_same_text(nodes: Nodes, expected: list[str]) -> None:
     assert Streams(nodes.url, len(PROMPTS)).texts() == expected
     assert len([count for count in replicas(nodes.url).values() if count]) == 3
 
 
-def test_a_frozen_rank_on_another_node_is_killed_and_its_streams_continue(nodes: TwoNodes, expected: list[str]) -> None:
+def test_a_frozen_rank_on_another_node_is_killed_and_its_streams_continue(nodes: Nodes, expected: list[str]) -> None:
     frozen = remote_rank_pid()
     streams = Streams(nodes.url, len(PROMPTS))
     os.kill(frozen, signal.SIGSTOP)
@@ -159,26 +166,22 @@ def test_a_frozen_rank_on_another_node_is_killed_and_its_streams_continue(nodes:
     assert streams.texts() == expected
 
 
-def test_streams_of_a_lost_node_continue_elsewhere(nodes: TwoNodes, expected: list[str]) -> None:
+@pytest.mark.slow
+def test_streams_survive_a_cut_link_and_unreachable_ranks_exit(
+    nodes: Nodes, expected: list[str], network: Network | None
+) -> None:
+    if network is None:
+        pytest.skip("needs root, iproute2 and the kernel's network namespaces")
+    wait_until(lambda: len(replicas(nodes.url)) == 3, REPLACEMENT_S)  # the frozen rank's engine starts again
+    cut_off = [remote_rank_pid(), *own_processes("ray::WatchdogActor")]
     streams = Streams(nodes.url, len(PROMPTS))
-    nodes.kill_second_node()
+    network.cut()
+    for pid in cut_off:
+        seconds_until_gone(pid, UNREACHABLE_END_S + SLACK_S)
     assert streams.texts() == expected
 
 
-@pytest.mark.slow
-def test_streams_survive_a_cut_link_and_unreachable_ranks_exit(
-    nodes: TwoNodes, expected: list[str], network: Network | None
-) -> None:
-    """Without the second node there is one engine. Another starts across the head and a node behind a link."""
-    if network is None:
-        pytest.skip("needs root, iproute2 and the kernel's network namespaces")
+def test_streams_of_a_lost_node_continue_elsewhere(nodes: Nodes, expected: list[str]) -> None:
+    streams = Streams(nodes.url, len(PROMPTS))
     nodes.kill_second_node()
-    wait_until(lambda: len(replicas(nodes.url)) == 1, REPLACEMENT_S)
-    with node_behind_link(network, nodes.address):
-        wait_until(lambda: len(replicas(nodes.url)) == 2, REPLACEMENT_S)
-        cut_off = [remote_rank_pid(), *own_processes("ray::WatchdogActor")]
-        streams = Streams(nodes.url, len(PROMPTS))
-        network.cut()
-        for pid in cut_off:
-            seconds_until_gone(pid, UNREACHABLE_END_S + SLACK_S)
-        assert streams.texts() == expected
+    assert streams.texts() == expected

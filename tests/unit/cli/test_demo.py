@@ -1,18 +1,22 @@
-"""The demo's report on two rounds of answers; serving is tested in tests/cluster."""
+"""The demo's report on pairs of answers; serving is tested in tests/cluster."""
 
 import pytest
 
 from specray.cli.chat import Answer
-from specray.cli.demo import QUESTIONS, Round, report
+from specray.cli.demo import QUESTIONS, Pair, report
 
 
-def make_round(name: str, text: str, seconds: float) -> Round:
+def make_answers(text: str, seconds: float) -> list[Answer]:
     usage = {"completion_tokens": 60, "speculative": {"accept_length": 2.5}}
-    return Round(name, [Answer(f"{text} {title}", usage, seconds) for title in QUESTIONS])
+    return [Answer(f"{text} {title}", usage, seconds) for title in QUESTIONS]
+
+
+def pairs(speculative: list[Answer], plain: list[Answer]) -> list[Pair]:
+    return [Pair(*both) for both in zip(speculative, plain, strict=True)]
 
 
 def test_speeds_and_their_ratio_are_reported() -> None:
-    shown = report([make_round("on", "same", 1.0), make_round("off", "same", 2.0)])
+    shown = report(pairs(make_answers("same", 1.0), make_answers("same", 2.0)))
     row = next(line for line in shown.splitlines() if "capitals" in line)
     assert [cell.strip() for cell in row.split("|")[1:-1]] == ["capitals", "60", "30.0", "60.0", "2.00", "2.50", "yes"]
     last = f"Speculative decoding gave the same {len(QUESTIONS)} answers, character for character, 2.00 times as fast."
@@ -20,9 +24,9 @@ def test_speeds_and_their_ratio_are_reported() -> None:
 
 
 def test_different_texts_are_reported() -> None:
-    second = make_round("off", "same", 2.0)
-    second.answers[0].text += "!"
-    shown = report([make_round("on", "same", 1.0), second])
+    plain = make_answers("same", 2.0)
+    plain[0].text += "!"
+    shown = report(pairs(make_answers("same", 1.0), plain))
     assert "other texts (capitals)" in shown
     assert "the same" not in shown
     assert " no " in next(line for line in shown.splitlines() if line.startswith("| capitals"))
@@ -30,7 +34,7 @@ def test_different_texts_are_reported() -> None:
 
 @pytest.mark.parametrize("length", [None, 1.0])
 def test_the_accept_length_without_drafts_is_1(length: float | None) -> None:
-    first = make_round("on", "same", 1.0)
-    for answer in first.answers:
+    speculative = make_answers("same", 1.0)
+    for answer in speculative:
         answer.usage["speculative"] = {"accept_length": length}
-    assert " 1.00 " in report([first, make_round("off", "same", 1.5)])
+    assert " 1.00 " in report(pairs(speculative, make_answers("same", 1.5)))

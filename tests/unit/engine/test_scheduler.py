@@ -1,6 +1,7 @@
 """Random calls of the engine, on an executor that checks the invariants of every plan."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from specray.engine.scheduler import Scheduler
 from specray.errors import InvalidRequestError, QueueFullError
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
-from specray.step import RequestResult, StepResult, StepTimes
+from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from tests.unit.engine.fake_executor import (
     EOS,
     ROW_ERROR,
@@ -254,6 +255,29 @@ def test_no_more_drafts_than_the_request_can_emit() -> None:
     engine = Engine(config, executor, TOKENIZER)
     engine.add_request(request(0, [2, 3], max_tokens=3))
     assert engine.scheduler.schedule().rows[0].draft_limit.num_tokens == 2
+
+
+def test_the_drafter_reads_only_prompts_of_requests_without_drafts() -> None:
+    """Their other tokens would cost time for drafts that nobody asks for; beside others, they are read with them."""
+    config = EngineConfig(page_size=4)
+    scheduler = Scheduler(config, Capacity(40, 4, CONTEXT, VOCAB_SIZE, [EOS]))
+    undrafted = _waiting(0, 3)
+    undrafted.spec = replace(undrafted.spec, draft_limit=DraftLimit(0, 0))
+    scheduler.add(undrafted)
+    assert _step(scheduler).runs_drafter
+    assert not _step(scheduler).runs_drafter
+    scheduler.add(_waiting(1, 3))
+    assert _step(scheduler).runs_drafter
+    assert _step(scheduler).runs_drafter
+
+
+def _step(scheduler: Scheduler) -> StepPlan:
+    """Plan a step and commit a token for each of its requests."""
+    plan = scheduler.schedule()
+    results = [RequestResult(row.slot, [2], 0, None, None) for row in plan.rows]
+    for emitted in scheduler.emitted(plan, StepResult(plan.step_id, results, StepTimes(0, 0, 0, 0))):
+        scheduler.commit(emitted, num_kept=1)
+    return plan
 
 
 def test_the_next_step_frees_the_slot_of_an_aborted_request() -> None:

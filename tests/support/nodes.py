@@ -1,6 +1,6 @@
-"""A Ray cluster of two nodes with one application: `python -m tests.support.two_nodes SPEC`.
+"""A Ray cluster of several nodes with one application: `python -m tests.support.nodes SPEC`.
 
-It runs outside pytest's process, which may be connected to another cluster. Tests control it through `TwoNodes`.
+It runs outside pytest's process, which may be connected to another cluster. Tests control it through `Nodes`.
 """
 
 import json
@@ -12,26 +12,35 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+Json = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 STORE_BYTES = 100 * 2**20
 JOIN_S = 60.0
 TOKEN = secrets.token_hex(32)
 
 
-class TwoNodes:
+class Nodes:
     """Controls the cluster from a test."""
 
-    def __init__(self, config: dict[str, Any], port: int, **spec: Any) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        port: int,
+        head: dict[str, Any],
+        others: list[dict[str, Any]],
+        num_joining: int = 0,
+    ) -> None:
+        """The cluster has the `head` and `others`, and waits for `num_joining` further nodes."""
+        spec = {"config": config, "port": port, "head": head, "others": others, "num_joining": num_joining}
         command = [
             sys.executable,
             "-m",
-            "tests.support.two_nodes",
-            json.dumps({"config": config, "port": port, **spec}),
+            "tests.support.nodes",
+            json.dumps(spec),
         ]
         self._driver = subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self._has_second_node = True
         self.url = f"http://127.0.0.1:{port}"
 
     def __enter__(self) -> Self:
@@ -41,17 +50,18 @@ class TwoNodes:
         self._send("leave")
         self._driver.wait(60)
 
+    def address(self) -> str:
+        """Where nodes join. Call it once, first."""
+        return self._await("address ")
+
     def await_ready(self) -> None:
-        """Wait until every engine runs; `address` is where other nodes join."""
-        self.address = self._await("address ")
+        """Wait until every node has joined and every engine runs."""
         self._await("ready")
 
     def kill_second_node(self) -> None:
-        """Kill all processes of the second node. Idempotent."""
-        if self._has_second_node:
-            self._send("kill")
-            self._await("killed")
-            self._has_second_node = False
+        """Kill all processes of the first of the `others`."""
+        self._send("kill")
+        self._await("killed")
 
     def _send(self, command: str) -> None:
         assert self._driver.stdin is not None
@@ -76,7 +86,7 @@ def environment() -> dict[str, str]:
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Start two nodes and the application."""
+    """Start the nodes and the application."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -84,9 +94,9 @@ def main(spec: dict[str, Any]) -> None:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         print("address", cluster.address, flush=True)
-        second = cluster.add_node(**spec["second"], object_store_memory=STORE_BYTES)
+        second, *_ = [cluster.add_node(**node, object_store_memory=STORE_BYTES) for node in spec["others"]]
         ray.init(address=cluster.address, log_to_driver=False, logging_level="warning")
-        await_nodes(2)
+        await_nodes(1 + len(spec["others"]) + spec["num_joining"])
         deploy(spec["config"], spec["port"])
         print("ready", flush=True)
         if sys.stdin.readline().strip() == "kill":
@@ -103,7 +113,7 @@ def await_nodes(count: int) -> None:
 
     deadline = time.monotonic() + JOIN_S
     while sum(node["Alive"] for node in ray.nodes()) < count:  # type: ignore[no-untyped-call]
-        assert time.monotonic() < deadline, "the second node did not join"
+        assert time.monotonic() < deadline, f"there are not {count} nodes"
         time.sleep(0.2)
 
 
