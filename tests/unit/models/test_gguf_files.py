@@ -5,6 +5,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -278,10 +279,14 @@ def test_embedded_tokenizer_splits_digits_as_the_model_expects(embedded: Path) -
 
 
 @pytest.mark.slow
-def test_embedded_tensors_equal_those_of_transformers(embedded: Path, gguf_path: Path) -> None:
+def test_embedded_tensors_equal_those_of_transformers(
+    embedded: Path, gguf_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    for name in ("GGUFReader", "get_tensor_name_map"):  # transformers calls them with the same arguments, for seconds
+        monkeypatch.setattr(gguf, name, cache(getattr(gguf, name)))
     reference = AutoModelForCausalLM.from_pretrained(
         gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.float32
     ).state_dict()
