@@ -16,8 +16,15 @@ import torch
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600.0
 PROCESSES = get_context("forkserver")
-# Of the tests that run so. None of them reads an environment variable when it is imported.
-PROCESSES.set_forkserver_preload([__name__, "tests.support.engine", "hypothesis.strategies"])
+# What most processes import, for seconds: reading a Llama's configuration loads half of transformers. None of it reads
+# an environment variable that tests change.
+IMPORTED = [
+    "tests.support.engine",
+    "hypothesis.strategies",
+    "transformers.models.llama.configuration_llama",
+    "xgrammar",
+]
+PROCESSES.set_forkserver_preload([__name__, *IMPORTED])
 
 
 class Ended(NamedTuple):

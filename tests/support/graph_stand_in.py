@@ -119,7 +119,8 @@ class RecordedGraph(TorchDispatchMode):
         new = [output for output in outputs if _address(output) not in inputs]
         for output in new:
             self.allocated[_address(output)] = _bytes_of(output)
-        if new or func._schema.is_mutable:
+        is_view = func.namespace == "aten" and not new and not func._schema.is_mutable
+        if not is_view:  # schemas of collectives do not say that they write
             self.operations.append(Operation(func, args, kwargs, outputs))
         return result
 
