@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support.fast_interpreter import patch_interpreter
 from tests.support.stories import write_stories
 from tests.support.toy import write_toy
 
@@ -18,6 +20,8 @@ def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, which would take a tenth of the tests' time."""
     gc.freeze()
     gc.enable()
+    if "triton" in sys.modules:
+        patch_interpreter()
 
 
 @pytest.hookimpl(trylast=True)

@@ -31,12 +31,12 @@ Drafting = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def drafting(toy: Path, story: list[int], tmp_path_factory: pytest.TempPathFactory) -> Drafting:
-    """Options of a run with a drafter, by its name and the text that it drafts from."""
+    """Options of a run with a drafter, by its name and the texts that it drafts from."""
 
-    def options(name: str, text: list[int] | None = None) -> dict[str, Any]:
+    def options(name: str, *texts: list[int]) -> dict[str, Any]:
         if name in METHODS:
             return {"speculative": METHODS[name](toy, tmp_path_factory.mktemp(name))}
-        return {"drafter": ScriptedDrafter(DRAWS[name], [text or PROMPT + story])}
+        return {"drafter": ScriptedDrafter(DRAWS[name], texts or [PROMPT + story])}
 
     return options
 
@@ -46,40 +46,51 @@ def one(toy: Path, drafting: dict[str, Any], prompt: list[int], **options: Any) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("max_tokens", range(1, MAX_DRAFTS + 3))
-def test_max_tokens_can_end_inside_accepted_drafts(
-    name: str, max_tokens: int, toy: Path, story: list[int], drafting: Drafting
-) -> None:
-    choice = one(toy, drafting(name), PROMPT, max_tokens=max_tokens, ignore_eos=True)
-    assert choice.token_ids == story[:max_tokens]
-    assert choice.finish_reason is FinishReason.LENGTH
-    assert choice.usage is not None
-    assert choice.usage.num_completion_tokens == max_tokens
+def test_max_tokens_can_end_inside_accepted_drafts(name: str, toy: Path, story: list[int], drafting: Drafting) -> None:
+    bounds = range(1, MAX_DRAFTS + 3)
+    params = [SamplingParams(temperature=0, max_tokens=bound, ignore_eos=True) for bound in bounds]
+    choices = generate(toy, [PROMPT] * len(bounds), params, **drafting(name))
+    for bound, choice in zip(bounds, choices, strict=True):
+        assert choice.token_ids == story[:bound]
+        assert choice.finish_reason is FinishReason.LENGTH
+        assert choice.usage is not None
+        assert choice.usage.num_completion_tokens == bound
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("offset", range(MAX_DRAFTS + 3))
 def test_an_end_token_can_be_at_every_offset_of_accepted_drafts(
-    name: str, offset: int, toy: Path, story: list[int], drafting: Drafting
+    name: str, toy: Path, story: list[int], drafting: Drafting
 ) -> None:
-    first = story.index(story[offset])
-    choice = one(toy, drafting(name), PROMPT, max_tokens=40, stop_token_ids=[story[offset]], logprobs=0)
-    assert choice.token_ids == story[: first + 1]
-    assert (choice.finish_reason, choice.stop_reason) == (FinishReason.STOP, story[offset])
-    assert choice.logprobs is not None
-    assert len(choice.logprobs) == first + 1
+    ends = story[: MAX_DRAFTS + 3]
+    params = [SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[end], logprobs=0) for end in ends]
+    choices = generate(toy, [PROMPT] * len(ends), params, **drafting(name))
+    for end, choice in zip(ends, choices, strict=True):
+        first = story.index(end)
+        assert choice.token_ids == story[: first + 1]
+        assert (choice.finish_reason, choice.stop_reason) == (FinishReason.STOP, end)
+        assert choice.logprobs is not None
+        assert len(choice.logprobs) == first + 1
+
+
+@pytest.fixture(scope="module")
+def at_the_end(toy: Path) -> list[tuple[list[int], Completion]]:
+    """Prompts that leave room for one token, for two, …, each with its plain output."""
+    prompts = [[*[7] * (CONTEXT - left - len(PROMPT)), *PROMPT] for left in range(1, MAX_DRAFTS + 3)]
+    plain = generate(toy, prompts, SamplingParams(temperature=0, ignore_eos=True))
+    for left, choice in enumerate(plain, 1):
+        assert len(choice.token_ids) == left
+        assert choice.finish_reason is FinishReason.LENGTH
+    return list(zip(prompts, plain, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("num_left", range(1, MAX_DRAFTS + 3))
-def test_the_context_can_end_inside_accepted_drafts(name: str, num_left: int, toy: Path, drafting: Drafting) -> None:
-    prompt = [*[7] * (CONTEXT - num_left - len(PROMPT)), *PROMPT]
+def test_the_context_can_end_inside_accepted_drafts(
+    name: str, toy: Path, drafting: Drafting, at_the_end: list[tuple[list[int], Completion]]
+) -> None:
+    texts = [prompt + plain.token_ids + [3] * 20 for prompt, plain in at_the_end]
     params = SamplingParams(temperature=0, ignore_eos=True)
-    [plain] = generate(toy, [prompt], params)
-    assert len(plain.token_ids) == num_left
-    drafted = generate(toy, [prompt], params, **drafting(name, prompt + plain.token_ids + [3] * 20))
-    assert visible(drafted[0])[:-1] == visible(plain)[:-1]
-    assert plain.finish_reason is FinishReason.LENGTH
+    drafted = generate(toy, [prompt for prompt, _ in at_the_end], params, **drafting(name, *texts))
+    assert [visible(choice)[:-1] for choice in drafted] == [visible(plain)[:-1] for _, plain in at_the_end]
 
 
 @pytest.mark.parametrize("name", ["right", *SOME_METHODS])

@@ -4,6 +4,7 @@ The other tests of this folder compute in float32, where a different order of su
 the types below it does within a few tokens. The prompts are longer than a block of keys of the attention kernels.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ TYPES: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "int4-float32": {"dtype": "float32", "quantization": "int4"},
 }
+# The trees of a method do not depend on the types, so two of these get every method and the others every kind of tree.
+SHAPES = ("EAGLE3", "EAGLE3-wide", "EAGLE-deep", "PARALLEL", "STANDALONE-tree", "NGRAM")
+CASES = [(kind, name) for kind in TYPES for name in (METHODS if kind in ("bfloat16", "int4") else SHAPES)]
 LENGTHS = [3, 20, 61, 62, 63, 64, 65, 100, 127, 140]
 PROMPTS = [[(7 * place * place + length) % (VOCAB_SIZE - 4) + 4 for place in range(length)] for length in LENGTHS]
 PARAMS = [
@@ -48,13 +52,19 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return TYPES[request.param]
 
 
-@pytest.fixture(scope="module")
-def plain(toy: Path, options: dict[str, Any]) -> list[Completion]:
+@cache
+def plain_output(toy: Path, kind: str) -> list[Completion]:
     """One request at a time, without drafts, prefix cache or chunks."""
     return [
-        generate(toy, [prompt], params, disable_radix_cache=True, **options)[0]
+        generate(toy, [prompt], params, disable_radix_cache=True, **TYPES[kind])[0]
         for prompt, params in zip(PROMPTS, PARAMS, strict=True)
     ]
+
+
+@pytest.fixture(scope="module")
+def plain(toy: Path, options: dict[str, Any]) -> list[Completion]:
+    """Computed once for each type; pytest may set up this fixture more often."""
+    return plain_output(toy, next(kind for kind, of_kind in TYPES.items() if of_kind is options))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +74,7 @@ def right(plain: list[Completion]) -> ScriptedDrafter:
     return ScriptedDrafter(DRAWS["right-last"], texts)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("options", "name"), CASES, indirect=["options"])
 def test_output_does_not_depend_on_the_method(
     name: str, toy: Path, options: dict[str, Any], plain: list[Completion], tmp_path: Path
 ) -> None:

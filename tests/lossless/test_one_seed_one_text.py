@@ -129,20 +129,12 @@ def test_output_does_not_depend_on_draft_limits(
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-def test_output_does_not_depend_on_the_page_size(
-    name: str, page_size: int, toy: Path, plain: list[Completion], drafting: Drafting
+@pytest.mark.parametrize(("page_size", "chunk"), [(3, None), (64, 1), (4, 2), (1, 5), (16, 16)])
+def test_output_does_not_depend_on_the_page_size_and_the_prefill_chunk(
+    name: str, page_size: int, chunk: int | None, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
-    require_equal(generate(toy, PROMPTS, SAMPLED, **drafting(name), page_size=page_size), plain)
-
-
-@pytest.mark.parametrize("name", SOME_DRAFTERS)
-@pytest.mark.parametrize("chunk", [1, 2, 5, 16])
-def test_output_does_not_depend_on_the_prefill_chunk(
-    name: str, chunk: int, toy: Path, plain: list[Completion], drafting: Drafting
-) -> None:
-    options = {"chunked_prefill_size": chunk, "max_prefill_tokens": chunk + 3, "page_size": 4}
-    require_equal(generate(toy, PROMPTS, SAMPLED, **drafting(name), **options), plain)
+    chunks = {} if chunk is None else {"chunked_prefill_size": chunk, "max_prefill_tokens": chunk + 3}
+    require_equal(generate(toy, PROMPTS, SAMPLED, **drafting(name), **chunks, page_size=page_size), plain)
 
 
 @pytest.mark.parametrize("name", SOME_DRAFTERS)

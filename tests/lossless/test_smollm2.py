@@ -1,4 +1,4 @@
-"""The embedded chat model in float32: for 16 prompts, 48 greedy tokens equal those of transformers."""
+"""The embedded chat model in float32: for 16 prompts, 32 greedy tokens equal those of transformers."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,9 +14,9 @@ from specray.models.files import resolve_model
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 
-NUM_TOKENS = 48
+NUM_TOKENS = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-SAMPLED = [SamplingParams(temperature=1, max_tokens=32, seed=seed) for seed in range(8)]
+SAMPLED = [SamplingParams(temperature=1, max_tokens=24, seed=seed) for seed in range(8)]
 CONFIGS = Path(__file__).parents[2] / "configs"
 SERVED = {
     name: engine_config(CONFIGS / f"{name}.yaml", 1).speculative.model_copy(update={"max_step_draft_tokens": None})
@@ -105,7 +105,7 @@ def test_greedy_tokens_equal_transformers(
         choices = [generation.choices[0] for generation in engine.generate(prompts[part], GREEDY)]
     seen = [choice.token_ids for choice in choices]
     assert seen == reference[part], first_difference(seen, reference[part])
-    assert (num_accepted(choices) > 6 * len(choices)) == (name != "plain")
+    assert (num_accepted(choices) > 4 * len(choices)) == (name != "plain")
 
 
 @pytest.mark.parametrize("name", ["eagle3"])
@@ -113,9 +113,9 @@ def test_sampled_output_equals_plain_decoding(
     name: str, llm: LLM, prompts: list[list[int]], sampled: list[list[int]]
 ) -> None:
     with llm.with_speculative(SERVED[name]) as engine:
-        one_by_one = [engine.generate([prompts[i]], SAMPLED[i])[0].choices[0] for i in range(4)]
+        one_by_one = [engine.generate([prompts[i]], SAMPLED[i])[0].choices[0] for i in range(2)]
         warm = [generation.choices[0] for generation in engine.generate(prompts[: len(SAMPLED)], SAMPLED)]
-    assert [choice.token_ids for choice in one_by_one] == sampled[:4]
+    assert [choice.token_ids for choice in one_by_one] == sampled[:2]
     assert [choice.token_ids for choice in warm] == sampled
     assert num_accepted(warm) > len(warm)  # drafts share the target's noise, so some are accepted at temperature 1
 

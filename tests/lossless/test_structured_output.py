@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "preemption": {"page_size": 4, "max_total_tokens": 128, "max_running_requests": 4},
     "few drafts": {"max_running_requests": 2},
 }
+# (method, layout); another test compares methods with whole prompts.
+CASES = [(None, "whole"), *product([None, *SOME_METHODS], ["chunks", "preemption", "few drafts"])]
 FREE = SamplingParams(seed=7, max_tokens=30, temperature=1.0)
 
 
@@ -126,8 +129,7 @@ def test_every_drafting_method_gives_the_plain_output(
     assert len({tuple(output.token_ids) for output in outputs[1::2]}) == 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("method", [None, *SOME_METHODS])
+@pytest.mark.parametrize(("method", "layout"), CASES)
 def test_no_layout_changes_the_output(
     method: str | None, layout: str, toy: Path, plain: list[Completion], tmp_path: Path
 ) -> None:

@@ -13,10 +13,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from specray.ops.graphs import Graphs
 from specray.sampling_params import SamplingParams
 from tests.support.engine import generate, make_llm
-from tests.support.graph_stand_in import RepeatedCall
+from tests.support.fast_interpreter import patch_interpreter
+from tests.support.graph_stand_in import GraphsAtOnce, RepeatedCall
 from tests.support.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -77,8 +77,9 @@ def test_deterministic_output_in_bfloat16_does_not_depend_on_drafts_or_the_batch
 
 def main(toy: Path, folder: Path) -> None:
     torch.set_num_threads(1)
+    patch_interpreter()
     found = {"float32": outputs(toy, folder, NAMES), "deterministic": deterministic(toy, folder)}
-    with mock.patch("specray.worker.startup.make_graphs", side_effect=lambda *_: Graphs(RepeatedCall)):
+    with mock.patch("specray.worker.startup.make_graphs", side_effect=lambda *_: GraphsAtOnce(RepeatedCall)):
         found["in graphs"] = outputs(toy, folder, IN_GRAPHS, max_running_requests=2)
     print(json.dumps(found))
 

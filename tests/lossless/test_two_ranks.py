@@ -46,7 +46,7 @@ def test_two_ranks_in_graphs_equal_one(name: str, toy: Path, tmp_path: Path) -> 
     """The collectives are in the graphs, and both ranks choose the same ones."""
     order = [0, 1, 5, 2, 3, 4]  # greedy and sampled requests with and without filters first; the third one ends last
     prompts, params = ([part[place] for place in order] for part in (PROMPTS, PARAMS))
-    params[2] = params[2] | {"max_tokens": 60}
+    params[2] = params[2] | {"max_tokens": 100, "ignore_eos": True}
     alone = generate(toy, prompts, [make_sampling_params(**each) for each in params])
     speculative = METHODS[name](toy, tmp_path)
     together = run_ranks(toy, 2, speculative, prompts, params, in_graphs=True, max_running_requests=3)

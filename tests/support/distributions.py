@@ -47,7 +47,7 @@ def _filtered(scores: np.ndarray, options: SamplingOptions) -> np.ndarray:
         probs[order[options.top_k :]] = 0
         probs = _normalised(probs)
     before = np.concatenate(([0.0], np.cumsum(probs[order])[:-1]))
-    nucleus = order[before < options.top_p]
+    nucleus = order[before < options.top_p] if options.top_p < 1.0 else order  # rounded sums reach 1 early
     kept = np.zeros_like(probs)
     kept[nucleus] = probs[nucleus]
     kept[probs < options.min_p * probs.max()] = 0

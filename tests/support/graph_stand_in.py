@@ -25,19 +25,21 @@ _GARBAGE = 0x5A  # in every byte: large integers and floats
 
 
 class Operation(NamedTuple):
-    """One operator; `outputs` are the tensors of its result."""
+    """One operator for which a GPU does something, so not a view; `outputs` are the tensors of its result."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: list[Tensor]
 
-    @property
-    def launches(self) -> bool:
-        """Whether a GPU would do something: not for views."""
-        inputs = {_address(tensor) for tensor in _tensors((self.args, self.kwargs))}
-        is_in_place = self.function._schema.is_mutable
-        return is_in_place or any(_address(output) not in inputs for output in self.outputs)
+
+class GraphsAtOnce(Graphs):
+    """Captures without the run before it, for graphs that have no memory of their own. That run makes what is kept."""
+
+    def capture(self, key: Hashable, run: Callable[[], object]) -> None:
+        graph = self._make()
+        graph.capture(run)
+        self._graphs[key] = graph
 
 
 class RecordedGraphs(Graphs):
@@ -45,7 +47,7 @@ class RecordedGraphs(Graphs):
 
     def __init__(self) -> None:
         super().__init__(lambda: RecordedGraph(self))
-        self._left: dict[int, torch.UntypedStorage] = {}  # memory that is not garbage, by address
+        self._left: dict[int, Tensor] = {}  # bytes of memory that is not garbage, by address
         self.captured: set[Hashable] = set()
         self.replayed: set[Hashable] = set()
 
@@ -59,17 +61,17 @@ class RecordedGraphs(Graphs):
         self.leave(self._recorded(key).allocated)
         self.replayed.add(key)
 
-    def leave(self, memory: dict[int, torch.UntypedStorage]) -> None:
+    def leave(self, memory: dict[int, Tensor]) -> None:
         """A graph has written its own memory."""
         self._left |= memory
 
     def num_launches(self, key: Hashable) -> int:
-        return sum(operation.launches for operation in self._recorded(key).operations)
+        return len(self._recorded(key).operations)
 
     def _spoil(self) -> None:
         """Overwrite what graphs have left in their own memory."""
-        for storage in self._left.values():
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_GARBAGE)  # type: ignore[call-overload]
+        for memory in self._left.values():
+            memory.fill_(_GARBAGE)
         self._left = {}
 
     def _recorded(self, key: Hashable) -> "RecordedGraph":
@@ -85,7 +87,7 @@ class RecordedGraph(TorchDispatchMode):
         super().__init__()
         self._graphs = graphs
         self.operations: list[Operation] = []
-        self.allocated: dict[int, torch.UntypedStorage] = {}  # by address
+        self.allocated: dict[int, Tensor] = {}  # the bytes, by address
 
     def capture(self, run: Callable[[], object]) -> None:
         with self, _no_access_by_the_host():
@@ -95,10 +97,12 @@ class RecordedGraph(TorchDispatchMode):
     def replay(self) -> None:
         for function, args, kwargs, outputs in self.operations:
             returned = function(*args, **kwargs)
-            for work in tree_leaves(returned):
-                if function.namespace == "c10d" and not isinstance(work, Tensor):
-                    work.wait()  # a collective goes on in another thread
-            for output, result in zip(outputs, _tensors(returned), strict=True):
+            if function.namespace == "c10d":
+                for work in tree_leaves(returned):
+                    if not isinstance(work, Tensor):
+                        work.wait()  # a collective goes on in another thread
+            results = [returned] if isinstance(returned, Tensor) else _tensors(returned)
+            for output, result in zip(outputs, results, strict=True):
                 assert output.shape == result.shape, (function, output.shape, result.shape)
                 if output.data_ptr() != result.data_ptr():
                     output.copy_(result)
@@ -110,12 +114,14 @@ class RecordedGraph(TorchDispatchMode):
         assert not reads(func, args, kwargs), f"the host reads a tensor: {func}"
         assert func is not torch.ops.aten.lift_fresh.default, "a value of the host is copied to the device"
         result = func(*args, **kwargs)
-        operation = Operation(func, args, kwargs, _tensors(result))
+        outputs = _tensors(result)
         inputs = {_address(tensor) for tensor in _tensors((args, kwargs))}
-        for output in operation.outputs:
-            if _address(output) not in inputs:
-                self.allocated[_address(output)] = output.untyped_storage()
-        self.operations.append(operation)
+        new = [output for output in outputs if _address(output) not in inputs]
+        for output in new:
+            self.allocated[_address(output)] = _bytes_of(output)
+        is_view = func.namespace == "aten" and not new and not func._schema.is_mutable
+        if not is_view:  # schemas of collectives do not say that they write
+            self.operations.append(Operation(func, args, kwargs, outputs))
         return result
 
 
@@ -164,6 +170,12 @@ def _no_access_by_the_host() -> Iterator[None]:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All memory of a tensor."""
+    whole: Tensor = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return whole
 
 
 def _address(tensor: Tensor) -> int:

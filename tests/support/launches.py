@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specray.ops.graphs import Graphs
 from tests.support.fake_cuda import fake_cuda
+from tests.support.graph_stand_in import GraphsAtOnce
 
 _NOTHING = ("aten::empty", "aten::new_empty", "aten::lift", "aten::detach", "aten::_unsafe_view", "prim::")
 
@@ -67,7 +67,7 @@ class Counter:
     """Launches of graphs and of what runs around them."""
 
     def __init__(self) -> None:
-        self.graphs = Graphs(lambda: CountedGraph(self))
+        self.graphs = GraphsAtOnce(lambda: CountedGraph(self))
         self.replayed: list[CountedGraph] = []
         self._current: list[Launches] = []
 

@@ -20,11 +20,12 @@ from specray.sampling_params import make_sampling_params
 from specray.step import StepPlan, StepResult
 from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
+from tests.support.forked import IMPORTED
 from tests.support.graph_stand_in import recorded_graphs
 
 TIMEOUT_S = 120.0
 PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload([__name__])
+PROCESSES.set_forkserver_preload([__name__, *IMPORTED])
 
 
 class RankZero:

@@ -12,6 +12,7 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.testing import DRAFTER_CHECKS
 from specray.testing.conformance import Check
 from tests.support.eagle_toy import toy_head
+from tests.support.forked import run_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -26,6 +27,13 @@ def run(name: str, *arguments: object, status: int = 0) -> str:
     return done.stdout if status == 0 else done.stderr
 
 
+def run_locally(name: str, *arguments: object) -> str:
+    """The same for a script whose models are here, without the seconds in which a new process imports torch."""
+    status, output = run_script(EXAMPLES / name, *arguments)
+    assert status == 0, output
+    return output
+
+
 def test_offline_inference() -> None:
     output = run("offline_inference.py", "--max-tokens", 4)
     assert "plain decoding: " in output
@@ -34,7 +42,7 @@ def test_offline_inference() -> None:
 
 
 def test_a_custom_drafter(stories: Path) -> None:
-    output = run("custom_drafter.py", "--model", stories)
+    output = run_locally("custom_drafter.py", "--model", stories)
     assert "the text of plain decoding" in output
     assert "0 of 24 tokens" not in output
 
@@ -48,13 +56,13 @@ def test_the_custom_drafter_passes_the_checks(check: Check, toy: Path, monkeypat
 
 def test_training_a_head(stories: Path, tmp_path: Path) -> None:
     small = ["--tokens", 200, "--draft-vocab-size", 64]
-    output = run("train_head.py", "--model", stories, "--folder", tmp_path, *small)
+    output = run_locally("train_head.py", "--model", stories, "--folder", tmp_path, *small)
     assert f"with the head in {tmp_path / 'run' / 'head'}" in output
 
 
 def test_a_published_head(toy: Path, tmp_path: Path) -> None:
     head = toy_head("eagle3-safeailab").write(tmp_path / "head")
-    assert "accept length" in run("public_eagle3_head.py", "--model", toy, "--head", head)
+    assert "accept length" in run_locally("public_eagle3_head.py", "--model", toy, "--head", head)
 
 
 def test_a_published_head_without_internet_access_names_what_it_needs() -> None:

@@ -1,6 +1,5 @@
 """Collectives between ranks in two processes."""
 
-import multiprocessing
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -8,15 +7,15 @@ import torch
 from torch import Tensor
 
 from specray.layers.parallel import RankGroup
+from tests.support.forked import PROCESSES
 
 SIZES = (0, 1, 4087, 4088, 4089, 8192, 100_000)  # around the 4,096 bytes that go at once, 8 of them the length
 
 
 def test_broadcast_of_bytes_of_any_length(tmp_path: Path) -> None:
     meeting = f"file://{tmp_path}/ranks"
-    spawn = multiprocessing.get_context("spawn")
-    received: Queue[list[bytes]] = spawn.Queue()
-    follower = spawn.Process(target=_listen, args=(meeting, received), daemon=True)
+    received: Queue[list[bytes]] = PROCESSES.Queue()
+    follower = PROCESSES.Process(target=_listen, args=(meeting, received), daemon=True)
     follower.start()
     group = RankGroup(0, 2, meeting)
     sent = [_message(size) for size in SIZES]
@@ -40,8 +39,7 @@ def _message(size: int) -> bytes:
 def test_sums_over_three_ranks_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     """A collective may add the ranks' parts in an order that depends on the place in the tensor."""
     meeting = f"file://{tmp_path}/ranks"
-    spawn = multiprocessing.get_context("spawn")
-    others = [spawn.Process(target=_sum, args=(meeting, rank), daemon=True) for rank in (1, 2)]
+    others = [PROCESSES.Process(target=_sum, args=(meeting, rank), daemon=True) for rank in (1, 2)]
     for other in others:
         other.start()
     whole, last = _sum(meeting, 0)

@@ -172,7 +172,8 @@ def test_encoding_a_long_text_leaves_the_interpreter_to_other_threads() -> None:
     seconds, num_turns_meanwhile = time.perf_counter() - start, num_turns
     is_done.set()
     other.join()
-    assert num_turns_meanwhile >= 20, f"{num_turns_meanwhile} turns of another thread in {seconds:.3f} s"
+    # None, if the interpreter were held; fewer on a busy machine than the hundreds of an idle one.
+    assert num_turns_meanwhile >= 5, f"{num_turns_meanwhile} turns of another thread in {seconds:.3f} s"
 
 
 @pytest.mark.parametrize(

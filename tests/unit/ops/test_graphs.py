@@ -6,13 +6,31 @@ import numpy as np
 import pytest
 import torch
 
-from specray.ops.graphs import make_graphs
+from specray.ops.graphs import Graphs, make_graphs
 from tests.support.graph_stand_in import RecordedGraphs
 
 
 def test_a_cpu_and_torchs_attention_have_no_graphs() -> None:
     assert make_graphs(torch.device("cpu"), "auto") is None
     assert make_graphs(torch.device("cuda", 0), "torch") is None
+
+
+def test_a_function_runs_once_before_its_capture() -> None:
+    """Compilers and libraries allocate memory when they are first called, which a capture forbids."""
+    runs: list[str] = []
+
+    class Once:
+        def capture(self, run: Callable[[], object]) -> None:
+            assert runs == ["run"]
+            run()
+
+        def replay(self) -> None:
+            runs.append("replay")
+
+    graphs = Graphs(Once)
+    graphs.capture("graph", lambda: runs.append("run"))
+    graphs.replay("graph")
+    assert runs == ["run", "run", "replay"]
 
 
 def test_a_replay_computes_with_what_its_inputs_hold_then() -> None:

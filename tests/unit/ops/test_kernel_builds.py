@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from specray.ops.cpu.library import kernels
+from tests.support.forked import call, run_pytest
 
 ROOT = Path(__file__).parents[3]
 TESTS = [
@@ -29,24 +30,39 @@ TREES = [
     for head in ("EAGLE3", "EAGLE3-sliding", "EAGLE-map", "EAGLE-flat", "MTP")
 ]
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
-# Counts of many draws show no more than equal tokens do, and Triton's interpreter runs none of these kernels.
-OF_KERNELS = [*TESTS, *LAYERS, *TREES, "-k", "not triton and not distribution and not is_detected"]
+# Counts of many draws show no more than equal tokens do, and neither Triton's interpreter nor torch's attention (and
+# its grouping of requests) runs these kernels.
+OTHERS = "not triton and not distribution and not is_detected and not [torch] and not grouping"
+OF_KERNELS = [*TESTS, *LAYERS, *TREES, "-k", OTHERS]
 # Torch's operations must give the same rows in batches, chunks and trees; the other checks are about drafters. Two of
-# the sampled requests are greedy.
+# the sampled requests are greedy, and scheduling has the sampled requests in a batch too.
 METHODS = [
-    f"tests/lossless/test_conformance.py::test_every_method_passes_the_checks[{method}-{check}]"
-    for method in ("EAGLE3", "EAGLE", "PARALLEL", "NEXTN", "NGRAM")
-    for check in ("check_sampled_output", "check_scheduling")
+    f"tests/lossless/test_conformance.py::test_every_method_passes_the_checks[{case}]"
+    for case in (
+        "EAGLE3-check_sampled_output",
+        *(f"{method}-check_scheduling" for method in ("EAGLE3", "EAGLE", "PARALLEL", "NEXTN", "NGRAM")),
+    )
 ]
+
+
+# Not --capture=fd: a sanitizer ends the process, and its report would be lost with the captured output.
+OPTIONS = ["-q", "-x", "--capture=sys", "-p", "no:cacheprovider"]
 
 
 def run_tests(tests: list[str], **environment: str) -> str:
     """Run tests in a process with these variables; returns pytest's output."""
+    status, output = run_pytest([*OPTIONS, *tests], **environment)
+    assert status == 0, output[-6000:]
+    assert " passed" in output
+    return output
+
+
+def run_tests_with_library(library: str, tests: list[str], **environment: str) -> str:
+    """The same with a library that is loaded before all others, so in a process that is not forked."""
     result = subprocess.run(
-        # Not --capture=fd: a sanitizer ends the process, and its report would be lost with the captured output.
-        [sys.executable, "-m", "pytest", "-q", "-x", "--capture=sys", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", *OPTIONS, *tests],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, "LD_PRELOAD": library, **environment},
         capture_output=True,
         text=True,
         timeout=600,
@@ -75,7 +91,8 @@ def test_no_sanitizer_finds_anything() -> None:
         pytest.skip("the compiler has no sanitizers")
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1"
     options = "detect_leaks=0:print_legend=0"
-    shown = run_tests([*THREADS, *OF_KERNELS], SPECRAY_KERNEL_FLAGS=flags, LD_PRELOAD=runtime, ASAN_OPTIONS=options)
+    tests = [*THREADS, *OF_KERNELS]
+    shown = run_tests_with_library(runtime, tests, SPECRAY_KERNEL_FLAGS=flags, ASAN_OPTIONS=options)
     assert "skipped" not in shown
 
 
@@ -89,17 +106,15 @@ def test_torchs_operations_take_the_kernels_place() -> None:
     run_tests([*tests, *METHODS, "-k", "not detected and not joint_distribution"], SPECRAY_KERNELS="torch")
 
 
+def load_twice() -> None:
+    assert kernels() is None
+    assert kernels() is None
+
+
 @pytest.mark.parametrize("variable", ["SPECRAY_KERNELS=torch", "CXX=no-such-compiler"])
 def test_one_line_says_what_is_lost_without_kernels(variable: str) -> None:
     name, value = variable.split("=")
-    code = "from specray.ops.cpu.library import kernels; assert kernels() is None; assert kernels() is None"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, name: value},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    [line] = result.stderr.splitlines()
+    status, output = call("tests.unit.ops.test_kernel_builds:load_twice", **{name: value})
+    assert status == 0, output
+    [line] = output.splitlines()
     assert line.startswith("no CPU kernels, so torch's operations are used: slower")

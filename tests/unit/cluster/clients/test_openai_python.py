@@ -591,8 +591,8 @@ def _check_events(events: list[Any], whole: Any) -> None:
 def shown(reply: Any) -> Json:
     """A response without what differs between two calls: IDs, times and speeds."""
     fields: Json = reply.to_dict()
-    for name in ("id", "created_at", "seed", "usage"):
-        del fields[name]
+    for name in ("id", "created_at", "completed_at", "seed", "usage"):
+        fields.pop(name, None)
     for item in fields["output"]:
         for name in ("id", "call_id"):
             item.pop(name, None)

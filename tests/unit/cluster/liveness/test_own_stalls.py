@@ -63,7 +63,9 @@ def test_an_answer_that_waited_out_a_stall_is_used() -> None:
 
 
 def test_a_call_without_an_answer_ends_and_is_cancelled() -> None:
-    async def scenario() -> None:
+    """In time in one of three attempts: another process may stall this one, which then gets more time."""
+
+    async def scenario() -> float:
         cancelled = asyncio.Event()
 
         async def hang() -> None:
@@ -75,10 +77,11 @@ def test_a_call_without_an_answer_ends_and_is_cancelled() -> None:
         start = time.monotonic()
         with pytest.raises(TimeoutError):
             await within(0.06, hang())
-        assert time.monotonic() - start < 0.06 * NUM_PARTS
-        await asyncio.wait_for(cancelled.wait(), 1.0)
+        seconds = time.monotonic() - start
+        await asyncio.wait_for(cancelled.wait(), 5.0)
+        return seconds
 
-    asyncio.run(scenario())
+    assert any(asyncio.run(scenario()) < 0.06 * NUM_PARTS for _ in range(3))
 
 
 def test_an_error_of_the_call_is_raised() -> None:

@@ -320,7 +320,7 @@ def test_without_any_engine_requests_are_refused_after_a_moment(serve: Serve, mo
             for _ in range(2):
                 start = time.monotonic()
                 assert (await server.http.post("/v1/completions", json=BODY)).status_code == 503
-                assert time.monotonic() - start < 2.0
+                assert time.monotonic() - start < 2.9  # less than the default
 
     asyncio.run(scenario())
 
