@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from specray.errors import ConfigError
+from specray.models.llama_config import LlamaConfig
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape

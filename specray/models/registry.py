@@ -14,6 +14,7 @@ from specray.models.deepseek import Deepseek
 from specray.models.fused import are_row_wise, embed_and_head, fused_decoder
 from specray.models.fused_forward import FusedForward
 from specray.models.llama import Llama
+from specray.models.llama_config import LlamaConfig
 from specray.models.loading import Loader
 from specray.models.moe_models import Mixtral, Qwen3Moe
 from specray.models.quantized_formats import checkpoint_format
@@ -47,9 +48,9 @@ _SIZES = (
 )
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
-# Model types whose config.json transformers reads only with code from the checkpoint, which is never run. Their fields
-# are those of a class in transformers.
-_CONFIG_CLASSES = {"mimo": Qwen2Config}
+# Classes for model types that are not read by transformers' own. MiMo's is code in the checkpoint, which is never run,
+# and has the fields of Qwen2's.
+_CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "mimo": Qwen2Config}
 
 
 def load_config(folder: Path) -> PretrainedConfig:
