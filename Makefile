@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 # pytest-xdist would begin with those that have the most tests, and these are not the longest.
 PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Tests that wait for processes and deadlines leave half of a core.
-PARALLEL_WAITING ?= -n $$(( $$(nproc) * 2 )) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PARALLEL_WAITING ?= -n $$(( ($$(nproc) * 3 + 1) / 2 )) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Files of tests that compute, without those that wait for other processes.
 WAITING := tests/lossless/test_two_ranks.py tests/unit/layers/test_parallel.py tests/unit/train/test_answers.py
 COMPUTING := $(filter-out $(WAITING),$(foreach folder,lossless $(addprefix unit/,layers models ops spec_decode train worker),\

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoConfig, PretrainedConfig
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
@@ -48,9 +48,6 @@ _SIZES = (
 )
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
-# Classes for model types that are not read by transformers' own. MiMo's is code in the checkpoint, which is never run,
-# and has the fields of Qwen2's.
-_CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "mimo": Qwen2Config}
 
 
 def load_config(folder: Path) -> PretrainedConfig:
@@ -140,7 +137,7 @@ def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: tor
 def _read_config(folder: Path) -> PretrainedConfig:
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        known = _CONFIG_CLASSES.get(content.get("model_type"))
+        known = _config_class(content.get("model_type"))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         content, known = None, None  # transformers raises an error that describes the problem
     _check_layers(folder, content)
@@ -153,6 +150,17 @@ def _read_config(folder: Path) -> PretrainedConfig:
             f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}; fetch it again"
         ) from error
     return config
+
+
+def _config_class(model_type: object) -> type[PretrainedConfig] | None:
+    """The class for a model type that is not read by transformers' own."""
+    if model_type == "llama":
+        return LlamaConfig
+    if model_type == "mimo":  # its class is code in the checkpoint, which is never run, and has the fields of Qwen2's
+        from transformers import Qwen2Config  # a quarter of a second
+
+        return Qwen2Config
+    return None
 
 
 def _check_layers(folder: Path, content: object) -> None:

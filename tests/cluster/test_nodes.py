@@ -30,7 +30,7 @@ REPLACEMENT_S = 90.0  # for an engine that starts again
 UNREACHABLE_END_S = 6.0  # within which unreachable ranks exit
 SMALL = {"max_total_tokens": 4096, "num_threads": 1, "dtype": "float32", "device": "cpu"}
 LONG = {"max_tokens": 250, "temperature": 0.8, "ignore_eos": True}
-PROMPTS = [f"Story number {number}:" for number in range(9)]
+PROMPTS = [f"Story number {number}:" for number in range(6)]
 
 # Three engines of two ranks, each of which takes a seat, and only the head can hold the ingress. So head and second
 # node have an engine each, and the third is across the head, with its router, and the far node.

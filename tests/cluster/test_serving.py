@@ -18,7 +18,7 @@ from specray.errors import ConfigError
 from tests.support.processes import own_processes
 
 MESSAGES: Any = [{"role": "user", "content": "Say something, é 🎉."}]
-LONG = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "temperature": 1.0, "seed": 1}
+LONG = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0, "seed": 1}
 
 
 @pytest.fixture(scope="module")

@@ -62,21 +62,21 @@ def test_a_server_is_stopped_with_its_children(
 
 
 @pytest.mark.parametrize(
-    ("program", "reason"),
+    ("program", "timeout", "reason"),
     [
-        ("print('no such model'); raise SystemExit(3)", "ended with status 3.*no such model"),
-        ("import time; print('thinking', flush=True); time.sleep(60)", "not ready after 1 s.*thinking"),
+        ("print('no such model'); raise SystemExit(3)", 60.0, "ended with status 3.*no such model"),
+        ("import time; print('thinking', flush=True); time.sleep(60)", 3.0, "not ready after 3 s.*thinking"),
     ],
 )
 def test_a_server_that_does_not_start_is_an_error_with_its_log(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Path, port: int, program: str, reason: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Path, port: int, program: str, timeout: float, reason: str
 ) -> None:
     use_script(monkeypatch, tmp_path, program)
     with (
         pytest.raises(ServerStartError, match=f"(?s){reason}"),
         LocalServer(config, port) as server,
     ):
-        server.wait_until_ready(timeout=1)
+        server.wait_until_ready(timeout)
 
 
 def test_sigterm_also_stops_the_server(tmp_path: Path, config: Path, port: int) -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import cluster.routing.router_pool
 from specray.errors import EngineDeadError
 from specray.metrics import METRICS
 from tests.unit.cluster.conftest import TEXT, Serve, Server
@@ -240,7 +241,9 @@ def test_unknown_fields_are_listed_in_a_header(serve: Serve) -> None:
     asyncio.run(scenario())
 
 
-def test_503_until_a_router_is_connected(serve: Serve) -> None:
+def test_503_until_a_router_is_connected(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.routing.router_pool, "OPENING_S", 0.1)
+
     async def scenario() -> None:
         async with serve(connect=False) as server:
             for reply in (
