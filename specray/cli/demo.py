@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> list[Pair]:
     """The answers to QUESTIONS, in order. Those with speculation are printed as they arrive.
 
-    With speculation comes first: what the server keeps of a prompt helps only the plain answer.
+    The answer with speculation comes first, so that the prefix cache can only help the plain one.
     """
     print(f"== specray serve configs/{CONFIG.name}", flush=True)
     with LocalServer(CONFIG, options.port) as server:

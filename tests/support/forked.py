@@ -16,14 +16,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600.0
 PROCESSES = get_context("forkserver")
-# What most processes import, for seconds: reading a Llama's configuration loads half of transformers. None of it reads
-# an environment variable that tests change.
-IMPORTED = [
-    "tests.support.engine",
-    "hypothesis.strategies",
-    "transformers.models.llama.configuration_llama",
-    "xgrammar",
-]
+# What most processes import, for seconds. None of it reads an environment variable that tests change.
+IMPORTED = ["tests.support.engine", "hypothesis.strategies", "xgrammar"]
 PROCESSES.set_forkserver_preload([__name__, *IMPORTED])
 
 
