@@ -26,6 +26,7 @@ from cluster.engine.supervisor import DrafterSupervisor
 from cluster.engine.target import TargetActor
 from cluster.liveness.actors import Place, exit_reason, start_error
 from cluster.liveness.heartbeat import HeartbeatFile, LocalHeartbeat
+from cluster.liveness.process import RAY_EXIT_S
 from cluster.liveness.watchdog import Watchdogs, ranks_by_node
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
@@ -38,7 +39,6 @@ from specray.worker.remote_drafter.handshake import DraftEndpoint
 
 POLL_INTERVAL_S = 0.2  # between checks for dead ranks while waiting
 TOLERATED_FAULTS = {DraftFault.LATE, DraftFault.NO_HANDSHAKE}  # the target keeps its drafter
-STOP_TIMEOUT_S = 5.0  # for ranks to end
 EXIT_REASON_TIMEOUT_S = 2.0  # for the exit reason of a rank that closed its socket
 
 
@@ -137,8 +137,8 @@ class RayExecutor:
             self._drafter.close()
         for actor in self._actors:
             ray.kill(actor)
-        if self._sentinels:
-            ray.wait(self._sentinels, num_returns=len(self._sentinels), timeout=STOP_TIMEOUT_S)
+        if self._watchdogs is not None:
+            self._watchdogs.kill_ranks(RAY_EXIT_S)
         self.close()
 
     def close(self) -> None:

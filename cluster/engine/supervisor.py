@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.engine.draft import DraftActor
 from cluster.liveness.actors import exit_reason, start_error
 from cluster.liveness.heartbeat import HeartbeatFile
-from cluster.liveness.process import Process
+from cluster.liveness.process import RAY_EXIT_S, Process
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import EngineDeadError
 from specray.worker.remote_drafter.handshake import NO_DRAFTER, DraftEndpoint, DrafterHandshake, dismiss
@@ -116,7 +116,7 @@ class DrafterSupervisor:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        _end(self._first)
+        _end(self._first, RAY_EXIT_S)
 
     def _run(self) -> None:
         while True:
@@ -127,7 +127,7 @@ class DrafterSupervisor:
                 self._restart(reason)
             elif self._replacement is not None and not self._replacement.result.done():
                 self._replace(self._replacement)
-        _end(self._drafter)
+        _end(self._drafter, RAY_EXIT_S)
         if self._replacement is not None and not self._replacement.result.done():
             self._replacement.result.set_exception(EngineDeadError(CLOSING))
 
@@ -184,7 +184,7 @@ class DrafterSupervisor:
             if old is not None:
                 with contextlib.suppress(OSError):  # the target runs no step or has ended, so it uses no drafter
                     dismiss(self._endpoint, SWITCH_TIMEOUT_S)
-        _end(old)
+        _end(old, RAY_EXIT_S)
         return handshake
 
     def _start(self, config: EngineConfig, is_wanted: Callable[[], bool]) -> tuple["_DrafterProcess", DrafterHandshake]:
@@ -252,12 +252,12 @@ class _DrafterProcess:
         assert self._sentinel is not None
         return exit_reason("the drafter", self._sentinel, "was dropped by its target")
 
-    def end(self) -> None:
-        """Kill the process. Idempotent."""
+    def end(self, grace_s: float = 0.0) -> None:
+        """End the process, and kill it unless it ends within `grace_s` seconds. Idempotent."""
         with contextlib.suppress(RayActorError):
             ray.kill(self._actor)
         if self._process is not None:
-            self._process.kill()
+            self._process.kill(grace_s)
 
     def _open_process(self) -> None:
         """Open the process while it runs, before its ID can be reused."""
@@ -271,6 +271,6 @@ class _DrafterProcess:
             raise TimeoutError(f"its process has not started in {self.age_s:.0f} s")
 
 
-def _end(drafter: _DrafterProcess | None) -> None:
+def _end(drafter: _DrafterProcess | None, grace_s: float = 0.0) -> None:
     if drafter is not None:
-        drafter.end()
+        drafter.end(grace_s)

@@ -56,12 +56,12 @@ class Watchdogs:
         failures = [self._local.failure(), *(watchdog.failure() for watchdog in self._remote)]
         return next((failure for failure in failures if failure is not None), None)
 
-    def kill_ranks(self) -> None:
-        """Kill every rank on a reachable node. Idempotent."""
-        calls = [watchdog.kill_ranks() for watchdog in self._remote]  # these take longest
-        self._local.kill_ranks()
+    def kill_ranks(self, grace_s: float = 0.0) -> None:
+        """Kill every rank on a reachable node, unless it ends within `grace_s` seconds. Idempotent."""
+        calls = [watchdog.kill_ranks(grace_s) for watchdog in self._remote]  # these take longest
+        self._local.kill_ranks(grace_s)
         if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=KILL_TIMEOUT_S)
+            ray.wait(calls, num_returns=len(calls), timeout=KILL_TIMEOUT_S + grace_s)
         for watchdog in self._remote:
             watchdog.stop()
         self._remote = []
@@ -90,10 +90,10 @@ class NodeWatchdog:
                 return f"rank {rank} of the target has not run for {heartbeat.silence_s:.1f} s"
         return None
 
-    def kill_ranks(self) -> None:
-        """Kill every rank. Idempotent."""
+    def kill_ranks(self, grace_s: float = 0.0) -> None:
+        """Kill every rank that does not end within `grace_s` seconds. Idempotent."""
         for process in self._processes:
-            process.kill()
+            process.kill(grace_s)
 
 
 def watch_router(heartbeat: HeartbeatFile) -> None:
@@ -129,8 +129,8 @@ class WatchdogActor:
         self._router.beat()
         return self._watchdog.failure()
 
-    def kill_ranks(self) -> None:
-        self._watchdog.kill_ranks()
+    def kill_ranks(self, grace_s: float = 0.0) -> None:
+        self._watchdog.kill_ranks(grace_s)
         self._folder.cleanup()
 
     def _watch_router(self) -> None:
@@ -155,10 +155,10 @@ class RemoteWatchdog:
         """The result of the latest poll. A missing answer is a failure, too."""
         return self._failure
 
-    def kill_ranks(self) -> "ray.ObjectRef[None]":
+    def kill_ranks(self, grace_s: float) -> "ray.ObjectRef[None]":
         """Start killing the ranks on that node. The returned reference is ready when that is done."""
         self._closing.set()
-        call: ray.ObjectRef[None] = self._actor.kill_ranks.remote()
+        call: ray.ObjectRef[None] = self._actor.kill_ranks.remote(grace_s)
         return call
 
     def stop(self) -> None:

@@ -77,7 +77,7 @@ class FakeProcess:
     def __init__(self, pid: int) -> None:
         pass
 
-    def kill(self) -> None:
+    def kill(self, grace_s: float) -> None:
         pass
 
 

@@ -35,6 +35,12 @@ def test_a_frozen_process_stops_beating_and_can_be_killed(tmp_path: Path) -> Non
         assert child.wait(5) == -signal.SIGKILL
 
 
+def test_a_process_that_ends_in_time_is_not_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2)"]) as child:
+        Process(child.pid).kill(grace_s=10.0)
+        assert child.wait() == 0
+
+
 def test_killing_a_process_that_has_ended_does_nothing() -> None:
     with subprocess.Popen([sys.executable, "-c", "pass"]) as child:
         process = Process(child.pid)
