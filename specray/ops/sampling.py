@@ -126,25 +126,28 @@ def _lowest_kept(scaled: Tensor, batch: SamplingBatch, prefix: int) -> Tensor:
     """
     logprobs = scaled.log_softmax(-1)  # row by row, so that no row's bits depend on the others
     vocab_size = scaled.shape[-1]
-    ids, count, is_enough = _nucleus(logprobs, prefix, batch)
+    best, count, is_enough = _nucleus(scaled, logprobs, prefix, batch)
     if prefix < vocab_size and not bool(is_enough.all()):
-        ids, count, _ = _nucleus(logprobs, vocab_size, batch)
-    lowest = scaled.gather(1, ids.gather(1, count[:, None] - 1))
+        best, count, _ = _nucleus(scaled, logprobs, vocab_size, batch)
+    lowest = best.gather(1, count[:, None] - 1)
     is_limited = (batch.top_k > 0) | (batch.top_p < 1.0)
     lowest = lowest.masked_fill(~is_limited[:, None], -torch.inf)
     floor = scaled.max(-1, keepdim=True).values + batch.min_p[:, None].log()  # min_p 0: minus infinity
     return torch.maximum(lowest, floor)
 
 
-def _nucleus(logprobs: Tensor, prefix: int, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """(the `prefix` likeliest ids [n, prefix], how many of them top-k and top-p keep, whether these are all)."""
-    best, ids = logprobs.topk(prefix)
+def _nucleus(scaled: Tensor, logprobs: Tensor, prefix: int, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """(the `prefix` largest logits [n, prefix], how many of them top-k and top-p keep, whether these are all).
+
+    The logits are sorted because two of them can have the same rounded log-probability.
+    """
+    best, ids = scaled.topk(prefix)
     limit = torch.where(batch.top_k > 0, batch.top_k, logprobs.shape[-1]).clamp(max=prefix)[:, None]
     places = torch.arange(prefix, device=logprobs.device)
-    mass = best.exp().masked_fill_(places >= limit, 0.0).cumsum(-1)
+    mass = logprobs.gather(1, ids).exp().masked_fill_(places >= limit, 0.0).cumsum(-1)
     total = torch.where(batch.top_k[:, None] > 0, mass[:, -1:], torch.ones_like(mass[:, -1:]))
     # A token is kept while the mass before it is below top_p. With top_p = 1 all are kept, even if the sum rounds to 1.
     is_kept = (mass[:, :-1] < batch.top_p[:, None] * total) | (batch.top_p[:, None] >= 1.0)
     count = 1 + (is_kept & (places[1:] < limit)).sum(-1)
     is_enough = (batch.top_k > 0) | (batch.top_p >= 1.0) | (mass[:, -1] >= batch.top_p)
-    return ids, count, is_enough
+    return best, count, is_enough

@@ -196,6 +196,7 @@ def test_sampling_does_not_modify_logits() -> None:
 @settings(max_examples=60)
 @example(seed=0, spread=4.0, top_k=9_999, top_p=1.0, min_p=0.0)  # here a float32 sum reaches 1 before the last token
 @example(seed=1292, spread=4.0, top_k=0, top_p=1.0, min_p=0.0)  # here a float64 sum does
+@example(seed=4925, spread=1.0, top_k=1_500, top_p=0.9999, min_p=0.0)  # two logits with one log-probability at the edge
 def test_filters_keep_the_right_tokens_of_a_large_vocabulary(
     seed: int, spread: float, top_k: int, top_p: float, min_p: float
 ) -> None:
