@@ -466,7 +466,14 @@ class EngineConfig(Options):
         2048,
         ge=1,
         le=1_000_000,
-        description="Maximum number of prompt tokens in a step, over all requests; two chunks while others decode.",
+        description="Maximum number of prompt tokens in a step, over all requests, while none decodes.",
+    )
+    mixed_prefill_tokens: int | None = Field(
+        None,
+        ge=2,
+        le=1_000_000,
+        description="Maximum number of prompt tokens in a step in which other requests decode and wait for them; one "
+        "request gets at most half. Null takes 96 on a CPU and two chunks on a GPU.",
     )
 
     enable_multi_layer_eagle: Annotated[bool, unsupported_options.ENABLE_MULTI_LAYER_EAGLE.check] = (

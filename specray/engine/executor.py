@@ -17,6 +17,7 @@ class Capacity(NamedTuple):
     dtype: str = "float32"  # of the target's weights and KV
     is_batch_invariant: bool = True  # a token's logits have the same bits in any batch, tree or prompt chunk
     without_graphs: tuple[str, ...] = ()  # on a GPU, what has no CUDA graphs though they are wanted, and why
+    mixed_prefill_tokens: int = 1024  # prompt tokens of a step in which other requests decode
     max_plans: int = 1  # submitted and not collected; with 2, the ranks never wait for the next plan
 
 

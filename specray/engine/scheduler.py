@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.engine.block_pool import BlockPool
-from specray.engine.draft_budget import DraftBudget, make_budget
-from specray.engine.draft_budget.budget import Drafting
+from specray.engine.draft_budget import DraftBudget, Drafting, make_budget
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
 from specray.engine.new_request import new_request
@@ -22,6 +21,7 @@ from specray.engine.request import Emitted, Planned, Request, Status
 from specray.step import DraftLimit, NewRequest, ScheduledRequest, StepPlan, StepResult
 
 MAX_FORCED_DRAFTS = 8  # tokens that a grammar may add to a drafter's tree
+MIXED_STEPS = 16  # that have few prompt tokens after the last one with a decoding request
 
 
 class Scheduler:
@@ -33,8 +33,10 @@ class Scheduler:
             self.pool, config.page_size, enabled=not config.disable_radix_cache, lookahead=capacity.reads_next_token
         )
         self.block_size = config.page_size
-        self.chunk_size = config.chunked_prefill_size
-        self.max_prefill_tokens = config.max_prefill_tokens
+        # Prompt tokens of a step and of one request in it: usually, and few while other requests decode and wait.
+        mixed = min(capacity.mixed_prefill_tokens, config.max_prefill_tokens)
+        self._prefill_limits = config.max_prefill_tokens, config.chunked_prefill_size
+        self._mixed_limits = mixed, min(config.chunked_prefill_size, -(-mixed // 2))
         self.max_draft_tokens = capacity.max_draft_tokens
         self.budget: DraftBudget = make_budget(config, config.speculative, capacity)
         self.eos_token_ids = capacity.eos_token_ids
@@ -42,7 +44,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._free_slots = list(range(config.max_running_requests - 1, -1, -1))
         self._freed_slots: list[int] = []
-        self._num_steps = 0
+        self._num_steps, self._mixed_until = 0, 0
         # The requests of planned steps, each with its number of preemptions at that time.
         self._planned: deque[list[tuple[Request, int]]] = deque()
         self.num_preemptions = 0
@@ -69,12 +71,12 @@ class Scheduler:
 
         Drafts get blocks last, so they never keep a request out of the step. An empty plan must not be run.
         """
-        budget, num_preemptions = self._prefill_budget(), self.num_preemptions
+        (budget, chunk), num_preemptions = self._limit_prefill(), self.num_preemptions
         work: list[tuple[Request, int, list[int]]] = []  # known tokens to compute, blocks added for them
         for request in list(self.running):
             if request.in_flight and request.most_tokens >= request.max_length:
                 continue  # a planned step may end it
-            num_tokens = self._num_tokens(request, budget)
+            num_tokens = self._num_tokens(request, min(chunk, budget))
             if num_tokens and (blocks := self._keep(request)) is not None:
                 work.append((request, num_tokens, blocks))
                 budget -= num_tokens if request.num_pending_tokens > 1 else 0
@@ -84,7 +86,7 @@ class Scheduler:
             if not self._admit(request):
                 self.waiting.appendleft(request)
                 break
-            num_tokens = self._num_tokens(request, budget)
+            num_tokens = self._num_tokens(request, min(chunk, budget))
             new_requests.append(new_request(request, self.eos_token_ids))
             work.append((request, num_tokens, []))
             budget -= num_tokens
@@ -112,21 +114,20 @@ class Scheduler:
 
     def commit(self, emitted: Emitted, num_kept: int) -> None:
         """Append the first `num_kept` of a request's emitted tokens, up to where a stop condition cuts the output."""
-        request, token_ids = emitted.request, emitted.result.token_ids
+        request, result = emitted.request, emitted.result
         request.in_flight.pop(0)
-        if emitted.result.is_deferred:
+        if result.is_deferred:
             return  # the same tokens are planned again
         request.num_computed_tokens += emitted.num_tokens
-        if token_ids:
-            num_drafts = emitted.result.num_draft_tokens
+        if result.token_ids:
+            num_drafts = result.num_draft_tokens
             if self.budget.learns and request.spec.params.grammar is None:  # a grammar changes the drafter's trees
-                drafted = emitted.result.accepted_nodes, emitted.result.draft_scores
-                self.budget.record_tree(request.acceptance, num_drafts, *drafted)
-            request.count_verify(num_drafts, len(token_ids) - 1)
+                self.budget.record_tree(request.acceptance, num_drafts, result.accepted_nodes, result.draft_scores)
+            request.count_verify(num_drafts, len(result.token_ids) - 1)
             request.num_computed_tokens += num_kept - 1
-        request.token_ids += token_ids[:num_kept]
+        request.token_ids += result.token_ids[:num_kept]
         if self.waiting.num_waiting:  # an empty queue charges nobody
-            self.waiting.charge(request, len(token_ids))
+            self.waiting.charge(request, len(result.token_ids))
         self._share_full_blocks(request)
 
     def finish(self, request: Request) -> None:
@@ -138,15 +139,16 @@ class Scheduler:
             self._release(request)
         request.status = Status.FINISHED
 
-    def _prefill_budget(self) -> int:
-        """Prompt tokens of a step: at most two chunks while other requests decode, which bounds their delay."""
-        is_decoding = any(request.num_pending_tokens == 1 for request in self.running)
-        return min(self.max_prefill_tokens, 2 * self.chunk_size) if is_decoding else self.max_prefill_tokens
+    def _limit_prefill(self) -> tuple[int, int]:
+        """The limits of this step. Few prompt tokens also follow the end of a request: its client may send the next."""
+        if any(request.num_pending_tokens == 1 for request in self.running):
+            self._mixed_until = self._num_steps + MIXED_STEPS
+        return self._mixed_limits if self._num_steps < self._mixed_until else self._prefill_limits
 
-    def _num_tokens(self, request: Request, budget: int) -> int:
+    def _num_tokens(self, request: Request, limit: int) -> int:
         """Known tokens to compute in this step. Decoding is not charged to the prefill budget."""
         pending = request.num_pending_tokens
-        return 1 if pending == 1 else min(pending, self.chunk_size, budget)
+        return 1 if pending == 1 else min(pending, limit)
 
     def _keep(self, request: Request) -> list[int] | None:
         """New blocks for a running request's tokens; None if it was preempted for older ones, or must wait for blocks.
@@ -197,11 +199,10 @@ class Scheduler:
         self, request: Request, num_tokens: int, new_block_ids: list[int], limit: DraftLimit
     ) -> ScheduledRequest:
         num_known, num_drafts = request.most_tokens, limit.num_tokens
-        samples = num_tokens == request.num_pending_tokens
         if num_drafts:
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
-        request.in_flight.append(Planned(num_tokens, samples, num_drafts))
+        request.in_flight.append(Planned(num_tokens, num_tokens == request.num_pending_tokens, num_drafts))
         return ScheduledRequest(request.slot, num_tokens, limit._replace(num_tokens=num_drafts), new_block_ids)
 
     def _grow(self, request: Request, num_tokens: int) -> list[int] | None:

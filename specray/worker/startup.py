@@ -36,6 +36,7 @@ from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacemen
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.worker import Worker
 
+MIXED_PREFILL_TOKENS_ON_CPU = 96
 WALKS = "rejection sampling and accept thresholds walk trees by depth, on the host"
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ def start_worker(
         dtype=str(target.model.embedding.weight.dtype).removeprefix("torch."),
         is_batch_invariant=target.is_batch_invariant,
         without_graphs=tuple(without_graphs),
+        mixed_prefill_tokens=mixed_prefill_tokens(config, is_gpu=device.type == "cuda"),
     )
     return Worker(
         group=group,
@@ -107,6 +109,15 @@ def start_worker(
         graphs=graphs,
         capacity=capacity,
     )
+
+
+def mixed_prefill_tokens(config: EngineConfig, is_gpu: bool) -> int:
+    """Prompt tokens of a step in which other requests decode.
+
+    On a CPU the time of a step grows with its tokens, and small chunks of a prompt take hardly longer than large ones.
+    """
+    default = 2 * config.chunked_prefill_size if is_gpu else MIXED_PREFILL_TOKENS_ON_CPU
+    return config.mixed_prefill_tokens or default
 
 
 @torch.inference_mode()

@@ -9,13 +9,13 @@ changes a request's text.
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.draft_budget.auto import AutoBudget
-from specray.engine.draft_budget.budget import DraftBudget
+from specray.engine.draft_budget.budget import DraftBudget, Drafting
 from specray.engine.draft_budget.static import StaticBudget
 from specray.engine.draft_budget.store import CostStore
 from specray.engine.draft_budget.timer import StepTimer
 from specray.engine.executor import Capacity
 
-__all__ = ["DraftBudget", "StepTimer", "make_budget"]
+__all__ = ["DraftBudget", "Drafting", "StepTimer", "make_budget"]
 
 
 def make_budget(config: EngineConfig, speculative: SpeculativeConfig, capacity: Capacity) -> DraftBudget:

@@ -8,6 +8,7 @@ from specray.config import EngineConfig
 from specray.engine.engine import Engine
 from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest
+from specray.engine.scheduler import MIXED_STEPS
 from specray.errors import QueueFullError
 from specray.outputs import FinishReason
 from specray.sampling_params import SamplingParams
@@ -20,8 +21,8 @@ CHUNK = 64
 class PlanRecorder:
     """An executor that records plans. Each row whose known tokens are computed emits one token."""
 
-    def __init__(self, context: int) -> None:
-        self.capacity = Capacity(2000, 0, context, VOCAB_SIZE, [1])
+    def __init__(self, context: int, mixed_prefill_tokens: int) -> None:
+        self.capacity = Capacity(2000, 0, context, VOCAB_SIZE, [1], mixed_prefill_tokens=mixed_prefill_tokens)
         self.plans: list[StepPlan] = []
         self._pending: dict[int, int] = {}
 
@@ -44,9 +45,9 @@ class PlanRecorder:
         return RequestResult(row.slot, [4], 0, None, None)
 
 
-def make_engine(context: int = 40, **options: int) -> tuple[Engine, PlanRecorder]:
+def make_engine(context: int = 40, mixed: int = 2 * CHUNK, **options: int) -> tuple[Engine, PlanRecorder]:
     config = EngineConfig(page_size=16, disable_radix_cache=True, **options)  # type: ignore[arg-type]
-    ranks = PlanRecorder(context)
+    ranks = PlanRecorder(context, mixed)
     return Engine(config, ranks, toy_tokenizer().backend_tokenizer), ranks
 
 
@@ -105,8 +106,9 @@ def test_requests_that_arrive_during_a_step_count() -> None:
         engine.admission.check(request("b2", tenant="b"), arriving)
 
 
-def test_decoding_rows_wait_for_at_most_two_chunks() -> None:
-    engine, ranks = make_engine(9000, max_running_requests=12, chunked_prefill_size=CHUNK, max_prefill_tokens=4 * CHUNK)
+def test_decoding_rows_wait_for_few_prompt_tokens() -> None:
+    options = {"chunked_prefill_size": 4 * CHUNK, "max_prefill_tokens": 8 * CHUNK}
+    engine, ranks = make_engine(9000, max_running_requests=12, **options)
     names = [f"short{index}" for index in range(6)]
     for name in names:
         engine.add_request(request(name, max_tokens=600))
@@ -126,8 +128,8 @@ def test_decoding_rows_wait_for_at_most_two_chunks() -> None:
     assert [CHUNK, CHUNK] in prefills, "the second prompt waited for the end of the first"
 
 
-def test_one_long_prompt_adds_one_chunk_per_step() -> None:
-    engine, ranks = make_engine(9000, max_running_requests=4, chunked_prefill_size=CHUNK, max_prefill_tokens=4 * CHUNK)
+def test_one_long_prompt_takes_half_of_what_a_mixed_step_allows() -> None:
+    engine, ranks = make_engine(9000, max_running_requests=4, chunked_prefill_size=4 * CHUNK)
     engine.add_request(request("short", max_tokens=400))
     engine.step()
     engine.add_request(request("long", prompt=8000, max_tokens=1))
@@ -142,3 +144,25 @@ def test_without_decoding_rows_prompts_may_fill_a_step() -> None:
         engine.add_request(request(f"long{index}", prompt=1000, max_tokens=1))
     engine.step()
     assert [row.num_tokens for row in ranks.plans[0].rows] == [CHUNK] * 4
+
+
+@pytest.mark.parametrize(("mixed", "chunk", "largest"), [(2 * CHUNK, 10, 10), (5, CHUNK, 3), (1, CHUNK, 1)])
+def test_a_prompt_gets_a_token_in_each_mixed_step_and_never_more_than_a_chunk(
+    mixed: int, chunk: int, largest: int
+) -> None:
+    engine, ranks = make_engine(200, mixed, chunked_prefill_size=chunk)
+    engine.add_request(request("short", prompt=1, max_tokens=150))
+    engine.step()
+    engine.add_request(request("long", prompt=100, max_tokens=1))
+    engine.step()
+    assert sorted(row.num_tokens for row in ranks.plans[-1].rows) == [1, largest]
+
+
+def test_a_step_has_few_prompt_tokens_until_no_request_has_decoded_for_a_while() -> None:
+    engine, ranks = make_engine(9000, chunked_prefill_size=4 * CHUNK)
+    engine.add_request(request("short", max_tokens=2))
+    engine.add_request(request("long", prompt=8000, max_tokens=1))
+    for _ in range(MIXED_STEPS + 3):
+        engine.step()
+    sizes = [max(row.num_tokens for row in plan.rows) for plan in ranks.plans]
+    assert sizes == [4 * CHUNK] + [CHUNK] * MIXED_STEPS + [4 * CHUNK] * 2

@@ -36,8 +36,18 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def capacity(num_blocks: int = 20, max_draft_tokens: int = 4, reads_next_token: bool = False) -> Capacity:
-    return Capacity(num_blocks, max_draft_tokens, CONTEXT, VOCAB_SIZE, [1], reads_next_token)
+def capacity(
+    num_blocks: int = 20, max_draft_tokens: int = 4, reads_next_token: bool = False, mixed_prefill_tokens: int = 12
+) -> Capacity:
+    return Capacity(
+        num_blocks,
+        max_draft_tokens,
+        CONTEXT,
+        VOCAB_SIZE,
+        [1],
+        reads_next_token,
+        mixed_prefill_tokens=mixed_prefill_tokens,
+    )
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,11 @@ class Case:
     max_draft_tokens: int
     seed: int
     reads_next_token: bool = False
+    mixed_prefill_tokens: int = 12
 
     @property
     def capacity(self) -> Capacity:
-        return capacity(self.num_blocks, self.max_draft_tokens, self.reads_next_token)
+        return capacity(self.num_blocks, self.max_draft_tokens, self.reads_next_token, self.mixed_prefill_tokens)
 
 
 @st.composite
@@ -66,7 +77,10 @@ def cases(draw: st.DrawFn) -> Case:
     )
     at_least = -(-CONTEXT // config.page_size) + 1
     num_blocks = draw(st.integers(at_least, at_least + 2 * CONTEXT // config.page_size))
-    return Case(config, num_blocks, draw(st.integers(0, 6)), draw(st.integers(0, 2**32)), draw(st.booleans()))
+    max_draft_tokens, mixed_prefill_tokens = draw(st.integers(0, 6)), draw(st.integers(1, 12))
+    return Case(
+        config, num_blocks, max_draft_tokens, draw(st.integers(0, 2**32)), draw(st.booleans()), mixed_prefill_tokens
+    )
 
 
 class Run:
