@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.engine.priority import lower_priority_from_environment
 from cluster.garbage_collection import frozen_garbage_collection
 from cluster.liveness.heartbeat import HeartbeatFile
 from cluster.log_level import set_log_level_from_environment
@@ -28,6 +29,7 @@ class DraftActor:
 
     def start(self, num_slots: int) -> DrafterHandshake:
         """Load the drafter, for a target with `num_slots` KV slots."""
+        lower_priority_from_environment()
         target = self._target.result()
         from specray.ops.cpu.threads import use_threads
         from specray.worker.memory import enough_memory

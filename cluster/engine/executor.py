@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from cluster import log_level
 from cluster.config import AppConfig
+from cluster.engine import priority
 from cluster.engine.placement import (
     Bundle,
     Placement,
@@ -171,7 +172,7 @@ class RayExecutor:
             "num_cpus": resources["CPU"],
             "num_gpus": resources.get("GPU", 0.0),
             "scheduling_strategy": self._placement.bundle(bundle),
-            "runtime_env": {"env_vars": rank_environment(config)},
+            "runtime_env": {"env_vars": rank_environment(config, has_gpu="GPU" in resources)},
         }
 
     def _watchdog_options(self, rank: int) -> dict[str, Any]:
@@ -254,16 +255,17 @@ def rank_threads(config: AppConfig, num_cores: int) -> int:
     return config.num_threads or max(1, max(num_cores - 1, min(num_cores, 2)) // config.tp_size)
 
 
-def rank_environment(config: AppConfig) -> dict[str, str]:
-    """Environment of a rank: its log level and compute threads. Ray would set the latter to the CPUs it reserves.
+def rank_environment(config: AppConfig, has_gpu: bool) -> dict[str, str]:
+    """Environment of a rank: its log level, compute threads (Ray would set the CPUs it reserves) and priority.
 
     OMP_WAIT_POLICY keeps its active default. With passive waiting, each of a step's 150 parallel regions wakes up its
     threads, and a step of 12.6 ms took 23.4 ms.
     """
-    return {
+    environment = {
         "OMP_NUM_THREADS": str(rank_threads(config, _num_cores())),
         log_level.VARIABLE: config.server.log_level,
     }
+    return environment if has_gpu else environment | {priority.VARIABLE: str(priority.COMPUTING_NICENESS)}
 
 
 def _num_cores() -> int:

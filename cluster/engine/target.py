@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.engine.priority import lower_priority_from_environment
 from cluster.engine.rendezvous import open_store, use_interface
 from cluster.garbage_collection import frozen_garbage_collection
 from cluster.liveness.actors import Place
@@ -45,6 +46,7 @@ class TargetActor:
         """
         heartbeat = HeartbeatFile(Path(heartbeat_path))
         heartbeat.keep_beating()
+        lower_priority_from_environment()
         with frozen_garbage_collection():
             self._worker = self._load(init_method)
         heartbeat.mark_loaded()

@@ -59,9 +59,9 @@ def test_the_defaults_fit_one_core() -> None:
 
 def test_ranks_divide_the_compute_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
-    assert rank_environment(AppConfig(tp_size=2))["OMP_NUM_THREADS"] == "3"
-    assert rank_environment(AppConfig(tp_size=16))["OMP_NUM_THREADS"] == "1"
-    assert rank_environment(AppConfig(num_threads=3))["OMP_NUM_THREADS"] == "3"
+    assert rank_environment(AppConfig(tp_size=2), has_gpu=False)["OMP_NUM_THREADS"] == "3"
+    assert rank_environment(AppConfig(tp_size=16), has_gpu=False)["OMP_NUM_THREADS"] == "1"
+    assert rank_environment(AppConfig(num_threads=3), has_gpu=False)["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize(

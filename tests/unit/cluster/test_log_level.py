@@ -33,7 +33,7 @@ def test_deployments_log_at_the_configured_level() -> None:
 
 
 def test_ranks_and_drafters_log_at_the_configured_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = rank_environment(AppConfig.model_validate({"server": {"log_level": "error"}}))
+    environment = rank_environment(AppConfig.model_validate({"server": {"log_level": "error"}}), has_gpu=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     set_log_level_from_environment()
