@@ -145,16 +145,16 @@ const SCENARIOS = {
     assert.equal((await chats.create(OPTIONS)).choices[0].message.content, await rawText());
   },
   async a_client_that_gives_up_times_out() {
-    const slow = chats.create({ ...OPTIONS, max_tokens: 1000 }, { timeout: 50 });
+    const slow = chats.create({ ...OPTIONS, max_tokens: 1000, ignore_eos: true }, { timeout: 50 });
     await assert.rejects(slow, OpenAI.APIConnectionTimeoutError);
   },
   async errors_are_its_own() {
     const wrong = new OpenAI({ baseURL: `${URL}/v1`, apiKey: "sk-wrong", maxRetries: 0 });
     const cases = [
-      [wrong.chat.completions.create(OPTIONS), OpenAI.AuthenticationError, 401, /missing or invalid API key/],
-      [chats.create({ ...OPTIONS, model: "gpt-x" }), OpenAI.NotFoundError, 404, /gpt-x/],
-      [chats.create({ ...OPTIONS, top_p: 2 }), OpenAI.BadRequestError, 400, /top_p=2/],
-      [chats.create({ ...OPTIONS, top_p: 2, stream: true }), OpenAI.BadRequestError, 400, /top_p=2/],
+      [() => wrong.chat.completions.create(OPTIONS), OpenAI.AuthenticationError, 401, /missing or invalid API key/],
+      [() => chats.create({ ...OPTIONS, model: "gpt-x" }), OpenAI.NotFoundError, 404, /gpt-x/],
+      [() => chats.create({ ...OPTIONS, top_p: 2 }), OpenAI.BadRequestError, 400, /top_p=2/],
+      [() => chats.create({ ...OPTIONS, top_p: 2, stream: true }), OpenAI.BadRequestError, 400, /top_p=2/],
     ];
     for (const [call, kind, status, message] of cases) {
       await assert.rejects(call, (error) => {
