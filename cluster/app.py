@@ -16,6 +16,7 @@ from cluster.autoscaling import serve_autoscaling
 from cluster.config import AppConfig
 from cluster.engine.placement import bundles, strategy, uses_gpus
 from cluster.engine.router import Router
+from cluster.event_loops import ONE_LOOP
 from cluster.http_port import check_http_port
 from specray.models.files import is_here
 from specray.spec_decode import check_speculative
@@ -29,7 +30,10 @@ ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
 MIN_ENGINES = 16  # for the ingress's limits: Serve may scale beyond the plan, but never changes them
 INGRESS_SLACK = 256  # requests that are refused or answered without an engine
 SHUTDOWN_POLL_S = 0.5  # interval at which a stopping replica checks for unfinished requests; Serve's default is 2
-HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # the ranks own the compute threads
+HOST_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+} | ONE_LOOP  # the ranks own the compute threads
 # gRPC instead of Ray objects halves the ingress's CPU work per streamed output. gRPC does not report a dead replica;
 # the ingress detects one by its missing heartbeats.
 INGRESS_ENVIRONMENT = HOST_ENVIRONMENT | {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}

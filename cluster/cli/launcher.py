@@ -29,6 +29,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.app import application
 from cluster.cli.check import check_document, load, summary
 from cluster.config import AppConfig
+from cluster.event_loops import ONE_LOOP
 from cluster.log_level import most_verbose, set_log_level
 from specray.errors import ConfigError, SpecRayError
 from specray.private_folders import disown
@@ -110,6 +111,8 @@ def _start_ray(address: str | None, dashboard_port: int | None) -> None:
         ray.init(address=address, namespace="serve", logging_level=logging.WARNING)
         return
     has_dashboard = dashboard_port is not None
+    for name, value in ONE_LOOP.items():  # for Serve's proxy; this process has imported Serve before
+        os.environ.setdefault(name, value)
     ray.init(
         address="local",
         namespace="serve",

@@ -24,6 +24,7 @@ from cluster.cli.check import IMPORT_PATH, Json, check_document, check_keys, fin
 from cluster.cli.flags import add_flags, given, overridden
 from cluster.cli.sglang_environment import check_sglang_environment
 from cluster.config import AppConfig
+from cluster.event_loops import ONE_LOOP
 from specray.cli.local_server import refuse_port_in_use
 from specray.errors import ConfigError, SpecRayError
 from specray.private_folders import PREFIX, own, remove_leftovers
@@ -161,8 +162,11 @@ def ray_environment(folder: Path, is_local: bool, insecure: bool, environment: M
     or in RAY_TMPDIR. Ray has no option to bind a node to loopback. It does so only where clusters of several nodes are
     disabled, which is its default on macOS and Windows. One port of each Serve replica still listens on all interfaces;
     it requires the token.
+
+    The launcher itself has no event loop, so it does not take `ONE_LOOP`; it passes it on to a local cluster.
     """
-    kept = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
+    outer = environment.items()
+    kept = {name: value for name, value in outer if name != "RAY_ADDRESS" and (name, value) not in ONE_LOOP.items()}
     kept |= {"RAY_AUTH_MODE": "disabled" if insecure else "token", "RAY_USAGE_STATS_ENABLED": "0"}
     if not is_local:
         return kept

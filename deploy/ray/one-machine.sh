@@ -10,8 +10,8 @@ export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 RAY_S
 
 # `ray start` requires a token; this one stays on the machine.
 ray get-auth-token --generate >/dev/null
-ray start --head --node-ip-address=127.0.0.1 --port=6379 --include-dashboard=false \
-    --metrics-export-port="${RAY_METRICS_PORT:-8080}"
+RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0 ray start --head --node-ip-address=127.0.0.1 --port=6379 \
+    --include-dashboard=false --metrics-export-port="${RAY_METRICS_PORT:-8080}"
 
 # Shuts the application down on SIGINT, but not on SIGTERM.
 exec serve run --address=127.0.0.1:6379 "$1"

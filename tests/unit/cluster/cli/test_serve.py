@@ -12,6 +12,7 @@ from cluster.cli.check import check_file
 from cluster.cli.launcher import error_line
 from cluster.cli.serve import RAY_OPTIONS, exposure, main, ray_environment
 from cluster.config import AppConfig
+from cluster.event_loops import ONE_LOOP
 from specray.cli.local_server import free_port
 from tests.support.front_proxy import write_certificate
 
@@ -232,6 +233,15 @@ def test_a_joined_cluster_keeps_its_token(tmp_path: Path) -> None:
 def test_ray_options_do_not_override_the_environment(name: str, ours: str, tmp_path: Path) -> None:
     for outer, value in (({}, ours), ({name: "7"}, "7")):
         assert ray_environment(tmp_path, is_local=True, insecure=False, environment=outer)[name] == value
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_the_launcher_does_not_take_one_loop(is_local: bool, tmp_path: Path) -> None:
+    """It calls the ingress without an event loop, which Serve refuses with these variables."""
+    outer = dict(ONE_LOOP)
+    assert not ONE_LOOP.keys() & ray_environment(tmp_path, is_local, insecure=False, environment=outer).keys()
+    threads = dict.fromkeys(ONE_LOOP, "1")
+    assert threads.items() <= ray_environment(tmp_path, is_local, insecure=False, environment=threads).items()
 
 
 def test_insecure_disables_the_token_explicitly(tmp_path: Path) -> None:
