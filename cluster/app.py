@@ -34,9 +34,6 @@ HOST_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
 } | ONE_LOOP  # the ranks own the compute threads
-# gRPC instead of Ray objects halves the ingress's CPU work per streamed output. gRPC does not report a dead replica;
-# the ingress detects one by its missing heartbeats.
-INGRESS_ENVIRONMENT = HOST_ENVIRONMENT | {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
 
 
 def build(args: AppConfig) -> Application:
@@ -83,7 +80,7 @@ def _ingress(config: AppConfig) -> serve.Deployment:
         },
         ray_actor_options={
             "num_cpus": config.server.ingress_cpus,
-            "runtime_env": {"env_vars": INGRESS_ENVIRONMENT},
+            "runtime_env": {"env_vars": HOST_ENVIRONMENT},
         },
         graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
         graceful_shutdown_timeout_s=config.server.drain_s,
