@@ -1,6 +1,6 @@
 """The Serve application that `serve run` imports, built from its arguments.
 
-Queue limits of the deployments are set here, because Serve's defaults are unbounded.
+The ingress's queue limit is set here, because Serve's default is unbounded. Routers limit their queues themselves.
 """
 
 import logging
@@ -16,8 +16,8 @@ from cluster.autoscaling import serve_autoscaling
 from cluster.config import AppConfig
 from cluster.engine.placement import bundles, strategy, uses_gpus
 from cluster.engine.router import Router
-from cluster.event_loops import ONE_LOOP
 from cluster.http_port import check_http_port
+from cluster.serve_variables import LARGE_MESSAGES, ONE_LOOP
 from specray.models.files import is_here
 from specray.spec_decode import check_speculative
 from specray.unsupported_options import options_without_effect
@@ -30,10 +30,8 @@ ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
 MIN_ENGINES = 16  # for the ingress's limits: Serve may scale beyond the plan, but never changes them
 INGRESS_SLACK = 256  # requests that are refused or answered without an engine
 SHUTDOWN_POLL_S = 0.5  # interval at which a stopping replica checks for unfinished requests; Serve's default is 2
-HOST_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
-} | ONE_LOOP  # the ranks own the compute threads
+# Of ingresses and routers. The ranks own the threads that compute.
+HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | ONE_LOOP | LARGE_MESSAGES
 
 
 def build(args: AppConfig) -> Application:
@@ -66,7 +64,7 @@ def application(args: AppConfig) -> Application:
 
 
 def _ingress(config: AppConfig) -> serve.Deployment:
-    """Allows more open requests than the engines admit, so that the excess gets our 429 instead of Serve's."""
+    """Allows more open requests than the engines admit, so that the excess gets our 429 instead of Serve's 503."""
     admitted = config.max_running_requests + config.max_queued_requests  # by one engine
     max_open = max(config.max_replicas, MIN_ENGINES) * admitted + INGRESS_SLACK
     return serve.deployment(

@@ -29,8 +29,8 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.app import application
 from cluster.cli.check import check_document, load, summary
 from cluster.config import AppConfig
-from cluster.event_loops import ONE_LOOP
 from cluster.log_level import most_verbose, set_log_level
+from cluster.serve_variables import ONE_LOOP
 from specray.errors import ConfigError, SpecRayError
 from specray.private_folders import disown
 

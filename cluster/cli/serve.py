@@ -24,7 +24,7 @@ from cluster.cli.check import IMPORT_PATH, Json, check_document, check_keys, fin
 from cluster.cli.flags import add_flags, given, overridden
 from cluster.cli.sglang_environment import check_sglang_environment
 from cluster.config import AppConfig
-from cluster.event_loops import ONE_LOOP
+from cluster.serve_variables import LARGE_MESSAGES, ONE_LOOP
 from specray.cli.local_server import refuse_port_in_use
 from specray.errors import ConfigError, SpecRayError
 from specray.private_folders import PREFIX, own, remove_leftovers
@@ -52,6 +52,7 @@ RAY_OPTIONS = {
     "RAY_worker_niceness": "0",
     # Halves the proxy's CPU time per token. Not for ingresses on other machines: requests to a lost one would hang.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
+    **LARGE_MESSAGES,
     # Serve's proxy calls this when it starts. Ray has no option for it in a configuration.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": proxy_headers.IMPORT_PATH,
 }

@@ -6,7 +6,8 @@
 set -eu
 umask 077
 
-export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 RAY_SERVE_PROXY_USE_GRPC=1
+export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 RAY_SERVE_PROXY_USE_GRPC=1 \
+    RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH=2147483647
 
 # `ray start` requires a token; this one stays on the machine.
 ray get-auth-token --generate >/dev/null

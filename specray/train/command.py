@@ -166,6 +166,13 @@ def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
         metavar="X",
         help="weight of each draft step relative to the previous one (default: %(default)s)",
     )
+    add(
+        "--total-variation",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="weight of the total variation distance in the loss; the rest is cross-entropy (default: %(default)s)",
+    )
     if kind in ("eagle3", "parallel"):
         add(
             "--draft-vocab-size",

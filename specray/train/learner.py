@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specray.train.batches import Collate
 from specray.train.draft_model import TrainedModel
-from specray.train.loss import soft_cross_entropy, soft_labels
+from specray.train.loss import soft_labels, soft_loss
 from specray.train.optimizer import Optimizer
 from specray.train.settings import TrainSettings
 from specray.train.shards import Answer
@@ -51,12 +51,13 @@ class Learner:
             for weight, step in zip(weights, steps, strict=True)
         ]
         dtype = labels.dtype
-        return soft_cross_entropy(
+        return soft_loss(
             torch.cat([step.outputs for step in steps]).to(dtype),
             self.head.output_weight.to(dtype),
             labels,
             torch.cat([step.labels for step in steps]),
             torch.cat(importance),
+            self._settings.total_variation,
         )
 
 

@@ -1,4 +1,6 @@
-"""Cross-entropy of a head's logits against the target's soft labels, over the draft vocabulary.
+"""The loss of a head's logits against the target's soft labels, over the draft vocabulary.
+
+It is their cross-entropy, their total variation distance, or a mixture of both.
 
 Rows are processed in chunks, so that the logits of a whole batch never exist in memory. The forward pass computes the
 gradient of each chunk with its logits, and backward only scales it.
@@ -22,22 +24,30 @@ def soft_labels(final: Tensor, target_rows: Tensor) -> Tensor:
     return labels
 
 
-def soft_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, label_of: Tensor, importance: Tensor
+def soft_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, label_of: Tensor, importance: Tensor, total_variation: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(sum of importance * cross-entropy over rows, bool [n]: whether a row's best token is its labels').
+    """(sum of importance * loss over rows, bool [n]: whether a row's best token is its labels').
 
+    A row's loss is (1 - total_variation) * cross-entropy + total_variation * total variation distance. The latter is
+    the share of drafts that rejection sampling rejects (LK losses, arXiv 2602.23881).
     Row r has the logits hidden[r] @ weight.T and the labels labels[label_of[r]]. hidden [n, H] and weight [V, H] have
     one type; rows of labels [m, V] sum to 1; label_of is int64 [n], importance float32 [n].
     """
-    loss, agrees = _SoftCrossEntropy.apply(hidden, weight, labels, label_of, importance)  # type: ignore[no-untyped-call]
+    loss, agrees = _SoftLoss.apply(hidden, weight, labels, label_of, importance, total_variation)  # type: ignore[no-untyped-call]
     return loss, agrees
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
+class _SoftLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, label_of: Tensor, importance: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        label_of: Tensor,
+        importance: Tensor,
+        total_variation: float,
     ) -> tuple[Tensor, Tensor]:
         """A pass over a chunk's logits costs as much as its matrix products, so there are as few as possible."""
         size = (min(_BLOCK, len(hidden)), len(weight))
@@ -55,7 +65,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 logits = hidden[rows] @ weight.T
                 wanted = labels.index_select(0, label_of[rows])
                 errors_of_rows = errors[rows.start - begin : rows.stop - begin]
-                losses[rows], agrees[rows] = _compare(logits, wanted, best[label_of[rows]], errors_of_rows)
+                losses[rows], agrees[rows] = _compare(
+                    logits, wanted, best[label_of[rows]], errors_of_rows, total_variation
+                )
             part = errors[: block.stop - begin]
             hidden_grad[block] = part @ weight
             if weight_grad is not None:
@@ -66,16 +78,27 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return losses @ importance, agrees
 
     @staticmethod
-    def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * loss_grad, None if weight_grad is None else weight_grad * loss_grad, None, None, None
+        return hidden_grad * loss_grad, None if weight_grad is None else weight_grad * loss_grad, None, None, None, None
 
 
-def _compare(logits: Tensor, wanted: Tensor, best: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """(cross-entropy, whether the best token is `best`) of each row. Writes softmax(logits) - wanted to `errors`."""
+def _compare(
+    logits: Tensor, wanted: Tensor, best: Tensor, errors: Tensor, total_variation: float
+) -> tuple[Tensor, Tensor]:
+    """(loss, whether the best token is `best`) of each row. Writes the loss's gradient by logits to `errors`."""
     drafted = logits.softmax(-1, dtype=torch.float32)
     highest = logits.amax(-1)
     normalizer = highest.float() - drafted.amax(-1).log()  # log(sum(exp(logits)))
     losses = normalizer - (wanted * logits).sum(-1, dtype=torch.float32)
-    errors.copy_(drafted.sub_(wanted))
+    if total_variation:
+        lacking = torch.where(drafted < wanted, drafted, 0.0)  # those that a higher logit brings nearer
+        lacking_mass = lacking.sum(-1)
+        distance = torch.minimum(drafted, wanted).sum(-1, dtype=torch.float32).neg_().add_(1)
+        losses = (1 - total_variation) * losses + total_variation * distance
+        drafted.mul_((1 - total_variation + total_variation * lacking_mass)[:, None])
+        drafted.sub_(wanted, alpha=1 - total_variation).sub_(lacking, alpha=total_variation)
+        errors.copy_(drafted)
+    else:
+        errors.copy_(drafted.sub_(wanted))
     return losses, logits.gather(-1, best[:, None])[:, 0] >= highest

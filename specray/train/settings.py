@@ -12,6 +12,7 @@ class TrainSettings:
     tokens: int
     unroll: int = 3
     step_decay: float = 0.8
+    total_variation: float = 0.0  # its weight in the loss; the rest is cross-entropy
     draft_vocab_size: int = 8192
     intermediate_size: int | None = None
     layers: str = "4"  # of the target, in a draft model: their number, or a list

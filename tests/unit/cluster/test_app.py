@@ -11,7 +11,7 @@ from cluster.app import build
 from cluster.config import AppConfig
 from cluster.engine.executor import rank_environment
 from cluster.engine.placement import bundles, draft_resources, rank_resources
-from cluster.event_loops import ONE_LOOP
+from cluster.serve_variables import LARGE_MESSAGES, ONE_LOOP
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from tests.support.heads import write_random_head
@@ -59,13 +59,14 @@ def test_the_defaults_fit_one_core() -> None:
     assert cpus + config.server.num_ingress_replicas * config.server.ingress_cpus <= 1.0
 
 
-def test_ingress_and_router_have_one_event_loop() -> None:
+def test_ingress_and_router_have_one_event_loop_and_take_large_messages() -> None:
     """Serve still knows the variables: it reads them by these names when it is imported."""
+    variables = ONE_LOOP | LARGE_MESSAGES
     ingress = build(AppConfig())._bound_deployment
     (_, router), _ = ingress.init_args, ingress.init_kwargs
     for deployment in (ingress, router._bound_deployment):
-        assert ONE_LOOP.items() <= deployment.ray_actor_options["runtime_env"]["env_vars"].items()
-    assert all(hasattr(constants, name) for name in ONE_LOOP)
+        assert variables.items() <= deployment.ray_actor_options["runtime_env"]["env_vars"].items()
+    assert all(hasattr(constants, name) for name in variables)
 
 
 def test_ranks_divide_the_compute_threads(monkeypatch: pytest.MonkeyPatch) -> None:
