@@ -114,7 +114,7 @@ class ServerConfig(Options):
         10.0,
         ge=1.0,
         le=300.0,
-        description="Seconds without a heartbeat after which router and ingress consider each other dead.",
+        description="Seconds without a renewal after which a router ends an ingress's requests.",
     )
     failover_s: float = Field(
         30.0,

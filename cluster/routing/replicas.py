@@ -25,9 +25,10 @@ class ServeReplicaDirectory:
     """`router_pool.ReplicaDirectory` over a Serve handle to the Router deployment."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        # gRPC instead of Ray objects halves the ingress's CPU time per streamed output. gRPC does not report a dead
-        # replica; the ingress detects one by its missing heartbeats. Serve has a variable for it, but a handle that is
-        # a deployment's argument keeps the choice of the process that built the application.
+        # gRPC instead of Ray objects halves the ingress's CPU time per streamed output. gRPC does not report a replica
+        # that freezes or whose machine disappears; the ingress detects those by missing heartbeats. Serve has a
+        # variable for it, but a handle that is a deployment's argument keeps the choice of the process that built the
+        # application.
         self._handle = handle.options(_by_reference=False)
         self._first_call: object = None
 

@@ -380,7 +380,7 @@ class RequestStream:
         self._client = None
         self._num_failovers += 1
         if self._num_failovers > MAX_FAILOVERS:
-            raise EngineDeadError(f"{LOST} ({MAX_FAILOVERS} engines stopped)")
+            raise EngineDeadError(f"{LOST} ({self._num_failovers} engines stopped)")
         while self._client is None:
             try:
                 await self._dispatch(indexes)

@@ -165,7 +165,7 @@ def test_a_request_that_crashes_every_engine_is_given_up(serve: Serve, monkeypat
                 lost = await serving(server)
                 await server.add_replica()
                 lost.kill()
-            assert "3 engines" in (await request)[-1]["error"]["message"]
+            assert "4 engines stopped" in (await request)[-1]["error"]["message"]
 
     asyncio.run(scenario())
 
