@@ -3,7 +3,7 @@
 Usage: `python -m cluster.cli.reference docs/configuration.md`.
 """
 
-import sys
+import argparse
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -79,4 +79,6 @@ def _limit(part: BaseMetadata | GroupedMetadata) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(reference(), encoding="utf-8")
+    parser = argparse.ArgumentParser("python -m cluster.cli.reference", description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, metavar="FILE", help="the page to write")
+    parser.parse_args().file.write_text(reference(), encoding="utf-8")
