@@ -28,7 +28,7 @@ HEADS_SELF_PROMPTS ?= 12000
 HEADS_TOKENS ?= 12000000
 HEADS_ANSWERS = --answers $(HEADS_DIR)/answers $(if $(HEADS_PROMPTS),--prompts $(HEADS_PROMPTS)) \
 	--self-prompts $(HEADS_SELF_PROMPTS)
-HEADS_TRAINING = --tokens $(HEADS_TOKENS) --intermediate-size 1024
+HEADS_TRAINING = --tokens $(HEADS_TOKENS) --intermediate-size 1024 --batch-tokens 2048 --decay 0.97
 # Layers of the target in the draft model that `make draft` makes.
 DRAFT_LAYERS ?= 0,1,27,28,29
 
