@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import Future
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -219,15 +220,26 @@ def test_a_request_waits_until_its_grammar_is_compiled(
     with make_llm(toy, page_size=4, **options) as llm:
         engine, deferred = llm.engine, 0
         engine.capacity = engine.capacity._replace(max_plans=max_plans)
-        withhold = llm._executor.worker.grammars.withhold
+        grammars = llm._executor.worker.grammars
+        withhold, start = grammars.withhold, grammars.compilation.start
+        held: list[tuple[Future[Any], Future[Any]]] = []
+
+        def start_held(spec: GrammarSpec) -> "Future[Any]":
+            held.append((Future(), start(spec)))
+            return held[-1][0]
 
         def counted(plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
+            """Grammars are ready once a step went without them."""
             nonlocal deferred
             ready, withheld = withhold(plan)
             deferred += len(withheld)
+            while withheld and held:
+                shown, compiled = held.pop()
+                shown.set_result(compiled.result())
             return ready, withheld
 
-        llm._executor.worker.grammars.withhold = counted  # type: ignore[method-assign]
+        grammars.withhold = counted  # type: ignore[method-assign]
+        grammars.compilation.start = start_held  # type: ignore[method-assign]
         engine.add_request(EngineRequest("free", [5, 6], FREE))
         for index in range(3):
             engine.add_request(EngineRequest(str(index), PROMPTS[index], PARAMS[index]))
