@@ -3,6 +3,7 @@
 It runs outside pytest's process, which may be connected to another cluster. Tests control it through `Nodes`.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -85,6 +86,14 @@ def environment() -> dict[str, str]:
     return os.environ | auth | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
+def _joined(cluster: Any, node: dict[str, Any]) -> Any:
+    """A node that has joined. Now and then a raylet stands still while it starts, and Ray gives it up after 30 s."""
+    for _ in range(2):
+        with contextlib.suppress(Exception):  # Ray raises no narrower one
+            return cluster.add_node(**node, object_store_memory=STORE_BYTES)
+    return cluster.add_node(**node, object_store_memory=STORE_BYTES)
+
+
 def main(spec: dict[str, Any]) -> None:
     """Start the nodes and the application."""
     import ray
@@ -94,7 +103,7 @@ def main(spec: dict[str, Any]) -> None:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         print("address", cluster.address, flush=True)
-        second, *_ = [cluster.add_node(**node, object_store_memory=STORE_BYTES) for node in spec["others"]]
+        second, *_ = [_joined(cluster, node) for node in spec["others"]]
         ray.init(address=cluster.address, log_to_driver=False, logging_level="warning")
         await_nodes(1 + len(spec["others"]) + spec["num_joining"])
         deploy(spec["config"], spec["port"])
