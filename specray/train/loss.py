@@ -97,8 +97,6 @@ def _compare(
         distance = torch.minimum(drafted, wanted).sum(-1, dtype=torch.float32).neg_().add_(1)
         losses = (1 - total_variation) * losses + total_variation * distance
         drafted.mul_((1 - total_variation + total_variation * lacking_mass)[:, None])
-        drafted.sub_(wanted, alpha=1 - total_variation).sub_(lacking, alpha=total_variation)
-        errors.copy_(drafted)
-    else:
-        errors.copy_(drafted.sub_(wanted))
+        drafted.sub_(lacking, alpha=total_variation)
+    errors.copy_(drafted.sub_(wanted, alpha=1 - total_variation))
     return losses, logits.gather(-1, best[:, None])[:, 0] >= highest

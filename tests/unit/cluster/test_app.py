@@ -63,7 +63,7 @@ def test_ingress_and_router_have_one_event_loop_and_take_large_messages() -> Non
     """Serve still knows the variables: it reads them by these names when it is imported."""
     variables = ONE_LOOP | LARGE_MESSAGES
     ingress = build(AppConfig())._bound_deployment
-    (_, router), _ = ingress.init_args, ingress.init_kwargs
+    _, router = ingress.init_args
     for deployment in (ingress, router._bound_deployment):
         assert variables.items() <= deployment.ray_actor_options["runtime_env"]["env_vars"].items()
     assert all(hasattr(constants, name) for name in variables)
