@@ -11,6 +11,7 @@ from specray.ops.gpu import uses_triton
 # Kinds whose frequencies do not depend on the length of the request.
 _KINDS = ("default", "linear", "llama3", "yarn")
 MAX_THETA = 1e30
+_MAX_BYTES = 2 << 30  # of the tables: 2 million positions of 128 dimensions
 
 
 class RotaryEmbedding:
@@ -19,6 +20,12 @@ class RotaryEmbedding:
     def __init__(
         self, config: PretrainedConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        longest = _MAX_BYTES // (2 * 4 * head_dim)
+        if max_positions > longest:
+            raise ConfigError(
+                f"tables of rotary positions for a context of {max_positions} tokens would take more than "
+                f"{_MAX_BYTES >> 30} GiB; set context_length <= {longest}"
+            )
         frequencies, scale = _frequencies(config, head_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale

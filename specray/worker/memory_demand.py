@@ -78,7 +78,7 @@ def _draft(speculative: SpeculativeConfig, dtype: torch.dtype) -> tuple[int, int
     try:
         folder = resolve_draft(speculative, progress=False)
         return _file_bytes(folder), _token_bytes(folder, dtype)
-    except (ConfigError, OSError, ValueError) as error:  # its own process reports it; the target serves without drafts
+    except (ConfigError, OSError, TypeError, ValueError) as error:  # its own process reports it; the target serves without drafts
         logger.warning("no memory is planned for the draft model: %s", error)
         return 0, 0
 
@@ -91,10 +91,12 @@ def _token_bytes(folder: Path, dtype: torch.dtype) -> int:
     """KV of a token in a draft model of the usual shape; 0 if its config.json does not say."""
     draft_config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     flat = draft_config | draft_config.get("transformer_layer_config", {})  # speculators nest it
-    heads, layers = flat.get("num_attention_heads", 0), flat.get("num_hidden_layers", 1)
-    kv_heads = flat.get("num_key_value_heads") or heads
-    head_dim = flat.get("head_dim") or (flat.get("hidden_size", 0) // heads if heads else 0)
-    return int(layers * 2 * kv_heads * head_dim * dtype.itemsize)
+    # What the file says is not checked yet: anything may stand there.
+    sizes: dict[str, int] = {name: size for name, size in flat.items() if isinstance(size, int) and size > 0}
+    heads, layers = sizes.get("num_attention_heads", 0), sizes.get("num_hidden_layers", 1)
+    kv_heads = sizes.get("num_key_value_heads", heads)
+    head_dim = sizes.get("head_dim") or (sizes.get("hidden_size", 0) // heads if heads else 0)
+    return layers * 2 * kv_heads * head_dim * dtype.itemsize
 
 
 def _steps(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dtype) -> int:

@@ -150,6 +150,12 @@ def test_unknown_rope_type_is_refused() -> None:
         RotaryEmbedding(config, DIM, 64, torch.float32, CPU)
 
 
+def test_a_context_whose_tables_would_fill_the_memory_is_refused() -> None:
+    """Found by fuzzing config.json."""
+    with pytest.raises(ConfigError, match="2147483647 tokens would take more than 2 GiB; set context_length <= "):
+        RotaryEmbedding(LlamaConfig(), DIM, 2**31 - 1, torch.float32, CPU)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_layers_equal_their_definition(rows: int, has_bias: bool) -> None:

@@ -1,9 +1,11 @@
 """Memory is divided before the pool is allocated: what the drafter, steps and graphs take is not given to it."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,6 +108,17 @@ def test_layers_of_the_targets_own_checkpoint_are_counted_like_its_others(toy: P
     )
     assert seen.token == 2 * demand(toy, CPU).token
     assert seen.weights == 2 * ((toy / "model.safetensors").stat().st_size // 4)
+
+
+@pytest.mark.parametrize("wrong", [None, "many", [1], {}, -3, 2.5])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"])
+def test_a_draft_models_config_may_say_anything(toy: Path, tmp_path: Path, name: str, wrong: object) -> None:
+    """Found by fuzzing config.json. Loading the draft model refuses it later."""
+    head = write_random_head(tmp_path / "head", toy, 3)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | {name: wrong}))
+    speculative = SpeculativeConfig(algorithm="EAGLE3", draft_model_path=str(head))
+    assert demand(toy, CPU, speculative=speculative).token >= demand(toy, CPU).token
 
 
 def test_methods_without_a_model_and_ranks_without_a_drafter_need_no_draft_memory(toy: Path) -> None:
