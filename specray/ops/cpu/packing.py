@@ -8,6 +8,7 @@ from torch import Tensor
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES, GROUP, Matrix
+from specray.ops.cpu.weight_memory import weight_memory
 from specray.ops.grouped_weight import GroupedWeight, Weight
 
 _CHUNK = 1024  # output channels packed at a time, a multiple of a block's
@@ -60,7 +61,7 @@ def _blocks(kernels: Kernels, weights: list[Weight]) -> Tensor:
     """Blocks of all weights, one of each in turn."""
     kind, (outs, ins), step = kind_of(*weights), weights[0].shape, len(weights)
     num_blocks = step * -(-outs // kernels.lanes)
-    data = torch.empty(num_blocks * kernels.block_bytes(kind, ins), dtype=torch.uint8)
+    data = weight_memory(num_blocks * kernels.block_bytes(kind, ins))
     for place, weight in enumerate(weights):
         for first in range(0, outs, _CHUNK):
             block = place + step * (first // kernels.lanes)
