@@ -23,7 +23,7 @@ from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.fused_growth import FusedTreeGrower
 from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.request_table import RaggedIndex, RequestTable
+from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
@@ -66,16 +66,15 @@ class EagleDrafter:
         self._written.update(context.table, requests, [request.start for request in requests])
         if context.replay is not None and self._written.are_all(context.table, requests):
             return context.replay()
-        [slots] = context.columns(requests, "slot")
+        slots, _, ends = context.bounds
         visible = self._written.visible(context.table, slots, requests)
         output = self._extend(context, requests, visible)
         count = len(context.requests)
         if not count:
             return DraftTree.from_lists([], context.table.device)
         # The pair of token i + 1 and hidden state i has position i: a child of the root, at `end` + 1, counts as `end`.
-        [ends] = context.columns(context.requests, "end")
         kv_slots, kv_lens = visible
-        prefix = TreePrefix(context.requests, slots[:count], ends, [(kv_slots[:count], kv_lens[:count])])
+        prefix = TreePrefix(context.requests, slots[:count], ends[:count], [(kv_slots[:count], kv_lens[:count])])
         return self._grower.grow(context, prefix, output[:count])
 
     @torch.inference_mode()
@@ -103,22 +102,15 @@ class EagleDrafter:
     ) -> Tensor:
         """Draft extend; returns the head's output [requests, H] at each request's last position."""
         table, (kv_slots, kv_lens) = context.table, visible
-        slots, starts, ends = context.columns(requests, "slot", "start", "end")
+        slots, starts, ends = context.bounds
         lengths = [request.end - request.start for request in requests]
-        index = RaggedIndex.of(ends - starts, sum(lengths))
-        rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
-        batch = AttentionBatch(
-            lengths,
-            kv_lens,
-            kv_slots,
-            table.kv_slots_at(rows, positions),
-            tree_sizes=[(0, 0)] * len(requests),
-            window=self._head.window,
-        )
+        token_ids, positions, slot_mapping, last = table.extend_input(slots, starts, ends, sum(lengths))
+        sizes = [(0, 0)] * len(requests)
+        batch = AttentionBatch(lengths, kv_lens, kv_slots, slot_mapping, sizes, window=self._head.window)
         assert context.aux_hidden_states is not None
         states = self._head.fuse(context.aux_hidden_states)
-        output = self._run_head(table.tokens_at(rows, positions + 1), states, positions, self._attention.plan(batch))
-        return output.index_select(0, (ends - starts).cumsum(0) - 1)
+        output = self._run_head(token_ids, states, positions, self._attention.plan(batch))
+        return output.index_select(0, last)
 
 
 def _make(config: SpeculativeConfig, target: TargetView, version: Literal[2, 3]) -> EagleDrafter:

@@ -39,8 +39,7 @@ class InlineDrafts:
             self._faults.append(fault.kind)
             return
         if context.requests:
-            [slots] = context.columns(context.requests, "slot")
-            self._pending.put(slots, tree)
+            self._pending.put(context.bounds[0][: len(context.requests)], tree)
         self.seconds = time.perf_counter() - start
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specray.ops.cpu import steps as cpu_steps
+from specray.ops.cpu.library import kernels_on
 from specray.ops.gpu import uses_triton
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.step import DraftLimit
@@ -23,6 +25,7 @@ class PendingTrees:
         self._scores: Tensor | None = None  # float32 like `_tokens`, DraftTree.scores; None: never known
         self.scores: list[list[float]] = []  # see `DraftSource.scores`
         self._uses_triton = uses_triton(device)
+        self._kernels = kernels_on(device)
 
     def put(self, slots: Tensor, tree: DraftTree) -> None:
         """Keep the trees of `slots` int64 [B]; they replace older ones."""
@@ -37,6 +40,9 @@ class PendingTrees:
             from specray.ops.gpu import steps
 
             steps.put(self._parts, slots, (tree.tokens, tree.parents, tree.num_nodes, tree.scores))
+        elif self._kernels is not None:
+            trees = (tree.tokens, tree.parents, tree.num_nodes, tree.scores)
+            cpu_steps.put(self._kernels, self._parts, slots, trees)
         else:
             self._put(slots, tree, width)
         self._max_depth = max(self._max_depth, tree.max_depth)
@@ -67,6 +73,8 @@ class PendingTrees:
             from specray.ops.gpu import steps
 
             taken = steps.take(self._parts, slots, roots, most, least, self._vocab_size)
+        elif self._kernels is not None:
+            taken = cpu_steps.take(self._kernels, self._parts, slots, roots, most, least, self._vocab_size)
         else:
             taken = self._take(slots, roots, most, least)
         tokens, parents, num_nodes, report = taken

@@ -57,9 +57,15 @@ class ProposeContext:
         """Which requests have a temperature above 0."""
         return [self.table.states[request.slot].sampling.is_sampled for request in requests]
 
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots, starts and ends, each int64 [n] on the device, of `requests` and then `unfinished`."""
+        slots, starts, ends = self.columns(self.requests + self.unfinished, "slot", "start", "end")
+        return slots, starts, ends
+
     def roots(self) -> Tensor:
         """The last known tokens of `requests`, int64 [B]."""
-        slots, ends = self.columns(self.requests, "slot", "end")
+        slots, _, ends = (column[: len(self.requests)] for column in self.bounds)
         return self.table.tokens_at(slots, ends)
 
     def columns(self, requests: Sequence[DraftRequest], *names: str) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import make_zeros
+from specray.ops.cpu.library import kernels_on
+from specray.ops.cpu.steps import TableKernels
 from specray.ops.gpu import uses_triton
 from specray.ops.request_arena import RequestArena
 from specray.ops.sampling_state import SamplingBatch
@@ -67,6 +69,8 @@ class RequestTable:
         self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the arena, int32 values)
         self._discard_index = num_slots * self._row
         self._uses_triton = uses_triton(device)
+        own = kernels_on(device)
+        self.kernels = None if own is None else TableKernels(own, self.arena)
 
     def enter(self, new: NewRequest) -> None:
         """Start a request in its slot."""
@@ -111,6 +115,9 @@ class RequestTable:
 
     def append(self, slots: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
         """Append the first `num_tokens` [n] of `tokens` [n, D] to each of `slots` int64 [n], on the device only."""
+        if self.kernels is not None:
+            self.kernels.append(slots, tokens, num_tokens)
+            return
         lengths = self.num_tokens.index_select(0, slots).long()
         columns = torch.arange(tokens.shape[1], device=self.device)
         places = slots[:, None] * self._row + lengths[:, None] + columns
@@ -128,7 +135,30 @@ class RequestTable:
 
     def kv_slots_of(self, slots: Tensor, num_tokens: int) -> Tensor:
         """KV slots of the first positions, int64 [n, num_tokens]."""
+        if self.kernels is not None:
+            return self.kernels.kv_slots(slots, None, num_tokens)
         return self.kv_slots[:, :num_tokens].index_select(0, slots).long()
+
+    def kv_slots_from(self, slots: Tensor, starts: Tensor, width: int) -> Tensor:
+        """KV slots of `width` positions from `starts` int64 [n] on, int64 [n, width]."""
+        if self.kernels is not None:
+            return self.kernels.kv_slots(slots, starts, width)
+        positions = starts[:, None] + torch.arange(width, device=self.device)
+        return self.kv_slots_at(slots[:, None].expand_as(positions).flatten(), positions.flatten()).view_as(positions)
+
+    def extend_input(
+        self, slots: Tensor, starts: Tensor, ends: Tensor, total: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a draft head reads of positions `starts` to `ends` of each request, `total` in all.
+
+        (next token ids, positions and KV slots int64 [total], places of the requests' last positions int64 [n]).
+        """
+        if self.kernels is not None:
+            return self.kernels.extend_input(slots, starts, ends, total)
+        index = RaggedIndex.of(ends - starts, total)
+        rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
+        last = (ends - starts).cumsum(0) - 1
+        return self.tokens_at(rows, positions + 1), positions, self.kv_slots_at(rows, positions), last
 
     def sampling(self, slots: Tensor, states: Sequence[RequestState]) -> SamplingBatch:
         """Sampling options of requests; `states` are those of `slots`, or none if the host does not look at them."""

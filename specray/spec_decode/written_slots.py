@@ -25,13 +25,10 @@ class WrittenSlots:
 
         The latter hold KV of another request or of rejected nodes.
         """
-        columns = [(request.slot, request.start, request.end) for request in requests]
-        slots, first, ends = np.array(columns).T[:, :, None]
-        num_kv_slots = np.array([table.states[request.slot].num_kv_slots for request in requests])[:, None]
-        positions = first + np.arange((num_kv_slots - first).max())
-        kv_slots = table.host_kv_slots[slots, np.minimum(positions, num_kv_slots - 1)]
-        self._is_written[kv_slots[positions < num_kv_slots]] = False
-        self._is_written[kv_slots[(positions >= np.array(starts)[:, None]) & (positions < ends)]] = True
+        for request, start in zip(requests, starts, strict=True):
+            kv_slots = table.host_kv_slots[request.slot, : table.states[request.slot].num_kv_slots]
+            self._is_written[kv_slots[request.start :]] = False
+            self._is_written[kv_slots[max(start, request.start) : request.end]] = True
 
     def has(self, table: RequestTable, requests: Sequence[DraftRequest], positions: Sequence[int]) -> np.ndarray:
         """bool [R]: whether the KV slot at a position of each request is written."""
@@ -51,11 +48,11 @@ class WrittenSlots:
         """
         ends = np.array([request.end for request in requests])
         width = int(ends.max())
+        if self.are_all(table, requests):
+            return table.kv_slots_of(slots, width), ends.tolist()
         kv_slots = table.host_kv_slots[[request.slot for request in requests], :width]
         is_inside = np.arange(width) < ends[:, None]
         is_visible = self._is_written[kv_slots] & is_inside
-        if np.array_equal(is_visible, is_inside):
-            return table.kv_slots_of(slots, width), ends.tolist()
         order = np.argsort(~is_visible, axis=1, kind="stable")
         packed = np.take_along_axis(kv_slots, order, 1).astype(np.int64)
         return torch.from_numpy(packed).to(slots.device), is_visible.sum(1).tolist()

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import AttentionBatch
+from specray.ops.cpu import steps as cpu_steps
+from specray.ops.cpu.library import kernels_on
 from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.request_state import RequestState
@@ -72,22 +74,6 @@ class StepBatch(NamedTuple):
         """Whether every row's only known token is the root of its tree, and samples."""
         return self.rows.are_all_sampling and max(self.rows.num_known) == 1
 
-    def committed_places(
-        self, roots: Tensor, order: Sequence[int], nodes: Tensor, num_tokens: Tensor, lengths: list[int]
-    ) -> Tensor:
-        """Places, int64 [sum of lengths], of the tokens that rows `order` committed, row by row.
-
-        These are the known tokens before the root and the accepted path: `num_tokens` int64 [R] nodes of `nodes`
-        int64 [R, D + 1]. `lengths` are their numbers, in the same order. `roots` int64 [R] are the places of the roots,
-        which a row's known tokens precede and its nodes follow.
-        """
-        rows = torch.tensor(order, dtype=torch.int64).to(roots.device)
-        before = (self.rows.counts - 1).index_select(0, rows)
-        index = RaggedIndex.of(before + num_tokens.index_select(0, rows), sum(lengths))
-        row, depth = rows.index_select(0, index.rows), index.offsets - before.index_select(0, index.rows)
-        node = torch.where(depth >= 0, nodes[row, depth.clamp(min=0)], depth)
-        return roots.index_select(0, row) + node
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputBatch:
@@ -100,33 +86,32 @@ class InputBatch:
     node_places: Tensor | None  # int64 [M], places of the nodes of the rows that sample; None: all T
 
 
+class FlatTokens(NamedTuple):
+    """The T tokens of rows and trees."""
+
+    token_ids: Tensor  # int64 [T], like the next two
+    positions: Tensor
+    slot_mapping: Tensor  # KV slots to write
+    roots: Tensor  # int64 [R], see InputBatch
+    ancestors: Tensor | None  # see DraftTree; None: there are no drafts
+
+
 def build_batch(table: RequestTable, batch: StepBatch) -> InputBatch:
     """Flatten rows and their trees."""
     rows, tree, num_nodes = batch.rows, batch.tree, batch.num_nodes
     lens = [known + nodes - 1 for known, nodes in zip(rows.num_known, num_nodes, strict=True)]
     kv_lens = [state.num_computed_tokens + length for state, length in zip(rows.states, lens, strict=True)]
-    query_lens = rows.counts + tree.num_nodes - 1
-    index = RaggedIndex.of(query_lens, sum(lens))
-    slots, starts, counts = (column.index_select(0, index.rows) for column in (rows.slots, rows.starts, rows.counts))
-    places_in_kv, node = starts + index.offsets, index.offsets - counts + 1
-    token_ids = table.tokens_at(slots, torch.where(node > 0, starts, places_in_kv))
-    positions, ancestors, tree_sizes = places_in_kv, None, [(0, 0)] * len(lens)
-    if tree.max_depth:
-        ancestors = tree.ancestors()
-        depth = (ancestors.sum(-1) - 1)[index.rows, node.clamp(min=0)]
-        token_ids = torch.where(node > 0, tree.tokens[index.rows, node.clamp(min=0)], token_ids)
-        positions = torch.where(node > 0, places_in_kv - node + depth, places_in_kv)
-        tree_sizes = [(count, count) if count > 1 else (0, 0) for count in num_nodes]
+    flat = _flatten(table, rows, tree, sum(lens))
     attention = AttentionBatch(
         lens,
         kv_lens,
         table.kv_slots_of(rows.slots, max(kv_lens)),
-        table.kv_slots_at(slots, places_in_kv),
-        tree_sizes,
-        ancestors,
+        flat.slot_mapping,
+        [(count, count) if count > 1 else (0, 0) for count in num_nodes],
+        flat.ancestors,
         are_chains=tree.are_chains,
     )
-    roots = query_lens.cumsum(0) - tree.num_nodes
+    token_ids, positions, roots = flat.token_ids, flat.positions, flat.roots
     if rows.are_all_sampling and sum(lens) == sum(num_nodes):
         return InputBatch(token_ids, positions, attention, roots, None)
     sampling = np.array(rows.sampling, dtype=np.int64)
@@ -135,3 +120,42 @@ def build_batch(table: RequestTable, batch: StepBatch) -> InputBatch:
     nodes = RaggedIndex.of(tree.num_nodes.index_select(0, selected), num_sampled)
     node_places = roots.index_select(0, selected).index_select(0, nodes.rows) + nodes.offsets
     return InputBatch(token_ids, positions, attention, roots, node_places)
+
+
+def committed_places(
+    roots: Tensor, counts: Tensor, order: Sequence[int], nodes: Tensor, num_tokens: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """Places, int64 [sum of lengths], of the tokens that rows `order` committed, row by row.
+
+    These are the known tokens before the root and the accepted path: `num_tokens` int64 [R] nodes of `nodes` int64
+    [R, D + 1]. `lengths` are their numbers, in the same order. `roots` int64 [R] are the places of the roots: each is
+    the last of a row's `counts` int64 [R] known tokens, and its nodes follow it.
+    """
+    rows = torch.tensor(order, dtype=torch.int64).to(roots.device)
+    if (own := kernels_on(roots.device)) is not None:
+        return cpu_steps.committed_places(own, rows, roots, counts, num_tokens, nodes, sum(lengths))
+    before = (counts - 1).index_select(0, rows)
+    index = RaggedIndex.of(before + num_tokens.index_select(0, rows), sum(lengths))
+    row, depth = rows.index_select(0, index.rows), index.offsets - before.index_select(0, index.rows)
+    node = torch.where(depth >= 0, nodes[row, depth.clamp(min=0)], depth)
+    return roots.index_select(0, row) + node
+
+
+def _flatten(table: RequestTable, rows: ScheduledBatch, tree: DraftTree, total: int) -> FlatTokens:
+    """`total` is T."""
+    if table.kernels is not None:
+        columns, trees = (rows.slots, rows.starts, rows.counts), (tree.tokens, tree.parents, tree.num_nodes)
+        return FlatTokens(*table.kernels.build_step(columns, trees, total, has_drafts=tree.max_depth > 0))
+    query_lens = rows.counts + tree.num_nodes - 1
+    index = RaggedIndex.of(query_lens, total)
+    slots, starts, counts = (column.index_select(0, index.rows) for column in (rows.slots, rows.starts, rows.counts))
+    places_in_kv, node = starts + index.offsets, index.offsets - counts + 1
+    token_ids = table.tokens_at(slots, torch.where(node > 0, starts, places_in_kv))
+    positions, ancestors = places_in_kv, None
+    if tree.max_depth:
+        ancestors = tree.ancestors()
+        depth = (ancestors.sum(-1) - 1)[index.rows, node.clamp(min=0)]
+        token_ids = torch.where(node > 0, tree.tokens[index.rows, node.clamp(min=0)], token_ids)
+        positions = torch.where(node > 0, places_in_kv - node + depth, places_in_kv)
+    roots = query_lens.cumsum(0) - tree.num_nodes
+    return FlatTokens(token_ids, positions, table.kv_slots_at(slots, places_in_kv), roots, ancestors)

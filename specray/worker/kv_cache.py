@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specray.ops.attention import make_pool, move_kv
 from specray.ops.cpu.attention import commit_paths
-from specray.ops.cpu.library import kernels
+from specray.ops.cpu.library import kernels_on
 from specray.ops.gpu import uses_triton
 
 
@@ -27,7 +27,7 @@ class KVCache:
     ) -> None:
         self.padding_slot = num_blocks * page_size
         self.pool = make_pool(num_layers, self.padding_slot + page_size, num_kv_heads, head_dim, dtype, device)
-        self._kernels = kernels() if device.type == "cpu" else None
+        self._kernels = kernels_on(device)
         self._uses_triton = uses_triton(device)
 
     def commit(self, kv_slots: Tensor, nodes: Tensor, num_tokens: Tensor) -> None:

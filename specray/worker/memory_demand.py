@@ -78,7 +78,8 @@ def _draft(speculative: SpeculativeConfig, dtype: torch.dtype) -> tuple[int, int
     try:
         folder = resolve_draft(speculative, progress=False)
         return _file_bytes(folder), _token_bytes(folder, dtype)
-    except (ConfigError, OSError, TypeError, ValueError) as error:  # its own process reports it; the target serves without drafts
+    # Its own process reports the error; the target serves without drafts.
+    except (ConfigError, OSError, TypeError, ValueError) as error:
         logger.warning("no memory is planned for the draft model: %s", error)
         return 0, 0
 

@@ -28,7 +28,7 @@ from specray.structured_output.matchers import GrammarTable
 from specray.worker.broadcast import DraftSizes, broadcast_output, broadcast_tree, follow
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs
-from specray.worker.input_batch import ScheduledBatch, StepBatch, build_batch
+from specray.worker.input_batch import ScheduledBatch, StepBatch, build_batch, committed_places
 from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
 from specray.worker.step_output import StepOutput
@@ -199,10 +199,8 @@ class Worker:
         """Keep the accepted paths on the device: KV and tokens."""
         rows, tree = batch.rows, batch.tree
         if tree.max_depth:
-            nodes = torch.arange(tree.tokens.shape[1], device=self._table.device)
-            places = (rows.starts + rows.counts - 1)[:, None] + nodes
-            kv_slots = self._table.kv_slots_at(rows.slots[:, None].expand_as(places).flatten(), places.flatten())
-            self._runner.kv.commit(kv_slots.view_as(places), output.nodes, output.num_kept)
+            kv_slots = self._table.kv_slots_from(rows.slots, rows.last, tree.tokens.shape[1])
+            self._runner.kv.commit(kv_slots, output.nodes, output.num_kept)
         self._table.append(rows.slots, output.tokens, output.num_emitted)
 
     def _commit_row(
@@ -246,7 +244,7 @@ class Worker:
         count = sum(gets_drafts[row] for row in order)
 
         def gather() -> Tensor:
-            index = batch.committed_places(computed.roots, order, output.nodes, output.num_kept, lengths)
+            index = committed_places(computed.roots, rows.counts, order, output.nodes, output.num_kept, lengths)
             return torch.cat([states.index_select(0, index) for states in computed.aux_hidden_states], -1)
 
         return ProposeContext(

@@ -6,6 +6,7 @@
 #include "packing.h"
 #include "sampling.h"
 #include "selection.h"
+#include "steps.h"
 #include "trees.h"
 
 using namespace specray;
@@ -193,6 +194,50 @@ void specray_forbid(
   run_on_team(num_threads, 1, [&](Member& member) {
     member.share(int(count), [&](int64_t r) { forbid(logits + rows[r] * size, size, bits + r * words); });
   });
+}
+
+// The tensors of a step around its forward passes; see steps.h.
+
+void specray_build_step(
+    const Arena* arena, const StepRows* rows, int64_t* ids, int64_t* positions, int64_t* written, int64_t* roots,
+    uint8_t* ancestors) {
+  build_step(*arena, *rows, ids, positions, written, roots, ancestors);
+}
+
+void specray_gather_kv_slots(
+    const Arena* arena, int64_t count, const int64_t* slots, const int64_t* starts, int64_t width, int64_t* kv_slots) {
+  gather_kv_slots(*arena, count, slots, starts, width, kv_slots);
+}
+
+void specray_append_tokens(
+    const Arena* arena, int64_t count, const int64_t* slots, Strided tokens, Strided num_tokens) {
+  append_tokens(*arena, count, slots, tokens, num_tokens);
+}
+
+void specray_build_extend(
+    const Arena* arena, int64_t count, const int64_t* slots, const int64_t* starts, const int64_t* ends, int64_t* ids,
+    int64_t* positions, int64_t* written, int64_t* last) {
+  build_extend(*arena, count, slots, starts, ends, ids, positions, written, last);
+}
+
+void specray_put_trees(
+    const PendingTrees* pending, int64_t count, const int64_t* slots, const int64_t* tokens, const int64_t* parents,
+    const int64_t* num_nodes, const float* scores, int64_t width) {
+  put_trees(*pending, count, slots, tokens, parents, num_nodes, scores, width);
+}
+
+void specray_take_trees(
+    const PendingTrees* pending, int64_t count, const int64_t* slots, const int64_t* roots, const int64_t* most,
+    const float* least, int64_t vocab_size, int64_t* tokens, int64_t* parents, int64_t* num_nodes, int64_t* found,
+    int64_t* is_chain, int64_t* within) {
+  take_trees(
+      *pending, count, slots, roots, most, least, vocab_size, tokens, parents, num_nodes, found, is_chain, within);
+}
+
+void specray_committed_places(
+    int64_t count, const int64_t* order, const int64_t* roots, const int64_t* counts, Strided num_kept, Strided nodes,
+    int64_t* places) {
+  committed_places(count, order, roots, counts, num_kept, nodes, places);
 }
 
 }  // extern "C"

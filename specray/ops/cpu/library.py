@@ -8,18 +8,24 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specray.ops.cpu.build import BuildError, build
 from specray.ops.cpu.structs import (
+    Arena,
     DraftNetwork,
     DraftTrees,
     EmbedAndHead,
     Growth,
     Layer,
     Matrix,
+    PendingTrees,
     Pool,
     Requests,
     Sizes,
     Step,
+    StepRows,
+    Strided,
 )
 
 logger = logging.getLogger(__name__)
@@ -57,11 +63,25 @@ class Kernels:
         self.sample = self._function("sample", c_void_p, c_int64, c_int32, *[c_void_p] * 6, c_int32)
         self.walk = self._function("walk", POINTER(DraftTrees), *[c_void_p] * 3, c_int32)
         self.forbid = self._function("forbid", c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int64, c_int32)
+        of_table = (POINTER(Arena), c_int64, c_void_p)
+        self.build_step = self._function("build_step", POINTER(Arena), POINTER(StepRows), *[c_void_p] * 5)
+        self.gather_kv_slots = self._function("gather_kv_slots", *of_table, c_void_p, c_int64, c_void_p)
+        self.append_tokens = self._function("append_tokens", *of_table, Strided, Strided)
+        self.build_extend = self._function("build_extend", *of_table, *[c_void_p] * 6)
+        of_pending = (POINTER(PendingTrees), c_int64, *[c_void_p] * 4)
+        self.put_trees = self._function("put_trees", *of_pending, c_void_p, c_int64)
+        self.take_trees = self._function("take_trees", *of_pending, c_int64, *[c_void_p] * 6)
+        self.committed_places = self._function("committed_places", c_int64, *[c_void_p] * 3, Strided, Strided, c_void_p)
 
     def _function(self, name: str, *arguments: Any, returns: Any = None) -> Any:
         function = getattr(self._library, f"specray_{name}")
         function.argtypes, function.restype = arguments, returns
         return function
+
+
+def kernels_on(device: torch.device) -> Kernels | None:
+    """The kernels if they compute on `device`: on a CPU, where they are there."""
+    return kernels() if device.type == "cpu" else None
 
 
 @functools.cache

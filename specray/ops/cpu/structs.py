@@ -177,3 +177,42 @@ class DraftTrees(ctypes.Structure):
         ("min_p", c_void_p),
         ("top_k", c_void_p),
     )
+
+
+class Arena(ctypes.Structure):
+    """`Arena` in steps.h."""
+
+    _fields_ = (("cells", c_void_p), ("row_size", c_int64), ("kv_column", c_int64), ("length_column", c_int64))
+
+
+class StepRows(ctypes.Structure):
+    """`StepRows` in steps.h."""
+
+    _fields_ = (
+        ("count", c_int64),
+        ("width", c_int64),
+        ("slots", c_void_p),
+        ("starts", c_void_p),
+        ("counts", c_void_p),
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("num_nodes", c_void_p),
+    )
+
+
+class Strided(ctypes.Structure):
+    """`Strided` in steps.h."""
+
+    _fields_ = (("data", c_void_p), ("stride", c_int64))
+
+
+class PendingTrees(ctypes.Structure):
+    """`PendingTrees` in steps.h."""
+
+    _fields_ = (
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("num_nodes", c_void_p),
+        ("scores", c_void_p),
+        ("width", c_int64),
+    )

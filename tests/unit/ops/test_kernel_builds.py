@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[3]
 TESTS = [
     "tests/unit/spec_decode/test_verifier.py",
     "tests/unit/ops/test_cpu_kernels.py",
+    "tests/unit/ops/test_cpu_steps.py",
     "tests/unit/ops/test_attention.py",
     "tests/unit/models/test_gguf_blocks.py",
 ]

@@ -1,11 +1,14 @@
 """Requests and their trees flattened into one batch, compared with each request alone."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specray.ops.cpu.library import kernels
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.request_table import RequestTable
 from specray.step import UNLIMITED, NewRequest, ScheduledRequest, StepPlan
@@ -14,6 +17,16 @@ from tests.support.distributions import OPTIONS
 
 CPU = torch.device("cpu")
 NUM_SLOTS, PAGE_SIZE, MAX_TOKENS = 6, 4, 24
+
+
+@pytest.fixture(autouse=True, scope="module", params=["auto", "torch"])
+def kernels_of_the_step(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test with the CPU kernels and with torch's operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECRAY_KERNELS", request.param)
+        kernels.cache_clear()
+        yield
+    kernels.cache_clear()
 
 
 class Case(NamedTuple):
