@@ -56,6 +56,6 @@ def test_places_of_committed_tokens(order: list[int], count: int, data: st.DataO
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.data())
-@settings(max_examples=40)
+@settings(max_examples=150)
 def test_pending_trees(lists: list[TreeLists], data: st.DataObject) -> None:
     compare_pending_trees("auto", lists, data)
