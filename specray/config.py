@@ -473,7 +473,7 @@ class EngineConfig(Options):
         ge=2,
         le=1_000_000,
         description="Maximum number of prompt tokens in a step in which other requests decode and wait for them; one "
-        "request gets at most half. Null takes 96 on a CPU and two chunks on a GPU.",
+        "request gets at most half. Null takes 64 on a CPU and two chunks on a GPU.",
     )
 
     enable_multi_layer_eagle: Annotated[bool, unsupported_options.ENABLE_MULTI_LAYER_EAGLE.check] = (

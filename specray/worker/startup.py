@@ -36,7 +36,7 @@ from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacemen
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.worker import Worker
 
-MIXED_PREFILL_TOKENS_ON_CPU = 96
+MIXED_PREFILL_TOKENS_ON_CPU = 64
 WALKS = "rejection sampling and accept thresholds walk trees by depth, on the host"
 
 logger = logging.getLogger(__name__)
