@@ -41,11 +41,9 @@ _SIZES = (
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
     "max_position_embeddings",
-    "sliding_window",
 )
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
 
@@ -174,9 +172,9 @@ def _check_layers(folder: Path, content: object) -> None:
 
 def _check_numbers(folder: Path, config: PretrainedConfig) -> None:
     """ConfigError unless sizes are positive integers and the norms' epsilon is a positive number."""
-    for name in _SIZES:
+    for name in (*_SIZES, *_OPTIONAL_SIZES):
         value = getattr(config, name, None)
-        if value is not None and (type(value) is not int or not 1 <= value <= MAX_SIZE):
+        if (name in _SIZES or value is not None) and (type(value) is not int or not 1 <= value <= MAX_SIZE):
             raise ConfigError(f"{folder / 'config.json'}: {name}={value!r} must be a whole number from 1; correct it")
     eps = getattr(config, "rms_norm_eps", 1e-6)
     if not isinstance(eps, int | float) or not 0.0 < eps < 1.0:

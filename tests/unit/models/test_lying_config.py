@@ -18,6 +18,9 @@ from tests.support.toy import write_toy
     [
         {"num_hidden_layers": 2**53},  # transformers makes a list of them
         {"num_hidden_layers": "2"},
+        {"num_hidden_layers": None},
+        {"hidden_size": None},
+        {"max_position_embeddings": None},
         {"hidden_size": -1},
         {"vocab_size": 2**31},
         {"num_key_value_heads": 3},
