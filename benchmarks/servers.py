@@ -1,5 +1,7 @@
 """Figures of whole servers: the cost of Ray, router and HTTP, and colocated against inline drafters.
 
+Answers over HTTP are compared with the same ones in this process.
+
 Servers are child processes, and requests go over HTTP.
 """
 
@@ -17,11 +19,18 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
+from benchmarks.eagle import EAGLE3
 from benchmarks.figure import CONCURRENCY, ROOT, Effort, Figure, Section, mt_bench_prompts, prompts_of
+from specray.bench.command import engine_config
 from specray.bench.exchange import exchange, request_bytes
 from specray.bench.ledger import Outcome, ending_of
+from specray.bench.variants import PLAIN
 from specray.cli.local_server import LocalServer, free_port
+from specray.config import SpeculativeConfig
 from specray.errors import SpecRayError
+from specray.llm import LLM
+from specray.models.tokenizer import render_chat
+from specray.sampling_params import SamplingParams
 
 CONFIGS = ROOT / "configs"
 SETTLE_S = 3.0  # longer than a server's probe and its copy of the counters take
@@ -67,9 +76,46 @@ def placement(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         bodies = [_body(prompt.turns[0], effort.max_tokens) for prompt in prompts]
         for batch in BATCHES:
             groups = [[bodies[(first + i) % len(bodies)] for i in range(batch)] for first in range(len(bodies))]
-            ratios = [_ratio(urls, group, batch, number) for number, group in enumerate(_shown(groups, batch))]
+            ratios = [
+                _ratio(urls, group, batch, number)
+                for number, group in enumerate(_shown(groups, f"placements, {batch} at a time"))
+            ]
             what = f"colocated / inline drafter, EAGLE-3, {batch} at a time over HTTP, output tokens/s, {data}"
             yield Figure(what, median(ratios), 0.95)
+
+
+def over_http(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    """One request at a time, streamed over HTTP or in this process, which take turns prompt by prompt."""
+    del wanted
+    ratios: dict[str, list[float]] = {PLAIN: [], EAGLE3: []}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        config = _changed(Path(folder), "over_http", {"disable_radix_cache": True})
+        server = stack.enter_context(LocalServer(config, free_port()))
+        server.wait_until_ready()
+        eagle3 = stack.enter_context(LLM(engine_config(config, 1)))
+        local = {PLAIN: eagle3.with_speculative(SpeculativeConfig()), EAGLE3: eagle3}
+        warm_up, *prompts = prompts_of("chat", 1 + effort.num_chat)
+        for prompt in (warm_up, *_shown(prompts, "over HTTP and in process")):
+            text = render_chat(eagle3.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
+            for name, llm in local.items():
+                served = asyncio.run(_complete(server.url, text, effort.max_tokens, name != PLAIN))
+                start = time.perf_counter()
+                llm.generate([text], SamplingParams(max_tokens=effort.max_tokens, temperature=0.0, ignore_eos=True))
+                if prompt is not warm_up:
+                    ratios[name].append((time.perf_counter() - start) / served)
+    for name, each in ratios.items():
+        yield Figure(f"over HTTP / in process, output tokens/s, {name}, one request", median(each), 0.85)
+
+
+async def _complete(url: str, prompt: str, max_tokens: int, is_drafted: bool) -> float:
+    """Seconds of one streamed completion."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body |= {"stream_options": {"include_usage": True}, "speculative": {"enabled": is_drafted}}
+    target, start = f"{url}/v1/completions", time.perf_counter()
+    ending = ending_of(await exchange(target, request_bytes(target, body)))
+    if ending.outcome is not Outcome.COMPLETE or ending.num_tokens != max_tokens:
+        raise SpecRayError(f"{url}: {ending.num_tokens} tokens and {ending.outcome}: {ending.detail}")
+    return time.perf_counter() - start
 
 
 def _ratio(urls: dict[str, str], bodies: Sequence[Any], batch: int, number: int) -> float:
@@ -84,9 +130,13 @@ def _ratio(urls: dict[str, str], bodies: Sequence[Any], batch: int, number: int)
 
 def _placed(folder: Path, name: str) -> Path:
     """configs/eagle3.yaml with another placement of the drafter."""
+    return _changed(folder, name, {"draft": {"placement": name}})
+
+
+def _changed(folder: Path, name: str, options: dict[str, Any]) -> Path:
+    """configs/eagle3.yaml with other options."""
     document = yaml.safe_load((CONFIGS / "eagle3.yaml").read_text(encoding="utf-8"))
-    args = document["applications"][0]["args"]
-    args["draft"] = args.get("draft", {}) | {"placement": name}
+    document["applications"][0]["args"] |= options
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     return path
@@ -127,8 +177,8 @@ def _phases(server: LocalServer) -> dict[str, float]:
     return {phase: float(seconds) for phase, seconds in PHASE_LINE.findall(server.get("/metrics"))}
 
 
-def _shown(groups: Sequence[Any], batch: int) -> Iterator[Any]:
-    yield from tqdm(groups, f"placements, {batch} at a time", file=sys.stderr, disable=not sys.stderr.isatty())
+def _shown(groups: Sequence[Any], what: str) -> Iterator[Any]:
+    yield from tqdm(groups, what, file=sys.stderr, disable=not sys.stderr.isatty())
 
 
-SECTIONS = (Section(("router",), host_share), Section(("placement",), placement))
+SECTIONS = (Section(("router",), host_share), Section(("placement",), placement), Section(("over-http",), over_http))

@@ -1,0 +1,149 @@
+"""Write prompts for training a draft head: questions on many subjects, texts to write, roles, puzzles, extraction.
+
+    python examples/training_prompts.py 2000 > prompts.jsonl
+    specray train eagle3 --prompts prompts.jsonl --answers work/answers --run work/eagle3
+
+Prompts that a model makes up by itself (`--self-prompts`) are much alike. A head that has seen few answers about
+science, history or law drafts badly there. None of these prompts is from a published set.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from random import Random
+
+SCIENCE = """volcanoes, ocean tides, vaccines, enzymes, plate tectonics, black holes, lithium batteries, magnetism,
+the immune system, cell division, resistance to antibiotics, the water cycle, friction, sound waves, lasers,
+semiconductors, nuclear fusion, radioactivity, acids and bases, catalysts, polymers, crystals, the periodic table,
+combustion, osmosis, evolution, food webs, fermentation, the nervous system, the human heart, hormones, sleep, vision,
+comets, the phases of the Moon, galaxies, telescopes, satellites, jet engines, refrigerators, electric motors, concrete,
+steel, glass, rainbows, lightning, hurricanes, glaciers, coral reefs, soil, pollination, the migration of birds,
+probability, prime numbers, graph theory, sorting algorithms, recursion, databases, encryption, the internet,
+compilers, operating systems, gravity, heat pumps, wind turbines, viruses, fungi, the greenhouse effect, orbits,
+optical fibres, superconductors, the pH scale, alloys, proteins, stem cells, the atmosphere of Mars, sensors, robots"""
+HUMANITIES = """the Roman Republic, the Silk Road, the Renaissance, the French Revolution, the Industrial Revolution,
+the Cold War, the Ottoman Empire, the Meiji Restoration, ancient Egypt, the Maya, colonialism, the printing press,
+democracy, federalism, constitutional law, human rights, trade unions, taxation, central banks, supply and demand,
+globalization, the growth of cities, migration, poetry, the novel, Greek tragedy, Shakespeare's sonnets, impressionism,
+jazz, opera, Gothic architecture, photography, film editing, mythology, Buddhism, Stoicism, existentialism,
+utilitarianism, Kant's ethics, Confucianism, free will, memory, motivation, the learning of languages, archaeology,
+museums, education, public health, journalism, advertising, patents, contracts, juries, diplomacy, the United Nations,
+the Black Death, the space race, the civil rights movement, feminism, folk music, theatre, tourism, sports, cooking"""
+ASK = (
+    "Explain {a} to a high-school student.",
+    "What are the most important facts about {a}? Give examples.",
+    "Why is it worth knowing about {a}? Give three reasons.",
+    "Describe common misconceptions about {a} and correct them.",
+    "Give a short overview of the history of {a}.",
+    "What questions about {a} are still open?",
+    "Compare {a} and {b}. What do they have in common, and how do they differ?",
+    "Write one paragraph about {a}, followed by a list of key terms with definitions.",
+    "How would you teach {a} in a lesson of 45 minutes?",
+    "What are the advantages and disadvantages that people connect with {a}?",
+    "How are {a} and {b} related?",
+    "Tell me about {a}.",
+    "What would the world be like without {a}?",
+    "Name the people who contributed most to what we know about {a}, and say what they did.",
+)
+FOLLOW_UP = (
+    "Can you give a concrete example?",
+    "Now explain it again in three sentences.",
+    "What are the limits of this explanation?",
+    "Which of these points is the most important, and why?",
+    "Rewrite your answer as a table.",
+    "How could one check that this is true?",
+)
+FORMS = "a short story, a poem of four stanzas, a letter, an email, a speech, a blog post, a dialogue, a news report"
+MATTERS = """a lost suitcase, a new neighbour, a power cut in winter, the last train, a library at night, a garden in
+a city, a forgotten recipe, a chess match, an old lighthouse, a delayed flight, a school reunion, a broken clock, the
+first day at work, a walk in the rain, a market in the morning, a bicycle trip, a letter from the future"""
+TONES = "humorous, formal, sad, encouraging, mysterious, simple, persuasive"
+ROLES = """a doctor, a tour guide in Rome, a chess teacher, a detective, a chef, a librarian, a ship's captain, a
+mathematics tutor, a career adviser, a gardener, a museum guide, a farmer, an astronaut, a judge, a football coach"""
+REQUESTS = (
+    "A visitor asks what your day looks like. Answer in character.",
+    "Someone asks for advice on how to start in your field. Give it.",
+    "Explain the most difficult decision that you ever had to make.",
+    "A child asks what you do. Explain it.",
+    "Describe the tools that you use and what each is for.",
+)
+NAMES = "Ada, Boris, Chen, Dalia, Emeka, Farah, Goran, Hana, Ivan, Jana, Kofi, Lena, Marta, Nadia, Omar, Priya"
+GOODS = "apples, books, chairs, lamps, pens, tickets, bottles, bricks, cards, plates"
+PLACES = "Lisbon, Nairobi, Oslo, Lima, Hanoi, Montreal, Krakow, Perth, Accra, Kyoto"
+
+
+def _words(text: str) -> list[str]:
+    return [" ".join(word.split()) for word in text.split(",")]
+
+
+def _question(rng: Random) -> list[str]:
+    subjects = _words(rng.choice((SCIENCE, HUMANITIES)))
+    first, second = rng.sample(subjects, 2)
+    turns = [rng.choice(ASK).format(a=first, b=second)]
+    return turns + rng.sample(FOLLOW_UP, rng.choice((0, 0, 1)))
+
+
+def _text(rng: Random) -> list[str]:
+    form, matter, tone = (rng.choice(_words(words)) for words in (FORMS, MATTERS, TONES))
+    turns = [f"Write {form} about {matter}. The tone should be {tone}."]
+    return turns + rng.sample(
+        ("Make it shorter.", "Now change the ending.", "Write it for children."), rng.choice((0, 1))
+    )
+
+
+def _role(rng: Random) -> list[str]:
+    return [f"You are {rng.choice(_words(ROLES))}. {rng.choice(REQUESTS)}"]
+
+
+def _puzzle(rng: Random) -> list[str]:
+    (one, two, third), goods = rng.sample(_words(NAMES), 3), rng.choice(_words(GOODS))
+    many, price, given = rng.randint(12, 90), rng.randint(2, 9), rng.randint(2, 11)
+    puzzles = (
+        f"{one} has {many} {goods} and gives {given} of them to {two}. Each costs {price} dollars. How much is the "
+        "rest worth? Show the steps.",
+        f"{one} is {given} years older than {two}. In {price} years, the sum of their ages will be {many + 20}. How "
+        "old are they now?",
+        f"A shop sells {goods} for {price} dollars each, with a discount of {given} percent from {many} on. What does "
+        f"{one} pay for {many + 10}?",
+        f"{one} arrived before {two} and after {third}. Who arrived first? Explain.",
+    )
+    return [rng.choice(puzzles)]
+
+
+def _extraction(rng: Random) -> list[str]:
+    people, places = rng.sample(_words(NAMES), 3), rng.sample(_words(PLACES), 3)
+    years, goods = sorted(rng.sample(range(1950, 2024), 3)), rng.sample(_words(GOODS), 3)
+    passage = " ".join(
+        f"In {year}, {name} opened a shop in {place} that sells {good}."
+        for year, name, place, good in zip(years, people, places, goods, strict=True)
+    )
+    wanted = rng.choice(
+        (
+            "List each person with the place and the year, as JSON.",
+            "Make a table of the shops in the order in which they were opened.",
+            "Which shop is the oldest, and what does it sell?",
+            "Name all places in the text in alphabetical order.",
+        )
+    )
+    return [f"{wanted}\n\n{passage}"]
+
+
+KINDS: tuple[Callable[[Random], list[str]], ...] = (_question,) * 6 + (_text, _text, _role, _puzzle, _extraction)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("count", type=int, help="number of prompts")
+    parser.add_argument("--seed", type=int, default=0, help="of the choices (default: %(default)s)")
+    options = parser.parse_args()
+    rng, seen = Random(options.seed), set[str]()
+    while len(seen) < options.count:
+        turns = rng.choice(KINDS)(rng)
+        if turns[0] not in seen:
+            seen.add(turns[0])
+            sys.stdout.write(json.dumps({"turns": turns, "license": "Apache-2.0"}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
