@@ -96,18 +96,18 @@ def over_http(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         local = {PLAIN: eagle3.with_speculative(SpeculativeConfig()), EAGLE3: eagle3}
         warm_up, *prompts = prompts_of("chat", 1 + effort.num_chat)
         for prompt in (warm_up, *_shown(prompts, "over HTTP and in process")):
-            text = render_chat(eagle3.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
+            ids = render_chat(eagle3.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
             for name, llm in local.items():
-                served = asyncio.run(_complete(server.url, text, effort.max_tokens, name != PLAIN))
+                served = asyncio.run(_complete(server.url, ids, effort.max_tokens, name != PLAIN))
                 start = time.perf_counter()
-                llm.generate([text], SamplingParams(max_tokens=effort.max_tokens, temperature=0.0, ignore_eos=True))
+                llm.generate([ids], SamplingParams(max_tokens=effort.max_tokens, temperature=0.0, ignore_eos=True))
                 if prompt is not warm_up:
                     ratios[name].append((time.perf_counter() - start) / served)
     for name, each in ratios.items():
         yield Figure(f"over HTTP / in process, output tokens/s, {name}, one request", median(each), 0.85)
 
 
-async def _complete(url: str, prompt: str, max_tokens: int, is_drafted: bool) -> float:
+async def _complete(url: str, prompt: list[int], max_tokens: int, is_drafted: bool) -> float:
     """Seconds of one streamed completion."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     body |= {"stream_options": {"include_usage": True}, "speculative": {"enabled": is_drafted}}

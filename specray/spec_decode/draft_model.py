@@ -35,6 +35,7 @@ from specray.models.weights import WeightReader
 from specray.ops.attention import Attend, AttentionBatch, PaddedAttention, PaddedBatch, make_pool
 from specray.ops.backends import make_backend
 from specray.ops.cpu.trees import TreeNetwork
+from specray.ops.ragged_index import RaggedIndex
 from specray.spec_decode.draft_setup import (
     attention_without_graphs,
     draft_dtype,
@@ -46,7 +47,7 @@ from specray.spec_decode.drafter import PaddedCommit, TargetFiles, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.fused_growth import FusedTreeGrower
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.request_table import RaggedIndex, RequestTable
+from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_edits import replace_trees
 from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix
@@ -184,7 +185,7 @@ class StandaloneDrafter:
         index = RaggedIndex.of(stops + has_root - starts, sum(lengths))
         rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
         # A root's KV goes to a scratch slot behind the part.
-        kv_slots = table.kv_slots_of(slots, max(part.stop for part in parts) + 1)
+        kv_slots = table.ops.kv_slots(slots, None, max(part.stop for part in parts) + 1)
         root_slots = self._root_slots.index_select(0, places.clamp(min=0))
         at_stop = kv_slots.gather(1, stops[:, None])
         kv_slots.scatter_(1, stops[:, None], torch.where(has_root.bool(), root_slots, at_stop[:, 0])[:, None])

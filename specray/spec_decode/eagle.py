@@ -104,7 +104,7 @@ class EagleDrafter:
         table, (kv_slots, kv_lens) = context.table, visible
         slots, starts, ends = context.bounds
         lengths = [request.end - request.start for request in requests]
-        token_ids, positions, slot_mapping, last = table.extend_input(slots, starts, ends, sum(lengths))
+        token_ids, positions, slot_mapping, last = table.ops.extend_input(slots, starts, ends, sum(lengths))
         sizes = [(0, 0)] * len(requests)
         batch = AttentionBatch(lengths, kv_lens, kv_slots, slot_mapping, sizes, window=self._head.window)
         assert context.aux_hidden_states is not None

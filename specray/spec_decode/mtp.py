@@ -20,6 +20,7 @@ from specray.models.eagle_loading import check_head_files
 from specray.models.files import resolve_draft
 from specray.models.mtp import MtpHead, MtpStack, check_mtp_files, holds_mtp_layers, load_mtp_layers
 from specray.ops.attention import AttentionBatch, PaddedAttention, make_zeros
+from specray.ops.ragged_index import RaggedIndex
 from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, PaddedCommit, TargetFiles, TargetView
@@ -28,7 +29,7 @@ from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.fused_growth import FusedTreeGrower
 from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.request_table import RaggedIndex, RequestTable
+from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix, without_first
 from specray.spec_decode.tree_shape import TreeShape

@@ -6,11 +6,11 @@ from torch import Tensor
 from specray.ops.argmax import argmax
 from specray.ops.gpu import uses_triton
 from specray.ops.noise import noise_keys
+from specray.ops.ragged_index import RaggedIndex
 from specray.ops.sampling import sample_padded
 from specray.ops.sampling_state import SamplingBatch
 from specray.spec_decode.draft_tree import ROOT, DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
-from specray.spec_decode.request_table import RaggedIndex
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 
 

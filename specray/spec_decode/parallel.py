@@ -17,13 +17,14 @@ from specray.config import SpeculativeConfig
 from specray.models.eagle_loading import load_eagle3_head
 from specray.models.parallel_head import ParallelHead
 from specray.ops.attention import AttentionBatch, PaddedAttention, PaddedBatch
+from specray.ops.ragged_index import RaggedIndex
 from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import PaddedCommit, TargetView
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.request_table import RaggedIndex, RequestTable
+from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_growth import candidates, with_draft_probs
 from specray.spec_decode.tree_noise import TreeNoise

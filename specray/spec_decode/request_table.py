@@ -6,37 +6,19 @@ A slot is a row of this table; a KV slot is one token's place in the KV pool.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specray.ops.attention import make_zeros
-from specray.ops.cpu.library import kernels_on
-from specray.ops.cpu.steps import TableKernels
-from specray.ops.gpu import uses_triton
 from specray.ops.request_arena import RequestArena
 from specray.ops.sampling_state import SamplingBatch
 from specray.spec_decode.request_state import RequestState, sampling_columns
+from specray.spec_decode.step_ops import table_ops
 from specray.step import NewRequest
 
 _NUM_SCALARS = 8  # int32 columns behind token ids and KV slots: see RequestTable.__init__
-
-
-class RaggedIndex(NamedTuple):
-    """T elements of concatenated rows: element t is number `offsets[t]` of row `rows[t]`."""
-
-    rows: Tensor  # int64 [T]
-    offsets: Tensor  # int64 [T]
-
-    @classmethod
-    def of(cls, lengths: Tensor, total: int) -> "RaggedIndex":
-        """From the rows' `lengths` int64 [rows], whose sum `total` is known on the host."""
-        device = lengths.device
-        rows = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=total)
-        starts = lengths.cumsum(0) - lengths
-        return cls(rows, torch.arange(total, device=device) - starts.index_select(0, rows))
 
 
 class RequestTable:
@@ -67,10 +49,7 @@ class RequestTable:
         self.states: dict[int, RequestState] = {}
         self.device = device
         self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the arena, int32 values)
-        self._discard_index = num_slots * self._row
-        self._uses_triton = uses_triton(device)
-        own = kernels_on(device)
-        self.kernels = None if own is None else TableKernels(own, self.arena)
+        self.ops = table_ops(self.arena, device)
 
     def enter(self, new: NewRequest) -> None:
         """Start a request in its slot."""
@@ -113,52 +92,13 @@ class RequestTable:
             return torch.empty(extra.shape, dtype=torch.int64, device=self.device)
         return columns.view(torch.int64).view(extra.shape)
 
-    def append(self, slots: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
-        """Append the first `num_tokens` [n] of `tokens` [n, D] to each of `slots` int64 [n], on the device only."""
-        if self.kernels is not None:
-            self.kernels.append(slots, tokens, num_tokens)
-            return
-        lengths = self.num_tokens.index_select(0, slots).long()
-        columns = torch.arange(tokens.shape[1], device=self.device)
-        places = slots[:, None] * self._row + lengths[:, None] + columns
-        places = places.where(columns < num_tokens[:, None], self._discard_index)
-        self._arena.index_copy_(0, places.flatten(), tokens.flatten().to(torch.int32))
-        self.num_tokens.index_copy_(0, slots, (lengths + num_tokens).to(torch.int32))
-
     def tokens_at(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Token ids, int64 [T]; `slots` and `positions` are int64 [T]."""
-        return self._cells_at(slots, positions, 0)
+        return self.ops.cells(slots, positions, 0)
 
     def kv_slots_at(self, slots: Tensor, positions: Tensor) -> Tensor:
         """KV slots, int64 [T]."""
-        return self._cells_at(slots, positions, self._width)
-
-    def kv_slots_of(self, slots: Tensor, num_tokens: int) -> Tensor:
-        """KV slots of the first positions, int64 [n, num_tokens]."""
-        if self.kernels is not None:
-            return self.kernels.kv_slots(slots, None, num_tokens)
-        return self.kv_slots[:, :num_tokens].index_select(0, slots).long()
-
-    def kv_slots_from(self, slots: Tensor, starts: Tensor, width: int) -> Tensor:
-        """KV slots of `width` positions from `starts` int64 [n] on, int64 [n, width]."""
-        if self.kernels is not None:
-            return self.kernels.kv_slots(slots, starts, width)
-        positions = starts[:, None] + torch.arange(width, device=self.device)
-        return self.kv_slots_at(slots[:, None].expand_as(positions).flatten(), positions.flatten()).view_as(positions)
-
-    def extend_input(
-        self, slots: Tensor, starts: Tensor, ends: Tensor, total: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a draft head reads of positions `starts` to `ends` of each request, `total` in all.
-
-        (next token ids, positions and KV slots int64 [total], places of the requests' last positions int64 [n]).
-        """
-        if self.kernels is not None:
-            return self.kernels.extend_input(slots, starts, ends, total)
-        index = RaggedIndex.of(ends - starts, total)
-        rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
-        last = (ends - starts).cumsum(0) - 1
-        return self.tokens_at(rows, positions + 1), positions, self.kv_slots_at(rows, positions), last
+        return self.ops.cells(slots, positions, self._width)
 
     def sampling(self, slots: Tensor, states: Sequence[RequestState]) -> SamplingBatch:
         """Sampling options of requests; `states` are those of `slots`, or none if the host does not look at them."""
@@ -166,13 +106,6 @@ class RequestTable:
         floats, seeds = rows.view(torch.float32), rows.view(torch.int64)[:, 1]
         options = (floats[:, 5], rows[:, 4].long(), floats[:, 6], floats[:, 7])
         return SamplingBatch([state.sampling for state in states], seeds, *options)
-
-    def _cells_at(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
-        if self._uses_triton:
-            from specray.ops.gpu import steps
-
-            return steps.cells_at(self.arena, slots, positions, column)
-        return self._arena.index_select(0, slots * self._row + column + positions).long()
 
     def _change(self, slot: int, column: int, values: np.ndarray) -> None:
         self._changes.append((slot * self._row + column, values))

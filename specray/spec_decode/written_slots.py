@@ -49,7 +49,7 @@ class WrittenSlots:
         ends = np.array([request.end for request in requests])
         width = int(ends.max())
         if self.are_all(table, requests):
-            return table.kv_slots_of(slots, width), ends.tolist()
+            return table.ops.kv_slots(slots, None, width), ends.tolist()
         kv_slots = table.host_kv_slots[[request.slot for request in requests], :width]
         is_inside = np.arange(width) < ends[:, None]
         is_visible = self._is_written[kv_slots] & is_inside

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from specray.ops.attention import PaddedAttention
 from specray.ops.gpu import uses_triton
+from specray.ops.ragged_index import RaggedIndex
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.drafter import PaddedCommit, PaddedDrafter
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
 from specray.spec_decode.node_verifier import verify_padded
 from specray.spec_decode.padded_input import tree_input
-from specray.spec_decode.request_table import RaggedIndex, RequestTable
+from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_padded_shards
 from specray.spec_decode.tree_buffers import TreeBuffers
 from specray.worker.buckets import Bucket
@@ -112,7 +113,7 @@ class PaddedStep:
 
             steps.commit(self._table.arena, self._outcome_of(bucket), slots, count, verified.tokens, verified.nodes)
             return
-        self._table.append(slots, verified.tokens, count)
+        self._table.ops.append(slots, verified.tokens, count)
         outcome = torch.cat((count[:, None], count[:, None], verified.tokens, verified.nodes), 1)
         self._outcome_of(bucket).copy_(outcome)
 

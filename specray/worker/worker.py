@@ -28,7 +28,7 @@ from specray.structured_output.matchers import GrammarTable
 from specray.worker.broadcast import DraftSizes, broadcast_output, broadcast_tree, follow
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs
-from specray.worker.input_batch import ScheduledBatch, StepBatch, build_batch, committed_places
+from specray.worker.input_batch import ScheduledBatch, StepBatch, build_batch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
 from specray.worker.step_output import StepOutput
@@ -199,9 +199,9 @@ class Worker:
         """Keep the accepted paths on the device: KV and tokens."""
         rows, tree = batch.rows, batch.tree
         if tree.max_depth:
-            kv_slots = self._table.kv_slots_from(rows.slots, rows.last, tree.tokens.shape[1])
+            kv_slots = self._table.ops.kv_slots(rows.slots, rows.last, tree.tokens.shape[1])
             self._runner.kv.commit(kv_slots, output.nodes, output.num_kept)
-        self._table.append(rows.slots, output.tokens, output.num_emitted)
+        self._table.ops.append(rows.slots, output.tokens, output.num_emitted)
 
     def _commit_row(
         self, batch: StepBatch, output: StepOutput, row: int, prompt_logprobs: list[TokenLogprob] | None
@@ -244,7 +244,9 @@ class Worker:
         count = sum(gets_drafts[row] for row in order)
 
         def gather() -> Tensor:
-            index = committed_places(computed.roots, rows.counts, order, output.nodes, output.num_kept, lengths)
+            places = torch.tensor(order, dtype=torch.int64).to(self._table.device)
+            committed = (computed.roots, rows.counts, output.num_kept, output.nodes, sum(lengths))
+            index = self._table.ops.committed_places(places, *committed)
             return torch.cat([states.index_select(0, index) for states in computed.aux_hidden_states], -1)
 
         return ProposeContext(

@@ -204,6 +204,11 @@ void specray_build_step(
   build_step(*arena, *rows, ids, positions, written, roots, ancestors);
 }
 
+void specray_gather_cells(
+    const Arena* arena, int64_t count, const int64_t* slots, const int64_t* positions, int64_t column, int64_t* found) {
+  gather_cells(*arena, count, slots, positions, column, found);
+}
+
 void specray_gather_kv_slots(
     const Arena* arena, int64_t count, const int64_t* slots, const int64_t* starts, int64_t width, int64_t* kv_slots) {
   gather_kv_slots(*arena, count, slots, starts, width, kv_slots);

@@ -1,7 +1,6 @@
 // The tensors of a step around its forward passes: what the model reads, what it committed, trees that wait.
 //
-// These are a few numbers for each request. As torch operations they took longer than a fifth of a step. The rules are
-// those of the operations beside each call in Python.
+// specray/spec_decode/step_ops.py says what each does, torch_step_ops.py does the same with torch's operations.
 #pragma once
 
 #include <algorithm>
@@ -63,6 +62,12 @@ inline void build_step(
       ++place;
     }
   }
+}
+
+// The cells `column` + position of each slot, [T].
+inline void gather_cells(
+    const Arena& arena, int64_t count, const int64_t* slots, const int64_t* positions, int64_t column, int64_t* found) {
+  for (int64_t i = 0; i < count; ++i) found[i] = arena.row(slots[i])[column + positions[i]];
 }
 
 // KV slots of `width` positions from `starts` [R] on (null: from 0), [R, width].

@@ -65,6 +65,7 @@ class Kernels:
         self.forbid = self._function("forbid", c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int64, c_int32)
         of_table = (POINTER(Arena), c_int64, c_void_p)
         self.build_step = self._function("build_step", POINTER(Arena), POINTER(StepRows), *[c_void_p] * 5)
+        self.gather_cells = self._function("gather_cells", *of_table, c_void_p, c_int64, c_void_p)
         self.gather_kv_slots = self._function("gather_kv_slots", *of_table, c_void_p, c_int64, c_void_p)
         self.append_tokens = self._function("append_tokens", *of_table, Strided, Strided)
         self.build_extend = self._function("build_extend", *of_table, *[c_void_p] * 6)

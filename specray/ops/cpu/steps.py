@@ -1,7 +1,7 @@
 """The tensors of a step around its forward passes, each group in one call of the kernels.
 
-Their twins in torch are where they are used. They are some fifty operations on a few numbers for each request, which
-took a fifth of a step.
+`specray.spec_decode.step_ops` says what each does. As torch's operations, some hundred on a few numbers for each
+request, they took a tenth of a step.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from specray.ops.request_arena import RequestArena
 
 
 class TableKernels:
-    """Reads and writes a request table. Slots, positions and tokens are int64."""
+    """TableOps."""
 
     def __init__(self, kernels: Kernels, arena: RequestArena) -> None:
         self._kernels = kernels
@@ -25,13 +25,15 @@ class TableKernels:
         columns = (arena.row_size, arena.kv_column, arena.length_column)
         self._arena = ctypes.byref(structs.Arena(pointer(arena.cells), *columns))
 
+    def cells(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
+        kept = slots.contiguous(), positions.contiguous()
+        found = torch.empty(len(slots), dtype=torch.int64)
+        self._kernels.gather_cells(self._arena, len(slots), *map(pointer, kept), column, pointer(found))
+        return found
+
     def build_step(
         self, columns: Sequence[Tensor], trees: Sequence[Tensor], total: int, has_drafts: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """See `specray.worker.input_batch.FlatTokens`.
-
-        `columns` are slots, starts and counts [R], `trees` tokens and parents [R, N] and numbers of nodes [R].
-        """
         count, width = trees[0].shape
         kept = [part.contiguous() for part in (*columns, *trees)]
         rows = structs.StepRows(count, width, *map(pointer, kept))
@@ -44,21 +46,18 @@ class TableKernels:
         return token_ids, positions, written, roots, ancestors
 
     def kv_slots(self, slots: Tensor, starts: Tensor | None, width: int) -> Tensor:
-        """[n, width] of `width` positions from `starts` [n] on, by default from 0."""
         kept = slots.contiguous(), None if starts is None else starts.contiguous()
         found = torch.empty(len(slots), width, dtype=torch.int64)
         self._kernels.gather_kv_slots(self._arena, len(slots), *map(pointer, kept), width, pointer(found))
         return found
 
     def append(self, slots: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
-        """Append the first `num_tokens` [n] of `tokens` [n, D] to each of `slots` [n]."""
         slots = slots.contiguous()
-        self._kernels.append_tokens(self._arena, len(slots), pointer(slots), strided(tokens), strided(num_tokens))
+        self._kernels.append_tokens(self._arena, len(slots), pointer(slots), _strided(tokens), _strided(num_tokens))
 
     def extend_input(
         self, slots: Tensor, starts: Tensor, ends: Tensor, total: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See RequestTable.extend_input."""
         kept = [part.contiguous() for part in (slots, starts, ends)]
         token_ids, positions, written = torch.empty(3, total, dtype=torch.int64).unbind()
         last = torch.empty(len(slots), dtype=torch.int64)
@@ -66,57 +65,52 @@ class TableKernels:
         self._kernels.build_extend(self._arena, len(slots), *map(pointer, kept), *map(pointer, outputs))
         return outputs
 
-
-def put(kernels: Kernels, pending: Sequence[Tensor | None], slots: Tensor, trees: Sequence[Tensor | None]) -> None:
-    """See `specray.ops.gpu.steps.put`."""
-    kept = [None if part is None else part.contiguous() for part in (slots, *trees)]
-    tokens = kept[1]
-    assert tokens is not None
-    struct = ctypes.byref(_pending(pending))
-    kernels.put_trees(struct, len(slots), *map(pointer, kept), tokens.shape[1])
-
-
-def take(
-    kernels: Kernels,
-    pending: Sequence[Tensor | None],
-    slots: Tensor,
-    roots: Tensor,
-    most: Tensor,
-    least: Tensor | None,
-    vocab_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `specray.ops.gpu.steps.take`."""
-    struct, count = _pending(pending), len(slots)
-    inputs = [slots.contiguous(), roots.contiguous(), most.long().contiguous(), least]
-    tokens, parents = torch.empty(2, count, struct.width, dtype=torch.int64)
-    num_nodes, found, is_chain, within = numbers = torch.empty(4, count, dtype=torch.int64).unbind()
-    outputs = map(pointer, (tokens, parents, *numbers))
-    kernels.take_trees(ctypes.byref(struct), count, *map(pointer, inputs), vocab_size, *outputs)
-    report = torch.stack((found, is_chain))
-    if least is not None:
-        scores = pending[3]
-        assert scores is not None
-        report = torch.cat((report.float(), within[None].float(), scores.index_select(0, slots).t()))
-    return tokens, parents, num_nodes, report
+    def committed_places(
+        self, order: Tensor, roots: Tensor, counts: Tensor, num_kept: Tensor, nodes: Tensor, total: int
+    ) -> Tensor:
+        kept, places = [part.contiguous() for part in (order, roots, counts)], torch.empty(total, dtype=torch.int64)
+        paths = _strided(num_kept), _strided(nodes)
+        self._kernels.committed_places(len(order), *map(pointer, kept), *paths, pointer(places))
+        return places
 
 
-def committed_places(
-    kernels: Kernels,
-    order: Tensor,
-    roots: Tensor,
-    counts: Tensor,
-    num_kept: Tensor,
-    nodes: Tensor,
-    total: int,
-) -> Tensor:
-    """See `specray.worker.input_batch.StepBatch.committed_places`."""
-    kept = [part.contiguous() for part in (order, roots, counts)]
-    places = torch.empty(total, dtype=torch.int64)
-    kernels.committed_places(len(order), *map(pointer, kept), strided(num_kept), strided(nodes), pointer(places))
-    return places
+class TreeKernels:
+    """TreeOps."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def put(self, pending: Sequence[Tensor | None], slots: Tensor, trees: Sequence[Tensor | None]) -> None:
+        kept = [None if part is None else part.contiguous() for part in (slots, *trees)]
+        tokens = kept[1]
+        assert tokens is not None
+        struct = ctypes.byref(_pending(pending))
+        self._kernels.put_trees(struct, len(slots), *map(pointer, kept), tokens.shape[1])
+
+    def take(
+        self,
+        pending: Sequence[Tensor | None],
+        slots: Tensor,
+        roots: Tensor,
+        most: Tensor,
+        least: Tensor | None,
+        vocab_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        struct, count = _pending(pending), len(slots)
+        inputs = [slots.contiguous(), roots.contiguous(), most.long().contiguous(), least]
+        tokens, parents = torch.empty(2, count, struct.width, dtype=torch.int64)
+        num_nodes, found, is_chain, within = numbers = torch.empty(4, count, dtype=torch.int64).unbind()
+        outputs = map(pointer, (tokens, parents, *numbers))
+        self._kernels.take_trees(ctypes.byref(struct), count, *map(pointer, inputs), vocab_size, *outputs)
+        report = torch.stack((found, is_chain))
+        if least is not None:
+            scores = pending[3]
+            assert scores is not None
+            report = torch.cat((report.float(), within[None].float(), scores.index_select(0, slots).t()))
+        return tokens, parents, num_nodes, report
 
 
-def strided(tensor: Tensor) -> structs.Strided:
+def _strided(tensor: Tensor) -> structs.Strided:
     """A column [n], or a matrix [n, any] whose rows are contiguous."""
     assert tensor.dim() == 1 or tensor.stride(1) == 1 or tensor.shape[1] == 1, tensor.stride()
     return structs.Strided(tensor.data_ptr(), tensor.stride(0))

@@ -162,76 +162,72 @@ def extend_input(
     return token_ids, positions, batch, places, last, ends, roots
 
 
-def take(
-    pending: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    slots: Tensor,
-    roots: Tensor,
-    most: Tensor,
-    least: Tensor | None,
-    vocab_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(tokens and parents [B, W], numbers of nodes [B], report) of pending trees; see `PendingTrees._take`.
+class TreeOps:
+    """See `specray.spec_decode.step_ops`."""
 
-    With `least`, the pending trees have scores.
-    """
-    num_rows, width = len(slots), pending[0].shape[1]
-    tokens, parents = torch.empty(2, num_rows, width, dtype=torch.int64, device=slots.device)
-    num_nodes, report = slots.new_empty(num_rows), slots.new_empty(2, num_rows)
-    if least is not None:
-        report = slots.new_empty(3 + width, num_rows, dtype=torch.float32)
-    scores = pending[3]
-    take_trees[(num_rows,)](
-        tokens,
-        parents,
-        num_nodes,
-        report,
-        *pending[:3],
-        num_nodes if scores is None else scores,  # not read without `least`, like the next
-        most if least is None else least,
-        slots.contiguous(),
-        roots.contiguous(),
-        most,
-        num_rows,
-        vocab_size,
-        CUTS=least is not None,
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        num_warps=1,
-    )
-    return tokens, parents, num_nodes, report
-
-
-def put(
-    pending: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    slots: Tensor,
-    trees: tuple[Tensor, Tensor, Tensor, Tensor | None],
-) -> None:
-    """See `PendingTrees.put`. Both are tokens, parents, numbers of nodes and scores.
-
-    If the trees have scores, so have the pending ones.
-    """
-    tokens, parents, num_nodes = by_rows(trees[0]), by_rows(trees[1]), trees[2].contiguous()
-    scores = None if trees[3] is None else by_rows(trees[3])
-    pending_scores, width = pending[3], pending[0].shape[1]
-    if len(slots):
-        put_trees[(len(slots),)](
-            *pending[:3],
-            num_nodes if pending_scores is None else pending_scores,  # not written without scores
-            slots.contiguous(),
+    def take(
+        self,
+        pending: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        slots: Tensor,
+        roots: Tensor,
+        most: Tensor,
+        least: Tensor | None,
+        vocab_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        num_rows, width = len(slots), pending[0].shape[1]
+        tokens, parents = torch.empty(2, num_rows, width, dtype=torch.int64, device=slots.device)
+        num_nodes, report = slots.new_empty(num_rows), slots.new_empty(2, num_rows)
+        if least is not None:
+            report = slots.new_empty(3 + width, num_rows, dtype=torch.float32)
+        scores = pending[3]
+        take_trees[(num_rows,)](
             tokens,
             parents,
-            num_nodes if scores is None else scores,
             num_nodes,
-            tokens.shape[1],
-            tokens.stride(0),
-            parents.stride(0),
-            0 if scores is None else scores.stride(0),
-            KEEPS_SCORES=pending_scores is not None,
-            HAS_SCORES=scores is not None,
+            report,
+            *pending[:3],
+            num_nodes if scores is None else scores,  # not read without `least`, like the next
+            most if least is None else least,
+            slots.contiguous(),
+            roots.contiguous(),
+            most,
+            num_rows,
+            vocab_size,
+            CUTS=least is not None,
             WIDTH=width,
             PADDED=triton.next_power_of_2(width),
             num_warps=1,
         )
+        return tokens, parents, num_nodes, report
+
+    def put(
+        self,
+        pending: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        slots: Tensor,
+        trees: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    ) -> None:
+        tokens, parents, num_nodes = by_rows(trees[0]), by_rows(trees[1]), trees[2].contiguous()
+        scores = None if trees[3] is None else by_rows(trees[3])
+        pending_scores, width = pending[3], pending[0].shape[1]
+        if len(slots):
+            put_trees[(len(slots),)](
+                *pending[:3],
+                num_nodes if pending_scores is None else pending_scores,  # not written without scores
+                slots.contiguous(),
+                tokens,
+                parents,
+                num_nodes if scores is None else scores,
+                num_nodes,
+                tokens.shape[1],
+                tokens.stride(0),
+                parents.stride(0),
+                0 if scores is None else scores.stride(0),
+                KEEPS_SCORES=pending_scores is not None,
+                HAS_SCORES=scores is not None,
+                WIDTH=width,
+                PADDED=triton.next_power_of_2(width),
+                num_warps=1,
+            )
 
 
 def _columns(number: int, count: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.draft_tree import TreeLists
-from specray.worker.input_batch import committed_places
 from tests.support.step_cases import MAX_TOKENS, SLOTS, both, compare_pending_trees, random_table
 from tests.support.verify_cases import trees
 
@@ -31,10 +30,15 @@ def test_cells_of_the_table(seed: int, order: list[int], count: int, width: int,
 
     def run() -> list[Tensor]:
         table = random_table(seed)  # it chooses the kernels
-        table.append(slots, outcome[:, 2:], outcome[:, 1])
-        read = table.extend_input(slots, starts, ends, int((ends - starts).sum()))
+        table.ops.append(slots, outcome[:, 2:], outcome[:, 1])
+        read = table.ops.extend_input(slots, starts, ends, int((ends - starts).sum()))
         kept = (table.token_ids[:-1], table.num_tokens)  # the last row takes what is not wanted
-        return [*kept, *read, table.kv_slots_of(slots, width), table.kv_slots_from(slots, starts, width)]
+        return [
+            *kept,
+            *read,
+            *(table.ops.kv_slots(slots, first, width) for first in (None, starts)),
+            table.kv_slots_at(slots, starts),
+        ]
 
     torch.testing.assert_close(*both(run, "auto"), atol=0, rtol=0)
 
@@ -50,7 +54,9 @@ def test_places_of_committed_tokens(order: list[int], count: int, data: st.DataO
     lengths = [rows[row][0] - 1 + rows[row][1] for row in order[:count]]
 
     def run() -> Tensor:
-        return committed_places(roots, counts, order[:count], outcome[:, 1:], outcome[:, 0], lengths)
+        rows = torch.tensor(order[:count])
+        table = random_table(0)  # it chooses the kernels
+        return table.ops.committed_places(rows, roots, counts, outcome[:, 0], outcome[:, 1:], sum(lengths))
 
     assert torch.equal(*both(run, "auto"))
 

@@ -100,7 +100,7 @@ def test_committed_tokens(seed: int, width: int, data: st.DataObject) -> None:
     tokens, nodes = torch.randint(0, 500, (2, 4, width))
     outcome = torch.zeros(4, 2 + 2 * width, dtype=torch.int64)
     steps.commit(ours.arena, outcome, slots, counts, tokens, nodes)
-    theirs.append(slots, tokens, counts)
+    theirs.ops.append(slots, tokens, counts)
     assert torch.equal(ours.num_tokens, theirs.num_tokens)
     assert torch.equal(ours.token_ids[:-1], theirs.token_ids[:-1])
     assert torch.equal(outcome, torch.cat((counts[:, None], counts[:, None], tokens, nodes), 1))

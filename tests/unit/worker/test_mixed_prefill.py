@@ -9,8 +9,8 @@ from specray.worker.startup import mixed_prefill_tokens
 @pytest.mark.parametrize(
     ("options", "on_cpu", "on_gpu"),
     [
-        ({}, 96, 1024),
-        ({"chunked_prefill_size": 256}, 96, 512),
+        ({}, 64, 1024),
+        ({"chunked_prefill_size": 256}, 64, 512),
         ({"mixed_prefill_tokens": 300}, 300, 300),
     ],
 )
