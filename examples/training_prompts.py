@@ -46,14 +46,6 @@ ASK = (
     "What would the world be like without {a}?",
     "Name the people who contributed most to what we know about {a}, and say what they did.",
 )
-FOLLOW_UP = (
-    "Can you give a concrete example?",
-    "Now explain it again in three sentences.",
-    "What are the limits of this explanation?",
-    "Which of these points is the most important, and why?",
-    "Rewrite your answer as a table.",
-    "How could one check that this is true?",
-)
 FORMS = "a short story, a poem of four stanzas, a letter, an email, a speech, a blog post, a dialogue, a news report"
 MATTERS = """a lost suitcase, a new neighbour, a power cut in winter, the last train, a library at night, a garden in
 a city, a forgotten recipe, a chess match, an old lighthouse, a delayed flight, a school reunion, a broken clock, the
@@ -77,26 +69,21 @@ def _words(text: str) -> list[str]:
     return [" ".join(word.split()) for word in text.split(",")]
 
 
-def _question(rng: Random) -> list[str]:
-    subjects = _words(rng.choice((SCIENCE, HUMANITIES)))
-    first, second = rng.sample(subjects, 2)
-    turns = [rng.choice(ASK).format(a=first, b=second)]
-    return turns + rng.sample(FOLLOW_UP, rng.choice((0, 0, 1)))
+def _question(rng: Random) -> str:
+    first, second = rng.sample(_words(rng.choice((SCIENCE, HUMANITIES))), 2)
+    return rng.choice(ASK).format(a=first, b=second)
 
 
-def _text(rng: Random) -> list[str]:
+def _text(rng: Random) -> str:
     form, matter, tone = (rng.choice(_words(words)) for words in (FORMS, MATTERS, TONES))
-    turns = [f"Write {form} about {matter}. The tone should be {tone}."]
-    return turns + rng.sample(
-        ("Make it shorter.", "Now change the ending.", "Write it for children."), rng.choice((0, 1))
-    )
+    return f"Write {form} about {matter}. The tone should be {tone}."
 
 
-def _role(rng: Random) -> list[str]:
-    return [f"You are {rng.choice(_words(ROLES))}. {rng.choice(REQUESTS)}"]
+def _role(rng: Random) -> str:
+    return f"You are {rng.choice(_words(ROLES))}. {rng.choice(REQUESTS)}"
 
 
-def _puzzle(rng: Random) -> list[str]:
+def _puzzle(rng: Random) -> str:
     (one, two, third), goods = rng.sample(_words(NAMES), 3), rng.choice(_words(GOODS))
     many, price, given = rng.randint(12, 90), rng.randint(2, 9), rng.randint(2, 11)
     puzzles = (
@@ -108,10 +95,10 @@ def _puzzle(rng: Random) -> list[str]:
         f"{one} pay for {many + 10}?",
         f"{one} arrived before {two} and after {third}. Who arrived first? Explain.",
     )
-    return [rng.choice(puzzles)]
+    return rng.choice(puzzles)
 
 
-def _extraction(rng: Random) -> list[str]:
+def _extraction(rng: Random) -> str:
     people, places = rng.sample(_words(NAMES), 3), rng.sample(_words(PLACES), 3)
     years, goods = sorted(rng.sample(range(1950, 2024), 3)), rng.sample(_words(GOODS), 3)
     passage = " ".join(
@@ -126,10 +113,10 @@ def _extraction(rng: Random) -> list[str]:
             "Name all places in the text in alphabetical order.",
         )
     )
-    return [f"{wanted}\n\n{passage}"]
+    return f"{wanted}\n\n{passage}"
 
 
-KINDS: tuple[Callable[[Random], list[str]], ...] = (_question,) * 6 + (_text, _text, _role, _puzzle, _extraction)
+KINDS: tuple[Callable[[Random], str], ...] = (_question,) * 6 + (_text, _text, _role, _puzzle, _extraction)
 
 
 def main() -> None:
@@ -137,12 +124,12 @@ def main() -> None:
     parser.add_argument("count", type=int, help="number of prompts")
     parser.add_argument("--seed", type=int, default=0, help="of the choices (default: %(default)s)")
     options = parser.parse_args()
-    rng, seen = Random(options.seed), set[str]()
-    while len(seen) < options.count:
-        turns = rng.choice(KINDS)(rng)
-        if turns[0] not in seen:
-            seen.add(turns[0])
-            sys.stdout.write(json.dumps({"turns": turns, "license": "Apache-2.0"}) + "\n")
+    rng, written = Random(options.seed), set[str]()
+    while len(written) < options.count:
+        prompt = rng.choice(KINDS)(rng)
+        if prompt not in written:
+            written.add(prompt)
+            sys.stdout.write(json.dumps({"prompt": prompt, "license": "Apache-2.0"}) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from specray.cli.local_server import free_port
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.testing import DRAFTER_CHECKS
 from specray.testing.conformance import Check
+from specray.train.prompts import read_prompt_file
 from tests.support.eagle_toy import toy_head
 from tests.support.forked import run_script
 
@@ -52,6 +53,17 @@ def test_the_custom_drafter_passes_the_checks(check: Check, toy: Path, monkeypat
     monkeypatch.syspath_prepend(EXAMPLES)
     drafter = SpeculativeConfig(algorithm="custom_drafter:LastSeen")
     check(EngineConfig(model=str(toy), device="cpu", num_threads=1, max_total_tokens=4096, speculative=drafter))
+
+
+def test_prompts_for_training(tmp_path: Path) -> None:
+    """Each of them once, the same ones every time, and readable by `specray train --prompts`."""
+    output = run("training_prompts.py", 300)
+    assert run("training_prompts.py", 300) == output
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(output, encoding="utf-8")
+    prompts = read_prompt_file(path, max_bad_rows=0)
+    assert len(set(prompts.texts)) == 300
+    assert prompts.describe()["licences"] == {"Apache-2.0": 300}
 
 
 def test_training_a_head(stories: Path, tmp_path: Path) -> None:
