@@ -43,16 +43,17 @@ def build(args: AppConfig) -> Application:
     check_speculative(args.speculative)
     check_tracing_packages(args.server.otlp_traces_endpoint)
     check_http_port()
-    if are_files_here(args):
+    if not absent_models(args):
         from specray.spec_decode.model_files import check_model_files  # loads torch, which takes seconds
 
         check_model_files(args.engine)
     return application(args)
 
 
-def are_files_here(config: AppConfig) -> bool:
-    """Whether all models of an application are on this machine."""
-    return all(is_here(model) for model in (config.model, config.speculative.draft_model_path) if model is not None)
+def absent_models(config: AppConfig) -> list[str]:
+    """The models of an application that are not on this machine."""
+    drafters = [drafter.draft_model_path for drafter in config.speculative.members.values()]
+    return [model for model in (config.model, *drafters) if model is not None and not is_here(model)]
 
 
 def application(args: AppConfig) -> Application:

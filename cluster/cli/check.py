@@ -18,7 +18,7 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 
 from cluster.api.keys import KeyRing
 from cluster.api.trace_context import check_tracing_packages
-from cluster.app import are_files_here
+from cluster.app import absent_models
 from cluster.cli.flags import flags
 from cluster.cli.plan import plan_text
 from cluster.config import AppConfig
@@ -43,9 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_keys(app)
             check_tracing_packages(app.server.otlp_traces_endpoint)
             check_paths(app)
-            if options.model or are_files_here(app):
+            absent = [] if options.model else absent_models(app)
+            if not absent:
                 find_files(app)
             print(f"{options.file}: application {name!r} is valid: {summary(app)}")
+            if absent:
+                print(
+                    f"  not checked, because not on this machine: {', '.join(absent)} (--model fetches and checks them)"
+                )
             print(plan_text(app))
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
