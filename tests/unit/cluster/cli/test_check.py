@@ -82,13 +82,6 @@ def test_check_prints_the_plan_of_each_application(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.count("bundle 0: router + rank 0") == 2
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "option"),
-    [
-        ("model: smollm2-135m-instruct", "model: ./nowhere", "model='./nowhere'"),
-        ("{algorithm: NGRAM}", "{algorithm: EAGLE3, draft_model_path: ./nowhere}", "speculative.draft_model_path="),
-    ],
-)
 def test_check_says_which_models_it_has_not_seen(serve_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The name of a model on the hub, or a misspelt one of the package: only fetching it can tell."""
     serve_config.write_text(SERVE_CONFIG.replace("model: smollm2-135m-instruct", "model: smolm2-135m"))
@@ -96,6 +89,13 @@ def test_check_says_which_models_it_has_not_seen(serve_config: Path, capsys: pyt
     assert "not checked, because not on this machine: smolm2-135m (--model" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "option"),
+    [
+        ("model: smollm2-135m-instruct", "model: ./nowhere", "model='./nowhere'"),
+        ("{algorithm: NGRAM}", "{algorithm: EAGLE3, draft_model_path: ./nowhere}", "speculative.draft_model_path="),
+    ],
+)
 def test_check_looks_for_models_that_are_named_by_a_path(
     old: str, new: str, option: str, serve_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
