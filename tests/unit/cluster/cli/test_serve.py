@@ -55,7 +55,7 @@ def test_flags_and_a_file_give_the_same_configuration(capsys: pytest.CaptureFixt
         "--speculative-draft-model-quantization",
         "auto",
         "--speculative-max-step-draft-tokens",
-        "16",
+        "8",
     )
     assert from_file == from_flags == check_file(EAGLE3)["specray"]
 
