@@ -61,12 +61,23 @@ inline Keys keys_of(const Requests& requests, int request, int query) {
 // A row of the pool as floats; `buffer` holds it where it is stored in another type.
 template <class T>
 inline const float* pool_row(const Pool& pool, int64_t slot, int which, int head, float* buffer) {
-  const T* from = static_cast<const T*>(pool.data) + ((slot * 2 + which) * pool.num_heads + head) * pool.dim;
+  const int dim = pool.dim;
+  const T* from = static_cast<const T*>(pool.data) + ((slot * 2 + which) * pool.num_heads + head) * dim;
   if constexpr (sizeof(T) == 4) return reinterpret_cast<const float*>(from);
   int d = 0;
-  for (; d + WIDTH <= pool.dim; d += WIDTH) store(buffer + d, load_floats(from + d));
-  for (; d < pool.dim; ++d) buffer[d] = to_float(from[d]);
+  for (; d + WIDTH <= dim; d += WIDTH) store(buffer + d, load_floats(from + d));
+  for (; d < dim; ++d) buffer[d] = to_float(from[d]);
   return buffer;
+}
+
+// Brings the keys and values of all heads of a slot closer. Heads are computed one after the other, and each would wait
+// for its part.
+template <class T>
+inline void fetch_slot(const Pool& pool, int64_t slot) {
+  constexpr int LINE = 64, TO_READ = 0, LARGER_CACHE = 2;
+  const int64_t bytes = 2 * pool.num_heads * pool.dim * int64_t(sizeof(T));
+  const char* row = static_cast<const char*>(pool.data) + slot * bytes;
+  for (int64_t b = 0; b < bytes; b += LINE) __builtin_prefetch(row + b, TO_READ, LARGER_CACHE);
 }
 
 // Scores of WIDTH keys: the dot products of q with each.
@@ -188,6 +199,8 @@ void attend_tile(
     std::fill(k + loaded, k + KEYS, shared_k);
     std::fill(v + loaded, v + KEYS, shared_v);
     for (int key = 0; key < loaded; ++key) {
+      constexpr int AHEAD = 8;
+      if (kv_head == 0 && block + key + AHEAD < most_shared) fetch_slot<T>(pool, slots[block + key + AHEAD]);
       k[key] = pool_row<T>(pool, slots[block + key], 0, kv_head, shared_k + key * dim);
       v[key] = pool_row<T>(pool, slots[block + key], 1, kv_head, shared_v + key * dim);
     }

@@ -187,8 +187,12 @@ inline void from_float(float value, float16* to) {
 inline Floats load_floats(const float* from) { return load<Floats>(from); }
 
 inline Floats load_floats(const bfloat16* from) {
+#if defined(SPECRAY_AVX512)
+  return Floats(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16)));
+#else
   typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
   return bits_of<Floats>(__builtin_convertvector(load<Halves>(from), Words) << 16);
+#endif
 }
 
 inline Floats load_floats(const float16* from) {
