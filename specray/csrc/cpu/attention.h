@@ -5,6 +5,7 @@
 // the same bits alone, in any batch, in any draft tree and in any chunk of its prompt.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "simd.h"
@@ -58,42 +59,38 @@ inline Keys keys_of(const Requests& requests, int request, int query) {
   return keys;
 }
 
-// A row of the pool as floats; `buffer` holds it where it is stored in another type.
+// One head's key (0) or value (1) of a slot.
 template <class T>
-inline const float* pool_row(const Pool& pool, int64_t slot, int which, int head, float* buffer) {
-  const int dim = pool.dim;
-  const T* from = static_cast<const T*>(pool.data) + ((slot * 2 + which) * pool.num_heads + head) * dim;
-  if constexpr (sizeof(T) == 4) return reinterpret_cast<const float*>(from);
-  int d = 0;
-  for (; d + WIDTH <= dim; d += WIDTH) store(buffer + d, load_floats(from + d));
-  for (; d < dim; ++d) buffer[d] = to_float(from[d]);
-  return buffer;
+inline const T* pool_row(const Pool& pool, int64_t slot, int which, int head) {
+  return static_cast<const T*>(pool.data) + ((slot * 2 + which) * pool.num_heads + head) * pool.dim;
 }
 
-// Brings the keys and values of all heads of a slot closer. Heads are computed one after the other, and each would wait
-// for its part.
-template <class T>
-inline void fetch_slot(const Pool& pool, int64_t slot) {
-  constexpr int LINE = 64, TO_READ = 0, LARGER_CACHE = 2;
-  const int64_t bytes = 2 * pool.num_heads * pool.dim * int64_t(sizeof(T));
-  const char* row = static_cast<const char*>(pool.data) + slot * bytes;
-  for (int64_t b = 0; b < bytes; b += LINE) __builtin_prefetch(row + b, TO_READ, LARGER_CACHE);
-}
+// Slots that are read soon. They lie in many places, and waiting for one after the other takes longer than the
+// arithmetic, so each call brings one of them closer: the keys and values of all heads, which lie side by side.
+struct Ahead {
+  struct Slots {
+    const int64_t* slots;
+    int count;
+  };
 
-// Scores of WIDTH keys: the dot products of q with each.
-inline Floats dots(const float* q, const float* const* k, int dim) {
-  Floats sums[WIDTH] = {};
-  int d = 0;
-  for (; d + WIDTH <= dim; d += WIDTH) {
-    const Floats part = load<Floats>(q + d);
-#pragma GCC unroll 16
-    for (int key = 0; key < WIDTH; ++key) sums[key] += part * load<Floats>(k[key] + d);
+  Ahead(const Pool& pool, int item_bytes, const Slots& first, const Slots& second)
+      : data_(static_cast<const char*>(pool.data)), slot_bytes_(int64_t(2) * pool.num_heads * pool.dim * item_bytes),
+        left_(first), then_(second) {}
+
+  void fetch() {
+    constexpr int LINE = 64, TO_READ = 0, LARGER_CACHE = 2;
+    if (left_.count == 0) left_ = std::exchange(then_, Slots{});
+    if (left_.count == 0) return;
+    const char* slot = data_ + *left_.slots++ * slot_bytes_;
+    --left_.count;
+    for (int64_t b = 0; b < slot_bytes_; b += LINE) __builtin_prefetch(slot + b, TO_READ, LARGER_CACHE);
   }
-  Floats totals = sums_of(sums);
-  for (; d < dim; ++d)
-    for (int key = 0; key < WIDTH; ++key) totals[key] += q[d] * k[key][d];
-  return totals;
-}
+
+ private:
+  const char* data_;
+  const int64_t slot_bytes_;
+  Slots left_, then_;
+};
 
 // One query head: its softmax over blocks, as it goes.
 struct Running {
@@ -104,72 +101,152 @@ struct Running {
 
   Running(const float* q, float* out) : q(q), out(out) {}
 
-  // Adds a block of `count` keys, of which the first `skipped` are outside the window. k and v have KEYS rows; what
-  // those from `count` on hold does not matter.
-  void add(const float* const* k, const float* const* v, int skipped, int count, int dim, float scale) {
-    alignas(64) float weights[KEYS];
-    Ints places;
-    for (int i = 0; i < WIDTH; ++i) places[i] = i;
-    Floats best = splat(-INFINITY);
-    for (int key = 0; key < count; key += WIDTH) {
-      const Ints is_seen = (places + key >= skipped) & (places + key < count);
-      const Floats scores = is_seen ? dots(q, k + key, dim) * scale : splat(-INFINITY);
-      store(weights + key, scores);
-      best = largest(best, scores);
-    }
+  // The weights of a block's keys from their scores, whose largest are in the lanes of `best`. Returns the factor for
+  // what was added up before.
+  float weigh(float* scores, Floats best, int count) {
     const float before = most;
     most = largest_of(largest(splat(before), best));
     const float shrink = before == -INFINITY ? 0.0f : exp_of(before - most);
     Floats sums{};
     for (int key = 0; key < count; key += WIDTH) {
-      const Floats p = exp_of(load<Floats>(weights + key) - most);
-      store(weights + key, p);
+      const Floats p = exp_of(load<Floats>(scores + key) - most);
+      store(scores + key, p);
       sums += p;
     }
     total = total * shrink + sum(sums);
+    return shrink;
+  }
+};
+
+// Heads of one query that share a KV head and are computed together, so that keys and values are converted once for all.
+// How many there are changes no result.
+template <class T, int H>
+class Heads {
+ public:
+  Heads(Running* runs, int dim, Ahead& ahead) : runs_(runs), dim_(dim), ahead_(ahead) {}
+
+  // Adds a block of `count` keys, of which the first `skipped` are outside the window. k and v have KEYS rows; what
+  // those from `count` on hold does not matter.
+  void add(const T* const* k, const T* const* v, int skipped, int count, float scale) {
+    alignas(64) float weights[H][KEYS];
+    Ints places;
+    for (int i = 0; i < WIDTH; ++i) places[i] = i;
+    Floats best[H];
+    for (int h = 0; h < H; ++h) best[h] = splat(-INFINITY);
+    for (int key = 0; key < count; key += WIDTH) {
+      const Ints is_seen = (places + key >= skipped) & (places + key < count);
+      Floats dots[H];
+      multiply_keys(k + key, dots);
+      for (int h = 0; h < H; ++h) {
+        const Floats scores = is_seen ? dots[h] * scale : splat(-INFINITY);
+        store(weights[h] + key, scores);
+        best[h] = largest(best[h], scores);
+      }
+    }
+    float shrink[H];
+    for (int h = 0; h < H; ++h) shrink[h] = runs_[h].weigh(weights[h], best[h], count);
     int d = 0;
-    constexpr int STRIPE = 4;  // native vectors of the output at a time
-    for (; d + STRIPE * WIDTH <= dim; d += STRIPE * WIDTH) add_values<STRIPE>(v, weights, d, skipped, count, shrink);
-    for (; d + WIDTH <= dim; d += WIDTH) add_values<1>(v, weights, d, skipped, count, shrink);
-    for (; d < dim; ++d) {
-      float part = out[d] * shrink;
-      for (int key = skipped; key < count; ++key) part = std::fma(v[key][d], weights[key], part);
-      out[d] = part;
+    constexpr int STRIPE = 2;  // native vectors of the output at a time
+    for (; d + STRIPE * WIDTH <= dim_; d += STRIPE * WIDTH) add_values<STRIPE>(v, weights, d, skipped, count, shrink);
+    for (; d + WIDTH <= dim_; d += WIDTH) add_values<1>(v, weights, d, skipped, count, shrink);
+    for (; d < dim_; ++d) {
+      for (int h = 0; h < H; ++h) {
+        float part = runs_[h].out[d] * shrink[h];
+        for (int key = skipped; key < count; ++key) part = std::fma(to_float(v[key][d]), weights[h][key], part);
+        runs_[h].out[d] = part;
+      }
     }
   }
 
  private:
+  // The dot products of each head's query with WIDTH keys.
+  void multiply_keys(const T* const* k, Floats* dots) const {
+    static_assert(WIDTH % 4 == 0);
+    constexpr int STEP = WIDTH / 4;
+    Floats quarters[H][STEP];  // of four keys each
+#pragma GCC unroll 4
+    for (int i = 0; i < STEP; ++i) {
+      Floats sums[H][4] = {};
+      ahead_.fetch();
+      for (int d = 0; d + WIDTH <= dim_; d += WIDTH) {
+        Floats keys[4];
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; ++n) keys[n] = load_floats(k[i + n * STEP] + d);
+#pragma GCC unroll 4
+        for (int h = 0; h < H; ++h) {
+          const Floats part = load<Floats>(runs_[h].q + d);
+#pragma GCC unroll 4
+          for (int n = 0; n < 4; ++n) sums[h][n] += part * keys[n];
+        }
+      }
+#pragma GCC unroll 4
+      for (int h = 0; h < H; ++h) quarters[h][i] = quarter_sums(sums[h]);
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < H; ++h) dots[h] = sums_of_quarters(quarters[h]);
+    for (int d = dim_ / WIDTH * WIDTH; d < dim_; ++d)
+      for (int h = 0; h < H; ++h)
+        for (int key = 0; key < WIDTH; ++key) dots[h][key] = std::fma(runs_[h].q[d], to_float(k[key][d]), dots[h][key]);
+  }
+
   // out[d ...] = shrink * out[d ...] + the weighted values; keys with even and with odd numbers are summed apart.
   template <int STRIPE>
-  void add_values(const float* const* v, const float* weights, int d, int skipped, int count, float shrink) {
-    Floats parts[2][STRIPE];
+  void add_values(
+      const T* const* v, const float (*weights)[KEYS], int d, int skipped, int count, const float* shrink) const {
+    Floats parts[2][H][STRIPE];
 #pragma GCC unroll 4
-    for (int s = 0; s < STRIPE; ++s) {
-      parts[0][s] = load<Floats>(out + d + s * WIDTH) * shrink;
-      parts[1][s] = Floats{};
+    for (int h = 0; h < H; ++h) {
+#pragma GCC unroll 2
+      for (int s = 0; s < STRIPE; ++s) {
+        parts[0][h][s] = load<Floats>(runs_[h].out + d + s * WIDTH) * shrink[h];
+        parts[1][h][s] = Floats{};
+      }
     }
-    const auto add_key = [&](int key, Floats* sums) {
-      const float p = weights[key];
+    const auto add_key = [&](int key, Floats(*sums)[STRIPE]) {
+      Floats values[STRIPE];
+#pragma GCC unroll 2
+      for (int s = 0; s < STRIPE; ++s) values[s] = load_floats(v[key] + d + s * WIDTH);
 #pragma GCC unroll 4
-      for (int s = 0; s < STRIPE; ++s) sums[s] += load<Floats>(v[key] + d + s * WIDTH) * p;
+      for (int h = 0; h < H; ++h) {
+#pragma GCC unroll 2
+        for (int s = 0; s < STRIPE; ++s) sums[h][s] += values[s] * weights[h][key];
+      }
     };
     int key = skipped;
     if (key % 2) add_key(key++, parts[1]);
     for (; key + 2 <= count; key += 2) {
+      ahead_.fetch();
       add_key(key, parts[0]);
       add_key(key + 1, parts[1]);
     }
     if (key < count) add_key(key, parts[0]);
 #pragma GCC unroll 4
-    for (int s = 0; s < STRIPE; ++s) store(out + d + s * WIDTH, parts[0][s] + parts[1][s]);
+    for (int h = 0; h < H; ++h) {
+#pragma GCC unroll 2
+      for (int s = 0; s < STRIPE; ++s) store(runs_[h].out + d + s * WIDTH, parts[0][h][s] + parts[1][h][s]);
+    }
   }
+
+  Running* runs_;
+  const int dim_;
+  Ahead& ahead_;
 };
+
+// Adds a block to `count` heads.
+template <class T, class... Block>
+inline void add_block(Running* runs, int count, int dim, Ahead& ahead, const Block&... block) {
+  constexpr int MOST = 4;
+  for (; count >= MOST; count -= MOST, runs += MOST) Heads<T, MOST>(runs, dim, ahead).add(block...);
+  if (count == 3) Heads<T, 3>(runs, dim, ahead).add(block...);
+  if (count == 2) Heads<T, 2>(runs, dim, ahead).add(block...);
+  if (count == 1) Heads<T, 1>(runs, dim, ahead).add(block...);
+}
 
 // Queries `begin` to `end` of one request for one KV head. q and out are [queries, heads, dim] of the request.
 template <class T>
 void attend_tile(
     const Pool& pool, const Requests& requests, int request, int kv_head, int begin, int end, int num_heads,
-    const float* q, int64_t q_stride, float* out, std::vector<float>& buffer) {
+    const float* q, int64_t q_stride, float* out, const Ahead::Slots& next) {
   const int dim = pool.dim, fold = num_heads / pool.num_heads;
   const float scale = 1.0f / std::sqrt(float(dim));
   std::vector<Keys> keys;
@@ -186,43 +263,41 @@ void attend_tile(
       runs.emplace_back(q + query * q_stride + head * dim, to);
     }
   }
-  buffer.resize(int64_t(4) * KEYS * dim);  // zeros where nothing was loaded
-  float *shared_k = buffer.data(), *shared_v = shared_k + KEYS * dim, *own_k = shared_v + KEYS * dim,
-        *own_v = own_k + KEYS * dim;
   const int64_t* slots = requests.kv_slots + int64_t(request) * requests.slots_width;
   const int most_shared = std::max_element(keys.begin(), keys.end(), [](auto& a, auto& b) {
                             return a.shared < b.shared;
                           })->shared;
+  // The first head reads ahead for the others.
+  const int second = kv_head ? most_shared : std::min(most_shared, first / KEYS * KEYS + KEYS);
+  Ahead ahead(pool, sizeof(T), {slots + second, most_shared - second}, next);
   for (int block = first / KEYS * KEYS; block < most; block += KEYS) {
-    const float *k[KEYS], *v[KEYS];
+    const T *k[KEYS], *v[KEYS];
     const int loaded = std::max(0, std::min(KEYS, most_shared - block));
-    std::fill(k + loaded, k + KEYS, shared_k);
-    std::fill(v + loaded, v + KEYS, shared_v);
+    std::fill(k + loaded, k + KEYS, pool_row<T>(pool, 0, 0, kv_head));
+    std::fill(v + loaded, v + KEYS, pool_row<T>(pool, 0, 1, kv_head));
     for (int key = 0; key < loaded; ++key) {
-      constexpr int AHEAD = 8;
-      if (kv_head == 0 && block + key + AHEAD < most_shared) fetch_slot<T>(pool, slots[block + key + AHEAD]);
-      k[key] = pool_row<T>(pool, slots[block + key], 0, kv_head, shared_k + key * dim);
-      v[key] = pool_row<T>(pool, slots[block + key], 1, kv_head, shared_v + key * dim);
+      k[key] = pool_row<T>(pool, slots[block + key], 0, kv_head);
+      v[key] = pool_row<T>(pool, slots[block + key], 1, kv_head);
     }
     for (int i = 0; i < end - begin; ++i) {
       const int count = std::min(KEYS, keys[i].count() - block), skipped = std::max(0, keys[i].first - block);
       if (count <= skipped) continue;
-      const float *own[KEYS], *own_values[KEYS];
-      const float* const* use_k = k;
-      const float* const* use_v = v;
+      const T *own[KEYS], *own_values[KEYS];
+      const T* const* use_k = k;
+      const T* const* use_v = v;
       const int shared = std::max(0, std::min(count, keys[i].shared - block));
       if (shared < count) {
         std::copy(k, k + KEYS, own);
         std::copy(v, v + KEYS, own_values);
         for (int key = shared; key < count; ++key) {
           const int64_t slot = keys[i].others[block + key - keys[i].shared];
-          own[key] = pool_row<T>(pool, slot, 0, kv_head, own_k + key * dim);
-          own_values[key] = pool_row<T>(pool, slot, 1, kv_head, own_v + key * dim);
+          own[key] = pool_row<T>(pool, slot, 0, kv_head);
+          own_values[key] = pool_row<T>(pool, slot, 1, kv_head);
         }
         use_k = own;
         use_v = own_values;
       }
-      for (int head = 0; head < fold; ++head) runs[i * fold + head].add(use_k, use_v, skipped, count, dim, scale);
+      add_block<T>(runs.data() + i * fold, fold, dim, ahead, use_k, use_v, skipped, count, scale);
     }
   }
   for (Running& run : runs) {
@@ -248,13 +323,18 @@ void attend(
     for (int begin = 0; begin < requests.query_lens[request]; begin += tile) items.push_back({request, begin, first});
     first += requests.query_lens[request];
   }
-  std::vector<float> buffer;
-  member.share(int(items.size()) * pool.num_heads, [&](int index) {
+  const int num_items = int(items.size()) * pool.num_heads;
+  member.share(num_items, [&](int index) {
     const Item& item = items[index / pool.num_heads];
+    Ahead::Slots next{};
+    if (index + 1 < num_items && (index + 1) % pool.num_heads == 0) {
+      const int request = items[(index + 1) / pool.num_heads].request;
+      next = {requests.kv_slots + int64_t(request) * requests.slots_width, std::min(KEYS, requests.kv_lens[request])};
+    }
     attend_tile<T>(
         pool, requests, item.request, index % pool.num_heads, item.begin,
         std::min(item.begin + tile, requests.query_lens[item.request]), num_heads, q + item.first * q_stride, q_stride,
-        out + item.first * num_heads * pool.dim, buffer);
+        out + item.first * num_heads * pool.dim, next);
   });
 }
 

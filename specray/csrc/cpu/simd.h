@@ -100,23 +100,28 @@ inline int32_t sum(Ints v) {
   return total;
 }
 
-// The sum of each of WIDTH vectors, each added up in the same order.
-inline Floats sums_of(const Floats* v) {
+// The sums of WIDTH vectors, four at a time: vectors i, i + WIDTH / 4, … give what `sums_of_quarters` takes at i. Each is
+// added up in the same order.
+inline Floats quarter_sums(const Floats* v) {
 #if defined(SPECRAY_AVX512)
-  __m512 halves[8], quarters[4], pairs[2];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
-    const __m512 a = __m512(v[i]), b = __m512(v[i + 8]);
+  __m512 halves[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = __m512(v[i]), b = __m512(v[i + 2]);
     halves[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xEE);
   }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const __m512 a = halves[i], b = halves[i + 4];
-    quarters[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xDD);
-  }
-#pragma GCC unroll 2
+  return Floats(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88) + _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD));
+#else
+  Floats sums{};
+  for (int i = 0; i < 4; ++i) sums[i] = sum(v[i]);
+  return sums;
+#endif
+}
+
+inline Floats sums_of_quarters(const Floats* quarters) {
+#if defined(SPECRAY_AVX512)
+  __m512 pairs[2];
   for (int i = 0; i < 2; ++i) {
-    const __m512 a = quarters[i], b = quarters[i + 2];
+    const __m512 a = __m512(quarters[i]), b = __m512(quarters[i + 2]);
     pairs[i] = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
   }
   const __m512d a = _mm512_castps_pd(pairs[0]), b = _mm512_castps_pd(pairs[1]);
@@ -124,9 +129,9 @@ inline Floats sums_of(const Floats* v) {
   const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
   return Floats(_mm512_permutexvar_ps(order, sums));
 #else
-  float sums[WIDTH];
-  for (int i = 0; i < WIDTH; ++i) sums[i] = sum(v[i]);
-  return load<Floats>(sums);
+  Floats sums{};
+  for (int i = 0; i < WIDTH; ++i) sums[i] = quarters[i % (WIDTH / 4)][i / (WIDTH / 4)];
+  return sums;
 #endif
 }
 
