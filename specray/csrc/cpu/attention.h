@@ -251,11 +251,10 @@ void attend_tile(
   const float scale = 1.0f / std::sqrt(float(dim));
   std::vector<Keys> keys;
   std::vector<Running> runs;
-  int most = 0, fewest_shared = requests.kv_lens[request], first = requests.kv_lens[request];
+  int most = 0, first = requests.kv_lens[request];
   for (int query = begin; query < end; ++query) {
     keys.push_back(keys_of(requests, request, query));
     most = std::max(most, keys.back().count());
-    fewest_shared = std::min(fewest_shared, keys.back().shared);
     first = std::min(first, keys.back().first);
     for (int head = kv_head * fold; head < (kv_head + 1) * fold; ++head) {
       float* to = out + (int64_t(query) * num_heads + head) * dim;
