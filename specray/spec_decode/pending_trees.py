@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specray.ops.tree_tensors import TreesWanted, TreeTensors
 from specray.spec_decode.draft_tree import NONE, DraftTree
-from specray.spec_decode.step_ops import TreeTensors, tree_ops
+from specray.spec_decode.step_ops import tree_ops
 from specray.step import DraftLimit
 
 
@@ -33,7 +34,7 @@ class PendingTrees:
             self._scores = None if self._scores is None else F.pad(self._scores, (0, missing))
         if tree.scores is not None and self._scores is None:
             self._scores = torch.ones_like(self._tokens, dtype=torch.float32)
-        self._ops.put(self._parts, slots, (tree.tokens, tree.parents, tree.num_nodes, tree.scores))
+        self._ops.put(self._parts, slots, TreeTensors(tree.tokens, tree.parents, tree.num_nodes, tree.scores))
         self._max_depth = max(self._max_depth, tree.max_depth)
         self._probs = None if tree.draft_probs is None else (slots, tree.draft_probs)
 
@@ -58,7 +59,7 @@ class PendingTrees:
             limits.append([limit.min_score for limit in draft_limits])
         bounds = torch.tensor(limits).to(slots.device)
         most, least = bounds[0], bounds[1] if cuts else None
-        taken = self._ops.take(self._parts, slots, roots, most, least, self._vocab_size)
+        taken = self._ops.take(self._parts, TreesWanted(slots, roots, most, least), self._vocab_size)
         tokens, parents, num_nodes, report = taken
         # Drafting's one copy to the host. It waits for the drafter and determines the shapes of the next forward.
         found, chains, *scored = report.tolist()
@@ -74,7 +75,7 @@ class PendingTrees:
 
     @property
     def _parts(self) -> TreeTensors:
-        return self._tokens, self._parents, self._num_nodes, self._scores
+        return TreeTensors(self._tokens, self._parents, self._num_nodes, self._scores)
 
     def _take_probs(self, slots: Tensor) -> Tensor | None:
         if self._probs is None:

@@ -14,11 +14,8 @@ from specray.ops.cpu.library import kernels_on
 from specray.ops.cpu.steps import TableKernels, TreeKernels
 from specray.ops.gpu import uses_triton
 from specray.ops.request_arena import RequestArena
+from specray.ops.tree_tensors import TreesWanted, TreeTensors
 from specray.spec_decode.torch_step_ops import TorchTable, TorchTrees
-
-TreeTensors = tuple[
-    Tensor, Tensor, Tensor, Tensor | None
-]  # tokens, parents, numbers of nodes and scores; see DraftTree
 
 
 class FlatTokens(NamedTuple):
@@ -76,19 +73,11 @@ class TreeOps(Protocol):
     def put(self, pending: TreeTensors, slots: Tensor, trees: TreeTensors) -> None:
         """Keep the trees of `slots` [B]; they replace older ones. If they have scores, so have the pending ones."""
 
-    def take(
-        self,
-        pending: TreeTensors,
-        slots: Tensor,
-        roots: Tensor,
-        most: Tensor,
-        least: Tensor | None,
-        vocab_size: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def take(self, pending: TreeTensors, wanted: TreesWanted, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(tokens and parents [B, W], numbers of nodes [B], report [2, B]) of trees, which no longer wait.
 
-        `most` [B] are the nodes that each tree may have. The report has the numbers of nodes, 0 if the drafter's logits
-        were not finite, and which trees are chains. With `least` float32 [B], nodes of a lower score are cut, and the
+        The report has the numbers of nodes, 0 if the drafter's logits
+        were not finite, and which trees are chains. With `least`, nodes of a lower score are cut, and the
         report is float32 [3 + W, B]: also the numbers of nodes before that, and the nodes' scores.
         """
 

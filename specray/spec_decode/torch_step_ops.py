@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specray.ops.ragged_index import RaggedIndex
 from specray.ops.request_arena import RequestArena
+from specray.ops.tree_tensors import TreesWanted, TreeTensors
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 
 
@@ -83,39 +84,27 @@ class TorchTable:
 class TorchTrees:
     """TreeOps."""
 
-    def put(
-        self,
-        pending: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        slots: Tensor,
-        trees: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    ) -> None:
-        width = trees[0].shape[1]
-        for kept, part in zip(pending[:2], trees[:2], strict=True):
-            kept[:, :width].index_copy_(0, slots, part)
-        pending[2].index_copy_(0, slots, trees[2])
-        if pending[3] is not None and trees[3] is not None:
-            pending[3][:, :width].index_copy_(0, slots, trees[3])
-        elif pending[3] is not None:
-            pending[3].index_fill_(0, slots, 1.0)
+    def put(self, pending: TreeTensors, slots: Tensor, trees: TreeTensors) -> None:
+        width = trees.tokens.shape[1]
+        pending.tokens[:, :width].index_copy_(0, slots, trees.tokens)
+        pending.parents[:, :width].index_copy_(0, slots, trees.parents)
+        pending.num_nodes.index_copy_(0, slots, trees.num_nodes)
+        if pending.scores is not None and trees.scores is not None:
+            pending.scores[:, :width].index_copy_(0, slots, trees.scores)
+        elif pending.scores is not None:
+            pending.scores.index_fill_(0, slots, 1.0)
 
-    def take(
-        self,
-        pending: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        slots: Tensor,
-        roots: Tensor,
-        most: Tensor,
-        least: Tensor | None,
-        vocab_size: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def take(self, pending: TreeTensors, wanted: TreesWanted, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        slots, roots, most, least = wanted
         tokens, parents, found = (part.index_select(0, slots) for part in pending[:3])
-        pending[2].index_fill_(0, slots, NONE)
+        pending.num_nodes.index_fill_(0, slots, NONE)
         tree = DraftTree(tokens, parents, found, tokens.shape[1] - 1)
         is_usable = (found > 0) & (tokens[:, ROOT] == roots) & tree.is_valid(vocab_size)
         within = torch.where(is_usable, torch.minimum(found, most.to(found.dtype)), 1)
         nodes = torch.arange(tokens.shape[1], device=slots.device)
         num_nodes, scores = within, None
-        if pending[3] is not None and least is not None:
-            scores = pending[3].index_select(0, slots)
+        if pending.scores is not None and least is not None:
+            scores = pending.scores.index_select(0, slots)
             num_nodes = ((scores >= least[:, None]) & (nodes < within[:, None])).sum(-1).clamp(min=1)
         is_chain = ((parents == nodes - 1) | (nodes >= num_nodes[:, None])).all(-1)
         tokens, parents = (part.masked_fill(nodes >= num_nodes[:, None], NONE) for part in (tokens, parents))

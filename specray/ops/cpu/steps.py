@@ -14,6 +14,7 @@ from specray.ops.cpu import structs
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.pointer import pointer
 from specray.ops.request_arena import RequestArena
+from specray.ops.tree_tensors import TreesWanted, TreeTensors
 
 
 class TableKernels:
@@ -80,33 +81,23 @@ class TreeKernels:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def put(self, pending: Sequence[Tensor | None], slots: Tensor, trees: Sequence[Tensor | None]) -> None:
+    def put(self, pending: TreeTensors, slots: Tensor, trees: TreeTensors) -> None:
         kept = [None if part is None else part.contiguous() for part in (slots, *trees)]
-        tokens = kept[1]
-        assert tokens is not None
-        struct = ctypes.byref(_pending(pending))
-        self._kernels.put_trees(struct, len(slots), *map(pointer, kept), tokens.shape[1])
+        width = trees.tokens.shape[1]
+        self._kernels.put_trees(ctypes.byref(_pending(pending)), len(slots), *map(pointer, kept), width)
 
-    def take(
-        self,
-        pending: Sequence[Tensor | None],
-        slots: Tensor,
-        roots: Tensor,
-        most: Tensor,
-        least: Tensor | None,
-        vocab_size: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        struct, count = _pending(pending), len(slots)
+    def take(self, pending: TreeTensors, wanted: TreesWanted, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        slots, roots, most, least = wanted
+        count, width = len(slots), pending.tokens.shape[1]
         inputs = [slots.contiguous(), roots.contiguous(), most.long().contiguous(), least]
-        tokens, parents = torch.empty(2, count, struct.width, dtype=torch.int64)
+        tokens, parents = torch.empty(2, count, width, dtype=torch.int64)
         num_nodes, found, is_chain, within = numbers = torch.empty(4, count, dtype=torch.int64).unbind()
         outputs = map(pointer, (tokens, parents, *numbers))
-        self._kernels.take_trees(ctypes.byref(struct), count, *map(pointer, inputs), vocab_size, *outputs)
+        self._kernels.take_trees(ctypes.byref(_pending(pending)), count, *map(pointer, inputs), vocab_size, *outputs)
         report = torch.stack((found, is_chain))
         if least is not None:
-            scores = pending[3]
-            assert scores is not None
-            report = torch.cat((report.float(), within[None].float(), scores.index_select(0, slots).t()))
+            assert pending.scores is not None
+            report = torch.cat((report.float(), within[None].float(), pending.scores.index_select(0, slots).t()))
         return tokens, parents, num_nodes, report
 
 
@@ -116,8 +107,5 @@ def _strided(tensor: Tensor) -> structs.Strided:
     return structs.Strided(tensor.data_ptr(), tensor.stride(0))
 
 
-def _pending(pending: Sequence[Tensor | None]) -> structs.PendingTrees:
-    """Tokens, parents, numbers of nodes and scores."""
-    tokens = pending[0]
-    assert tokens is not None
-    return structs.PendingTrees(*map(pointer, pending), tokens.shape[1])
+def _pending(trees: TreeTensors) -> structs.PendingTrees:
+    return structs.PendingTrees(*map(pointer, trees), trees.tokens.shape[1])

@@ -18,6 +18,7 @@ from specray.ops.gpu.step_kernels import (
 )
 from specray.ops.gpu.strides import alike, by_rows
 from specray.ops.request_arena import RequestArena
+from specray.ops.tree_tensors import TreesWanted, TreeTensors
 
 _BLOCK = 128  # cells of a program
 
@@ -165,21 +166,14 @@ def extend_input(
 class TreeOps:
     """See `specray.spec_decode.step_ops`."""
 
-    def take(
-        self,
-        pending: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        slots: Tensor,
-        roots: Tensor,
-        most: Tensor,
-        least: Tensor | None,
-        vocab_size: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        num_rows, width = len(slots), pending[0].shape[1]
+    def take(self, pending: TreeTensors, wanted: TreesWanted, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        slots, roots, most, least = wanted
+        num_rows, width = len(slots), pending.tokens.shape[1]
         tokens, parents = torch.empty(2, num_rows, width, dtype=torch.int64, device=slots.device)
         num_nodes, report = slots.new_empty(num_rows), slots.new_empty(2, num_rows)
         if least is not None:
             report = slots.new_empty(3 + width, num_rows, dtype=torch.float32)
-        scores = pending[3]
+        scores = pending.scores
         take_trees[(num_rows,)](
             tokens,
             parents,
@@ -200,15 +194,10 @@ class TreeOps:
         )
         return tokens, parents, num_nodes, report
 
-    def put(
-        self,
-        pending: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        slots: Tensor,
-        trees: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    ) -> None:
-        tokens, parents, num_nodes = by_rows(trees[0]), by_rows(trees[1]), trees[2].contiguous()
-        scores = None if trees[3] is None else by_rows(trees[3])
-        pending_scores, width = pending[3], pending[0].shape[1]
+    def put(self, pending: TreeTensors, slots: Tensor, trees: TreeTensors) -> None:
+        tokens, parents, num_nodes = by_rows(trees.tokens), by_rows(trees.parents), trees.num_nodes.contiguous()
+        scores = None if trees.scores is None else by_rows(trees.scores)
+        pending_scores, width = pending.scores, pending.tokens.shape[1]
         if len(slots):
             put_trees[(len(slots),)](
                 *pending[:3],

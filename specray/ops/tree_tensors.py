@@ -1,0 +1,23 @@
+"""Draft trees that wait for their requests' next step, as kernels and torch's operations take them."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class TreeTensors(NamedTuple):
+    """The tensors of DraftTree, of B trees or by slot."""
+
+    tokens: Tensor  # int64 [B, N]
+    parents: Tensor  # int64 [B, N]
+    num_nodes: Tensor  # int64 [B]
+    scores: Tensor | None  # float32 [B, N]; None: not known
+
+
+class TreesWanted(NamedTuple):
+    """Which trees a step takes, int64 [B] each but the last."""
+
+    slots: Tensor
+    roots: Tensor  # the requests' last known tokens
+    most: Tensor  # nodes that each tree may have
+    least: Tensor | None  # float32 [B], score that a node needs; None: no node is cut for its score
