@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.library import kernels
+from specray.ops.cpu.library import kernels_on
 from specray.ops.cpu.pointer import pointer
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """(probabilities, indexes) [..., count] of the highest of float32 `logits` [..., V], best first."""
-    own = kernels() if logits.device.type == "cpu" else None
+    own = kernels_on(logits.device)
     if own is None:
         best = logits.softmax(-1).topk(count)
         return best.values, best.indices
