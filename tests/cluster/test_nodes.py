@@ -21,7 +21,7 @@ from specray.cli.local_server import free_port
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 from tests.support.networks import Network
-from tests.support.nodes import STORE_BYTES, Nodes, environment
+from tests.support.nodes import JOIN_ATTEMPTS, STORE_BYTES, Nodes, environment
 from tests.support.processes import own_processes, wait_until
 
 GROUP_END_S = 5.0  # within which ranks of a broken group end
@@ -79,16 +79,20 @@ def nodes(tiny_model: Path, network: Network | None) -> Iterator[Nodes]:
 
 @contextmanager
 def far_node(network: Network, address: str) -> Iterator[None]:
-    """The node behind the link."""
+    """The node behind the link, started again as in `tests.support.nodes` where its raylet stands still."""
     ray = Path(sys.executable).with_name("ray")
     command = [str(ray), "start", f"--address={address}", f"--node-ip-address={network.far_address}", "--block"]
     command += [f"--num-cpus={FAR['num_cpus']}", f"--resources={json.dumps(FAR['resources'])}"]
     command += [f"--object-store-memory={STORE_BYTES}"]
-    with network.run(command, env=environment(), stdout=subprocess.DEVNULL):
-        try:
-            yield
-        finally:
-            network.end_processes()
+    for _ in range(JOIN_ATTEMPTS):
+        with network.run(command, env=environment(), stdout=subprocess.PIPE) as node:
+            try:
+                if any(b"Ray runtime started" in line for line in node.stdout or ()):
+                    yield
+                    return
+            finally:
+                network.end_processes()
+    raise RuntimeError(f"the far node has not joined in {JOIN_ATTEMPTS} attempts")
 
 
 class Streams:

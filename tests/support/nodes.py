@@ -16,7 +16,8 @@ from typing import Any, Self
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 STORE_BYTES = 100 * 2**20
-JOIN_S = 60.0
+JOIN_S = 120.0
+JOIN_ATTEMPTS = 3
 TOKEN = secrets.token_hex(32)
 
 
@@ -48,7 +49,8 @@ class Nodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._send("leave")
+        if self._driver.poll() is None:
+            self._send("leave")
         self._driver.wait(60)
 
     def address(self) -> str:
@@ -88,7 +90,7 @@ def environment() -> dict[str, str]:
 
 def _joined(cluster: Any, node: dict[str, Any]) -> Any:
     """A node that has joined. Now and then a raylet stands still while it starts, and Ray gives it up after 30 s."""
-    for _ in range(2):
+    for _ in range(JOIN_ATTEMPTS - 1):
         with contextlib.suppress(Exception):  # Ray raises no narrower one
             return cluster.add_node(**node, object_store_memory=STORE_BYTES)
     return cluster.add_node(**node, object_store_memory=STORE_BYTES)
