@@ -78,7 +78,7 @@ struct Ahead {
         left_(first), then_(second) {}
 
   void fetch() {
-    constexpr int LINE = 64, TO_READ = 0, LARGER_CACHE = 2;
+    constexpr int TO_READ = 0, LARGER_CACHE = 2;
     if (left_.count == 0) left_ = std::exchange(then_, Slots{});
     if (left_.count == 0) return;
     const char* slot = data_ + *left_.slots++ * slot_bytes_;

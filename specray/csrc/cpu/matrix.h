@@ -29,8 +29,6 @@ enum Kind : int32_t {
   Q8_FINE_LOW = 10,
 };
 
-constexpr int LINE = 64;            // bytes of a cache line; blocks begin at one
-
 struct Matrix {
   int32_t kind;
   int32_t outs;  // a multiple of LANES, padding included
@@ -40,7 +38,7 @@ struct Matrix {
   const float* bias;  // [outs], or null
 };
 
-// A block has the scales of all its groups, then their lows, then their integers.
+// A block begins at a cache line. It has the scales of all its groups, then their lows, then their integers.
 template <int BITS_, bool HAS_LOW_, int SIZE_, class Scale_>
 struct Quantised {
   static constexpr int BITS = BITS_, SIZE = SIZE_;
@@ -109,6 +107,14 @@ inline int64_t block_bytes(int kind, int ins) {
   return bytes;
 }
 
+// Where a block's weights begin, after their scales and lows.
+inline int64_t first_weight(int kind, int ins) {
+  int64_t bytes = 0;
+  if (is_quantised(kind))
+    with_format(kind, [&](auto format) { bytes = format.scale_bytes(ins) * (format.HAS_LOW ? 2 : 1); });
+  return bytes;
+}
+
 // ---- products ----------------------------------------------------------------------------------------------------
 
 #if defined(SPECRAY_AVX512)
@@ -121,7 +127,7 @@ typedef float Tile[TILE_ROWS > MAX_TILE ? TILE_ROWS : MAX_TILE][LANES];
 
 // R rows from `first` with one block of a dense matrix.
 template <int R, class Weight>
-inline void dense_tile(const Weight* weights, const Rows& rows, int first, int ins, Tile& out) {
+inline void dense_tile(const Weight* weights, const Rows& rows, int first, int ins, Fetch fetch, Tile& out) {
   const float* x[R];
   for (int r = 0; r < R; ++r) x[r] = rows.floats(first + r);
   Floats sums[R][N] = {};
@@ -129,7 +135,7 @@ inline void dense_tile(const Weight* weights, const Rows& rows, int first, int i
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       const Floats w = load_floats(weights + n * WIDTH);
-      fetch(weights + n * WIDTH);
+      fetch.advance(WIDTH * sizeof(Weight));
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) sums[r][n] += w * x[r][i];
     }
@@ -140,7 +146,7 @@ inline void dense_tile(const Weight* weights, const Rows& rows, int first, int i
 
 #if defined(__AVX512BF16__)
 template <int R>
-inline void pairs_tile(const bfloat16* weights, const Rows& rows, int first, int ins, Tile& out) {
+inline void pairs_tile(const bfloat16* weights, const Rows& rows, int first, int ins, Fetch fetch, Tile& out) {
   const bfloat16* x[R];
   for (int r = 0; r < R; ++r) x[r] = rows.pairs(first + r);
   __m512 sums[R][N];
@@ -151,7 +157,7 @@ inline void pairs_tile(const bfloat16* weights, const Rows& rows, int first, int
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
       w[n] = (__m512bh)_mm512_loadu_si512(weights + 2 * WIDTH * n);
-      fetch(weights + 2 * WIDTH * n);
+      fetch.advance(4 * WIDTH);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -166,7 +172,8 @@ inline void pairs_tile(const bfloat16* weights, const Rows& rows, int first, int
 #endif
 
 template <int R, class Format>
-inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, int ins, int zero, Tile& out) {
+inline void quantised_tile(
+    const uint8_t* block, const Rows& rows, int first, int ins, int zero, Fetch fetch, Tile& out) {
   constexpr bool SMALL = Format::BITS == 4;
   constexpr int QUADS = Format::SIZE / 4, VECTOR = 4 * LANES;
   constexpr int CENTRE = BYTES_ARE_CENTRED && !SMALL ? 128 : 0;
@@ -199,7 +206,7 @@ inline void quantised_tile(const uint8_t* block, const Rows& rows, int first, in
       for (int n = 0; n < N; ++n) {
         typedef uint8_t Raw __attribute__((vector_size(4 * WIDTH)));
         const Raw raw = load<Raw>(ints + n * 4 * WIDTH);
-        fetch(ints + n * 4 * WIDTH);
+        fetch.advance(4 * WIDTH);
         low[n] = bits_of<Bytes>(SMALL ? raw & 15 : raw);
         if (SMALL) high[n] = bits_of<Bytes>(raw >> 4);
       }
@@ -245,36 +252,39 @@ inline void with_rows(int count, const Work& work) {
 }
 
 template <int R>
-inline void tile(const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Tile& out) {
+inline void tile(const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Fetch fetch, Tile& out) {
   const int ins = matrix.ins;
-  if (matrix.kind == FLOAT32) return dense_tile<R>(reinterpret_cast<const float*>(block), rows, first, ins, out);
-  if (matrix.kind == FLOAT16) return dense_tile<R>(reinterpret_cast<const float16*>(block), rows, first, ins, out);
+  if (matrix.kind == FLOAT32) return dense_tile<R>(reinterpret_cast<const float*>(block), rows, first, ins, fetch, out);
+  if (matrix.kind == FLOAT16) return dense_tile<R>(reinterpret_cast<const float16*>(block), rows, first, ins, fetch, out);
   if (matrix.kind == BFLOAT16) {
     const bfloat16* weights = reinterpret_cast<const bfloat16*>(block);
 #if defined(__AVX512BF16__)
-    return pairs_tile<R>(weights, rows, first, ins, out);
+    return pairs_tile<R>(weights, rows, first, ins, fetch, out);
 #else
-    return dense_tile<R>(weights, rows, first, ins, out);
+    return dense_tile<R>(weights, rows, first, ins, fetch, out);
 #endif
   }
   with_format(matrix.kind, [&](auto format) {
-    quantised_tile<R, decltype(format)>(block, rows, first, ins, matrix.zero, out);
+    quantised_tile<R, decltype(format)>(block, rows, first, ins, matrix.zero, fetch, out);
   });
 }
 
-inline void tile_of(int count, const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Tile& out) {
-  with_rows(count, [&](auto num_rows) { tile<num_rows.value>(matrix, block, rows, first, out); });
+inline void tile_of(
+    int count, const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Fetch fetch, Tile& out) {
+  with_rows(count, [&](auto num_rows) { tile<num_rows.value>(matrix, block, rows, first, fetch, out); });
 }
 
 // The products of a matrix with `count` rows, block by block and a tile of rows at a time.
 class Products {
  public:
-  Products(const Matrix& matrix, const Rows& rows, int count)
-      : matrix_(matrix), rows_(rows), bytes_(block_bytes(matrix.kind, matrix.ins)),
+  // Blocks are read `together` at a time.
+  Products(const Matrix& matrix, const Rows& rows, int count, int together = 1)
+      : matrix_(matrix), rows_(rows), bytes_(block_bytes(matrix.kind, matrix.ins)), together_(together),
         uses_tiles_(matrix.kind == BFLOAT16 && has_tiles()) {
     const int most = uses_tiles_ ? TILE_ROWS : form_of(matrix.kind) == Form::FINE_BYTES ? MAX_TILE / 2 : MAX_TILE;
     const int tiles = std::max(1, (count + most - 1) / most);
     size_ = std::max(1, (count + tiles - 1) / tiles);  // tiles of about one size
+    num_tiles_ = tiles;
     if (uses_tiles_) begin_tiles(size_);
   }
   ~Products() {
@@ -289,7 +299,7 @@ class Products {
     if (uses_tiles_) {
       tile_products(reinterpret_cast<const bfloat16*>(data), rows_.pairs(first), size_, padded(matrix_.ins), &out[0][0]);
     } else {
-      tile_of(count, matrix_, data, rows_, first, out);
+      tile_of(count, matrix_, data, rows_, first, fetch(data, first / size_), out);
     }
     if (!matrix_.bias) return;
     for (int r = 0; r < count; ++r)
@@ -297,11 +307,20 @@ class Products {
   }
 
  private:
+  // Where several tiles read a block, each brings its share of the next one closer.
+  Fetch fetch(const uint8_t* block, int number) const {
+    if (num_tiles_ == 1) return Fetch::ahead(block + first_weight(matrix_.kind, matrix_.ins));
+    const int64_t share = (bytes_ + num_tiles_ - 1) / num_tiles_;
+    const int64_t lines = std::max<int64_t>(1, (bytes_ - first_weight(matrix_.kind, matrix_.ins)) / LINE);
+    return Fetch::of_share(block + together_ * bytes_ + number * share, int((share + lines - 1) / lines));
+  }
+
   const Matrix& matrix_;
   const Rows& rows_;
   const int64_t bytes_;
+  const int together_;
   const bool uses_tiles_;
-  int size_;
+  int size_, num_tiles_;
 };
 
 // `matrix`'s product with `count` rows, shared by the team: `write(row, channel, values of LANES channels)`.
@@ -321,7 +340,7 @@ inline void multiply(const Matrix& matrix, const Rows& rows, int count, Member& 
 // The same for a matrix whose blocks alternate between gate and up: `write(row, channel, silu(gate) * up)`.
 template <class Write>
 inline void multiply_gated(const Matrix& matrix, const Rows& rows, int count, Member& member, const Write& write) {
-  const Products products(matrix, rows, count);
+  const Products products(matrix, rows, count, 2);
   alignas(LINE) Tile gate, up;
   member.share(matrix.outs / LANES / 2, [&](int pair) {
     for (int first = 0; first < count; first += products.tile_size()) {

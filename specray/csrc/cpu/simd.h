@@ -36,6 +36,8 @@ typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 
+constexpr int LINE = 64;  // bytes of a cache line
+
 struct bfloat16 {
   uint16_t bits;
 };
@@ -64,12 +66,34 @@ inline To bits_of(const From& from) {
   return to;
 }
 
-// Brings the cache line `bytes` after an address closer, so that arithmetic and memory work at the same time. It is read
-// once and no longer needed then: in the larger caches it would only displace what the rest of a step needs.
-inline void fetch(const void* weights, int bytes = 4096) {
-  constexpr int TO_READ = 0, USED_ONCE = 0;
-  __builtin_prefetch(static_cast<const char*>(weights) + bytes, TO_READ, USED_ONCE);
-}
+// Brings weights closer while others are read, so that arithmetic and memory work at the same time.
+class Fetch {
+ public:
+  // Weights that are read once: what is read soon after `weights`. Into the nearest cache only: in the larger ones it
+  // would displace what the rest of a step needs.
+  static Fetch ahead(const void* weights) { return Fetch(static_cast<const char*>(weights) + 8192, LINE, true); }
+
+  // One of several reads of a block of weights: from `share` on, `step` bytes for each cache line read, into the larger
+  // caches.
+  static Fetch of_share(const void* share, int step) { return Fetch(static_cast<const char*>(share), step, false); }
+
+  // To be called when `bytes` more of the weights are read.
+  void advance(int bytes) {
+    constexpr int TO_READ = 0, USED_ONCE = 0, LARGER_CACHES = 2;
+    if (is_used_once_)
+      __builtin_prefetch(next_, TO_READ, USED_ONCE);
+    else
+      __builtin_prefetch(next_, TO_READ, LARGER_CACHES);
+    next_ += step_ * bytes / LINE;
+  }
+
+ private:
+  Fetch(const char* next, int step, bool is_used_once) : next_(next), step_(step), is_used_once_(is_used_once) {}
+
+  const char* next_;
+  int step_;
+  bool is_used_once_;
+};
 
 inline Floats splat(float value) { return Floats{} + value; }
 inline Ints splat(int32_t value) { return Ints{} + value; }
