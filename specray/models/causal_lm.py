@@ -110,11 +110,12 @@ class CausalLM(nn.Module):
         aux_hidden_state_layers: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
         """The same with all layers in one call. The final hidden states are float32."""
-        hidden, taps = embedded.float(), tapped(aux_hidden_state_layers, len(self.layers))
-        copies = layers(hidden, positions, attend, taps)
+        hidden, dtype, final_layer = embedded.float(), self.embedding.weight.dtype, len(self.layers)
+        taps = tapped(aux_hidden_state_layers, final_layer)
+        copies = layers(hidden, positions, attend, taps, dtype=dtype)
         final = self.norm(hidden)
-        states = dict(zip(taps, copies, strict=True)) | {BEFORE_FINAL_NORM: hidden, len(self.layers): final}
-        return final, [states[index].to(self.embedding.weight.dtype) for index in aux_hidden_state_layers]
+        states = dict(zip(taps, copies, strict=True)) | {BEFORE_FINAL_NORM: hidden, final_layer: final}
+        return final, [states[index].to(dtype) for index in aux_hidden_state_layers]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""

@@ -34,7 +34,8 @@ class FusedForward:
         assert isinstance(attend, PagedAttend)
         num_layers = len(self._layers.structs)
         taps = tapped(aux_hidden_state_layers, num_layers)
-        hidden, final, logits, copies = self._layers.forward(self._around, token_ids, positions, attend, places, taps)
+        step = (token_ids, positions, attend, places)
+        hidden, final, logits, copies = self._layers.forward(self._around, *step, taps, self._dtype)
         states = dict(zip(taps, copies, strict=True)) | {BEFORE_FINAL_NORM: hidden, num_layers: final}
         return final, logits, [states[index].to(self._dtype) for index in aux_hidden_state_layers]
 

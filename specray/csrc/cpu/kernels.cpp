@@ -112,10 +112,10 @@ void specray_attention(
 // Runs layers on the residual stream `hidden` [T, hidden]; see Stack::run.
 void specray_layers(
     const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step, const float* first_input,
-    float* hidden, float* const* taps, int32_t num_threads) {
+    float* hidden, const Taps* taps, int32_t num_threads) {
   Stack stack(layers, num_layers, *sizes, int(step->count));
   run_on_team(num_threads, Stack::num_phases(num_layers), [&](Member& member) {
-    stack.run(*step, first_input, hidden, taps, member);
+    stack.run(*step, first_input, hidden, *taps, member);
   });
 }
 
@@ -123,9 +123,9 @@ void specray_layers(
 void specray_forward(
     const EmbedAndHead* model, const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step,
     const int64_t* ids, const int64_t* places, int32_t num_places, float* hidden, float* final, float* logits,
-    float* const* taps, int32_t num_threads) {
+    const Taps* taps, int32_t num_threads) {
   run_model(
-      *model, layers, num_layers, *sizes, *step, ids, places, num_places, hidden, final, logits, taps, num_threads);
+      *model, layers, num_layers, *sizes, *step, ids, places, num_places, hidden, final, logits, *taps, num_threads);
 }
 
 // y [count, size] = RMS norm of x; both are of `type`.
@@ -179,10 +179,12 @@ void specray_sample(
 // Walks draft trees: num_tokens [B], tokens and nodes [B, max_depth + 1]; see sampling.h.
 void specray_walk(const DraftTrees* trees, int64_t* num_tokens, int64_t* tokens, int64_t* nodes, int32_t num_threads) {
   const int64_t levels = trees->max_depth + 1;
+  std::vector<int64_t> roots(trees->num_trees);
+  for (int tree = 1; tree < trees->num_trees; ++tree) roots[tree] = roots[tree - 1] + trees->num_nodes[tree - 1];
   run_on_team(num_threads, 1, [&](Member& member) {
     Sampler sample(trees->vocab_size);
     member.share(trees->num_trees, [&](int tree) {
-      num_tokens[tree] = walk(*trees, tree, sample, tokens + tree * levels, nodes + tree * levels);
+      num_tokens[tree] = walk(*trees, tree, roots[tree], sample, tokens + tree * levels, nodes + tree * levels);
     });
   });
 }

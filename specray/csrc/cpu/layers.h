@@ -37,6 +37,16 @@ struct Step {
   int64_t layer_bytes;  // from one layer's pool to the next
 };
 
+// Copies of the residual stream on its way.
+struct Taps {
+  void* const* copies;  // [layers + 1], where not null: receives what enters the layer; the last, what leaves the stack
+  int32_t type;
+
+  void copy(int layer, int64_t row, const float* x, int size) const {
+    if (copies && copies[layer]) write_values(x, size, copies[layer], type, row * size);
+  }
+};
+
 inline void norm(const float* x, const float* weight, int size, float eps, float* y) {
   Floats squares{};
   int i = 0;
@@ -93,9 +103,8 @@ class Stack {
   static int num_phases(int num_layers) { return 10 * num_layers + 1; }
 
   // Runs the layers on the residual stream `hidden` [T, hidden], in place. `first_input`
-  // [T, qkv.ins] is what the first layer reads if it has no input norm. taps[i], where not null, receives the stream
-  // that enters layer i; taps[num_layers] the one that leaves the last.
-  void run(const Step& step, const float* first_input, float* hidden, float* const* taps, Member& member) {
+  // [T, qkv.ins] is what the first layer reads if it has no input norm.
+  void run(const Step& step, const float* first_input, float* hidden, const Taps& taps, Member& member) {
     const int count = int(step.count), size = sizes_.hidden;
     std::vector<float> row(size);
     for (int i = 0; i < num_layers_; ++i) {
@@ -105,7 +114,7 @@ class Stack {
       pool.data = static_cast<char*>(step.pool.data) + i * step.layer_bytes;
       member.share(count, [&](int r) {
         float* x = hidden + int64_t(r) * size;
-        if (taps && taps[i]) std::copy(x, x + size, taps[i] + int64_t(r) * size);
+        taps.copy(i, r, x, size);
         if (layer.input_norm) {
           norm(x, layer.input_norm, size, sizes_.eps, row.data());
           inputs.qkv.set(r, row.data());
@@ -136,11 +145,8 @@ class Stack {
       member.share(count, [&](int r) { inputs.down.set(r, inner_.data() + int64_t(r) * sizes_.ffn); });
       multiply(layer.down, inputs.down, count, member, add_to_hidden);
     }
-    if (!taps || !taps[num_layers_]) return;
-    member.share(count, [&](int r) {
-      const float* x = hidden + int64_t(r) * size;
-      std::copy(x, x + size, taps[num_layers_] + int64_t(r) * size);
-    });
+    if (!taps.copies || !taps.copies[num_layers_]) return;
+    member.share(count, [&](int r) { taps.copy(num_layers_, r, hidden + int64_t(r) * size, size); });
   }
 
  private:
@@ -183,7 +189,7 @@ struct EmbedAndHead {
 // `hidden` [T, hidden] receives the residual stream that leaves the last layer, `final` [T, hidden] its norm.
 inline void run_model(
     const EmbedAndHead& model, const Layer* layers, int num_layers, const Sizes& sizes, const Step& step, const int64_t* ids,
-    const int64_t* places, int num_places, float* hidden, float* final, float* logits, float* const* taps,
+    const int64_t* places, int num_places, float* hidden, float* final, float* logits, const Taps& taps,
     int num_threads) {
   const int count = int(step.count), size = sizes.hidden;
   Stack stack(layers, num_layers, sizes, count);

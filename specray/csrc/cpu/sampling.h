@@ -143,7 +143,6 @@ struct DraftTrees {
   int32_t num_trees, width, max_depth, vocab_size;
   const int64_t *tokens, *parents;  // [B, N]
   const int64_t* num_nodes;         // [B]
-  const int64_t* starts;            // [B]: rows of the roots in `logits`
   const float* logits;              // [sum of num_nodes, V]
   // [B]; seeds and what follows are null if all requests are greedy
   const int64_t* lengths;  // known tokens, the root included: positions of the first tokens to sample
@@ -157,9 +156,9 @@ inline Options options_of(const DraftTrees& trees, int tree) {
   return {trees.temperature[tree], trees.top_p[tree], trees.min_p[tree], trees.top_k[tree]};
 }
 
-// Samples the target's tokens from a tree's root on, as far as they are nodes: tokens and nodes [max_depth + 1]. Returns
-// the number of tokens; 0 if the logits are not finite.
-inline int64_t walk(const DraftTrees& trees, int tree, Sampler& sample, int64_t* tokens, int64_t* nodes) {
+// Samples the target's tokens from a tree's root on, as far as they are nodes: tokens and nodes [max_depth + 1]. `root` is
+// the root's row in `logits`. Returns the number of tokens; 0 if the logits are not finite.
+inline int64_t walk(const DraftTrees& trees, int tree, int64_t root, Sampler& sample, int64_t* tokens, int64_t* nodes) {
   const int64_t *tree_tokens = trees.tokens + int64_t(tree) * trees.width;
   const int64_t *parents = trees.parents + int64_t(tree) * trees.width;
   const Options options = options_of(trees, tree);
@@ -167,7 +166,7 @@ inline int64_t walk(const DraftTrees& trees, int tree, Sampler& sample, int64_t*
   std::fill_n(nodes, trees.max_depth + 1, 0);
   int64_t node = 0;
   for (int depth = 0;; ++depth) {
-    const float* logits = trees.logits + (trees.starts[tree] + node) * trees.vocab_size;
+    const float* logits = trees.logits + (root + node) * trees.vocab_size;
     int32_t key[2] = {};
     if (trees.seeds) noise_key(trees.seeds[tree], trees.lengths[tree] + depth, key);
     const int64_t token = sample(logits, options, key);

@@ -229,7 +229,7 @@ class TreeGrowth {
     step.pool = growth_.pool;
     step.layer_bytes = growth_.layer_bytes;
     const float* first_input = is_projected ? stream_.data() : first_input_.data();
-    stack_.run(step, first_input, stream_.data(), nullptr, member);
+    stack_.run(step, first_input, stream_.data(), Taps{}, member);
   }
 
   // Node i of a tree's level: what the layers or the projection read, and the residual stream.

@@ -9,7 +9,7 @@ from torch import Tensor
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.packed_layers import EmbedAndHead, PackedLayers
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import Step
+from specray.ops.cpu.structs import FLOAT_TYPES, Step, Taps
 from specray.ops.cpu.threads import num_threads
 
 
@@ -24,14 +24,16 @@ class FusedLayers(PackedLayers):
         taps: Sequence[int] = (),
         first_input: Tensor | None = None,
         first_layer: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> list[Tensor]:
         """Run the layers on the residual stream `hidden` float32 [T, hidden], in place.
 
-        Returns copies of the stream as it enters the layers `taps`; len(layers) is what leaves the last one.
+        Returns copies of the stream, of type `dtype`, as it enters the layers `taps`; len(layers) is what leaves the
+        last one.
         `first_input` float32 [T, in] is the first layer's input if it has no input norm. `first_layer` is that of the
         KV pool.
         """
-        copies, addresses = self._copies(hidden, taps)
+        copies, addresses = self._copies(len(hidden), taps, dtype)
         positions = positions.contiguous()
         step = self._step(positions, attend, first_layer)
         self.kernels.layers(
@@ -41,7 +43,7 @@ class FusedLayers(PackedLayers):
             ctypes.byref(step),
             pointer(first_input),
             pointer(hidden),
-            addresses,
+            ctypes.byref(Taps(ctypes.addressof(addresses), FLOAT_TYPES[dtype])),
             num_threads(self.num_bytes),
         )
         return copies
@@ -54,17 +56,18 @@ class FusedLayers(PackedLayers):
         attend: PagedAttend,
         places: Tensor | None,
         taps: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """A whole model in one call.
 
         Returns float32 (the stream that leaves the last layer [T, H], its norm [T, H], logits [n, V] of rows `places`
-        int64 [n] or of all, copies of the stream as `__call__` returns them).
+        int64 [n] or of all), and copies of the stream as `__call__` returns them.
         """
         size, count = self.sizes.hidden, len(token_ids)
         hidden, final = torch.empty(2, count, size)
         num_places = count if places is None else len(places)
         logits = torch.empty(num_places, around.struct.num_columns)
-        copies, addresses = self._copies(hidden, taps)
+        copies, addresses = self._copies(count, taps, dtype)
         kept = (token_ids.contiguous(), positions.contiguous(), None if places is None else places.contiguous())
         step = self._step(kept[1], attend, 0)
         self.kernels.forward(
@@ -79,14 +82,16 @@ class FusedLayers(PackedLayers):
             pointer(hidden),
             pointer(final),
             pointer(logits),
-            addresses,
+            ctypes.byref(Taps(ctypes.addressof(addresses), FLOAT_TYPES[dtype])),
             num_threads(self.num_bytes + around.num_bytes),
         )
         return hidden, final, logits, copies
 
-    def _copies(self, hidden: Tensor, taps: Sequence[int]) -> tuple[list[Tensor], "ctypes.Array[ctypes.c_void_p]"]:
+    def _copies(
+        self, count: int, taps: Sequence[int], dtype: torch.dtype
+    ) -> tuple[list[Tensor], "ctypes.Array[ctypes.c_void_p]"]:
         """(copies of the stream to be filled, their addresses by layer)."""
-        copies = [torch.empty_like(hidden) for _ in taps]
+        copies = [torch.empty(count, self.sizes.hidden, dtype=dtype) for _ in taps]
         addresses = (ctypes.c_void_p * (len(self.structs) + 1))()
         for index, copy in zip(taps, copies, strict=True):
             addresses[index] = pointer(copy)

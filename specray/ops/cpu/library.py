@@ -26,6 +26,7 @@ from specray.ops.cpu.structs import (
     Step,
     StepRows,
     Strided,
+    Taps,
 )
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,17 @@ class Kernels:
             "attention", POINTER(Pool), POINTER(Requests), c_void_p, c_int64, c_int32, *[c_void_p] * 3, c_int32
         )
         of_layers = (POINTER(Layer), c_int32, POINTER(Sizes), POINTER(Step))
-        self.layers = self._function("layers", *of_layers, *[c_void_p] * 3, c_int32)
+        self.layers = self._function("layers", *of_layers, *[c_void_p] * 2, POINTER(Taps), c_int32)
         self.forward = self._function(
-            "forward", POINTER(EmbedAndHead), *of_layers, c_void_p, c_void_p, c_int32, *[c_void_p] * 4, c_int32
+            "forward",
+            POINTER(EmbedAndHead),
+            *of_layers,
+            c_void_p,
+            c_void_p,
+            c_int32,
+            *[c_void_p] * 3,
+            POINTER(Taps),
+            c_int32,
         )
         self.norm = self._function("norm", c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p, c_int32)
         self.likeliest = self._function("likeliest", c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p)

@@ -88,6 +88,12 @@ class Step(ctypes.Structure):
     )
 
 
+class Taps(ctypes.Structure):
+    """`Taps` in layers.h."""
+
+    _fields_ = (("copies", c_void_p), ("type", c_int32))
+
+
 class EmbedAndHead(ctypes.Structure):
     """`EmbedAndHead` in layers.h."""
 
@@ -168,7 +174,6 @@ class DraftTrees(ctypes.Structure):
         ("tokens", c_void_p),
         ("parents", c_void_p),
         ("num_nodes", c_void_p),
-        ("starts", c_void_p),
         ("logits", c_void_p),
         ("lengths", c_void_p),
         ("seeds", c_void_p),

@@ -28,8 +28,7 @@ def walk(
     Returns num_tokens [B], tokens and nodes [B, max_depth + 1], as in VerifyOutput.
     """
     count, width = tokens.shape
-    starts = num_nodes.cumsum(0) - num_nodes
-    kept = [part.contiguous() for part in (tokens, parents, num_nodes, starts, logits)]
+    kept = [part.contiguous() for part in (tokens, parents, num_nodes, logits)]
     options: list[Tensor | None] = [None] * 6
     if any(state.is_sampled for state in batch.states):
         columns = (lengths, batch.seeds, batch.temperature, batch.top_p, batch.min_p, batch.top_k)
