@@ -1,6 +1,6 @@
 """Root-mean-square norm, and the selection of its kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -48,3 +48,16 @@ class RMSNorm(Layer):
             return layers.add_rms_norm(x, residual, self.weight, self.eps), x
         summed = x.add_(residual)
         return self(summed), summed
+
+
+def norm_of_parts(weights: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The norm of x [..., n * size] of one type: each of its n parts with one of the `weights` [size]."""
+    norms = [RMSNorm(weight, eps) for weight in weights]
+    floats = [norm.float_weight for norm in norms if norm.float_weight is not None]
+    if len(floats) == len(norms) and dtype in FLOAT_TYPES:
+        return partial(cpu_norm.rms_norm, weight=torch.stack(floats), eps=eps)
+
+    def normed(x: Tensor) -> Tensor:
+        return torch.cat([norm(part) for norm, part in zip(norms, x.chunk(len(norms), -1), strict=True)], -1)
+
+    return normed

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specray.layers.norm import RMSNorm
+from specray.layers.norm import RMSNorm, norm_of_parts
 from specray.models.eagle_files import HeadConfig, TensorNames
 from specray.models.eagle_parts import fusion_linear
 from specray.models.llama_shape import LlamaShape
@@ -28,24 +28,20 @@ class AuxFusion:
         """`count` states of `width` columns."""
         eps = shape.eps
         self._dtype = dtype
-        self._whole_norm: Callable[[Tensor], Tensor] | None = None
         self._norms: list[Callable[[Tensor], Tensor]] = []
         self._fc = None
         if config.norm_before_fc:
             name = names.of_plain("input_norm.weight", "norm_before_fc.weight")
-            self._whole_norm = RMSNorm(loader.tensor(name, (count * width,)), eps).of_type(dtype)
+            self._norms.append(RMSNorm(loader.tensor(name, (count * width,)), eps).of_type(dtype))
         if config.fc_norm:
             each = [names.of_plain(f"fc_norm.{index}.weight") for index in range(count)]
-            self._norms = [RMSNorm(loader.tensor(name, (width,)), eps).of_type(dtype) for name in each]
+            self._norms.append(norm_of_parts([loader.tensor(name, (width,)) for name in each], eps, dtype))
         if config.use_aux_hidden_state or names.has("fc.weight") or width != shape.hidden_size:
             self._fc = fusion_linear(config, loader, names, count * width, shape.hidden_size).run
 
     def __call__(self, aux_hidden_states: Tensor) -> Tensor:
         """See EagleHead.fuse."""
         states = aux_hidden_states.to(self._dtype)
-        if self._whole_norm is not None:
-            states = self._whole_norm(states)
-        if self._norms:
-            chunks = states.chunk(len(self._norms), -1)
-            states = torch.cat([norm(chunk) for norm, chunk in zip(self._norms, chunks, strict=True)], -1)
+        for norm in self._norms:
+            states = norm(states)
         return states if self._fc is None else self._fc(states)

@@ -128,12 +128,14 @@ void specray_forward(
       *model, layers, num_layers, *sizes, *step, ids, places, num_places, hidden, final, logits, *taps, num_threads);
 }
 
-// y [count, size] = RMS norm of x; both are of `type`.
-void specray_norm(const void* x, const float* weight, int64_t count, int32_t size, float eps, void* y, int32_t type) {
+// y [count, size] = RMS norm of x, with `num_weights` weights [num_weights, size] in turn; x and y are of `type`.
+void specray_norm(
+    const void* x, const float* weights, int32_t num_weights, int64_t count, int32_t size, float eps, void* y,
+    int32_t type) {
   std::vector<float> row(size);
   for (int64_t r = 0; r < count; ++r) {
     read_row(x, type, r * size, size, row.data());
-    norm(row.data(), weight, size, eps, row.data());
+    norm(row.data(), weights + r % num_weights * size, size, eps, row.data());
     write_values(row.data(), size, y, type, r * size);
   }
 }
@@ -150,6 +152,13 @@ void specray_move_kv(
     void* pool, int32_t num_layers, int64_t layer_bytes, int64_t slot_bytes, int32_t count, const int64_t* kv_slots,
     int32_t width, const int64_t* nodes, int32_t depth, const int64_t* num_kept) {
   move_kv(pool, num_layers, layer_bytes, slot_bytes, count, kv_slots, width, nodes, depth, num_kept);
+}
+
+// A draft model over committed tokens; see trees.h.
+void specray_extend(
+    const DraftNetwork* network, const Step* step, const int64_t* ids, const void* states, void* output, int32_t type,
+    int32_t num_threads) {
+  extend(*network, *step, ids, states, output, type, num_threads);
 }
 
 // Grows draft trees; see trees.h.

@@ -37,6 +37,52 @@ struct DraftNetwork {
   const int64_t* target_ids;  // of its columns; null: the same ids
 };
 
+// What the layers or the projection read of a token and the state before it, `x`, and where its residual stream starts.
+inline void read_input(const DraftNetwork& network, int64_t id, const float* state, float* x, float* stream) {
+  const int size = network.sizes.hidden;
+  float* embedding = x + (network.reads_states && network.state_first ? size : 0);
+  read_row(network.embedding, network.embedding_type, std::min<int64_t>(id, network.vocab_size - 1) * size, size, embedding);
+  if (network.token_norm) norm(embedding, network.token_norm, size, network.sizes.eps, embedding);
+  if (!network.reads_states) return void(std::copy_n(x, size, stream));
+  float* normed = x + (network.state_first ? 0 : size);
+  std::copy_n(state, size, normed);
+  if (network.state_norm) norm(state, network.state_norm, size, network.sizes.eps, normed);
+  std::copy_n(network.residual_is_normed ? normed : state, size, stream);
+}
+
+// The residual streams [count, hidden] of `rows`, if there is a projection.
+inline void project(const DraftNetwork& network, const Rows& rows, int count, float* streams, Member& member) {
+  const int size = network.sizes.hidden;
+  multiply(network.project, rows, count, member, [&](int r, int channel, const float* values) {
+    std::copy(values, values + std::min(LANES, size - channel), streams + int64_t(r) * size + channel);
+  });
+}
+
+// Runs a model that reads states over a step's committed tokens `ids` [T]: from `states` [T, hidden] to what leaves the
+// last layer, `output` [T, hidden]. Both are of `type`.
+inline void extend(
+    const DraftNetwork& network, const Step& step, const int64_t* ids, const void* states, void* output, int32_t type,
+    int num_threads) {
+  const int count = int(step.count), size = network.sizes.hidden, width = 2 * size;
+  const bool is_projected = network.project.data != nullptr;
+  Stack stack(network.layers, network.num_layers, network.sizes, count);
+  Rows to_project(form_of(network.project.kind), is_projected ? count : 0, network.project.ins);
+  std::vector<float> x(int64_t(count) * width), streams(int64_t(count) * size);
+  run_on_team(num_threads, Stack::num_phases(network.num_layers) + 3, [&](Member& member) {
+    std::vector<float> state(size);
+    member.share(count, [&](int r) {
+      read_row(states, type, int64_t(r) * size, size, state.data());
+      read_input(network, ids[r], state.data(), x.data() + int64_t(r) * width, streams.data() + int64_t(r) * size);
+      if (is_projected) to_project.set(r, x.data() + int64_t(r) * width);
+    });
+    if (is_projected) project(network, to_project, count, streams.data(), member);
+    stack.run(step, is_projected ? streams.data() : x.data(), streams.data(), Taps{}, member);
+    member.share(count, [&](int r) {
+      write_values(streams.data() + int64_t(r) * size, size, output, type, int64_t(r) * size);
+    });
+  });
+}
+
 // The trees of B requests to grow, and where they go.
 struct Growth {
   int32_t num_trees, topk, num_levels, num_drafts;
@@ -205,11 +251,7 @@ class TreeGrowth {
         if (is_projected) to_project_.set(row, first_input_.data() + int64_t(row) * x_width_);
       }
     });
-    if (is_projected) {
-      multiply(network_.project, to_project_, count_, member, [&](int r, int channel, const float* values) {
-        std::copy(values, values + std::min(LANES, size_ - channel), stream_.data() + int64_t(r) * size_ + channel);
-      });
-    }
+    if (is_projected) project(network_, to_project_, count_, stream_.data(), member);
     Step step{};
     step.count = count_;
     step.positions = positions_.data();
@@ -234,20 +276,10 @@ class TreeGrowth {
 
   // Node i of a tree's level: what the layers or the projection read, and the residual stream.
   void read_input(int level, int tree, int i) {
-    const DraftNetwork& network = network_;
     const int row = tree * growth_.topk + i;
-    float *x = first_input_.data() + int64_t(row) * x_width_, *stream = stream_.data() + int64_t(row) * size_;
-    float* embedding = x + (network.reads_states && network.state_first ? size_ : 0);
-    const int64_t id = std::min<int64_t>(trees_[tree].token(i), network.vocab_size - 1);
-    read_row(network.embedding, network.embedding_type, id * size_, size_, embedding);
-    if (network.token_norm) norm(embedding, network.token_norm, size_, network.sizes.eps, embedding);
-    if (!network.reads_states) return void(std::copy_n(x, size_, stream));
     const int parent = level > 1 ? tree * growth_.topk + trees_[tree].parents[i] : tree;
-    const float* state = states_.data() + int64_t(parent) * size_;
-    float* normed = x + (network.state_first ? 0 : size_);
-    std::copy_n(state, size_, normed);
-    if (network.state_norm) norm(state, network.state_norm, size_, network.sizes.eps, normed);
-    std::copy_n(network.residual_is_normed ? normed : state, size_, stream);
+    specray::read_input(network_, trees_[tree].token(i), states_.data() + int64_t(parent) * size_,
+                        first_input_.data() + int64_t(row) * x_width_, stream_.data() + int64_t(row) * size_);
   }
 
   // A row's next state, and what the output matrix reads.

@@ -35,7 +35,7 @@ class FusedLayers(PackedLayers):
         """
         copies, addresses = self._copies(len(hidden), taps, dtype)
         positions = positions.contiguous()
-        step = self._step(positions, attend, first_layer)
+        step = self.step(positions, attend, first_layer)
         self.kernels.layers(
             self.structs,
             len(self.structs),
@@ -69,7 +69,7 @@ class FusedLayers(PackedLayers):
         logits = torch.empty(num_places, around.struct.num_columns)
         copies, addresses = self._copies(count, taps, dtype)
         kept = (token_ids.contiguous(), positions.contiguous(), None if places is None else places.contiguous())
-        step = self._step(kept[1], attend, 0)
+        step = self.step(kept[1], attend, 0)
         self.kernels.forward(
             ctypes.byref(around.struct),
             self.structs,
@@ -97,7 +97,8 @@ class FusedLayers(PackedLayers):
             addresses[index] = pointer(copy)
         return copies, addresses
 
-    def _step(self, positions: Tensor, attend: PagedAttend, first_layer: int) -> Step:
+    def step(self, positions: Tensor, attend: PagedAttend, first_layer: int = 0) -> Step:
+        """What the kernels read of a step, besides the layers. `positions` must be contiguous, and live as long."""
         return Step(
             len(positions),
             pointer(positions),

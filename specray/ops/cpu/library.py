@@ -62,11 +62,12 @@ class Kernels:
             POINTER(Taps),
             c_int32,
         )
-        self.norm = self._function("norm", c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p, c_int32)
+        self.norm = self._function("norm", c_void_p, c_void_p, c_int32, c_int64, c_int32, c_float, c_void_p, c_int32)
         self.likeliest = self._function("likeliest", c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p)
         self.move_kv = self._function(
             "move_kv", c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_int32, c_void_p, c_int32, c_void_p
         )
+        self.extend = self._function("extend", POINTER(DraftNetwork), POINTER(Step), *[c_void_p] * 3, c_int32, c_int32)
         self.grow = self._function("grow", POINTER(DraftNetwork), POINTER(Growth), c_int32)
         self.add_noise = self._function("add_noise", c_void_p, c_int32, c_void_p, c_float, c_void_p)
         self.sample = self._function("sample", c_void_p, c_int64, c_int32, *[c_void_p] * 6, c_int32)

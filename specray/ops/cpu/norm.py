@@ -9,10 +9,14 @@ from specray.ops.cpu.structs import FLOAT_TYPES
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., size] -> x * weight / sqrt(mean(x^2) + eps), of x's type; `weight` is float32. Needs the kernels."""
+    """x [..., size] -> x * weight / sqrt(mean(x^2) + eps), of x's type; `weight` is float32. Needs the kernels.
+
+    With weights [n, size], x [..., n * size] consists of n parts, each normed with its own.
+    """
     own = kernels()
     assert own is not None
     x = x.contiguous()
-    y, size = torch.empty_like(x), x.shape[-1]
-    own.norm(pointer(x), pointer(weight), x.numel() // size, size, eps, pointer(y), FLOAT_TYPES[x.dtype])
+    y, size = torch.empty_like(x), weight.shape[-1]
+    num_weights = weight.numel() // size
+    own.norm(pointer(x), pointer(weight), num_weights, x.numel() // size, size, eps, pointer(y), FLOAT_TYPES[x.dtype])
     return y

@@ -4,15 +4,13 @@ import ctypes
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend, PagedAttention
-from specray.ops.cpu.norm import rms_norm
 from specray.ops.cpu.packed_network import PackedNetwork
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import Growth
+from specray.ops.cpu.structs import FLOAT_TYPES, Growth
 from specray.ops.cpu.threads import num_threads
 
 
@@ -35,19 +33,20 @@ class TreeNetwork(PackedNetwork):
 
     def extend(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Draft extend: see EagleHead's call. Only of a network that reads states, with this backend's `attend`."""
-        inputs, eps = self._inputs, self._layers.sizes.eps
-        assert inputs is not None
+        assert self._inputs is not None
         assert isinstance(attend, PagedAttend)
-        embedded = F.embedding(token_ids, self._embedding)
-        token = embedded if inputs.token_norm is None else rms_norm(embedded, inputs.token_norm, eps)
-        state = states if inputs.state_norm is None else rms_norm(states, inputs.state_norm, eps)
-        x = torch.cat((state, token) if inputs.state_first else (token, state), -1)
-        residual = state if inputs.residual_is_normed else states
-        if inputs.project is not None:
-            x = residual = inputs.project(x)
-        stream = residual.to(torch.float32, copy=True)
-        self._layers(stream, positions, attend, first_input=x.float().contiguous())
-        return stream.to(residual.dtype)
+        token_ids, states, positions = token_ids.contiguous(), states.contiguous(), positions.contiguous()
+        output = torch.empty_like(states)
+        self._layers.kernels.extend(
+            ctypes.byref(self._struct),
+            ctypes.byref(self._layers.step(positions, attend)),
+            pointer(token_ids),
+            pointer(states),
+            pointer(output),
+            FLOAT_TYPES[states.dtype],
+            num_threads(self._layers.num_bytes),
+        )
+        return output
 
     def grow(
         self,

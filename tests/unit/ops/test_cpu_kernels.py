@@ -147,6 +147,12 @@ def test_norms_are_close_to_float64(dtype: torch.dtype, size: int) -> None:
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, rtol=precision, atol=1e-6)
 
 
+def test_parts_are_normed_with_their_own_weights() -> None:
+    x, weights = random(5, 3 * 20), random(3, 20)
+    parts = [rms_norm(part.contiguous(), weight, 1e-5) for part, weight in zip(x.chunk(3, -1), weights, strict=True)]
+    assert torch.equal(rms_norm(x, weights, 1e-5), torch.cat(parts, -1))
+
+
 @pytest.mark.parametrize("size", [1, 15, 16, 1000])
 @pytest.mark.parametrize("has_ids", [False, True])
 def test_noise_is_that_of_torch(own: Kernels, size: int, has_ids: bool) -> None:
