@@ -1,8 +1,10 @@
 """Sampling options of requests: per request on the host, and as tensors of a batch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,45 +77,78 @@ class SamplingState:
             self.is_known[token_id] = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingBatch:
-    """Sampling options of n rows: tensors for the device, states for the host's choice of a code path.
+class OptionColumns(NamedTuple):
+    """Sampling options of n rows as tensors."""
 
-    `states` is empty in a padded batch, where nothing depends on the host.
-    """
-
-    states: list[SamplingState]
     seeds: Tensor  # int64 [n]
     temperature: Tensor  # float32 [n]
     top_k: Tensor  # int64 [n], 0: off
     top_p: Tensor  # float32 [n]
     min_p: Tensor  # float32 [n]
 
+
+class SamplingBatch:
+    """Sampling options of n rows: tensors for the device, states for the host's choice of a code path.
+
+    The tensors are made when one of them is first read: on a CPU greedy requests need none. `states` is empty in a
+    padded batch, where nothing depends on the host.
+    """
+
+    def __init__(self, states: list[SamplingState], make_columns: Callable[[], OptionColumns]) -> None:
+        self.states = states
+        self._make_columns = make_columns
+
     @classmethod
     def of(cls, states: Sequence[SamplingState], device: torch.device) -> "SamplingBatch":
         """Tensors from the states' options."""
-        options = [state.options for state in states]
-        numbers = torch.tensor([(o.temperature, o.top_p, o.min_p) for o in options], dtype=torch.float32)
-        temperature, top_p, min_p = numbers.view(-1, 3).to(device).unbind(1)
-        integers = torch.tensor([(o.seed, o.top_k) for o in options], dtype=torch.int64)
-        seeds, top_k = integers.view(-1, 2).to(device).unbind(1)
-        return cls(list(states), seeds, temperature, top_k, top_p, min_p)
+
+        def make_columns() -> OptionColumns:
+            options = [state.options for state in states]
+            numbers = torch.tensor([(o.temperature, o.top_p, o.min_p) for o in options], dtype=torch.float32)
+            temperature, top_p, min_p = numbers.view(-1, 3).to(device).unbind(1)
+            integers = torch.tensor([(o.seed, o.top_k) for o in options], dtype=torch.int64)
+            seeds, top_k = integers.view(-1, 2).to(device).unbind(1)
+            return OptionColumns(seeds, temperature, top_k, top_p, min_p)
+
+        return cls(list(states), make_columns)
 
     def repeat(self, count: int) -> "SamplingBatch":
         """Each row `count` times in succession; without states."""
-        return SamplingBatch([], *(tensor.repeat_interleave(count) for tensor in self._tensors))
+        return SamplingBatch([], lambda: OptionColumns(*(part.repeat_interleave(count) for part in self.columns)))
 
     def of_rows(self, rows: Tensor) -> "SamplingBatch":
         """Rows `rows` int64 [m], of which one may be named more than once; without states."""
-        return SamplingBatch([], *(tensor.index_select(0, rows) for tensor in self._tensors))
+        return SamplingBatch([], lambda: OptionColumns(*(part.index_select(0, rows) for part in self.columns)))
 
     def select(self, rows: Sequence[int]) -> "SamplingBatch":
         """These rows, in this order, with their states."""
         if len(rows) == len(self.states) and list(rows) == list(range(len(rows))):
             return self
         index = torch.tensor(rows, dtype=torch.int64).to(self.seeds.device)
-        return replace(self.of_rows(index), states=[self.states[row] for row in rows])
+        selected = self.of_rows(index)
+        selected.states = [self.states[row] for row in rows]
+        return selected
+
+    @cached_property
+    def columns(self) -> OptionColumns:
+        return self._make_columns()
 
     @property
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.seeds, self.temperature, self.top_k, self.top_p, self.min_p
+    def seeds(self) -> Tensor:
+        return self.columns.seeds
+
+    @property
+    def temperature(self) -> Tensor:
+        return self.columns.temperature
+
+    @property
+    def top_k(self) -> Tensor:
+        return self.columns.top_k
+
+    @property
+    def top_p(self) -> Tensor:
+        return self.columns.top_p
+
+    @property
+    def min_p(self) -> Tensor:
+        return self.columns.min_p

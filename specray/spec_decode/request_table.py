@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specray.ops.attention import make_zeros
 from specray.ops.request_arena import RequestArena
-from specray.ops.sampling_state import SamplingBatch
+from specray.ops.sampling_state import OptionColumns, SamplingBatch
 from specray.spec_decode.request_state import RequestState, sampling_columns
 from specray.spec_decode.step_ops import table_ops
 from specray.step import NewRequest
@@ -102,10 +102,13 @@ class RequestTable:
 
     def sampling(self, slots: Tensor, states: Sequence[RequestState]) -> SamplingBatch:
         """Sampling options of requests; `states` are those of `slots`, or none if the host does not look at them."""
-        rows = self._scalars.index_select(0, slots)  # one gather, of which the options are views
-        floats, seeds = rows.view(torch.float32), rows.view(torch.int64)[:, 1]
-        options = (floats[:, 5], rows[:, 4].long(), floats[:, 6], floats[:, 7])
-        return SamplingBatch([state.sampling for state in states], seeds, *options)
+
+        def make_columns() -> OptionColumns:
+            rows = self._scalars.index_select(0, slots)  # one gather, of which the options are views
+            floats, seeds = rows.view(torch.float32), rows.view(torch.int64)[:, 1]
+            return OptionColumns(seeds, floats[:, 5], rows[:, 4].long(), floats[:, 6], floats[:, 7])
+
+        return SamplingBatch([state.sampling for state in states], make_columns)
 
     def _change(self, slot: int, column: int, values: np.ndarray) -> None:
         self._changes.append((slot * self._row + column, values))
