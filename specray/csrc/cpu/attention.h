@@ -326,9 +326,12 @@ void attend(
   member.share(num_items, [&](int index) {
     const Item& item = items[index / pool.num_heads];
     Ahead::Slots next{};
-    if (index + 1 < num_items && (index + 1) % pool.num_heads == 0) {
-      const int request = items[(index + 1) / pool.num_heads].request;
-      next = {requests.kv_slots + int64_t(request) * requests.slots_width, std::min(KEYS, requests.kv_lens[request])};
+    const int after = index / pool.num_heads + 1, head = index % pool.num_heads;
+    if (after < int(items.size()) && items[after].request != item.request) {
+      constexpr int MOST = 8 * KEYS;  // that fit into the cache
+      const int request = items[after].request, count = std::min(MOST, requests.kv_lens[request]);
+      const int from = count * head / pool.num_heads, to = count * (head + 1) / pool.num_heads;
+      next = {requests.kv_slots + int64_t(request) * requests.slots_width + from, to - from};
     }
     attend_tile<T>(
         pool, requests, item.request, index % pool.num_heads, item.begin,
