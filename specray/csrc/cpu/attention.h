@@ -328,7 +328,7 @@ void attend(
     Ahead::Slots next{};
     const int after = index / pool.num_heads + 1, head = index % pool.num_heads;
     if (after < int(items.size()) && items[after].request != item.request) {
-      constexpr int MOST = 8 * KEYS;  // that fit into the cache
+      constexpr int MOST = 8 * KEYS;  // that fit into the cache; each head brings a share of them closer
       const int request = items[after].request, count = std::min(MOST, requests.kv_lens[request]);
       const int from = count * head / pool.num_heads, to = count * (head + 1) / pool.num_heads;
       next = {requests.kv_slots + int64_t(request) * requests.slots_width + from, to - from};

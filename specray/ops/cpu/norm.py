@@ -15,6 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     own = kernels()
     assert own is not None
+    assert x.shape[-1] == weight.numel(), (x.shape, weight.shape)
     x = x.contiguous()
     y, size = torch.empty_like(x), weight.shape[-1]
     num_weights = weight.numel() // size
