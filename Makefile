@@ -28,7 +28,8 @@ HEADS_SELF_PROMPTS ?= 12000
 HEADS_TOKENS ?= 12000000
 HEADS_ANSWERS = --answers $(HEADS_DIR)/answers $(if $(HEADS_PROMPTS),--prompts $(HEADS_PROMPTS)) \
 	--self-prompts $(HEADS_SELF_PROMPTS)
-HEADS_TRAINING = --tokens $(HEADS_TOKENS) --intermediate-size 1024 --batch-tokens 2048 --decay 0.97
+HEADS_TRAINING = --tokens $(HEADS_TOKENS) --intermediate-size 1024 --batch-tokens 2048 --learning-rate 0.0008 \
+	--weight-decay 0.1 --decay 0.97 --total-variation 0.5
 # Layers of the target in the draft model that `make draft` makes.
 DRAFT_LAYERS ?= 0,1,27,28,29
 
