@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from specray.layers.module import Layer
 from specray.ops.cpu import norm as cpu_norm
-from specray.ops.cpu.library import kernels
+from specray.ops.cpu.library import kernels_on
 from specray.ops.cpu.structs import FLOAT_TYPES
 from specray.ops.gpu import uses_triton
 
@@ -21,7 +21,7 @@ class RMSNorm(Layer):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = eps
-        has_kernel = weight.device.type == "cpu" and kernels() is not None
+        has_kernel = kernels_on(weight.device) is not None
         self.float_weight = weight.float().contiguous() if has_kernel else None  # as the kernels read it
         self._uses_triton = uses_triton(weight.device)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.cpu import sampling as cpu_sampling
-from specray.ops.cpu.library import kernels
+from specray.ops.cpu.library import kernels_on
 
 _BLOCK = 512  # logits per block; a vocabulary without a usable divisor takes torch's argmax
 _MIN_BLOCK = 32
@@ -17,7 +17,7 @@ _MIN_BLOCK = 32
 
 def argmax(logits: Tensor) -> Tensor:
     """int64 [n] of `logits` [n, V]: the first index of each row's maximum, or of its first NaN."""
-    if logits.device.type == "cpu" and (own := kernels()) is not None:
+    if (own := kernels_on(logits.device)) is not None:
         return cpu_sampling.sample(own, logits)
     num_rows, vocab_size = logits.shape
     block = math.gcd(vocab_size, _BLOCK)

@@ -11,7 +11,7 @@ from specray.errors import ConfigError
 from specray.ops.attention import AttentionBackend, AttentionBatch
 from specray.ops.attention_torch import TorchAttention
 from specray.ops.cpu.attention import PagedAttention
-from specray.ops.cpu.library import kernels
+from specray.ops.cpu.library import kernels_on
 from specray.ops.gpu import check_triton, uses_triton
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -35,7 +35,7 @@ def make_backend(
         from specray.ops.gpu.attention import TritonAttention  # triton is installed on machines with GPUs only
 
         return TritonAttention(pool, num_heads)
-    own = kernels() if name == "auto" and pool.device.type == "cpu" else None
+    own = kernels_on(pool.device) if name == "auto" else None
     return TorchAttention(pool, num_heads) if own is None else PagedAttention(own, pool, num_heads)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specray.ops.argmax import argmax
 from specray.ops.cpu import sampling as cpu_sampling
-from specray.ops.cpu.library import kernels
+from specray.ops.cpu.library import kernels_on
 from specray.ops.gpu import uses_triton
 from specray.ops.noise import gumbel
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch, SamplingState
@@ -33,7 +33,7 @@ def sample(logits: Tensor, batch: SamplingBatch, keys: Tensor) -> Tensor:
         return gpu_sampling.sample(logits, batch if sampled else None, keys)
     if not sampled:
         return argmax(logits)
-    if logits.device.type == "cpu" and (own := kernels()) is not None:
+    if (own := kernels_on(logits.device)) is not None:
         return cpu_sampling.sample(own, logits, batch, keys)
     if len(sampled) == len(batch.states):
         return argmax(scores(logits, batch) + gumbel(keys, logits.shape[-1]))

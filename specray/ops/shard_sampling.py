@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.argmax import argmax
-from specray.ops.cpu.library import kernels
+from specray.ops.cpu.library import kernels_on
 from specray.ops.cpu.pointer import pointer
 from specray.ops.noise import gumbel
 from specray.ops.sampling_state import GREEDY_BELOW
@@ -68,7 +68,7 @@ def packed(choices: Choices) -> Tensor:
 def _with_noise(logits: Tensor, temperature: Tensor, keys: Tensor, first_id: int) -> Tensor:
     """Logits; where sampled, over temperature and with noise."""
     ids, is_sampled = first_id + torch.arange(logits.shape[1], device=logits.device), temperature >= GREEDY_BELOW
-    own = kernels() if logits.device.type == "cpu" else None
+    own = kernels_on(logits.device)
     if own is not None:
         noisy, keys = logits.clone(), keys.contiguous()
         for row in is_sampled.nonzero().flatten().tolist():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.cpu import sampling as cpu_sampling
-from specray.ops.cpu.library import kernels
+from specray.ops.cpu.library import kernels_on
 
 _BITS = 32  # of a word
 
@@ -25,7 +25,7 @@ def num_words(vocab_size: int) -> int:
 
 def forbid_masked(logits: Tensor, mask: TokenMask) -> None:
     """Set the logits [m, V] of tokens that are not allowed to minus infinity, in place."""
-    if logits.device.type == "cpu" and logits.is_contiguous() and (own := kernels()) is not None:
+    if logits.is_contiguous() and (own := kernels_on(logits.device)) is not None:
         cpu_sampling.forbid(own, logits, mask.rows, mask.bits)
         return
     rows, bits = mask.rows.to(logits.device), mask.bits.to(logits.device)

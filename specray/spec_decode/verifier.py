@@ -11,7 +11,7 @@ the depths.
 
 from collections.abc import Sequence
 
-from specray.ops.cpu.library import Kernels, kernels
+from specray.ops.cpu.library import Kernels, kernels_on
 from specray.ops.cpu.tree_walk import walk
 from specray.ops.gpu import uses_triton
 from specray.ops.sampling_state import SamplingState
@@ -29,7 +29,7 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask 
         if any(state.options.logprobs is not None for state in states):
             inputs = inputs._replace(unmasked=inputs.logits.clone())
         forbid_masked(inputs.logits, mask)
-    own = kernels() if is_cpu else None
+    own = kernels_on(inputs.logits.device)
     walks_sampled = is_cpu and own is None and not uses_triton(inputs.logits.device)
     walked = [row for row, state in enumerate(states) if sampler is not coupled or needs_walk(state, walks_sampled)]
     if not walked:

@@ -189,7 +189,7 @@ def test_tokens_are_those_that_torch_chooses(
     keys = noise_keys(batch.seeds, torch.arange(len(logits)))
     tokens = cpu_sampling.sample(own, logits, batch, keys)
     assert cpu_sampling.sample(own, logits[:0]).shape == (0,)
-    monkeypatch.setattr(sampling, "kernels", Mock(return_value=None))
+    monkeypatch.setattr(sampling, "kernels_on", Mock(return_value=None))
     assert torch.equal(tokens, sampling.sample(logits, batch, keys))
 
 

@@ -147,7 +147,7 @@ def test_a_nucleus_off_by_one_token_is_detected(shift: int, monkeypatch: pytest.
         num_kept = (ranked >= lowest_kept(scaled, batch, prefix)).sum(-1, keepdim=True)
         return ranked.gather(1, num_kept - 1 + shift)
 
-    monkeypatch.setattr(sampling, "kernels", Mock(return_value=None))
+    monkeypatch.setattr(sampling, "kernels_on", Mock(return_value=None))
     monkeypatch.setattr(sampling, "_lowest_kept", shifted)
     assert worst_z_of(sample_rows, CASES["top-p"], 20_000) > MAX_Z
 

@@ -16,7 +16,7 @@ def test_forbidden_tokens_are_minus_infinity(
     vocab_size: int, uses_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not uses_kernels:
-        monkeypatch.setattr(token_mask, "kernels", Mock(return_value=None))
+        monkeypatch.setattr(token_mask, "kernels_on", Mock(return_value=None))
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(7, vocab_size, generator=generator)
     allowed = torch.rand(5, vocab_size, generator=generator) < 0.5

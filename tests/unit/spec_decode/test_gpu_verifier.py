@@ -26,7 +26,7 @@ from tests.support.verify_cases import VOCAB_SIZE, inputs, known
 @pytest.fixture(autouse=True)
 def torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("argmax", "sampling"):
-        monkeypatch.setattr(f"specray.ops.{module}.kernels", lambda: None)
+        monkeypatch.setattr(f"specray.ops.{module}.kernels_on", lambda _: None)
 
 
 @given(inputs())
