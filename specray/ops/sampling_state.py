@@ -125,9 +125,7 @@ class SamplingBatch:
         if len(rows) == len(self.states) and list(rows) == list(range(len(rows))):
             return self
         index = torch.tensor(rows, dtype=torch.int64).to(self.seeds.device)
-        selected = self.of_rows(index)
-        selected.states = [self.states[row] for row in rows]
-        return selected
+        return SamplingBatch([self.states[row] for row in rows], lambda: self.of_rows(index).columns)
 
     @cached_property
     def columns(self) -> OptionColumns:

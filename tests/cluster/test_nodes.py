@@ -79,7 +79,7 @@ def nodes(tiny_model: Path, network: Network | None) -> Iterator[Nodes]:
 
 @contextmanager
 def far_node(network: Network, address: str) -> Iterator[None]:
-    """The node behind the link, started again as in `tests.support.nodes` where its raylet stands still."""
+    """The node behind the link, started again if its raylet hangs at the start, as in `tests.support.nodes`."""
     ray = Path(sys.executable).with_name("ray")
     command = [str(ray), "start", f"--address={address}", f"--node-ip-address={network.far_address}", "--block"]
     command += [f"--num-cpus={FAR['num_cpus']}", f"--resources={json.dumps(FAR['resources'])}"]

@@ -89,7 +89,7 @@ def environment() -> dict[str, str]:
 
 
 def _joined(cluster: Any, node: dict[str, Any]) -> Any:
-    """A node that has joined. Now and then a raylet stands still while it starts, and Ray gives it up after 30 s."""
+    """A node that has joined. Now and then a raylet hangs while it starts, and Ray gives it up after 30 s."""
     for _ in range(JOIN_ATTEMPTS - 1):
         with contextlib.suppress(Exception):  # Ray raises no narrower one
             return cluster.add_node(**node, object_store_memory=STORE_BYTES)
