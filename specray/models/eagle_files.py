@@ -29,7 +29,6 @@ _Size = Annotated[int, Field(ge=1)]
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "mlp_bias": (False,),
     "hidden_act": ("silu", "swish"),
-    "quantization_config": (),
     "layernorms": (False,),
     "use_mtp_layernorm": (False,),
     "parallel_draft_step": (1,),

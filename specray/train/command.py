@@ -187,6 +187,13 @@ def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
         add("--bias", action="store_true", help="give fc a bias")
     add("--intermediate-size", type=positive, metavar="N", help="width of the feed-forward (default: the target's)")
     add(
+        "--weights",
+        choices=("bfloat16", "int8"),
+        default="bfloat16",
+        help="type of the matrices in the result; int8 (compressed-tensors) takes half the space (default: "
+        "%(default)s)",
+    )
+    add(
         "--start",
         choices=("identity", "linear"),
         default="identity",

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from specray.errors import ConfigError
 from specray.models.eagle_files import HeadConfig
+from specray.models.weights import WeightReader
 from specray.train.batches import AnswerFolder
 from specray.train.card import model_card
 from specray.train.checkpoint import LOG
 from specray.train.draft_export import copy_side_files, draft_config, draft_tensors
 from specray.train.draft_model import DraftModel, TrainedModel
 from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, ParallelHead, TrainedHead
+from specray.train.int8_weights import QUANTIZATION_CONFIG, packed
 from specray.train.settings import Counters, TrainSettings
 from specray.train.target import Target
 
@@ -39,13 +41,16 @@ def export_head(
     unfinished = folder / f".{WEIGHTS}.tmp"
     tensors = draft_tensors(head, target) if isinstance(head, DraftModel) else head.state_dict()
     prefix = _MTP_PREFIX if isinstance(head, MtpHead) else ""
-    save_file({prefix + name: _stored(tensor) for name, tensor in tensors.items()}, unfinished)
+    stored = {prefix + name: _stored(tensor) for name, tensor in tensors.items()}
+    save_file(packed(stored) if settings.weights == "int8" else stored, unfinished)
     os.replace(unfinished, folder / WEIGHTS)
     if isinstance(head, DraftModel):
         config = draft_config(head, target)
         copy_side_files(target, folder)
     else:
         config = head_config(head, target, answers.aux_hidden_state_layers[:-1])
+        if settings.weights == "int8":
+            config["quantization_config"] = QUANTIZATION_CONFIG
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     card = model_card(config, settings, answers.description | answers.size(), counters, validation)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -99,7 +104,8 @@ def load_exported(head: TrainedModel, folder: Path) -> None:
     path = folder / WEIGHTS
     if not path.is_file():
         raise ConfigError(f"--init-head {folder} has no {WEIGHTS}; give a folder that this trainer wrote")
-    tensors = {name.removeprefix(_MTP_PREFIX): tensor for name, tensor in load_file(path).items()}
+    with WeightReader(folder, "safetensors") as reader:
+        tensors = {name.removeprefix(_MTP_PREFIX): reader.get(name) for name in reader.names()}
     if isinstance(head, Eagle3Head | Eagle2Head):
         _check_trainable(folder)
     if isinstance(head, Eagle3Head):

@@ -28,6 +28,7 @@ class TrainSettings:
     bias: bool = False
     start: str = "identity"
     init_head: str | None = None
+    weights: str = "bfloat16"  # of the exported head: bfloat16 or int8
     dtype: str = "auto"
     validate_every: int = 500_000
     checkpoint_minutes: float = 10.0

@@ -421,7 +421,7 @@ REFUSED: dict[str, tuple[str, Break, str]] = {
     "layer type": ("eagle2", setting(layer_types=["chunked_attention"]), r"layer_types.0: Input should be 'full_at"),
     "activation": ("eagle2", setting(hidden_act="gelu"), r"hidden_act='gelu' is not supported"),
     "mlp bias": ("eagle2", setting(mlp_bias=True), r"mlp_bias=True is not supported"),
-    "quantized": ("eagle3-layers", setting(quantization_config={"bits": 4}), r"quantization_config="),
+    "quantized": ("eagle3-layers", setting(quantization_config={"bits": 4}), r"quant_method=None, which is not sup"),
     "heads": ("eagle2", setting(num_key_value_heads=3), r"2 heads, 3 KV heads"),
     "rope kind": ("eagle2", setting(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), r"rope_type='dynamic'"),
     "rope kind, old spelling": (
