@@ -53,7 +53,7 @@ def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(int16 [outs, ins], bfloat16 scales [outs, ins / GROUP]); the integers are those of the rounded scales."""
-    groups = weight.float().unflatten(1, (-1, GROUP))
+    groups = weight.float().view(len(weight), -1, GROUP)
     scales = (groups.abs().amax(-1) / _LARGEST).clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
     ints = (groups / scales.float()[:, :, None]).round().clamp(-_LARGEST, _LARGEST)
     return ints.to(torch.int16).flatten(1), scales

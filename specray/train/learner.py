@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specray.train.batches import Collate
 from specray.train.draft_model import TrainedModel
-from specray.train.loss import soft_labels, soft_loss
+from specray.train.loss import Labels, soft_labels, soft_loss
 from specray.train.optimizer import Optimizer
 from specray.train.settings import TrainSettings
 from specray.train.shards import Answer
@@ -43,14 +43,16 @@ class Learner:
         shares = [part.sum() / max(len(part), 1) for part in torch.split(agrees, [len(step.labels) for step in steps])]
         return len(labeled.final), torch.stack((loss.detach(), *shares)).cpu()
 
-    def _loss(self, steps: Sequence[StepOutput], labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _loss(self, steps: Sequence[StepOutput], labels: Labels) -> tuple[Tensor, Tensor]:
         """The mean over each step's rows, weighted by step. All rows are multiplied with the output matrix at once."""
         weights = [self._settings.step_decay**depth for depth in range(len(steps))]
         importance = [
-            torch.full((len(step.labels),), weight / sum(weights) / max(len(step.labels), 1), device=labels.device)
+            torch.full(
+                (len(step.labels),), weight / sum(weights) / max(len(step.labels), 1), device=labels.probs.device
+            )
             for weight, step in zip(weights, steps, strict=True)
         ]
-        dtype = labels.dtype
+        dtype = labels.probs.dtype
         return soft_loss(
             torch.cat([step.outputs for step in steps]).to(dtype),
             self.head.output_weight.to(dtype),

@@ -2,37 +2,56 @@
 
 It is their cross-entropy, their total variation distance, or a mixture of both.
 
-Rows are processed in chunks, so that the logits of a whole batch never exist in memory. The forward pass computes the
-gradient of each chunk with its logits, and backward only scales it.
+Rows are processed in blocks, so that the logits of a whole batch never exist in memory. The forward pass replaces the
+logits of a block by their gradient, and backward only scales it. On a CPU a kernel compares the rows; torch's
+operations, which the tests compare it with, would take more time than the matrix products.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_CHUNK = 256  # rows; with 8K draft tokens a chunk's logits fit in the CPU cache
-_BLOCK = 2048  # rows per product with the errors, to limit passes over the weight's gradient
+from specray.ops.cpu.library import Kernels, kernels_on
+from specray.ops.cpu.pointer import pointer
+from specray.ops.cpu.structs import FLOAT_TYPES
+
+_CHUNK = 256  # rows that torch compares at once; with 8K draft tokens a chunk's logits fit in the CPU cache
+_BLOCK = 2048  # rows per product with the gradients, to limit passes over the weight's gradient
 
 
-def soft_labels(final: Tensor, target_rows: Tensor) -> Tensor:
-    """The target's probabilities over the draft vocabulary [n, V], from final [n, H] and target_rows [V, H]."""
-    labels = final.new_empty(len(final), len(target_rows))
-    for begin in range(0, len(final), _CHUNK):
-        rows = slice(begin, begin + _CHUNK)
-        labels[rows] = (final[rows] @ target_rows.T).float().softmax(-1)
-    return labels
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The target's distributions over the draft vocabulary."""
+
+    probs: Tensor  # [m, V]; rows sum to 1
+    best: Tensor  # int64 [m]: the likeliest of each row
+
+
+def soft_labels(final: Tensor, target_rows: Tensor) -> Labels:
+    """The target's probabilities over the draft vocabulary, from final [m, H] and target_rows [V, H]."""
+    own = kernels_on(final.device)
+    if own is None:
+        probs = final.new_empty(len(final), len(target_rows))
+        for begin in range(0, len(final), _CHUNK):
+            rows = slice(begin, begin + _CHUNK)
+            probs[rows] = (final[rows] @ target_rows.T).float().softmax(-1)
+        return Labels(probs, probs.argmax(-1))
+    probs, best = final @ target_rows.T, torch.empty(len(final), dtype=torch.int64)
+    own.soft_labels(pointer(probs), FLOAT_TYPES[probs.dtype], *probs.shape, pointer(best), torch.get_num_threads())
+    return Labels(probs, best)
 
 
 def soft_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, label_of: Tensor, importance: Tensor, total_variation: float = 0.0
+    hidden: Tensor, weight: Tensor, labels: Labels, label_of: Tensor, importance: Tensor, total_variation: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(sum of importance * loss over rows, bool [n]: whether a row's best token is its labels').
 
     A row's loss is (1 - total_variation) * cross-entropy + total_variation * total variation distance. The latter is
     the share of drafts that rejection sampling rejects (LK losses, arXiv 2602.23881).
-    Row r has the logits hidden[r] @ weight.T and the labels labels[label_of[r]]. hidden [n, H] and weight [V, H] have
-    one type; rows of labels [m, V] sum to 1; label_of is int64 [n], importance float32 [n].
+    Row r has the logits hidden[r] @ weight.T and the labels of row label_of[r]. hidden [n, H], weight [V, H] and the
+    labels have one type; label_of is int64 [n], importance float32 [n].
     """
     loss, agrees = _SoftLoss.apply(hidden, weight, labels, label_of, importance, total_variation)  # type: ignore[no-untyped-call]
     return loss, agrees
@@ -44,34 +63,24 @@ class _SoftLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        labels: Tensor,
+        labels: Labels,
         label_of: Tensor,
         importance: Tensor,
         total_variation: float,
     ) -> tuple[Tensor, Tensor]:
-        """A pass over a chunk's logits costs as much as its matrix products, so there are as few as possible."""
-        size = (min(_BLOCK, len(hidden)), len(weight))
-        errors, hidden_grad = hidden.new_empty(size), torch.empty_like(hidden)
+        hidden_grad = torch.empty_like(hidden)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         losses = torch.empty(len(hidden), device=hidden.device)
         agrees = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-        best = labels.argmax(-1)
         # Importance is applied to [n, H] instead of [n, V].
         scaled = hidden * importance[:, None].to(hidden.dtype)
         for begin in range(0, len(hidden), _BLOCK):
-            block = slice(begin, min(begin + _BLOCK, len(hidden)))
-            for first in range(block.start, block.stop, _CHUNK):
-                rows = slice(first, min(first + _CHUNK, block.stop))
-                logits = hidden[rows] @ weight.T
-                wanted = labels.index_select(0, label_of[rows])
-                errors_of_rows = errors[rows.start - begin : rows.stop - begin]
-                losses[rows], agrees[rows] = _compare(
-                    logits, wanted, best[label_of[rows]], errors_of_rows, total_variation
-                )
-            part = errors[: block.stop - begin]
-            hidden_grad[block] = part @ weight
+            block = slice(begin, begin + _BLOCK)
+            logits = hidden[block] @ weight.T
+            _compare_(logits, labels, label_of[block], total_variation, losses[block], agrees[block])
+            hidden_grad[block] = logits @ weight
             if weight_grad is not None:
-                weight_grad += part.T @ scaled[block]
+                weight_grad += logits.T @ scaled[block]
         hidden_grad *= importance[:, None]
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.mark_non_differentiable(agrees)
@@ -83,14 +92,50 @@ class _SoftLoss(torch.autograd.Function):
         return hidden_grad * loss_grad, None if weight_grad is None else weight_grad * loss_grad, None, None, None, None
 
 
-def _compare(
-    logits: Tensor, wanted: Tensor, best: Tensor, errors: Tensor, total_variation: float
-) -> tuple[Tensor, Tensor]:
-    """(loss, whether the best token is `best`) of each row. Writes the loss's gradient by logits to `errors`."""
+def _compare_(
+    logits: Tensor, labels: Labels, label_of: Tensor, total_variation: float, losses: Tensor, agrees: Tensor
+) -> None:
+    """Replace `logits` [n, V] by their loss's gradient. Writes each row's loss and whether its best token agrees."""
+    own = kernels_on(logits.device)
+    if own is not None:
+        return _compare_with(own, logits, labels, label_of, total_variation, losses, agrees)
+    for begin in range(0, len(logits), _CHUNK):
+        rows = slice(begin, begin + _CHUNK)
+        wanted, best = labels.probs.index_select(0, label_of[rows]), labels.best[label_of[rows]]
+        losses[rows], agrees[rows] = _compare_chunk_(logits[rows], wanted, best, total_variation)
+    return None
+
+
+def _compare_with(
+    own: Kernels,
+    logits: Tensor,
+    labels: Labels,
+    label_of: Tensor,
+    total_variation: float,
+    losses: Tensor,
+    agrees: Tensor,
+) -> None:
+    own.soft_loss(
+        pointer(logits),
+        pointer(labels.probs),
+        FLOAT_TYPES[logits.dtype],
+        *logits.shape,
+        pointer(label_of),
+        pointer(labels.best),
+        total_variation,
+        pointer(losses),
+        pointer(agrees),
+        torch.get_num_threads(),
+    )
+
+
+def _compare_chunk_(logits: Tensor, wanted: Tensor, best: Tensor, total_variation: float) -> tuple[Tensor, Tensor]:
+    """`_compare_` of a few rows in torch. A pass over the logits costs as much as their matrix products."""
     drafted = logits.softmax(-1, dtype=torch.float32)
     highest = logits.amax(-1)
     normalizer = highest.float() - drafted.amax(-1).log()  # log(sum(exp(logits)))
     losses = normalizer - (wanted * logits).sum(-1, dtype=torch.float32)
+    agrees = logits.gather(-1, best[:, None])[:, 0] >= highest
     if total_variation:
         lacking = torch.where(drafted < wanted, drafted, 0.0)  # those that a higher logit brings nearer
         lacking_mass = lacking.sum(-1)
@@ -98,5 +143,5 @@ def _compare(
         losses = (1 - total_variation) * losses + total_variation * distance
         drafted.mul_((1 - total_variation + total_variation * lacking_mass)[:, None])
         drafted.sub_(lacking, alpha=total_variation)
-    errors.copy_(drafted.sub_(wanted, alpha=1 - total_variation))
-    return losses, logits.gather(-1, best[:, None])[:, 0] >= highest
+    logits.copy_(drafted.sub_(wanted, alpha=1 - total_variation))
+    return losses, agrees

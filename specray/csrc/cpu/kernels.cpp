@@ -3,6 +3,7 @@
 // Types of activations are FLOAT32, BFLOAT16 and FLOAT16 of `Kind`.
 
 #include "layers.h"
+#include "loss.h"
 #include "packing.h"
 #include "sampling.h"
 #include "selection.h"
@@ -145,6 +146,28 @@ void specray_norm(
 void specray_likeliest(
     const float* logits, int64_t count, int64_t size, int32_t k, float* probs, int64_t* indexes) {
   for (int64_t r = 0; r < count; ++r) likeliest(logits + r * size, int(size), k, probs + r * k, indexes + r * k);
+}
+
+// Training: logits [count, size] of `type` become their softmax; best [count] is the place of each row's largest.
+void specray_soft_labels(void* logits, int32_t type, int64_t count, int64_t size, int64_t* best, int32_t num_threads) {
+  run_on_team(num_threads, 1, [&](Member& member) {
+    LabelRows rows(size);
+    member.share(int(count), [&](int64_t r) { best[r] = rows.make(logits, type, r); });
+  });
+}
+
+// Training: logits [count, size] become the gradients of their losses [count] against rows `label_of` of labels [m, size],
+// whose largest are at best [m]. agrees [count]: whether the largest logit is at the same place.
+void specray_soft_loss(
+    void* logits, const void* labels, int32_t type, int64_t count, int64_t size, const int64_t* label_of,
+    const int64_t* best, float total_variation, float* losses, uint8_t* agrees, int32_t num_threads) {
+  run_on_team(num_threads, 1, [&](Member& member) {
+    LossRows rows(size, total_variation);
+    member.share(int(count), [&](int64_t r) {
+      const int64_t label = label_of[r];
+      losses[r] = rows.compare(logits, labels, type, r, label, best[label], agrees + r);
+    });
+  });
 }
 
 // See move_kv in attention.h.

@@ -64,6 +64,11 @@ class Kernels:
         )
         self.norm = self._function("norm", c_void_p, c_void_p, c_int32, c_int64, c_int32, c_float, c_void_p, c_int32)
         self.likeliest = self._function("likeliest", c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p)
+        of_logits = (c_void_p, c_int32, c_int64, c_int64)
+        self.soft_labels = self._function("soft_labels", *of_logits, c_void_p, c_int32)
+        self.soft_loss = self._function(
+            "soft_loss", c_void_p, *of_logits, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int32
+        )
         self.move_kv = self._function(
             "move_kv", c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_int32, c_void_p, c_int32, c_void_p
         )
