@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from specray.cli.arguments import positive
 from specray.errors import ConfigError
 from specray.train.answer_options import AnswerOptions, add_answer_arguments
+from specray.train.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    keep_freed_memory()
     answers = _answers(options)
     if options.kind == "token-map":
         return _make_token_map(options, answers)
