@@ -1,10 +1,11 @@
 // Draft trees that grow level by level on a draft model's own outputs, with all levels in one call.
 //
 // The rules are those of specray/spec_decode/tree_growth.py and eagle_tree.py: EAGLE-2's dynamic tree (Li et al.,
-// arXiv:2406.16858). Both grow the same trees.
+// arXiv:2406.16858). Both grow the same trees; here, levels that would add no node are left out.
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <vector>
 
@@ -143,6 +144,16 @@ class Candidates {
     }
   }
 
+  // Whether nodes below the level added last can be among the best `count`: a child never scores more than its parent, and
+  // ties go to earlier candidates.
+  bool can_improve(int count) const {
+    if (!is_finite()) return false;  // the tree will have no nodes
+    if (int(scores_.size()) < count) return true;
+    std::vector<float> scores = scores_;
+    std::nth_element(scores.begin(), scores.begin() + count - 1, scores.end(), std::greater<float>());
+    return scores_[frontier[0]] > scores[count - 1];
+  }
+
   // The `count` candidates with the highest scores, the highest first; see CandidatePool.tree.
   void write_tree(int64_t root, int count, int64_t* tokens, int64_t* tree_parents, float* scores,
                   int64_t* num_nodes) const {
@@ -157,11 +168,14 @@ class Candidates {
       scores[i + 1] = scores_[best[i]];
       tree_parents[i + 1] = numbers[expanded_[best[i] / topk_] + 1];
     }
-    const bool is_finite = std::all_of(scores_.begin(), scores_.end(), [](float s) { return std::isfinite(s); });
-    *num_nodes = is_finite ? 1 + count : 0;
+    *num_nodes = is_finite() ? 1 + count : 0;
   }
 
  private:
+  bool is_finite() const {
+    return std::all_of(scores_.begin(), scores_.end(), [](float score) { return std::isfinite(score); });
+  }
+
   // Indexes of the highest scores from `start` on; ties go to the lower index.
   std::vector<int> best_of(int start, int count) const {
     std::vector<int> order(scores_.size() - start);
@@ -216,7 +230,13 @@ class TreeGrowth {
         const int64_t first = int64_t(tree) * width * growth.topk;
         trees_[tree].add_level(level, probs_.data() + first, ids_.data() + first, network_.target_ids);
       });
-      member.share(1, [&](int) { std::swap(states_, next_states_); });
+      member.share(1, [&](int) {
+        std::swap(states_, next_states_);
+        is_grown_ = std::none_of(trees_.begin(), trees_.end(), [&](const Candidates& tree) {
+          return tree.can_improve(growth.num_drafts);
+        });
+      });
+      if (is_grown_) break;
     }
     member.share(growth.num_trees, [&](int tree) {
       const int64_t first = int64_t(tree) * (1 + growth.num_drafts);
@@ -317,6 +337,7 @@ class TreeGrowth {
   std::vector<uint8_t> mask_;
   const int slots_width_;
   std::vector<int64_t> slots_;
+  bool is_grown_ = false;  // further levels would not change the trees
 };
 
 }  // namespace specray

@@ -13,6 +13,7 @@ import torch
 
 from specray.config import SpeculativeConfig
 from specray.llm import LLM
+from specray.ops.cpu.library import kernels
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import DRAFTERS, Method
 from specray.spec_decode.draft_tree import DraftTree
@@ -34,6 +35,7 @@ HEADS: dict[str, Make] = {
     "EAGLE3": eagle(3, shape=(3, 3, 8), draft_vocab_size=40),
     "EAGLE3-full": eagle(3, shape=(4, 2, 9)),
     "EAGLE3-chain": eagle(3, shape=(4, 1, 5)),
+    "EAGLE3-deep": eagle(3, shape=(6, 3, 6)),  # few nodes: levels that add none are left out
     "EAGLE3-sliding": eagle(3, shape=(3, 3, 8), window=7),
     "EAGLE3-sliding-below-depth": eagle(3, shape=(4, 2, 9), window=2),
     "EAGLE-sliding": eagle(2, shape=(3, 3, 8), window=5),
@@ -204,3 +206,18 @@ def test_levels_beyond_every_limit_are_not_computed(start: Start) -> None:
             levels.clear()
             llm.generate(PROMPTS[:2], params, draft_limits=[DraftLimit(7, 1), DraftLimit(7, num_steps)])
             assert max(levels) == most
+
+
+@pytest.mark.skipif(kernels() is None, reason="torch computes all levels")
+def test_levels_that_would_add_no_node_are_left_out(start: Start) -> None:
+    """The toy's distributions are flat, so that the best five nodes are hardly ever deep."""
+    llm, drafter = start("EAGLE3-deep", page_size=4)
+    assert isinstance(drafter._drafter, EagleDrafter)
+    pool, scratch = drafter._drafter._attention.pool, drafter._drafter._grower._scratch[0]  # type: ignore[attr-defined]
+    pool[:, scratch] = 7.0
+    with llm:
+        run(llm, PROMPTS[:1], max_tokens=20, temperatures=[0.0])
+        is_written = (pool[0, scratch] != 7.0).flatten(1).any(1).view(5, 3).all(1).tolist()
+    assert is_written[0]
+    assert not is_written[-1]
+    assert_checked(drafter, at_least=10)
