@@ -76,9 +76,18 @@ class VocabHead(Layer):
     A rank's columns begin with token `first_id`. The last ranks may have fewer than the others, or none.
     """
 
-    def __init__(self, weight: Weight, vocab_size: int, group: RankGroup, quantization: str | None = None) -> None:
+    def __init__(
+        self,
+        weight: Weight,
+        vocab_size: int,
+        group: RankGroup,
+        quantization: str | None = None,
+        is_screened: bool = False,
+    ) -> None:
+        """`is_screened`: where the CPU kernels compute in the weight's own type, keep a copy that finds the largest."""
         super().__init__()
         self.run = make_linear(weight, quantization=quantization)
+        self.screen = self.run.screen_of(weight) if is_screened and isinstance(self.run, PackedMatrix) else None
         self._vocab_size = vocab_size
         self.group = group
         self._num_rows = weight.shape[0]
@@ -89,8 +98,10 @@ class VocabHead(Layer):
         """float32 [n, vocab_size], on all ranks"""
         return self.gathered(self.shard(hidden_states))
 
-    def shard(self, hidden_states: Tensor) -> Tensor:
-        """This rank's columns, float32 [n, num_columns]."""
+    def shard(self, hidden_states: Tensor, only_largest: bool = False) -> Tensor:
+        """This rank's columns, float32 [n, num_columns]. `only_largest`: see `TargetModel.with_logits`."""
+        if only_largest and self.screen is not None and isinstance(self.run, PackedMatrix):
+            return self.run.largest(hidden_states, self.screen)[:, : self.num_columns]
         if isinstance(self.run, PackedMatrix):  # its sums are float32 already
             logits = self.run(hidden_states, torch.float32)
         else:

@@ -39,7 +39,7 @@ class CausalLM(nn.Module):
         self.norm = RMSNorm(loader.tensor("model.norm.weight", (shape.hidden_size,)), shape.eps)
         tied = shape.tied or "lm_head.weight" not in loader
         head = loader.vocab_weight("model.embed_tokens.weight" if tied else "lm_head.weight", vocab)
-        self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization)
+        self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization, is_screened=True)
         self.max_positions = max_positions
         self.rotary = self.rotary_of(config, loader, max_positions)
         self.fused: FusedLayers | None = None  # set by the loader, like the next two
@@ -128,12 +128,14 @@ class CausalLM(nn.Module):
         attend: Attend,
         places: Tensor | None,
         aux_hidden_state_layers: Sequence[int] = (),
+        only_largest: bool = False,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """See TargetModel."""
         if self.fused_forward is not None and isinstance(attend, PagedAttend):
-            return self.fused_forward(token_ids, positions, attend, places, aux_hidden_state_layers)
+            return self.fused_forward(token_ids, positions, attend, places, aux_hidden_state_layers, only_largest)
         final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
-        return final, self.head.shard(final if places is None else final.index_select(0, places)), states
+        rows = final if places is None else final.index_select(0, places)
+        return final, self.head.shard(rows, only_largest and self.head.group.size == 1), states
 
     def step_forward(self, attention: AttentionBackend) -> StepForward:
         """See TargetModel."""

@@ -20,6 +20,7 @@ from specray.models.loading import Loader
 from specray.models.target_matrices import HEAD, TargetMatrices
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.attention import PagedAttention
+from specray.ops.cpu.packed_network import CoarseOutput
 from specray.ops.gpu import uses_triton
 
 
@@ -50,7 +51,7 @@ class Eagle3Head:
         self._layers = EagleLayers(shape, loader, names, 2 * size, rotary)
         self._norm = RMSNorm(loader.tensor(names.of_plain("norm.weight"), (size,)), eps)
         self._normed_output = config.norm_output
-        self._head = _output_matrix(self.vocab_size, ids, shape, loader, names, shared)
+        self._head, coarse = _output_matrix(self.vocab_size, ids, shape, loader, names, shared)
         states = StateLayers(self._token_norm, self._state_norm, None, residual_is_normed=self._normed_residual)
         self.network = tree_network(
             self._layers.fused,
@@ -61,6 +62,7 @@ class Eagle3Head:
             self.draft_token_ids,
             self.vocab_size,
             state_is_normed=self._normed_output,
+            coarse=coarse,
         )
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -96,12 +98,13 @@ class Eagle3Head:
 
 def _output_matrix(
     num_ids: int, ids: Tensor | None, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
-) -> VocabHead:
+) -> tuple[VocabHead, CoarseOutput | None]:
     """The output matrix over the draft vocabulary of `num_ids`, whose target ids are `ids` (None: the same).
 
-    A full one that the checkpoint leaves out is the target's.
+    A full one that the checkpoint leaves out is the target's. A quantised one of the head's own has a coarse form.
     """
     if num_ids == shape.vocab_size and ids is None and shape.hidden_size == shared.shape.hidden_size:
-        return shared.head(None, full_head(shape, loader, names))
-    own = loader.tensor(names.of_plain(HEAD), (num_ids, shape.hidden_size))
-    return VocabHead(own, num_ids, RankGroup(), loader.quantization)
+        return shared.head(None, full_head(shape, loader, names)), None
+    own = loader.weight(names.of_plain(HEAD), (num_ids, shape.hidden_size))
+    head = VocabHead(own, num_ids, RankGroup(), loader.quantization)
+    return head, CoarseOutput.of(own) if loader.quantization in ("int8", "int4") else None

@@ -26,7 +26,7 @@ def fusion_linear(
     stated = config.bias if config.fusion_bias is None else config.fusion_bias
     is_open = stated is None or (stated and names.kind == 3)
     has_bias = bias in names.stored if is_open else stated
-    matrix, added = loader.tensor(weight, (size, width)), loader.tensor(bias, (size,)) if has_bias else None
+    matrix, added = loader.weight(weight, (size, width)), loader.tensor(bias, (size,)) if has_bias else None
     return ColumnParallelLinear(matrix, added, loader.quantization)
 
 

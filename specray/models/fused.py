@@ -15,7 +15,7 @@ from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.packed_layers import EmbedAndHead, LayerParts
-from specray.ops.cpu.packed_network import StateInput
+from specray.ops.cpu.packed_network import CoarseOutput, StateInput
 from specray.ops.cpu.trees import TreeNetwork
 from specray.ops.linear import is_row_wise
 
@@ -43,7 +43,7 @@ def embed_and_head(embedding: VocabEmbedding, norm: RMSNorm, head: VocabHead, nu
     matrix, weight = _whole_matrix(embedding, head), norm.float_weight
     if matrix is None or weight is None:
         return None
-    return EmbedAndHead(embedding.weight, weight, matrix, num_columns)
+    return EmbedAndHead(embedding.weight, weight, matrix, num_columns, head.screen)
 
 
 def are_row_wise(layers: Sequence[object]) -> bool:
@@ -83,10 +83,12 @@ def tree_network(
     num_columns: int,
     state_is_normed: bool = False,
     output_is_normed: bool = False,
+    coarse: CoarseOutput | None = None,
 ) -> TreeNetwork | None:
     """A draft model as one function that grows trees; None if it is not fused.
 
-    `states` None: the layers read the embedding alone. The other arguments are those of TreeNetwork.
+    `states` None: the layers read the embedding alone. `coarse` replaces the matrix of `head`. The other arguments are
+    those of TreeNetwork.
     """
     matrix = _whole_matrix(embedding, head)
     if layers is None or matrix is None:
@@ -94,8 +96,9 @@ def tree_network(
     inputs = None if states is None else _state_input(states)
     weight = None if norm is None else norm.float_weight
     ids = None if target_ids is None else target_ids.to(torch.int64)
+    output = coarse or matrix
     return TreeNetwork(
-        layers, embedding.weight, inputs, weight, matrix, num_columns, ids, state_is_normed, output_is_normed
+        layers, embedding.weight, inputs, weight, output, num_columns, ids, state_is_normed, output_is_normed
     )
 
 

@@ -30,12 +30,13 @@ class FusedForward:
         attend: Attend,
         places: Tensor | None,
         aux_hidden_state_layers: Sequence[int] = (),
+        only_largest: bool = False,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         assert isinstance(attend, PagedAttend)
         num_layers = len(self._layers.structs)
         taps = tapped(aux_hidden_state_layers, num_layers)
         step = (token_ids, positions, attend, places)
-        hidden, final, logits, copies = self._layers.forward(self._around, *step, taps, self._dtype)
+        hidden, final, logits, copies = self._layers.forward(self._around, *step, taps, self._dtype, only_largest)
         states = dict(zip(taps, copies, strict=True)) | {BEFORE_FINAL_NORM: hidden, num_layers: final}
         return final, logits, [states[index].to(self._dtype) for index in aux_hidden_state_layers]
 

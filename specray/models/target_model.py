@@ -12,7 +12,9 @@ from specray.ops.attention import Attend, AttentionBackend
 BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
 
 # The type of `TargetModel.with_logits`.
-StepForward = Callable[[Tensor, Tensor, Attend, Tensor | None, Sequence[int]], tuple[Tensor, Tensor, list[Tensor]]]
+StepForward = Callable[
+    [Tensor, Tensor, Attend, Tensor | None, Sequence[int], bool], tuple[Tensor, Tensor, list[Tensor]]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,12 @@ class TargetModel(Protocol):
         attend: Attend,
         places: Tensor | None,
         aux_hidden_state_layers: Sequence[int] = (),
+        only_largest: bool = False,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(final hidden states, logits of the rows `places` int64 [n] or of all, aux hidden states).
 
-        The logits are this rank's columns (see VocabHead).
+        The logits are this rank's columns (see VocabHead). With `only_largest`, only the largest of each row have the
+        bits that they have without it; the others may be less precise, but are smaller.
         """
 
     def step_forward(self, attention: AttentionBackend) -> StepForward:

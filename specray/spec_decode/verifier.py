@@ -57,6 +57,11 @@ def needs_walk(state: SamplingState, walks_sampled: bool = False) -> bool:
     return is_adjusted or state.options.logprobs is not None or (walks_sampled and state.is_sampled)
 
 
+def reads_largest_logit(state: SamplingState) -> bool:
+    """Whether a request's tokens depend on nothing but the largest logit of each node."""
+    return not state.is_sampled and not needs_walk(state)
+
+
 def _verify_at_once(inputs: VerifyInput, own: Kernels | None) -> VerifyOutput:
     """Verify all trees in one call of the CPU kernels, in Triton's, or with torch's operations."""
     if own is not None:

@@ -37,9 +37,12 @@ class ModelRunner:
             return "this attention_backend plans every step on the host; set it to triton"
         return reason_without_graphs(self.model)
 
-    def forward(self, batch: InputBatch, aux_hidden_state_layers: Sequence[int]) -> ForwardOutput:
+    def forward(
+        self, batch: InputBatch, aux_hidden_state_layers: Sequence[int], only_largest: bool = False
+    ) -> ForwardOutput:
+        """`only_largest`: see `TargetModel.with_logits`."""
         attend = self.attention.plan(batch.attention)
         hidden, logits, aux_hidden_states = self._forward(
-            batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers
+            batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers, only_largest
         )
         return ForwardOutput(hidden, logits, aux_hidden_states, batch.roots)

@@ -16,11 +16,11 @@ from specray.models.target_model import TargetModel
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftSource
-from specray.spec_decode.node_sampler import NodeSampler
+from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_shards
-from specray.spec_decode.verifier import can_verify_padded, verify
+from specray.spec_decode.verifier import can_verify_padded, reads_largest_logit, verify
 from specray.spec_decode.verify_batch import VerifyInput
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
@@ -112,7 +112,8 @@ class Worker:
         # Rank 0 alone knows a grammar's mask, and all ranks must choose the same graphs.
         has_grammar = any(state.options.grammar is not None for state in states)
         verifying = bucket if not has_grammar and can_verify_padded(states, self._sampler) else None
-        computed = self._forward(batch, bucket, plan.runs_drafter, returns_logits=verifying is None)
+        only_largest = not has_grammar and self._sampler is coupled and all(map(reads_largest_logit, states))
+        computed = self._forward(batch, bucket, plan.runs_drafter, verifying is None, only_largest)
         forwarded = time.perf_counter()
         prompts: dict[int, list[TokenLogprob]] = {}
         # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
@@ -150,12 +151,12 @@ class Worker:
         return StepBatch(rows, tree, num_nodes, mask)
 
     def _forward(
-        self, batch: StepBatch, bucket: Bucket | None, runs_drafter: bool, returns_logits: bool
+        self, batch: StepBatch, bucket: Bucket | None, runs_drafter: bool, returns_logits: bool, only_largest: bool
     ) -> ForwardOutput:
         if self._graphs is not None and bucket is not None:
             return self._graphs.forward(batch, bucket, returns_logits)
         layers = self.drafts.aux_hidden_state_layers if runs_drafter and self._group.leads else ()
-        return self._runner.forward(build_batch(self._table, batch), layers)
+        return self._runner.forward(build_batch(self._table, batch), layers, only_largest)
 
     def _verify(self, batch: StepBatch, bucket: Bucket | None, computed: ForwardOutput) -> StepOutput:
         """Verify the trees and keep the accepted paths, in the graph of `bucket` or without one."""

@@ -72,6 +72,24 @@ void specray_linear(
   });
 }
 
+// The same in float32 and without a bias, where only each row's largest must be right: see screen.h.
+void specray_largest(
+    const Matrix* matrix, const Screen* screen, const void* x, int32_t x_type, int64_t count, float* y, int32_t columns,
+    int32_t num_threads) {
+  if (!screen->is_for(int(count))) return specray_linear(matrix, x, x_type, count, y, FLOAT32, columns, num_threads);
+  ScreenedProduct product(*matrix, *screen, int(count));
+  run_on_team(num_threads, 1 + ScreenedProduct::NUM_PHASES, [&](Member& member) {
+    std::vector<float> row(matrix->ins);
+    member.share(int(count), [&](int r) {
+      read_row(x, x_type, int64_t(r) * matrix->ins, matrix->ins, row.data());
+      product.set(r, row.data());
+    });
+    product.run(member, [&](int r, int channel, const float* values) {
+      std::copy(values, values + std::min(LANES, columns - channel), y + int64_t(r) * columns + channel);
+    });
+  });
+}
+
 // y [count, columns] = silu(x W_gate^T) * (x W_up^T), from a matrix whose blocks alternate between gate and up.
 void specray_gated(
     const Matrix* matrix, const void* x, int32_t x_type, int64_t count, void* y, int32_t y_type, int32_t columns,
@@ -124,9 +142,10 @@ void specray_layers(
 void specray_forward(
     const EmbedAndHead* model, const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step,
     const int64_t* ids, const int64_t* places, int32_t num_places, float* hidden, float* final, float* logits,
-    const Taps* taps, int32_t num_threads) {
+    const Taps* taps, int32_t only_largest, int32_t num_threads) {
   run_model(
-      *model, layers, num_layers, *sizes, *step, ids, places, num_places, hidden, final, logits, *taps, num_threads);
+      *model, layers, num_layers, *sizes, *step, ids, places, num_places, hidden, final, logits, *taps, only_largest,
+      num_threads);
 }
 
 // y [count, size] = RMS norm of x, with `num_weights` weights [num_weights, size] in turn; x and y are of `type`.

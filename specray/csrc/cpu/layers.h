@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "matrix.h"
+#include "screen.h"
 
 namespace specray {
 
@@ -48,13 +49,8 @@ struct Taps {
 };
 
 inline void norm(const float* x, const float* weight, int size, float eps, float* y) {
-  Floats squares{};
-  int i = 0;
-  for (; i + WIDTH <= size; i += WIDTH) squares += load<Floats>(x + i) * load<Floats>(x + i);
-  float total = sum(squares);
-  for (; i < size; ++i) total += x[i] * x[i];
-  const float factor = 1.0f / std::sqrt(total / float(size) + eps);
-  for (i = 0; i < size; ++i) y[i] = x[i] * factor * weight[i];
+  const float factor = 1.0f / std::sqrt(dot(x, x, size) / float(size) + eps);
+  for (int i = 0; i < size; ++i) y[i] = x[i] * factor * weight[i];
 }
 
 // Rotates one head in place; pairs are (x[i], x[i + dim / 2]).
@@ -183,18 +179,26 @@ struct EmbedAndHead {
   int32_t num_columns;  // of the output matrix
   const float* norm;    // [hidden]
   Matrix output;
+  Screen screen;  // of the output matrix
 };
 
 // A model's forward pass from token ids [T] to logits [num_places, num_columns] of the rows `places` (null: of all).
-// `hidden` [T, hidden] receives the residual stream that leaves the last layer, `final` [T, hidden] its norm.
+// `hidden` [T, hidden] receives the residual stream that leaves the last layer, `final` [T, hidden] its norm. With
+// `only_largest`, each row's largest logit is exact, and the others are at least near enough to be smaller.
 inline void run_model(
     const EmbedAndHead& model, const Layer* layers, int num_layers, const Sizes& sizes, const Step& step, const int64_t* ids,
     const int64_t* places, int num_places, float* hidden, float* final, float* logits, const Taps& taps,
-    int num_threads) {
+    bool only_largest, int num_threads) {
   const int count = int(step.count), size = sizes.hidden;
   Stack stack(layers, num_layers, sizes, count);
-  Rows to_output(form_of(model.output.kind), num_places, size);
-  run_on_team(num_threads, Stack::num_phases(num_layers) + 4, [&](Member& member) {
+  const bool is_screened = only_largest && model.screen.is_for(num_places);
+  Rows to_output(form_of(model.output.kind), is_screened ? 0 : num_places, size);
+  ScreenedProduct screened(model.output, model.screen, is_screened ? num_places : 0);
+  const auto write = [&](int r, int channel, const float* values) {
+    const int columns = std::min(LANES, model.num_columns - channel);
+    if (columns > 0) std::copy(values, values + columns, logits + int64_t(r) * model.num_columns + channel);
+  };
+  run_on_team(num_threads, Stack::num_phases(num_layers) + 3 + ScreenedProduct::NUM_PHASES, [&](Member& member) {
     member.share(count, [&](int r) {
       read_row(model.embedding, model.embedding_type, ids[r] * size, size, hidden + int64_t(r) * size);
     });
@@ -202,11 +206,14 @@ inline void run_model(
     member.share(count, [&](int r) {
       norm(hidden + int64_t(r) * size, model.norm, size, sizes.eps, final + int64_t(r) * size);
     });
-    member.share(num_places, [&](int r) { to_output.set(r, final + (places ? places[r] : r) * size); });
-    multiply(model.output, to_output, num_places, member, [&](int r, int channel, const float* values) {
-      const int columns = std::min(LANES, model.num_columns - channel);
-      if (columns > 0) std::copy(values, values + columns, logits + int64_t(r) * model.num_columns + channel);
-    });
+    const auto final_row = [&](int r) { return final + (places ? places[r] : r) * size; };
+    if (is_screened) {
+      member.share(num_places, [&](int r) { screened.set(r, final_row(r)); });
+      screened.run(member, write);
+    } else {
+      member.share(num_places, [&](int r) { to_output.set(r, final_row(r)); });
+      multiply(model.output, to_output, num_places, member, write);
+    }
   });
 }
 

@@ -27,6 +27,7 @@ enum Kind : int32_t {
   Q8_LOW_F = 8,
   Q8_FINE = 9,  // 8 bits, groups of 16, float32 scales
   Q8_FINE_LOW = 10,
+  Q8_ROUGH = 11,  // stored like Q8; activations are single numbers of 8 bits
 };
 
 struct Matrix {
@@ -39,10 +40,11 @@ struct Matrix {
 };
 
 // A block begins at a cache line. It has the scales of all its groups, then their lows, then their integers.
-template <int BITS_, bool HAS_LOW_, int SIZE_, class Scale_>
+template <int BITS_, bool HAS_LOW_, int SIZE_, class Scale_, bool IS_ROUGH = BITS_ == 4>
 struct Quantised {
   static constexpr int BITS = BITS_, SIZE = SIZE_;
   static constexpr bool HAS_LOW = HAS_LOW_;
+  static constexpr int NUMBERS = IS_ROUGH ? 1 : 2;  // of each activation
   typedef Scale_ Scale;
   static constexpr int INT_BYTES = LANES * SIZE * BITS / 8;  // of a group
 
@@ -62,6 +64,7 @@ inline void with_format(int kind, const Work& work) {
     case Q8_LOW_F: return work(Quantised<8, true, 32, float>());
     case Q8_FINE: return work(Quantised<8, false, 16, float>());
     case Q8_FINE_LOW: return work(Quantised<8, true, 16, float>());
+    case Q8_ROUGH: return work(Quantised<8, false, 32, float16, true>());
   }
 }
 
@@ -95,7 +98,7 @@ inline bool is_quantised(int kind) { return kind >= Q4; }
 
 // The form of activations that a matrix reads.
 inline Form form_of(int kind) {
-  if (is_quantised(kind)) return kind >= Q8 ? Form::FINE_BYTES : Form::BYTES;
+  if (is_quantised(kind)) return kind >= Q8 && kind != Q8_ROUGH ? Form::FINE_BYTES : Form::BYTES;
   if (kind == BFLOAT16) return HAS_PAIRS ? Form::PAIRS : Form::ROUNDED;
   return Form::FLOATS;
 }
@@ -181,7 +184,7 @@ inline void quantised_tile(
   const typename Format::Scale* scales = reinterpret_cast<const typename Format::Scale*>(block);
   const int64_t to_lows = Format::scale_bytes(ins) / sizeof(typename Format::Scale);
   const uint8_t* ints = block + Format::scale_bytes(ins) * (Format::HAS_LOW ? 2 : 1);
-  constexpr int ALL = SMALL ? R : 2 * R;  // with 8 bits, the second numbers of each row follow
+  constexpr int ALL = Format::NUMBERS * R;  // the rows' second numbers, if any, follow
   const int8_t* x[ALL];
   const int32_t* totals[ALL];
   const float *masses[R], *x_scales[R];
@@ -224,7 +227,7 @@ inline void quantised_tile(
       for (int r = 0; r < R; ++r) {
         const float x_scale = x_scales[r][group * Format::SIZE / GROUP];
         Floats dot = to_floats(dots[r].result(n));
-        if (!SMALL) dot += to_floats(dots[ALL - R + r].result(n)) * (1.0f / FINE_STEPS);
+        if (ALL > R) dot += to_floats(dots[ALL - R + r].result(n)) * (1.0f / FINE_STEPS);
         sums[r][n] += dot * (scale * x_scale);
         if (Format::HAS_LOW) sums[r][n] += load_floats(scales + to_lows + n * WIDTH) * masses[r][group];
       }
@@ -323,18 +326,36 @@ class Products {
   int size_, num_tiles_;
 };
 
-// `matrix`'s product with `count` rows, shared by the team: `write(row, channel, values of LANES channels)`.
-template <class Write>
-inline void multiply(const Matrix& matrix, const Rows& rows, int count, Member& member, const Write& write) {
+// The products of `num_blocks` blocks of a matrix, `block_at(0)` and so on, with `count` rows, shared by the team:
+// `write(row, channel, values of LANES channels)`.
+template <class At, class Write>
+inline void multiply_at(
+    const Matrix& matrix, const Rows& rows, int count, int num_blocks, const At& block_at, Member& member,
+    const Write& write) {
   const Products products(matrix, rows, count);
   alignas(LINE) Tile out;
-  member.share(matrix.outs / LANES, [&](int block) {
+  member.share(num_blocks, [&](int i) {
+    const int block = block_at(i);
     for (int first = 0; first < count; first += products.tile_size()) {
       const int size = std::min(products.tile_size(), count - first);
       products(block, first, size, out);
       for (int r = 0; r < size; ++r) write(first + r, block * LANES, out[r]);
     }
   });
+}
+
+// The same for all blocks.
+template <class Write>
+inline void multiply(const Matrix& matrix, const Rows& rows, int count, Member& member, const Write& write) {
+  multiply_at(matrix, rows, count, matrix.outs / LANES, [](int i) { return i; }, member, write);
+}
+
+// The same for these blocks.
+template <class Write>
+inline void multiply_blocks(
+    const Matrix& matrix, const Rows& rows, int count, const std::vector<int>& blocks, Member& member,
+    const Write& write) {
+  multiply_at(matrix, rows, count, int(blocks.size()), [&](int i) { return blocks[i]; }, member, write);
 }
 
 // The same for a matrix whose blocks alternate between gate and up: `write(row, channel, silu(gate) * up)`.

@@ -52,6 +52,21 @@ class Rows {
     }
   }
 
+  // The numbers that a row stands for.
+  void read(int row, float* to) const {
+    for (int i = 0; i < ins_; ++i) {
+      if (form_ == Form::PAIRS) {
+        to[i] = to_float(pairs(row)[i]);
+      } else if (form_ == Form::BYTES || form_ == Form::FINE_BYTES) {
+        to[i] = bytes(row, 0)[i];
+        if (form_ == Form::FINE_BYTES) to[i] += bytes(row, 1)[i] / FINE_STEPS;
+        to[i] *= scales(row)[i / GROUP];
+      } else {
+        to[i] = floats(row)[i];
+      }
+    }
+  }
+
   const float* floats(int row) const { return floats_.data() + int64_t(row) * ins_; }
   const bfloat16* pairs(int row) const { return pairs_.data() + int64_t(row) * wide_; }
   // The first (0) or second (1) of the two numbers of each activation.

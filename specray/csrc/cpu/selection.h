@@ -7,22 +7,22 @@
 
 namespace specray {
 
-// See specray_likeliest.
-inline void likeliest(const float* logits, int size, int k, float* probs, int64_t* indexes) {
+// The k largest logits, best first and the lower index first among equals, and their indexes.
+inline void largest_logits(const float* logits, int size, int k, float* values, int64_t* indexes) {
   constexpr int CHUNK = 4 * WIDTH;
   int found = 0;
-  float worst = -INFINITY;  // of the k best so far; probs holds their logits until the end
+  float worst = -INFINITY;  // of the k best so far
   const auto add = [&](int index) {
     const float value = logits[index];
     if (found == k && !(value > worst)) return;
     int place = found < k ? found++ : k - 1;
-    for (; place > 0 && !(probs[place - 1] >= value); --place) {
-      probs[place] = probs[place - 1];
+    for (; place > 0 && !(values[place - 1] >= value); --place) {
+      values[place] = values[place - 1];
       indexes[place] = indexes[place - 1];
     }
-    probs[place] = value;
+    values[place] = value;
     indexes[place] = index;
-    if (found == k) worst = probs[k - 1];
+    if (found == k) worst = values[k - 1];
   };
   int i = 0;
   for (; i + CHUNK <= size; i += CHUNK) {
@@ -32,9 +32,15 @@ inline void likeliest(const float* logits, int size, int k, float* probs, int64_
     for (int index = i; index < i + CHUNK; ++index) add(index);
   }
   for (; i < size; ++i) add(i);
+}
+
+// See specray_likeliest.
+inline void likeliest(const float* logits, int size, int k, float* probs, int64_t* indexes) {
+  largest_logits(logits, size, k, probs, indexes);
   const float most = probs[0];
   Floats sums{};
-  for (i = 0; i + WIDTH <= size; i += WIDTH) sums += exp_of(load<Floats>(logits + i) - most);
+  int i = 0;
+  for (; i + WIDTH <= size; i += WIDTH) sums += exp_of(load<Floats>(logits + i) - most);
   float total = sum(sums);
   for (; i < size; ++i) total += exp_of(logits[i] - most);
   for (int place = 0; place < k; ++place) probs[place] = exp_of(probs[place] - most) / total;

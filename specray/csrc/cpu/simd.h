@@ -124,6 +124,15 @@ inline int32_t sum(Ints v) {
   return total;
 }
 
+inline float dot(const float* a, const float* b, int size) {
+  Floats products{};
+  int i = 0;
+  for (; i + WIDTH <= size; i += WIDTH) products += load<Floats>(a + i) * load<Floats>(b + i);
+  float total = sum(products);
+  for (; i < size; ++i) total += a[i] * b[i];
+  return total;
+}
+
 // The sums of WIDTH vectors, four at a time: vectors i, i + WIDTH / 4, … give what `sums_of_quarters` takes at i. Each is
 // added up in the same order.
 inline Floats quarter_sums(const Floats* v) {

@@ -35,6 +35,8 @@ struct DraftNetwork {
   int32_t output_is_normed;  // the outputs that growth starts from have been through `norm`
   int32_t num_columns;      // of the output matrix
   Matrix output;
+  const void* output_rows;  // [num_columns, hidden]: the output matrix, more precisely than `output`; null: it is precise
+  int32_t rows_type;
   const int64_t* target_ids;  // of its columns; null: the same ids
 };
 
@@ -317,12 +319,32 @@ class TreeGrowth {
   void select_children(int level, int r, int width) {
     float* logits = logits_.data() + int64_t(r) * network_.num_columns;
     const int tree = r / width, topk = growth_.topk;
-    if (growth_.seeds && growth_.temperature[tree] > 0) {
+    const bool is_sampled = growth_.seeds && growth_.temperature[tree] > 0;
+    std::vector<float> before;  // the noise
+    if (is_sampled) {
+      if (network_.output_rows) before.assign(logits, logits + network_.num_columns);
       int32_t key[2];
       noise_key(growth_.seeds[tree], growth_.ends[tree] + 1 + level, key);
       add_noise(logits, network_.num_columns, network_.target_ids, growth_.temperature[tree], key);
     }
+    if (network_.output_rows)
+      correct_likeliest(r, logits, is_sampled ? before.data() : logits, is_sampled ? growth_.temperature[tree] : 1.0f);
     likeliest(logits, network_.num_columns, topk, probs_.data() + int64_t(r) * topk, ids_.data() + int64_t(r) * topk);
+  }
+
+  // Computes the largest of a row's logits again, from the precise output matrix. `before` are the logits before noise
+  // and temperature.
+  void correct_likeliest(int r, float* logits, const float* before, float temperature) {
+    constexpr int CANDIDATES = 4;  // for each child
+    const int count = std::min(CANDIDATES * growth_.topk, network_.num_columns);
+    std::vector<float> values(count), row(size_);
+    std::vector<int64_t> ids(count);
+    largest_logits(logits, network_.num_columns, count, values.data(), ids.data());
+    const float* output = stream_.data() + int64_t(r) * size_;
+    for (const int64_t id : ids) {
+      read_row(network_.output_rows, network_.rows_type, id * size_, size_, row.data());
+      logits[id] += (dot(output, row.data(), size_) - before[id]) / temperature;
+    }
   }
 
   const DraftNetwork& network_;

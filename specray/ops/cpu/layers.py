@@ -57,8 +57,9 @@ class FusedLayers(PackedLayers):
         places: Tensor | None,
         taps: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
+        only_largest: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """A whole model in one call.
+        """A whole model in one call. With `only_largest`, logits other than a row's largest may be less precise.
 
         Returns float32 (the stream that leaves the last layer [T, H], its norm [T, H], logits [n, V] of rows `places`
         int64 [n] or of all), and copies of the stream as `__call__` returns them.
@@ -83,6 +84,7 @@ class FusedLayers(PackedLayers):
             pointer(final),
             pointer(logits),
             ctypes.byref(Taps(ctypes.addressof(addresses), FLOAT_TYPES[dtype])),
+            only_largest,
             num_threads(self.num_bytes + around.num_bytes),
         )
         return hidden, final, logits, copies

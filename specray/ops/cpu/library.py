@@ -22,6 +22,7 @@ from specray.ops.cpu.structs import (
     PendingTrees,
     Pool,
     Requests,
+    Screen,
     Sizes,
     Step,
     StepRows,
@@ -46,6 +47,17 @@ class Kernels:
         )
         of_rows = (POINTER(Matrix), c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32)
         self.linear, self.gated = self._function("linear", *of_rows), self._function("gated", *of_rows)
+        self.largest = self._function(
+            "largest",
+            POINTER(Matrix),
+            POINTER(Screen),
+            c_void_p,
+            c_int32,
+            c_int64,
+            c_void_p,
+            c_int32,
+            c_int32,
+        )
         self.attention = self._function(
             "attention", POINTER(Pool), POINTER(Requests), c_void_p, c_int64, c_int32, *[c_void_p] * 3, c_int32
         )
@@ -60,6 +72,7 @@ class Kernels:
             c_int32,
             *[c_void_p] * 3,
             POINTER(Taps),
+            c_int32,
             c_int32,
         )
         self.norm = self._function("norm", c_void_p, c_void_p, c_int32, c_int64, c_int32, c_float, c_void_p, c_int32)

@@ -9,6 +9,7 @@ from torch import Tensor
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.packing import pack
 from specray.ops.cpu.pointer import pointer
+from specray.ops.cpu.screen import Screen
 from specray.ops.cpu.structs import FLOAT_TYPES
 from specray.ops.cpu.threads import num_threads
 from specray.ops.grouped_weight import Weight
@@ -31,6 +32,20 @@ class PackedMatrix:
     @property
     def num_bytes(self) -> int:
         return len(self._packed.data)
+
+    def screen_of(self, weight: Weight) -> Screen | None:
+        """A screen of this matrix, which was packed from `weight`; None if it is quantised."""
+        is_dense = isinstance(weight, Tensor) and self.struct.kind == FLOAT_TYPES[weight.dtype]
+        return Screen.of(self._kernels, weight) if is_dense and isinstance(weight, Tensor) else None
+
+    def largest(self, x: Tensor, screen: Screen) -> Tensor:
+        """float32 [T, out], of which only the largest of each row are exact, if `screen` is this matrix's."""
+        x = x.contiguous()
+        y = torch.empty(len(x), self.columns)
+        rows = (pointer(x), FLOAT_TYPES[x.dtype], len(x), pointer(y))
+        threads = num_threads(screen.num_bytes)
+        self._kernels.largest(ctypes.byref(self.struct), ctypes.byref(screen.struct), *rows, self.columns, threads)
+        return y
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """`dtype` is that of the result, by default x's."""

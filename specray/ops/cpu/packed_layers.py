@@ -9,6 +9,7 @@ from specray.ops.cpu import structs
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.pointer import pointer
+from specray.ops.cpu.screen import Screen
 from specray.ops.cpu.structs import FLOAT_TYPES, Layer, Sizes
 
 
@@ -31,13 +32,21 @@ class LayerParts:
 
 
 class EmbedAndHead:
-    """A model's embedding [vocab, H], its final norm, float32 [H], and its output matrix."""
+    """A model's embedding [vocab, H], its final norm, float32 [H], and its output matrix with a screen, if any."""
 
-    def __init__(self, embedding: Tensor, norm: Tensor, output: PackedMatrix, num_columns: int) -> None:
+    def __init__(
+        self, embedding: Tensor, norm: Tensor, output: PackedMatrix, num_columns: int, screen: Screen | None
+    ) -> None:
         """`num_columns` of the output matrix are the vocabulary."""
-        self._kept = (embedding.contiguous(), norm, output)  # the struct has their addresses
-        kind = FLOAT_TYPES[embedding.dtype]
-        self.struct = structs.EmbedAndHead(pointer(self._kept[0]), kind, num_columns, pointer(norm), output.struct)
+        self._kept = (embedding.contiguous(), norm, output, screen)  # the struct has their addresses
+        self.struct = structs.EmbedAndHead(
+            pointer(self._kept[0]),
+            FLOAT_TYPES[embedding.dtype],
+            num_columns,
+            pointer(norm),
+            output.struct,
+            structs.Screen() if screen is None else screen.struct,
+        )
         self.num_bytes = output.num_bytes
 
 

@@ -6,9 +6,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specray.ops.cpu.layers import FusedLayers
+from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES, DraftNetwork, Matrix
+from specray.ops.grouped_weight import Weight, to_int4
 
 
 class StateInput(NamedTuple):
@@ -21,6 +23,24 @@ class StateInput(NamedTuple):
     residual_is_normed: bool = False  # without a projection, the residual stream starts from the normed state
 
 
+class CoarseOutput(NamedTuple):
+    """An output matrix in two precisions: logits are computed from `matrix`, the likeliest ones again from `rows`.
+
+    Reading the output matrix is most of the time of a level. In 4 bits it takes half as long as in 8.
+    """
+
+    matrix: PackedMatrix
+    rows: Tensor  # [num_columns, H]
+
+    @classmethod
+    def of(cls, weight: Weight) -> "CoarseOutput | None":
+        """None without the kernels."""
+        if (own := kernels()) is None:
+            return None
+        rows = weight if isinstance(weight, Tensor) else weight.float().bfloat16()
+        return cls(PackedMatrix(own, to_int4(rows)), rows.contiguous())
+
+
 class PackedNetwork:
     """A draft model of H columns: embedding, state, decoder layers, output matrix. None of it is split over ranks."""
 
@@ -30,7 +50,7 @@ class PackedNetwork:
         embedding: Tensor,
         inputs: StateInput | None,
         norm: Tensor | None,
-        output: PackedMatrix,
+        output: PackedMatrix | CoarseOutput,
         num_columns: int,
         target_ids: Tensor | None,
         state_is_normed: bool = False,
@@ -43,6 +63,7 @@ class PackedNetwork:
         """
         self._layers = layers
         self._embedding, self._norm, self._output, self._inputs = embedding.contiguous(), norm, output, inputs
+        matrix, rows = output if isinstance(output, CoarseOutput) else (output, None)
         self._target_ids = None if target_ids is None else target_ids.contiguous()
         inputs = inputs or StateInput(None, None, None)
         self._struct = DraftNetwork(
@@ -64,7 +85,9 @@ class PackedNetwork:
             state_is_normed=state_is_normed,
             output_is_normed=output_is_normed,
             num_columns=num_columns,
-            output=output.struct,
+            output=matrix.struct,
+            output_rows=pointer(rows),
+            rows_type=0 if rows is None else FLOAT_TYPES[rows.dtype],
             target_ids=pointer(self._target_ids),
         )
-        self._level_bytes = layers.num_bytes + output.num_bytes
+        self._level_bytes = layers.num_bytes + matrix.num_bytes

@@ -94,6 +94,12 @@ class Taps(ctypes.Structure):
     _fields_ = (("copies", c_void_p), ("type", c_int32))
 
 
+class Screen(ctypes.Structure):
+    """`Screen` in screen.h."""
+
+    _fields_ = (("matrix", Matrix), ("errors", c_void_p), ("norms", c_void_p))
+
+
 class EmbedAndHead(ctypes.Structure):
     """`EmbedAndHead` in layers.h."""
 
@@ -103,6 +109,7 @@ class EmbedAndHead(ctypes.Structure):
         ("num_columns", c_int32),
         ("norm", c_void_p),
         ("output", Matrix),
+        ("screen", Screen),
     )
 
 
@@ -129,6 +136,8 @@ class DraftNetwork(ctypes.Structure):
         ("output_is_normed", c_int32),
         ("num_columns", c_int32),
         ("output", Matrix),
+        ("output_rows", c_void_p),
+        ("rows_type", c_int32),
         ("target_ids", c_void_p),
     )
 

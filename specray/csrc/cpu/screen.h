@@ -1,0 +1,94 @@
+// The largest logits without reading all of the output matrix, which is a fifth of a small model's weights.
+//
+// All logits are computed from a copy of the matrix in 8 bits. Its error is bounded, so it shows which blocks of the
+// matrix can hold a row's largest logit; these are computed again from the matrix itself. Their largest is the largest
+// of all, with the bits that the whole product would have given.
+//
+// By Cauchy and Schwarz, with w and x as the matrix's product reads them and w', x' as the copy's does,
+// |w x - w' x'| <= |w - w'| |x| + |w'| |x - x'|, and rounding of the two sums adds at most a share of |w| |x|.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "matrix.h"
+
+namespace specray {
+
+struct Screen {
+  static constexpr int MOST_ROWS = 16;  // with more, arithmetic takes longer than reading the matrix
+
+  bool is_for(int count) const { return matrix.data && count <= MOST_ROWS; }
+
+  Matrix matrix;        // of kind Q8_ROUGH; data null: there is no copy
+  const float* errors;  // [outs]: |w - w'| of each channel; infinite for padding
+  const float* norms;   // [outs]: the larger of |w| and |w'|
+};
+
+// One run's rows, and the blocks that they need exactly. All members of a team call `run`.
+class ScreenedProduct {
+ public:
+  ScreenedProduct(const Matrix& matrix, const Screen& screen, int count)
+      : matrix_(matrix), screen_(screen), count_(count), num_blocks_(matrix.outs / LANES),
+        exact_(form_of(matrix.kind), count, matrix.ins), coarse_(form_of(screen.matrix.kind), count, matrix.ins),
+        lengths_(count), slacks_(count), highs_(int64_t(count) * num_blocks_), lows_(highs_.size()) {}
+
+  static constexpr int NUM_PHASES = 3;
+
+  void set(int row, const float* x) {
+    exact_.set(row, x);
+    const int ins = matrix_.ins;
+    std::vector<float> read(ins), rounding(ins);
+    exact_.read(row, read.data());
+    coarse_.set(row, read.data());
+    coarse_.read(row, rounding.data());
+    for (int i = 0; i < ins; ++i) rounding[i] -= read[i];
+    lengths_[row] = std::sqrt(dot(read.data(), read.data(), ins));
+    const float of_sums = float(ins + 64) * 0x1p-23f;  // twice what sums of so many products can lose
+    slacks_[row] = std::sqrt(dot(rounding.data(), rounding.data(), ins)) * 1.001f + lengths_[row] * of_sums;
+  }
+
+  template <class Write>
+  void run(Member& member, const Write& write) {
+    multiply(screen_.matrix, coarse_, count_, member, [&](int r, int channel, const float* values) {
+      Floats high = splat(-INFINITY), low = high;
+      for (int n = 0; n < N; ++n) {
+        const Floats value = load<Floats>(values + n * WIDTH);
+        const Floats error = load<Floats>(screen_.errors + channel + n * WIDTH) * lengths_[r] +
+                             load<Floats>(screen_.norms + channel + n * WIDTH) * slacks_[r];
+        high = largest(high, value + error);
+        low = largest(low, value - error);
+      }
+      highs_[int64_t(r) * num_blocks_ + channel / LANES] = largest_of(high);
+      lows_[int64_t(r) * num_blocks_ + channel / LANES] = largest_of(low);
+      write(r, channel, values);
+    });
+    member.share(1, [&](int) { find_blocks(); });
+    multiply_blocks(matrix_, exact_, count_, blocks_, member, write);
+  }
+
+ private:
+  // What is not a number is in doubt.
+  void find_blocks() {
+    std::vector<uint8_t> is_wanted(num_blocks_);
+    for (int r = 0; r < count_; ++r) {
+      const float *highs = highs_.data() + int64_t(r) * num_blocks_, *lows = lows_.data() + int64_t(r) * num_blocks_;
+      float least = -INFINITY;  // that the largest logit can be
+      for (int block = 0; block < num_blocks_; ++block)
+        least = lows[block] > least || lows[block] != lows[block] ? lows[block] : least;
+      for (int block = 0; block < num_blocks_; ++block) is_wanted[block] |= !(highs[block] < least);
+    }
+    for (int block = 0; block < num_blocks_; ++block)
+      if (is_wanted[block]) blocks_.push_back(block);
+  }
+
+  const Matrix& matrix_;
+  const Screen& screen_;
+  const int count_, num_blocks_;
+  Rows exact_, coarse_;
+  std::vector<float> lengths_, slacks_;  // by row: |x|; what |w'| or |w| is multiplied with in the bound
+  std::vector<float> highs_, lows_;      // [count, blocks]: bounds of each block's largest logit
+  std::vector<int> blocks_;
+};
+
+}  // namespace specray

@@ -1,0 +1,75 @@
+"""Screened products: the largest output of each row has the bits of the whole product, whatever the weights."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specray.ops.cpu.library import kernels
+from specray.ops.cpu.matrix import PackedMatrix
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def screened(weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The screened product and the whole one, float32. They are the same if the weights can have no screen."""
+    own = kernels()
+    if own is None:
+        pytest.skip("needs the CPU kernels")
+    matrix = PackedMatrix(own, weight)
+    screen, whole = matrix.screen_of(weight), matrix(x, torch.float32)
+    return whole if screen is None else matrix.largest(x, screen), whole
+
+
+def assert_largest(found: torch.Tensor, whole: torch.Tensor) -> None:
+    most = whole.amax(-1, keepdim=True)
+    assert torch.equal(found.amax(-1, keepdim=True), most)
+    is_largest = whole == most
+    assert torch.equal(found[is_largest], whole[is_largest])  # all of them, also where several are equal
+    assert (found[~is_largest] < most.expand_as(whole)[~is_largest]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_largest_are_those_of_the_whole_product(dtype: torch.dtype, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
+    outs, ins, count = (data.draw(st.integers(1, most)) for most in (300, 130, 16))
+    weight = torch.randn(outs, ins, generator=generator)
+    kind = data.draw(st.sampled_from(["random", "equal rows", "near ones", "all negative", "of many sizes"]))
+    x = torch.randn(count, ins, generator=generator)
+    if kind == "equal rows":
+        weight = weight[torch.randint(0, max(outs // 8, 1), (outs,), generator=generator)]
+    elif kind == "near ones":  # closer than 8 bits can tell
+        weight = weight[:1] + weight * 1e-3
+    elif kind == "all negative":
+        weight, x = weight.abs(), -x.abs()
+    elif kind == "of many sizes":
+        weight = weight * torch.logspace(-3, 2, outs)[torch.randperm(outs, generator=generator)][:, None]
+    assert_largest(*screened(weight.to(dtype), x.to(dtype)))
+
+
+def test_few_blocks_are_computed_again() -> None:
+    """Else a screen would bring nothing: most outputs differ from those of the whole product."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, 64, generator=generator).bfloat16() for size in (4096, 1))
+    found, whole = screened(weight, x)
+    assert_largest(found, whole)
+    assert (found == whole).float().mean() < 0.2
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
+@pytest.mark.parametrize("place", ["weight", "x"])
+def test_what_is_not_finite_stays_so(value: float, place: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, 40, generator=generator) for size in (100, 2))
+    (weight if place == "weight" else x)[1, 3] = value
+    found, whole = screened(weight, x)
+    torch.testing.assert_close(found, whole, equal_nan=True, rtol=0, atol=0)
+
+
+def test_more_rows_are_not_screened() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, 64, generator=generator).bfloat16() for size in (4096, 17))
+    found, whole = screened(weight, x)
+    assert torch.equal(found, whole)
