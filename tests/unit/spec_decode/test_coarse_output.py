@@ -1,0 +1,66 @@
+"""A draft head's output matrix in 4 bits: the likeliest tokens have the probabilities of its precise rows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specray.ops.cpu.library import kernels
+from specray.ops.cpu.packed_network import CoarseOutput
+from specray.ops.cpu.trees import TreeNetwork, TreeRequests
+from specray.ops.noise import gumbel, noise_keys
+from specray.sampling_params import SamplingParams
+from tests.support.engine import make_llm
+from tests.support.methods import eagle
+
+TOPK, DRAFTS = 4, 3
+CANDIDATES = 4 * TOPK
+
+
+def expected(network: TreeNetwork, requests: TreeRequests, row: int) -> torch.Tensor:
+    """float32 [num_columns]: logits of a root's children, under noise if the request is sampled."""
+    output, norm = network._output, network._norm
+    assert isinstance(output, CoarseOutput)
+    assert norm is not None
+    state = torch.nn.functional.rms_norm(requests.output[row].float(), norm.shape, norm, network._layers.sizes.eps)
+    logits = output.matrix(state[None])[0]
+    added, temperature = torch.zeros_like(logits), 1.0
+    if requests.noise is not None:
+        seeds, ends, temperatures = requests.noise
+        temperature = float(temperatures[row])
+        if temperature:
+            assert network._target_ids is not None
+            keys = noise_keys(seeds[row : row + 1], ends[row : row + 1] + 1)
+            added = gumbel(keys, 0, network._target_ids)[0]
+        temperature = temperature or 1.0
+    best = (logits / temperature + added).topk(CANDIDATES).indices
+    logits[best] = output.rows[best].float() @ state
+    return logits / temperature + added
+
+
+@pytest.mark.skipif(kernels() is None, reason="torch reads the whole matrix")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_likeliest_are_computed_again(
+    temperature: float, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[TreeNetwork, TreeRequests, tuple[torch.Tensor, ...]]] = []
+    grow = TreeNetwork.grow
+
+    def recorded(network: TreeNetwork, attention: Any, requests: TreeRequests, *rest: Any) -> Any:
+        result = grow(network, attention, requests, *rest)
+        calls.append((network, requests, result))
+        return result
+
+    monkeypatch.setattr(TreeNetwork, "grow", recorded)
+    speculative = eagle(3, shape=(1, TOPK, DRAFTS + 1), draft_vocab_size=40)(toy, tmp_path)
+    params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)
+    with make_llm(toy, speculative=speculative.model_copy(update={"draft_model_quantization": "int8"})) as llm:
+        llm.generate([[5, 9, 11], [7, 8]], [params, params])
+        assert len(calls) >= 10
+        for network, requests, (tokens, _, scores, _) in calls:
+            for row in range(len(tokens)):
+                probs, best = expected(network, requests, row).softmax(-1).topk(DRAFTS)
+                assert network._target_ids is not None
+                torch.testing.assert_close(scores[row, 1:], probs, rtol=1e-2, atol=1e-4)
+                assert tokens[row, 1:].tolist() == network._target_ids[best].tolist()
