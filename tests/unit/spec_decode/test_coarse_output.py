@@ -14,11 +14,10 @@ from specray.sampling_params import SamplingParams
 from tests.support.engine import make_llm
 from tests.support.methods import eagle
 
-TOPK, DRAFTS = 4, 3
-CANDIDATES = 4 * TOPK
+CANDIDATES = 4  # for each child
 
 
-def expected(network: TreeNetwork, requests: TreeRequests, row: int) -> torch.Tensor:
+def expected(network: TreeNetwork, requests: TreeRequests, topk: int, row: int) -> torch.Tensor:
     """float32 [num_columns]: logits of a root's children, under noise if the request is sampled."""
     output, norm = network._output, network._norm
     assert isinstance(output, CoarseOutput)
@@ -34,7 +33,7 @@ def expected(network: TreeNetwork, requests: TreeRequests, row: int) -> torch.Te
             keys = noise_keys(seeds[row : row + 1], ends[row : row + 1] + 1)
             added = gumbel(keys, 0, network._target_ids)[0]
         temperature = temperature or 1.0
-    best = (logits / temperature + added).topk(CANDIDATES).indices
+    best = (logits / temperature + added).topk(CANDIDATES * topk).indices
     logits[best] = output.rows[best].float() @ state
     return logits / temperature + added
 
@@ -44,23 +43,23 @@ def expected(network: TreeNetwork, requests: TreeRequests, row: int) -> torch.Te
 def test_the_likeliest_are_computed_again(
     temperature: float, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[TreeNetwork, TreeRequests, tuple[torch.Tensor, ...]]] = []
+    calls: list[tuple[TreeNetwork, TreeRequests, int, tuple[torch.Tensor, ...]]] = []
     grow = TreeNetwork.grow
 
-    def recorded(network: TreeNetwork, attention: Any, requests: TreeRequests, *rest: Any) -> Any:
-        result = grow(network, attention, requests, *rest)
-        calls.append((network, requests, result))
+    def recorded(network: TreeNetwork, attention: Any, requests: TreeRequests, topk: int, *rest: Any) -> Any:
+        result = grow(network, attention, requests, topk, *rest)
+        calls.append((network, requests, topk, result))
         return result
 
     monkeypatch.setattr(TreeNetwork, "grow", recorded)
-    speculative = eagle(3, shape=(1, TOPK, DRAFTS + 1), draft_vocab_size=40)(toy, tmp_path)
+    speculative = eagle(3, shape=(1, 4, 4), draft_vocab_size=40)(toy, tmp_path)
     params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)
     with make_llm(toy, speculative=speculative.model_copy(update={"draft_model_quantization": "int8"})) as llm:
         llm.generate([[5, 9, 11], [7, 8]], [params, params])
         assert len(calls) >= 10
-        for network, requests, (tokens, _, scores, _) in calls:
+        for network, requests, topk, (tokens, _, scores, _) in calls:
             for row in range(len(tokens)):
-                probs, best = expected(network, requests, row).softmax(-1).topk(tokens.shape[1] - 1)
+                probs, best = expected(network, requests, topk, row).softmax(-1).topk(tokens.shape[1] - 1)
                 assert network._target_ids is not None
                 torch.testing.assert_close(scores[row, 1:], probs, rtol=1e-2, atol=1e-4)
                 assert tokens[row, 1:].tolist() == network._target_ids[best].tolist()
