@@ -1,16 +1,19 @@
 """Write prompts for training a draft head: questions on many subjects, texts to write, roles, puzzles, extraction.
 
     python examples/training_prompts.py 2000 > prompts.jsonl
+    python examples/training_prompts.py 9000 --words-of smollm2-135m-instruct >> prompts.jsonl
     specray train eagle3 --prompts prompts.jsonl --answers work/answers --run work/eagle3
 
 Prompts that a model makes up by itself (`--self-prompts`) are much alike. A head that has seen few answers about
-science, history or law drafts badly there. None of these prompts is from a published set.
+science, history or law drafts badly there. With `--words-of`, prompts are about words of a model's own vocabulary, so
+that the answers contain nearly all tokens that the head can draft. None of these prompts is from a published set.
 """
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 SCIENCE = """volcanoes, ocean tides, vaccines, enzymes, plate tectonics, black holes, lithium batteries, magnetism,
@@ -63,6 +66,35 @@ REQUESTS = (
 NAMES = "Ada, Boris, Chen, Dalia, Emeka, Farah, Goran, Hana, Ivan, Jana, Kofi, Lena, Marta, Nadia, Omar, Priya"
 GOODS = "apples, books, chairs, lamps, pens, tickets, bottles, bricks, cards, plates"
 PLACES = "Lisbon, Nairobi, Oslo, Lima, Hanoi, Montreal, Krakow, Perth, Accra, Kyoto"
+
+ON_WORDS = (
+    "What is {a}?",
+    "Explain {a} in simple terms.",
+    "Give five facts about {a}.",
+    "What should a beginner know about {a}?",
+    "Write a paragraph about {a}.",
+    'What does the word "{a}" mean? Use it in three sentences.',
+    "I am preparing a lecture on {a}. Draft the introduction.",
+    "Describe how {a} matters in practice, step by step.",
+    "Write a quiz of five questions about {a}, with answers.",
+    "How does {a} work? Can you give an example?",
+    "What are the causes and the effects of {a}?",
+    "What is the connection between {a} and {b}?",
+    "Compare {a} with {b}.",
+    "Write an essay on {a} and {b}.",
+    "Discuss {a} in the context of {b}. What are the main arguments?",
+    "Write an email to a colleague about {a} and {b}.",
+    "Write a short story in which these words occur: {a}, {b}, {c}, {d}.",
+    "Write a poem with the words {a}, {b} and {c}.",
+    "Sort these words into groups and explain: {a}, {b}, {c}, {d}.",
+    "Give a definition of each: {a}, {b}, {c}.",
+    "Who or what is {name}?",
+    "Tell me about {name} and its relation to {a}.",
+    "Write a travel blog post about {name}, with {a} in it.",
+    "{name} asks you for advice about {a}. What do you answer?",
+    "Write a Python function that handles {a} and {b}. Explain it.",
+    "Design a database table for {a} and write three SQL queries.",
+)
 
 
 def _words(text: str) -> list[str]:
@@ -119,14 +151,34 @@ def _extraction(rng: Random) -> str:
 KINDS: tuple[Callable[[Random], str], ...] = (_question,) * 6 + (_text, _text, _role, _puzzle, _extraction)
 
 
+def _about_words(words: Sequence[str], names: Sequence[str], rng: Random) -> str:
+    a, b, c, d = rng.sample(words, 4)
+    return rng.choice(ON_WORDS).format(a=a, b=b, c=c, d=d, name=rng.choice(names))
+
+
+def _vocabulary(model: str) -> tuple[list[str], list[str]]:
+    """Words of five letters or more, and names, that are single tokens of a model with a byte-level vocabulary."""
+    from specray.models.files import resolve_model
+    from specray.models.tokenizer import load_tokenizer
+
+    tokens = load_tokenizer(resolve_model(model, None, "auto", progress=True)).get_vocab()
+    words = sorted(token[1:] for token in tokens if re.fullmatch("Ġ[a-z]{5,}", token))
+    names = sorted(token[1:] for token in tokens if re.fullmatch("Ġ[A-Z][a-z]{3,}", token))
+    if len(words) < 4 or not names:
+        sys.exit(f"the vocabulary of {model} has {len(words)} words and {len(names)} names; name another model")
+    return words, names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("count", type=int, help="number of prompts")
     parser.add_argument("--seed", type=int, default=0, help="of the choices (default: %(default)s)")
+    parser.add_argument("--words-of", metavar="MODEL", help="make prompts from words of this model's vocabulary")
     options = parser.parse_args()
     rng, written = Random(options.seed), set[str]()
+    vocabulary = _vocabulary(options.words_of) if options.words_of else None
     while len(written) < options.count:
-        prompt = rng.choice(KINDS)(rng)
+        prompt = rng.choice(KINDS)(rng) if vocabulary is None else _about_words(*vocabulary, rng)
         if prompt not in written:
             written.add(prompt)
             sys.stdout.write(json.dumps({"prompt": prompt, "license": "Apache-2.0"}) + "\n")

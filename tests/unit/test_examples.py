@@ -55,10 +55,11 @@ def test_the_custom_drafter_passes_the_checks(check: Check, toy: Path, monkeypat
     check(EngineConfig(model=str(toy), device="cpu", num_threads=1, max_total_tokens=4096, speculative=drafter))
 
 
-def test_prompts_for_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--words-of", "smollm2-135m-instruct")], ids=["subjects", "words"])
+def test_prompts_for_training(options: tuple[str, ...], tmp_path: Path) -> None:
     """Each of them once, the same ones every time, and readable by `specray train --prompts`."""
-    output = run("training_prompts.py", 300)
-    assert run("training_prompts.py", 300) == output
+    output = run("training_prompts.py", 300, *options)
+    assert run("training_prompts.py", 300, *options) == output
     path = tmp_path / "prompts.jsonl"
     path.write_text(output, encoding="utf-8")
     prompts = read_prompt_file(path, max_bad_rows=0)
