@@ -39,7 +39,8 @@ class CausalLM(nn.Module):
         self.norm = RMSNorm(loader.tensor("model.norm.weight", (shape.hidden_size,)), shape.eps)
         tied = shape.tied or "lm_head.weight" not in loader
         head = loader.vocab_weight("model.embed_tokens.weight" if tied else "lm_head.weight", vocab)
-        self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization, is_screened=True)
+        is_whole = loader.group.size == 1
+        self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization, is_screened=is_whole)
         self.max_positions = max_positions
         self.rotary = self.rotary_of(config, loader, max_positions)
         self.fused: FusedLayers | None = None  # set by the loader, like the next two
@@ -135,7 +136,7 @@ class CausalLM(nn.Module):
             return self.fused_forward(token_ids, positions, attend, places, aux_hidden_state_layers, only_largest)
         final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
         rows = final if places is None else final.index_select(0, places)
-        return final, self.head.shard(rows, only_largest and self.head.group.size == 1), states
+        return final, self.head.shard(rows, only_largest), states
 
     def step_forward(self, attention: AttentionBackend) -> StepForward:
         """See TargetModel."""
