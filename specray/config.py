@@ -392,8 +392,14 @@ class EngineConfig(Options):
     )
     dtype: Dtype = Field(
         "auto",
-        description="Data type of weights and KV cache; auto takes the checkpoint's, or bfloat16 for a float32 "
+        description="Data type of weights and activations; auto takes the checkpoint's, or bfloat16 for a float32 "
         "checkpoint if the hardware supports it.",
+    )
+    kv_cache_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="Data type of the target's KV cache; auto takes dtype. int8 takes about half the memory of "
+        "bfloat16: each head's key and value is rounded with a scale of its own. It needs the CPU kernels. One seed "
+        "still gives one text, another one than with auto.",
     )
     quantization: Literal["auto", "int8", "int4", "fp8"] | None = Field(
         None,

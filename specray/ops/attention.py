@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_SCALE_BYTES = 4  # behind each row of a pool in int8
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
@@ -101,8 +103,20 @@ class PaddedAttention(Protocol):
 def make_pool(
     num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A KV pool [layers, slots, 2, kv_heads, dim] of zeros."""
-    return make_zeros((num_layers, num_slots, 2, num_kv_heads, head_dim), dtype, device)
+    """A KV pool [layers, slots, 2, kv_heads, dim] of zeros; in int8 with the bytes of a scale behind each row."""
+    return make_zeros(
+        (num_layers, num_slots, 2, num_kv_heads, row_bytes(head_dim, dtype) // dtype.itemsize), dtype, device
+    )
+
+
+def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one head's key or value in a pool of `dtype`."""
+    return head_dim * dtype.itemsize + (_SCALE_BYTES if dtype is torch.int8 else 0)
+
+
+def head_dim_of(pool: Tensor) -> int:
+    """The size of a head of `pool`."""
+    return pool.shape[-1] - (_SCALE_BYTES if pool.dtype is torch.int8 else 0)
 
 
 def make_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

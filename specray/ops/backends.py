@@ -25,6 +25,12 @@ def make_backend(
     `page_size`: a request's KV slots lie in whole blocks of this size; None: anywhere. `tree_mode` is
     SpeculativeConfig.attention_mode; a drafter's trees, which grow by one level at a time, are decoded.
     """
+    own = kernels_on(pool.device) if name == "auto" else None
+    if pool.dtype is torch.int8 and own is None:
+        raise ConfigError(
+            f"kv_cache_dtype=int8 needs the CPU kernels, and here attention_backend={name} runs on {pool.device.type}"
+            f"{' without them' if pool.device.type == 'cpu' else ''}; set kv_cache_dtype: auto"
+        )
     if name == "flashinfer":
         return _flashinfer(pool, num_heads, tree_mode)
     if name == "fa":
@@ -35,7 +41,6 @@ def make_backend(
         from specray.ops.gpu.attention import TritonAttention  # triton is installed on machines with GPUs only
 
         return TritonAttention(pool, num_heads)
-    own = kernels_on(pool.device) if name == "auto" else None
     return TorchAttention(pool, num_heads) if own is None else PagedAttention(own, pool, num_heads)
 
 

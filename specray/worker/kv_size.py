@@ -1,4 +1,4 @@
-"""The number of blocks in a rank's KV pool."""
+"""The size of a rank's KV pool."""
 
 import os
 import resource
@@ -32,6 +32,11 @@ def count_blocks(config: EngineConfig, demand: Demand, context_length: int, devi
             f"{demand.dynamic / 2**30:.1f} GiB for steps, less than one block of {config.page_size} tokens; {smaller}"
         )
     return tokens // config.page_size + 1
+
+
+def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type of the target's KV pool, where the model computes in `dtype`."""
+    return torch.int8 if config.kv_cache_dtype == "int8" else dtype
 
 
 def _memory(device: torch.device) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from specray.ops.attention import AttentionBatch, FusedAttend
 from specray.ops.backends import make_backend
 from specray.spec_decode.drafter import TargetView
 from specray.worker.kv_cache import KVCache
-from specray.worker.kv_size import count_blocks
+from specray.worker.kv_size import count_blocks, kv_dtype
 from specray.worker.memory_demand import demand_of
 from specray.worker.model_runner import ModelRunner
 from specray.worker.remote_drafter.handshake import DraftPlacement
@@ -43,9 +43,8 @@ class LoadedTarget:
         shape, dtype = self.model.shape, self.model.embedding.weight.dtype
         demand = demand_of(config, model_config, shape, folder, dtype, device, group, placement, uses_cuda_ipc)
         self.num_blocks = group.smallest(count_blocks(config, demand, self.context_length, device))
-        kv = KVCache(
-            shape.num_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size, dtype, device
-        )
+        sizes = (shape.num_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size)
+        kv = KVCache(*sizes, kv_dtype(config, dtype), device)
         attention = make_backend(
             config.attention_backend,
             kv.pool,

@@ -13,8 +13,10 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_draft
 from specray.models.target_model import ModelShape
+from specray.ops.attention import row_bytes
 from specray.spec_decode import method_of
 from specray.worker.buckets import buckets, draft_row_buckets
+from specray.worker.kv_size import kv_dtype
 from specray.worker.memory_plan import Demand, StepSize, graph_bytes, process_bytes
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from specray.worker.remote_drafter.ring import ring_bytes
@@ -43,7 +45,7 @@ def demand_of(
 
     On a CPU, all processes share the memory, and activations are left to `mem_fraction_static`.
     """
-    layer_token = 2 * shape.num_local_kv_heads * shape.head_dim * dtype.itemsize
+    layer_token = _layer_bytes(shape, dtype)
     weights, num_layers, token = 0, shape.num_layers, 0
     is_beside = placement != "separate" or device.type == "cpu"
     drafters = config.speculative.members.values() if group.leads and is_beside else ()
@@ -66,7 +68,12 @@ def demand_of(
             if uses_cuda_ipc:
                 tokens = config.max_prefill_tokens + config.max_running_requests * _most_nodes(config)
                 dynamic += ring_bytes(tokens, _MANY_LAYERS * shape.hidden_size, dtype)
-    return Demand(num_layers * layer_token + token, weights, dynamic)
+    return Demand(num_layers * _layer_bytes(shape, kv_dtype(config, dtype)) + token, weights, dynamic)
+
+
+def _layer_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+    """KV of a token in a layer of the target, or in a drafter's layer like it."""
+    return 2 * shape.num_local_kv_heads * row_bytes(shape.head_dim, dtype)
 
 
 def _has_draft_model(drafter: SpeculativeConfig) -> bool:

@@ -5,6 +5,8 @@
 // the same bits alone, in any batch, in any draft tree and in any chunk of its prompt.
 #pragma once
 
+#include <cmath>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -16,11 +18,25 @@ namespace specray {
 constexpr int KEYS = 64;  // of a block
 
 struct Pool {
-  void* data;  // of one layer: [slots, 2, heads, dim]
-  int32_t type;  // FLOAT32, BFLOAT16 or FLOAT16
+  static constexpr int32_t BYTES = 3;
+
+  void* data;  // of one layer: [slots, 2, heads, dim]; with a scale behind each row of BYTES
+  int32_t type;  // FLOAT32, BFLOAT16, FLOAT16 or BYTES
   int32_t num_heads;
   int32_t dim;
 };
+
+// Numbers of a row in the pool, and what they are multiplied with.
+template <class T>
+inline int row_size(int dim) {
+  return std::is_same_v<T, byte8> ? dim + int(sizeof(float)) : dim;
+}
+
+inline float row_scale(const byte8* row, int dim) {
+  float scale;
+  std::memcpy(&scale, row + dim, sizeof(scale));
+  return scale;
+}
 
 // The requests of a step. Request r has `query_lens[r]` consecutive queries.
 struct Requests {
@@ -62,7 +78,7 @@ inline Keys keys_of(const Requests& requests, int request, int query) {
 // One head's key (0) or value (1) of a slot.
 template <class T>
 inline const T* pool_row(const Pool& pool, int64_t slot, int which, int head) {
-  return static_cast<const T*>(pool.data) + ((slot * 2 + which) * pool.num_heads + head) * pool.dim;
+  return static_cast<const T*>(pool.data) + ((slot * 2 + which) * pool.num_heads + head) * row_size<T>(pool.dim);
 }
 
 // Slots that are read soon. They lie in many places, and waiting for one after the other takes longer than the
@@ -73,8 +89,8 @@ struct Ahead {
     int count;
   };
 
-  Ahead(const Pool& pool, int item_bytes, const Slots& first, const Slots& second)
-      : data_(static_cast<const char*>(pool.data)), slot_bytes_(int64_t(2) * pool.num_heads * pool.dim * item_bytes),
+  Ahead(const Pool& pool, int row_bytes, const Slots& first, const Slots& second)
+      : data_(static_cast<const char*>(pool.data)), slot_bytes_(int64_t(2) * pool.num_heads * row_bytes),
         left_(first), then_(second) {}
 
   void fetch() {
@@ -137,14 +153,23 @@ class Heads {
       const Ints is_seen = (places + key >= skipped) & (places + key < count);
       Floats dots[H];
       multiply_keys(k + key, dots);
+      Floats scales = splat(scale);
+      if constexpr (std::is_same_v<T, byte8>)
+        for (int i = 0; i < WIDTH; ++i) scales[i] *= row_scale(k[key + i], dim_);
       for (int h = 0; h < H; ++h) {
-        const Floats scores = is_seen ? dots[h] * scale : splat(-INFINITY);
+        const Floats scores = is_seen ? dots[h] * scales : splat(-INFINITY);
         store(weights[h] + key, scores);
         best[h] = largest(best[h], scores);
       }
     }
     float shrink[H];
     for (int h = 0; h < H; ++h) shrink[h] = runs_[h].weigh(weights[h], best[h], count);
+    if constexpr (std::is_same_v<T, byte8>) {
+      for (int key = skipped; key < count; ++key) {
+        const float of_value = row_scale(v[key], dim_);
+        for (int h = 0; h < H; ++h) weights[h][key] *= of_value;
+      }
+    }
     int d = 0;
     constexpr int STRIPE = 2;  // native vectors of the output at a time
     for (; d + STRIPE * WIDTH <= dim_; d += STRIPE * WIDTH) add_values<STRIPE>(v, weights, d, skipped, count, shrink);
@@ -268,7 +293,7 @@ void attend_tile(
                           })->shared;
   // The first head reads ahead for the others.
   const int second = kv_head ? most_shared : std::min(most_shared, first / KEYS * KEYS + KEYS);
-  Ahead ahead(pool, sizeof(T), {slots + second, most_shared - second}, next);
+  Ahead ahead(pool, int(sizeof(T)) * row_size<T>(dim), {slots + second, most_shared - second}, next);
   for (int block = first / KEYS * KEYS; block < most; block += KEYS) {
     const T *k[KEYS], *v[KEYS];
     const int loaded = std::max(0, std::min(KEYS, most_shared - block));
@@ -346,6 +371,7 @@ inline void attend_any(
   switch (pool.type) {
     case 0: return attend<float>(pool, requests, num_heads, q, q_stride, out, member);
     case 1: return attend<bfloat16>(pool, requests, num_heads, q, q_stride, out, member);
+    case Pool::BYTES: return attend<byte8>(pool, requests, num_heads, q, q_stride, out, member);
     default: return attend<float16>(pool, requests, num_heads, q, q_stride, out, member);
   }
 }
@@ -355,6 +381,22 @@ template <class T>
 inline void write_row(const Pool& pool, int64_t slot, int which, const float* from) {
   T* to = static_cast<T*>(pool.data) + (slot * 2 + which) * pool.num_heads * pool.dim;
   for (int i = 0; i < pool.num_heads * pool.dim; ++i) from_float(from[i], to + i);
+}
+
+// The same, each head rounded to 127 steps on each side of zero. What is not finite has a scale that is not a number.
+inline void write_bytes(const Pool& pool, int64_t slot, int which, const float* from) {
+  for (int head = 0; head < pool.num_heads; ++head, from += pool.dim) {
+    byte8* to = const_cast<byte8*>(pool_row<byte8>(pool, slot, which, head));
+    float most = 0.0f;
+    bool is_finite = true;
+    for (int i = 0; i < pool.dim; ++i) {
+      most = std::max(most, std::fabs(from[i]));
+      is_finite &= std::fabs(from[i]) <= 3.0e38f;
+    }
+    const float scale = is_finite ? most / 127.0f : NAN, inverse = is_finite && most > 1e-35f ? 127.0f / most : 0.0f;
+    for (int i = 0; i < pool.dim; ++i) to[i].value = is_finite ? int8_t(std::nearbyintf(from[i] * inverse)) : int8_t(0);
+    std::memcpy(to + pool.dim, &scale, sizeof(scale));
+  }
 }
 
 // Moves the keys and values of accepted paths behind their prefixes, in all layers. Of B requests, `kv_slots` [B, width]
@@ -381,6 +423,7 @@ inline void write_kv(const Pool& pool, int64_t slot, const float* k, const float
     if (pool.type == 0) write_row<float>(pool, slot, which, from);
     if (pool.type == 1) write_row<bfloat16>(pool, slot, which, from);
     if (pool.type == 2) write_row<float16>(pool, slot, which, from);
+    if (pool.type == Pool::BYTES) write_bytes(pool, slot, which, from);
   }
 }
 

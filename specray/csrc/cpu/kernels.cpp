@@ -111,19 +111,19 @@ void specray_gated(
 // q, kv and out are of the pool's type.
 void specray_attention(
     const Pool* pool, const Requests* requests, const int64_t* written, int64_t count, int32_t num_heads,
-    const void* q, const void* kv, void* out, int32_t num_threads) {
+    const void* q, const void* kv, void* out, int32_t type, int32_t num_threads) {
   const int64_t width = int64_t(num_heads) * pool->dim, kv_width = int64_t(pool->num_heads) * pool->dim;
   std::vector<float> queries(count * width), seen(count * width);
   run_on_team(num_threads, 3, [&](Member& member) {
     std::vector<float> row(2 * kv_width);
     member.share(int(count), [&](int64_t r) {
-      read_row(q, pool->type, r * width, int(width), queries.data() + r * width);
-      read_row(kv, pool->type, r * 2 * kv_width, int(2 * kv_width), row.data());
+      read_row(q, type, r * width, int(width), queries.data() + r * width);
+      read_row(kv, type, r * 2 * kv_width, int(2 * kv_width), row.data());
       write_kv(*pool, written[r], row.data(), row.data() + kv_width);
     });
     attend_any(*pool, *requests, num_heads, queries.data(), width, seen.data(), member);
     member.share(int(count), [&](int64_t r) {
-      write_values(seen.data() + r * width, int(width), out, pool->type, r * width);
+      write_values(seen.data() + r * width, int(width), out, type, r * width);
     });
   });
 }

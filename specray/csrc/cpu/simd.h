@@ -44,6 +44,9 @@ struct bfloat16 {
 struct float16 {
   uint16_t bits;
 };
+struct byte8 {  // a number of 8 bits, to be multiplied with a scale
+  int8_t value;
+};
 
 template <class V, class T>
 inline V load(const T* from) {
@@ -185,6 +188,8 @@ inline float largest_of(Floats v) {
 
 inline float to_float(float value) { return value; }
 
+inline float to_float(byte8 value) { return value.value; }
+
 inline float to_float(bfloat16 value) {
   return bits_of<float>(uint32_t(value.bits) << 16);
 }
@@ -242,6 +247,15 @@ inline Floats load_floats(const float16* from) {
   Floats v;
   for (int i = 0; i < WIDTH; ++i) v[i] = to_float(from[i]);
   return v;
+#endif
+}
+
+inline Floats load_floats(const byte8* from) {
+#if defined(SPECRAY_AVX512)
+  return Floats(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from))));
+#else
+  typedef int8_t Small __attribute__((vector_size(WIDTH)));
+  return __builtin_convertvector(__builtin_convertvector(load<Small>(from), Ints), Floats);
 #endif
 }
 

@@ -5,10 +5,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from specray.ops.attention import AttentionBatch
+from specray.ops.attention import AttentionBatch, head_dim_of
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, Pool, Requests
+from specray.ops.cpu.structs import FLOAT_TYPES, KV_TYPES, Pool, Requests
 from specray.ops.cpu.threads import num_threads
 
 
@@ -30,13 +30,14 @@ class PagedAttention:
         self.kernels = kernels
         self.pool = pool
         self.num_heads = num_heads
+        self.head_dim = head_dim_of(pool)
 
     def plan(self, batch: AttentionBatch) -> "PagedAttend":
         return PagedAttend(self, batch)
 
     def pool_of(self, layer: int) -> Pool:
         """One layer's part of the pool."""
-        return Pool(pointer(self.pool[layer]), FLOAT_TYPES[self.pool.dtype], *self.pool.shape[-2:])
+        return Pool(pointer(self.pool[layer]), KV_TYPES[self.pool.dtype], self.pool.shape[-2], self.head_dim)
 
     @property
     def layer_bytes(self) -> int:
@@ -71,8 +72,9 @@ class PagedAttend:
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See Attend."""
         backend = self.backend
-        assert q.dtype == kv.dtype == backend.pool.dtype, (q.dtype, kv.dtype, backend.pool.dtype)
-        out = torch.empty(len(q), backend.num_heads * backend.pool.shape[-1], dtype=q.dtype)
+        assert q.dtype == kv.dtype, (q.dtype, kv.dtype)
+        assert backend.pool.dtype in (q.dtype, torch.int8), (q.dtype, backend.pool.dtype)
+        out = torch.empty(len(q), backend.num_heads * backend.head_dim, dtype=q.dtype)
         q, kv = q.contiguous(), kv.contiguous()
         backend.kernels.attention(
             ctypes.byref(backend.pool_of(layer)),
@@ -83,6 +85,7 @@ class PagedAttend:
             pointer(q),
             pointer(kv),
             pointer(out),
+            FLOAT_TYPES[q.dtype],
             num_threads(),
         )
         return out

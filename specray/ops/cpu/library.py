@@ -59,7 +59,7 @@ class Kernels:
             c_int32,
         )
         self.attention = self._function(
-            "attention", POINTER(Pool), POINTER(Requests), c_void_p, c_int64, c_int32, *[c_void_p] * 3, c_int32
+            "attention", POINTER(Pool), POINTER(Requests), c_void_p, c_int64, c_int32, *[c_void_p] * 3, c_int32, c_int32
         )
         of_layers = (POINTER(Layer), c_int32, POINTER(Sizes), POINTER(Step))
         self.layers = self._function("layers", *of_layers, *[c_void_p] * 2, POINTER(Taps), c_int32)

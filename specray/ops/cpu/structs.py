@@ -6,6 +6,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Kind` in matrix.h
+KV_TYPES = {**FLOAT_TYPES, torch.int8: 3}  # of `Pool` in attention.h
 GROUP = 32  # activations that share a scale
 
 

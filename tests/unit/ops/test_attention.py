@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specray.ops.attention import AttentionBatch, move_kv
+from specray.errors import ConfigError
+from specray.ops.attention import AttentionBatch, make_pool, move_kv
 from specray.ops.attention_torch import _BATCH_BYTES, _SHORT, _grouped
 from specray.ops.backends import make_backend
 from specray.ops.cpu.library import kernels
@@ -360,6 +361,57 @@ def test_half_precision_is_close_to_float64(dtype: torch.dtype, backend: str) ->
     torch.testing.assert_close(result.double(), naive(shapes, rows, pool[0], q.to(dtype)), atol=0.05, rtol=0.05)
 
 
+def in_bytes(kv: Tensor) -> Tensor:
+    """Rows of a pool in int8: [..., dim + 4], each rounded to 127 steps on each side of zero, with its scale behind."""
+    kv = kv.float()
+    scales = kv.abs().amax(-1, keepdim=True) / 127
+    steps = (kv * (1 / scales.clamp(min=1e-38))).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat((steps, scales.contiguous().view(torch.int8)), -1)
+
+
+def from_bytes(pool: Tensor) -> Tensor:
+    """What the rows of a pool in int8 stand for, float32 [..., dim]."""
+    return pool[..., :-4].float() * pool[..., -4:].contiguous().view(torch.float32)
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
+@any_batch
+@settings(max_examples=40)
+def test_a_pool_in_int8_is_read_and_written_row_by_row(
+    shapes: list[RequestShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
+) -> None:
+    torch.manual_seed(0)
+    kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
+    pool = make_pool(LAYERS, NUM_SLOTS, kv_heads, DIM, torch.int8, torch.device("cpu"))
+    pool[:, 16:] = in_bytes(torch.randn(LAYERS, NUM_SLOTS - 16, 2, kv_heads, DIM))
+    rows = replace(make_rows(shapes, scattered), window=window)
+    q, kv = torch.randn(sum(rows.query_lens), num_heads, DIM), torch.randn(sum(rows.query_lens), 2, kv_heads, DIM)
+    before = pool.clone()
+    result = make_backend("auto", pool, num_heads).plan(rows)(layer, q, kv)
+    before[layer, rows.slot_mapping] = in_bytes(kv)
+    assert (from_bytes(pool) - from_bytes(before)).abs().max() < 0.05  # a number between two steps may go to either
+    assert torch.equal(pool[1 - layer], before[1 - layer])
+    expected = naive(shapes, rows, from_bytes(pool[layer]), q)
+    torch.testing.assert_close(result.double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
+def test_what_is_not_finite_stays_so_in_int8() -> None:
+    pool = make_pool(1, NUM_SLOTS, 1, DIM, torch.int8, torch.device("cpu"))
+    rows = make_batch([1, 1, 1], [np.array([20]), np.array([30]), np.array([40])], [None] * 3)
+    q, kv = torch.randn(3, 1, DIM), torch.randn(3, 2, 1, DIM)
+    kv[0, 0, 0, 3], kv[1, 1, 0, 2], kv[2, :] = torch.nan, torch.inf, 0.0
+    result = make_backend("auto", pool, 1).plan(rows)(0, q, kv)
+    assert not result[:2].isfinite().any()
+    assert (result[2] == 0).all()
+
+
+def test_a_pool_in_int8_needs_the_kernels() -> None:
+    pool = make_pool(1, NUM_SLOTS, 1, DIM, torch.int8, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=int8 needs the CPU kernels.*attention_backend=torch"):
+        make_backend("torch", pool, 1)
+
+
 def test_overlapping_moves_read_the_old_values() -> None:
     pool = torch.arange(10.0).view(1, 10, 1, 1, 1).clone()
     move_kv(pool, torch.tensor([4, 5, 7]), torch.tensor([3, 4, 5]))
@@ -371,22 +423,26 @@ def test_overlapping_moves_read_the_old_values() -> None:
 
 @pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
 @pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
 @pytest.mark.parametrize("dim", [16, 40, 64, 256])
 def test_a_token_has_the_same_bits_alone_in_a_chunk_in_a_batch_and_in_a_tree(
-    dim: int, dtype: torch.dtype, window: int | None
+    dim: int, pool_dtype: torch.dtype, window: int | None
 ) -> None:
     """149 tokens, of which the last are also nodes of a tree between nodes of other branches."""
     torch.manual_seed(0)
     length, width = 149, KV_HEADS * FOLD
+    dtype = torch.bfloat16 if pool_dtype is torch.int8 else pool_dtype
     q = torch.randn(length, width, dim).to(dtype)
     kv = torch.randn(length, 2, KV_HEADS, dim).to(dtype)
     slots = np.random.default_rng(0).permutation(np.arange(16, NUM_SLOTS))
 
     def run(batch: AttentionBatch, queries: Tensor, new: Tensor, past: np.ndarray) -> Tensor:
-        pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, dim, dtype=dtype)
-        pool[0, torch.from_numpy(past)] = kv[: len(past)]
-        return make_backend("auto", pool, width).plan(replace(batch, window=window))(0, queries, new)
+        pool = make_pool(1, NUM_SLOTS, KV_HEADS, dim, pool_dtype, torch.device("cpu"))
+        backend = make_backend("auto", pool, width)
+        if len(past):  # computed before, and written by the kernel
+            earlier = make_batch([len(past)], [past], [None])
+            backend.plan(replace(earlier, window=window))(0, q[: len(past)], kv[: len(past)])
+        return backend.plan(replace(batch, window=window))(0, queries, new)
 
     at_once = run(make_batch([length], [slots[:length]], [None]), q, kv, slots[:0])
     for start in (1, 63, 64, 100, length - 1):
