@@ -32,6 +32,7 @@ from specray.models.registry import load_config
 from specray.ops.attention import AttentionBatch, make_pool
 from specray.ops.backends import make_backend
 from specray.tables import format_table
+from specray.worker.kv_size import kv_dtype
 from specray.worker.local import LocalExecutor
 
 TEXT = Path(__file__).with_suffix(".txt")
@@ -49,6 +50,7 @@ class Case(NamedTuple):
 REFERENCE = Case("float32", {"dtype": "float32"})
 CASES = [
     Case("bfloat16", {"dtype": "bfloat16"}),
+    Case("bfloat16, KV cache in int8", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
     Case("auto (the file's own blocks)", {"dtype": "bfloat16", "quantization": "auto"}),
     Case("int8", {"dtype": "bfloat16", "quantization": "int8"}, is_rounded_again=True),
     Case("int4", {"dtype": "bfloat16", "quantization": "int4"}, is_rounded_again=True),
@@ -101,7 +103,7 @@ def _logits(llm: LLM, token_ids: Tensor) -> Tensor:
     assert isinstance(llm.engine.executor, LocalExecutor)
     model = llm.engine.executor.worker.model
     shape, places = model.shape, torch.arange(len(token_ids))
-    dtype, device = model.embedding.weight.dtype, torch.device("cpu")
+    dtype, device = kv_dtype(llm.engine.config, model.embedding.weight.dtype), torch.device("cpu")
     pool = make_pool(shape.num_layers, len(token_ids), shape.num_local_kv_heads, shape.head_dim, dtype, device)
     attend = make_backend("auto", pool, shape.num_local_heads).plan(
         AttentionBatch([len(token_ids)], [len(token_ids)], places[None], places, [(0, 0)])
