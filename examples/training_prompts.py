@@ -6,7 +6,7 @@
 
 Prompts that a model makes up by itself (`--self-prompts`) are much alike. A head that has seen few answers about
 science, history or law drafts badly there. With `--words-of`, prompts are about words of a model's own vocabulary, so
-that the answers contain nearly all tokens that the head can draft. None of these prompts is from a published set.
+that the answers contain many more of the tokens that the head can draft. None of these prompts is from a published set.
 """
 
 import argparse

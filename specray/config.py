@@ -398,8 +398,8 @@ class EngineConfig(Options):
     kv_cache_dtype: Literal["auto", "int8"] = Field(
         "auto",
         description="Data type of the target's KV cache; auto takes dtype. int8 takes about half the memory of "
-        "bfloat16: each head's key and value is rounded with a scale of its own. It needs the CPU kernels. One seed "
-        "still gives one text, another one than with auto.",
+        "bfloat16: each head's key and value is rounded with a scale of its own. It needs the CPU kernels. Outputs "
+        "stay reproducible for a seed, but differ from those of auto.",
     )
     quantization: Literal["auto", "int8", "int4", "fp8"] | None = Field(
         None,

@@ -27,6 +27,8 @@ from specray.ops.cpu.layers import FusedLayers
 class CausalLM(nn.Module):
     """A stack of decoder layers over one flattened batch [T, hidden]; `attend` knows rows, trees and the KV pool."""
 
+    can_round_kv = True  # to int8, with one scale for each row of a head
+
     def __init__(self, config: PretrainedConfig, loader: Loader, max_positions: int) -> None:
         super().__init__()
         shape = self.shape_of(config, loader.group)
@@ -39,8 +41,8 @@ class CausalLM(nn.Module):
         self.norm = RMSNorm(loader.tensor("model.norm.weight", (shape.hidden_size,)), shape.eps)
         tied = shape.tied or "lm_head.weight" not in loader
         head = loader.vocab_weight("model.embed_tokens.weight" if tied else "lm_head.weight", vocab)
-        is_whole = loader.group.size == 1
-        self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization, is_screened=is_whole)
+        is_screened = loader.screens_output and loader.group.size == 1
+        self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization, is_screened)
         self.max_positions = max_positions
         self.rotary = self.rotary_of(config, loader, max_positions)
         self.fused: FusedLayers | None = None  # set by the loader, like the next two

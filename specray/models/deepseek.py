@@ -40,6 +40,8 @@ class DeepseekShape(ModelShape):
 class Deepseek(CausalLM):
     """DeepseekV2ForCausalLM and DeepseekV3ForCausalLM."""
 
+    can_round_kv = False  # a row mixes a latent and rotary positions, which are of different sizes
+
     @classmethod
     def shape_of(cls, config: PretrainedConfig, group: RankGroup) -> DeepseekShape:
         _check(config)

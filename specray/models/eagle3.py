@@ -20,14 +20,15 @@ from specray.models.loading import Loader
 from specray.models.target_matrices import HEAD, TargetMatrices
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.attention import PagedAttention
-from specray.ops.cpu.packed_network import CoarseOutput
 from specray.ops.gpu import uses_triton
+from specray.ops.grouped_weight import Weight
 
 
 class Eagle3Head:
     """EAGLE-3: the first state is `fc` of several aux hidden states; the layer reads [norm(embedding), norm(state)]."""
 
     reason_without_graphs: str | None = None
+    grows_trees = True  # level by level, so that `network` is used
 
     def __init__(
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
@@ -51,7 +52,7 @@ class Eagle3Head:
         self._layers = EagleLayers(shape, loader, names, 2 * size, rotary)
         self._norm = RMSNorm(loader.tensor(names.of_plain("norm.weight"), (size,)), eps)
         self._normed_output = config.norm_output
-        self._head, coarse = _output_matrix(self.vocab_size, ids, shape, loader, names, shared)
+        self._head, own = _output_matrix(self.vocab_size, ids, shape, loader, names, shared)
         states = StateLayers(self._token_norm, self._state_norm, None, residual_is_normed=self._normed_residual)
         self.network = tree_network(
             self._layers.fused,
@@ -62,7 +63,7 @@ class Eagle3Head:
             self.draft_token_ids,
             self.vocab_size,
             state_is_normed=self._normed_output,
-            coarse=coarse,
+            quantised_output=own if self.grows_trees else None,
         )
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -98,13 +99,13 @@ class Eagle3Head:
 
 def _output_matrix(
     num_ids: int, ids: Tensor | None, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
-) -> tuple[VocabHead, CoarseOutput | None]:
+) -> tuple[VocabHead, Weight | None]:
     """The output matrix over the draft vocabulary of `num_ids`, whose target ids are `ids` (None: the same).
 
-    A full one that the checkpoint leaves out is the target's. A quantised one of the head's own has a coarse form.
+    A full one that the checkpoint leaves out is the target's. Also the weights of a quantised one of the head's own.
     """
     if num_ids == shape.vocab_size and ids is None and shape.hidden_size == shared.shape.hidden_size:
         return shared.head(None, full_head(shape, loader, names)), None
     own = loader.weight(names.of_plain(HEAD), (num_ids, shape.hidden_size))
     head = VocabHead(own, num_ids, RankGroup(), loader.quantization)
-    return head, CoarseOutput.of(own) if loader.quantization in ("int8", "int4") else None
+    return head, own if loader.quantization in ("int8", "int4") else None

@@ -17,6 +17,7 @@ from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.packed_layers import EmbedAndHead, LayerParts
 from specray.ops.cpu.packed_network import CoarseOutput, StateInput
 from specray.ops.cpu.trees import TreeNetwork
+from specray.ops.grouped_weight import Weight
 from specray.ops.linear import is_row_wise
 
 
@@ -83,12 +84,12 @@ def tree_network(
     num_columns: int,
     state_is_normed: bool = False,
     output_is_normed: bool = False,
-    coarse: CoarseOutput | None = None,
+    quantised_output: Weight | None = None,
 ) -> TreeNetwork | None:
     """A draft model as one function that grows trees; None if it is not fused.
 
-    `states` None: the layers read the embedding alone. `coarse` replaces the matrix of `head`. The other arguments are
-    those of TreeNetwork.
+    `states` None: the layers read the embedding alone. `quantised_output` are the weights of `head`, to
+    be read in a coarse form. The other arguments are those of TreeNetwork.
     """
     matrix = _whole_matrix(embedding, head)
     if layers is None or matrix is None:
@@ -96,7 +97,7 @@ def tree_network(
     inputs = None if states is None else _state_input(states)
     weight = None if norm is None else norm.float_weight
     ids = None if target_ids is None else target_ids.to(torch.int64)
-    output = coarse or matrix
+    output = matrix if quantised_output is None else CoarseOutput.of(layers.kernels, quantised_output)
     return TreeNetwork(
         layers, embedding.weight, inputs, weight, output, num_columns, ids, state_is_normed, output_is_normed
     )

@@ -16,6 +16,7 @@ class Loader:
     """Takes tensors from a WeightReader for one rank of `group`.
 
     `quantization` is that of the model's linears, `moe_runner_backend` names the kernels of its experts.
+    `screens_output`: steps of the model may need only the largest logits (see VocabHead).
     """
 
     def __init__(
@@ -28,12 +29,14 @@ class Loader:
         quantization: str | None = None,
         group: RankGroup | None = None,
         moe_runner_backend: str = "auto",
+        screens_output: bool = False,
     ) -> None:
         self.folder = folder
         self.dtype = dtype
         self.device = device
         self.quantization = quantization
         self.moe_runner_backend = moe_runner_backend
+        self.screens_output = screens_output
         self.group = group or RankGroup()
         self._reader = WeightReader(folder, load_format)
         self._read: set[str] = set()

@@ -15,6 +15,8 @@ from specray.models.target_matrices import TargetMatrices
 class ParallelHead(Eagle3Head):
     """An EAGLE-3 head with a mask."""
 
+    grows_trees = False
+
     def __init__(
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
     ) -> None:

@@ -1,7 +1,7 @@
 """`quantization_config` of a checkpoint: which methods are read, and by which names their parts are stored.
 
-Weights alone are read as quantised. Scales of activations and of the KV cache are ignored: both keep the type that the
-engine computes in, which is more precise than what the checkpoint was made for.
+Weights alone are read as quantised. Scales of activations and of the KV cache are ignored: both have the type
+that the engine is configured for.
 """
 
 import json

@@ -102,8 +102,15 @@ def resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> 
     return stored
 
 
-def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: torch.device, progress: bool) -> CausalLM:
-    """The model with this rank's part of the weights."""
+def load_model(
+    folder: Path,
+    config: EngineConfig,
+    group: RankGroup,
+    device: torch.device,
+    progress: bool,
+    screens_output: bool = False,
+) -> CausalLM:
+    """The model with this rank's part of the weights; `screens_output`: see Loader."""
     model_config = load_config(folder)
     check_ranks(model_config, group.size)
     dtype = resolve_dtype(config.dtype, model_config, device)
@@ -117,6 +124,7 @@ def load_model(folder: Path, config: EngineConfig, group: RankGroup, device: tor
         config.quantization,
         group,
         config.moe_runner_backend,
+        screens_output,
     )
     try:
         positions = context_length(model_config, config.context_length)

@@ -39,6 +39,8 @@ class TargetModel(Protocol):
     max_positions: int
     is_row_wise: bool  # apart from attention, a row's result has the same bits whatever the other rows are
 
+    can_round_kv: bool  # whether its KV may lie in a pool in int8
+
     @property
     def shape(self) -> ModelShape: ...
 
@@ -65,8 +67,8 @@ class TargetModel(Protocol):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(final hidden states, logits of the rows `places` int64 [n] or of all, aux hidden states).
 
-        The logits are this rank's columns (see VocabHead). With `only_largest`, only the largest of each row have the
-        bits that they have without it; the others may be less precise, but are smaller.
+        The logits are this rank's columns (see VocabHead). With `only_largest`, only each row's largest logit
+        is exact, bit for bit; the others are approximate, and smaller.
         """
 
     def step_forward(self, attention: AttentionBackend) -> StepForward:

@@ -26,11 +26,7 @@ def make_backend(
     SpeculativeConfig.attention_mode; a drafter's trees, which grow by one level at a time, are decoded.
     """
     own = kernels_on(pool.device) if name == "auto" else None
-    if pool.dtype is torch.int8 and own is None:
-        raise ConfigError(
-            f"kv_cache_dtype=int8 needs the CPU kernels, and here attention_backend={name} runs on {pool.device.type}"
-            f"{' without them' if pool.device.type == 'cpu' else ''}; set kv_cache_dtype: auto"
-        )
+    assert pool.dtype is not torch.int8 or own is not None, name  # see check_int8_kv
     if name == "flashinfer":
         return _flashinfer(pool, num_heads, tree_mode)
     if name == "fa":
@@ -42,6 +38,15 @@ def make_backend(
 
         return TritonAttention(pool, num_heads)
     return TorchAttention(pool, num_heads) if own is None else PagedAttention(own, pool, num_heads)
+
+
+def check_int8_kv(name: str, device: torch.device) -> None:
+    """ConfigError unless the attention backend `name` reads a KV pool in int8 on `device`."""
+    if name != "auto" or kernels_on(device) is None:
+        raise ConfigError(
+            f"kv_cache_dtype=int8 needs the compiled CPU kernels, which attention_backend={name} on {device.type} does "
+            "not use; set kv_cache_dtype: auto, or on a CPU attention_backend: auto"
+        )
 
 
 def _flashinfer(pool: Tensor, num_heads: int, tree_mode: str) -> AttentionBackend:

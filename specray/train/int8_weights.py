@@ -1,7 +1,8 @@
 """Head matrices in int8, in compressed-tensors' layout (`pack-quantized`, groups of 32 inputs).
 
 A drafter's weights need less precision than the target's, because the target checks each draft. Served in int8, as the
-CPU kernels do by default, a head keeps these very integers and scales.
+CPU kernels do by default, a head keeps these very integers and scales; only an output matrix of its own is rounded
+again, to 4 bits (see CoarseOutput).
 """
 
 from typing import Any

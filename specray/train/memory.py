@@ -8,7 +8,7 @@ import ctypes
 import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
-_INT_MAX = 2**31 - 1
+_OFF = -1
 
 
 def keep_freed_memory() -> None:
@@ -20,4 +20,4 @@ def keep_freed_memory() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_M_MMAP_MAX, 0)
-        library.mallopt(_M_TRIM_THRESHOLD, _INT_MAX)
+        library.mallopt(_M_TRIM_THRESHOLD, _OFF)

@@ -10,7 +10,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.registry import context_length, load_config, load_model
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBatch, FusedAttend
-from specray.ops.backends import make_backend
+from specray.ops.backends import check_int8_kv, make_backend
 from specray.spec_decode.drafter import TargetView
 from specray.worker.kv_cache import KVCache
 from specray.worker.kv_size import count_blocks, kv_dtype
@@ -36,8 +36,15 @@ class LoadedTarget:
     ) -> None:
         """`placement` is the drafter's; `uses_cuda_ipc`: see DraftEndpoint."""
         self._config, self._folder, self._device = config, folder, device
-        self.model = model or load_model(folder, config, group, device, progress)
+        if config.kv_cache_dtype == "int8":
+            check_int8_kv(config.attention_backend, device)
+        self.model = model or load_model(folder, config, group, device, progress, screens_output=True)
         model_config = load_config(folder)
+        if config.kv_cache_dtype == "int8" and not self.model.can_round_kv:
+            raise ConfigError(
+                "kv_cache_dtype=int8 is not supported for multi-head latent attention, whose rows mix a latent and "
+                "rotary positions; set kv_cache_dtype: auto"
+            )
         self._architecture = (model_config.architectures or [""])[0]
         self.context_length = context_length(model_config, config.context_length)
         shape, dtype = self.model.shape, self.model.embedding.weight.dtype

@@ -18,21 +18,22 @@ namespace specray {
 constexpr int KEYS = 64;  // of a block
 
 struct Pool {
-  static constexpr int32_t BYTES = 3;
+  static constexpr int32_t INT8 = 3;
 
-  void* data;  // of one layer: [slots, 2, heads, dim]; with a scale behind each row of BYTES
-  int32_t type;  // FLOAT32, BFLOAT16, FLOAT16 or BYTES
+  void* data;  // of one layer: [slots, 2, heads, dim]; in INT8 a head's row is followed by its float32 scale
+  int32_t type;  // FLOAT32, BFLOAT16, FLOAT16 or INT8
   int32_t num_heads;
   int32_t dim;
 };
 
-// Numbers of a row in the pool, and what they are multiplied with.
+// Elements of a head's row, its scale included.
 template <class T>
 inline int row_size(int dim) {
-  return std::is_same_v<T, byte8> ? dim + int(sizeof(float)) : dim;
+  return std::is_same_v<T, scaled_int8> ? dim + int(sizeof(float)) : dim;
 }
 
-inline float row_scale(const byte8* row, int dim) {
+// The scale of a head's row.
+inline float row_scale(const scaled_int8* row, int dim) {
   float scale;
   std::memcpy(&scale, row + dim, sizeof(scale));
   return scale;
@@ -154,7 +155,7 @@ class Heads {
       Floats dots[H];
       multiply_keys(k + key, dots);
       Floats scales = splat(scale);
-      if constexpr (std::is_same_v<T, byte8>)
+      if constexpr (std::is_same_v<T, scaled_int8>)
         for (int i = 0; i < WIDTH; ++i) scales[i] *= row_scale(k[key + i], dim_);
       for (int h = 0; h < H; ++h) {
         const Floats scores = is_seen ? dots[h] * scales : splat(-INFINITY);
@@ -164,7 +165,7 @@ class Heads {
     }
     float shrink[H];
     for (int h = 0; h < H; ++h) shrink[h] = runs_[h].weigh(weights[h], best[h], count);
-    if constexpr (std::is_same_v<T, byte8>) {
+    if constexpr (std::is_same_v<T, scaled_int8>) {
       for (int key = skipped; key < count; ++key) {
         const float of_value = row_scale(v[key], dim_);
         for (int h = 0; h < H; ++h) weights[h][key] *= of_value;
@@ -371,7 +372,7 @@ inline void attend_any(
   switch (pool.type) {
     case 0: return attend<float>(pool, requests, num_heads, q, q_stride, out, member);
     case 1: return attend<bfloat16>(pool, requests, num_heads, q, q_stride, out, member);
-    case Pool::BYTES: return attend<byte8>(pool, requests, num_heads, q, q_stride, out, member);
+    case Pool::INT8: return attend<scaled_int8>(pool, requests, num_heads, q, q_stride, out, member);
     default: return attend<float16>(pool, requests, num_heads, q, q_stride, out, member);
   }
 }
@@ -384,9 +385,9 @@ inline void write_row(const Pool& pool, int64_t slot, int which, const float* fr
 }
 
 // The same, each head rounded to 127 steps on each side of zero. What is not finite has a scale that is not a number.
-inline void write_bytes(const Pool& pool, int64_t slot, int which, const float* from) {
+inline void write_int8(const Pool& pool, int64_t slot, int which, const float* from) {
   for (int head = 0; head < pool.num_heads; ++head, from += pool.dim) {
-    byte8* to = const_cast<byte8*>(pool_row<byte8>(pool, slot, which, head));
+    scaled_int8* to = const_cast<scaled_int8*>(pool_row<scaled_int8>(pool, slot, which, head));
     float most = 0.0f;
     bool is_finite = true;
     for (int i = 0; i < pool.dim; ++i) {
@@ -423,7 +424,7 @@ inline void write_kv(const Pool& pool, int64_t slot, const float* k, const float
     if (pool.type == 0) write_row<float>(pool, slot, which, from);
     if (pool.type == 1) write_row<bfloat16>(pool, slot, which, from);
     if (pool.type == 2) write_row<float16>(pool, slot, which, from);
-    if (pool.type == Pool::BYTES) write_bytes(pool, slot, which, from);
+    if (pool.type == Pool::INT8) write_int8(pool, slot, which, from);
   }
 }
 

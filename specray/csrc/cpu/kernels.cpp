@@ -108,7 +108,7 @@ void specray_gated(
 }
 
 // Writes kv [count, 2, kv_heads, dim] to slots `written`, then out [count, heads, dim] = attention of q over the pool.
-// q, kv and out are of the pool's type.
+// q, kv and out are of `type`; the pool may be in int8.
 void specray_attention(
     const Pool* pool, const Requests* requests, const int64_t* written, int64_t count, int32_t num_heads,
     const void* q, const void* kv, void* out, int32_t type, int32_t num_threads) {
@@ -171,7 +171,7 @@ void specray_likeliest(
 void specray_soft_labels(void* logits, int32_t type, int64_t count, int64_t size, int64_t* best, int32_t num_threads) {
   run_on_team(num_threads, 1, [&](Member& member) {
     LabelRows rows(size);
-    member.share(int(count), [&](int64_t r) { best[r] = rows.make(logits, type, r); });
+    member.share(int(count), [&](int64_t r) { best[r] = rows.softmax(logits, type, r); });
   });
 }
 

@@ -184,7 +184,7 @@ struct EmbedAndHead {
 
 // A model's forward pass from token ids [T] to logits [num_places, num_columns] of the rows `places` (null: of all).
 // `hidden` [T, hidden] receives the residual stream that leaves the last layer, `final` [T, hidden] its norm. With
-// `only_largest`, each row's largest logit is exact, and the others are at least near enough to be smaller.
+// `only_largest`, each row's largest logit is exact, and the others are approximate and smaller.
 inline void run_model(
     const EmbedAndHead& model, const Layer* layers, int num_layers, const Sizes& sizes, const Step& step, const int64_t* ids,
     const int64_t* places, int num_places, float* hidden, float* final, float* logits, const Taps& taps,

@@ -56,7 +56,7 @@ class LabelRows {
  public:
   explicit LabelRows(int64_t size) : size_(size), row_(size, UNLIKELY) {}
 
-  int64_t make(void* logits, int type, int64_t row) {
+  int64_t softmax(void* logits, int type, int64_t row) {
     row_.read(logits, type, row);
     const float most = row_.most();
     int64_t best = 0;
@@ -87,13 +87,13 @@ class LossRows {
     Floats products{};
     for (int64_t i = 0; i < drafted_.padded_size(); i += WIDTH) products += wanted_.at(i) * drafted_.at(i);
     const float total = drafted_.exponentiate(most), inverse = 1.0f / total;
-    Floats overlaps{}, lackings{};
+    Floats overlaps{}, lacking_sums{};
     for (int64_t i = 0; i < drafted_.padded_size(); i += WIDTH) {
       const Floats p = drafted_.at(i) * inverse, w = wanted_.at(i);
       overlaps += p < w ? p : w;
-      lackings += p < w ? p : Floats{};  // those that a higher logit brings nearer
+      lacking_sums += p < w ? p : Floats{};  // those that a higher logit brings nearer
     }
-    const float lacking = sum(lackings);
+    const float lacking = sum(lacking_sums);
     for (int64_t i = 0; i < drafted_.padded_size(); i += WIDTH) {
       const Floats p = drafted_.at(i) * inverse, w = wanted_.at(i);
       const Floats crossed = p - w, distance = p * lacking - (p < w ? p : Floats{});

@@ -5,8 +5,8 @@
 //
 // Quantised weights are w = scale * (u - zero) + low with unsigned integers u, for groups of 32 or 16 inputs. This holds
 // GGUF's types as they are stored. Activations are rounded to 8 bits in groups of 32; products of a group are summed
-// exactly, as integers. Where weights have 8 bits, activations are sums of two such numbers: one alone would lose more
-// than the weights do.
+// exactly, as integers. Where weights have 8 bits, activations are sums of two such numbers, except for Q8_ROUGH: one
+// alone would lose more than the weights do.
 #pragma once
 
 #include "rows.h"

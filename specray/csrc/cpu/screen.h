@@ -4,8 +4,8 @@
 // matrix can hold a row's largest logit; these are computed again from the matrix itself. Their largest is the largest
 // of all, with the bits that the whole product would have given.
 //
-// By Cauchy and Schwarz, with w and x as the matrix's product reads them and w', x' as the copy's does,
-// |w x - w' x'| <= |w - w'| |x| + |w'| |x - x'|, and rounding of the two sums adds at most a share of |w| |x|.
+// By the Cauchy-Schwarz inequality, with w and x as the matrix's product reads them and w', x' as the copy's does,
+// |w x - w' x'| <= |w - w'| |x| + |w'| |x - x'|. Rounding in the two sums adds at most (ins + 64) 2^-23 |w| |x|.
 #pragma once
 
 #include <cmath>
@@ -25,13 +25,13 @@ struct Screen {
   const float* norms;   // [outs]: the larger of |w| and |w'|
 };
 
-// One run's rows, and the blocks that they need exactly. All members of a team call `run`.
+// The rows of one run, and the blocks whose products must be computed exactly. All members of a team call `run`.
 class ScreenedProduct {
  public:
   ScreenedProduct(const Matrix& matrix, const Screen& screen, int count)
       : matrix_(matrix), screen_(screen), count_(count), num_blocks_(matrix.outs / LANES),
         exact_(form_of(matrix.kind), count, matrix.ins), coarse_(form_of(screen.matrix.kind), count, matrix.ins),
-        lengths_(count), slacks_(count), highs_(int64_t(count) * num_blocks_), lows_(highs_.size()) {}
+        row_norms_(count), slacks_(count), upper_(int64_t(count) * num_blocks_), lower_(upper_.size()) {}
 
   static constexpr int NUM_PHASES = 3;
 
@@ -43,9 +43,9 @@ class ScreenedProduct {
     coarse_.set(row, read.data());
     coarse_.read(row, rounding.data());
     for (int i = 0; i < ins; ++i) rounding[i] -= read[i];
-    lengths_[row] = std::sqrt(dot(read.data(), read.data(), ins));
-    const float of_sums = float(ins + 64) * 0x1p-23f;  // twice what sums of so many products can lose
-    slacks_[row] = std::sqrt(dot(rounding.data(), rounding.data(), ins)) * 1.001f + lengths_[row] * of_sums;
+    row_norms_[row] = norm_of(read);
+    const float sum_error = float(ins + 64) * 0x1p-23f;  // twice what sums of so many products can lose
+    slacks_[row] = norm_of(rounding) * 1.001f + row_norms_[row] * sum_error;
   }
 
   template <class Write>
@@ -54,13 +54,13 @@ class ScreenedProduct {
       Floats high = splat(-INFINITY), low = high;
       for (int n = 0; n < N; ++n) {
         const Floats value = load<Floats>(values + n * WIDTH);
-        const Floats error = load<Floats>(screen_.errors + channel + n * WIDTH) * lengths_[r] +
+        const Floats error = load<Floats>(screen_.errors + channel + n * WIDTH) * row_norms_[r] +
                              load<Floats>(screen_.norms + channel + n * WIDTH) * slacks_[r];
         high = largest(high, value + error);
         low = largest(low, value - error);
       }
-      highs_[int64_t(r) * num_blocks_ + channel / LANES] = largest_of(high);
-      lows_[int64_t(r) * num_blocks_ + channel / LANES] = largest_of(low);
+      upper_[int64_t(r) * num_blocks_ + channel / LANES] = largest_of(high);
+      lower_[int64_t(r) * num_blocks_ + channel / LANES] = largest_of(low);
       write(r, channel, values);
     });
     member.share(1, [&](int) { find_blocks(); });
@@ -68,15 +68,21 @@ class ScreenedProduct {
   }
 
  private:
-  // What is not a number is in doubt.
+  // Squares of smaller numbers than 1e-18 may be lost, so as much is added.
+  static float norm_of(const std::vector<float>& x) {
+    const int size = int(x.size());
+    return std::sqrt(dot(x.data(), x.data(), size)) + 1e-18f * std::sqrt(float(size));
+  }
+
+  // A block whose bound is not a number is computed exactly.
   void find_blocks() {
     std::vector<uint8_t> is_wanted(num_blocks_);
     for (int r = 0; r < count_; ++r) {
-      const float *highs = highs_.data() + int64_t(r) * num_blocks_, *lows = lows_.data() + int64_t(r) * num_blocks_;
-      float least = -INFINITY;  // that the largest logit can be
+      const float *upper = upper_.data() + int64_t(r) * num_blocks_, *lower = lower_.data() + int64_t(r) * num_blocks_;
+      float bound = -INFINITY;  // the row's largest logit is at bound this
       for (int block = 0; block < num_blocks_; ++block)
-        least = lows[block] > least || lows[block] != lows[block] ? lows[block] : least;
-      for (int block = 0; block < num_blocks_; ++block) is_wanted[block] |= !(highs[block] < least);
+        bound = lower[block] > bound || lower[block] != lower[block] ? lower[block] : bound;
+      for (int block = 0; block < num_blocks_; ++block) is_wanted[block] |= !(upper[block] < bound);
     }
     for (int block = 0; block < num_blocks_; ++block)
       if (is_wanted[block]) blocks_.push_back(block);
@@ -86,9 +92,9 @@ class ScreenedProduct {
   const Screen& screen_;
   const int count_, num_blocks_;
   Rows exact_, coarse_;
-  std::vector<float> lengths_, slacks_;  // by row: |x|; what |w'| or |w| is multiplied with in the bound
-  std::vector<float> highs_, lows_;      // [count, blocks]: bounds of each block's largest logit
-  std::vector<int> blocks_;
+  std::vector<float> row_norms_, slacks_;  // by row: |x|; what |w'| or |w| is multiplied with in the bound
+  std::vector<float> upper_, lower_;  // [count, blocks]: bounds of each block's largest logit
+  std::vector<int> blocks_;  // to be computed exactly
 };
 
 }  // namespace specray

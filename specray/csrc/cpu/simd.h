@@ -44,7 +44,7 @@ struct bfloat16 {
 struct float16 {
   uint16_t bits;
 };
-struct byte8 {  // a number of 8 bits, to be multiplied with a scale
+struct scaled_int8 {  // a number of 8 bits, to be multiplied with a scale
   int8_t value;
 };
 
@@ -188,7 +188,7 @@ inline float largest_of(Floats v) {
 
 inline float to_float(float value) { return value; }
 
-inline float to_float(byte8 value) { return value.value; }
+inline float to_float(scaled_int8 value) { return value.value; }
 
 inline float to_float(bfloat16 value) {
   return bits_of<float>(uint32_t(value.bits) << 16);
@@ -250,7 +250,7 @@ inline Floats load_floats(const float16* from) {
 #endif
 }
 
-inline Floats load_floats(const byte8* from) {
+inline Floats load_floats(const scaled_int8* from) {
 #if defined(SPECRAY_AVX512)
   return Floats(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from))));
 #else

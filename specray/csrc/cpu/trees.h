@@ -1,7 +1,8 @@
 // Draft trees that grow level by level on a draft model's own outputs, with all levels in one call.
 //
 // The rules are those of specray/spec_decode/tree_growth.py and eagle_tree.py: EAGLE-2's dynamic tree (Li et al.,
-// arXiv:2406.16858). Both grow the same trees; here, levels that would add no node are left out.
+// arXiv:2406.16858). Both grow the same trees, up to the precision of the output matrix; here, levels that would add no
+// node are left out.
 #pragma once
 
 #include <algorithm>
@@ -209,7 +210,8 @@ class TreeGrowth {
         logits_(int64_t(count_) * network.num_columns), probs_(int64_t(count_) * growth.topk), ids_(probs_.size()),
         positions_(count_), written_(count_), query_lens_(growth.num_trees, growth.topk), kv_lens_(growth.num_trees),
         tree_sizes_(2 * growth.num_trees), mask_(int64_t(count_) * columns_),
-        slots_width_(growth.slots_width + columns_), slots_(int64_t(growth.num_trees) * slots_width_) {}
+        slots_width_(growth.slots_width + columns_), slots_(int64_t(growth.num_trees) * slots_width_),
+        is_grown_(growth.num_levels) {}
 
   // Phases of growing.
   static int num_phases(const DraftNetwork& network, const Growth& growth) {
@@ -234,11 +236,11 @@ class TreeGrowth {
       });
       member.share(1, [&](int) {
         std::swap(states_, next_states_);
-        is_grown_ = std::none_of(trees_.begin(), trees_.end(), [&](const Candidates& tree) {
+        is_grown_[level] = std::none_of(trees_.begin(), trees_.end(), [&](const Candidates& tree) {
           return tree.can_improve(growth.num_drafts);
         });
       });
-      if (is_grown_) break;
+      if (is_grown_[level]) break;
     }
     member.share(growth.num_trees, [&](int tree) {
       const int64_t first = int64_t(tree) * (1 + growth.num_drafts);
@@ -359,7 +361,7 @@ class TreeGrowth {
   std::vector<uint8_t> mask_;
   const int slots_width_;
   std::vector<int64_t> slots_;
-  bool is_grown_ = false;  // further levels would not change the trees
+  std::vector<uint8_t> is_grown_;  // by level: further ones would not change the trees
 };
 
 }  // namespace specray

@@ -34,9 +34,10 @@ class PackedMatrix:
         return len(self._packed.data)
 
     def screen_of(self, weight: Weight) -> Screen | None:
-        """A screen of this matrix, which was packed from `weight`; None if it is quantised."""
-        is_dense = isinstance(weight, Tensor) and self.struct.kind == FLOAT_TYPES[weight.dtype]
-        return Screen.of(self._kernels, weight) if is_dense and isinstance(weight, Tensor) else None
+        """A screen of this matrix, which was packed from `weight`; None if it is quantised or has a bias."""
+        if not isinstance(weight, Tensor) or self.struct.kind != FLOAT_TYPES[weight.dtype] or self.struct.bias:
+            return None
+        return Screen.of(self._kernels, weight)
 
     def largest(self, x: Tensor, screen: Screen) -> Tensor:
         """float32 [T, out], of which only the largest of each row are exact, if `screen` is this matrix's."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specray.ops.cpu.layers import FusedLayers
-from specray.ops.cpu.library import kernels
+from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES, DraftNetwork, Matrix
@@ -33,12 +33,9 @@ class CoarseOutput(NamedTuple):
     rows: Tensor  # [num_columns, H]
 
     @classmethod
-    def of(cls, weight: Weight) -> "CoarseOutput | None":
-        """None without the kernels."""
-        if (own := kernels()) is None:
-            return None
+    def of(cls, kernels: Kernels, weight: Weight) -> "CoarseOutput":
         rows = weight if isinstance(weight, Tensor) else weight.float().bfloat16()
-        return cls(PackedMatrix(own, to_int4(rows)), rows.contiguous())
+        return cls(PackedMatrix(kernels, to_int4(rows)), rows.contiguous())
 
 
 class PackedNetwork:

@@ -7,15 +7,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specray.ops.cpu import structs
 from specray.ops.cpu.library import Kernels
-from specray.ops.cpu.packing import Packed, kind_of, pack
+from specray.ops.cpu.packing import Packed, pack
 from specray.ops.cpu.pointer import pointer
-from specray.ops.grouped_weight import GroupedWeight, to_int8
+from specray.ops.grouped_weight import GROUP, GroupedWeight
 
-_Q8, _Q8_ROUGH = 6, 11  # `Kind` in matrix.h
-_CHUNK = 4096  # rows whose errors are computed at once
+_Q8_ROUGH = 11  # `Kind` in matrix.h
+_ZERO = 128  # the integer that stands for 0
+_SMALLEST_HALF = 2.0**-14  # smaller float16 numbers lose precision
+_CHUNK = 4096  # rows that are rounded at once
 _MARGIN = 1.001  # for the rounding of the norms themselves
 
 
@@ -28,17 +31,22 @@ class Screen(NamedTuple):
 
     @classmethod
     def of(cls, kernels: Kernels, weight: Tensor) -> "Screen | None":
-        """None for weights whose copy has another kind than the kernel's."""
-        copy = to_int8(weight)
-        if kind_of(copy) != _Q8:
+        """None for weights that are not finite, or too large for scales in float16."""
+        outs, ins = weight.shape
+        width = -(-ins // GROUP) * GROUP
+        copy = GroupedWeight(
+            ins, torch.empty(outs, width, dtype=torch.uint8), torch.empty(outs, width // GROUP), None, _ZERO, 8
+        )
+        errors, norms = torch.zeros(2, outs)
+        for first in range(0, outs, _CHUNK):  # so that loading takes little more memory than the copy
+            part = slice(first, min(first + _CHUNK, outs))
+            _round_into(copy.rows(part), errors[part], norms[part], weight[part].float())
+        if not copy.scales.isfinite().all():
             return None
         packed = pack(kernels, [copy])
         packed.struct.kind = _Q8_ROUGH
-        errors, norms = torch.full((packed.struct.outs,), torch.inf), torch.zeros(packed.struct.outs)
-        for first in range(0, len(weight), _CHUNK):
-            rows = slice(first, min(first + _CHUNK, len(weight)))
-            errors[rows], norms[rows] = _bounds(weight[rows].float(), copy.rows(rows))
-        return cls(packed, errors * _MARGIN, norms * _MARGIN)
+        padding = packed.struct.outs - outs
+        return cls(packed, pad(errors * _MARGIN, (0, padding), value=torch.inf), pad(norms * _MARGIN, (0, padding)))
 
     @property
     def struct(self) -> structs.Screen:
@@ -49,6 +57,12 @@ class Screen(NamedTuple):
         return len(self.packed.data)
 
 
-def _bounds(rows: Tensor, copy: GroupedWeight) -> tuple[Tensor, Tensor]:
+def _round_into(copy: GroupedWeight, errors: Tensor, norms: Tensor, rows: Tensor) -> None:
+    """Fill `copy` with `rows` [n, ins] in 8 bits, `errors` and `norms` [n]."""
+    groups = pad(rows, (0, -rows.shape[1] % GROUP)).view(len(rows), -1, GROUP)
+    # Larger scales than a group needs cost precision, which the bounds account for.
+    copy.scales.copy_((groups.abs().amax(-1) / 127).clamp(min=_SMALLEST_HALF).half())
+    copy.ints.copy_((groups / copy.scales[..., None]).round_().clamp_(-127, 127).add_(_ZERO).flatten(1))
     copied = copy.float()
-    return (rows - copied).norm(dim=1), torch.maximum(rows.norm(dim=1), copied.norm(dim=1))
+    errors.copy_((rows - copied).norm(dim=1))
+    norms.copy_(torch.maximum(rows.norm(dim=1), copied.norm(dim=1)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from specray.errors import ConfigError
 from specray.ops.attention import AttentionBatch, make_pool, move_kv
 from specray.ops.attention_torch import _BATCH_BYTES, _SHORT, _grouped
-from specray.ops.backends import make_backend
+from specray.ops.backends import check_int8_kv, make_backend
 from specray.ops.cpu.library import kernels
 
 NUM_SLOTS = 400
@@ -407,9 +407,10 @@ def test_what_is_not_finite_stays_so_in_int8() -> None:
 
 
 def test_a_pool_in_int8_needs_the_kernels() -> None:
-    pool = make_pool(1, NUM_SLOTS, 1, DIM, torch.int8, torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype=int8 needs the CPU kernels.*attention_backend=torch"):
-        make_backend("torch", pool, 1)
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype=int8 needs the compiled CPU kernels.*attention_backend=torch"
+    ):
+        check_int8_kv("torch", torch.device("cpu"))
 
 
 def test_overlapping_moves_read_the_old_values() -> None:

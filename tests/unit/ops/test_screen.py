@@ -12,13 +12,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def screened(weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The screened product and the whole one, float32. They are the same if the weights can have no screen."""
+    """The screened product and the whole one, float32."""
     own = kernels()
     if own is None:
         pytest.skip("needs the CPU kernels")
     matrix = PackedMatrix(own, weight)
-    screen, whole = matrix.screen_of(weight), matrix(x, torch.float32)
-    return whole if screen is None else matrix.largest(x, screen), whole
+    screen = matrix.screen_of(weight)
+    assert screen is not None
+    return matrix.largest(x, screen), matrix(x, torch.float32)
 
 
 def assert_largest(found: torch.Tensor, whole: torch.Tensor) -> None:
@@ -59,13 +60,31 @@ def test_few_blocks_are_computed_again() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
-@pytest.mark.parametrize("place", ["weight", "x"])
-def test_what_is_not_finite_stays_so(value: float, place: str) -> None:
+def test_what_is_not_finite_stays_so(value: float) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(size, 40, generator=generator) for size in (100, 2))
-    (weight if place == "weight" else x)[1, 3] = value
+    x[1, 3] = value
     found, whole = screened(weight, x)
-    torch.testing.assert_close(found, whole, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(found[1], whole[1], equal_nan=True, rtol=0, atol=0)
+    assert_largest(found[:1], whole[:1])
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the CPU kernels")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e8])
+def test_weights_without_a_screen(value: float) -> None:
+    own, weight = kernels(), torch.randn(100, 40)
+    weight[1, 3] = value
+    assert own is not None
+    assert PackedMatrix(own, weight).screen_of(weight) is None
+    assert PackedMatrix(own, weight[4:], torch.ones(96)).screen_of(weight[4:]) is None
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-18, 1e-25, 0.0])
+def test_very_small_rows(size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(count, 64, generator=generator) for count in (300, 4))
+    assert_largest(*screened(weight, x * size))
+    assert_largest(*screened(weight * size, x))
 
 
 def test_more_rows_are_not_screened() -> None:
