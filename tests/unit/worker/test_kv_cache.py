@@ -1,5 +1,6 @@
 """KV of accepted nodes is moved behind the root; the pool has the configured size."""
 
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -9,9 +10,13 @@ from hypothesis import strategies as st
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
+from specray.ops.cpu.library import kernels
 from specray.worker.kv_cache import KVCache
 from specray.worker.kv_size import count_blocks
+from specray.worker.local import LocalExecutor
 from specray.worker.memory_plan import Demand
+from tests.support.architectures import write_architecture
+from tests.support.engine import make_llm
 
 CPU = torch.device("cpu")
 
@@ -64,3 +69,25 @@ def test_too_little_memory_for_one_block_is_refused() -> None:
 def test_the_pool_is_no_larger_than_all_requests_can_use() -> None:
     config = EngineConfig(max_running_requests=2, page_size=16, mem_fraction_static=0.9)
     assert count_blocks(config, Demand(1), 100, CPU) <= 2 * (100 + 16) // 16 + 1
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the CPU kernels")
+def test_kv_in_int8_takes_a_scale_and_a_byte_for_each_number(toy: Path) -> None:
+    with make_llm(toy, kv_cache_dtype="int8") as llm:
+        assert isinstance(llm.engine.executor, LocalExecutor)
+        worker = llm.engine.executor.worker
+        pool = worker._runner.kv.pool
+        assert pool.dtype is torch.int8
+        assert pool.shape[-1] == worker.model.shape.head_dim + 4
+
+
+def test_kv_in_int8_is_refused_without_the_kernels(toy: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=int8 needs .* attention_backend=torch on cpu"):
+        make_llm(toy, kv_cache_dtype="int8", attention_backend="torch")
+
+
+@pytest.mark.skipif(kernels() is None, reason="without them it is refused anyway")
+def test_kv_in_int8_is_refused_for_latent_attention(tmp_path: Path) -> None:
+    write_architecture("deepseek-v3", tmp_path)
+    with pytest.raises(ConfigError, match="kv_cache_dtype=int8 is not supported for multi-head latent attention"):
+        make_llm(tmp_path, kv_cache_dtype="int8")
