@@ -137,7 +137,10 @@ def _base(algorithm: str, config: EngineConfig) -> dict[str, Any]:
     if config.speculative.algorithm == algorithm:
         return config.speculative.model_dump()
     head = EMBEDDED_HEADS.get(algorithm) if config.model == EMBEDDED_MODEL else None
-    return {"algorithm": algorithm, "draft_model_path": head}
+    fields = {"algorithm": algorithm, "draft_model_path": head}
+    if "draft_model_quantization" in DRAFTERS[algorithm].options:
+        fields["draft_model_quantization"] = "auto"  # as in configs/
+    return fields
 
 
 def _named_files(match: re.Match[str]) -> dict[str, str | None]:
