@@ -139,7 +139,7 @@ gpu-report:  ## check the kernels on this machine's GPU and measure decode steps
 	$(PYTHON) -m benchmarks.gpu placement --json gpu-placement.json
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; resumes
-	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 7168 --run $(HEADS_DIR)/eagle3
+	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 16384 --weights int8 --run $(HEADS_DIR)/eagle3
 	$(BIN)/specray train eagle2 $(HEADS_ANSWERS) $(HEADS_TRAINING) --run $(HEADS_DIR)/eagle2
 	$(BIN)/specray train token-map $(HEADS_ANSWERS) --size 8192 --out $(HEADS_DIR)/frequent-8192.json
 	cp $(HEADS_DIR)/eagle3/head/* specray/heads/smollm2-135m-instruct-eagle3/
