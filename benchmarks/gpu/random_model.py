@@ -42,7 +42,7 @@ class RandomLoader(Loader):
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.folder, self.dtype, self.device = folder, dtype, device
-        self.quantization, self.group = None, RankGroup()
+        self.quantization, self.group, self.screens_output = None, RankGroup(), False
 
     def __contains__(self, name: str) -> bool:
         return True
