@@ -17,18 +17,21 @@ TESTS = [
     "tests/unit/ops/test_cpu_kernels.py",
     "tests/unit/ops/test_cpu_steps.py",
     "tests/unit/ops/test_attention.py",
+    "tests/unit/ops/test_screen.py",
+    "tests/unit/spec_decode/test_coarse_output.py",
+    "tests/unit/train/test_loss.py",
     "tests/unit/models/test_gguf_blocks.py",
 ]
 # Fused layers in every type: requests alone and in chunks, with and without trees.
 LAYERS = [
     f"tests/lossless/test_every_type.py::test_output_does_not_depend_on_the_layout_of_steps[{kind}-chunks of 16]"
-    for kind in ("bfloat16", "float16", "int8", "int4", "int4-float32")
+    for kind in ("bfloat16", "float16", "int8", "int4", "int4-float32", "KV in int8")
 ]
 # Where threads part the work has nothing to do with instructions, but a sanitizer can find that they go too far.
 THREADS = [layer.replace("chunks of 16", "two threads") for layer in LAYERS]
 TREES = [
     f"tests/unit/spec_decode/test_eagle.py::test_trees_equal_the_reference_with_and_without_a_cached_prefix[{head}]"
-    for head in ("EAGLE3", "EAGLE3-sliding", "EAGLE-map", "EAGLE-flat", "MTP")
+    for head in ("EAGLE3", "EAGLE3-deep", "EAGLE3-sliding", "EAGLE-map", "EAGLE-flat", "MTP")
 ]
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 # Counts of many draws show no more than equal tokens do, and neither Triton's interpreter nor torch's attention (and
