@@ -13,7 +13,7 @@ from torch import Tensor
 from specray.errors import ConfigError
 
 GROUP = 32
-_SMALLEST_HALF = 6.2e-5  # smaller scales lose precision in float16
+SMALLEST_HALF = 6.2e-5  # smaller scales lose precision in float16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,5 +133,5 @@ def _grouped(weight: Tensor) -> Tensor:
 def _as_half(scales: Tensor) -> Tensor:
     """Scales rounded to float16, where that keeps their precision in every group."""
     sizes = scales.abs()
-    is_safe = ((sizes == 0) | ((sizes >= _SMALLEST_HALF) & (sizes < 65504))).all()
+    is_safe = ((sizes == 0) | ((sizes >= SMALLEST_HALF) & (sizes < 65504))).all()
     return scales.half().float() if is_safe else scales

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specray.ops.grouped_weight import GROUP
-
-_LARGEST = 127
+from specray.ops.grouped_weight import GROUP, to_int8
 
 QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -43,18 +41,10 @@ def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and name.endswith(".weight") and tensor.shape[1] % GROUP == 0:
-            ints, scales = _quantised(tensor)
-            stored[f"{name}_packed"] = (ints + _LARGEST + 1).to(torch.uint8).view(torch.int32)
-            stored[f"{name}_scale"] = scales
+            rounded = to_int8(tensor)
+            stored[f"{name}_packed"] = rounded.ints.view(torch.int32)
+            stored[f"{name}_scale"] = rounded.scales.half() if rounded.is_exact_in_half else rounded.scales
             stored[f"{name}_shape"] = torch.tensor(tensor.shape)
         else:
             stored[name] = tensor
     return stored
-
-
-def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(int16 [outs, ins], bfloat16 scales [outs, ins / GROUP]); the integers are those of the rounded scales."""
-    groups = weight.float().view(len(weight), -1, GROUP)
-    scales = (groups.abs().amax(-1) / _LARGEST).clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
-    ints = (groups / scales.float()[:, :, None]).round().clamp(-_LARGEST, _LARGEST)
-    return ints.to(torch.int16).flatten(1), scales

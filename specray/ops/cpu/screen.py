@@ -13,11 +13,10 @@ from specray.ops.cpu import structs
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.packing import Packed, pack
 from specray.ops.cpu.pointer import pointer
-from specray.ops.grouped_weight import GROUP, GroupedWeight
+from specray.ops.grouped_weight import GROUP, SMALLEST_HALF, GroupedWeight
 
 _Q8_ROUGH = 11  # `Kind` in matrix.h
 _ZERO = 128  # the integer that stands for 0
-_SMALLEST_HALF = 2.0**-14  # smaller float16 numbers lose precision
 _CHUNK = 4096  # rows that are rounded at once
 _MARGIN = 1.001  # for the rounding of the norms themselves
 
@@ -61,7 +60,7 @@ def _round_into(copy: GroupedWeight, errors: Tensor, norms: Tensor, rows: Tensor
     """Fill `copy` with `rows` [n, ins] in 8 bits, `errors` and `norms` [n]."""
     groups = pad(rows, (0, -rows.shape[1] % GROUP)).view(len(rows), -1, GROUP)
     # Larger scales than a group needs cost precision, which the bounds account for.
-    copy.scales.copy_((groups.abs().amax(-1) / 127).clamp(min=_SMALLEST_HALF).half())
+    copy.scales.copy_((groups.abs().amax(-1) / 127).clamp(min=SMALLEST_HALF).half())
     copy.ints.copy_((groups / copy.scales[..., None]).round_().clamp_(-127, 127).add_(_ZERO).flatten(1))
     copied = copy.float()
     errors.copy_((rows - copied).norm(dim=1))
