@@ -16,7 +16,7 @@ from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.decoder_layer import DecoderLayer, FeedForward
-from specray.models.fused_forward import FusedForward, tapped
+from specray.models.fused_forward import FusedForward, in_order, tapped
 from specray.models.loading import Loader
 from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForward
 from specray.ops.attention import Attend, AttentionBackend
@@ -117,8 +117,7 @@ class CausalLM(nn.Module):
         taps = tapped(aux_hidden_state_layers, final_layer)
         copies = layers(hidden, positions, attend, taps, dtype=dtype)
         final = self.norm(hidden)
-        states = dict(zip(taps, copies, strict=True)) | {BEFORE_FINAL_NORM: hidden, final_layer: final}
-        return final, [states[index].to(dtype) for index in aux_hidden_state_layers]
+        return final, in_order(aux_hidden_state_layers, taps, copies, {BEFORE_FINAL_NORM: hidden, final_layer: final})
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""

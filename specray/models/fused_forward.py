@@ -37,8 +37,16 @@ class FusedForward:
         taps = tapped(aux_hidden_state_layers, num_layers)
         step = (token_ids, positions, attend, places)
         hidden, final, logits, copies = self._layers.forward(self._around, *step, taps, self._dtype, only_largest)
-        states = dict(zip(taps, copies, strict=True)) | {BEFORE_FINAL_NORM: hidden, num_layers: final}
-        return final, logits, [states[index].to(self._dtype) for index in aux_hidden_state_layers]
+        if taps and list(aux_hidden_state_layers) == taps:
+            return final, logits, [copies]
+        others = {BEFORE_FINAL_NORM: hidden, num_layers: final}
+        return final, logits, in_order(aux_hidden_state_layers, taps, copies, others)
+
+
+def in_order(wanted: Sequence[int], taps: Sequence[int], copies: Tensor, others: dict[int, Tensor]) -> list[Tensor]:
+    """The streams of the layers `wanted`, from the `copies` [T, len(taps) * H] and the `others`, in the copies' type."""
+    states = others | {index: copies.chunk(len(taps), 1)[place] for place, index in enumerate(taps)}
+    return [states[index].to(copies.dtype) for index in wanted]
 
 
 def tapped(aux_hidden_state_layers: Sequence[int], num_layers: int) -> list[int]:

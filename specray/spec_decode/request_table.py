@@ -81,13 +81,14 @@ class RequestTable:
     def flush(self, *rows: Sequence[int]) -> Tensor:
         """Write all changes to the device. `rows` are copied along and returned as int64 [len(rows), n]."""
         changes, self._changes = self._changes, []
+        if not changes:
+            return torch.tensor(rows, dtype=torch.int64).to(self.device)
         extra = np.array(rows, dtype=np.int64)
         places = [np.arange(first, first + len(values), dtype=np.int32) for first, values in changes]
         packed = np.concatenate([extra.ravel().view(np.int32), *places, *(values for _, values in changes)])
         columns, written = torch.from_numpy(packed).to(self.device).tensor_split((2 * extra.size,))
-        if changes:
-            index, values = written.chunk(2)
-            self._arena.index_copy_(0, index.long(), values)
+        index, values = written.chunk(2)
+        self._arena.index_copy_(0, index.long(), values)
         if not extra.size:  # an empty array may have strides that no view fits
             return torch.empty(extra.shape, dtype=torch.int64, device=self.device)
         return columns.view(torch.int64).view(extra.shape)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.propose_context import DraftRequest
+from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 
 
@@ -19,6 +20,8 @@ class WrittenSlots:
 
     def __init__(self, num_slots: int) -> None:
         self._is_written = np.zeros(num_slots, dtype=bool)
+        # By slot: all positions of this request before the number are written. Saves a look at each in every step.
+        self._complete: dict[int, tuple[RequestState, int]] = {}
 
     def update(self, table: RequestTable, requests: Sequence[DraftRequest], starts: Sequence[int]) -> None:
         """Record positions from `starts` to `end` as written, and others from the requests' `start` on as not written.
@@ -26,9 +29,12 @@ class WrittenSlots:
         The latter hold KV of another request or of rejected nodes.
         """
         for request, start in zip(requests, starts, strict=True):
-            kv_slots = table.host_kv_slots[request.slot, : table.states[request.slot].num_kv_slots]
-            self._is_written[kv_slots[request.start :]] = False
-            self._is_written[kv_slots[max(start, request.start) : request.end]] = True
+            state, start = table.states[request.slot], max(start, request.start)
+            kv_slots = table.host_kv_slots[request.slot, request.start : state.num_kv_slots]
+            self._is_written[kv_slots] = False
+            self._is_written[kv_slots[start - request.start : request.end - request.start]] = True
+            complete = min(self._num_complete(table, request), request.start)
+            self._complete[request.slot] = state, request.end if complete == start else complete
 
     def has(self, table: RequestTable, requests: Sequence[DraftRequest], positions: Sequence[int]) -> np.ndarray:
         """bool [R]: whether the KV slot at a position of each request is written."""
@@ -38,21 +44,32 @@ class WrittenSlots:
 
     def are_all(self, table: RequestTable, requests: Sequence[DraftRequest], first: int = 0) -> bool:
         """Whether all positions of the requests from `first` to before `end` are written."""
-        kv_slots = (table.host_kv_slots[request.slot, first : request.end] for request in requests)
-        return all(self._is_written[each].all() for each in kv_slots)
+        return all(self._is_complete(table, request, first) for request in requests)
 
     def visible(self, table: RequestTable, slots: Tensor, requests: Sequence[DraftRequest]) -> tuple[Tensor, list[int]]:
         """(KV slots int64 [R, n], how many) of each request's positions before `end` that are written, in order.
 
         `slots` is int64 [R] on the device, those of `requests`.
         """
-        ends = np.array([request.end for request in requests])
-        width = int(ends.max())
+        ends = [request.end for request in requests]
+        width = max(ends)
         if self.are_all(table, requests):
-            return table.ops.kv_slots(slots, None, width), ends.tolist()
+            return table.ops.kv_slots(slots, None, width), ends
         kv_slots = table.host_kv_slots[[request.slot for request in requests], :width]
-        is_inside = np.arange(width) < ends[:, None]
+        is_inside = np.arange(width) < np.array(ends)[:, None]
         is_visible = self._is_written[kv_slots] & is_inside
         order = np.argsort(~is_visible, axis=1, kind="stable")
         packed = np.take_along_axis(kv_slots, order, 1).astype(np.int64)
         return torch.from_numpy(packed).to(slots.device), is_visible.sum(1).tolist()
+
+    def _is_complete(self, table: RequestTable, request: DraftRequest, first: int) -> bool:
+        if self._num_complete(table, request) >= request.end:
+            return True
+        is_written = bool(self._is_written[table.host_kv_slots[request.slot, first : request.end]].all())
+        if is_written and first == 0:
+            self._complete[request.slot] = table.states[request.slot], request.end
+        return is_written
+
+    def _num_complete(self, table: RequestTable, request: DraftRequest) -> int:
+        state, num_complete = self._complete.get(request.slot, (None, 0))
+        return num_complete if state is table.states[request.slot] else 0

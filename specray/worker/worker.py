@@ -248,7 +248,8 @@ class Worker:
             places = torch.tensor(order, dtype=torch.int64).to(self._table.device)
             committed = (computed.roots, rows.counts, output.num_kept, output.nodes, sum(lengths))
             index = self._table.ops.committed_places(places, *committed)
-            return torch.cat([states.index_select(0, index) for states in computed.aux_hidden_states], -1)
+            parts = [states.index_select(0, index) for states in computed.aux_hidden_states]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
         return ProposeContext(
             self._table,

@@ -42,9 +42,10 @@ struct Step {
 struct Taps {
   void* const* copies;  // [layers + 1], where not null: receives what enters the layer; the last, what leaves the stack
   int32_t type;
+  int32_t stride;  // elements from one row of a copy to the next
 
   void copy(int layer, int64_t row, const float* x, int size) const {
-    if (copies && copies[layer]) write_values(x, size, copies[layer], type, row * size);
+    if (copies && copies[layer]) write_values(x, size, copies[layer], type, row * stride);
   }
 };
 

@@ -25,15 +25,15 @@ class FusedLayers(PackedLayers):
         first_input: Tensor | None = None,
         first_layer: int = 0,
         dtype: torch.dtype = torch.float32,
-    ) -> list[Tensor]:
+    ) -> Tensor:
         """Run the layers on the residual stream `hidden` float32 [T, hidden], in place.
 
-        Returns copies of the stream, of type `dtype`, as it enters the layers `taps`; len(layers) is what leaves the
-        last one.
+        Returns copies of the stream as it enters the layers `taps`, side by side, [T, len(taps) * hidden] of type
+        `dtype`; len(layers) is what leaves the last one.
         `first_input` float32 [T, in] is the first layer's input if it has no input norm. `first_layer` is that of the
         KV pool.
         """
-        copies, addresses = self._copies(len(hidden), taps, dtype)
+        copies, tapped = self._copies(len(hidden), taps, dtype)
         positions = positions.contiguous()
         step = self.step(positions, attend, first_layer)
         self.kernels.layers(
@@ -43,7 +43,7 @@ class FusedLayers(PackedLayers):
             ctypes.byref(step),
             pointer(first_input),
             pointer(hidden),
-            ctypes.byref(Taps(ctypes.addressof(addresses), FLOAT_TYPES[dtype])),
+            ctypes.byref(tapped),
             num_threads(self.num_bytes),
         )
         return copies
@@ -58,7 +58,7 @@ class FusedLayers(PackedLayers):
         taps: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
         only_largest: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """A whole model in one call. With `only_largest`, logits other than a row's largest may be less precise.
 
         Returns float32 (the stream that leaves the last layer [T, H], its norm [T, H], logits [n, V] of rows `places`
@@ -68,7 +68,7 @@ class FusedLayers(PackedLayers):
         hidden, final = torch.empty(2, count, size)
         num_places = count if places is None else len(places)
         logits = torch.empty(num_places, around.struct.num_columns)
-        copies, addresses = self._copies(count, taps, dtype)
+        copies, tapped = self._copies(count, taps, dtype)
         kept = (token_ids.contiguous(), positions.contiguous(), None if places is None else places.contiguous())
         step = self.step(kept[1], attend, 0)
         self.kernels.forward(
@@ -83,7 +83,7 @@ class FusedLayers(PackedLayers):
             pointer(hidden),
             pointer(final),
             pointer(logits),
-            ctypes.byref(Taps(ctypes.addressof(addresses), FLOAT_TYPES[dtype])),
+            ctypes.byref(tapped),
             only_largest,
             num_threads(self.num_bytes + around.num_bytes),
         )
@@ -91,13 +91,14 @@ class FusedLayers(PackedLayers):
 
     def _copies(
         self, count: int, taps: Sequence[int], dtype: torch.dtype
-    ) -> tuple[list[Tensor], "ctypes.Array[ctypes.c_void_p]"]:
-        """(copies of the stream to be filled, their addresses by layer)."""
-        copies = [torch.empty(count, self.sizes.hidden, dtype=dtype) for _ in taps]
+    ) -> tuple[Tensor, Taps]:
+        """(copies of the stream to be filled, where they lie)."""
+        size = self.sizes.hidden
+        copies = torch.empty(count, len(taps) * size, dtype=dtype)
         addresses = (ctypes.c_void_p * (len(self.structs) + 1))()
-        for index, copy in zip(taps, copies, strict=True):
-            addresses[index] = pointer(copy)
-        return copies, addresses
+        for number, index in enumerate(taps):
+            addresses[index] = copies.data_ptr() + number * size * dtype.itemsize
+        return copies, Taps(addresses, FLOAT_TYPES[dtype], len(taps) * size)
 
     def step(self, positions: Tensor, attend: PagedAttend, first_layer: int = 0) -> Step:
         """What the kernels read of a step, besides the layers. `positions` must be contiguous, and live as long."""

@@ -1,7 +1,7 @@
 """The constants and structs that the compiled kernels share with Python; their fields are explained in the headers."""
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
@@ -92,7 +92,7 @@ class Step(ctypes.Structure):
 class Taps(ctypes.Structure):
     """`Taps` in layers.h."""
 
-    _fields_ = (("copies", c_void_p), ("type", c_int32))
+    _fields_ = (("copies", POINTER(c_void_p)), ("type", c_int32), ("stride", c_int32))
 
 
 class Screen(ctypes.Structure):
