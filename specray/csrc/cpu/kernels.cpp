@@ -114,6 +114,7 @@ void specray_attention(
     const void* q, const void* kv, void* out, int32_t type, int32_t num_threads) {
   const int64_t width = int64_t(num_heads) * pool->dim, kv_width = int64_t(pool->num_heads) * pool->dim;
   std::vector<float> queries(count * width), seen(count * width);
+  const Queries of_requests(*requests);
   run_on_team(num_threads, 3, [&](Member& member) {
     std::vector<float> row(2 * kv_width);
     member.share(int(count), [&](int64_t r) {
@@ -121,7 +122,7 @@ void specray_attention(
       read_row(kv, type, r * 2 * kv_width, int(2 * kv_width), row.data());
       write_kv(*pool, written[r], row.data(), row.data() + kv_width);
     });
-    attend_any(*pool, *requests, num_heads, queries.data(), width, seen.data(), member);
+    attend_any(*pool, *requests, of_requests, num_heads, queries.data(), width, seen.data(), member);
     member.share(int(count), [&](int64_t r) {
       write_values(seen.data() + r * width, int(width), out, type, r * width);
     });
@@ -189,7 +190,7 @@ void specray_soft_loss(
   });
 }
 
-// See move_kv in attention.h.
+// See move_kv in kv_pool.h.
 void specray_move_kv(
     void* pool, int32_t num_layers, int64_t layer_bytes, int64_t slot_bytes, int32_t count, const int64_t* kv_slots,
     int32_t width, const int64_t* nodes, int32_t depth, const int64_t* num_kept) {

@@ -104,6 +104,7 @@ class Stack {
   void run(const Step& step, const float* first_input, float* hidden, const Taps& taps, Member& member) {
     const int count = int(step.count), size = sizes_.hidden;
     std::vector<float> row(size);
+    const Queries queries(step.requests);
     for (int i = 0; i < num_layers_; ++i) {
       const Layer& layer = layers_[i];
       const Inputs& inputs = inputs_[i];
@@ -124,7 +125,7 @@ class Stack {
         std::copy(values, values + columns, qkv_.data() + int64_t(r) * width_ + channel);
       });
       member.share(count, [&](int r) { finish_qkv(layer, step, pool, r); });
-      attend_any(pool, step.requests, sizes_.num_heads, qkv_.data(), width_, seen_.data(), member);
+      attend_any(pool, step.requests, queries, sizes_.num_heads, qkv_.data(), width_, seen_.data(), member);
       member.share(count, [&](int r) { inputs.out.set(r, seen_.data() + int64_t(r) * q_width_); });
       const auto add_to_hidden = [&](int r, int channel, const float* values) {
         float* to = hidden + int64_t(r) * size + channel;

@@ -138,7 +138,7 @@ inline float dot(const float* a, const float* b, int size) {
 
 // The sums of WIDTH vectors, four at a time: vectors i, i + WIDTH / 4, … give what `sums_of_quarters` takes at i. Each is
 // added up in the same order.
-inline Floats quarter_sums(const Floats* v) {
+[[gnu::always_inline]] inline Floats quarter_sums(const Floats* v) {
 #if defined(SPECRAY_AVX512)
   __m512 halves[2];
   for (int i = 0; i < 2; ++i) {
@@ -153,7 +153,7 @@ inline Floats quarter_sums(const Floats* v) {
 #endif
 }
 
-inline Floats sums_of_quarters(const Floats* quarters) {
+[[gnu::always_inline]] inline Floats sums_of_quarters(const Floats* quarters) {
 #if defined(SPECRAY_AVX512)
   __m512 pairs[2];
   for (int i = 0; i < 2; ++i) {
@@ -174,7 +174,7 @@ inline Floats sums_of_quarters(const Floats* quarters) {
 // The largest lane; NaN if one is NaN.
 inline float largest_of(Floats v) {
 #if defined(SPECRAY_AVX512)
-  return sum(v != v) ? NAN : _mm512_reduce_max_ps(__m512(v));
+  return _mm512_cmp_ps_mask(__m512(v), __m512(v), _CMP_UNORD_Q) ? NAN : _mm512_reduce_max_ps(__m512(v));
 #endif
   float lanes[WIDTH];
   store(lanes, v);
@@ -343,7 +343,7 @@ struct Dot {
 // ---- functions ---------------------------------------------------------------------------------------------------
 
 // exp(x) to about 2 units in the last place; 0 below -87, and exp(88) above 88. NaN stays NaN.
-inline Floats exp_of(Floats x) {
+[[gnu::always_inline]] inline Floats exp_of(Floats x) {
   const Floats low = splat(-87.0f);
   const Ints is_low = x < low;
   const Floats high = splat(88.0f);

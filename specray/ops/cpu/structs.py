@@ -6,7 +6,7 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 import torch
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Kind` in matrix.h
-KV_TYPES = {**FLOAT_TYPES, torch.int8: 3}  # of `Pool` in attention.h
+KV_TYPES = {**FLOAT_TYPES, torch.int8: 3}  # of `Pool` in kv_pool.h
 GROUP = 32  # activations that share a scale
 
 
@@ -24,7 +24,7 @@ class Matrix(ctypes.Structure):
 
 
 class Pool(ctypes.Structure):
-    """`Pool` in attention.h."""
+    """`Pool` in kv_pool.h."""
 
     _fields_ = (("data", c_void_p), ("type", c_int32), ("num_heads", c_int32), ("dim", c_int32))
 

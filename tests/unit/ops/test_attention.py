@@ -121,7 +121,7 @@ def naive(shapes: list[RequestShape], rows: AttentionBatch, layer_pool: Tensor, 
             keys = [int(slot) for key, slot in enumerate(slots) if sees(shape, query, key, rows.window)]
             for head in range(q.shape[1]):
                 k, v = layer_pool[keys, 0, head // fold].double(), layer_pool[keys, 1, head // fold].double()
-                probs = (k @ q[at + query, head].double() / DIM**0.5).softmax(0)
+                probs = (k @ q[at + query, head].double() / q.shape[2] ** 0.5).softmax(0)
                 out[at + query, head] = probs @ v
         at += length
     return out.flatten(1)
@@ -193,6 +193,23 @@ def test_nan_in_a_row_does_not_change_others(backend: str) -> None:
         outs.append(make_backend(backend, pool, KV_HEADS * FOLD).plan(rows)(0, q_in, kv_in))
     assert outs[1][2].isnan().all()
     assert torch.equal(outs[0][[0, 1, 3, 4, 5]], outs[1][[0, 1, 3, 4, 5]])
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, DIM), (torch.bfloat16, DIM), (torch.bfloat16, 64)])
+def test_nan_in_a_token_does_not_change_those_before_it(dtype: torch.dtype, dim: int) -> None:
+    """The kernels multiply bfloat16 keys in pairs: the last of an odd number of keys has no partner."""
+    rows = make_rows([RequestShape(0, 6, [-1])], scattered=False)
+    torch.manual_seed(0)
+    q, kv = torch.randn(6, KV_HEADS * FOLD, dim).to(dtype), torch.randn(6, 2, KV_HEADS, dim).to(dtype)
+    outs = []
+    for value in (1.0, torch.nan):
+        pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, dim, dtype=dtype)
+        new = kv.clone()
+        new[5] = value
+        outs.append(make_backend("auto", pool, KV_HEADS * FOLD).plan(rows)(0, q, new))
+    assert outs[1][5].isnan().all()
+    assert torch.equal(outs[0][:5], outs[1][:5])
 
 
 @backends
@@ -350,13 +367,14 @@ def after(pool: Tensor, rows: AttentionBatch, kv: Tensor) -> Tensor:
 
 
 @backends
+@pytest.mark.parametrize("dim", [DIM, 32, 64, 96])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_close_to_float64(dtype: torch.dtype, backend: str) -> None:
-    shapes = [RequestShape(20, 1, [-1, 0, 0, 1]), RequestShape(7, 3, [-1])]
+def test_half_precision_is_close_to_float64(dtype: torch.dtype, dim: int, backend: str) -> None:
+    shapes = [RequestShape(20, 1, [-1, 0, 0, 1]), RequestShape(7, 3, [-1]), RequestShape(90, 1, [-1, 0])]
     rows = make_rows(shapes, scattered=True)
     torch.manual_seed(0)
-    pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM).to(dtype)
-    q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(rows.query_lens), 2, KV_HEADS, DIM)
+    pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, dim).to(dtype)
+    q, kv = torch.randn(sum(rows.query_lens), KV_HEADS * FOLD, dim), torch.randn(sum(rows.query_lens), 2, KV_HEADS, dim)
     result = make_backend(backend, pool, KV_HEADS * FOLD).plan(rows)(0, q.to(dtype), kv.to(dtype))
     torch.testing.assert_close(result.double(), naive(shapes, rows, pool[0], q.to(dtype)), atol=0.05, rtol=0.05)
 
