@@ -122,11 +122,13 @@ inline int64_t first_weight(int kind, int ins) {
 
 #if defined(SPECRAY_AVX512)
 constexpr int MAX_TILE = 8;  // rows whose sums fit into registers, more or less
+constexpr int MAX_PAIRS = 14;  // of pairs, which need few other registers
 #else
 constexpr int MAX_TILE = 4;
+constexpr int MAX_PAIRS = 4;
 #endif
 
-typedef float Tile[TILE_ROWS > MAX_TILE ? TILE_ROWS : MAX_TILE][LANES];
+typedef float Tile[TILE_ROWS > MAX_PAIRS ? TILE_ROWS : MAX_PAIRS][LANES];
 
 // R rows from `first` with one block of a dense matrix.
 template <int R, class Weight>
@@ -162,7 +164,7 @@ inline void pairs_tile(const bfloat16* weights, const Rows& rows, int first, int
       w[n] = (__m512bh)_mm512_loadu_si512(weights + 2 * WIDTH * n);
       fetch.advance(4 * WIDTH);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 14
     for (int r = 0; r < R; ++r) {
       const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x[r] + i));
 #pragma GCC unroll 2
@@ -237,21 +239,13 @@ inline void quantised_tile(
     for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
 }
 
-// Calls `work` with the number of rows, up to MAX_TILE, as a constant.
-template <class Work>
+// Calls `work` with the number of rows, from R up to MOST, as a constant.
+template <int MOST, int R = 1, class Work>
 inline void with_rows(int count, const Work& work) {
-  switch (count) {
-    case 1: return work(std::integral_constant<int, 1>());
-    case 2: return work(std::integral_constant<int, 2>());
-    case 3: return work(std::integral_constant<int, 3>());
-#if defined(SPECRAY_AVX512)
-    case 4: return work(std::integral_constant<int, 4>());
-    case 5: return work(std::integral_constant<int, 5>());
-    case 6: return work(std::integral_constant<int, 6>());
-    case 7: return work(std::integral_constant<int, 7>());
-#endif
-    default: return work(std::integral_constant<int, MAX_TILE>());
+  if constexpr (R < MOST) {
+    if (count != R) return with_rows<MOST, R + 1>(count, work);
   }
+  work(std::integral_constant<int, R>());
 }
 
 template <int R>
@@ -259,14 +253,7 @@ inline void tile(const Matrix& matrix, const uint8_t* block, const Rows& rows, i
   const int ins = matrix.ins;
   if (matrix.kind == FLOAT32) return dense_tile<R>(reinterpret_cast<const float*>(block), rows, first, ins, fetch, out);
   if (matrix.kind == FLOAT16) return dense_tile<R>(reinterpret_cast<const float16*>(block), rows, first, ins, fetch, out);
-  if (matrix.kind == BFLOAT16) {
-    const bfloat16* weights = reinterpret_cast<const bfloat16*>(block);
-#if defined(__AVX512BF16__)
-    return pairs_tile<R>(weights, rows, first, ins, fetch, out);
-#else
-    return dense_tile<R>(weights, rows, first, ins, fetch, out);
-#endif
-  }
+  if (matrix.kind == BFLOAT16) return dense_tile<R>(reinterpret_cast<const bfloat16*>(block), rows, first, ins, fetch, out);
   with_format(matrix.kind, [&](auto format) {
     quantised_tile<R, decltype(format)>(block, rows, first, ins, matrix.zero, fetch, out);
   });
@@ -274,7 +261,14 @@ inline void tile(const Matrix& matrix, const uint8_t* block, const Rows& rows, i
 
 inline void tile_of(
     int count, const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Fetch fetch, Tile& out) {
-  with_rows(count, [&](auto num_rows) { tile<num_rows.value>(matrix, block, rows, first, fetch, out); });
+#if defined(__AVX512BF16__)
+  if (matrix.kind == BFLOAT16) {
+    return with_rows<MAX_PAIRS>(count, [&](auto num_rows) {
+      pairs_tile<num_rows.value>(reinterpret_cast<const bfloat16*>(block), rows, first, matrix.ins, fetch, out);
+    });
+  }
+#endif
+  with_rows<MAX_TILE>(count, [&](auto num_rows) { tile<num_rows.value>(matrix, block, rows, first, fetch, out); });
 }
 
 // The products of a matrix with `count` rows, block by block and a tile of rows at a time.
@@ -284,7 +278,11 @@ class Products {
   Products(const Matrix& matrix, const Rows& rows, int count, int together = 1)
       : matrix_(matrix), rows_(rows), bytes_(block_bytes(matrix.kind, matrix.ins)), together_(together),
         uses_tiles_(matrix.kind == BFLOAT16 && has_tiles()) {
-    const int most = uses_tiles_ ? TILE_ROWS : form_of(matrix.kind) == Form::FINE_BYTES ? MAX_TILE / 2 : MAX_TILE;
+    const Form form = form_of(matrix.kind);
+    const int most = uses_tiles_                ? TILE_ROWS
+                     : form == Form::PAIRS      ? MAX_PAIRS
+                     : form == Form::FINE_BYTES ? MAX_TILE / 2
+                                                : MAX_TILE;
     const int tiles = std::max(1, (count + most - 1) / most);
     size_ = std::max(1, (count + tiles - 1) / tiles);  // tiles of about one size
     num_tiles_ = tiles;
