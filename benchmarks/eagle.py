@@ -104,7 +104,7 @@ def on_mt_bench(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     if "frspec" in wanted:
         yield from _frspec(greedy, variants)
     if "eagle3-concurrent" in wanted:
-        yield _concurrent(session, prompts, data, settings)
+        yield from _concurrent(session, prompts, data, settings)
 
 
 def _accept_variant(variants: dict[str, SpeculativeConfig], method: str, effort: Effort) -> str:
@@ -122,13 +122,17 @@ def _frspec(greedy: list[Record], variants: dict[str, SpeculativeConfig]) -> Ite
     yield Figure(f"{what}, accept length", _accept_length(greedy, FRSPEC) / _accept_length(greedy, EAGLE2), 0.97)
 
 
-def _concurrent(session: Session, prompts: Sequence[Prompt], data: str, settings: Settings) -> Figure:
-    """Prompts of all categories mixed, so that the batch stays full."""
+def _concurrent(session: Session, prompts: Sequence[Prompt], data: str, settings: Settings) -> Iterator[Figure]:
+    """Prompts of all categories mixed, so that the batch stays full; with fixed trees, and with `budget: auto`."""
+    budgeted = f"{EAGLE3} with budget: auto"
+    _define(session, {budgeted: served(EAGLE3).model_copy(update={"budget": "auto"})})
     mixed = [prompt.model_copy(update={"category": ALL}) for prompt in prompts]
     settings = replace(settings, concurrency=CONCURRENCY, cache_salt="concurrent-")
-    records = session.compare([PLAIN, EAGLE3], mixed, settings, progress=True, title=f"{CONCURRENCY} concurrent")
-    what = f"EAGLE-3 / plain, {CONCURRENCY} concurrent requests, output tokens/s, {data}"
-    return Figure(what, median(speed_ratios(records, EAGLE3, PLAIN)), 1.3)
+    names = [PLAIN, EAGLE3, budgeted]
+    records = session.compare(names, mixed, settings, progress=True, title=f"{CONCURRENCY} concurrent")
+    for name, title in ((EAGLE3, "EAGLE-3"), (budgeted, "EAGLE-3 with budget: auto")):
+        what = f"{title} / plain, {CONCURRENCY} concurrent requests, output tokens/s, {data}"
+        yield Figure(what, median(speed_ratios(records, name, PLAIN)), 1.3)
 
 
 def served(name: str) -> SpeculativeConfig:

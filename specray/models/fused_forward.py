@@ -44,7 +44,7 @@ class FusedForward:
 
 
 def in_order(wanted: Sequence[int], taps: Sequence[int], copies: Tensor, others: dict[int, Tensor]) -> list[Tensor]:
-    """The streams of the layers `wanted`, from the `copies` [T, len(taps) * H] and the `others`, in the copies' type."""
+    """The streams of the layers `wanted`: `copies` [T, len(taps) * H] are those of `taps`, whose type all get."""
     states = others | {index: copies.chunk(len(taps), 1)[place] for place, index in enumerate(taps)}
     return [states[index].to(copies.dtype) for index in wanted]
 

@@ -89,9 +89,7 @@ class FusedLayers(PackedLayers):
         )
         return hidden, final, logits, copies
 
-    def _copies(
-        self, count: int, taps: Sequence[int], dtype: torch.dtype
-    ) -> tuple[Tensor, Taps]:
+    def _copies(self, count: int, taps: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Taps]:
         """(copies of the stream to be filled, where they lie)."""
         size = self.sizes.hidden
         copies = torch.empty(count, len(taps) * size, dtype=dtype)

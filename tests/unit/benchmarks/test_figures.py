@@ -97,10 +97,12 @@ def test_a_row_measures_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_concurrent_requests_are_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     session = eagle_session(monkeypatch)
-    (row,) = measure({"eagle3-concurrent"})
+    rows = measure({"eagle3-concurrent"})
     (names, prompts, settings) = session.calls[0]
-    assert (names, settings.concurrency, {prompt.category for prompt in prompts}) == (["plain", "eagle3"], 8, {"all"})
-    assert row.measured == 2.0
+    assert names == ["plain", "eagle3", "eagle3 with budget: auto"]
+    assert (settings.concurrency, {prompt.category for prompt in prompts}) == (8, {"all"})
+    assert session.defined[names[2]].budget == "auto"
+    assert [row.measured for row in rows] == [2.0, 2.0]
 
 
 def test_accept_lengths_can_have_another_tree(monkeypatch: pytest.MonkeyPatch) -> None:
