@@ -47,11 +47,11 @@ def test_flags_and_a_file_give_the_same_configuration(capsys: pytest.CaptureFixt
         "--speculative-draft-model-path",
         "smollm2-135m-instruct-eagle3",
         "--speculative-num-steps",
-        "4",
+        "6",
         "--speculative-eagle-topk",
         "3",
         "--speculative-num-draft-tokens",
-        "6",
+        "8",
         "--speculative-draft-model-quantization",
         "auto",
         "--speculative-max-step-draft-tokens",
@@ -63,7 +63,7 @@ def test_flags_and_a_file_give_the_same_configuration(capsys: pytest.CaptureFixt
 def test_flags_override_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = ["--tp-size", "2", "--port", "9", "--no-disable-radix-cache", "--server-drain-s", "5", "--host", "::1"]
     path, app = printed(capsys, tmp_path, str(EAGLE3), *flags)
-    assert (app.tp_size, app.server.drain_s, app.speculative.num_steps) == (2, 5.0, 4)
+    assert (app.tp_size, app.server.drain_s, app.speculative.num_steps) == (2, 5.0, 6)
     assert yaml.safe_load(path.read_text())["http_options"] == {"host": "::1", "port": 9}
 
 
