@@ -25,7 +25,7 @@ struct Running {
 
 #if defined(__AVX512BF16__)
 // The instruction for products of two pairs of bfloat16 numbers needs neither keys nor values converted, and does twice
-// the work of one for floats. Queries and weights are rounded to bfloat16, as keys and values are; sums are float32.
+// the work of one for floats. Queries and the softmax's weights are rounded to bfloat16; sums are float32.
 template <class T>
 constexpr bool CAN_USE_PAIRS = std::is_same_v<T, bfloat16>;
 

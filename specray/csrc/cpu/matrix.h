@@ -122,7 +122,7 @@ inline int64_t first_weight(int kind, int ins) {
 
 #if defined(SPECRAY_AVX512)
 constexpr int MAX_TILE = 8;  // rows whose sums fit into registers, more or less
-constexpr int MAX_PAIRS = 14;  // of pairs, which need few other registers
+constexpr int MAX_PAIRS = 14;  // the same for products of bfloat16 pairs, which need few other registers
 #else
 constexpr int MAX_TILE = 4;
 constexpr int MAX_PAIRS = 4;
