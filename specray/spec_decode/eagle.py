@@ -54,6 +54,7 @@ class EagleDrafter:
         self._attention = head_attention(head, self._padding_slot + 1, target)
         self.reason_without_graphs = attention_without_graphs(self._attention) or head.reason_without_graphs
         self._run_head = head.step_forward(self._attention)
+        self._extends_in_kernels = head.network is not None and self._run_head == head.network.extend
         last_position = target.context_length - 1
         self._grower = FusedTreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
         self._written = WrittenSlots(target.num_slots)
@@ -66,9 +67,15 @@ class EagleDrafter:
         self._written.update(context.table, requests, [request.start for request in requests])
         if context.replay is not None and self._written.are_all(context.table, requests):
             return context.replay()
+        assert context.aux_hidden_states is not None
+        states = self._head.fuse(context.aux_hidden_states)
+        if self._extends_in_kernels and self._written.are_all(context.table, requests):
+            tree = self._grower.extend_and_grow(context, states)
+            if tree is not None:
+                return tree
         slots, _, ends = context.bounds
         visible = self._written.visible(context.table, slots, requests)
-        output = self._extend(context, requests, visible)
+        output = self._extend(context, requests, states, visible)
         count = len(context.requests)
         if not count:
             return DraftTree.from_lists([], context.table.device)
@@ -98,7 +105,7 @@ class EagleDrafter:
         """The only state is KV in the requests' blocks."""
 
     def _extend(
-        self, context: ProposeContext, requests: list[DraftRequest], visible: tuple[Tensor, list[int]]
+        self, context: ProposeContext, requests: list[DraftRequest], states: Tensor, visible: tuple[Tensor, list[int]]
     ) -> Tensor:
         """Draft extend; returns the head's output [requests, H] at each request's last position."""
         table, (kv_slots, kv_lens) = context.table, visible
@@ -107,8 +114,6 @@ class EagleDrafter:
         token_ids, positions, slot_mapping, last = table.ops.extend_input(slots, starts, ends, sum(lengths))
         sizes = [(0, 0)] * len(requests)
         batch = AttentionBatch(lengths, kv_lens, kv_slots, slot_mapping, sizes, window=self._head.window)
-        assert context.aux_hidden_states is not None
-        states = self._head.fuse(context.aux_hidden_states)
         output = self._run_head(token_ids, states, positions, self._attention.plan(batch))
         return output.index_select(0, last)
 

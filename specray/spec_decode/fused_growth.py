@@ -3,10 +3,11 @@
 from torch import Tensor
 
 from specray.ops.cpu.attention import PagedAttention
-from specray.ops.cpu.trees import TreeRequests
+from specray.ops.cpu.steps import TableKernels
+from specray.ops.cpu.trees import CommittedTokens, GrownTrees, TreeLimits, TreeNetwork, TreeOptions, TreeRequests
 from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.propose_context import ProposeContext
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.tree_growth import TreeGrower, TreePrefix
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
@@ -17,37 +18,56 @@ class FusedTreeGrower(TreeGrower):
 
     def grow(self, context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
         """Trees below the last known tokens; `output` [B, H] predicts the roots' children."""
-        shape = self._shape.limited(
-            max(request.draft_limit.num_steps for request in prefix.requests),
-            max(request.draft_limit.num_tokens for request in prefix.requests),
-        )
-        is_sampled, noise = context.are_sampled(prefix.requests), None
-        if any(is_sampled):
-            noise = TreeNoise.of(context, prefix.requests, is_sampled, prefix.slots, shape.num_steps)
-        if (tree := self._grow_fused(context, prefix, output, shape, noise)) is not None:
-            return tree
-        return self.grow_levels(context.roots(), prefix, output, shape, noise)
+        shape, noise = self._wanted(context, prefix.requests)
+        if (fused := self._fused(shape, noise)) is None:
+            return self.grow_levels(context.roots(), prefix, output, shape, noise)
+        network, attention = fused
+        [(kv_slots, kv_lens)] = prefix.visible
+        requests = TreeRequests(output, context.roots(), prefix.positions, kv_slots, kv_lens)
+        return _tree(network.grow(attention, requests, self._limits(shape), self._options(noise)), shape)
 
-    def _grow_fused(
-        self, context: ProposeContext, prefix: TreePrefix, output: Tensor, shape: TreeShape, noise: TreeNoise | None
-    ) -> DraftTree | None:
-        """All levels in one call of the CPU kernels; None where that is not possible."""
+    def extend_and_grow(self, context: ProposeContext, states: Tensor) -> DraftTree | None:
+        """Trees of `requests` after draft extend of all requests, of which the model has all KV; see Eagle's `propose`.
+
+        None where the kernels cannot do both in one call.
+        """
+        table = context.table.ops
+        if not context.requests or not isinstance(table, TableKernels):
+            return None
+        shape, noise = self._wanted(context, context.requests)
+        if (fused := self._fused(shape, noise)) is None:
+            return None
+        network, attention = fused
+        committed = CommittedTokens(table, len(context.requests), *context.bounds, states)
+        return _tree(network.draft(attention, committed, self._limits(shape), self._options(noise)), shape)
+
+    def _wanted(self, context: ProposeContext, requests: list[DraftRequest]) -> tuple[TreeShape, TreeNoise | None]:
+        shape = self._shape.limited(
+            max(request.draft_limit.num_steps for request in requests),
+            max(request.draft_limit.num_tokens for request in requests),
+        )
+        is_sampled = context.are_sampled(requests)
+        if not any(is_sampled):
+            return shape, None
+        slots = context.bounds[0][: len(requests)]
+        return shape, TreeNoise.of(context, requests, is_sampled, slots, shape.num_steps)
+
+    def _fused(self, shape: TreeShape, noise: TreeNoise | None) -> tuple[TreeNetwork, PagedAttention] | None:
+        """The kernels' model and attention; None if they are not there or cannot grow such trees."""
         network, returns_probs = self._model.network, noise is not None and shape.returns_draft_probs
         if network is None or not isinstance(self._attention, PagedAttention) or returns_probs:
             return None
-        sampled = None
-        if noise is not None:
-            temperature = noise.temperature.where(noise.temperature >= GREEDY_BELOW, 0.0)
-            sampled = (noise.seeds, noise.ends, temperature)
-        [(kv_slots, kv_lens)] = prefix.visible
-        requests = TreeRequests(output, context.roots(), prefix.positions, kv_slots, kv_lens, self._scratch, sampled)
-        tokens, parents, scores, num_nodes = network.grow(
-            self._attention,
-            requests,
-            shape.topk,
-            shape.num_steps,
-            shape.num_draft_tokens - 1,
-            self._last_position,
-            self._window,
-        )
-        return DraftTree(tokens, parents, num_nodes, shape.num_steps, scores=scores)
+        return network, self._attention
+
+    def _limits(self, shape: TreeShape) -> TreeLimits:
+        return TreeLimits(shape.topk, shape.num_steps, shape.num_draft_tokens - 1, self._last_position, self._window)
+
+    def _options(self, noise: TreeNoise | None) -> TreeOptions:
+        if noise is None:
+            return TreeOptions(self._scratch, None)
+        temperature = noise.temperature.where(noise.temperature >= GREEDY_BELOW, 0.0)
+        return TreeOptions(self._scratch, (noise.seeds, noise.ends, temperature))
+
+
+def _tree(grown: GrownTrees, shape: TreeShape) -> DraftTree:
+    return DraftTree(grown.tokens, grown.parents, grown.num_nodes, shape.num_steps, scores=grown.scores)

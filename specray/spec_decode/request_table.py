@@ -1,7 +1,8 @@
 """The requests of one rank by slot: tensors for input building, sampling and drafting, and their host mirror.
 
-The tensors are views of one int32 arena on the device. Changes are collected on the host as pairs of place and value
-and written by one copy and one scatter a step. The host keeps what determines shapes: token ids, lengths and KV slots.
+The tensors are views of one int32 arena on the device. On a CPU, changes are written at once. For another device they
+are collected on the host as pairs of place and value and written by one copy and one scatter a step. The host keeps
+what determines shapes: token ids, lengths and KV slots.
 A slot is a row of this table; a KV slot is one token's place in the KV pool.
 """
 
@@ -22,7 +23,7 @@ _NUM_SCALARS = 8  # int32 columns behind token ids and KV slots: see RequestTabl
 
 
 class RequestTable:
-    """Requests by slot. `flush` writes the changes of `enter` and `extend` to the device."""
+    """Requests by slot. After `flush`, the device has the changes of `enter` and `extend`."""
 
     def __init__(self, num_slots: int, max_tokens: int, page_size: int, vocab_size: int, device: torch.device) -> None:
         """`max_tokens` bounds a request's KV slots: its tokens and a draft tree behind them."""
@@ -48,6 +49,7 @@ class RequestTable:
         self.host_kv_slots = np.zeros((num_slots, self._width), dtype=np.int32)
         self.states: dict[int, RequestState] = {}
         self.device = device
+        self._cells = self._arena.numpy() if device.type == "cpu" else None
         self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the arena, int32 values)
         self.ops = table_ops(self.arena, device)
 
@@ -79,7 +81,7 @@ class RequestTable:
         del self.states[slot]
 
     def flush(self, *rows: Sequence[int]) -> Tensor:
-        """Write all changes to the device. `rows` are copied along and returned as int64 [len(rows), n]."""
+        """Write all changes that wait to the device. `rows` are copied along and returned as int64 [len(rows), n]."""
         changes, self._changes = self._changes, []
         if not changes:
             return torch.tensor(rows, dtype=torch.int64).to(self.device)
@@ -112,4 +114,8 @@ class RequestTable:
         return SamplingBatch([state.sampling for state in states], make_columns)
 
     def _change(self, slot: int, column: int, values: np.ndarray) -> None:
-        self._changes.append((slot * self._row + column, values))
+        first = slot * self._row + column
+        if self._cells is None:
+            self._changes.append((first, values))
+        else:
+            self._cells[first : first + len(values)] = values

@@ -2,6 +2,7 @@
 //
 // Types of activations are FLOAT32, BFLOAT16 and FLOAT16 of `Kind`.
 
+#include "draft.h"
 #include "layers.h"
 #include "loss.h"
 #include "packing.h"
@@ -197,11 +198,18 @@ void specray_move_kv(
   move_kv(pool, num_layers, layer_bytes, slot_bytes, count, kv_slots, width, nodes, depth, num_kept);
 }
 
-// A draft model over committed tokens; see trees.h.
+// A draft model over committed tokens; see draft.h.
 void specray_extend(
     const DraftNetwork* network, const Step* step, const int64_t* ids, const void* states, void* output, int32_t type,
     int32_t num_threads) {
   extend(*network, *step, ids, states, output, type, num_threads);
+}
+
+// The same, and the trees below; see draft.h.
+void specray_draft(
+    const DraftNetwork* network, const Arena* arena, const Committed* committed, const Growth* growth,
+    int32_t num_threads) {
+  draft(*network, *arena, *committed, *growth, num_threads);
 }
 
 // Grows draft trees; see trees.h.

@@ -62,31 +62,6 @@ inline void project(const DraftNetwork& network, const Rows& rows, int count, fl
   });
 }
 
-// Runs a model that reads states over a step's committed tokens `ids` [T]: from `states` [T, hidden] to what leaves the
-// last layer, `output` [T, hidden]. Both are of `type`.
-inline void extend(
-    const DraftNetwork& network, const Step& step, const int64_t* ids, const void* states, void* output, int32_t type,
-    int num_threads) {
-  const int count = int(step.count), size = network.sizes.hidden, width = 2 * size;
-  const bool is_projected = network.project.data != nullptr;
-  Stack stack(network.layers, network.num_layers, network.sizes, count);
-  Rows to_project(form_of(network.project.kind), is_projected ? count : 0, network.project.ins);
-  std::vector<float> x(int64_t(count) * width), streams(int64_t(count) * size);
-  run_on_team(num_threads, Stack::num_phases(network.num_layers) + 3, [&](Member& member) {
-    std::vector<float> state(size);
-    member.share(count, [&](int r) {
-      read_row(states, type, int64_t(r) * size, size, state.data());
-      read_input(network, ids[r], state.data(), x.data() + int64_t(r) * width, streams.data() + int64_t(r) * size);
-      if (is_projected) to_project.set(r, x.data() + int64_t(r) * width);
-    });
-    if (is_projected) project(network, to_project, count, streams.data(), member);
-    stack.run(step, is_projected ? streams.data() : x.data(), streams.data(), Taps{}, member);
-    member.share(count, [&](int r) {
-      write_values(streams.data() + int64_t(r) * size, size, output, type, int64_t(r) * size);
-    });
-  });
-}
-
 // The trees of B requests to grow, and where they go.
 struct Growth {
   int32_t num_trees, topk, num_levels, num_drafts;

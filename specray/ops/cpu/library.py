@@ -13,6 +13,7 @@ import torch
 from specray.ops.cpu.build import BuildError, build
 from specray.ops.cpu.structs import (
     Arena,
+    Committed,
     DraftNetwork,
     DraftTrees,
     EmbedAndHead,
@@ -87,6 +88,9 @@ class Kernels:
         )
         self.extend = self._function("extend", POINTER(DraftNetwork), POINTER(Step), *[c_void_p] * 3, c_int32, c_int32)
         self.grow = self._function("grow", POINTER(DraftNetwork), POINTER(Growth), c_int32)
+        self.draft = self._function(
+            "draft", POINTER(DraftNetwork), POINTER(Arena), POINTER(Committed), POINTER(Growth), c_int32
+        )
         self.add_noise = self._function("add_noise", c_void_p, c_int32, c_void_p, c_float, c_void_p)
         self.sample = self._function("sample", c_void_p, c_int64, c_int32, *[c_void_p] * 6, c_int32)
         self.walk = self._function("walk", POINTER(DraftTrees), *[c_void_p] * 3, c_int32)

@@ -24,7 +24,8 @@ class TableKernels:
         self._kernels = kernels
         self._kept = arena  # the struct has its address
         columns = (arena.row_size, arena.kv_column, arena.length_column)
-        self._arena = ctypes.byref(structs.Arena(pointer(arena.cells), *columns))
+        self.struct = structs.Arena(pointer(arena.cells), *columns)
+        self._arena = ctypes.byref(self.struct)
 
     def cells(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
         kept = slots.contiguous(), positions.contiguous()

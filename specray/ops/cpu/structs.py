@@ -173,6 +173,19 @@ class Growth(ctypes.Structure):
     )
 
 
+class Committed(ctypes.Structure):
+    """`Committed` in draft.h."""
+
+    _fields_ = (
+        ("count", c_int64),
+        ("slots", c_void_p),
+        ("starts", c_void_p),
+        ("ends", c_void_p),
+        ("states", c_void_p),
+        ("type", c_int32),
+    )
+
+
 class DraftTrees(ctypes.Structure):
     """`DraftTrees` in sampling.h."""
 

@@ -10,22 +10,63 @@ from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend, PagedAttention
 from specray.ops.cpu.packed_network import PackedNetwork
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, Growth
+from specray.ops.cpu.steps import TableKernels
+from specray.ops.cpu.structs import FLOAT_TYPES, Committed, Growth
 from specray.ops.cpu.threads import num_threads
 
 
+class TreeLimits(NamedTuple):
+    """Of the trees of a call. `num_drafts` does not count the root; positions past `last_position` count as it."""
+
+    topk: int
+    num_levels: int
+    num_drafts: int
+    last_position: int
+    window: int | None
+
+
+class TreeOptions(NamedTuple):
+    """What growing trees takes beside what they grow from."""
+
+    scratch: Tensor  # int64 [rows, n], KV slots of the nodes
+    # (seeds int64 [B], positions of the roots int64 [B], temperature float32 [B], 0 where a request is greedy); None:
+    # all are greedy
+    noise: tuple[Tensor, Tensor, Tensor] | None
+
+
 class TreeRequests(NamedTuple):
-    """The inputs for growing B draft trees."""
+    """What B trees grow from."""
 
     output: Tensor  # [B, H], the model's, from which the roots' children are predicted
     roots: Tensor  # int64 [B], last known tokens
     positions: Tensor  # int64 [B], of the roots' children
     kv_slots: Tensor  # int64 [B, n] of the prefixes
     kv_lens: list[int]  # how many of them each has
-    scratch: Tensor  # int64 [rows, n], KV slots of the nodes
-    # (seeds int64 [B], positions of the roots int64 [B], temperature float32 [B], 0 where a request is greedy); None:
-    # all are greedy
-    noise: tuple[Tensor, Tensor, Tensor] | None
+
+
+class CommittedTokens(NamedTuple):
+    """What a step committed of R requests, of which the first `num_trees` get trees."""
+
+    table: TableKernels
+    num_trees: int
+    slots: Tensor  # int64 [R], like the next two
+    starts: Tensor
+    ends: Tensor
+    states: Tensor  # [sum of ends - starts, H]
+
+
+class GrownTrees(NamedTuple):
+    """Trees of B requests, as in DraftTree."""
+
+    tokens: Tensor  # int64 [B, 1 + num_drafts], like the next one
+    parents: Tensor
+    scores: Tensor  # float32 [B, 1 + num_drafts]
+    num_nodes: Tensor  # int64 [B]
+
+    @classmethod
+    def empty(cls, count: int, num_drafts: int) -> "GrownTrees":
+        tokens, parents = torch.empty(2, count, 1 + num_drafts, dtype=torch.int64)
+        return cls(tokens, parents, torch.empty(count, 1 + num_drafts), torch.empty(count, dtype=torch.int64))
 
 
 class TreeNetwork(PackedNetwork):
@@ -48,52 +89,67 @@ class TreeNetwork(PackedNetwork):
         )
         return output
 
+    def draft(
+        self, attention: PagedAttention, committed: CommittedTokens, limits: TreeLimits, options: TreeOptions
+    ) -> GrownTrees:
+        """Draft extend and the trees below, in one call; all earlier KV must be in the pool."""
+        table, num_trees, *columns, states = committed
+        slots, starts, ends = (column.contiguous() for column in columns)
+        states = states.contiguous()
+        parts = len(slots), pointer(slots), pointer(starts), pointer(ends), pointer(states), FLOAT_TYPES[states.dtype]
+        trees = GrownTrees.empty(num_trees, limits.num_drafts)
+        growth, _kept = self._growth(attention, num_trees, limits, options, trees)
+        self._layers.kernels.draft(
+            ctypes.byref(self._struct),
+            ctypes.byref(table.struct),
+            ctypes.byref(Committed(*parts)),
+            ctypes.byref(growth),
+            num_threads(limits.num_levels * self._level_bytes),
+        )
+        return trees
+
     def grow(
-        self,
-        attention: PagedAttention,
-        requests: TreeRequests,
-        topk: int,
-        num_levels: int,
-        num_drafts: int,
-        last_position: int,
-        window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(tokens, parents, scores) [B, 1 + num_drafts] and numbers of nodes int64 [B], as in DraftTree."""
-        count = len(requests.kv_lens)
+        self, attention: PagedAttention, requests: TreeRequests, limits: TreeLimits, options: TreeOptions
+    ) -> GrownTrees:
+        """The trees below the roots of B requests."""
         output = requests.output.float().contiguous()
-        columns = [part.contiguous() for part in (requests.roots, requests.positions, requests.kv_slots)]
+        roots, positions, kv_slots = (
+            part.contiguous() for part in (requests.roots, requests.positions, requests.kv_slots)
+        )
         kv_lens = torch.tensor(requests.kv_lens, dtype=torch.int32)
+        trees = GrownTrees.empty(len(kv_lens), limits.num_drafts)
+        growth, _kept = self._growth(attention, len(kv_lens), limits, options, trees)
+        growth.output, growth.roots, growth.positions = pointer(output), pointer(roots), pointer(positions)
+        growth.kv_slots, growth.kv_lens, growth.slots_width = pointer(kv_slots), pointer(kv_lens), kv_slots.shape[1]
+        threads = num_threads(limits.num_levels * self._level_bytes)
+        self._layers.kernels.grow(ctypes.byref(self._struct), ctypes.byref(growth), threads)
+        return trees
+
+    def _growth(
+        self, attention: PagedAttention, count: int, limits: TreeLimits, options: TreeOptions, trees: GrownTrees
+    ) -> tuple[Growth, list[Tensor | None]]:
+        """The struct without what the trees grow from, and what must live as long as it."""
+        scratch = options.scratch
         noise: list[Tensor | None] = [None] * 3
-        if requests.noise is not None:
-            noise = [part.contiguous() for part in requests.noise]
-        tokens, parents = torch.empty(2, count, 1 + num_drafts, dtype=torch.int64)
-        scores = torch.empty(count, 1 + num_drafts)
-        num_nodes = torch.empty(count, dtype=torch.int64)
+        if options.noise is not None:
+            noise = [part.contiguous() for part in options.noise]
         growth = Growth(
             num_trees=count,
-            topk=topk,
-            num_levels=num_levels,
-            num_drafts=num_drafts,
-            output=pointer(output),
-            roots=pointer(columns[0]),
-            positions=pointer(columns[1]),
-            last_position=last_position,
-            kv_slots=pointer(columns[2]),
-            kv_lens=pointer(kv_lens),
-            scratch=requests.scratch.data_ptr(),
-            slots_width=requests.kv_slots.shape[1],
-            scratch_width=requests.scratch.stride(0),
-            window=window or 0,
+            topk=limits.topk,
+            num_levels=limits.num_levels,
+            num_drafts=limits.num_drafts,
+            last_position=limits.last_position,
+            scratch=scratch.data_ptr(),
+            scratch_width=scratch.stride(0),
+            window=limits.window or 0,
             pool=attention.pool_of(0),
             layer_bytes=attention.layer_bytes,
             seeds=pointer(noise[0]),
             ends=pointer(noise[1]),
             temperature=pointer(noise[2]),
-            tokens=pointer(tokens),
-            parents=pointer(parents),
-            scores=pointer(scores),
-            num_nodes=pointer(num_nodes),
+            tokens=pointer(trees.tokens),
+            parents=pointer(trees.parents),
+            scores=pointer(trees.scores),
+            num_nodes=pointer(trees.num_nodes),
         )
-        threads = num_threads(num_levels * self._level_bytes)
-        self._layers.kernels.grow(ctypes.byref(self._struct), ctypes.byref(growth), threads)
-        return tokens, parents, scores, num_nodes
+        return growth, noise

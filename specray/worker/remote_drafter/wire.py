@@ -20,6 +20,8 @@ from specray.spec_decode.request_table import RequestTable
 from specray.step import DrafterUse, DraftFault, DraftLimit, NewRequest
 from specray.step_wire import new_request
 
+_UNSIGNED_NONE = NONE & 0xFFFFFFFF
+
 
 class TargetHandshake(NamedTuple):
     """The target's reply to a drafter's handshake. The ring's file descriptor comes before it."""
@@ -69,15 +71,15 @@ class Reply(NamedTuple):
     @classmethod
     def of(cls, number: int, seconds: float, tree: DraftTree) -> "Reply":
         """One copy to the host."""
-        parts, width = [tree.num_nodes[:, None], tree.tokens, tree.parents], tree.tokens.shape[1]
-        packed = torch.cat(parts, 1).to(torch.int32)
-        if tree.scores is not None:
-            packed = torch.cat((packed, tree.scores.view(torch.int32)), 1)
-        num_nodes, tokens, parents, scores = np.split(packed.cpu().numpy(), np.cumsum([1, width, width]), axis=1)
+        if tree.tokens.device.type != "cpu":
+            tree = _copied_to_host(tree)
+        num_nodes, tokens, parents = (
+            part.numpy().astype(np.int32) for part in (tree.num_nodes, tree.tokens, tree.parents)
+        )
         if not num_nodes.all():
             return cls.failed(number, seconds, DraftFault.NOT_A_NUMBER)
-        arrays = num_nodes.tobytes(), tokens.tobytes(), parents.tobytes()
-        return cls(number, seconds, *arrays, scores=scores.tobytes())
+        scores = b"" if tree.scores is None else tree.scores.numpy().tobytes()
+        return cls(number, seconds, num_nodes.tobytes(), tokens.tobytes(), parents.tobytes(), scores=scores)
 
     @classmethod
     def failed(cls, number: int, seconds: float, fault: DraftFault) -> "Reply":
@@ -87,8 +89,9 @@ class Reply(NamedTuple):
         """The trees, on the CPU. ValueError if they are not valid trees of `num_requests` requests."""
         if not num_requests and not (self.num_nodes or self.tokens or self.parents):
             return DraftTree.roots(torch.empty(0, dtype=torch.int64))
+        # Unsigned, so that negative numbers are too large.
         num_nodes, tokens, parents = (
-            np.frombuffer(data, dtype=np.int32).astype(np.int64).reshape(num_requests, -1)
+            np.frombuffer(data, dtype=np.uint32).astype(np.int64).reshape(num_requests, -1)
             for data in (self.num_nodes, self.tokens, self.parents)
         )
         width = tokens.shape[1]
@@ -96,11 +99,12 @@ class Reply(NamedTuple):
             raise ValueError(f"arrays of shapes {num_nodes.shape}, {tokens.shape} and {parents.shape} are not trees")
         nodes = np.arange(width)
         is_past = nodes >= num_nodes
-        is_parent = np.where(nodes == ROOT, parents == NONE, (parents >= 0) & (parents < nodes))
-        is_node = (tokens >= 0) & (tokens < vocab_size) & is_parent
-        if num_nodes.min() < 1 or num_nodes.max() > width or not (is_node | is_past).all():
+        has_parent = parents < nodes
+        has_parent[:, ROOT] = parents[:, ROOT] == _UNSIGNED_NONE
+        if num_nodes.min() < 1 or num_nodes.max() > width or not ((tokens < vocab_size) & has_parent | is_past).all():
             raise ValueError("tokens outside the vocabulary, or a child before its parent")
         tokens[is_past] = parents[is_past] = NONE
+        parents[:, ROOT] = NONE
         counts, scores = torch.from_numpy(num_nodes[:, 0]), None
         if self.scores:
             scores = torch.from_numpy(np.frombuffer(self.scores, np.float32).reshape(tokens.shape).copy())
@@ -186,6 +190,17 @@ class DeltaDecoder:
         count = sum(request.end - request.start for request in order.requests + order.unfinished)
         states = region[:count].to(self._table.device)
         return ProposeContext(self._table, order.requests, order.unfinished, lambda: states)
+
+
+def _copied_to_host(tree: DraftTree) -> DraftTree:
+    """A reply's part of a tree, by one copy."""
+    parts, width = [tree.num_nodes[:, None], tree.tokens, tree.parents], tree.tokens.shape[1]
+    packed = torch.cat(parts, 1).to(torch.int32)
+    if tree.scores is not None:
+        packed = torch.cat((packed, tree.scores.view(torch.int32)), 1)
+    num_nodes, tokens, parents, scores = packed.cpu().tensor_split((1, 1 + width, 1 + 2 * width), 1)
+    known = scores.view(torch.float32) if tree.scores is not None else None
+    return DraftTree(tokens, parents, num_nodes[:, 0], tree.max_depth, scores=known)
 
 
 def _uses(data: object) -> list[DrafterUse]:

@@ -139,6 +139,19 @@ def test_trees_that_torch_grows_equal_the_reference(head: str, start: Start) -> 
     assert_checked(drafter, at_least=20)
 
 
+@pytest.mark.skipif(kernels() is None, reason="there is no kernel to leave out")
+@pytest.mark.parametrize("head", ["EAGLE3", "EAGLE3-sliding", "EAGLE", "EAGLE-chain"])
+def test_trees_equal_the_reference_if_draft_extend_is_a_call_of_its_own(head: str, start: Start) -> None:
+    """As after a step that the drafter has missed."""
+    llm, checked = start(head, page_size=4)
+    assert isinstance(checked._drafter, EagleDrafter)
+    assert checked._drafter._extends_in_kernels
+    checked._drafter._extends_in_kernels = False
+    with llm:
+        run(llm)
+    assert_checked(checked, at_least=20)
+
+
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("head", ["EAGLE3", "EAGLE3-sliding", "EAGLE", "PARALLEL"])
 def test_trees_equal_the_reference_with_any_pages_chunks_and_preemption(head: str, name: str, start: Start) -> None:
@@ -192,14 +205,18 @@ def test_levels_beyond_every_limit_are_not_computed(start: Start) -> None:
     assert isinstance(drafter._drafter, EagleDrafter)
     grower = drafter._drafter._grower
     levels: list[int] = []
-    grow = grower.grow
 
-    def recorded(*args: Any) -> DraftTree:
-        tree = grow(*args)
-        levels.append(tree.max_depth)
-        return tree
+    def recorded(grow: Callable[..., DraftTree | None]) -> Callable[..., Any]:
+        def record(*args: Any) -> DraftTree | None:
+            tree = grow(*args)
+            if tree is not None:
+                levels.append(tree.max_depth)
+            return tree
 
-    grower.grow = recorded  # type: ignore[method-assign]
+        return record
+
+    grower.grow = recorded(grower.grow)  # type: ignore[method-assign]
+    grower.extend_and_grow = recorded(grower.extend_and_grow)  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with llm:
         for num_steps, most in ((1, 1), (2, 2), (9, 3)):

@@ -68,8 +68,11 @@ def cases(draw: st.DrawFn) -> list[Case]:
     return rows
 
 
-def flattened(rows: list[Case]) -> InputBatch:
+def flattened(rows: list[Case], collects_changes: bool = False) -> InputBatch:
+    """`collects_changes`: the table is filled as on a GPU."""
     table = RequestTable(NUM_SLOTS, MAX_TOKENS, PAGE_SIZE, 100, CPU)
+    if collects_changes:
+        table._cells = None
     entered = [NewRequest(row.slot, row.token_ids, 1, row.num_computed, row.blocks, OPTIONS, "") for row in rows]
     plan = StepPlan(1, [], entered, [ScheduledRequest(row.slot, row.num_tokens, UNLIMITED, []) for row in rows])
     step = ScheduledBatch.of(table, plan)
@@ -79,9 +82,9 @@ def flattened(rows: list[Case]) -> InputBatch:
     return build_batch(table, StepBatch(step, DraftTree.from_lists(trees), [len(tree.tokens) for tree in trees]))
 
 
-@given(cases())
-def test_tokens_positions_and_kv_slots_of_each_request(rows: list[Case]) -> None:
-    batch = flattened(rows)
+@given(cases(), st.booleans())
+def test_tokens_positions_and_kv_slots_of_each_request(rows: list[Case], collects_changes: bool) -> None:
+    batch = flattened(rows, collects_changes)
     tokens, positions, kv_slots = [], [], []
     for row in rows:
         start, end = row.num_computed, row.num_computed + len(row.known)

@@ -10,7 +10,7 @@ import torch
 from specray.config import MAX_DRAFTERS
 from specray.spec_decode.draft_tree import DraftTree
 from specray.step import DrafterUse
-from specray.worker.remote_drafter.wire import Reply, pack, unpack_reply
+from specray.worker.remote_drafter.wire import Reply, _copied_to_host, pack, unpack_reply
 
 REPLY = Reply.of(1, 0.5, DraftTree.chains(torch.tensor([[9, 3]])))
 USE = DrafterUse("head", 0.1, 0.2, 3, 4, 5, 0)
@@ -22,6 +22,17 @@ def test_scores_cross_the_socket() -> None:
     assert received.scores is not None
     assert torch.equal(received.scores, torch.tensor([[1.0, 0.3], [1.0, 0.7]]))
     assert REPLY.tree(1, vocab_size=10, max_draft_tokens=1).scores is None
+
+
+@pytest.mark.parametrize("scores", [None, torch.tensor([[1.0, 0.3, 0.1], [1.0, 0.7, 0.0]])])
+def test_one_copy_to_the_host_keeps_all_of_a_tree(scores: torch.Tensor | None) -> None:
+    tokens, parents = torch.tensor([[9, 3, 4], [9, 4, -1]]), torch.tensor([[-1, 0, 0], [-1, 0, -1]])
+    tree = DraftTree(tokens, parents, torch.tensor([3, 2]), 1, scores=scores)
+    copied = Reply.of(1, 0.5, _copied_to_host(tree))
+    assert copied == Reply.of(1, 0.5, tree)
+    received = copied.tree(2, vocab_size=10, max_draft_tokens=2)
+    assert torch.equal(received.tokens, tokens)
+    assert torch.equal(received.parents, parents)
 
 
 @pytest.mark.parametrize("scores", [b"12345", b"1234"])

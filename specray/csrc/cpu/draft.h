@@ -1,0 +1,131 @@
+// A draft model's part of a step: draft extend over the tokens that the step committed, then trees below them.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "steps.h"
+#include "trees.h"
+
+namespace specray {
+
+// A model that reads states, on a step's committed tokens `ids` [T] and `states` [T, hidden] of `type`. All members of a
+// team call `run`.
+class Extension {
+ public:
+  Extension(const DraftNetwork& network, const Step& step, const int64_t* ids, const void* states, int32_t type)
+      : network_(network), step_(step), ids_(ids), states_(states), type_(type), size_(network.sizes.hidden),
+        is_projected_(network.project.data != nullptr),
+        stack_(network.layers, network.num_layers, network.sizes, int(step.count)),
+        to_project_(form_of(network.project.kind), is_projected_ ? int(step.count) : 0, network.project.ins),
+        x_(step.count * 2 * size_), streams_(step.count * size_) {}
+
+  // Phases of a run.
+  static int num_phases(const DraftNetwork& network) { return Stack::num_phases(network.num_layers) + 2; }
+
+  void run(Member& member) {
+    const int count = int(step_.count);
+    std::vector<float> state(size_);
+    member.share(count, [&](int r) {
+      float* x = x_.data() + int64_t(r) * 2 * size_;
+      read_row(states_, type_, int64_t(r) * size_, size_, state.data());
+      read_input(network_, ids_[r], state.data(), x, streams_.data() + int64_t(r) * size_);
+      if (is_projected_) to_project_.set(r, x);
+    });
+    if (is_projected_) project(network_, to_project_, count, streams_.data(), member);
+    stack_.run(step_, is_projected_ ? streams_.data() : x_.data(), streams_.data(), Taps{}, member);
+  }
+
+  // What leaves the last layer at a row, [hidden].
+  const float* output(int64_t r) const { return streams_.data() + r * size_; }
+
+ private:
+  const DraftNetwork& network_;
+  const Step& step_;
+  const int64_t* ids_;
+  const void* states_;
+  const int32_t type_;
+  const int size_;
+  const bool is_projected_;
+  Stack stack_;
+  Rows to_project_;
+  std::vector<float> x_, streams_;
+};
+
+// Draft extend: to what leaves the last layer, `output` [T, hidden] of the states' type.
+inline void extend(
+    const DraftNetwork& network, const Step& step, const int64_t* ids, const void* states, void* output, int32_t type,
+    int num_threads) {
+  const int size = network.sizes.hidden;
+  Extension extension(network, step, ids, states, type);
+  run_on_team(num_threads, Extension::num_phases(network) + 1, [&](Member& member) {
+    extension.run(member);
+    member.share(int(step.count), [&](int r) { write_values(extension.output(r), size, output, type, int64_t(r) * size); });
+  });
+}
+
+// What a step committed: positions `starts` to `ends` of each request. All earlier ones have KV in the model's pool.
+struct Committed {
+  int64_t count;                         // requests R
+  const int64_t *slots, *starts, *ends;  // [R]
+  const void* states;                    // [T, hidden] of `type`
+  int32_t type;
+};
+
+// Draft extend, and the trees of the first `growth.num_trees` requests. `growth` lacks what follows from the requests:
+// output, roots, positions, and the prefixes' KV slots. A child of the root, at `end` + 1, counts as `end`.
+inline void draft(
+    const DraftNetwork& network, const Arena& arena, const Committed& committed, Growth growth, int num_threads) {
+  const int64_t count = committed.count, size = network.sizes.hidden, num_trees = growth.num_trees;
+  const int64_t width = *std::max_element(committed.ends, committed.ends + count);
+  int64_t total = 0;
+  std::vector<int32_t> query_lens(count), kv_lens(count), tree_sizes(2 * count);
+  for (int64_t r = 0; r < count; ++r) {
+    query_lens[r] = int32_t(committed.ends[r] - committed.starts[r]);
+    kv_lens[r] = int32_t(committed.ends[r]);
+    total += query_lens[r];
+  }
+  std::vector<int64_t> ids(total), positions(total), written(total), last(count), kv_slots(count * width), roots(num_trees);
+  build_extend(
+      arena, count, committed.slots, committed.starts, committed.ends, ids.data(), positions.data(), written.data(),
+      last.data());
+  gather_kv_slots(arena, count, committed.slots, nullptr, width, kv_slots.data());
+  gather_cells(arena, num_trees, committed.slots, committed.ends, 0, roots.data());
+
+  Step step{};
+  step.count = total;
+  step.positions = positions.data();
+  step.written = written.data();
+  step.cos = network.cos;
+  step.sin = network.sin;
+  step.requests.count = int32_t(count);
+  step.requests.slots_width = int32_t(width);
+  step.requests.window = growth.window;
+  step.requests.query_lens = query_lens.data();
+  step.requests.kv_lens = kv_lens.data();
+  step.requests.tree_sizes = tree_sizes.data();
+  step.requests.kv_slots = kv_slots.data();
+  step.pool = growth.pool;
+  step.layer_bytes = growth.layer_bytes;
+
+  std::vector<float> output(num_trees * size);
+  growth.output = output.data();
+  growth.roots = roots.data();
+  growth.positions = committed.ends;
+  growth.kv_slots = kv_slots.data();
+  growth.kv_lens = kv_lens.data();
+  growth.slots_width = int32_t(width);
+
+  Extension extension(network, step, ids.data(), committed.states, committed.type);
+  TreeGrowth trees(network, growth);
+  const int num_phases = Extension::num_phases(network) + 1 + TreeGrowth::num_phases(network, growth);
+  run_on_team(num_threads, num_phases, [&](Member& member) {
+    extension.run(member);
+    member.share(int(num_trees), [&](int tree) {
+      std::copy_n(extension.output(last[tree]), size, output.data() + tree * size);
+    });
+    trees.grow(member);
+  });
+}
+
+}  // namespace specray
