@@ -22,13 +22,15 @@ class TrainingKV(Protocol):
 
 
 class ChainKV:
-    """Keys and values of one unrolled batch. Chains start at positions `start` … L-1; earlier ones are context.
+    """Keys and values of one layer. Chains start at positions `start` … L-1; earlier ones are context.
 
     In step 0, n is L, and the chains have queries; later, n is the number of chains.
     """
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, is_last: bool = True) -> None:
+        """Layers below the last one have queries at all positions of step 0, because the layer above reads them all."""
         self.start = start
+        self._is_last = is_last
         self._shared: tuple[Tensor, Tensor] | None = None  # of step 0, each [B, kv_heads, L, dim]
         self._own: list[tuple[Tensor, Tensor]] = []  # of steps 1 …, each [B, kv_heads, chains, dim]
 
@@ -38,7 +40,7 @@ class ChainKV:
         return self._shared is None
 
     def rows_with_queries(self, x: Tensor) -> Tensor:
-        return x[:, self.start :] if self._shared is None else x
+        return x[:, self.start :] if self._shared is None and self._is_last else x
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, chains, heads, dim = q.shape
@@ -58,17 +60,14 @@ class ChainKV:
         length = keys.shape[2]
         scores = q.flatten(2, 3) @ keys.transpose(-1, -2)  # all queries of a KV head in one product
         scores = scores.view(*q.shape[:-1], length).float()
-        scores = scores.masked_fill(self._future(q.shape[3], length, q.device), float("-inf"))
+        first = length - q.shape[3]  # position of the first query: that of step 0 which the chain continues
+        scores = scores.masked_fill(_future(first, length, q.device), float("-inf"))
         own = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k, _ in self._own]
         weights = torch.cat((scores, *own), -1).softmax(-1).to(values.dtype)
         mixed = (weights[..., :length].flatten(2, 3) @ values).view(q.shape)
         for index, (_, v) in enumerate(self._own):
             mixed = mixed + weights[..., length + index, None] * v[:, :, None]
         return mixed
-
-    def _future(self, chains: int, length: int, device: torch.device) -> Tensor:
-        """bool [chains, L]: the positions after each chain's start."""
-        return torch.ones(chains, length, dtype=torch.bool, device=device).triu(self.start + 1)
 
 
 class SequenceKV:
@@ -81,3 +80,13 @@ class SequenceKV:
         group = q.shape[2] // k.shape[2]
         k, v = (t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def chain_kvs(start: int, num_layers: int) -> list[ChainKV]:
+    """Empty ones for the layers of a head."""
+    return [ChainKV(start, is_last=layer == num_layers - 1) for layer in range(num_layers)]
+
+
+def _future(first: int, length: int, device: torch.device) -> Tensor:
+    """bool [L - first, L]: the positions after `first`, `first` + 1, …"""
+    return torch.ones(length - first, length, dtype=torch.bool, device=device).triu(first + 1)

@@ -183,6 +183,14 @@ def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
             metavar="N",
             help="most frequent ids the head can draft (default: %(default)s)",
         )
+        add(
+            "--num-layers",
+            type=positive,
+            default=1,
+            metavar="N",
+            help="decoder layers of the head; with --init-head, those on top start as the identity (default: "
+            "%(default)s)",
+        )
     else:
         _add_train_vocab(parser)
     if kind == "eagle2":

@@ -68,7 +68,7 @@ def head_config(head: TrainedHead, target: Target, aux_hidden_state_layers: list
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": head.shape.num_layers,
         "hidden_act": "silu",
         "rms_norm_eps": shape.eps,
         "max_position_embeddings": config.max_position_embeddings,
@@ -110,6 +110,7 @@ def load_exported(head: TrainedModel, folder: Path) -> None:
         _check_trainable(folder)
     if isinstance(head, Eagle3Head):
         _move_output_rows(head, tensors, path)
+        _match_layers(head, tensors, folder)
     if isinstance(head, ParallelHead):
         tensors.setdefault("mask_hidden", head.mask_hidden.detach())  # an EAGLE-3 head has none
     own = head.state_dict()
@@ -130,6 +131,21 @@ def _check_trainable(folder: Path) -> None:
             f"--init-head {folder}: config.json sets {', '.join(found)}, which the trainer does not implement; give a "
             "folder that this trainer wrote"
         )
+
+
+def _match_layers(head: Eagle3Head, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Fit the stored layers to a head that may have more: those on top keep their initialization."""
+    if head.shape.num_layers > 1:
+        for name in [name for name in tensors if name.startswith("midlayer.")]:
+            tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
+    own = {name: tensor.detach() for name, tensor in head.state_dict().items() if "layer" in name}
+    if surplus := next((name for name in tensors if "layer" in name and name not in own), None):
+        raise ConfigError(
+            f"--init-head {folder} has the tensor {surplus}, but the head to train has {head.shape.num_layers} layers "
+            "(--num-layers)"
+        )
+    stored = {name.split("mlp.")[0] for name in tensors if ".mlp." in name}
+    tensors.update({name: tensor for name, tensor in own.items() if not name.startswith(tuple(stored))})
 
 
 def _move_output_rows(head: Eagle3Head, tensors: dict[str, Tensor], path: Path) -> None:

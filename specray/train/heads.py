@@ -5,7 +5,7 @@ modules of the same heads: with fused and packed weights, in-place operations an
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from specray.layers.module import Layer
 from specray.models.llama_shape import LlamaShape
-from specray.train.attention import ChainKV, TrainingKV
+from specray.train.attention import ChainKV, TrainingKV, chain_kvs
 from specray.train.norm import rms_norm
 from specray.train.target import Target
 from specray.train.unroll import Batch, hidden_state_rollout, shifted
@@ -23,7 +23,10 @@ _SMALL_STD = 0.002  # of matrices that write into the residual stream, so that a
 
 
 class Eagle3Head(nn.Module):
-    """Input: three aux hidden states and the next token. One layer whose attention reads [embedding; state]."""
+    """Input: three aux hidden states and the next token.
+
+    The attention of the first layer reads [embedding; state]. Those of `shape` after it are ordinary decoder layers.
+    """
 
     draft_ids: Tensor
     d2t: Tensor
@@ -35,7 +38,11 @@ class Eagle3Head(nn.Module):
         size = shape.hidden_size
         self.fc = linear(num_aux_hidden_states * size, size)
         self.fc_norm = nn.ModuleList(Norm(size, shape.eps) for _ in range(num_aux_hidden_states))
-        self.midlayer = Eagle3Layer(shape)
+        if shape.num_layers == 1:
+            self.midlayer = Eagle3Layer(shape)
+        else:
+            others = (DecoderLayer(shape, Attention(shape, size)) for _ in range(1, shape.num_layers))
+            self.layers = nn.ModuleList([Eagle3Layer(shape), *others])
         self.norm = Norm(size, shape.eps)
         self.lm_head = linear(size, len(draft_ids))
         self.register_buffer("draft_ids", draft_ids, persistent=False)
@@ -58,8 +65,12 @@ class Eagle3Head(nn.Module):
         chunks = aux_hidden_states.chunk(len(self.fc_norm), -1)
         return torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
 
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor:
-        return self.midlayer(embeds, states, cos, sin, kv)
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kvs: Sequence[ChainKV]) -> Tensor:
+        first, *others = [self.midlayer] if self.shape.num_layers == 1 else self.layers
+        states = first(embeds, states, cos, sin, kvs[0])
+        for layer, kv in zip(others, kvs[1:], strict=True):
+            states = layer(states, cos, sin, kv)
+        return states
 
     def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
         return hidden_state_rollout(self, target, batch, steps)
@@ -86,16 +97,17 @@ class ParallelHead(Eagle3Head):
         self.mask_hidden = nn.Parameter(torch.randn(1, num_aux_hidden_states * shape.hidden_size))
 
     def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
-        kv, states, device = ChainKV(batch.start), self.enter(batch.aux_hidden_states), batch.token_ids.device
+        kvs, device = chain_kvs(batch.start, self.shape.num_layers), batch.token_ids.device
+        states = self.enter(batch.aux_hidden_states)
         num_rows, length = batch.token_ids.shape
         embeds = target.embed(shifted(batch.token_ids, torch.arange(1, length + 1, device=device)))
-        yield self.step(embeds, states, *target.rotary.at(torch.arange(length, device=device)), kv)
+        yield self.step(embeds, states, *target.rotary.at(torch.arange(length, device=device)), kvs)
         chains = torch.arange(batch.start, length, device=device)
         token = torch.tensor([self.mask_token_id], device=device)
         embed, state = target.embed(token), self.enter(self.mask_hidden.to(states.dtype))
         embeds, states = (mask.expand(num_rows, len(chains), -1) for mask in (embed, state))
         for step in range(1, steps):
-            yield self.step(embeds, states, *target.rotary.at(chains + step), kv)
+            yield self.step(embeds, states, *target.rotary.at(chains + step), kvs)
 
 
 class _FrozenOutputHead(nn.Module, ABC):
@@ -115,7 +127,7 @@ class _FrozenOutputHead(nn.Module, ABC):
         self.register_buffer("target_rows", rows, persistent=False)
 
     @abstractmethod
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor: ...
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kvs: Sequence[ChainKV]) -> Tensor: ...
 
     def take_output_of(self, target: Target) -> None:
         self.target_rows = target.head[self.draft_ids]
@@ -147,8 +159,8 @@ class Eagle2Head(_FrozenOutputHead):
         _start_as_last_block(self.fc.weight)
         self.take_output_of(target)
 
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor:
-        stepped: Tensor = self.layers[0](self.fc(torch.cat((embeds, states), -1)), cos, sin, kv)
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kvs: Sequence[ChainKV]) -> Tensor:
+        stepped: Tensor = self.layers[0](self.fc(torch.cat((embeds, states), -1)), cos, sin, *kvs)
         return stepped
 
 
@@ -182,7 +194,8 @@ class MtpHead(_FrozenOutputHead):
         """The projection of the two inputs, under the name that other heads give it."""
         return self.input_proj
 
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor:
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kvs: Sequence[ChainKV]) -> Tensor:
+        (kv,) = kvs
         x = self.input_proj(self.joined(embeds, states, masks_first=kv.is_empty))
         x = kv.rows_with_queries(x) + self.self_attn(self.input_layernorm(x), cos, sin, kv)
         return self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))

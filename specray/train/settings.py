@@ -15,6 +15,7 @@ class TrainSettings:
     total_variation: float = 0.0  # its weight in the loss; the rest is cross-entropy
     draft_vocab_size: int = 8192
     intermediate_size: int | None = None
+    num_layers: int = 1  # of the head
     layers: str = "4"  # of the target, in a draft model: their number, or a list
     batch_tokens: int = 1024
     max_length: int = 2048
@@ -39,7 +40,7 @@ class TrainSettings:
         return next(
             (
                 name
-                for name in ("kind", "seed", "bias", "optimizer", "intermediate_size", "layers")
+                for name in ("kind", "seed", "bias", "optimizer", "intermediate_size", "num_layers", "layers")
                 if saved.get(name, getattr(self, name)) != getattr(self, name)  # older checkpoints have fewer options
             ),
             None,

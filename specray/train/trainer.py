@@ -215,7 +215,8 @@ def _build_head(
     settings: TrainSettings, folder: AnswerFolder, target: Target, draft_ids: Tensor | None
 ) -> TrainedModel:
     """An initialized head. Unless `draft_ids` is given, its draft vocabulary is counted from the current answers."""
-    shape = replace(target.shape, ffn_size=settings.intermediate_size or target.shape.ffn_size)
+    ffn_size = settings.intermediate_size or target.shape.ffn_size
+    shape = replace(target.shape, ffn_size=ffn_size, num_layers=settings.num_layers)
     if draft_ids is None:
         draft_ids = frequent_ids(folder, settings.draft_vocab_size, shape.vocab_size, target.eos_ids)
     ids = draft_ids.cpu().sort().values

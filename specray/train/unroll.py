@@ -5,14 +5,15 @@ of t[i+1+s] and the state of step s-1 (step 0: from f[i]). It predicts the distr
 target's final hidden state at position i+1+s.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specray.train.attention import ChainKV
+from specray.models.llama_shape import LlamaShape
+from specray.train.attention import ChainKV, chain_kvs
 from specray.train.target import Target
 
 
@@ -51,11 +52,13 @@ class DraftHead(Protocol):
 class HiddenStateHead(Protocol):
     """A head that reads aux hidden states; its own states are [B, L, H]."""
 
+    shape: LlamaShape  # of the head
+
     def enter(self, aux_hidden_states: Tensor) -> Tensor:
         """The first state, from aux hidden states [B, L, columns]."""
 
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor:
-        """One draft step. Step 0 reads all L positions and returns those with chains."""
+    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kvs: Sequence[ChainKV]) -> Tensor:
+        """One draft step, with the KV of each layer. Step 0 reads all L positions and returns those with chains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +107,12 @@ def unroll(
 def hidden_state_rollout(head: HiddenStateHead, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
     """`DraftHead.rollout` of a head that reads aux hidden states."""
     start, length = batch.start, batch.token_ids.shape[1]
-    kv = ChainKV(start)
+    kvs = chain_kvs(start, head.shape.num_layers)
     states = head.enter(batch.aux_hidden_states)
     for step in range(steps):
         positions = torch.arange(start if step else 0, length, device=batch.token_ids.device) + step
         embeds = target.embed(shifted(batch.token_ids, positions + 1))
-        states = head.step(embeds, states, *target.rotary.at(positions), kv)
+        states = head.step(embeds, states, *target.rotary.at(positions), kvs)
         yield states
 
 

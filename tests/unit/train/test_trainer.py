@@ -170,6 +170,33 @@ def test_init_head_loads_its_weights(tmp_path: Path) -> None:
     torch.testing.assert_close(second.head.output_weight, first.head.output_weight[rows].bfloat16().float())
 
 
+def test_layers_on_top_of_an_initial_head_start_as_the_identity(tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    first = Trainer(settings(), answers, tmp_path / "first", CPU)
+    first.run()
+    options = settings(init_head=str(tmp_path / "first" / "head"), num_layers=2)
+    second = Trainer(options, answers, tmp_path / "second", CPU)
+    below, above = first.head.state_dict(), second.head.state_dict()
+    for name in ("self_attn.q_proj", "mlp.down_proj", "hidden_norm"):
+        expected = below[f"midlayer.{name}.weight"].bfloat16().float()
+        torch.testing.assert_close(above[f"layers.0.{name}.weight"], expected)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert above[f"layers.1.{name}.weight"].abs().max() < 0.02
+    second.run()
+    folder = tmp_path / "second" / "head"
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
+    third = Trainer(settings(init_head=str(folder), num_layers=2), answers, tmp_path / "third", CPU)
+    for name, tensor in second.head.state_dict().items():
+        torch.testing.assert_close(third.head.state_dict()[name].float(), tensor.bfloat16().float())
+
+
+def test_initial_head_with_more_layers_is_refused(tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    Trainer(settings(num_layers=2), answers, tmp_path / "first", CPU)._save()
+    with pytest.raises(ConfigError, match=r"layers\.0\..*has 1 layers \(--num-layers\)"):
+        Trainer(settings(init_head=str(tmp_path / "first" / "head")), answers, tmp_path / "second", CPU)
+
+
 def test_output_rows_of_new_ids_are_mapped_like_the_trained_ones(tmp_path: Path) -> None:
     """The target's own rows have another scale than trained ones and would get higher logits."""
     answers = write_answers(tmp_path)

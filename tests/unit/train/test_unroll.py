@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,14 @@ def target(tmp_path: Path) -> Target:
     return load_target(str(write_toy(tmp_path)), torch.float32, torch.device("cpu"), 64)
 
 
-def a_head(kind: str, target: Target) -> Head:
+def a_head(kind: str, target: Target, num_layers: int = 1) -> Head:
     torch.manual_seed(3)
+    shape = replace(target.shape, num_layers=num_layers)
     ids = torch.arange(0, VOCAB_SIZE, 2)
     made: dict[str, Callable[[], Head]] = {
-        "eagle3": lambda: Eagle3Head(target.shape, ids),
-        "eagle2": lambda: Eagle2Head(target.shape, ids, bias=True),
-        "parallel": lambda: ParallelHead(target.shape, ids, mask_token_id=5),
+        "eagle3": lambda: Eagle3Head(shape, ids),
+        "eagle2": lambda: Eagle2Head(shape, ids, bias=True),
+        "parallel": lambda: ParallelHead(shape, ids, mask_token_id=5),
     }
     head = made[kind]()
     head.start_from(target)
@@ -53,27 +55,26 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int) -> list[Tensor]:
     """Outputs of the chain at position `start`, computed one position and one step at a time as in serving."""
     weights = {name: tensor.float() for name, tensor in head.state_dict().items()}
-    eagle3 = isinstance(head, Eagle3Head)
-    prefix = "midlayer." if eagle3 else "layers.0."
+    eagle3, num_layers = isinstance(head, Eagle3Head), head.shape.num_layers
+    prefixes = ["midlayer."] if eagle3 and num_layers == 1 else [f"layers.{layer}." for layer in range(num_layers)]
     eps, dim = target.shape.eps, target.shape.head_dim
     fold = target.shape.heads_per_group
-
-    def project(x: Tensor, name: str) -> Tensor:
-        return (x @ weights[f"{prefix}self_attn.{name}_proj.weight"].T).view(-1, dim)
+    keys: list[list[Tensor]] = [[] for _ in prefixes]
+    values: list[list[Tensor]] = [[] for _ in prefixes]
 
     def turned(x: Tensor, position: int) -> Tensor:
         cos, sin = target.rotary.at(torch.tensor([position]))
         return x * cos[0] + x.roll(dim // 2, -1) * sin[0]
 
     def inner(token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """(attention input, residual)"""
+        """(attention input, residual) of the first layer"""
         embed = target.embedding[token]
         if not eagle3:
             x = torch.cat((embed, state)) @ weights["fc.weight"].T + weights["fc.bias"]
             return x, x
         parts = (
-            norm(embed, weights["midlayer.input_layernorm.weight"], eps),
-            norm(state, weights["midlayer.hidden_norm.weight"], eps),
+            norm(embed, weights[f"{prefixes[0]}input_layernorm.weight"], eps),
+            norm(state, weights[f"{prefixes[0]}hidden_norm.weight"], eps),
         )
         return torch.cat(parts), state
 
@@ -83,11 +84,30 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
         chunks = [norm(c, weights[f"fc_norm.{i}.weight"], eps) for i, c in enumerate(states.chunk(3))]
         return torch.cat(chunks) @ weights["fc.weight"].T
 
-    keys, values, outputs = [], [], []
+    def through_layers(token: Tensor, state: Tensor, position: int) -> Tensor:
+        """The next state. The position's keys and values are added."""
+        x, state = inner(token, state)
+        for layer, prefix in enumerate(prefixes):
+            if layer:
+                x = norm(state, weights[f"{prefix}input_layernorm.weight"], eps)
+            q, k, v = ((x @ weights[f"{prefix}self_attn.{name}_proj.weight"].T).view(-1, dim) for name in "qkv")
+            q = turned(q, position)
+            keys[layer].append(turned(k, position))
+            values[layer].append(v)
+            heads = []
+            for head_index in range(len(q)):
+                k = torch.stack([key[head_index // fold] for key in keys[layer]])
+                v = torch.stack([value[head_index // fold] for value in values[layer]])
+                heads.append((k @ q[head_index] / dim**0.5).softmax(0) @ v)
+            state = state + torch.cat(heads) @ weights[f"{prefix}self_attn.o_proj.weight"].T
+            x = norm(state, weights[f"{prefix}post_attention_layernorm.weight"], eps)
+            gate, up, down = (weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            state = state + (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        return state
+
+    outputs = []
     for position in range(start):
-        x, _ = inner(batch.token_ids[row, position + 1], entered(batch.aux_hidden_states[row, position]))
-        keys.append(turned(project(x, "k"), position))
-        values.append(project(x, "v"))
+        through_layers(batch.token_ids[row, position + 1], entered(batch.aux_hidden_states[row, position]), position)
     state = entered(batch.aux_hidden_states[row, start])
     for step in range(STEPS):
         position = start + step
@@ -96,26 +116,17 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
         token = batch.token_ids[row, position + 1]
         if step and isinstance(head, ParallelHead):
             token, state = torch.tensor(head.mask_token_id), entered(weights["mask_hidden"][0])
-        x, residual = inner(token, state)
-        keys.append(turned(project(x, "k"), position))
-        values.append(project(x, "v"))
-        q = turned(project(x, "q"), position)
-        heads = []
-        for head_index in range(len(q)):
-            k = torch.stack([key[head_index // fold] for key in keys])
-            v = torch.stack([value[head_index // fold] for value in values])
-            heads.append((k @ q[head_index] / dim**0.5).softmax(0) @ v)
-        state = residual + torch.cat(heads) @ weights[f"{prefix}self_attn.o_proj.weight"].T
-        x = norm(state, weights[f"{prefix}post_attention_layernorm.weight"], eps)
-        gate, up, down = (weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        state = state + (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        state = through_layers(token, state, position)
         outputs.append(norm(state, weights["norm.weight"], eps) if eagle3 else state)
     return outputs
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle2", "parallel"])
-def test_unrolled_steps_equal_single_chains(kind: str, target: Target) -> None:
-    head, batch = a_head(kind, target), a_batch(target, 1 if kind == "eagle2" else 3)
+@pytest.mark.parametrize(
+    ("kind", "num_layers"),
+    [("eagle3", 1), ("eagle3", 2), ("eagle3", 3), ("eagle2", 1), ("parallel", 1), ("parallel", 2)],
+)
+def test_unrolled_steps_equal_single_chains(kind: str, num_layers: int, target: Target) -> None:
+    head, batch = a_head(kind, target, num_layers), a_batch(target, 1 if kind == "eagle2" else 3)
     labeled = labeled_positions(batch)
     steps = list(unroll(head, target, batch, labeled, STEPS))
     per_row = batch.token_ids.shape[1] - batch.start
@@ -152,9 +163,10 @@ def test_tokens_outside_the_draft_vocabulary_have_no_label(target: Target) -> No
     assert set(labeled.next_ids.tolist()) == {int(batch.token_ids[0, 5])}
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("kind", ["eagle3", "parallel"])
-def test_gradients_reach_every_parameter_through_all_steps(kind: str, target: Target) -> None:
-    head, batch = a_head(kind, target), a_batch(target, 3)
+def test_gradients_reach_every_parameter_through_all_steps(kind: str, num_layers: int, target: Target) -> None:
+    head, batch = a_head(kind, target, num_layers), a_batch(target, 3)
     last = list(unroll(head, target, batch, labeled_positions(batch), STEPS))[-1]
     (last.outputs @ head.output_weight.T).sum().backward()
     assert [name for name, parameter in head.named_parameters() if parameter.grad is None] == []
