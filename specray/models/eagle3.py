@@ -64,6 +64,7 @@ class Eagle3Head:
             self.vocab_size,
             state_is_normed=self._normed_output,
             quantised_output=own if self.grows_trees else None,
+            fusion=self.fuse.packed,
         )
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -15,7 +15,7 @@ from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.packed_layers import EmbedAndHead, LayerParts
-from specray.ops.cpu.packed_network import CoarseOutput, StateInput
+from specray.ops.cpu.packed_network import CoarseOutput, Fusion, StateInput
 from specray.ops.cpu.trees import TreeNetwork
 from specray.ops.grouped_weight import Weight
 from specray.ops.linear import is_row_wise
@@ -85,6 +85,7 @@ def tree_network(
     state_is_normed: bool = False,
     output_is_normed: bool = False,
     quantised_output: Weight | None = None,
+    fusion: Fusion | None = None,
 ) -> TreeNetwork | None:
     """A draft model as one function that grows trees; None if it is not fused.
 
@@ -99,7 +100,7 @@ def tree_network(
     ids = None if target_ids is None else target_ids.to(torch.int64)
     output = matrix if quantised_output is None else CoarseOutput.of(layers.kernels, quantised_output)
     return TreeNetwork(
-        layers, embedding.weight, inputs, weight, output, num_columns, ids, state_is_normed, output_is_normed
+        layers, embedding.weight, inputs, weight, output, num_columns, ids, state_is_normed, output_is_normed, fusion
     )
 
 

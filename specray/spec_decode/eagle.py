@@ -67,15 +67,13 @@ class EagleDrafter:
         self._written.update(context.table, requests, [request.start for request in requests])
         if context.replay is not None and self._written.are_all(context.table, requests):
             return context.replay()
-        assert context.aux_hidden_states is not None
-        states = self._head.fuse(context.aux_hidden_states)
         if self._extends_in_kernels and self._written.are_all(context.table, requests):
-            tree = self._grower.extend_and_grow(context, states)
+            tree = self._grower.extend_and_grow(context, self._head.fuse)
             if tree is not None:
                 return tree
         slots, _, ends = context.bounds
         visible = self._written.visible(context.table, slots, requests)
-        output = self._extend(context, requests, states, visible)
+        output = self._extend(context, requests, visible)
         count = len(context.requests)
         if not count:
             return DraftTree.from_lists([], context.table.device)
@@ -105,7 +103,7 @@ class EagleDrafter:
         """The only state is KV in the requests' blocks."""
 
     def _extend(
-        self, context: ProposeContext, requests: list[DraftRequest], states: Tensor, visible: tuple[Tensor, list[int]]
+        self, context: ProposeContext, requests: list[DraftRequest], visible: tuple[Tensor, list[int]]
     ) -> Tensor:
         """Draft extend; returns the head's output [requests, H] at each request's last position."""
         table, (kv_slots, kv_lens) = context.table, visible
@@ -114,6 +112,8 @@ class EagleDrafter:
         token_ids, positions, slot_mapping, last = table.ops.extend_input(slots, starts, ends, sum(lengths))
         sizes = [(0, 0)] * len(requests)
         batch = AttentionBatch(lengths, kv_lens, kv_slots, slot_mapping, sizes, window=self._head.window)
+        assert context.aux_hidden_states is not None
+        states = self._head.fuse(context.aux_hidden_states)
         output = self._run_head(token_ids, states, positions, self._attention.plan(batch))
         return output.index_select(0, last)
 

@@ -1,5 +1,7 @@
 """Trees that grow in one call of the CPU kernels, where these have the drafter's model; level by level elsewhere."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from specray.ops.cpu.attention import PagedAttention
@@ -26,10 +28,10 @@ class FusedTreeGrower(TreeGrower):
         requests = TreeRequests(output, context.roots(), prefix.positions, kv_slots, kv_lens)
         return _tree(network.grow(attention, requests, self._limits(shape), self._options(noise)), shape)
 
-    def extend_and_grow(self, context: ProposeContext, states: Tensor) -> DraftTree | None:
-        """Trees of `requests` after draft extend of all requests, of which the model has all KV; see Eagle's `propose`.
+    def extend_and_grow(self, context: ProposeContext, fuse: Callable[[Tensor], Tensor]) -> DraftTree | None:
+        """Trees of `requests` after draft extend of all requests, of which the model must have all KV.
 
-        None where the kernels cannot do both in one call.
+        `fuse` makes states of hidden states. None where the kernels cannot do both in one call.
         """
         table = context.table.ops
         if not context.requests or not isinstance(table, TableKernels):
@@ -38,7 +40,9 @@ class FusedTreeGrower(TreeGrower):
         if (fused := self._fused(shape, noise)) is None:
             return None
         network, attention = fused
-        committed = CommittedTokens(table, len(context.requests), *context.bounds, states)
+        assert context.aux_hidden_states is not None
+        read = context.aux_hidden_states if network.fuses else fuse(context.aux_hidden_states)
+        committed = CommittedTokens(table, len(context.requests), *context.bounds, read)
         return _tree(network.draft(attention, committed, self._limits(shape), self._options(noise)), shape)
 
     def _wanted(self, context: ProposeContext, requests: list[DraftRequest]) -> tuple[TreeShape, TreeNoise | None]:

@@ -52,6 +52,40 @@ class Extension {
   std::vector<float> x_, streams_;
 };
 
+// The first states [count, hidden], float32, of hidden states [count, fuse.ins] of `type`.
+class Fusion {
+ public:
+  static constexpr int NUM_PHASES = 2;
+
+  Fusion(const DraftNetwork& network, int count)
+      : network_(network), count_(count), rows_(form_of(network.fuse.kind), count, network.fuse.ins),
+        states_(int64_t(count) * network.sizes.hidden) {}
+
+  void run(const void* hidden_states, int32_t type, Member& member) {
+    const int width = network_.fuse.ins, size = network_.sizes.hidden, parts = network_.num_norms;
+    std::vector<float> row(width);
+    member.share(count_, [&](int r) {
+      read_row(hidden_states, type, int64_t(r) * width, width, row.data());
+      for (int part = 0; part < parts; ++part) {
+        const int first = part * (width / parts);
+        norm(row.data() + first, network_.fuse_norms + first, width / parts, network_.sizes.eps, row.data() + first);
+      }
+      rows_.set(r, row.data());
+    });
+    multiply(network_.fuse, rows_, count_, member, [&](int r, int channel, const float* values) {
+      std::copy(values, values + std::min(LANES, size - channel), states_.data() + int64_t(r) * size + channel);
+    });
+  }
+
+  const float* states() const { return states_.data(); }
+
+ private:
+  const DraftNetwork& network_;
+  const int count_;
+  Rows rows_;
+  std::vector<float> states_;
+};
+
 // Draft extend: to what leaves the last layer, `output` [T, hidden] of the states' type.
 inline void extend(
     const DraftNetwork& network, const Step& step, const int64_t* ids, const void* states, void* output, int32_t type,
@@ -68,7 +102,7 @@ inline void extend(
 struct Committed {
   int64_t count;                         // requests R
   const int64_t *slots, *starts, *ends;  // [R]
-  const void* states;                    // [T, hidden] of `type`
+  const void* hidden_states;             // [T, fuse.ins] of `type`, or states [T, hidden]
   int32_t type;
 };
 
@@ -116,10 +150,14 @@ inline void draft(
   growth.kv_lens = kv_lens.data();
   growth.slots_width = int32_t(width);
 
-  Extension extension(network, step, ids.data(), committed.states, committed.type);
+  const bool is_fused = network.fuse.data != nullptr;
+  Fusion fusion(network, is_fused ? int(total) : 0);
+  const void* states = is_fused ? fusion.states() : committed.hidden_states;
+  Extension extension(network, step, ids.data(), states, is_fused ? int32_t(FLOAT32) : committed.type);
   TreeGrowth trees(network, growth);
   const int num_phases = Extension::num_phases(network) + 1 + TreeGrowth::num_phases(network, growth);
-  run_on_team(num_threads, num_phases, [&](Member& member) {
+  run_on_team(num_threads, Fusion::NUM_PHASES + num_phases, [&](Member& member) {
+    if (is_fused) fusion.run(committed.hidden_states, committed.type, member);
     extension.run(member);
     member.share(int(num_trees), [&](int tree) {
       std::copy_n(extension.output(last[tree]), size, output.data() + tree * size);

@@ -20,6 +20,9 @@ namespace specray {
 // projection; without `reads_states` it is the embedding. If the first layer has no input norm, x is its input, and the
 // residual stream starts from the projection or else from the state.
 struct DraftNetwork {
+  Matrix fuse;  // from a step's hidden states, side by side, to the first state; data null: they are the states
+  const float* fuse_norms;  // [num_norms, fuse.ins / num_norms]: of the parts of the hidden states
+  int32_t num_norms;
   const void* embedding;  // [vocab, hidden]
   int32_t embedding_type;
   int32_t vocab_size;      // rows of `embedding`; ids past it read the last one

@@ -31,18 +31,16 @@ class PagedAttention:
         self.pool = pool
         self.num_heads = num_heads
         self.head_dim = head_dim_of(pool)
+        self.layer_bytes = pool.stride(0) * pool.itemsize  # from one layer's part of the pool to the next
+        sizes = KV_TYPES[pool.dtype], pool.shape[-2], self.head_dim
+        self._pools = [Pool(pointer(layer), *sizes) for layer in pool]
 
     def plan(self, batch: AttentionBatch) -> "PagedAttend":
         return PagedAttend(self, batch)
 
     def pool_of(self, layer: int) -> Pool:
         """One layer's part of the pool."""
-        return Pool(pointer(self.pool[layer]), KV_TYPES[self.pool.dtype], self.pool.shape[-2], self.head_dim)
-
-    @property
-    def layer_bytes(self) -> int:
-        """From one layer's part of the pool to the next."""
-        return self.pool.stride(0) * self.pool.itemsize
+        return self._pools[layer]
 
 
 class PagedAttend:

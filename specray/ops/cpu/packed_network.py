@@ -13,6 +13,13 @@ from specray.ops.cpu.structs import FLOAT_TYPES, DraftNetwork, Matrix
 from specray.ops.grouped_weight import Weight, to_int4
 
 
+class Fusion(NamedTuple):
+    """From a step's hidden states, several parts side by side, to the first state."""
+
+    norms: Tensor | None  # float32 [parts, columns of a part]
+    matrix: PackedMatrix
+
+
 class StateInput(NamedTuple):
     """How a node's state joins the embedding of its token: x = [embedding, state], normed, then projected."""
 
@@ -52,18 +59,26 @@ class PackedNetwork:
         target_ids: Tensor | None,
         state_is_normed: bool = False,
         output_is_normed: bool = False,
+        fusion: Fusion | None = None,
     ) -> None:
         """`inputs` None: the layers read the embedding alone. `norm` float32 [H] comes before the output matrix.
 
         `target_ids` int64 [num_columns] are the target's ids of its columns; None: the same ids. `state_is_normed`:
         nodes pass their children the normed output. `output_is_normed`: the outputs given to `grow` are normed.
+        `fusion` None: `draft` takes states.
         """
         self._layers = layers
         self._embedding, self._norm, self._output, self._inputs = embedding.contiguous(), norm, output, inputs
         matrix, rows = output if isinstance(output, CoarseOutput) else (output, None)
         self._target_ids = None if target_ids is None else target_ids.contiguous()
         inputs = inputs or StateInput(None, None, None)
+        self.fuses = fusion is not None
+        self._fusion = fusion
+        norms = None if fusion is None else fusion.norms
         self._struct = DraftNetwork(
+            fuse=Matrix() if fusion is None else fusion.matrix.struct,
+            fuse_norms=pointer(norms),
+            num_norms=0 if norms is None else len(norms),
             embedding=pointer(self._embedding),
             embedding_type=FLOAT_TYPES[embedding.dtype],
             vocab_size=len(embedding),

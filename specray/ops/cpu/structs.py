@@ -118,6 +118,9 @@ class DraftNetwork(ctypes.Structure):
     """`DraftNetwork` in trees.h."""
 
     _fields_ = (
+        ("fuse", Matrix),
+        ("fuse_norms", c_void_p),
+        ("num_norms", c_int32),
         ("embedding", c_void_p),
         ("embedding_type", c_int32),
         ("vocab_size", c_int32),
@@ -181,7 +184,7 @@ class Committed(ctypes.Structure):
         ("slots", c_void_p),
         ("starts", c_void_p),
         ("ends", c_void_p),
-        ("states", c_void_p),
+        ("hidden_states", c_void_p),
         ("type", c_int32),
     )
 

@@ -52,7 +52,7 @@ class CommittedTokens(NamedTuple):
     slots: Tensor  # int64 [R], like the next two
     starts: Tensor
     ends: Tensor
-    states: Tensor  # [sum of ends - starts, H]
+    hidden_states: Tensor  # [sum of ends - starts, columns]; states if the network does not fuse hidden states
 
 
 class GrownTrees(NamedTuple):
@@ -93,10 +93,10 @@ class TreeNetwork(PackedNetwork):
         self, attention: PagedAttention, committed: CommittedTokens, limits: TreeLimits, options: TreeOptions
     ) -> GrownTrees:
         """Draft extend and the trees below, in one call; all earlier KV must be in the pool."""
-        table, num_trees, *columns, states = committed
+        table, num_trees, *columns, read = committed
         slots, starts, ends = (column.contiguous() for column in columns)
-        states = states.contiguous()
-        parts = len(slots), pointer(slots), pointer(starts), pointer(ends), pointer(states), FLOAT_TYPES[states.dtype]
+        read = read.contiguous()
+        parts = len(slots), pointer(slots), pointer(starts), pointer(ends), pointer(read), FLOAT_TYPES[read.dtype]
         trees = GrownTrees.empty(num_trees, limits.num_drafts)
         growth, _kept = self._growth(attention, num_trees, limits, options, trees)
         self._layers.kernels.draft(
