@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
-import numpy as np
 import pytest
 
 from specray.channel import ChannelClosedError
@@ -187,16 +186,9 @@ def stall(drafter: BrokenDrafter) -> None:
     assert drafter.noticed.wait(30)
 
 
-def each(tokens: list[int], parents: list[int], num_nodes: int | None = None) -> Callable[[Reply], Reply]:
+def each(tokens: Any, parents: Any) -> Callable[[Reply], Reply]:
     """A reply with this tree for every request."""
-
-    def reply(valid: Reply) -> Reply:
-        rows = len(valid.num_nodes) // 4
-        count = len(tokens) if num_nodes is None else num_nodes
-        arrays = (np.array([values] * rows, dtype=np.int32).tobytes() for values in ([count], tokens, parents))
-        return Reply(valid.number, valid.seconds, *arrays)
-
-    return reply
+    return lambda valid: valid._replace(trees=[TreeLists(tokens, parents)] * len(valid.trees))
 
 
 FAULTS: dict[str, Fault] = {
@@ -211,12 +203,14 @@ FAULTS: dict[str, Fault] = {
     "root-with-a-parent": Fault("nonsense", reply=each([5, 3], [0, 0])),
     "missing-parent": Fault("nonsense", reply=each([5, 3], [NONE])),
     "tree-too-big": Fault("nonsense", reply=each([5, 3, 4, 5, 6], [NONE, 0, 0, 0, 0])),
-    "more-nodes-than-sent": Fault("nonsense", reply=each([5, 3], [NONE, 0], num_nodes=3)),
-    "no-nodes": Fault("nonsense", reply=each([5, 3], [NONE, 0], num_nodes=0)),
     "no-root": Fault("nonsense", reply=each([], [])),
-    "half-an-integer": Fault("nonsense", reply=lambda reply: reply._replace(tokens=reply.tokens[:-2])),
-    "missing-tree": Fault("nonsense", reply=lambda reply: reply._replace(num_nodes=reply.num_nodes[:-4])),
-    "no-array": Fault("nonsense", reply=lambda reply: reply._replace(tokens=[5, 3])),  # type: ignore[arg-type]
+    "half-an-integer": Fault("nonsense", reply=each([5, 3.5], [NONE, 0])),
+    "truth-as-a-parent": Fault("nonsense", reply=each([5, 3], [NONE, False])),
+    "missing-tree": Fault("nonsense", reply=lambda reply: reply._replace(trees=reply.trees[:-1])),
+    "one-list": Fault("nonsense", reply=lambda reply: reply._replace(trees=[5, 3])),  # type: ignore[list-item]
+    "no-lists": Fault("nonsense", reply=each(5, NONE)),
+    "no-trees": Fault("nonsense", reply=lambda reply: reply._replace(trees=b"")),  # type: ignore[arg-type]
+    "no-scores": Fault("nonsense", reply=lambda reply: reply._replace(scores=[["high"]] * len(reply.trees))),  # type: ignore[list-item]
     "other-number": Fault("nonsense", reply=lambda reply: reply._replace(number=reply.number + 1)),
     "unknown-fault": Fault("nonsense", reply=lambda reply: reply._replace(fault="unknown")),  # type: ignore[arg-type]
     "nothing": Fault("nonsense", reply=lambda _: msgpack.packb(None)),

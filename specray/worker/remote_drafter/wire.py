@@ -1,11 +1,13 @@
 """Messages between a target rank and a drafter in another process: msgpack, deltas only.
 
 A request's tokens and KV blocks are sent once and then extended (`DeltaEncoder` at the target, `DeltaDecoder` at the
-drafter), so an order is as long as what the step added. Trees come back as int32 arrays. Hidden states go through
-shared memory (`ring`).
+drafter), so an order is as long as what the step added. Trees come back as lists. Hidden states go through shared
+memory (`ring`).
 """
 
+import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgpack
@@ -14,13 +16,11 @@ import torch
 from torch import Tensor
 
 from specray.config import MAX_DRAFTERS
-from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
+from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree, TreeLists
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DrafterUse, DraftFault, DraftLimit, NewRequest
 from specray.step_wire import new_request
-
-_UNSIGNED_NONE = NONE & 0xFFFFFFFF
 
 
 class TargetHandshake(NamedTuple):
@@ -57,58 +57,47 @@ class Order(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Trees of an order's requests, in their order: arrays as bytes, empty after a fault. Integers are int32."""
+    """Trees of an order's requests, in their order; none after a fault.
+
+    They are lists, because a step has few nodes: reading arrays of them took 0.2 ms, most of it for numpy's calls.
+    """
 
     number: int
     seconds: float
-    num_nodes: bytes  # [B]
-    tokens: bytes  # [B, N]
-    parents: bytes  # [B, N]
+    trees: Sequence[TreeLists]
     fault: DraftFault | None = None
     uses: Sequence[DrafterUse] = ()  # of several drafters
-    scores: bytes = b""  # float32 [B, N], or empty where they are not known
+    scores: Sequence[list[float]] = ()  # of each tree's nodes, or empty where they are not known
 
     @classmethod
     def of(cls, number: int, seconds: float, tree: DraftTree) -> "Reply":
         """One copy to the host."""
-        if tree.tokens.device.type != "cpu":
-            tree = _copied_to_host(tree)
-        num_nodes, tokens, parents = (
-            part.numpy().astype(np.int32) for part in (tree.num_nodes, tree.tokens, tree.parents)
-        )
-        if not num_nodes.all():
+        trees, rows = _lists(tree)
+        if not all(each.tokens for each in trees):
             return cls.failed(number, seconds, DraftFault.NOT_A_NUMBER)
-        scores = b"" if tree.scores is None else tree.scores.numpy().tobytes()
-        return cls(number, seconds, num_nodes.tobytes(), tokens.tobytes(), parents.tobytes(), scores=scores)
+        scores = [row[: len(each.tokens)] for row, each in zip(rows, trees, strict=bool(rows))]
+        return cls(number, seconds, trees, scores=scores)
 
     @classmethod
     def failed(cls, number: int, seconds: float, fault: DraftFault) -> "Reply":
-        return cls(number, seconds, b"", b"", b"", fault)
+        return cls(number, seconds, [], fault)
 
     def tree(self, num_requests: int, vocab_size: int, max_draft_tokens: int) -> DraftTree:
         """The trees, on the CPU. ValueError if they are not valid trees of `num_requests` requests."""
-        if not num_requests and not (self.num_nodes or self.tokens or self.parents):
-            return DraftTree.roots(torch.empty(0, dtype=torch.int64))
-        # Unsigned, so that negative numbers are too large.
-        num_nodes, tokens, parents = (
-            np.frombuffer(data, dtype=np.uint32).astype(np.int64).reshape(num_requests, -1)
-            for data in (self.num_nodes, self.tokens, self.parents)
-        )
-        width = tokens.shape[1]
-        if num_nodes.shape[1] != 1 or parents.shape != tokens.shape or not 1 <= width <= max_draft_tokens + 1:
-            raise ValueError(f"arrays of shapes {num_nodes.shape}, {tokens.shape} and {parents.shape} are not trees")
-        nodes = np.arange(width)
-        is_past = nodes >= num_nodes
-        has_parent = parents < nodes
-        has_parent[:, ROOT] = parents[:, ROOT] == _UNSIGNED_NONE
-        if num_nodes.min() < 1 or num_nodes.max() > width or not ((tokens < vocab_size) & has_parent | is_past).all():
-            raise ValueError("tokens outside the vocabulary, or a child before its parent")
-        tokens[is_past] = parents[is_past] = NONE
-        parents[:, ROOT] = NONE
-        counts, scores = torch.from_numpy(num_nodes[:, 0]), None
-        if self.scores:
-            scores = torch.from_numpy(np.frombuffer(self.scores, np.float32).reshape(tokens.shape).copy())
-        return DraftTree(torch.from_numpy(tokens), torch.from_numpy(parents), counts, width - 1, scores=scores)
+        if len(self.trees) != num_requests or len(self.scores) not in (0, num_requests):
+            raise ValueError(
+                f"{len(self.trees)} trees and {len(self.scores)} rows of scores for {num_requests} requests"
+            )
+        for tokens, parents in self.trees:
+            _check_tree(tokens, parents, vocab_size, max_draft_tokens)
+        made = DraftTree.from_lists(self.trees)
+        if not self.scores:
+            return made
+        if [len(scores) for scores in self.scores] != [len(tokens) for tokens, _ in self.trees]:
+            raise ValueError("the scores have another shape than the trees")
+        width = made.tokens.shape[1]
+        padded = [[*scores, *[0.0] * (width - len(scores))] for scores in self.scores]
+        return replace(made, scores=torch.tensor(padded))
 
 
 def pack(message: TargetHandshake | Order | Reply) -> bytes:
@@ -134,10 +123,16 @@ def unpack_reply(data: bytes) -> Reply:
         fault = None if reply.fault is None else DraftFault(reply.fault)
     except (TypeError, ValueError) as error:  # msgpack's own errors are among them
         raise ValueError(f"not a reply: {error}") from None
-    arrays = (reply.num_nodes, reply.tokens, reply.parents, reply.scores)
-    if type(reply.number) is not int or type(reply.seconds) is not float or any(type(a) is not bytes for a in arrays):
+    lists = (reply.trees, reply.scores)
+    if (
+        type(reply.number) is not int
+        or type(reply.seconds) is not float
+        or any(type(part) is not list for part in lists)
+    ):
         raise ValueError("not a reply: its fields have other types")
-    return reply._replace(fault=fault, uses=_uses(reply.uses))
+    if any(type(scores) is not list or not set(map(type, scores)) <= {float} for scores in reply.scores):
+        raise ValueError("not a reply: its scores are not numbers")
+    return reply._replace(trees=_trees(reply.trees), fault=fault, uses=_uses(reply.uses))
 
 
 class DeltaEncoder:
@@ -192,15 +187,50 @@ class DeltaDecoder:
         return ProposeContext(self._table, order.requests, order.unfinished, lambda: states)
 
 
-def _copied_to_host(tree: DraftTree) -> DraftTree:
-    """A reply's part of a tree, by one copy."""
+def _trees(data: Sequence[object]) -> list[TreeLists]:
+    """ValueError for anything that is not pairs of lists of integers. `Reply.tree` checks the trees."""
+    trees = []
+    for pair in data:
+        if (
+            type(pair) is not list
+            or len(pair) != len(TreeLists._fields)
+            or any(type(part) is not list for part in pair)
+        ):
+            raise ValueError("not a reply: its trees are not pairs of lists")
+        tree = TreeLists(*pair)
+        if not set(map(type, tree.tokens)) | set(map(type, tree.parents)) <= {int}:
+            raise ValueError("not a reply: its trees are not of integers")
+        trees.append(tree)
+    return trees
+
+
+def _check_tree(tokens: list[int], parents: list[int], vocab_size: int, max_draft_tokens: int) -> None:
+    """ValueError if it is no tree."""
+    if not 1 <= len(tokens) == len(parents) <= max_draft_tokens + 1:
+        raise ValueError(f"{len(tokens)} tokens and {len(parents)} parents are not a tree")
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise ValueError("tokens outside the vocabulary")
+    is_before = map(operator.lt, parents, range(len(parents)))
+    if parents[ROOT] != NONE or min(parents[1:], default=ROOT) < ROOT or not all(is_before):
+        raise ValueError("a child before its parent")
+
+
+def _lists(tree: DraftTree) -> tuple[list[TreeLists], list[list[float]]]:
+    """(trees, scores or nothing). Reads a device's memory once."""
+    if tree.tokens.device.type == "cpu":
+        return tree.to_lists(), [] if tree.scores is None else tree.scores.tolist()
+    return _copied_lists(tree)
+
+
+def _copied_lists(tree: DraftTree) -> tuple[list[TreeLists], list[list[float]]]:
     parts, width = [tree.num_nodes[:, None], tree.tokens, tree.parents], tree.tokens.shape[1]
     packed = torch.cat(parts, 1).to(torch.int32)
     if tree.scores is not None:
         packed = torch.cat((packed, tree.scores.view(torch.int32)), 1)
-    num_nodes, tokens, parents, scores = packed.cpu().tensor_split((1, 1 + width, 1 + 2 * width), 1)
-    known = scores.view(torch.float32) if tree.scores is not None else None
-    return DraftTree(tokens, parents, num_nodes[:, 0], tree.max_depth, scores=known)
+    num_nodes, tokens, parents, scores = np.split(packed.cpu().numpy(), np.cumsum([1, width, width]), axis=1)
+    rows = zip(tokens.tolist(), parents.tolist(), num_nodes[:, 0].tolist(), strict=True)
+    trees = [TreeLists(tokens[:count], parents[:count]) for tokens, parents, count in rows]
+    return trees, [] if tree.scores is None else scores.view(np.float32).tolist()
 
 
 def _uses(data: object) -> list[DrafterUse]:

@@ -58,7 +58,10 @@ def test_a_remote_drafter_converts_each_tree_once(
         remote.start()
         assert num_verified(llm.generate([[5, 6, 7], [5, 6, 8]], PARAMS)) > 10
         remote.close()
-    assert set(+conversions) == {"of", "tree"}  # to arrays in the drafter's process, from arrays in the target's
+    # To lists in the drafter's process, from lists in the target's.
+    assert set(+conversions) == {"of", "to_lists", "tree", "from_lists"}
+    assert conversions["of"] == conversions["to_lists"]
+    assert conversions["tree"] == conversions["from_lists"]
     assert conversions["of"] - conversions["tree"] in (0, 1)  # nobody reads the last reply
 
 
