@@ -77,7 +77,7 @@ struct Queries {
 };
 
 // A tile for one KV head. `keys` are those of its queries; q and out are [queries, heads, dim] of the request.
-template <class T>
+template <class T, bool PAIRS>
 void attend_tile(
     const Pool& pool, const Requests& requests, const QueryTile& tile, const Keys* keys, int kv_head, int num_heads,
     const float* q, int64_t q_stride, float* out, const Ahead::Slots& next) {
@@ -85,7 +85,7 @@ void attend_tile(
   const float scale = 1.0f / std::sqrt(float(dim));
   std::vector<Running> runs;
   runs.reserve(num_queries * fold);
-  std::vector<bfloat16> rounded(CAN_USE_PAIRS<T> ? num_queries * fold * dim : 0);
+  std::vector<bfloat16> rounded(PAIRS ? num_queries * fold * dim : 0);
   int most = 0, most_shared = 0, first = requests.kv_lens[tile.request];
   for (int i = 0; i < num_queries; ++i) {
     most = std::max(most, keys[i].count());
@@ -96,7 +96,7 @@ void attend_tile(
       std::fill(to, to + dim, 0.0f);
       const float* from = q + (tile.begin + i) * q_stride + head * dim;
       bfloat16* pairs = rounded.data() + runs.size() * dim;
-      for (int d = 0; CAN_USE_PAIRS<T> && d < dim; ++d) from_float(from[d], pairs + d);
+      for (int d = 0; PAIRS && d < dim; ++d) from_float(from[d], pairs + d);
       runs.emplace_back(from, pairs, to);
     }
   }
@@ -131,21 +131,21 @@ void attend_tile(
         use_k = own;
         use_v = own_values;
       }
-      add_block<T>(runs.data() + i * fold, fold, dim, ahead, use_k, use_v, skipped, count, scale);
+      add_block<T, PAIRS>(runs.data() + i * fold, fold, dim, ahead, use_k, use_v, skipped, count, scale);
     }
   }
   for (Running& run : runs) {
     const float inverse = 1.0f / run.total;
     for (int d = 0; d < dim; ++d) run.out[d] *= inverse;
 #if defined(__AVX512BF16__)
-    if (CAN_USE_PAIRS<T> && PairHeads<1>::is_for(dim)) PairHeads<1>::reorder(run.out, dim);
+    if constexpr (PAIRS) PairHeads<1>::reorder(run.out, dim);
 #endif
   }
 }
 
 // Attention of all queries, shared by the team in tiles for one KV head.
-template <class T>
-void attend(
+template <class T, bool PAIRS>
+void attend_in_tiles(
     const Pool& pool, const Requests& requests, const Queries& queries, int num_heads, const float* q, int64_t q_stride,
     float* out, Member& member) {
   const std::vector<QueryTile>& tiles = queries.tiles;
@@ -159,10 +159,20 @@ void attend(
       const int from = count * head / pool.num_heads, to = count * (head + 1) / pool.num_heads;
       next = {requests.kv_slots + int64_t(request) * requests.slots_width + from, to - from};
     }
-    attend_tile<T>(
+    attend_tile<T, PAIRS>(
         pool, requests, tile, queries.keys.data() + tile.first + tile.begin, head, num_heads, q + tile.first * q_stride,
         q_stride, out + tile.first * num_heads * pool.dim, next);
   });
+}
+
+template <class T>
+void attend(
+    const Pool& pool, const Requests& requests, const Queries& queries, int num_heads, const float* q, int64_t q_stride,
+    float* out, Member& member) {
+  if constexpr (CAN_USE_PAIRS<T>)
+    if (pool.dim % PAIRED == 0)
+      return attend_in_tiles<T, true>(pool, requests, queries, num_heads, q, q_stride, out, member);
+  attend_in_tiles<T, false>(pool, requests, queries, num_heads, q, q_stride, out, member);
 }
 
 inline void attend_any(

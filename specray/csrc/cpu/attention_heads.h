@@ -28,12 +28,11 @@ struct Running {
 // the work of one for floats. Queries and the softmax's weights are rounded to bfloat16; sums are float32.
 template <class T>
 constexpr bool CAN_USE_PAIRS = std::is_same_v<T, bfloat16>;
+constexpr int PAIRED = 2 * WIDTH;  // a head's size must be a multiple
 
 template <int H>
 class PairHeads {
  public:
-  static bool is_for(int dim) { return dim % STRIPE == 0; }
-
   PairHeads(Running* runs, int dim, Ahead& ahead) : runs_(runs), dim_(dim), ahead_(ahead) {}
 
   // The dot products of each head's query with WIDTH keys.
@@ -95,7 +94,7 @@ class PairHeads {
   }
 
  private:
-  static constexpr int STRIPE = 2 * WIDTH;  // numbers of a vector
+  static constexpr int STRIPE = PAIRED;  // numbers of a vector
 
   template <int S>
   void add_stripes(
@@ -150,11 +149,12 @@ class PairHeads {
 #else
 template <class T>
 constexpr bool CAN_USE_PAIRS = false;
+constexpr int PAIRED = 1;
 #endif
 
 // Heads of one query that share a KV head and are computed together, so that keys and values are converted once for all.
-// How many there are changes no result.
-template <class T, int H>
+// How many there are changes no result. With PAIRS, products are of pairs.
+template <class T, int H, bool PAIRS>
 class Heads {
  public:
   Heads(Running* runs, int dim, Ahead& ahead) : runs_(runs), dim_(dim), ahead_(ahead) {}
@@ -216,8 +216,7 @@ class Heads {
 
   void multiply(const T* const* k, Floats* dots) const {
 #if defined(__AVX512BF16__)
-    if constexpr (CAN_USE_PAIRS<T>)
-      if (PairHeads<H>::is_for(dim_)) return PairHeads<H>(runs_, dim_, ahead_).multiply_keys(k, dots);
+    if constexpr (PAIRS) return PairHeads<H>(runs_, dim_, ahead_).multiply_keys(k, dots);
 #endif
     multiply_keys(k, dots);
   }
@@ -225,9 +224,7 @@ class Heads {
   void add_all_values(
       const T* const* v, const float (*weights)[KEYS], int skipped, int count, const float* shrink) const {
 #if defined(__AVX512BF16__)
-    if constexpr (CAN_USE_PAIRS<T>)
-      if (PairHeads<H>::is_for(dim_))
-        return PairHeads<H>(runs_, dim_, ahead_).add_values(v, weights, skipped, count, shrink);
+    if constexpr (PAIRS) return PairHeads<H>(runs_, dim_, ahead_).add_values(v, weights, skipped, count, shrink);
 #endif
     int d = 0;
     constexpr int STRIPE = 2;  // native vectors of the output at a time
@@ -316,13 +313,13 @@ class Heads {
 };
 
 // Adds a block to `count` heads.
-template <class T, class... Block>
+template <class T, bool PAIRS, class... Block>
 inline void add_block(Running* runs, int count, int dim, Ahead& ahead, const Block&... block) {
   constexpr int MOST = 4;
-  for (; count >= MOST; count -= MOST, runs += MOST) Heads<T, MOST>(runs, dim, ahead).add(block...);
-  if (count == 3) Heads<T, 3>(runs, dim, ahead).add(block...);
-  if (count == 2) Heads<T, 2>(runs, dim, ahead).add(block...);
-  if (count == 1) Heads<T, 1>(runs, dim, ahead).add(block...);
+  for (; count >= MOST; count -= MOST, runs += MOST) Heads<T, MOST, PAIRS>(runs, dim, ahead).add(block...);
+  if (count == 3) Heads<T, 3, PAIRS>(runs, dim, ahead).add(block...);
+  if (count == 2) Heads<T, 2, PAIRS>(runs, dim, ahead).add(block...);
+  if (count == 1) Heads<T, 1, PAIRS>(runs, dim, ahead).add(block...);
 }
 
 }  // namespace specray
