@@ -125,7 +125,10 @@ class ReferenceTree(NaiveTree):
 
 
 class CheckedDrafter:
-    """A drafter whose trees, and the logits below their roots, are compared with the reference."""
+    """A drafter whose trees, and the logits below their roots, are compared with the reference.
+
+    The logits cannot be seen where one call of the kernels makes them and the trees, so only every other call may be so.
+    """
 
     reads_next_token = True
 
@@ -134,6 +137,7 @@ class CheckedDrafter:
         self.num_checked = self.num_close_calls = 0
         self._drafter, self._reference = drafter, reference
         self._logits: list[Tensor] = []
+        self._extends_in_kernels, self._num_calls = drafter._extends_in_kernels, 0
         grow = drafter._grower.grow
 
         def recorded(context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
@@ -144,11 +148,14 @@ class CheckedDrafter:
 
     def propose(self, context: ProposeContext) -> DraftTree:
         self._logits.clear()
+        self._num_calls += 1
+        self._drafter._extends_in_kernels = self._extends_in_kernels and self._num_calls % 2 == 0
         proposed = self._drafter.propose(context)
         for row, (request, tree) in enumerate(zip(context.requests, proposed.to_lists(), strict=True)):
             expected = ReferenceTree(context, request, self._reference)
             logits = expected._logits(())
-            assert (self._logits[0][row] - logits).abs().max() < 1e-4 * logits.abs().max()
+            if not self._drafter._extends_in_kernels:
+                assert (self._logits[0][row] - logits).abs().max() < 1e-4 * logits.abs().max()
             is_same = is_grown_to(tree, expected.tree, context, SHAPE.num_steps)
             self.num_checked += 1
             self.num_close_calls += not is_same
