@@ -127,7 +127,7 @@ class ReferenceTree(NaiveTree):
 class CheckedDrafter:
     """A drafter whose trees, and the logits below their roots, are compared with the reference.
 
-    The logits cannot be seen where one call of the kernels makes them and the trees, so only every other call may be so.
+    The logits cannot be seen where one call of the kernels makes them and the trees: every other call is in parts.
     """
 
     reads_next_token = True
