@@ -144,8 +144,14 @@ def _match_layers(head: Eagle3Head, tensors: dict[str, Tensor], folder: Path) ->
             f"--init-head {folder} has the tensor {surplus}, but the head to train has {head.shape.num_layers} layers "
             "(--num-layers)"
         )
-    stored = {name.split("mlp.")[0] for name in tensors if ".mlp." in name}
-    tensors.update({name: tensor for name, tensor in own.items() if not name.startswith(tuple(stored))})
+    known = {_layer_of(name) for name in tensors} | {"layers.0", "midlayer"}
+    tensors.update({name: tensor for name, tensor in own.items() if _layer_of(name) not in known})
+
+
+def _layer_of(name: str) -> str:
+    """layers.1 of layers.1.mlp.up_proj.weight; midlayer of midlayer's."""
+    first, *rest = name.split(".")
+    return f"{first}.{rest[0]}" if first == "layers" else first
 
 
 def _move_output_rows(head: Eagle3Head, tensors: dict[str, Tensor], path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from specray.errors import ConfigError
 from specray.models.eagle_files import HeadConfig
@@ -193,8 +193,18 @@ def test_layers_on_top_of_an_initial_head_start_as_the_identity(tmp_path: Path) 
 def test_initial_head_with_more_layers_is_refused(tmp_path: Path) -> None:
     answers = write_answers(tmp_path)
     Trainer(settings(num_layers=2), answers, tmp_path / "first", CPU)._save()
-    with pytest.raises(ConfigError, match=r"layers\.0\..*has 1 layers \(--num-layers\)"):
+    with pytest.raises(ConfigError, match=r"layers\.[01]\..*has 1 layers \(--num-layers\)"):
         Trainer(settings(init_head=str(tmp_path / "first" / "head")), answers, tmp_path / "second", CPU)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_initial_head_without_its_layer_is_refused(num_layers: int, tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    Trainer(settings(), answers, tmp_path / "first", CPU)._save()
+    path = tmp_path / "first" / "head" / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if "midlayer" not in name}, path)
+    with pytest.raises(ConfigError, match="is missing"):
+        Trainer(settings(init_head=str(path.parent), num_layers=num_layers), answers, tmp_path / "second", CPU)
 
 
 def test_output_rows_of_new_ids_are_mapped_like_the_trained_ones(tmp_path: Path) -> None:
