@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _SCALE_BYTES = 4  # behind each row of a pool in int8
-_WRITTEN_SLOTS, _WRITTEN_BYTES = 16384, 256 << 20  # most of a new pool that is written at once
+_WRITTEN_SLOTS, _WRITTEN_BYTES = 16384, 256 << 20  # at most so much of a CPU's new pool is written at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)

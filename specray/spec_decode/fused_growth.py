@@ -1,4 +1,4 @@
-"""Trees that grow in one call of the CPU kernels, where these have the drafter's model; level by level elsewhere."""
+"""Draft extend and trees in one call of the CPU kernels, where these have the drafter's model; elsewhere in parts."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from specray.ops.cpu.steps import TableKernels
 from specray.ops.cpu.trees import CommittedTokens, GrownTrees, TreeLimits, TreeNetwork, TreeOptions, TreeRequests
 from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.propose_context import DraftRequest, ProposeContext
+from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_growth import TreeGrower, TreePrefix
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
@@ -20,8 +20,9 @@ class FusedTreeGrower(TreeGrower):
 
     def grow(self, context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
         """Trees below the last known tokens; `output` [B, H] predicts the roots' children."""
-        shape, noise = self._wanted(context, prefix.requests)
-        if (fused := self._fused(shape, noise)) is None:
+        shape = self._limited(context)
+        noise = self._noise(context, shape)
+        if (fused := self._fused(context)) is None:
             return self.grow_levels(context.roots(), prefix, output, shape, noise)
         network, attention = fused
         [(kv_slots, kv_lens)] = prefix.visible
@@ -36,29 +37,34 @@ class FusedTreeGrower(TreeGrower):
         table = context.table.ops
         if not context.requests or not isinstance(table, TableKernels):
             return None
-        shape, noise = self._wanted(context, context.requests)
-        if (fused := self._fused(shape, noise)) is None:
+        if (fused := self._fused(context)) is None:
             return None
         network, attention = fused
+        shape = self._limited(context)
+        noise = self._noise(context, shape)
         assert context.aux_hidden_states is not None
         read = context.aux_hidden_states if network.fuses else fuse(context.aux_hidden_states)
         committed = CommittedTokens(table, len(context.requests), *context.bounds, read)
         return _tree(network.draft(attention, committed, self._limits(shape), self._options(noise)), shape)
 
-    def _wanted(self, context: ProposeContext, requests: list[DraftRequest]) -> tuple[TreeShape, TreeNoise | None]:
-        shape = self._shape.limited(
-            max(request.draft_limit.num_steps for request in requests),
-            max(request.draft_limit.num_tokens for request in requests),
+    def _limited(self, context: ProposeContext) -> TreeShape:
+        """The shape within the requests' limits."""
+        return self._shape.limited(
+            max(request.draft_limit.num_steps for request in context.requests),
+            max(request.draft_limit.num_tokens for request in context.requests),
         )
-        is_sampled = context.are_sampled(requests)
-        if not any(is_sampled):
-            return shape, None
-        slots = context.bounds[0][: len(requests)]
-        return shape, TreeNoise.of(context, requests, is_sampled, slots, shape.num_steps)
 
-    def _fused(self, shape: TreeShape, noise: TreeNoise | None) -> tuple[TreeNetwork, PagedAttention] | None:
+    def _noise(self, context: ProposeContext, shape: TreeShape) -> TreeNoise | None:
+        """The noise of the sampled requests; None if there are none."""
+        requests, is_sampled = context.requests, context.are_sampled(context.requests)
+        if not any(is_sampled):
+            return None
+        return TreeNoise.of(context, requests, is_sampled, context.bounds[0][: len(requests)], shape.num_steps)
+
+    def _fused(self, context: ProposeContext) -> tuple[TreeNetwork, PagedAttention] | None:
         """The kernels' model and attention; None if they are not there or cannot grow such trees."""
-        network, returns_probs = self._model.network, noise is not None and shape.returns_draft_probs
+        network = self._model.network
+        returns_probs = self._shape.returns_draft_probs and any(context.are_sampled(context.requests))
         if network is None or not isinstance(self._attention, PagedAttention) or returns_probs:
             return None
         return network, self._attention

@@ -49,7 +49,8 @@ class RequestTable:
         self.host_kv_slots = np.zeros((num_slots, self._width), dtype=np.int32)
         self.states: dict[int, RequestState] = {}
         self.device = device
-        self._cells = self._arena.numpy() if device.type == "cpu" else None
+        # None: changes wait for `flush`.
+        self._host_arena = self._arena.numpy() if device.type == "cpu" else None
         self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the arena, int32 values)
         self.ops = table_ops(self.arena, device)
 
@@ -115,7 +116,7 @@ class RequestTable:
 
     def _change(self, slot: int, column: int, values: np.ndarray) -> None:
         first = slot * self._row + column
-        if self._cells is None:
+        if self._host_arena is None:
             self._changes.append((first, values))
         else:
-            self._cells[first : first + len(values)] = values
+            self._host_arena[first : first + len(values)] = values

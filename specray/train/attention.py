@@ -24,11 +24,11 @@ class TrainingKV(Protocol):
 class ChainKV:
     """Keys and values of one layer. Chains start at positions `start` … L-1; earlier ones are context.
 
-    In step 0, n is L, and the chains have queries; later, n is the number of chains.
+    In step 0, n is L; the last layer has queries for the chains only, those below it for all positions. Later, n is the
+    number of chains.
     """
 
     def __init__(self, start: int, is_last: bool = True) -> None:
-        """Layers below the last one have queries at all positions of step 0, because the layer above reads them all."""
         self.start = start
         self._is_last = is_last
         self._shared: tuple[Tensor, Tensor] | None = None  # of step 0, each [B, kv_heads, L, dim]
@@ -43,16 +43,16 @@ class ChainKV:
         return x[:, self.start :] if self._shared is None and self._is_last else x
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch, chains, heads, dim = q.shape
+        batch, queries, heads, dim = q.shape
         kv_heads = k.shape[2]
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if self._shared is None:
             self._shared = (k, v)
         else:
             self._own.append((k, v))
-        grouped = (q * dim**-0.5).view(batch, chains, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
-        mixed = self._mix(grouped)  # [B, kv_heads, group, chains, dim]
-        return mixed.permute(0, 3, 1, 2, 4).reshape(batch, chains, heads * dim)
+        grouped = (q * dim**-0.5).view(batch, queries, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
+        mixed = self._mix(grouped)  # [B, kv_heads, group, queries, dim]
+        return mixed.permute(0, 3, 1, 2, 4).reshape(batch, queries, heads * dim)
 
     def _mix(self, q: Tensor) -> Tensor:
         assert self._shared is not None
@@ -83,7 +83,7 @@ class SequenceKV:
 
 
 def chain_kvs(start: int, num_layers: int) -> list[ChainKV]:
-    """Empty ones for the layers of a head."""
+    """An empty ChainKV for each layer of a head."""
     return [ChainKV(start, is_last=layer == num_layers - 1) for layer in range(num_layers)]
 
 

@@ -188,8 +188,8 @@ def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
             type=positive,
             default=1,
             metavar="N",
-            help="decoder layers of the head; with --init-head, those on top start as the identity (default: "
-            "%(default)s)",
+            help="decoder layers of the head; layers that --init-head does not have start as nearly the identity "
+            "(default: %(default)s)",
         )
     else:
         _add_train_vocab(parser)

@@ -135,23 +135,19 @@ def _check_trainable(folder: Path) -> None:
 
 def _match_layers(head: Eagle3Head, tensors: dict[str, Tensor], folder: Path) -> None:
     """Fit the stored layers to a head that may have more: those on top keep their initialization."""
-    if head.shape.num_layers > 1:
-        for name in [name for name in tensors if name.startswith("midlayer.")]:
-            tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
-    own = {name: tensor.detach() for name, tensor in head.state_dict().items() if "layer" in name}
-    if surplus := next((name for name in tensors if "layer" in name and name not in own), None):
+    numbers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")} or {0}
+    num_stored, num_layers = max(numbers) + 1, head.shape.num_layers
+    if num_stored > num_layers:
         raise ConfigError(
-            f"--init-head {folder} has the tensor {surplus}, but the head to train has {head.shape.num_layers} layers "
-            "(--num-layers)"
+            f"--init-head {folder} has {num_stored} layers, more than --num-layers {num_layers}; set --num-layers "
+            f"{num_stored} or more"
         )
-    known = {_layer_of(name) for name in tensors} | {"layers.0", "midlayer"}
-    tensors.update({name: tensor for name, tensor in own.items() if _layer_of(name) not in known})
-
-
-def _layer_of(name: str) -> str:
-    """layers.1 of layers.1.mlp.up_proj.weight; midlayer of midlayer's."""
-    first, *rest = name.split(".")
-    return f"{first}.{rest[0]}" if first == "layers" else first
+    first = "midlayer." if num_layers == 1 else "layers.0."
+    for name in list(tensors):
+        if name.startswith(("midlayer.", "layers.0.")):
+            tensors[first + name.removeprefix("midlayer.").removeprefix("layers.0.")] = tensors.pop(name)
+    added = tuple(f"layers.{layer}." for layer in range(num_stored, num_layers))
+    tensors.update({name: tensor for name, tensor in head.state_dict().items() if name.startswith(added)})
 
 
 def _move_output_rows(head: Eagle3Head, tensors: dict[str, Tensor], path: Path) -> None:

@@ -6,6 +6,7 @@ modules of the same heads: with fused and packed weights, in-place operations an
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,8 @@ _SMALL_STD = 0.002  # of matrices that write into the residual stream, so that a
 class Eagle3Head(nn.Module):
     """Input: three aux hidden states and the next token.
 
-    The attention of the first layer reads [embedding; state]. Those of `shape` after it are ordinary decoder layers.
+    The attention of the first of its `shape.num_layers` layers reads [embedding; state]; the others are ordinary
+    decoder layers.
     """
 
     draft_ids: Tensor
@@ -39,7 +41,7 @@ class Eagle3Head(nn.Module):
         self.fc = linear(num_aux_hidden_states * size, size)
         self.fc_norm = nn.ModuleList(Norm(size, shape.eps) for _ in range(num_aux_hidden_states))
         if shape.num_layers == 1:
-            self.midlayer = Eagle3Layer(shape)
+            self.midlayer = Eagle3Layer(shape)  # SafeAILab's name, which every engine reads
         else:
             others = (DecoderLayer(shape, Attention(shape, size)) for _ in range(1, shape.num_layers))
             self.layers = nn.ModuleList([Eagle3Layer(shape), *others])
@@ -121,7 +123,7 @@ class _FrozenOutputHead(nn.Module, ABC):
 
     def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape = replace(shape, num_layers=1)  # however many the target has
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         rows = torch.zeros(len(draft_ids), shape.hidden_size)
         self.register_buffer("target_rows", rows, persistent=False)

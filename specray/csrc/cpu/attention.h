@@ -165,13 +165,16 @@ void attend_in_tiles(
   });
 }
 
+// Chooses once for all tiles whether products are of pairs.
 template <class T>
 void attend(
     const Pool& pool, const Requests& requests, const Queries& queries, int num_heads, const float* q, int64_t q_stride,
     float* out, Member& member) {
+#if defined(__AVX512BF16__)
   if constexpr (CAN_USE_PAIRS<T>)
-    if (pool.dim % PAIRED == 0)
+    if (PairHeads<1>::is_for(pool.dim))
       return attend_in_tiles<T, true>(pool, requests, queries, num_heads, q, q_stride, out, member);
+#endif
   attend_in_tiles<T, false>(pool, requests, queries, num_heads, q, q_stride, out, member);
 }
 

@@ -28,11 +28,12 @@ struct Running {
 // the work of one for floats. Queries and the softmax's weights are rounded to bfloat16; sums are float32.
 template <class T>
 constexpr bool CAN_USE_PAIRS = std::is_same_v<T, bfloat16>;
-constexpr int PAIRED = 2 * WIDTH;  // a head's size must be a multiple
 
 template <int H>
 class PairHeads {
  public:
+  static bool is_for(int dim) { return dim % STRIPE == 0; }
+
   PairHeads(Running* runs, int dim, Ahead& ahead) : runs_(runs), dim_(dim), ahead_(ahead) {}
 
   // The dot products of each head's query with WIDTH keys.
@@ -94,7 +95,7 @@ class PairHeads {
   }
 
  private:
-  static constexpr int STRIPE = PAIRED;  // numbers of a vector
+  static constexpr int STRIPE = 2 * WIDTH;  // numbers of a vector
 
   template <int S>
   void add_stripes(
@@ -149,11 +150,10 @@ class PairHeads {
 #else
 template <class T>
 constexpr bool CAN_USE_PAIRS = false;
-constexpr int PAIRED = 1;
 #endif
 
 // Heads of one query that share a KV head and are computed together, so that keys and values are converted once for all.
-// How many there are changes no result. With PAIRS, products are of pairs.
+// How many there are changes no result. PAIRS: PairHeads multiplies.
 template <class T, int H, bool PAIRS>
 class Heads {
  public:

@@ -32,7 +32,7 @@ class Extension {
       read_input(network_, ids_[r], state.data(), x, streams_.data() + int64_t(r) * size_);
       if (is_projected_) to_project_.set(r, x);
     });
-    if (is_projected_) project(network_, to_project_, count, streams_.data(), member);
+    if (is_projected_) multiply_into(streams_.data(), size_, network_.project, to_project_, count, member);
     stack_.run(step_, is_projected_ ? streams_.data() : x_.data(), streams_.data(), Taps{}, member);
   }
 
@@ -62,7 +62,7 @@ class Fusion {
         states_(int64_t(count) * network.sizes.hidden) {}
 
   void run(const void* hidden_states, int32_t type, Member& member) {
-    const int width = network_.fuse.ins, size = network_.sizes.hidden, parts = network_.num_norms;
+    const int width = network_.fuse.ins, parts = network_.num_norms;
     std::vector<float> row(width);
     member.share(count_, [&](int r) {
       read_row(hidden_states, type, int64_t(r) * width, width, row.data());
@@ -72,9 +72,7 @@ class Fusion {
       }
       rows_.set(r, row.data());
     });
-    multiply(network_.fuse, rows_, count_, member, [&](int r, int channel, const float* values) {
-      std::copy(values, values + std::min(LANES, size - channel), states_.data() + int64_t(r) * size + channel);
-    });
+    multiply_into(states_.data(), network_.sizes.hidden, network_.fuse, rows_, count_, member);
   }
 
   const float* states() const { return states_.data(); }

@@ -57,11 +57,11 @@ inline void read_input(const DraftNetwork& network, int64_t id, const float* sta
   std::copy_n(network.residual_is_normed ? normed : state, size, stream);
 }
 
-// The residual streams [count, hidden] of `rows`, if there is a projection.
-inline void project(const DraftNetwork& network, const Rows& rows, int count, float* streams, Member& member) {
-  const int size = network.sizes.hidden;
-  multiply(network.project, rows, count, member, [&](int r, int channel, const float* values) {
-    std::copy(values, values + std::min(LANES, size - channel), streams + int64_t(r) * size + channel);
+// The products [count, columns] of a matrix with `rows`.
+inline void multiply_into(
+    float* to, int columns, const Matrix& matrix, const Rows& rows, int count, Member& member) {
+  multiply(matrix, rows, count, member, [&](int r, int channel, const float* values) {
+    std::copy(values, values + std::min(LANES, columns - channel), to + int64_t(r) * columns + channel);
   });
 }
 
@@ -253,7 +253,7 @@ class TreeGrowth {
         if (is_projected) to_project_.set(row, first_input_.data() + int64_t(row) * x_width_);
       }
     });
-    if (is_projected) project(network_, to_project_, count_, stream_.data(), member);
+    if (is_projected) multiply_into(stream_.data(), size_, network_.project, to_project_, count_, member);
     Step step{};
     step.count = count_;
     step.positions = positions_.data();

@@ -92,17 +92,28 @@ class TreeNetwork(PackedNetwork):
     def draft(
         self, attention: PagedAttention, committed: CommittedTokens, limits: TreeLimits, options: TreeOptions
     ) -> GrownTrees:
-        """Draft extend and the trees below, in one call; all earlier KV must be in the pool."""
+        """Draft extend and the trees below, in one call, of a network that reads states.
+
+        All earlier KV must be in the pool.
+        """
+        assert self._inputs is not None
         table, num_trees, *columns, read = committed
         slots, starts, ends = (column.contiguous() for column in columns)
         read = read.contiguous()
-        parts = len(slots), pointer(slots), pointer(starts), pointer(ends), pointer(read), FLOAT_TYPES[read.dtype]
+        parts = Committed(
+            count=len(slots),
+            slots=pointer(slots),
+            starts=pointer(starts),
+            ends=pointer(ends),
+            hidden_states=pointer(read),
+            type=FLOAT_TYPES[read.dtype],
+        )
         trees = GrownTrees.empty(num_trees, limits.num_drafts)
         growth, _kept = self._growth(attention, num_trees, limits, options, trees)
         self._layers.kernels.draft(
             ctypes.byref(self._struct),
             ctypes.byref(table.struct),
-            ctypes.byref(Committed(*parts)),
+            ctypes.byref(parts),
             ctypes.byref(growth),
             num_threads(limits.num_levels * self._level_bytes),
         )

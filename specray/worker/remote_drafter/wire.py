@@ -71,11 +71,10 @@ class Reply(NamedTuple):
 
     @classmethod
     def of(cls, number: int, seconds: float, tree: DraftTree) -> "Reply":
-        """One copy to the host."""
-        trees, rows = _lists(tree)
+        """At most one copy to the host."""
+        trees, scores = _lists(tree)
         if not all(each.tokens for each in trees):
             return cls.failed(number, seconds, DraftFault.NOT_A_NUMBER)
-        scores = [row[: len(each.tokens)] for row, each in zip(rows, trees, strict=bool(rows))]
         return cls(number, seconds, trees, scores=scores)
 
     @classmethod
@@ -97,7 +96,7 @@ class Reply(NamedTuple):
             raise ValueError("the scores have another shape than the trees")
         width = made.tokens.shape[1]
         padded = [[*scores, *[0.0] * (width - len(scores))] for scores in self.scores]
-        return replace(made, scores=torch.tensor(padded))
+        return replace(made, scores=torch.tensor(padded, dtype=torch.float32))
 
 
 def pack(message: TargetHandshake | Order | Reply) -> bytes:
@@ -120,6 +119,8 @@ def unpack_reply(data: bytes) -> Reply:
     """ValueError for anything that is not a reply. `Reply.tree` checks the trees."""
     try:
         reply = Reply(*msgpack.unpackb(data))
+        if type(reply.fault) not in (str, type(None)):  # the enum would print it, however deeply it is nested
+            raise ValueError("its fault is not a string")
         fault = None if reply.fault is None else DraftFault(reply.fault)
     except (TypeError, ValueError) as error:  # msgpack's own errors are among them
         raise ValueError(f"not a reply: {error}") from None
@@ -216,13 +217,15 @@ def _check_tree(tokens: list[int], parents: list[int], vocab_size: int, max_draf
 
 
 def _lists(tree: DraftTree) -> tuple[list[TreeLists], list[list[float]]]:
-    """(trees, scores or nothing). Reads a device's memory once."""
-    if tree.tokens.device.type == "cpu":
-        return tree.to_lists(), [] if tree.scores is None else tree.scores.tolist()
-    return _copied_lists(tree)
+    """(trees, the scores of each one's nodes or nothing)."""
+    if tree.tokens.device.type != "cpu":
+        return _lists_from_device(tree)
+    trees = tree.to_lists()
+    return trees, [] if tree.scores is None else _cut(tree.scores.tolist(), trees)
 
 
-def _copied_lists(tree: DraftTree) -> tuple[list[TreeLists], list[list[float]]]:
+def _lists_from_device(tree: DraftTree) -> tuple[list[TreeLists], list[list[float]]]:
+    """The same from another device, by one copy."""
     parts, width = [tree.num_nodes[:, None], tree.tokens, tree.parents], tree.tokens.shape[1]
     packed = torch.cat(parts, 1).to(torch.int32)
     if tree.scores is not None:
@@ -230,7 +233,11 @@ def _copied_lists(tree: DraftTree) -> tuple[list[TreeLists], list[list[float]]]:
     num_nodes, tokens, parents, scores = np.split(packed.cpu().numpy(), np.cumsum([1, width, width]), axis=1)
     rows = zip(tokens.tolist(), parents.tolist(), num_nodes[:, 0].tolist(), strict=True)
     trees = [TreeLists(tokens[:count], parents[:count]) for tokens, parents, count in rows]
-    return trees, [] if tree.scores is None else scores.view(np.float32).tolist()
+    return trees, [] if tree.scores is None else _cut(scores.view(np.float32).tolist(), trees)
+
+
+def _cut(scores: list[list[float]], trees: list[TreeLists]) -> list[list[float]]:
+    return [row[: len(tree.tokens)] for row, tree in zip(scores, trees, strict=True)]
 
 
 def _uses(data: object) -> list[DrafterUse]:

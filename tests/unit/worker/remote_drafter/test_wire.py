@@ -10,7 +10,7 @@ import torch
 from specray.config import MAX_DRAFTERS
 from specray.spec_decode.draft_tree import DraftTree
 from specray.step import DrafterUse
-from specray.worker.remote_drafter.wire import Reply, _copied_lists, _lists, pack, unpack_reply
+from specray.worker.remote_drafter.wire import Reply, _lists, _lists_from_device, pack, unpack_reply
 
 REPLY = Reply.of(1, 0.5, DraftTree.chains(torch.tensor([[9, 3]])))
 USE = DrafterUse("head", 0.1, 0.2, 3, 4, 5, 0)
@@ -28,7 +28,7 @@ def test_scores_cross_the_socket() -> None:
 def test_one_copy_to_the_host_keeps_all_of_a_tree(scores: torch.Tensor | None) -> None:
     tokens, parents = torch.tensor([[9, 3, 4], [9, 4, -1]]), torch.tensor([[-1, 0, 0], [-1, 0, -1]])
     tree = DraftTree(tokens, parents, torch.tensor([3, 2]), 1, scores=scores)
-    assert _copied_lists(tree) == _lists(tree)
+    assert _lists_from_device(tree) == _lists(tree)
     received = Reply.of(1, 0.5, tree).tree(2, vocab_size=10, max_draft_tokens=2)
     assert torch.equal(received.tokens, tokens)
     assert torch.equal(received.parents, parents)
@@ -38,6 +38,13 @@ def test_one_copy_to_the_host_keeps_all_of_a_tree(scores: torch.Tensor | None) -
 def test_scores_of_another_number_of_nodes_are_no_trees(scores: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="scores"):
         REPLY._replace(scores=scores).tree(1, vocab_size=10, max_draft_tokens=1)
+
+
+def test_a_fault_that_cannot_be_printed_is_no_reply() -> None:
+    parts = [msgpack.packb(part) for part in REPLY]
+    parts[Reply._fields.index("fault")] = b"\x91" * 1010 + b"\x90"  # a list in a list in a list …
+    with pytest.raises(ValueError, match="not a reply"):
+        unpack_reply(bytes([0x90 + len(parts)]) + b"".join(parts))
 
 
 def test_uses_cross_the_socket() -> None:
