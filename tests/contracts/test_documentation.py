@@ -278,7 +278,7 @@ def test_named_options_exist(page: str) -> None:
     groups = {name: field.annotation for name, field in AppConfig.model_fields.items()}
     for code in backticked(PAGES[page]):
         if match := re.fullmatch(
-            r"(speculative|draft|placement|routing|autoscaling|server)\.(?!py\b)([a-z_0-9]+)(:.*)?", code
+            r"(speculative|draft|placement|routing|autoscaling|server)\.(?!(?:py|h)\b)([a-z_0-9]+)(:.*)?", code
         ):
             group: Any = groups[match[1]]
             assert match[2] in group.model_fields, code
