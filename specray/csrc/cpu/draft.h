@@ -124,21 +124,13 @@ inline void draft(
   gather_kv_slots(arena, count, committed.slots, nullptr, width, kv_slots.data());
   gather_cells(arena, num_trees, committed.slots, committed.ends, 0, roots.data());
 
-  Step step{};
-  step.count = total;
-  step.positions = positions.data();
-  step.written = written.data();
-  step.cos = network.cos;
-  step.sin = network.sin;
+  Step step = draft_pass(network, growth, total, positions.data(), written.data());
   step.requests.count = int32_t(count);
   step.requests.slots_width = int32_t(width);
-  step.requests.window = growth.window;
   step.requests.query_lens = query_lens.data();
   step.requests.kv_lens = kv_lens.data();
   step.requests.tree_sizes = tree_sizes.data();
   step.requests.kv_slots = kv_slots.data();
-  step.pool = growth.pool;
-  step.layer_bytes = growth.layer_bytes;
 
   std::vector<float> output(num_trees * size);
   growth.output = output.data();

@@ -86,6 +86,21 @@ struct Growth {
   int64_t* num_nodes;         // [B]
 };
 
+// A pass of the draft model over `count` rows, without its requests but their window.
+inline Step draft_pass(
+    const DraftNetwork& network, const Growth& growth, int64_t count, const int64_t* positions, const int64_t* written) {
+  Step step{};
+  step.count = count;
+  step.positions = positions;
+  step.written = written;
+  step.cos = network.cos;
+  step.sin = network.sin;
+  step.requests.window = growth.window;
+  step.pool = growth.pool;
+  step.layer_bytes = growth.layer_bytes;
+  return step;
+}
+
 // The candidates of one tree, in the order they are made. The candidate with index c is a child of entry c / topk of
 // `expanded`; entry 0 is the root (-1), another entry is the index of the candidate.
 class Candidates {
@@ -254,24 +269,16 @@ class TreeGrowth {
       }
     });
     if (is_projected) multiply_into(stream_.data(), size_, network_.project, to_project_, count_, member);
-    Step step{};
-    step.count = count_;
-    step.positions = positions_.data();
-    step.written = written_.data();
-    step.cos = network_.cos;
-    step.sin = network_.sin;
+    Step step = draft_pass(network_, growth_, count_, positions_.data(), written_.data());
     step.requests.count = growth_.num_trees;
     step.requests.slots_width = slots_width_;
     step.requests.mask_rows = topk;
     step.requests.mask_columns = columns_;
-    step.requests.window = growth_.window;
     step.requests.query_lens = query_lens_.data();
     step.requests.kv_lens = kv_lens_.data();
     step.requests.tree_sizes = tree_sizes_.data();
     step.requests.kv_slots = slots_.data();
     step.requests.tree_mask = mask_.data();
-    step.pool = growth_.pool;
-    step.layer_bytes = growth_.layer_bytes;
     const float* first_input = is_projected ? stream_.data() : first_input_.data();
     stack_.run(step, first_input, stream_.data(), Taps{}, member);
   }

@@ -59,7 +59,7 @@ class Order(NamedTuple):
 class Reply(NamedTuple):
     """Trees of an order's requests, in their order; none after a fault.
 
-    They are lists, because a step has few nodes: reading arrays of them took 0.2 ms, most of it for numpy's calls.
+    They are lists, because a step has few nodes: the target took 0.2 ms to read them as arrays, and takes 0.13 ms.
     """
 
     number: int
