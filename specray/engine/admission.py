@@ -68,14 +68,16 @@ class Admission:
 
     def check_queue(self, tenant: str = "", arriving: Sequence[EngineRequest] = ()) -> None:
         """QueueFullError if one more request, after the `arriving` ones, exceeds the queue's limit or its tenant's."""
+        # Before the queue: a step in another thread may admit a request meanwhile, and it must not count in both.
+        num_free = self._scheduler.num_free_slots
         num_waiting = len(self._scheduler.waiting) + len(arriving)
         num_own = self._scheduler.waiting.num_waiting_of(tenant) + sum(other.tenant == tenant for other in arriving)
-        if num_waiting >= self._config.max_queued_requests + self._scheduler.num_free_slots:
+        if num_waiting >= self._config.max_queued_requests + num_free:
             raise QueueFullError(
                 f"{num_waiting} requests are waiting and max_queued_requests is {self._config.max_queued_requests}; "
                 "send the request again later"
             )
-        if tenant and num_own >= self._config.max_queued_of_tenant + self._scheduler.num_free_slots:
+        if tenant and num_own >= self._config.max_queued_of_tenant + num_free:
             raise QueueFullError(
                 f"{num_own} requests with this key are waiting and max_queued_of_tenant is "
                 f"{self._config.max_queued_of_tenant}; send the request again later"

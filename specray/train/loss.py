@@ -17,7 +17,8 @@ from specray.ops.cpu.library import Kernels, kernels_on
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES
 
-_CHUNK = 256  # rows that torch compares at once; with 8K draft tokens a chunk's logits fit in the CPU cache
+# Rows that torch compares at once: with 8K draft tokens, a chunk's logits fit in a CPU's cache; launches fill a GPU.
+_CHUNKS = {"cpu": 256, "cuda": 4096}
 _BLOCK = 2048  # rows per product with the gradients, to limit passes over the weight's gradient
 
 
@@ -34,8 +35,9 @@ def soft_labels(final: Tensor, target_rows: Tensor) -> Labels:
     own = kernels_on(final.device)
     if own is None:
         probs = final.new_empty(len(final), len(target_rows))
-        for begin in range(0, len(final), _CHUNK):
-            rows = slice(begin, begin + _CHUNK)
+        chunk = _CHUNKS[final.device.type]
+        for begin in range(0, len(final), chunk):
+            rows = slice(begin, begin + chunk)
             probs[rows] = (final[rows] @ target_rows.T).float().softmax(-1)
         return Labels(probs, probs.argmax(-1))
     probs, best = final @ target_rows.T, torch.empty(len(final), dtype=torch.int64)
@@ -99,8 +101,9 @@ def _compare_(
     own = kernels_on(logits.device)
     if own is not None:
         return _compare_with(own, logits, labels, label_of, total_variation, losses, agrees)
-    for begin in range(0, len(logits), _CHUNK):
-        rows = slice(begin, begin + _CHUNK)
+    chunk = _CHUNKS[logits.device.type]
+    for begin in range(0, len(logits), chunk):
+        rows = slice(begin, begin + chunk)
         wanted, best = labels.probs.index_select(0, label_of[rows]), labels.best[label_of[rows]]
         losses[rows], agrees[rows] = _compare_chunk_(logits[rows], wanted, best, total_variation)
     return None

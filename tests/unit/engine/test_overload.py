@@ -7,6 +7,7 @@ import pytest
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
 from specray.engine.executor import Capacity
+from specray.engine.fair_queue import FairQueue
 from specray.engine.request import EngineRequest
 from specray.engine.scheduler import MIXED_STEPS
 from specray.errors import QueueFullError
@@ -54,6 +55,20 @@ def make_engine(context: int = 40, mixed: int = 2 * CHUNK, **options: int) -> tu
 def request(name: str, prompt: int = 4, tenant: str = "", max_tokens: int = 30, **options: float) -> EngineRequest:
     params = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
     return EngineRequest(name, [5] * prompt, params, tenant=tenant, **options)  # type: ignore[arg-type]
+
+
+def test_a_request_that_is_admitted_meanwhile_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is checked in another thread than the step's."""
+    engine, _ = make_engine(max_running_requests=1, max_queued_requests=1)
+    engine.add_request(request("a"))
+
+    def step_meanwhile(queue: FairQueue, tenant: str) -> int:  # noqa: ARG001
+        engine.step()
+        return 0
+
+    monkeypatch.setattr(FairQueue, "num_waiting_of", step_meanwhile)
+    engine.admission.check_queue()  # raises nothing: one request runs, none waits
+    assert (len(engine.scheduler.running), len(engine.scheduler.waiting)) == (1, 0)
 
 
 def test_waiting_and_running_requests_end_at_their_deadline() -> None:
