@@ -9,7 +9,7 @@ from specray.train.norm import rms_norm
 
 @pytest.fixture
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK", 3)
+    monkeypatch.setattr(module, "_CHUNKS", {"cpu": 3})
     monkeypatch.setattr(module, "_BLOCK", 7)
 
 
