@@ -103,7 +103,7 @@ class TritonAttend:
         """Attention of `tiles` of up to `queries` queries."""
         backend, num_chunks = self._backend, self._num_chunks
         heads, dim = backend.num_heads, backend.head_dim
-        padded = triton.next_power_of_2(dim)
+        padded = max(16, triton.next_power_of_2(dim))  # the smallest tile of a tensor core
         programs = len(tiles) * backend.num_kv_heads
         splits = queries == 1 and num_chunks > 1 and programs < backend.enough_programs
         sharing = min(num_chunks, -(-backend.enough_programs // programs)) if splits else 1  # programs of a tile
