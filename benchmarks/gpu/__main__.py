@@ -63,9 +63,12 @@ def speed(device: torch.device, is_tiny: bool, file: Path | None) -> int:
     if is_tiny:
         size, variants, batch_sizes, steps, prompt = TINY_MODEL, part.TINY_VARIANTS, (1, 2), 3, 8
     with tempfile.TemporaryDirectory() as folder:
-        found = list(part.measure(Path(folder), size, device, variants, batch_sizes, steps, prompt))
-    print(format_table(part.HEADERS, part.table_rows(found)))
-    print(f"\n{_machine(device)}, {size.name}, prompts of {prompt} tokens, {steps} steps")
+        found = []
+        for each in part.measure(Path(folder), size, device, variants, batch_sizes, steps, prompt):
+            found.append(each)
+            print(", ".join(part.table_rows([each])[0]), flush=True)  # minutes pass before the table
+    print(f"\n{format_table(part.HEADERS, part.table_rows(found))}")
+    print(f"\n{_machine(device)}, {size.name}, prompts of {prompt} tokens, {steps} steps; goals are for an H200")
     if file:
         report = {"machine": _machine(device), "model": size.name, "speeds": [part.to_json(each) for each in found]}
         file.write_text(json.dumps(report, indent=2) + "\n")
@@ -136,13 +139,13 @@ def check(shape: Shape, device: torch.device, context: int) -> Iterator[dict[str
 
 def same_bits(shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Iterator[tuple[str, bool]]:
     """A token alone against the same token in other surroundings."""
-    tokens, last = Tokens(shape, context, dtype, device), 6
-    alone = torch.cat([tokens.attend(position, position + 1) for position in range(context - last, context)])
+    tokens, last, chunk = Tokens(shape, context, dtype, device), 6, 40
+    alone = torch.cat([tokens.attend(position, position + 1) for position in range(context - chunk, context)])
     whole, split = (tokens.attend(context - 1, context, splits=splits) for splits in (False, True))
     yield "chunks split among programs", torch.equal(whole, split)
     yield "in a batch of 33", torch.equal(tokens.attend(context - 1, context, batch_size=33), alone[-1:])
-    yield "on the path of a tree", torch.equal(tokens.attend_path(context - last), alone)
-    yield "in a chunk of a prompt", torch.equal(tokens.attend(context - last, context), alone)
+    yield "on the path of a tree", torch.equal(tokens.attend_path(context - last), alone[-last:])
+    yield "in a chunk of a prompt", torch.equal(tokens.attend(context - chunk, context), alone)
     x, weight = torch.randn(200, shape.hidden, device=device).to(dtype), torch.randn(70, shape.hidden, device=device)
     product = FixedOrderMatrix(weight.to(dtype))
     yield "a product among 200 rows", torch.equal(product(x)[150:151], product(x[150:151]))

@@ -3,6 +3,7 @@ takes, one JSON object a line. Triton's wheel carries the assembler and a tool t
 """
 
 import json
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -61,6 +63,7 @@ POINTERS = {
     **dict.fromkeys(("pending_scores", "node_scores", "least"), "*fp32"),
 }
 SCALARS = {"scale": "fp32", "eps": "fp32", "smallest": "fp32", "largest": "fp32"}
+MMA_WARPS = re.compile(r"mma<\{[^}]*warpsPerCTA = \[([^\]]*)\]")
 INTEGERS = ("outs", "ins", "first_id", "max_depth", "max_nodes", "count", "padding_slot", "padding_kv_slot")
 
 
@@ -79,7 +82,8 @@ def cases() -> Iterator[Case]:
         blocks = {"KEYS": attention_kernels.KEYS, "CHUNK": attention_kernels.CHUNK}
         for rows, splits, padded in ((16, True, True), (16, True, False), (16, False, True), (32, False, False)):
             heads = {"GROUP": group, "KV_HEADS": kv_heads, "ROWS": rows, "WINDOW": 0, "SPLIT": splits, "PADDED": padded}
-            yield Case(attention_kernels.attend_tiles, shape | blocks | heads, num_warps(rows))
+            warps = num_warps(rows, torch.bfloat16)
+            yield Case(attention_kernels.attend_tiles, shape | blocks | heads, warps)
         num_heads = group * kv_heads
         heads = {"HEADS": num_heads, "HEADS_PADDED": triton.next_power_of_2(num_heads)}
         yield Case(
@@ -143,7 +147,8 @@ def cases_of_steps() -> Iterator[Case]:
 
 
 def compiled(case: Case, capability: int) -> dict[str, Any]:
-    """Registers and bytes of local memory (spills) of a thread, and shared memory of a program."""
+    """Registers and bytes of local memory (spills) of a thread, shared memory of a program, and how its warps share a
+    product on tensor cores: the numbers of them along rows and columns."""
     names = case.kernel.arg_names
     signature = {name: case.types.get(name) or _type(name, case.dtype) for name in names}
     signature |= dict.fromkeys(case.constants, "constexpr")
@@ -162,6 +167,7 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
         "kernel": case.kernel.__name__,
         "sm": capability,
         "shared": binary.metadata.shared,
+        "product_warps": sorted(set(MMA_WARPS.findall(binary.asm["ttgir"]))),
         **usage,
         **case.constants,
     }

@@ -140,7 +140,7 @@ class TritonAttend:
             WINDOW=self._window or 0,
             SPLIT=splits,
             PADDED=self._prefixes is not None,
-            num_warps=num_warps(rows),
+            num_warps=num_warps(rows, q.dtype),
         )
         if splits:
             merge_chunks[(len(tiles),)](
@@ -161,9 +161,12 @@ class TritonAttend:
             )
 
 
-def num_warps(rows: int) -> int:
-    """Of a program with tiles of `rows` rows: as few as keep its values in registers."""
-    return 4 if rows <= _FEWEST_ROWS else 8
+def num_warps(rows: int, dtype: torch.dtype) -> int:
+    """Of a program with tiles of `rows` rows: as few as keep its values in registers.
+
+    On tensor cores, the warps share the keys: with other warps, a row's sum over its keys has another order.
+    """
+    return 8 if dtype == torch.float32 and rows > _FEWEST_ROWS else 4
 
 
 def _tiles(batch: AttentionBatch, queries: int) -> tuple[np.ndarray, np.ndarray]:

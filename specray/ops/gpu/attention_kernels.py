@@ -38,7 +38,7 @@ def _chunks(first_position, last_position, WINDOW: tl.constexpr, CHUNK: tl.const
     return begin, last_position // CHUNK + 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "slots_width", "paths_width"])  # they change from step to step
 def attend_tiles(
     out,  # [T, heads, DIM]; unused with SPLIT
     partial_mixed,  # float32 [chunks, T, heads, DIM]; unused without SPLIT
@@ -141,7 +141,7 @@ def attend_tiles(
         tl.store(out + place[:, None] * DIM + column, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def merge_chunks(
     out,
     partial_mixed,

@@ -48,7 +48,7 @@ def test_the_speed_of_decode_steps_is_measured(
         each["tokens_per_s"] > 0 and 1 <= each["tokens_per_step"] <= each["variant"]["chain"] + 1 for each in speeds
     )
     assert all(each["tokens_per_step"] > 2 for each in speeds if each["variant"]["chain"]), shown
-    assert shown.count(">= 230") == 1
+    assert shown.count(">= 230") == 2  # when it is measured, and in the table
     assert len(graphs) == 3
     assert all({kind for kind, *_ in each.replayed} >= {"forward", "verify"} for each in graphs)
 
