@@ -23,7 +23,7 @@ _FP8_MULTIPLE = 16  # of the sizes of a matrix that torch multiplies in fp8
 
 
 def make_fp8_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """Function of x [T, in] -> [T, out] in float8_e4m3fn on tensor cores; x is bfloat16. Not run on a GPU yet."""
+    """Function of x [T, in] -> [T, out] in float8_e4m3fn on tensor cores; x is bfloat16."""
     outs, ins = weight.shape
     more_outs, more_ins = -outs % _FP8_MULTIPLE, -ins % _FP8_MULTIPLE
     weight, bias = F.pad(weight, (0, 0, 0, more_outs)), None if bias is None else F.pad(bias, (0, more_outs))
