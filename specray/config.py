@@ -427,7 +427,8 @@ class EngineConfig(Options):
     deterministic: bool = Field(
         False,
         description="GPUs: matrix products whose sums do not depend on the batch, so that one seed gives one text in "
-        "bfloat16 and float16 too. The products take 1.4 to 4 times as long on an H100. The CPU kernels always compute this way.",
+        "bfloat16 and float16 too. The products take 1.4 to 4 times as long on an H100. The CPU kernels always compute "
+        "this way.",
     )
     num_threads: int | None = Field(
         None,
