@@ -79,7 +79,7 @@ class Admission:
             )
         if tenant and num_own >= self._config.max_queued_of_tenant + num_free:
             raise QueueFullError(
-                f"{num_own} requests with this key are waiting and max_queued_of_tenant is "
+                f"{num_own} requests with this key are waiting and max_queued_requests_per_tenant is "
                 f"{self._config.max_queued_of_tenant}; send the request again later"
             )
 

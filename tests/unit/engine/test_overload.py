@@ -103,7 +103,9 @@ def test_a_tenant_may_use_a_part_of_the_queue(own_limit: int | None, allowed: in
     engine.step()
     for index in range(allowed):
         engine.add_request(request(f"a{index}", tenant="a"))
-    with pytest.raises(QueueFullError, match=f"with this key are waiting and max_queued_of_tenant is {allowed}"):
+    with pytest.raises(
+        QueueFullError, match=f"with this key are waiting and max_queued_requests_per_tenant is {allowed}"
+    ):
         engine.add_request(request("too many", tenant="a"))
     for index in range(4 - allowed):
         engine.add_request(request(f"b{index}"))  # without a tenant only the limit of the queue holds
