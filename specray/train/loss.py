@@ -17,7 +17,8 @@ from specray.ops.cpu.library import Kernels, kernels_on
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES
 
-# Rows that torch compares at once: with 8K draft tokens, a chunk's logits fit in a CPU's cache; launches fill a GPU.
+# Rows that torch compares at once. With 8K draft tokens a chunk's logits fit in a CPU's cache; on a GPU launches cost
+# more than memory.
 _CHUNKS = {"cpu": 256, "cuda": 4096}
 _BLOCK = 2048  # rows per product with the gradients, to limit passes over the weight's gradient
 
