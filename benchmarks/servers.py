@@ -37,6 +37,7 @@ SETTLE_S = 3.0  # longer than a server's probe and its copy of the counters take
 PHASE_LINE = re.compile(r'^specray_step_seconds_total\{[^}]*phase="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 HOST = "host"  # the only phase that is not a rank's
 PLACEMENTS = ("inline", "colocated")
+SERVED_RATIOS = (("colocated", "inline", 0.95), ("colocated", PLAIN, 2.0), ("inline", PLAIN, 2.0))  # and their goals
 BATCHES = (1, CONCURRENCY)
 
 
@@ -61,7 +62,7 @@ def host_share(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
 
 
 def placement(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
-    """Two running servers that take turns; the other one is idle.
+    """Two running servers that take turns; the others are idle. One of them also answers without drafts.
 
     Turns are short, one for each prompt, because other load on the machine varies within seconds.
     """
@@ -76,12 +77,16 @@ def placement(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         bodies = [_body(prompt.turns[0], effort.max_tokens) for prompt in prompts]
         for batch in BATCHES:
             groups = [[bodies[(first + i) % len(bodies)] for i in range(batch)] for first in range(len(bodies))]
-            ratios = [
-                _ratio(urls, group, batch, number)
+            rates = [
+                _rates(urls, group, batch, number)
                 for number, group in enumerate(_shown(groups, f"placements, {batch} at a time"))
             ]
-            what = f"colocated / inline drafter, EAGLE-3, {batch} at a time over HTTP, output tokens/s, {data}"
-            yield Figure(what, median(ratios), 0.95)
+            for one, other, goal in SERVED_RATIOS:
+                what = f"{one} / {other} drafter, EAGLE-3" if other in PLACEMENTS else f"EAGLE-3, {one} / {other}"
+                ratio = median(each[one] / each[other] for each in rates)
+                is_goal = batch == 1 or other in PLACEMENTS
+                title = f"{what}, {batch} at a time over HTTP, output tokens/s, {data}"
+                yield Figure(title, ratio, goal if is_goal else None)
 
 
 def over_http(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
@@ -118,14 +123,15 @@ async def _complete(url: str, prompt: list[int], max_tokens: int, is_drafted: bo
     return time.perf_counter() - start
 
 
-def _ratio(urls: dict[str, str], bodies: Sequence[Any], batch: int, number: int) -> float:
-    """Colocated / inline. The order alternates between groups."""
+def _rates(urls: dict[str, str], bodies: Sequence[Any], batch: int, number: int) -> dict[str, float]:
+    """Tokens per second of both placements, and of the colocated server without drafts. The order alternates."""
+    variants = {name: (url, bodies) for name, url in urls.items()}
+    variants[PLAIN] = (urls["colocated"], [body | {"speculative": {"enabled": False}} for body in bodies])
     rates = {}
-    for name in PLACEMENTS if number % 2 else reversed(PLACEMENTS):
-        num_tokens, seconds = asyncio.run(_answer(urls[name], bodies, batch))
+    for name in variants if number % 2 else reversed(variants):
+        num_tokens, seconds = asyncio.run(_answer(*variants[name], batch))
         rates[name] = num_tokens / seconds
-    inline, colocated = (rates[name] for name in PLACEMENTS)
-    return colocated / inline
+    return rates
 
 
 def _placed(folder: Path, name: str) -> Path:
