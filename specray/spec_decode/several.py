@@ -1,8 +1,10 @@
 """Several drafters that act as one: each drafts for the requests that the engine has given to it.
 
 A request names its drafter in the request table. A request without a name, or with the name of a drafter that was
-dropped, gets the first one. A drafter sees only its own requests and keeps its own state; `forget_kv` notifies it of KV
-slots that other drafters' requests reuse. The trees of all drafters become one batch for the verifier.
+dropped, gets the first one. A drafter sees its own requests and keeps its own state. One with KV in the target's slots
+also reads the prompts of the others: prompts share their beginnings in the prefix cache, and a draft head that has not
+read the header of a chat template drafts worse and more slowly. `forget_kv` notifies it of the slots of all other
+tokens. The trees of all drafters become one batch for the verifier.
 """
 
 import time
@@ -65,9 +67,11 @@ class SeveralDrafters:
         states = context.table.states
         owners = {request.slot: states[request.slot].drafter for request in _all(context)}
         own = {slot for slot, owner in owners.items() if (owner if owner in self.members else self._first) == name}
-        slots = own | {slot for slot in owners if states[slot].shadow == name}
-        places = [place for place, request in enumerate(context.requests) if request.slot in slots]
-        return _Part(slots, places, [context.requests[place].slot in own for place in places])
+        drafted = own | {slot for slot in owners if states[slot].shadow == name}
+        is_reader = name in self._sharing
+        read = {r.slot for r in _all(context) if is_reader and r.start < states[r.slot].num_prompt_tokens}
+        places = [place for place, request in enumerate(context.requests) if request.slot in drafted]
+        return _Part(drafted | read, places, [context.requests[place].slot in own for place in places])
 
     def _draft(self, name: str, part: "_Part", context: ProposeContext) -> tuple[Tensor, DraftTree] | None:
         """The places in the batch that get this drafter's trees, and the trees; None if there are none."""
@@ -87,7 +91,7 @@ class SeveralDrafters:
             rows = [row for row, owns in enumerate(is_own) if not owns]
             shadow.keep([seen.requests[row] for row in rows], tree.select(torch.tensor(rows, device=device)))
         seconds = self._clock() - start
-        own_seconds = seconds * (sum(is_own) / len(is_own) if is_own else 0.0)
+        own_seconds = seconds * (sum(is_own) / len(is_own) if is_own else 1.0)
         self._uses.append(DrafterUse(name, own_seconds, seconds - own_seconds, *compared))
         rows = [row for row, owns in enumerate(is_own) if owns]
         if not rows:
@@ -97,25 +101,30 @@ class SeveralDrafters:
 
     def _context(self, part: "_Part", layers: Sequence[int], context: ProposeContext) -> ProposeContext:
         """The context of a drafter that sees only `part` and reads only these layers."""
-        rows = _all(context)
-        if len(part.slots) == len(rows) and tuple(layers) == self.aux_hidden_state_layers:
+        rows, num_trees = _all(context), len(context.requests)
+        is_whole = len(part.slots) == len(rows) and len(part.places) == num_trees
+        if is_whole and tuple(layers) == self.aux_hidden_state_layers:
             return context
+        has_tree = set(part.places)
+        rest = [place for place, row in enumerate(rows) if row.slot in part.slots and place not in has_tree]
         columns = [self.aux_hidden_state_layers.index(layer) for layer in layers]
 
         def gather() -> Tensor:
             states = context.aux_hidden_states
             assert states is not None
-            lengths = np.array([request.end - request.start for request in rows])
-            tokens = np.repeat([request.slot in part.slots for request in rows], lengths).nonzero()[0]
+            lengths = [row.end - row.start for row in rows]
+            ends = np.cumsum(lengths)
+            seen = [np.arange(ends[place] - lengths[place], ends[place]) for place in order]
             by_layer = states.view(len(states), len(self.aux_hidden_state_layers), -1)
-            index, chosen = torch.from_numpy(tokens), torch.tensor(columns)
+            index, chosen = torch.from_numpy(np.concatenate(seen)), torch.tensor(columns)
             device = states.device
             return by_layer.index_select(0, index.to(device)).index_select(1, chosen.to(device)).flatten(1)
 
+        order = part.places + rest
         return ProposeContext(
             context.table,
-            [context.requests[place] for place in part.places],
-            [request for request in context.unfinished if request.slot in part.slots],
+            [rows[place] for place in part.places],
+            [rows[place] for place in rest],
             gather if columns and context.gather_aux_hidden_states is not None else None,
         )
 
@@ -123,7 +132,7 @@ class SeveralDrafters:
 class _Part(NamedTuple):
     """The requests of a step that one drafter sees."""
 
-    slots: set[int]
+    slots: set[int]  # its own and those that it shadows, and of a drafter that reads prompts, those with such tokens
     places: list[int]  # of those that get a tree, in the context's `requests`
     is_own: list[bool]  # of each place: its tree is verified
 

@@ -104,6 +104,21 @@ def test_the_others_kv_slots_are_forgotten() -> None:
     assert (first.forgotten, second.forgotten) == ([[0, 2]], [[1]])
 
 
+def test_prompts_of_others_are_read_by_drafters_with_kv_in_the_targets_slots() -> None:
+    """Later requests find such a prompt's beginning in the prefix cache, whichever drafter they have."""
+    first, second = RecordingDrafter(50, 1, (4,)), RecordingDrafter(60, 1, (4,))
+    context = context_with({0: "b", 1: "a", 2: "b", 3: "b"}, unfinished=[3])
+    for slot in (0, 3):
+        context.table.states[slot].num_prompt_tokens = 1  # the only computed token is the prompt's
+    states = torch.arange(4 * WIDTH, dtype=torch.float32).view(4, WIDTH)
+    several = SeveralDrafters({"a": first, "b": second})
+    tree = several.propose(replace(context, gather_aux_hidden_states=lambda: states))
+    assert trees_of(tree) == [[9, 60], [9, 50], [9, 60]]
+    assert (first.seen, first.unfinished, first.forgotten) == ([[1]], [[0, 3]], [[2]])
+    assert first.states == [states[[1, 0, 3]].tolist()]
+    assert (second.seen, second.unfinished) == ([[0, 2]], [[3]])
+
+
 def test_a_drafter_that_faults_leaves_the_others_drafts() -> None:
     broken = RecordingDrafter(50, 1, fault=DraftFault.LATE)
     several = SeveralDrafters({"a": broken, "b": RecordingDrafter(60, 1)}, clock=iter(range(9)).__next__)
