@@ -54,7 +54,7 @@ inline void tile_products(const bfloat16* weights, const bfloat16* x, int count,
   _tile_zero(2);
   _tile_zero(3);
   for (int i = 0; i < wide; i += 32, weights += 32 * LANES) {
-    for (int line = 0; line < 32; ++line) __builtin_prefetch(weights + 32 * line + 4096, 0, 0);
+    for (int line = 0; line < 32; ++line) __builtin_prefetch(weights + 32 * line + 4096, TO_READ, USED_ONCE);
     _tile_loadd(4, x + i, wide * 2);
     _tile_loadd(6, weights, LANES * 4);
     _tile_dpbf16ps(0, 4, 6);
