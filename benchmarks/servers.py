@@ -62,7 +62,7 @@ def host_share(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
 
 
 def placement(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
-    """Two running servers that take turns; the others are idle. One of them also answers without drafts.
+    """Two running servers that take turns; the other one is idle. The colocated one also answers without drafts.
 
     Turns are short, one for each prompt, because other load on the machine varies within seconds.
     """

@@ -107,6 +107,7 @@ class SeveralDrafters:
             return context
         has_tree = set(part.places)
         rest = [place for place, row in enumerate(rows) if row.slot in part.slots and place not in has_tree]
+        order = part.places + rest
         columns = [self.aux_hidden_state_layers.index(layer) for layer in layers]
 
         def gather() -> Tensor:
@@ -120,7 +121,6 @@ class SeveralDrafters:
             device = states.device
             return by_layer.index_select(0, index.to(device)).index_select(1, chosen.to(device)).flatten(1)
 
-        order = part.places + rest
         return ProposeContext(
             context.table,
             [rows[place] for place in part.places],
