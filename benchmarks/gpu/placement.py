@@ -1,8 +1,8 @@
 """`python -m benchmarks.gpu placement`: decode steps with the drafter in the rank's process and in one of its own.
 
 `colocated` is a process on the rank's GPU, which the two share by turns unless an MPS server runs; `separate` is one on
-the next GPU. Hidden states cross through page-locked memory of the host. Drafts are accepted at a simulated rate, so
-tokens a step below that rate show drafts that came too late.
+the next GPU. Hidden states cross through page-locked memory of the host, and once more through the GPU's (CUDA IPC).
+Drafts are accepted at a simulated rate, so tokens a step below that rate show drafts that came too late.
 """
 
 import os
@@ -38,6 +38,7 @@ TINY = Setting(TINY_MODEL, VARIANTS[1], (2,), 5, 8)
 
 class Placed(NamedTuple):
     placement: DraftPlacement
+    uses_cuda_ipc: bool
     batch_size: int
     tokens_per_s: float | None  # None: this machine has no second GPU
     step_ms: float | None
@@ -51,12 +52,15 @@ def measure(folder: Path, setting: Setting, device: torch.device) -> Iterator[Pl
     model = make_target(folder, size, dtype, device)
     head = write_head(folder / "head", size, dtype, device, model.embedding.weight)
     config = config_of(folder, head, device, variant, True, most, setting.prompt, setting.num_steps)
-    placements: list[DraftPlacement] = ["inline", "colocated", "separate"]
-    for placement in placements:
-        if placement == "separate" and torch.cuda.device_count() < 2:
-            yield from (Placed(placement, batch_size, None, None, None) for batch_size in setting.batch_sizes)
+    placements: list[DraftPlacement] = ["inline", "colocated", "colocated", "separate"]
+    for number, placement in enumerate(placements):
+        uses_cuda_ipc = number == 2
+        if uses_cuda_ipc and device.type != "cuda":
             continue
-        endpoint = DraftEndpoint(str(folder / placement), EPOCH, placement)
+        if placement == "separate" and torch.cuda.device_count() < 2:
+            yield from (Placed(placement, False, batch_size, None, None, None) for batch_size in setting.batch_sizes)
+            continue
+        endpoint = DraftEndpoint(str(folder / f"{placement}-{number}"), EPOCH, placement, uses_cuda_ipc)
         worker = start_worker(config, model=model, colocate=None if placement == "inline" else endpoint)
         process = None
         if placement != "inline":
@@ -65,16 +69,17 @@ def measure(folder: Path, setting: Setting, device: torch.device) -> Iterator[Pl
         try:
             steps = Steps(worker, size, setting.prompt)
             for batch_size in setting.batch_sizes:
-                yield _placed(placement, steps.measure(variant, True, batch_size, setting.num_steps))
+                yield _placed(endpoint, steps.measure(variant, True, batch_size, setting.num_steps))
         finally:
             if process is not None:
                 process.kill()
                 process.wait()
 
 
-def _placed(placement: DraftPlacement, speed: Speed) -> Placed:
+def _placed(endpoint: DraftEndpoint, speed: Speed) -> Placed:
     goal = speed.variant.goal if speed.batch_size == 1 else None
-    return Placed(placement, speed.batch_size, speed.tokens_per_s, speed.step_ms, speed.tokens_per_step, goal)
+    seen = speed.tokens_per_s, speed.step_ms, speed.tokens_per_step
+    return Placed(endpoint.placement, endpoint.uses_cuda_ipc, speed.batch_size, *seen, goal)
 
 
 def _start(folder: Path, config: EngineConfig, num_slots: int, endpoint: DraftEndpoint) -> "subprocess.Popen[str]":
@@ -99,7 +104,7 @@ HEADERS = ["drafter", "requests", "tokens/s", "step, ms", "tokens a step", "goal
 def table_rows(found: list[Placed]) -> list[list[str]]:
     return [
         [
-            each.placement,
+            f"{each.placement}, CUDA IPC" if each.uses_cuda_ipc else each.placement,
             str(each.batch_size),
             *(
                 "no second GPU" if value is None and place == 0 else "-" if value is None else f"{value:.{digits}f}"

@@ -52,21 +52,25 @@ def check_int8_kv(name: str, device: torch.device) -> None:
 def _flashinfer(pool: Tensor, num_heads: int, tree_mode: str) -> AttentionBackend:
     library = _library("flashinfer", "flashinfer", "flashinfer-python", pool)
     from specray.ops.gpu.attention import TritonAttention
-    from specray.ops.gpu.flashinfer_attention import HEAD_DIMS, FlashInferReader
+    from specray.ops.gpu.flashinfer_attention import FEW_QUERIES, HEAD_DIMS, FlashInferReader
     from specray.ops.gpu.routed_attention import Read, RoutedAttention
 
     if pool.shape[-1] not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         raise _unfit("flashinfer", f"has kernels for heads of {sizes}, and the model's are {pool.shape[-1]}")
     triton = TritonAttention(pool, num_heads)
-    causal, masked = (FlashInferReader(library, pool, num_heads, masks_trees) for masks_trees in (False, True))
+    few, masked = (FlashInferReader(library, pool, num_heads, masks_trees) for masks_trees in (False, True))
+    many = FlashInferReader(library, pool, num_heads, masks_trees=False, kernels="auto")
+
+    def plan_causal(batch: AttentionBatch) -> Read:
+        return (few if max(batch.query_lens) <= FEW_QUERIES else many).plan(batch)
 
     def plan_trees(batch: AttentionBatch) -> Read:
         if tree_mode == "decode" or batch.window is not None:
             return triton.plan(batch).read
         return masked.plan(batch)
 
-    return RoutedAttention(pool, num_heads, causal.plan, plan_trees, triton, takes_chains=tree_mode == "prefill")
+    return RoutedAttention(pool, num_heads, plan_causal, plan_trees, triton, takes_chains=tree_mode == "prefill")
 
 
 def _flash_attention(pool: Tensor, num_heads: int, page_size: int | None, tree_mode: str) -> AttentionBackend:

@@ -1,10 +1,12 @@
-"""flashinfer's paged prefill kernels, for prompt chunks, decoding and draft trees. Not run on a GPU yet.
+"""flashinfer's paged prefill kernels, for prompt chunks, decoding and draft trees.
 
 Facts of flashinfer-python 0.7 that this code depends on; a test binds its calls to that version's signatures:
 
 - Pages may be strided and of one KV slot, so no request's KV has to be contiguous. Draft rows have holes.
 - A wrapper that was given a mask always applies it, and chooses the FlashAttention-2 kernels. So there is a wrapper for
-  trees and one for everything else.
+  trees and others for everything else.
+- On Hopper it chooses FlashAttention-3's kernels, whose tiles have 128 queries and which do not split the keys among
+  programs. They are the fastest for prompt chunks, and take up to 4 times as long as FlashAttention-2's for decoding.
 - `plan` takes a packed mask but computes its offsets in bits, where the kernels count bytes: all requests but the first
   would read another's mask. The offsets are replaced after each plan.
 - `plan` copies from a pinned buffer that it fills anew each time, so the last copy must be done by then.
@@ -21,6 +23,7 @@ from specray.ops.gpu.page_index import packed_mask, slot_pages
 from specray.ops.gpu.routed_attention import Read
 
 HEAD_DIMS = (64, 128, 256)  # that the kernels are compiled for
+FEW_QUERIES = 16  # of a request: up to so many are FlashAttention-2's
 _WORKSPACE_BYTES = 128 << 20  # as its documentation advises
 
 
@@ -28,14 +31,15 @@ class FlashInferReader:
     """Plans batches over `pool` [layers, slots, 2, kv_heads, dim]; `library` is the module flashinfer.
 
     Only the latest plan can be read. `masks_trees`: every request of a batch has a tree; otherwise none has.
+    `kernels` are flashinfer's "auto" or "fa2"; trees have "fa2".
     """
 
-    def __init__(self, library: Any, pool: Tensor, num_heads: int, masks_trees: bool) -> None:
+    def __init__(self, library: Any, pool: Tensor, num_heads: int, masks_trees: bool, kernels: str = "fa2") -> None:
         _, _, _, self._num_kv_heads, self._head_dim = pool.shape
         self._num_heads, self._dtype = num_heads, pool.dtype
         self._masks_trees = masks_trees
         self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
-            _workspace(pool.device), kv_layout="NHD", backend="fa2" if masks_trees else "auto"
+            _workspace(pool.device), kv_layout="NHD", backend=kernels
         )
         self._copied = torch.Event(pool.device) if pool.device.type == "cuda" else None
         self._num_plans = 0

@@ -3,7 +3,7 @@
 The target copies on its stream and records an event; the drafter's stream waits for the event, so neither process waits
 for the other on the host. A region is free again when the drafter has replied, and it replies with trees that were made
 from it. Trees do not come back this way: the target's stream would wait for the drafter's, for ever if that hangs,
-while the host may stop waiting for a reply. Not run on a GPU yet.
+while the host may stop waiting for a reply.
 """
 
 from typing import Any

@@ -38,6 +38,7 @@ CHUNK = RequestShape(num_past=5, num_known=9, parents=[-1])
 DECODING = RequestShape(num_past=20, num_known=1, parents=[-1])
 TREE = RequestShape(num_past=13, num_known=1, parents=[-1, 0, 0, 1, 2, 2])
 CHAIN = RequestShape(num_past=30, num_known=1, parents=[-1, 0, 1, 2])
+LONG_CHUNK = RequestShape(num_past=5, num_known=100, parents=[-1])
 DRAFTED_PROMPT = RequestShape(num_past=0, num_known=6, parents=[-1, 0, 0])
 
 shapes = st.lists(row_shapes(longest=20), min_size=1, max_size=4)
@@ -59,6 +60,7 @@ def run(backend: Any, rows: AttentionBatch, num_slots: int = SLOTS) -> tuple[Ten
 
 
 def flashinfer(pool: Tensor) -> RoutedAttention:
+    """Without Triton's kernels."""
     readers = [FlashInferReader(LIBRARY, pool, KV_HEADS * FOLD, masks_trees) for masks_trees in (False, True)]
     padded = TritonAttention(pool, KV_HEADS * FOLD)
     return RoutedAttention(pool, KV_HEADS * FOLD, readers[0].plan, readers[1].plan, padded)
@@ -240,6 +242,28 @@ def test_trees_in_a_window_are_tritons() -> None:
     rows = replace(make_rows([TREE, CHUNK], scattered=True), window=6)
     choice = lambda pool: backends.make_backend("flashinfer", pool, KV_HEADS * FOLD, None, "prefill")  # noqa: E731
     torch.testing.assert_close(*run(choice, rows), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("shapes", "kernels"),
+    [([DECODING, TREE, CHAIN], ["fa2", "fa2"]), ([DECODING], ["fa2"]), ([LONG_CHUNK, DECODING], ["auto"])],
+)
+def test_few_queries_have_flashattention_2s_kernels(
+    shapes: list[RequestShape], kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flashinfer's own choice on Hopper is slow for them: its tiles have 128 queries."""
+    planned: list[str] = []
+    plan = LIBRARY.BatchPrefillWithPagedKVCacheWrapper.plan
+
+    def recorded_plan(self: Any, *args: Any, **options: Any) -> None:
+        planned.append(self._backend)
+        plan(self, *args, **options)
+
+    monkeypatch.setattr(LIBRARY.BatchPrefillWithPagedKVCacheWrapper, "plan", recorded_plan)
+    choice = lambda pool: backends.make_backend("flashinfer", pool, KV_HEADS * FOLD, None, "prefill")  # noqa: E731
+    torch.testing.assert_close(*run(choice, make_rows(shapes, scattered=True)), atol=1e-5, rtol=1e-5)
+    assert planned == kernels
 
 
 @pytest.mark.usefixtures("on_a_gpu")
