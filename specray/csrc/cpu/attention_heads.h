@@ -1,16 +1,15 @@
 // Query heads that share a KV head, over blocks of keys: scores, a running softmax, and the weighted sum of values.
 //
-// A block has 64 keys, from key 0 of the query on, and every sum runs in the order of the keys.
+// A block has KEYS keys, from key 0 of the query on, and every sum runs in the order of the keys.
 #pragma once
 
 #include <cmath>
 #include <type_traits>
 
 #include "kv_pool.h"
+#include "queries.h"
 
 namespace specray {
-
-constexpr int KEYS = 64;  // of a block
 
 // One query head: its softmax over blocks, as it goes.
 struct Running {
@@ -28,6 +27,18 @@ struct Running {
 // the work of one for floats. Queries and the softmax's weights are rounded to bfloat16; sums are float32.
 template <class T>
 constexpr bool CAN_USE_PAIRS = std::is_same_v<T, bfloat16>;
+
+// Products with pairs of values leave sums in the order of the instruction that made the pairs; this puts them into the
+// order of the values.
+inline void reorder(float* out, int dim) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  for (int d = 0; d < dim; d += 2 * WIDTH) {
+    const __m512 low = load<__m512>(out + d), high = load<__m512>(out + d + WIDTH);
+    store(out + d, _mm512_permutex2var_ps(low, first, high));
+    store(out + d + WIDTH, _mm512_permutex2var_ps(low, second, high));
+  }
+}
 
 template <int H>
 class PairHeads {
@@ -81,17 +92,6 @@ class PairHeads {
     int d = 0;
     for (; d + 2 * STRIPE <= dim_; d += 2 * STRIPE) add_stripes<2>(v, rounded, d, skipped, count, shrink);
     if (d < dim_) add_stripes<1>(v, rounded, d, skipped, count, shrink);
-  }
-
-  // Puts an output into the order of the values.
-  static void reorder(float* out, int dim) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    for (int d = 0; d < dim; d += STRIPE) {
-      const __m512 low = load<__m512>(out + d), high = load<__m512>(out + d + WIDTH);
-      store(out + d, _mm512_permutex2var_ps(low, first, high));
-      store(out + d + WIDTH, _mm512_permutex2var_ps(low, second, high));
-    }
   }
 
  private:

@@ -12,7 +12,7 @@
 namespace specray {
 
 struct Pool {
-  static constexpr int32_t INT8 = 3;
+  static constexpr int32_t BFLOAT16 = 1, INT8 = 3;
 
   void* data;  // of one layer: [slots, 2, heads, dim]; in INT8 a head's row is followed by its float32 scale
   int32_t type;  // FLOAT32, BFLOAT16, FLOAT16 or INT8

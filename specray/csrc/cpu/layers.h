@@ -104,7 +104,7 @@ class Stack {
   void run(const Step& step, const float* first_input, float* hidden, const Taps& taps, Member& member) {
     const int count = int(step.count), size = sizes_.hidden;
     std::vector<float> row(size);
-    const Queries queries(step.requests);
+    const Queries queries(step.requests, most_queries(step.pool, sizes_.num_heads));
     for (int i = 0; i < num_layers_; ++i) {
       const Layer& layer = layers_[i];
       const Inputs& inputs = inputs_[i];

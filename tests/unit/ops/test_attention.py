@@ -379,6 +379,22 @@ def test_half_precision_is_close_to_float64(dtype: torch.dtype, dim: int, backen
     torch.testing.assert_close(result.double(), naive(shapes, rows, pool[0], q.to(dtype)), atol=0.05, rtol=0.05)
 
 
+@pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
+@given(batches, st.booleans(), st.sampled_from([*GROUPINGS, (1, 20)]), st.sampled_from([32, 64]), windows)
+@settings(max_examples=40)
+def test_the_kernels_for_bfloat16_are_close_to_float64_with_any_trees_and_windows(
+    shapes: list[RequestShape], scattered: bool, grouping: tuple[int, int], dim: int, window: int | None
+) -> None:
+    """With AMX, query heads are computed 16 at a time: a part of one query's, or those of several."""
+    rows = replace(make_rows(shapes, scattered), window=window)
+    torch.manual_seed(0)
+    kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
+    pool = torch.randn(1, NUM_SLOTS, 2, kv_heads, dim).bfloat16()
+    q, kv = torch.randn(sum(rows.query_lens), num_heads, dim), torch.randn(sum(rows.query_lens), 2, kv_heads, dim)
+    result = make_backend("auto", pool, num_heads).plan(rows)(0, q.bfloat16(), kv.bfloat16())
+    torch.testing.assert_close(result.double(), naive(shapes, rows, pool[0], q.bfloat16()), atol=0.05, rtol=0.05)
+
+
 def in_bytes(kv: Tensor) -> Tensor:
     """Rows of a pool in int8: [..., dim + 4], each rounded to 127 steps on each side of zero, with its scale behind."""
     kv = kv.float()
