@@ -120,8 +120,8 @@ class TiledAttention {
     alignas(64) bfloat16 weights[2 * MOST * KEYS];  // of a block; a register may begin at the last row
   };
 
-  // Registers 0 and 1 are scores, 2 queries, 3 keys or values, 4 weighted values and 5 weights of a group, 6 and 7 those
-  // of one query.
+  // Registers 0 and 1 are scores, 2 queries, 3 keys or values, 4 weighted values and 5 weights of a group, 6 and 7
+  // those of one query.
   static void begin_tiles(int columns, int rows, int rows_of_query) {
     struct alignas(64) Config {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
