@@ -105,38 +105,36 @@ inline Step draft_pass(
 // `expanded`; entry 0 is the root (-1), another entry is the index of the candidate.
 class Candidates {
  public:
-  Candidates(int topk, int num_levels) : topk_(topk), columns_(topk * (num_levels - 1)), expanded_{-1} {
-    frontier.resize(topk);
-    parents.resize(topk);
-    sees_.resize(int64_t(topk) * columns_);
-  }
+  Candidates(int topk, int width, int num_levels)
+      : frontier(width), parents(width), topk_(topk), width_(width), columns_(width * (num_levels - 1)), expanded_{-1},
+        sees_(int64_t(width) * columns_) {}
 
   // Indexes of the candidates that the next level expands, and the places of their parents in the level before.
   std::vector<int> frontier, parents;
 
   int64_t token(int place) const { return tokens_[frontier[place]]; }
-  // [topk, columns]: which earlier nodes, and itself, each node of the level sees.
+  // [width, columns]: which earlier nodes, and itself, each node of the level sees.
   const uint8_t* sees() const { return sees_.data(); }
 
-  // Adds a level from the likeliest tokens below its nodes, best first: [topk] for the root, [topk, topk] for others.
+  // Adds a level from the likeliest tokens below its nodes, best first: [topk] for the root, [width, topk] for others.
   void add_level(int level, const float* probs, const int64_t* ids, const int64_t* target_ids) {
-    const int start = int(scores_.size()), width = level ? topk_ : 1;
-    for (int i = 0; i < width; ++i) {
+    const int start = int(scores_.size()), count = level ? width_ : 1;
+    for (int i = 0; i < count; ++i) {
       if (level) expanded_.push_back(frontier[i]);
       for (int child = i * topk_; child < (i + 1) * topk_; ++child) {
         scores_.push_back(level ? scores_[frontier[i]] * probs[child] : probs[child]);
         tokens_.push_back(target_ids ? target_ids[ids[child]] : ids[child]);
       }
     }
-    const std::vector<int> best = best_of(start, topk_);
+    const std::vector<int> best = best_of(start, width_);
     std::vector<uint8_t> before = sees_;
-    for (int i = 0; i < topk_; ++i) {
+    for (int i = 0; i < width_; ++i) {
       frontier[i] = best[i];
       parents[i] = (best[i] - start) / topk_;
       if (!columns_) continue;
       uint8_t* row = sees_.data() + int64_t(i) * columns_;
       if (level) std::copy_n(before.data() + int64_t(parents[i]) * columns_, columns_, row);
-      if (level * topk_ + i < columns_) row[level * topk_ + i] = 1;
+      if (level * width_ + i < columns_) row[level * width_ + i] = 1;
     }
   }
 
@@ -182,26 +180,31 @@ class Candidates {
     return order;
   }
 
-  const int topk_, columns_;
+  const int topk_, width_, columns_;
   std::vector<float> scores_;
   std::vector<int64_t> tokens_;
   std::vector<int> expanded_;
   std::vector<uint8_t> sees_;
 };
 
+// Nodes of a level that are expanded. A node's child scores no more than the node and all before it in their level, so for
+// the last of `num_drafts` it must be one of the first num_drafts - 1.
+inline int level_width(const Growth& growth) { return std::min(growth.topk, std::max(1, growth.num_drafts - 1)); }
+
 // Trees of one shape as they grow, with the buffers of a level. All members of a team call `grow`.
 class TreeGrowth {
  public:
   TreeGrowth(const DraftNetwork& network, const Growth& growth)
-      : network_(network), growth_(growth), count_(growth.num_trees * growth.topk), size_(network.sizes.hidden),
-        x_width_(network.reads_states ? 2 * size_ : size_), columns_(growth.topk * (growth.num_levels - 1)),
+      : network_(network), growth_(growth), width_(level_width(growth)), count_(growth.num_trees * width_),
+        size_(network.sizes.hidden),
+        x_width_(network.reads_states ? 2 * size_ : size_), columns_(width_ * (growth.num_levels - 1)),
         stack_(network.layers, network.num_layers, network.sizes, count_),
         to_project_(form_of(network.project.kind), network.project.data ? count_ : 0, network.project.ins),
         to_output_(form_of(network.output.kind), count_, network.output.ins),
-        trees_(growth.num_trees, Candidates(growth.topk, growth.num_levels)), stream_(int64_t(count_) * size_),
+        trees_(growth.num_trees, Candidates(growth.topk, width_, growth.num_levels)), stream_(int64_t(count_) * size_),
         states_(int64_t(count_) * size_), next_states_(int64_t(count_) * size_), first_input_(int64_t(count_) * x_width_),
         logits_(int64_t(count_) * network.num_columns), probs_(int64_t(count_) * growth.topk), ids_(probs_.size()),
-        positions_(count_), written_(count_), query_lens_(growth.num_trees, growth.topk), kv_lens_(growth.num_trees),
+        positions_(count_), written_(count_), query_lens_(growth.num_trees, width_), kv_lens_(growth.num_trees),
         tree_sizes_(2 * growth.num_trees), mask_(int64_t(count_) * columns_),
         slots_width_(growth.slots_width + columns_), slots_(int64_t(growth.num_trees) * slots_width_),
         is_grown_(growth.num_levels) {}
@@ -215,7 +218,7 @@ class TreeGrowth {
     const Growth& growth = growth_;
     member.share(growth.num_trees, [&](int tree) { begin(tree); });
     for (int level = 0; level < growth.num_levels; ++level) {
-      const int width = level ? growth.topk : 1, count = growth.num_trees * width;
+      const int width = level ? width_ : 1, count = growth.num_trees * width;
       if (level) run_layers(level, member);
       member.share(count, [&](int r) { finish(level, r); });
       multiply(network_.output, to_output_, count, member, [&](int r, int channel, const float* values) {
@@ -253,17 +256,16 @@ class TreeGrowth {
   }
 
   void run_layers(int level, Member& member) {
-    const int topk = growth_.topk;
     const bool is_projected = network_.project.data != nullptr;
     member.share(growth_.num_trees, [&](int tree) {
-      kv_lens_[tree] = growth_.kv_lens[tree] + level * topk;
-      tree_sizes_[2 * tree] = topk;
-      tree_sizes_[2 * tree + 1] = level * topk;
-      std::copy_n(trees_[tree].sees(), int64_t(topk) * columns_, mask_.data() + int64_t(tree) * topk * columns_);
-      for (int i = 0; i < topk; ++i) {
-        const int row = tree * topk + i;
+      kv_lens_[tree] = growth_.kv_lens[tree] + level * width_;
+      tree_sizes_[2 * tree] = width_;
+      tree_sizes_[2 * tree + 1] = level * width_;
+      std::copy_n(trees_[tree].sees(), int64_t(width_) * columns_, mask_.data() + int64_t(tree) * width_ * columns_);
+      for (int i = 0; i < width_; ++i) {
+        const int row = tree * width_ + i;
         positions_[row] = std::min(growth_.positions[tree] + level - 1, growth_.last_position);
-        written_[row] = growth_.scratch[int64_t(tree) * growth_.scratch_width + (level - 1) * topk + i];
+        written_[row] = growth_.scratch[int64_t(tree) * growth_.scratch_width + (level - 1) * width_ + i];
         read_input(level, tree, i);
         if (is_projected) to_project_.set(row, first_input_.data() + int64_t(row) * x_width_);
       }
@@ -272,7 +274,7 @@ class TreeGrowth {
     Step step = draft_pass(network_, growth_, count_, positions_.data(), written_.data());
     step.requests.count = growth_.num_trees;
     step.requests.slots_width = slots_width_;
-    step.requests.mask_rows = topk;
+    step.requests.mask_rows = width_;
     step.requests.mask_columns = columns_;
     step.requests.query_lens = query_lens_.data();
     step.requests.kv_lens = kv_lens_.data();
@@ -285,8 +287,8 @@ class TreeGrowth {
 
   // Node i of a tree's level: what the layers or the projection read, and the residual stream.
   void read_input(int level, int tree, int i) {
-    const int row = tree * growth_.topk + i;
-    const int parent = level > 1 ? tree * growth_.topk + trees_[tree].parents[i] : tree;
+    const int row = tree * width_ + i;
+    const int parent = level > 1 ? tree * width_ + trees_[tree].parents[i] : tree;
     specray::read_input(network_, trees_[tree].token(i), states_.data() + int64_t(parent) * size_,
                         first_input_.data() + int64_t(row) * x_width_, stream_.data() + int64_t(row) * size_);
   }
@@ -336,7 +338,7 @@ class TreeGrowth {
 
   const DraftNetwork& network_;
   const Growth& growth_;
-  const int count_, size_, x_width_, columns_;
+  const int width_, count_, size_, x_width_, columns_;
   Stack stack_;
   Rows to_project_, to_output_;
   std::vector<Candidates> trees_;

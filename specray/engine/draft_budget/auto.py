@@ -11,7 +11,7 @@ from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAccept
 from specray.engine.draft_budget.allocation import allocate
 from specray.engine.draft_budget.budget import Drafting, Shares
 from specray.engine.draft_budget.costs import StepCosts, StepShape, size_class
-from specray.engine.draft_budget.scores import ScoreAcceptance, best_cut
+from specray.engine.draft_budget.scores import ScoreAcceptance, VerifiedTree, best_cut
 from specray.engine.draft_budget.static import equal_shares
 
 NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
@@ -21,10 +21,11 @@ TRIAL_STEPS = 4  # the first shows little: its trees were drafted under the limi
 DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer called
 MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
 MOST_STEP_DRAFTS = 1024  # without a configured limit
+STEPS_PER_UPDATE = 4  # of what was learnt from trees; every step, it would take as long as all other choices
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 # A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
 # The second holds while a draft model is off, because requests that it has not read continue without drafts.
-DRAFTING_MARGIN, RETURN_MARGIN = 1.01, 1.03
+DRAFTING_MARGIN, RETURN_MARGIN = 1.02, 1.03
 
 
 class Trial(Enum):
@@ -51,6 +52,9 @@ class AutoBudget:
         self._keep = keep
         self._nodes: dict[str, NodeAcceptance] = {}  # by the name of one of several drafters
         self._scores: dict[str, ScoreAcceptance] = {}  # the same; only of draft models, which know their scores
+        self._new_trees: dict[str, list[tuple[RequestAcceptance, VerifiedTree]]] = {}  # that _scores do not count yet
+        self._cuts: dict[tuple[str, int], tuple[int, float]] = {}  # the best, by drafter and number of requests
+        self._steps_until_update = 0
         self._paying: set[str] = set()  # draft models whose drafts paid in the step before
         self._schedules: dict[int, TrialSchedule] = {}  # by the batch's size, in powers of two
         self._trial: Trial | None = None
@@ -61,6 +65,10 @@ class AutoBudget:
     def shares(self, requests: Sequence[Drafting]) -> Shares:
         if not requests:
             return Shares([])
+        self._steps_until_update = (self._steps_until_update or STEPS_PER_UPDATE) - 1
+        if self._steps_until_update == STEPS_PER_UPDATE - 1:
+            self._count_new_trees()
+            self._cuts.clear()
         if any(self._num_trees_of(request.acceptance) < NUM_FIRST_TREES for request in requests):
             everything = [LEAST_SCORE] * len(requests)
             return Shares(equal_shares([request.most for request in requests], self._most), min_scores=everything)
@@ -81,17 +89,26 @@ class AutoBudget:
     def record_tree(
         self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
     ) -> None:
-        if request.drafter in self._scores and not is_read(request):
+        if (request.drafter in self._scores or scores) and not is_read(request):
             return  # says nothing about the drafter
         if scores:
-            acceptance = self._scores.setdefault(request.drafter, ScoreAcceptance())
-            request.add(len(accepted_nodes), acceptance.observe(scores, num_drafts, accepted_nodes))
+            trees = self._new_trees.setdefault(request.drafter, [])
+            trees.append((request, VerifiedTree(scores, num_drafts, accepted_nodes)))
         elif num_drafts:
             nodes = self._nodes.setdefault(request.drafter, NodeAcceptance())
             request.add(len(accepted_nodes), sum(nodes.gains(num_drafts)))
             nodes.observe(num_drafts, accepted_nodes)
         else:
             request.add(0, 0.0)  # older trees count less, so a request that got no drafts for a while is tried again
+
+    def _count_new_trees(self) -> None:
+        """Learn from the trees of the last steps, all at once."""
+        for name, trees in self._new_trees.items():
+            acceptance = self._scores.setdefault(name, ScoreAcceptance())
+            expected = acceptance.observe([tree for _, tree in trees])
+            for (request, tree), count in zip(trees, expected, strict=True):
+                request.add(len(tree.accepted_nodes), count)
+        self._new_trees.clear()
 
     def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
         self._costs.observe(shape, target_seconds, rest_seconds)
@@ -101,10 +118,7 @@ class AutoBudget:
 
     def _best(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:
         """(drafts, least scores) of each request: by scores where its drafter knows them, by place otherwise."""
-        cuts = {}
-        for name, acceptance in self._scores.items():
-            margin = DRAFTING_MARGIN if name in self._paying else RETURN_MARGIN
-            cuts[name] = best_cut(acceptance, len(requests), self._costs, margin)
+        cuts = {name: self._best_cut(name, len(requests)) for name in self._scores}
         self._paying = {name for name, (num_drafts, _) in cuts.items() if num_drafts}
         by_place = iter(
             self._best_by_place([request for request in requests if request.acceptance.drafter not in cuts])
@@ -118,6 +132,14 @@ class AutoBudget:
                 num_drafts.append(min(request.most, cut[0]) if is_read(request.acceptance) else 0)
                 min_scores.append(max(LEAST_SCORE, cut[1] / request.acceptance.factor))
         return equal_shares(num_drafts, self._most), min_scores
+
+    def _best_cut(self, name: str, num_requests: int) -> tuple[int, float]:
+        """See `best_cut`."""
+        key = (name, num_requests)
+        if key not in self._cuts:
+            margin = DRAFTING_MARGIN if name in self._paying else RETURN_MARGIN
+            self._cuts[key] = best_cut(self._scores[name], num_requests, self._costs, margin)
+        return self._cuts[key]
 
     def _best_by_place(self, requests: Sequence[Drafting]) -> list[int]:
         if not requests:

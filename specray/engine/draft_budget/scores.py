@@ -5,6 +5,8 @@ in the tree. Together they give the expected gain of a step that verifies only n
 """
 
 from collections.abc import Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +17,16 @@ from specray.engine.draft_budget.costs import StepCosts, StepShape
 # is not known, such as n-grams beside a draft model.
 EDGES = np.array([0.0, 0.02, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.27, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 1.0])
 MIDDLES = np.append((EDGES[:-1] + EDGES[1:]) / 2, 0.7)
-MEMORY_TREES = 256
+MEMORY_TREES = 512
 PRIOR_NODES = 8.0  # as many nodes of each class are assumed to have been accepted as their scores say
+
+
+class VerifiedTree(NamedTuple):
+    """A draft tree after its verification. Nodes are counted from 1, because the root is 0."""
+
+    scores: Sequence[float]  # of all its drafts
+    num_verified: int  # of which so many were verified
+    accepted_nodes: Sequence[int]
 
 
 class ScoreAcceptance:
@@ -33,21 +43,27 @@ class ScoreAcceptance:
         """Nodes of the largest tree that was seen, without the root."""
         return len(self._spread)
 
-    def observe(self, scores: Sequence[float], num_verified: int, accepted_nodes: Sequence[int]) -> float:
-        """Count one tree of which the first `num_verified` nodes were verified; nodes are counted from 1.
+    def observe(self, trees: Sequence[VerifiedTree]) -> list[float]:
+        """Count trees of one step; returns for each the number of nodes that were expected to be accepted.
 
-        Returns the number of nodes that were expected to be accepted.
+        A step has up to hundreds of trees, and one numpy call for all takes hardly longer than one for each.
         """
-        classes = np.searchsorted(EDGES, np.asarray(scores), side="right") - 1
-        expected = float(self.rates()[classes[:num_verified]].sum())
-        keep = 1 - 1 / MEMORY_TREES
-        self._verified *= keep
-        self._accepted *= keep
-        np.add.at(self._verified, classes[:num_verified], 1.0)
-        np.add.at(self._accepted, classes[np.asarray(accepted_nodes, dtype=np.int64) - 1], 1.0)
-        self._observe_spread(classes)
-        self.num_trees += 1
-        return expected
+        lengths = [len(tree.scores) for tree in trees]
+        first = np.cumsum([0, *lengths])
+        scores = np.fromiter(chain.from_iterable(tree.scores for tree in trees), np.float64, int(first[-1]))
+        classes = np.searchsorted(EDGES, scores, side="right") - 1
+        places = np.arange(len(scores)) - np.repeat(first[:-1], lengths)
+        is_verified = places < np.repeat([tree.num_verified for tree in trees], lengths)
+        accepted = [
+            start + node - 1 for start, tree in zip(first[:-1], trees, strict=True) for node in tree.accepted_nodes
+        ]
+        expected = np.cumsum([0.0, *np.where(is_verified, self.rates()[classes], 0.0)])[first]
+        keep = (1 - 1 / MEMORY_TREES) ** len(trees)
+        self._verified = keep * self._verified + np.bincount(classes[is_verified], minlength=len(EDGES))
+        self._accepted = keep * self._accepted + np.bincount(classes[accepted], minlength=len(EDGES))
+        self._observe_spread(places, classes, len(trees))
+        self.num_trees += len(trees)
+        return [float(end - start) for start, end in pairwise(expected)]
 
     def rates(self) -> NDArray[np.float64]:
         """float64 [classes]: share of the verified nodes of each class that were accepted."""
@@ -66,13 +82,19 @@ class ScoreAcceptance:
 
         return sums(self._spread * self.rates()), sums(self._spread)
 
-    def _observe_spread(self, classes: NDArray[np.int64]) -> None:
-        if (new := len(classes) - len(self._spread)) > 0:
-            self._spread = np.vstack((self._spread, np.eye(len(EDGES))[classes[-new:]]))
-        rate = max(1 / MEMORY_TREES, 1 / (self.num_trees + 1))
-        spread = self._spread[: len(classes)]
-        spread *= 1 - rate
-        spread[np.arange(len(classes)), classes] += rate
+    def _observe_spread(self, places: NDArray[np.int64], classes: NDArray[np.int64], num_trees: int) -> None:
+        """Count the classes of some trees' nodes, by their places."""
+        if not len(places):
+            return
+        num_places = max(len(self._spread), int(places.max()) + 1)
+        counts = np.bincount(places * len(EDGES) + classes, minlength=num_places * len(EDGES)).reshape(num_places, -1)
+        seen = counts.sum(1, keepdims=True)  # trees that have a node at each place
+        before = np.zeros((num_places, len(EDGES)))
+        before[: len(self._spread)] = self._spread
+        rate = max(1 / MEMORY_TREES, 1 / (self.num_trees + num_trees))
+        weights = 1 - (1 - min(rate, 1.0)) ** seen
+        weights[len(self._spread) :] = 1.0  # places that were never seen before
+        self._spread = before + weights * (counts / np.maximum(seen, 1) - before) * (seen > 0)
 
 
 def best_cut(acceptance: ScoreAcceptance, num_requests: int, costs: StepCosts, margin: float) -> tuple[int, float]:

@@ -9,7 +9,7 @@ from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.draft_budget.auto import NUM_FIRST_TREES, AutoBudget
 from specray.engine.draft_budget.budget import Drafting
 from specray.engine.draft_budget.costs import StepCosts, StepShape
-from specray.engine.draft_budget.scores import EDGES, ScoreAcceptance, best_cut
+from specray.engine.draft_budget.scores import EDGES, ScoreAcceptance, VerifiedTree, best_cut
 
 MOST = 8
 
@@ -27,11 +27,11 @@ def tree(random: Random) -> tuple[list[float], list[int]]:
     return scores, accepted
 
 
-def learnt(num_trees: int = 2000) -> ScoreAcceptance:
+def learnt(num_trees: int = 2000, at_once: int = 1) -> ScoreAcceptance:
     acceptance, random = ScoreAcceptance(), Random(0)
-    for _ in range(num_trees):
-        scores, accepted = tree(random)
-        acceptance.observe(scores, MOST, accepted)
+    for _ in range(num_trees // at_once):
+        trees = [tree(random) for _ in range(at_once)]
+        acceptance.observe([VerifiedTree(scores, MOST, accepted) for scores, accepted in trees])
     return acceptance
 
 
@@ -52,6 +52,22 @@ def test_expected_nodes_are_those_that_were_accepted() -> None:
             gained = [sum(node <= count for node in nodes) for (_, nodes), count in zip(trees, kept, strict=True)]
             assert verified[num_drafts - 1, cut] == pytest.approx(np.mean(kept), abs=0.15)
             assert accepted[num_drafts - 1, cut] == pytest.approx(np.mean(gained), abs=0.4)
+
+
+def test_trees_of_one_step_count_like_those_of_several() -> None:
+    for one, many in zip(learnt().gains(), learnt(at_once=16).gains(), strict=True):
+        np.testing.assert_allclose(one, many, atol=0.05, rtol=0.02)
+
+
+def test_trees_of_different_sizes_are_counted_together() -> None:
+    acceptance = ScoreAcceptance()
+    trees = [VerifiedTree([0.9, 0.5], 2, [1]), VerifiedTree([], 0, []), VerifiedTree([0.9, 0.7, 0.1], 1, [1])]
+    expected = acceptance.observe(trees)
+    assert expected == pytest.approx([0.9 + 0.5, 0.0, 0.9])  # before the first tree, scores are believed
+    accepted, verified = acceptance.gains()
+    assert verified[:, 0] == pytest.approx([1, 2, 3])  # of trees that have a node at the place
+    assert acceptance.num_trees == 3
+    assert accepted[0, 0] > 0.9  # both first nodes were accepted
 
 
 def test_cheap_nodes_are_all_verified_and_dear_ones_only_if_likely() -> None:
