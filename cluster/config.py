@@ -167,7 +167,7 @@ class DraftConfig(Options):
     cuda_ipc: bool = Field(
         False,
         description="Hand hidden states to a colocated drafter in the GPU's memory (CUDA IPC) instead of the host's. "
-        "As fast as that on an H100. Needs an allocator without expandable_segments; no effect on a CPU.",
+        "On an H100 it was no faster. Needs an allocator without expandable_segments; no effect on a CPU.",
     )
 
     @model_validator(mode="after")

@@ -52,11 +52,10 @@ def measure(folder: Path, setting: Setting, device: torch.device) -> Iterator[Pl
     model = make_target(folder, size, dtype, device)
     head = write_head(folder / "head", size, dtype, device, model.embedding.weight)
     config = config_of(folder, head, device, variant, True, most, setting.prompt, setting.num_steps)
-    placements: list[DraftPlacement] = ["inline", "colocated", "colocated", "separate"]
-    for number, placement in enumerate(placements):
-        uses_cuda_ipc = number == 2
-        if uses_cuda_ipc and device.type != "cuda":
-            continue
+    placements: list[tuple[DraftPlacement, bool]] = [("inline", False), ("colocated", False), ("separate", False)]
+    if device.type == "cuda":
+        placements.insert(2, ("colocated", True))
+    for number, (placement, uses_cuda_ipc) in enumerate(placements):
         if placement == "separate" and torch.cuda.device_count() < 2:
             yield from (Placed(placement, False, batch_size, None, None, None) for batch_size in setting.batch_sizes)
             continue

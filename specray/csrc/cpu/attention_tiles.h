@@ -81,7 +81,7 @@ class TiledAttention {
   TiledAttention(const Pool& pool, const Requests& requests, int num_heads)
       : pool_(pool), requests_(requests), dim_(pool.dim), num_heads_(num_heads), fold_(num_heads / pool.num_heads),
         keys_(new bfloat16[KEYS * dim_]), values_(new bfloat16[KEYS * dim_]), own_values_(new bfloat16[KEYS * dim_]) {}
-  ~TiledAttention() { _tile_release(); }
+  ~TiledAttention() { end_tiles(); }
 
   // `keys` are those of the tile's queries; q and out are [queries, heads, dim] of the request.
   void attend(
@@ -123,17 +123,12 @@ class TiledAttention {
   // Registers 0 and 1 are scores, 2 queries, 3 keys or values, 4 weighted values and 5 weights of a group, 6 and 7
   // those of one query.
   static void begin_tiles(int columns, int rows, int rows_of_query) {
-    struct alignas(64) Config {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
+    TileShapes shapes;
     for (int tile = 0; tile < 8; ++tile) {
-      config.bytes[tile] = uint16_t(tile < 3 ? 4 * columns : 64);
-      config.rows[tile] = uint8_t(tile < 4 ? 16 : tile < 6 ? rows : rows_of_query);
+      shapes.row_bytes[tile] = uint16_t(tile < 3 ? 4 * columns : 64);
+      shapes.rows[tile] = uint8_t(tile < 4 ? 16 : tile < 6 ? rows : rows_of_query);
     }
-    asm volatile("" : : "r"(&config) : "memory");  // GCC 12 believes that only the first 8 bytes are read
-    _tile_loadconfig(&config);
+    shapes.load();
   }
 
   template <int COLUMNS>
@@ -422,7 +417,8 @@ class TiledAttention {
     for (int half = 0; half < KEYS / 32; ++half) turn(pairs[half * 16], MOST, rows + half * 16, KEYS / 2);
   }
 
-  // Adds a block's values, times their weights, to rows `begin` to `end` of a group: of one query, or of any.
+  // Adds a block's values, times their weights, to rows `begin` to `end` of a group: of one query, or of any. The two
+  // branches differ in their registers, whose numbers must be literals.
   void add_values(Group& group, const bfloat16* values, int begin, int end) const {
     alignas(64) float sums[MOST * WIDTH];
     const bool is_one = end - begin <= fold_;

@@ -52,12 +52,11 @@ struct Ahead {
         left_(first), then_(second) {}
 
   [[gnu::always_inline]] void fetch() {  // a call would move all sums out of registers and back
-    constexpr int TO_READ = 0, LARGER_CACHE = 2;
     if (left_.count == 0) left_ = std::exchange(then_, Slots{});
     if (left_.count == 0) return;
     const char* slot = data_ + *left_.slots++ * slot_bytes_;
     --left_.count;
-    for (int64_t b = 0; b < slot_bytes_; b += LINE) __builtin_prefetch(slot + b, TO_READ, LARGER_CACHE);
+    for (int64_t b = 0; b < slot_bytes_; b += LINE) __builtin_prefetch(slot + b, TO_READ, LARGER_CACHES);
   }
 
  private:

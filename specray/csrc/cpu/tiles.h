@@ -30,16 +30,26 @@ inline bool has_tiles() {
 // Rows of one register where `count` rows are multiplied together.
 inline int rows_of_tile(int count) { return count > 16 ? (count + 1) / 2 : count; }
 
+// The shapes of a thread's registers.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void load() const {
+    asm volatile("" : : "r"(this) : "memory");  // GCC 12 believes that only the first 8 bytes are read
+    _tile_loadconfig(this);
+  }
+};
+
 // Shapes this thread's registers for products with `count` rows: 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights.
 inline void begin_tiles(int count) {
-  struct alignas(64) Config {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {};
-  } config;
-  for (int tile = 0; tile < 8; ++tile) config.rows[tile] = uint8_t(tile < 6 ? rows_of_tile(count) : 16);
-  asm volatile("" : : "r"(&config) : "memory");  // GCC 12 believes that only the first 8 bytes are read
-  _tile_loadconfig(&config);
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) {
+    shapes.row_bytes[tile] = 64;
+    shapes.rows[tile] = uint8_t(tile < 6 ? rows_of_tile(count) : 16);
+  }
+  shapes.load();
 }
 
 inline void end_tiles() { _tile_release(); }

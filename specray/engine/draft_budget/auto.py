@@ -54,7 +54,7 @@ class AutoBudget:
         self._scores: dict[str, ScoreAcceptance] = {}  # the same; only of draft models, which know their scores
         self._new_trees: dict[str, list[tuple[RequestAcceptance, VerifiedTree]]] = {}  # that _scores do not count yet
         self._cuts: dict[tuple[str, int], tuple[int, float]] = {}  # the best, by drafter and number of requests
-        self._steps_until_update = 0
+        self._num_steps = 0
         self._paying: set[str] = set()  # draft models whose drafts paid in the step before
         self._schedules: dict[int, TrialSchedule] = {}  # by the batch's size, in powers of two
         self._trial: Trial | None = None
@@ -65,10 +65,10 @@ class AutoBudget:
     def shares(self, requests: Sequence[Drafting]) -> Shares:
         if not requests:
             return Shares([])
-        self._steps_until_update = (self._steps_until_update or STEPS_PER_UPDATE) - 1
-        if self._steps_until_update == STEPS_PER_UPDATE - 1:
+        if self._num_steps % STEPS_PER_UPDATE == 0:
             self._count_new_trees()
             self._cuts.clear()
+        self._num_steps += 1
         if any(self._num_trees_of(request.acceptance) < NUM_FIRST_TREES for request in requests):
             everything = [LEAST_SCORE] * len(requests)
             return Shares(equal_shares([request.most for request in requests], self._most), min_scores=everything)
