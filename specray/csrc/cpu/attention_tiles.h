@@ -70,17 +70,20 @@ inline __m512 weights_of(__m512 x) {
   return _mm512_maskz_scalef_ps(is_large, p, whole);
 }
 
-// Attention of one member of a team, tile by tile, with the buffers that every tile uses again.
+// Attention of one member of a team, tile by tile.
+//
+// Up to PARTS blocks are in work at a time: first their scores, then their weights, then their weighted values. A register
+// that is loaded waits for what was just written to its place, so one step's results lie before the next one reads them.
 class TiledAttention {
  public:
   static bool is_for(const Pool& pool) { return pool.type == Pool::BFLOAT16 && pool.dim % 32 == 0 && has_tiles(); }
 
   // Of a tile; prompts then fill four groups with each block of keys. `fold` query heads share a KV head.
-  static int most_queries(int fold) { return std::max(1, 4 * (MOST / fold)); }
+  static int most_queries(int fold) { return std::max(1, PARTS * (MOST / fold)); }
 
   TiledAttention(const Pool& pool, const Requests& requests, int num_heads)
       : pool_(pool), requests_(requests), dim_(pool.dim), num_heads_(num_heads), fold_(num_heads / pool.num_heads),
-        keys_(new bfloat16[KEYS * dim_]), values_(new bfloat16[KEYS * dim_]), own_values_(new bfloat16[KEYS * dim_]) {}
+        buffers_(buffers_of_thread(pool.dim)), groups_(buffers_.groups) {}
   ~TiledAttention() { end_tiles(); }
 
   // `keys` are those of the tile's queries; q and out are [queries, heads, dim] of the request.
@@ -108,6 +111,8 @@ class TiledAttention {
 
  private:
   static constexpr int MOST = 16;  // query heads of a group
+  static constexpr int PARTS = 4;  // blocks of a group, or groups of a block, that are in work at a time
+  static constexpr int ROWS = 16;  // keys of a register
 
   // Query heads that are computed together: rows `first` and so on of [queries, heads of one KV head].
   struct Group {
@@ -115,10 +120,41 @@ class TiledAttention {
     std::vector<int32_t> queries;  // [dim / 2, columns]: pairs of numbers
     std::vector<float> sums;       // [count, dim]: of the weighted values
     std::vector<float> tree;       // [keys of the tree, columns]: their scores
-    alignas(64) float most[MOST], total[MOST], shrink[MOST];
+    alignas(64) float most[MOST], total[MOST];
     alignas(64) int32_t num_keys[MOST], first_key[MOST];
-    alignas(64) bfloat16 weights[2 * MOST * KEYS];  // of a block; a register may begin at the last row
   };
+
+  // A block of keys for a group.
+  struct Part {
+    alignas(64) float scores[KEYS * MOST];           // [KEYS, columns]
+    alignas(64) float shrink[MOST];                  // the factor for what was added up before
+    alignas(64) bfloat16 weights[2 * MOST * KEYS];  // [columns, KEYS]; a register may begin at the last row
+  };
+
+  // Kept from layer to layer and from step to step.
+  struct Buffers {
+    int dim = 0;
+    std::unique_ptr<bfloat16[]> keys, values;  // of a block; values in pairs of keys
+    std::unique_ptr<bfloat16[]> own_values;    // the same where not all queries see the same ones
+    std::vector<int32_t> rounded;              // queries, before they are turned
+    std::vector<Group> groups;
+    std::vector<Part> parts;
+  };
+
+  // 16 keys for a register: the first one, and the bytes from one to the next.
+  struct KeyRows {
+    const bfloat16* first;
+    int64_t stride;
+  };
+
+  static Buffers& buffers_of_thread(int dim) {
+    static thread_local Buffers buffers;
+    if (dim > buffers.dim) {
+      for (auto* part : {&buffers.keys, &buffers.values, &buffers.own_values}) part->reset(new bfloat16[KEYS * dim]);
+      buffers.dim = dim;
+    }
+    return buffers;
+  }
 
   // Registers 0 and 1 are scores, 2 queries, 3 keys or values, 4 weighted values and 5 weights of a group, 6 and 7
   // those of one query.
@@ -126,7 +162,7 @@ class TiledAttention {
     TileShapes shapes;
     for (int tile = 0; tile < 8; ++tile) {
       shapes.row_bytes[tile] = uint16_t(tile < 3 ? 4 * columns : 64);
-      shapes.rows[tile] = uint8_t(tile < 4 ? 16 : tile < 6 ? rows : rows_of_query);
+      shapes.rows[tile] = uint8_t(tile < 4 ? ROWS : tile < 6 ? rows : rows_of_query);
     }
     shapes.load();
   }
@@ -137,52 +173,86 @@ class TiledAttention {
       const Ahead::Slots& next) {
     const int64_t* slots = requests_.slots_of(tile.request);
     int num_keys = 0, num_shared = 0, first = requests_.kv_lens[tile.request];
+    int seen_from = 0, seen_to = first;  // keys that all queries see
     bool has_tree = false;
     for (int i = 0; i < tile.count(); ++i) {
       num_keys = std::max(num_keys, keys[i].count());
       num_shared = std::max(num_shared, keys[i].shared);
       first = std::min(first, keys[i].first);
+      seen_from = std::max(seen_from, keys[i].first);
+      seen_to = std::min(seen_to, keys[i].shared);
       has_tree |= !keys[i].others.empty();
     }
-    const int64_t* first_block = slots + first / KEYS * KEYS;
+    const int first_block = first / KEYS * KEYS, num_groups = int(groups_.size());
     for (int which : {0, 1})
-      bring_closer(first_block, std::max(0, std::min(KEYS, num_shared - first / KEYS * KEYS)), rows_of(which, kv_head));
-    for (size_t i = 0; i < groups_.size(); ++i) {
+      bring_closer(slots + first_block, std::max(0, std::min(KEYS, num_shared - first_block)), rows_of(which, kv_head));
+    for (int i = 0; i < num_groups; ++i) {
       Group& group = groups_[i];
-      group.first = int(i) * most;
+      group.first = i * most;
       group.count = std::min(most, tile.count() * fold_ - group.first);
       begin<COLUMNS>(group, tile, keys, kv_head, q, q_stride);
     }
     if (has_tree) score_tree<COLUMNS>(tile, kv_head);
     // The first head reads ahead for the others.
-    const int second = kv_head ? num_shared : std::min(num_shared, first / KEYS * KEYS + KEYS);
+    const int second = kv_head ? num_shared : std::min(num_shared, first_block + KEYS);
     Ahead ahead(pool_, int(sizeof(bfloat16)) * dim_, {slots + second, num_shared - second}, next);
-    for (int block = first / KEYS * KEYS; block < num_keys; block += KEYS) {
-      const int loaded = std::max(0, std::min(KEYS, num_shared - block));
-      const bool is_finite = load_block(slots + block, loaded, kv_head, ahead);
-      bool is_copied = false;
-      for (Group& group : groups_) {
-        alignas(64) float scores[KEYS * COLUMNS];
-        score<COLUMNS>(group, KEYS, scores);
-        if (has_tree) place_scores<COLUMNS>(group, keys, block, scores);
-        weigh<COLUMNS>(group, block, scores);
-        for (int i = 0; i < group.count;) {
-          const int query = (group.first + i) / fold_, end = std::min(group.count, (query + 1) * fold_ - group.first);
-          // A weight of 0 does not hide a value that is not a number.
-          const auto has_own = [&](const Keys& of_query) { return has_own_keys(of_query, block) || !is_finite; };
-          if (has_own(keys[query])) {
-            if (!is_copied) std::copy_n(values_.get(), KEYS * dim_, own_values_.get());
-            is_copied = true;
-            load_own_values(keys[query], block, is_finite ? keys[query].shared : block, num_keys, slots, kv_head);
-            add_values(group, own_values_.get(), i, end);
-            i = end;
-            continue;
-          }
-          int last = end;
-          while (last < group.count && !has_own(keys[(group.first + last) / fold_])) ++last;
-          add_values(group, values_.get(), i, last);
-          i = last;
+    const int together = std::max(1, PARTS / num_groups);  // blocks
+    buffers_.parts.resize(together * num_groups);
+    for (int begin = first_block; begin < num_keys; begin += together * KEYS) {
+      const int end = std::min(begin + together * KEYS, num_keys);
+      Part* parts = buffers_.parts.data();
+      for (int block = begin; block < end; block += KEYS, parts += num_groups)
+        score_block<COLUMNS>(slots + block, std::clamp(num_shared - block, 0, KEYS), kv_head, parts);
+      for (int i = 0; i < num_groups; ++i) {
+        Part* part = buffers_.parts.data() + i;
+        for (int block = begin; block < end; block += KEYS, part += num_groups) {
+          if (has_tree) place_scores<COLUMNS>(groups_[i], keys, block, part->scores);
+          weigh<COLUMNS>(groups_[i], block, *part);
         }
+      }
+      parts = buffers_.parts.data();
+      for (int block = begin; block < end; block += KEYS, parts += num_groups) {
+        const int loaded = std::clamp(num_shared - block, 0, KEYS);
+        const bool is_finite = load_values(slots + block, loaded, kv_head, ahead);
+        // A weight of 0 does not hide a value that is not a number.
+        const bool all_see = seen_from <= block && block + loaded <= seen_to;
+        add_block(keys, block, num_keys, is_finite || all_see, slots, kv_head, parts);
+      }
+    }
+  }
+
+  // The scores of a block for all groups; `loaded` of its keys are shared by the queries.
+  template <int COLUMNS>
+  void score_block(const int64_t* slots, int loaded, int kv_head, Part* parts) {
+    KeyRows keys[KEYS / ROWS];
+    for (int i = 0; i < KEYS / ROWS; ++i)
+      keys[i] = load_keys(slots + i * ROWS, std::clamp(loaded - i * ROWS, 0, ROWS), kv_head, i);
+    for (size_t i = 0; i < groups_.size(); ++i)
+      for (int pair = 0; pair * 2 * ROWS < loaded; ++pair)
+        score<COLUMNS>(groups_[i], keys + 2 * pair, parts[i].scores + pair * 2 * ROWS * COLUMNS);
+  }
+
+  // Adds the values of a block, which are loaded, to all groups.
+  void add_block(
+      const Keys* keys, int block, int num_keys, bool is_finite, const int64_t* slots, int kv_head, const Part* parts) {
+    bool is_copied = false;
+    for (size_t n = 0; n < groups_.size(); ++n) {
+      Group& group = groups_[n];
+      for (int i = 0; i < group.count;) {
+        const int query = (group.first + i) / fold_, end = std::min(group.count, (query + 1) * fold_ - group.first);
+        const auto has_own = [&](const Keys& of_query) { return has_own_keys(of_query, block) || !is_finite; };
+        if (has_own(keys[query])) {
+          if (!is_copied) std::copy_n(buffers_.values.get(), KEYS * dim_, buffers_.own_values.get());
+          is_copied = true;
+          load_own_values(keys[query], block, is_finite ? keys[query].shared : block, num_keys, slots, kv_head);
+          add_values(group, parts[n], buffers_.own_values.get(), i, end);
+          i = end;
+          continue;
+        }
+        int last = end;
+        while (last < group.count && !has_own(keys[(group.first + last) / fold_])) ++last;
+        add_values(group, parts[n], buffers_.values.get(), i, last);
+        i = last;
       }
     }
   }
@@ -209,14 +279,15 @@ class TiledAttention {
   void begin(Group& group, const QueryTile& tile, const Keys* keys, int kv_head, const float* q, int64_t q_stride) {
     const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(float(dim_)));
     const int pairs = dim_ / 2;
-    rounded_.resize(MOST * pairs);
+    std::vector<int32_t>& rounded = buffers_.rounded;
+    rounded.resize(MOST * pairs);
     group.queries.resize(pairs * COLUMNS);
     group.sums.assign(group.count * dim_, 0.0f);
     for (int i = 0; i < COLUMNS; ++i) {
       const int row = group.first + std::min(i, group.count - 1);
       const float* from = q + (tile.begin + row / fold_) * q_stride + (kv_head * fold_ + row % fold_) * dim_;
       for (int d = 0; d < dim_; d += WIDTH)
-        store(rounded_.data() + i * pairs + d / 2, _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(from + d), scale)));
+        store(rounded.data() + i * pairs + d / 2, _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(from + d), scale)));
       group.num_keys[i] = keys[row / fold_].count();
       group.first_key[i] = keys[row / fold_].first;
       group.most[i] = -INFINITY;
@@ -224,30 +295,28 @@ class TiledAttention {
     }
     if constexpr (COLUMNS == MOST) {
       for (int pair = 0; pair < pairs; pair += 16)
-        turn(rounded_.data() + pair, pairs, group.queries.data() + pair * COLUMNS, COLUMNS);
+        turn(rounded.data() + pair, pairs, group.queries.data() + pair * COLUMNS, COLUMNS);
     } else {
       for (int pair = 0; pair < pairs; ++pair)
-        for (int i = 0; i < COLUMNS; ++i) group.queries[pair * COLUMNS + i] = rounded_[i * pairs + pair];
+        for (int i = 0; i < COLUMNS; ++i) group.queries[pair * COLUMNS + i] = rounded[i * pairs + pair];
     }
   }
 
-  // Scores of the first keys in the buffer, a multiple of 32: [count, columns].
+  // Scores of 32 keys: [32, columns].
   template <int COLUMNS>
-  void score(const Group& group, int count, float* scores) const {
+  void score(const Group& group, const KeyRows* keys, float* scores) const {
     constexpr int STRIDE = 4 * COLUMNS;
-    for (int key = 0; key < count; key += 32) {
-      _tile_zero(0);
-      _tile_zero(1);
-      for (int d = 0; d < dim_; d += 32) {
-        _tile_loadd(2, group.queries.data() + d / 2 * COLUMNS, STRIDE);
-        _tile_loadd(3, keys_.get() + key * dim_ + d, dim_ * 2);
-        _tile_dpbf16ps(0, 3, 2);
-        _tile_loadd(3, keys_.get() + (key + 16) * dim_ + d, dim_ * 2);
-        _tile_dpbf16ps(1, 3, 2);
-      }
-      _tile_stored(0, scores + key * COLUMNS, STRIDE);
-      _tile_stored(1, scores + (key + 16) * COLUMNS, STRIDE);
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int d = 0; d < dim_; d += 32) {
+      _tile_loadd(2, group.queries.data() + d / 2 * COLUMNS, STRIDE);
+      _tile_loadd(3, keys[0].first + d, keys[0].stride);
+      _tile_dpbf16ps(0, 3, 2);
+      _tile_loadd(3, keys[1].first + d, keys[1].stride);
+      _tile_dpbf16ps(1, 3, 2);
     }
+    _tile_stored(0, scores, STRIDE);
+    _tile_stored(1, scores + ROWS * COLUMNS, STRIDE);
   }
 
   // Scores of all keys of the request's tree, which different queries see at different places.
@@ -256,9 +325,11 @@ class TiledAttention {
     const int count = requests_.tree_sizes[2 * tile.request + 1];
     const int64_t* slots = requests_.slots_of(tile.request) + requests_.kv_lens[tile.request] - count;
     for (Group& group : groups_) group.tree.resize((count + 31) / 32 * 32 * COLUMNS);
-    for (int first = 0; first < count; first += 32) {
-      load_keys(slots + first, std::min(32, count - first), rows_of(0, kv_head));
-      for (Group& group : groups_) score<COLUMNS>(group, 32, group.tree.data() + first * COLUMNS);
+    for (int first = 0; first < count; first += 2 * ROWS) {
+      KeyRows keys[2];
+      for (int i : {0, 1})
+        keys[i] = load_keys(slots + first + i * ROWS, std::clamp(count - first - i * ROWS, 0, ROWS), kv_head, i);
+      for (Group& group : groups_) score<COLUMNS>(group, keys, group.tree.data() + first * COLUMNS);
     }
   }
 
@@ -266,11 +337,23 @@ class TiledAttention {
   const bfloat16* rows_of(int which, int kv_head) const { return pool_row<bfloat16>(pool_, 0, which, kv_head); }
   int64_t slot_size() const { return int64_t(2) * pool_.num_heads * dim_; }
 
-  void load_keys(const int64_t* slots, int count, const bfloat16* rows) {
+  // Up to 16 keys: where they lie if they fill a register and follow each other, otherwise a copy in place `number` of
+  // the buffer.
+  KeyRows load_keys(const int64_t* slots, int count, int kv_head, int number) const {
+    const bfloat16* rows = rows_of(0, kv_head);
     const int64_t size = slot_size(), dim = dim_;
-    bfloat16* to = keys_.get();
-    for (int key = 0; key < count; ++key, to += dim)
-      for (int64_t d = 0; d < dim; d += 32) store(to + d, _mm512_loadu_si512(rows + slots[key] * size + d));
+    if (count == ROWS && follow_each_other(slots)) return {rows + slots[0] * size, size * int64_t(sizeof(bfloat16))};
+    bfloat16* to = buffers_.keys.get() + number * ROWS * dim;
+    for (int key = 0; key < count; ++key)
+      for (int64_t d = 0; d < dim; d += 32)
+        store(to + key * dim + d, _mm512_loadu_si512(rows + slots[key] * size + d));
+    return {to, dim * int64_t(sizeof(bfloat16))};
+  }
+
+  static bool follow_each_other(const int64_t* slots) {
+    bool is_so = true;
+    for (int i = 1; i < ROWS; ++i) is_so &= slots[i] == slots[0] + i;
+    return is_so;
   }
 
   void bring_closer(const int64_t* slots, int count, const bfloat16* rows) const {
@@ -279,16 +362,16 @@ class TiledAttention {
       for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(rows + slots[key] * size + d);
   }
 
-  // The keys of a block, and its values in pairs of two keys; whether all values are finite.
-  bool load_block(const int64_t* slots, int count, int kv_head, Ahead& ahead) {
-    load_keys(slots, count, rows_of(0, kv_head));
+  // The values of a block in pairs of two keys; whether all are finite.
+  bool load_values(const int64_t* slots, int count, int kv_head, Ahead& ahead) const {
     const bfloat16* rows = rows_of(1, kv_head);
     const int64_t size = slot_size();
+    bfloat16* to = buffers_.values.get();
     __m512i most{};
     for (int key = 0; key < KEYS; key += 2) {
       const bfloat16 *even = key < count ? rows + slots[key] * size : nullptr;
       const bfloat16 *odd = key + 1 < count ? rows + slots[key + 1] * size : nullptr;
-      store_pairs(even, odd, values_.get() + key * dim_, most);
+      store_pairs(even, odd, to + key * dim_, most);
       ahead.fetch();
       ahead.fetch();
     }
@@ -303,7 +386,7 @@ class TiledAttention {
         if (k >= keys.count() || k < keys.first) return nullptr;
         return pool_row<bfloat16>(pool_, slots[k < keys.shared ? k : keys.others[k - keys.shared]], 1, kv_head);
       };
-      store_pairs(value(block + key), value(block + key + 1), own_values_.get() + key * dim_, most);
+      store_pairs(value(block + key), value(block + key + 1), buffers_.own_values.get() + key * dim_, most);
     }
   }
 
@@ -352,7 +435,8 @@ class TiledAttention {
 
   // The weights of a block's keys from their scores.
   template <int COLUMNS>
-  void weigh(Group& group, int block, float* scores) const {
+  void weigh(Group& group, int block, Part& part) const {
+    float* scores = part.scores;
     constexpr int STEP = WIDTH / COLUMNS, VECTORS = KEYS / STEP;  // keys of a vector
     const __m512 none = _mm512_set1_ps(-INFINITY);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -387,8 +471,8 @@ class TiledAttention {
     sum = over_lanes<COLUMNS>(sum, add);
     store_columns<COLUMNS>(group.total, _mm512_fmadd_ps(by_column<COLUMNS>(group.total), shrink, sum));
     store_columns<COLUMNS>(group.most, most);
-    store_columns<COLUMNS>(group.shrink, shrink);
-    store_weights<COLUMNS>(scores, group.weights);
+    store_columns<COLUMNS>(part.shrink, shrink);
+    store_weights<COLUMNS>(scores, part.weights);
   }
 
   // Weights [KEYS, columns] as rows of bfloat16, [columns, KEYS].
@@ -419,14 +503,14 @@ class TiledAttention {
 
   // Adds a block's values, times their weights, to rows `begin` to `end` of a group: of one query, or of any. The two
   // branches differ in their registers, whose numbers must be literals.
-  void add_values(Group& group, const bfloat16* values, int begin, int end) const {
+  void add_values(Group& group, const Part& part, const bfloat16* values, int begin, int end) const {
     alignas(64) float sums[MOST * WIDTH];
     const bool is_one = end - begin <= fold_;
     for (int d = 0; d < dim_; d += WIDTH) {
       if (is_one) {
         _tile_zero(6);
         for (int key = 0; key < KEYS; key += 32) {
-          _tile_loadd(7, group.weights + begin * KEYS + key, KEYS * 2);
+          _tile_loadd(7, part.weights + begin * KEYS + key, KEYS * 2);
           _tile_loadd(3, values + key * dim_ + 2 * d, dim_ * 4);
           _tile_dpbf16ps(6, 7, 3);
         }
@@ -434,7 +518,7 @@ class TiledAttention {
       } else {
         _tile_zero(4);
         for (int key = 0; key < KEYS; key += 32) {
-          _tile_loadd(5, group.weights + begin * KEYS + key, KEYS * 2);
+          _tile_loadd(5, part.weights + begin * KEYS + key, KEYS * 2);
           _tile_loadd(3, values + key * dim_ + 2 * d, dim_ * 4);
           _tile_dpbf16ps(4, 5, 3);
         }
@@ -442,7 +526,7 @@ class TiledAttention {
       }
       for (int i = begin; i < end; ++i) {
         float* to = group.sums.data() + i * dim_ + d;
-        const __m512 before = load<__m512>(to), shrink = _mm512_set1_ps(group.shrink[i]);
+        const __m512 before = load<__m512>(to), shrink = _mm512_set1_ps(part.shrink[i]);
         store(to, _mm512_fmadd_ps(before, shrink, _mm512_load_ps(sums + (i - begin) * WIDTH)));
       }
     }
@@ -451,10 +535,8 @@ class TiledAttention {
   const Pool& pool_;
   const Requests& requests_;
   const int dim_, num_heads_, fold_;
-  const std::unique_ptr<bfloat16[]> keys_, values_;  // of a block; values in pairs of keys
-  const std::unique_ptr<bfloat16[]> own_values_;     // the same where not all queries see the same ones
-  std::vector<int32_t> rounded_;  // queries, before they are turned
-  std::vector<Group> groups_;
+  Buffers& buffers_;
+  std::vector<Group>& groups_;
 };
 
 #endif
