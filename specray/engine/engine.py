@@ -167,10 +167,15 @@ class Engine:
         cut = self._texts[request.request_id].feed(result.token_ids)
         self.scheduler.commit(emitted, cut.num_kept)
         self._record.emitted(emitted, cut.num_kept)
-        output = _empty_output(request)._replace(
-            token_ids=result.token_ids[: cut.num_kept],
-            text=cut.text,
+        output = RequestOutput(
+            request.request_id,
+            result.token_ids[: cut.num_kept],
+            cut.text,
             logprobs=result.logprobs and result.logprobs[: cut.num_kept],
+            finish_reason=None,
+            stop_reason=None,
+            error=None,
+            usage=request.usage(),
             prompt_logprobs=request.prompt_logprobs,
             trace=result.tree and self._tracers[request.request_id].step(result.tree, result.accepted_nodes, cut),
         )

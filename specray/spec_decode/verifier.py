@@ -67,7 +67,8 @@ def _verify_at_once(inputs: VerifyInput, own: Kernels | None) -> VerifyOutput:
     if own is not None:
         tree = inputs.tree
         parts = (tree.tokens, tree.parents, tree.num_nodes, tree.max_depth, inputs.sampling, inputs.lengths)
-        return VerifyOutput(*walk(own, inputs.logits, *parts), {})
+        num_tokens, tokens, nodes, outcome = walk(own, inputs.logits, *parts)
+        return VerifyOutput(num_tokens, tokens, nodes, {}, outcome)
     if uses_triton(inputs.logits.device):
         from specray.spec_decode.gpu_verifier import verify_on_gpu
 

@@ -20,6 +20,8 @@ class VerifyOutput(NamedTuple):
     tokens: Tensor  # int64 [B, D + 1]: accepted drafts, then the bonus token; undefined past `num_tokens`
     nodes: Tensor  # int64 [B, D + 1]: accepted nodes, the root first; undefined past `num_tokens`
     logprobs: dict[int, list[TokenLogprob]]  # of the requests with logprobs, by row
+    # int64 [B, 2 + 2 * (D + 1)], of which the tensors are columns: num_tokens twice, tokens, nodes; None: they are not
+    outcome: Tensor | None = None
 
 
 class VerifyInput(NamedTuple):

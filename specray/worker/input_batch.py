@@ -32,6 +32,8 @@ class ScheduledBatch:
     starts: Tensor  # int64 [R], position of the first token to compute
     counts: Tensor  # int64 [R], num_known on the device
     last: Tensor  # int64 [R], positions of the last known tokens to compute: the roots
+    roots: Tensor  # int64 [R], these tokens
+    lengths: Tensor  # int64 [R], known tokens once these are computed: the positions that are sampled next
 
     @classmethod
     def of(cls, table: RequestTable, plan: StepPlan) -> "ScheduledBatch":
@@ -48,16 +50,14 @@ class ScheduledBatch:
         num_known = [min(row.num_tokens, count) for row, count in zip(plan.rows, pending, strict=True)]
         sampling = [place for place, count in enumerate(pending) if num_known[place] == count]
         last = [start + count - 1 for start, count in zip(starts, num_known, strict=True)]
-        columns = table.flush([row.slot for row in plan.rows], starts, num_known, last)
+        roots = [state.token_ids[position] for state, position in zip(states, last, strict=True)]
+        lengths = [position + 1 for position in last]
+        columns = table.flush([row.slot for row in plan.rows], starts, num_known, last, roots, lengths)
         return cls(states, num_known, sampling, *columns.unbind())
 
     @property
     def are_all_sampling(self) -> bool:
         return len(self.sampling) == len(self.states)
-
-    def roots(self, table: RequestTable) -> Tensor:
-        """The last known token that each row computes, int64 [R]."""
-        return table.tokens_at(self.slots, self.last)
 
 
 class StepBatch(NamedTuple):

@@ -40,8 +40,10 @@ class StepOutput(NamedTuple):
     @classmethod
     def of_sampled(cls, verified: VerifyOutput) -> "StepOutput":
         """The same where every request was verified; its number of tokens is 0 if its logits are not finite."""
-        count = verified.num_tokens[:, None]
-        outcome = torch.cat((count, count, verified.tokens, verified.nodes), 1)
+        outcome = verified.outcome
+        if outcome is None:
+            count = verified.num_tokens[:, None]
+            outcome = torch.cat((count, count, verified.tokens, verified.nodes), 1)
         return cls(outcome, outcome.cpu().numpy(), verified.logprobs)
 
     @classmethod

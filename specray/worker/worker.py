@@ -134,11 +134,11 @@ class Worker:
 
     def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
         """The draft trees of the rows that sample, and what grammars allow at their nodes."""
-        roots, tree, num_nodes, mask = rows.roots(self._table), None, None, None
+        tree, num_nodes, mask = None, None, None
         if self._group.leads:
             sampling = set(rows.sampling)
             draft_limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
-            tree, num_nodes = self.drafts.collect(rows.slots, roots, draft_limits)
+            tree, num_nodes = self.drafts.collect(rows.slots, rows.roots, draft_limits)
             if self.grammars.slots:
                 slots = [state.slot for state in rows.states]
                 tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, draft_limits)
@@ -170,7 +170,7 @@ class Worker:
         """Verify the trees of the rows that sample. The outcome of all rows is copied to the host once."""
         rows, output, verified = batch.rows, None, None
         states, num_nodes, tree = rows.states, batch.num_nodes, batch.tree
-        slots, lengths, sampling = rows.slots, rows.starts + rows.counts, None
+        slots, lengths, sampling = rows.slots, rows.lengths, None
         if not rows.are_all_sampling:
             sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(self._table.device)
             states, num_nodes = [states[row] for row in rows.sampling], [num_nodes[row] for row in rows.sampling]

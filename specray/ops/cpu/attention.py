@@ -1,6 +1,7 @@
 """Attention over a paged KV pool with the CPU kernels: prompt chunks, decoding and draft trees in one call."""
 
 import ctypes
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -49,20 +50,21 @@ class PagedAttend:
     def __init__(self, backend: PagedAttention, batch: AttentionBatch) -> None:
         self.backend = backend
         self.written = batch.slot_mapping.contiguous()
-        lens = torch.tensor([batch.query_lens, batch.kv_lens], dtype=torch.int32)
-        trees = torch.tensor(batch.tree_sizes, dtype=torch.int32).view(-1, 2)
+        count = len(batch.query_lens)
+        query_lens, kv_lens = ((ctypes.c_int32 * count)(*lens) for lens in (batch.query_lens, batch.kv_lens))
+        trees = (ctypes.c_int32 * (2 * count))(*chain.from_iterable(batch.tree_sizes))
         kv_slots = batch.kv_slots.contiguous()
         mask = None if batch.tree_mask is None else batch.tree_mask.contiguous()
-        self._kept = (lens, trees, kv_slots, mask)  # the struct has their addresses
+        self._kept = (query_lens, kv_lens, trees, kv_slots, mask)  # the struct has their addresses
         self.requests = Requests(
-            count=len(batch.query_lens),
+            count=count,
             slots_width=kv_slots.shape[1],
             mask_rows=0 if mask is None else mask.shape[1],
             mask_columns=0 if mask is None else mask.shape[2],
             window=batch.window or 0,
-            query_lens=pointer(lens[0]),
-            kv_lens=pointer(lens[1]),
-            tree_sizes=pointer(trees),
+            query_lens=ctypes.addressof(query_lens),
+            kv_lens=ctypes.addressof(kv_lens),
+            tree_sizes=ctypes.addressof(trees),
             kv_slots=pointer(kv_slots),
             tree_mask=pointer(mask),
         )

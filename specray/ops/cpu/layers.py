@@ -64,9 +64,9 @@ class FusedLayers(PackedLayers):
         Returns float32 (the stream that leaves the last layer [T, H], its norm [T, H], logits [n, V] of rows `places`
         int64 [n] or of all), and copies of the stream as `__call__` returns them.
         """
-        size, count = self.sizes.hidden, len(token_ids)
-        hidden, final = torch.empty(2, count, size)
-        num_places = count if places is None else len(places)
+        size, count = self.sizes.hidden, token_ids.shape[0]
+        hidden, final = torch.empty(2, count, size).unbind()
+        num_places = count if places is None else places.shape[0]
         logits = torch.empty(num_places, around.struct.num_columns)
         copies, tapped = self._copies(count, taps, dtype)
         kept = (token_ids.contiguous(), positions.contiguous(), None if places is None else places.contiguous())
@@ -93,6 +93,8 @@ class FusedLayers(PackedLayers):
         """(copies of the stream to be filled, where they lie)."""
         size = self.sizes.hidden
         copies = torch.empty(count, len(taps) * size, dtype=dtype)
+        if not taps:
+            return copies, Taps(None, FLOAT_TYPES[dtype], 0)
         addresses = (ctypes.c_void_p * (len(self.structs) + 1))()
         for number, index in enumerate(taps):
             addresses[index] = copies.data_ptr() + number * size * dtype.itemsize
@@ -101,7 +103,7 @@ class FusedLayers(PackedLayers):
     def step(self, positions: Tensor, attend: PagedAttend, first_layer: int = 0) -> Step:
         """What the kernels read of a step, besides the layers. `positions` must be contiguous, and live as long."""
         return Step(
-            len(positions),
+            positions.shape[0],
             pointer(positions),
             pointer(attend.written),
             pointer(self.cos),

@@ -93,7 +93,7 @@ class Kernels:
         )
         self.add_noise = self._function("add_noise", c_void_p, c_int32, c_void_p, c_float, c_void_p)
         self.sample = self._function("sample", c_void_p, c_int64, c_int32, *[c_void_p] * 6, c_int32)
-        self.walk = self._function("walk", POINTER(DraftTrees), *[c_void_p] * 3, c_int32)
+        self.walk = self._function("walk", POINTER(DraftTrees), c_void_p, c_int32)
         self.forbid = self._function("forbid", c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int64, c_int32)
         of_table = (POINTER(Arena), c_int64, c_void_p)
         self.build_step = self._function("build_step", POINTER(Arena), POINTER(StepRows), *[c_void_p] * 5)

@@ -29,8 +29,8 @@ class TableKernels:
 
     def cells(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
         kept = slots.contiguous(), positions.contiguous()
-        found = torch.empty(len(slots), dtype=torch.int64)
-        self._kernels.gather_cells(self._arena, len(slots), *map(pointer, kept), column, pointer(found))
+        found = torch.empty(slots.shape[0], dtype=torch.int64)
+        self._kernels.gather_cells(self._arena, slots.shape[0], *map(pointer, kept), column, pointer(found))
         return found
 
     def build_step(
@@ -49,22 +49,22 @@ class TableKernels:
 
     def kv_slots(self, slots: Tensor, starts: Tensor | None, width: int) -> Tensor:
         kept = slots.contiguous(), None if starts is None else starts.contiguous()
-        found = torch.empty(len(slots), width, dtype=torch.int64)
-        self._kernels.gather_kv_slots(self._arena, len(slots), *map(pointer, kept), width, pointer(found))
+        found = torch.empty(slots.shape[0], width, dtype=torch.int64)
+        self._kernels.gather_kv_slots(self._arena, slots.shape[0], *map(pointer, kept), width, pointer(found))
         return found
 
     def append(self, slots: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
         slots = slots.contiguous()
-        self._kernels.append_tokens(self._arena, len(slots), pointer(slots), _strided(tokens), _strided(num_tokens))
+        self._kernels.append_tokens(self._arena, slots.shape[0], pointer(slots), _strided(tokens), _strided(num_tokens))
 
     def extend_input(
         self, slots: Tensor, starts: Tensor, ends: Tensor, total: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kept = [part.contiguous() for part in (slots, starts, ends)]
         token_ids, positions, written = torch.empty(3, total, dtype=torch.int64).unbind()
-        last = torch.empty(len(slots), dtype=torch.int64)
+        last = torch.empty(slots.shape[0], dtype=torch.int64)
         outputs = (token_ids, positions, written, last)
-        self._kernels.build_extend(self._arena, len(slots), *map(pointer, kept), *map(pointer, outputs))
+        self._kernels.build_extend(self._arena, slots.shape[0], *map(pointer, kept), *map(pointer, outputs))
         return outputs
 
     def committed_places(
@@ -72,7 +72,7 @@ class TableKernels:
     ) -> Tensor:
         kept, places = [part.contiguous() for part in (order, roots, counts)], torch.empty(total, dtype=torch.int64)
         paths = _strided(num_kept), _strided(nodes)
-        self._kernels.committed_places(len(order), *map(pointer, kept), *paths, pointer(places))
+        self._kernels.committed_places(order.shape[0], *map(pointer, kept), *paths, pointer(places))
         return places
 
 
@@ -85,17 +85,18 @@ class TreeKernels:
     def put(self, pending: TreeTensors, slots: Tensor, trees: TreeTensors) -> None:
         kept = [None if part is None else part.contiguous() for part in (slots, *trees)]
         width = trees.tokens.shape[1]
-        self._kernels.put_trees(ctypes.byref(_pending(pending)), len(slots), *map(pointer, kept), width)
+        self._kernels.put_trees(ctypes.byref(_pending(pending)), slots.shape[0], *map(pointer, kept), width)
 
     def take(self, pending: TreeTensors, wanted: TreesWanted, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         slots, roots, most, least = wanted
-        count, width = len(slots), pending.tokens.shape[1]
+        count, width = slots.shape[0], pending.tokens.shape[1]
         inputs = [slots.contiguous(), roots.contiguous(), most.long().contiguous(), least]
-        tokens, parents = torch.empty(2, count, width, dtype=torch.int64)
-        num_nodes, found, is_chain, within = numbers = torch.empty(4, count, dtype=torch.int64).unbind()
-        outputs = map(pointer, (tokens, parents, *numbers))
+        tokens, parents = torch.empty(2, count, width, dtype=torch.int64).unbind()
+        numbers = torch.empty(4, count, dtype=torch.int64)
+        num_nodes, found, is_chain, within = numbers.unbind()
+        outputs = map(pointer, (tokens, parents, num_nodes, found, is_chain, within))
         self._kernels.take_trees(ctypes.byref(_pending(pending)), count, *map(pointer, inputs), vocab_size, *outputs)
-        report = torch.stack((found, is_chain))
+        report = numbers[1:3]
         if least is not None:
             assert pending.scores is not None
             report = torch.cat((report.float(), within[None].float(), pending.scores.index_select(0, slots).t()))

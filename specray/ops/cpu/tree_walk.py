@@ -21,11 +21,11 @@ def walk(
     max_depth: int,
     batch: SamplingBatch,
     lengths: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Walk B draft trees, sampling tokens at the nodes on the way only.
 
     `logits` float32 [sum of num_nodes, V], `tokens` and `parents` int64 [B, N], `num_nodes` and `lengths` int64 [B].
-    Returns num_tokens [B], tokens and nodes [B, max_depth + 1], as in VerifyOutput.
+    Returns num_tokens [B], tokens and nodes [B, max_depth + 1], and these side by side, as in VerifyOutput.
     """
     count, width = tokens.shape
     kept = [part.contiguous() for part in (tokens, parents, num_nodes, logits)]
@@ -34,8 +34,8 @@ def walk(
         columns = (lengths, batch.seeds, batch.temperature, batch.top_p, batch.min_p, batch.top_k)
         options = [column.contiguous() for column in columns]
     trees = DraftTrees(count, width, max_depth, logits.shape[1], *map(pointer, kept), *map(pointer, options))
-    num_tokens = torch.empty(count, dtype=torch.int64)
-    sampled, nodes = torch.empty(2, count, max_depth + 1, dtype=torch.int64)
-    threads = min(count, num_threads())
-    kernels.walk(ctypes.byref(trees), pointer(num_tokens), pointer(sampled), pointer(nodes), threads)
-    return num_tokens, sampled, nodes
+    levels = max_depth + 1
+    outcome = torch.empty(count, 2 + 2 * levels, dtype=torch.int64)
+    kernels.walk(ctypes.byref(trees), pointer(outcome), min(count, num_threads()))
+    _, num_tokens, sampled, nodes = outcome.split_with_sizes((1, 1, levels, levels), 1)
+    return num_tokens[:, 0], sampled, nodes, outcome

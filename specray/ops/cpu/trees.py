@@ -65,7 +65,7 @@ class GrownTrees(NamedTuple):
 
     @classmethod
     def empty(cls, count: int, num_drafts: int) -> "GrownTrees":
-        tokens, parents = torch.empty(2, count, 1 + num_drafts, dtype=torch.int64)
+        tokens, parents = torch.empty(2, count, 1 + num_drafts, dtype=torch.int64).unbind()
         return cls(tokens, parents, torch.empty(count, 1 + num_drafts), torch.empty(count, dtype=torch.int64))
 
 
@@ -101,7 +101,7 @@ class TreeNetwork(PackedNetwork):
         slots, starts, ends = (column.contiguous() for column in columns)
         read = read.contiguous()
         parts = Committed(
-            count=len(slots),
+            count=slots.shape[0],
             slots=pointer(slots),
             starts=pointer(starts),
             ends=pointer(ends),

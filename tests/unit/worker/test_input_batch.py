@@ -77,7 +77,8 @@ def flattened(rows: list[Case], collects_changes: bool = False) -> InputBatch:
     plan = StepPlan(1, [], entered, [ScheduledRequest(row.slot, row.num_tokens, UNLIMITED, []) for row in rows])
     step = ScheduledBatch.of(table, plan)
     assert step.sampling == [place for place, row in enumerate(rows) if row.samples]
-    assert step.roots(table).tolist() == [row.known[-1] for row in rows]
+    assert step.roots.tolist() == [row.known[-1] for row in rows]
+    assert step.lengths.tolist() == [row.num_computed + len(row.known) for row in rows]
     trees = [row.tree for row in rows]
     return build_batch(table, StepBatch(step, DraftTree.from_lists(trees), [len(tree.tokens) for tree in trees]))
 
