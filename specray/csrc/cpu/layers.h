@@ -87,7 +87,7 @@ class Stack {
   Stack(const Layer* layers, int num_layers, const Sizes& sizes, int count)
       : layers_(layers), num_layers_(num_layers), sizes_(sizes), q_width_(sizes.num_heads * sizes.dim),
         kv_width_(sizes.num_kv_heads * sizes.dim), width_(q_width_ + 2 * kv_width_), qkv_(int64_t(count) * width_),
-        seen_(int64_t(count) * q_width_), inner_(int64_t(count) * sizes.ffn), to_qkv_(count),
+        seen_(int64_t(count) * q_width_), inner_(BLOCKS_ARE_GROUPS ? 0 : int64_t(count) * sizes.ffn), to_qkv_(count),
         to_out_(count), to_up_(count), to_down_(count) {
     for (int i = 0; i < num_layers; ++i) {
       const Layer& layer = layers[i];
@@ -97,7 +97,7 @@ class Stack {
   }
 
   // Phases of a run.
-  static int num_phases(int num_layers) { return 10 * num_layers + 1; }
+  static int num_phases(int num_layers) { return (BLOCKS_ARE_GROUPS ? 9 : 10) * num_layers + 1; }
 
   // Runs the layers on the residual stream `hidden` [T, hidden], in place. `first_input`
   // [T, qkv.ins] is what the first layer reads if it has no input norm.
@@ -138,9 +138,13 @@ class Stack {
       });
       multiply_gated(layer.gate_up, inputs.up, count, member, [&](int r, int channel, const float* values) {
         const int columns = std::min(LANES, sizes_.ffn - channel);
-        std::copy(values, values + columns, inner_.data() + int64_t(r) * sizes_.ffn + channel);
+        if (BLOCKS_ARE_GROUPS)
+          inputs.down.set_part(r, channel, columns, values);
+        else
+          std::copy(values, values + columns, inner_.data() + int64_t(r) * sizes_.ffn + channel);
       });
-      member.share(count, [&](int r) { inputs.down.set(r, inner_.data() + int64_t(r) * sizes_.ffn); });
+      if (!BLOCKS_ARE_GROUPS)
+        member.share(count, [&](int r) { inputs.down.set(r, inner_.data() + int64_t(r) * sizes_.ffn); });
       multiply(layer.down, inputs.down, count, member, add_to_hidden);
     }
     if (!taps.copies || !taps.copies[num_layers_]) return;
@@ -148,6 +152,9 @@ class Stack {
   }
 
  private:
+  // Whether a block of products is rounded as soon as it is there.
+  static constexpr bool BLOCKS_ARE_GROUPS = LANES % GROUP == 0;
+
   struct Inputs {
     Rows &qkv, &out, &up, &down;
   };

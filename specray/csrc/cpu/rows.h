@@ -34,17 +34,23 @@ class Rows {
     }
   }
 
-  void set(int row, const float* x) {
-    if (form_ == Form::BYTES || form_ == Form::FINE_BYTES) return quantise(row, x);
-    if (form_ == Form::PAIRS) {
-      bfloat16* to = pairs_.data() + int64_t(row) * wide_;
-      for (int i = 0; i < ins_; ++i) from_float(x[i], to + i);
+  void set(int row, const float* x) { set_part(row, 0, ins_, x); }
+
+  // Activations `first`, a multiple of GROUP, and so on of a row. `count` is a multiple of GROUP or ends the row.
+  void set_part(int row, int first, int count, const float* x) {
+    if (form_ == Form::BYTES || form_ == Form::FINE_BYTES) {
+      for (int i = 0; i < count; i += GROUP) quantise(row, first + i, x + i);
       return;
     }
-    float* to = floats_.data() + int64_t(row) * ins_;
-    std::copy(x, x + ins_, to);
+    if (form_ == Form::PAIRS) {
+      bfloat16* to = pairs_.data() + int64_t(row) * wide_ + first;
+      for (int i = 0; i < count; ++i) from_float(x[i], to + i);
+      return;
+    }
+    float* to = floats_.data() + int64_t(row) * ins_ + first;
+    std::copy(x, x + count, to);
     if (form_ == Form::ROUNDED) {
-      for (int i = 0; i < ins_; ++i) {
+      for (int i = 0; i < count; ++i) {
         bfloat16 rounded;
         from_float(x[i], &rounded);
         to[i] = to_float(rounded);
@@ -79,40 +85,38 @@ class Rows {
   const float* masses(int row, int size) const { return masses_[size / GROUP].data() + int64_t(row) * wide_ / size; }
 
  private:
-  void quantise(int row, const float* x) {
-    float* scales = scales_.data() + int64_t(row) * wide_ / GROUP;
-    for (int first = 0; first < wide_; first += GROUP, ++scales) {
-      float last[GROUP] = {};
-      const float* from = x + first;
-      if (first + GROUP > ins_) {
-        std::copy(from, x + ins_, last);
-        from = last;
-      }
-      Floats most{};
-      for (int i = 0; i < GROUP; i += WIDTH) {
-        const Floats v = load<Floats>(from + i);
-        most = largest(most, v < 0.0f ? -v : v);
-      }
-      const float size = largest_of(most);
-      const bool is_finite = size <= 3.0e38f;
-      *scales = is_finite ? size / 127.0f : NAN;
-      const float inverse = size > 1e-35f && is_finite ? 127.0f / size : 0.0f;
-      Floats left[GROUP / WIDTH];  // what is still to be represented, in steps of the scale
-      for (int i = 0; i < GROUP / WIDTH; ++i) left[i] = load<Floats>(from + i * WIDTH) * inverse;
-      const int64_t group = (int64_t(row) * wide_ + first) / GROUP;
-      float masses[2] = {};
-      for (int part = 0; part < (form_ == Form::BYTES ? 1 : 2); ++part) {
-        Part& to = parts_[part];
-        for (int half = 0; half < 2; ++half) {
-          const int32_t total = round_half(left + half * (16 / WIDTH), is_finite, to.bytes.data() + group * GROUP + half * 16);
-          to.totals[0][2 * group + half] = total;
-          masses[half] += part ? float(total) / FINE_STEPS : float(total);
-        }
-        to.totals[1][group] = to.totals[0][2 * group] + to.totals[0][2 * group + 1];
-      }
-      for (int half = 0; half < 2; ++half) masses_[0][2 * group + half] = *scales * masses[half];
-      masses_[1][group] = *scales * (masses[0] + masses[1]);
+  // Rounds a group that begins at `first`.
+  void quantise(int row, int first, const float* from) {
+    const int64_t group = (int64_t(row) * wide_ + first) / GROUP;
+    float last[GROUP] = {};
+    if (first + GROUP > ins_) {
+      std::copy(from, from + ins_ - first, last);
+      from = last;
     }
+    Floats most{};
+    for (int i = 0; i < GROUP; i += WIDTH) {
+      const Floats v = load<Floats>(from + i);
+      most = largest(most, v < 0.0f ? -v : v);
+    }
+    const float size = largest_of(most);
+    const bool is_finite = size <= 3.0e38f;
+    const float scale = is_finite ? size / 127.0f : NAN;
+    const float inverse = size > 1e-35f && is_finite ? 127.0f / size : 0.0f;
+    Floats left[GROUP / WIDTH];  // what is still to be represented, in steps of the scale
+    for (int i = 0; i < GROUP / WIDTH; ++i) left[i] = load<Floats>(from + i * WIDTH) * inverse;
+    float masses[2] = {};
+    for (int part = 0; part < (form_ == Form::BYTES ? 1 : 2); ++part) {
+      Part& to = parts_[part];
+      for (int half = 0; half < 2; ++half) {
+        const int32_t total = round_half(left + half * (16 / WIDTH), is_finite, to.bytes.data() + group * GROUP + half * 16);
+        to.totals[0][2 * group + half] = total;
+        masses[half] += part ? float(total) / FINE_STEPS : float(total);
+      }
+      to.totals[1][group] = to.totals[0][2 * group] + to.totals[0][2 * group + 1];
+    }
+    scales_[group] = scale;
+    for (int half = 0; half < 2; ++half) masses_[0][2 * group + half] = scale * masses[half];
+    masses_[1][group] = scale * (masses[0] + masses[1]);
   }
 
   // Rounds 16 numbers, leaves what is left of them in finer steps, and returns the sum of the rounded ones.
