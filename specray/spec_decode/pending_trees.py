@@ -54,11 +54,8 @@ class PendingTrees:
         if not self._max_depth:
             return DraftTree.roots(roots), [1] * len(roots), False
         cuts = self._scores is not None and any(limit.min_score for limit in draft_limits)
-        limits: list[list[float]] = [[limit.num_tokens + 1 for limit in draft_limits]]
-        if cuts:
-            limits.append([limit.min_score for limit in draft_limits])
-        bounds = torch.tensor(limits).to(slots.device)
-        most, least = bounds[0], bounds[1] if cuts else None
+        most = torch.tensor([limit.num_tokens + 1 for limit in draft_limits], dtype=torch.int64).to(slots.device)
+        least = torch.tensor([limit.min_score for limit in draft_limits]).to(slots.device) if cuts else None
         taken = self._ops.take(self._parts, TreesWanted(slots, roots, most, least), self._vocab_size)
         tokens, parents, num_nodes, report = taken
         # Drafting's one copy to the host. It waits for the drafter and determines the shapes of the next forward.

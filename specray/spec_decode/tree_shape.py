@@ -1,5 +1,6 @@
 """Sizes of EAGLE's dynamic tree. Names and rules are SGLang's. Imports no torch; `tree_config` reads them."""
 
+import functools
 from dataclasses import dataclass, replace
 
 
@@ -17,6 +18,7 @@ class TreeShape:
         """Number of scored candidates: topk at the first level, topk² at each further level."""
         return self.topk + (self.num_steps - 1) * self.topk**2
 
+    @functools.cache  # noqa: B019 (a process has few shapes)
     def limited(self, num_steps: int, num_drafts: int) -> "TreeShape":
         """The shape whose trees are the best `num_drafts` nodes, of `num_steps` levels, of trees of this shape.
 

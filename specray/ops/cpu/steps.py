@@ -90,7 +90,7 @@ class TreeKernels:
     def take(self, pending: TreeTensors, wanted: TreesWanted, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         slots, roots, most, least = wanted
         count, width = slots.shape[0], pending.tokens.shape[1]
-        inputs = [slots.contiguous(), roots.contiguous(), most.long().contiguous(), least]
+        inputs = [slots.contiguous(), roots.contiguous(), most.contiguous(), least]
         tokens, parents = torch.empty(2, count, width, dtype=torch.int64).unbind()
         numbers = torch.empty(4, count, dtype=torch.int64)
         num_nodes, found, is_chain, within = numbers.unbind()

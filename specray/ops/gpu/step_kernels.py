@@ -202,7 +202,7 @@ def take_trees(
     least,  # float32 [B]
     slots,  # int64 [B]
     roots,  # int64 [B]
-    most,  # int64 or float32 [B]: nodes of each tree
+    most,  # int64 [B]: nodes of each tree
     num_rows,
     vocab_size,
     CUTS: tl.constexpr,  # nodes of a score below `least`; the report is float32 [3 + WIDTH, B] then
