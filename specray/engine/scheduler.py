@@ -174,7 +174,7 @@ class Scheduler:
         chosen = self.budget.shares(requests)
         # A prompt is read although its own request takes no drafts: others may share it.
         needs_drafter = any(r.spec.draft_limit.allows_drafts or num_tokens > 1 for r, num_tokens, _ in work)
-        runs_drafter = chosen.runs_drafter and needs_drafter and self.max_draft_tokens > 0
+        runs_drafter = chosen.runs_drafter and needs_drafter
         if not runs_drafter:
             for request, num_tokens, _ in work:
                 request.acceptance.num_unread_tokens += num_tokens
