@@ -22,6 +22,7 @@ from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForwa
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.attention import PagedAttend, PagedAttention
 from specray.ops.cpu.layers import FusedLayers
+from specray.ops.likeliest import LargestLogits
 
 
 class CausalLM(nn.Module):
@@ -131,7 +132,7 @@ class CausalLM(nn.Module):
         places: Tensor | None,
         aux_hidden_state_layers: Sequence[int] = (),
         only_largest: bool = False,
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
         """See TargetModel."""
         if self.fused_forward is not None and isinstance(attend, PagedAttend):
             return self.fused_forward(token_ids, positions, attend, places, aux_hidden_state_layers, only_largest)

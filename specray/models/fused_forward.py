@@ -10,6 +10,7 @@ from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.packed_layers import EmbedAndHead
+from specray.ops.likeliest import LargestLogits
 
 
 class FusedForward:
@@ -31,12 +32,13 @@ class FusedForward:
         places: Tensor | None,
         aux_hidden_state_layers: Sequence[int] = (),
         only_largest: bool = False,
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
         assert isinstance(attend, PagedAttend)
         num_layers = len(self._layers.structs)
         taps = tapped(aux_hidden_state_layers, num_layers)
         step = (token_ids, positions, attend, places)
-        hidden, final, logits, copies = self._layers.forward(self._around, *step, taps, self._dtype, only_largest)
+        hidden, final, found, copies = self._layers.forward(self._around, *step, taps, self._dtype, only_largest)
+        logits = LargestLogits(found) if only_largest else found
         if taps and list(aux_hidden_state_layers) == taps:
             return final, logits, [copies]
         others = {BEFORE_FINAL_NORM: hidden, num_layers: final}

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.ops.attention import Attend, AttentionBackend
+from specray.ops.likeliest import LargestLogits
 
 BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
 
 # The type of `TargetModel.with_logits`.
 StepForward = Callable[
-    [Tensor, Tensor, Attend, Tensor | None, Sequence[int], bool], tuple[Tensor, Tensor, list[Tensor]]
+    [Tensor, Tensor, Attend, Tensor | None, Sequence[int], bool], tuple[Tensor, Tensor | LargestLogits, list[Tensor]]
 ]
 
 
@@ -64,11 +65,11 @@ class TargetModel(Protocol):
         places: Tensor | None,
         aux_hidden_state_layers: Sequence[int] = (),
         only_largest: bool = False,
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
         """(final hidden states, logits of the rows `places` int64 [n] or of all, aux hidden states).
 
-        The logits are this rank's columns (see VocabHead). With `only_largest`, only each row's largest logit
-        is exact, bit for bit; the others are approximate, and smaller.
+        The logits are this rank's columns (see VocabHead). With `only_largest` they may be LargestLogits, or logits of
+        which only each row's largest is exact, bit for bit; the others are approximate, and smaller.
         """
 
     def step_forward(self, attention: AttentionBackend) -> StepForward:

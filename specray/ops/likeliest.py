@@ -1,10 +1,18 @@
 """The likeliest tokens of each row of logits, and the selection of the kernel."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from specray.ops.cpu.library import kernels_on
 from specray.ops.cpu.pointer import pointer
+
+
+class LargestLogits(NamedTuple):
+    """What is left of the logits of n rows where nothing but the largest of each is asked for."""
+
+    token_ids: Tensor  # int64 [n]; -1 where logits are not finite
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

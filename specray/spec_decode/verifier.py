@@ -12,11 +12,13 @@ the depths.
 from collections.abc import Sequence
 
 from specray.ops.cpu.library import Kernels, kernels_on
-from specray.ops.cpu.tree_walk import walk
+from specray.ops.cpu.tree_walk import follow, walk
 from specray.ops.gpu import uses_triton
+from specray.ops.likeliest import LargestLogits
 from specray.ops.sampling_state import SamplingState
 from specray.ops.token_mask import TokenMask, forbid_masked
 from specray.spec_decode.depth_walk import walk_by_depth
+from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler, coupled
 from specray.spec_decode.node_verifier import verify_nodes
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput, in_order
@@ -39,6 +41,15 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask 
     others = sorted(set(range(len(states))) - set(walked))
     outputs = [_verify_at_once(inputs.select(others), own), walk_by_depth(inputs.select(walked), sampler)]
     return in_order(outputs, others + walked)
+
+
+def verify_largest(largest: LargestLogits, tree: DraftTree) -> VerifyOutput:
+    """Verify the trees of requests of which `reads_largest_logit` is true, in one call of the CPU kernels."""
+    own = kernels_on(largest.token_ids.device)
+    assert own is not None, "only they make LargestLogits"
+    parts = (tree.tokens, tree.parents, tree.num_nodes, tree.max_depth)
+    num_tokens, tokens, nodes, outcome = follow(own, largest.token_ids, *parts)
+    return VerifyOutput(num_tokens, tokens, nodes, {}, outcome)
 
 
 def can_verify_padded(states: Sequence[SamplingState], sampler: NodeSampler) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 from specray.layers.moe import reason_without_graphs
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBackend, PaddedAttention
+from specray.ops.likeliest import LargestLogits
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
 
@@ -16,7 +17,8 @@ class ForwardOutput(NamedTuple):
     """What a forward pass over T tokens returns."""
 
     hidden: Tensor | None  # [T, hidden], after the final norm; None if all rows sample
-    logits: Tensor | None  # float32 [M, V], of the nodes of the rows that sample; None if a graph verifies them
+    # float32 [M, V], of the nodes of the rows that sample; None if a graph verifies them
+    logits: Tensor | LargestLogits | None
     aux_hidden_states: list[Tensor]  # each [T, any], to be concatenated
     roots: Tensor  # int64 [R], places of the rows' roots among the T tokens
 

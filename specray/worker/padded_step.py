@@ -89,6 +89,7 @@ class PaddedStep:
         _, logits, aux_hidden_states = self._model.with_logits(
             tokens.token_ids, tokens.positions, attend, None, self._layers
         )
+        assert isinstance(logits, Tensor)
         self._logits[: bucket.num_tokens].copy_(logits)
         if aux_hidden_states:
             torch.cat(aux_hidden_states, -1, out=self._aux[: bucket.num_tokens])

@@ -13,6 +13,7 @@ from torch import Tensor
 from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
 from specray.models.target_model import TargetModel
+from specray.ops.likeliest import LargestLogits
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftSource
@@ -20,7 +21,7 @@ from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_shards
-from specray.spec_decode.verifier import can_verify_padded, reads_largest_logit, verify
+from specray.spec_decode.verifier import can_verify_padded, reads_largest_logit, verify, verify_largest
 from specray.spec_decode.verify_batch import VerifyInput
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
@@ -175,10 +176,12 @@ class Worker:
             sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(self._table.device)
             states, num_nodes = [states[row] for row in rows.sampling], [num_nodes[row] for row in rows.sampling]
             slots, lengths, tree = slots[sampling], lengths[sampling], tree.select(sampling)
-        if states:
-            assert computed.logits is not None
-            options = self._table.sampling(slots, states)
-            inputs = VerifyInput(computed.logits, tree, num_nodes, options, lengths)
+        logits = computed.logits
+        if states and isinstance(logits, LargestLogits):
+            verified = verify_largest(logits, tree)
+        elif states:
+            assert isinstance(logits, Tensor)
+            inputs = VerifyInput(logits, tree, num_nodes, self._table.sampling(slots, states), lengths)
             if self._group.size > 1:
                 verified = verify_shards(inputs, self.model.head, self._sampler, batch.mask)
             else:

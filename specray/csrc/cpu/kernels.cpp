@@ -85,9 +85,10 @@ void specray_largest(
       read_row(x, x_type, int64_t(r) * matrix->ins, matrix->ins, row.data());
       product.set(r, row.data());
     });
-    product.run(member, [&](int r, int channel, const float* values) {
+    const auto write = [&](int r, int channel, const float* values) {
       std::copy(values, values + std::min(LANES, columns - channel), y + int64_t(r) * columns + channel);
-    });
+    };
+    product.run(member, write, write);
   });
 }
 
@@ -144,9 +145,9 @@ void specray_layers(
 void specray_forward(
     const EmbedAndHead* model, const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step,
     const int64_t* ids, const int64_t* places, int32_t num_places, float* hidden, float* final, float* logits,
-    const Taps* taps, int32_t only_largest, int32_t num_threads) {
+    int64_t* largest, const Taps* taps, int32_t num_threads) {
   run_model(
-      *model, layers, num_layers, *sizes, *step, ids, places, num_places, hidden, final, logits, *taps, only_largest,
+      *model, layers, num_layers, *sizes, *step, ids, places, num_places, hidden, final, logits, largest, *taps,
       num_threads);
 }
 

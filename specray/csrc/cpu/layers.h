@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "largest.h"
 #include "matrix.h"
 #include "screen.h"
 
@@ -192,22 +193,23 @@ struct EmbedAndHead {
 };
 
 // A model's forward pass from token ids [T] to logits [num_places, num_columns] of the rows `places` (null: of all).
-// `hidden` [T, hidden] receives the residual stream that leaves the last layer, `final` [T, hidden] its norm. With
-// `only_largest`, each row's largest logit is exact, and the others are approximate and smaller.
+// `hidden` [T, hidden] receives the residual stream that leaves the last layer, `final` [T, hidden] its norm. If `largest`
+// is not null it receives the tokens of the largest logits (see LargestLogits), and the logits are not written.
 inline void run_model(
     const EmbedAndHead& model, const Layer* layers, int num_layers, const Sizes& sizes, const Step& step, const int64_t* ids,
-    const int64_t* places, int num_places, float* hidden, float* final, float* logits, const Taps& taps,
-    bool only_largest, int num_threads) {
+    const int64_t* places, int num_places, float* hidden, float* final, float* logits, int64_t* largest,
+    const Taps& taps, int num_threads) {
   const int count = int(step.count), size = sizes.hidden;
   Stack stack(layers, num_layers, sizes, count);
-  const bool is_screened = only_largest && model.screen.is_for(num_places);
+  const bool is_screened = largest && model.screen.is_for(num_places);
   Rows to_output(form_of(model.output.kind), is_screened ? 0 : num_places, size);
   ScreenedProduct screened(model.output, model.screen, is_screened ? num_places : 0);
   const auto write = [&](int r, int channel, const float* values) {
     const int columns = std::min(LANES, model.num_columns - channel);
     if (columns > 0) std::copy(values, values + columns, logits + int64_t(r) * model.num_columns + channel);
   };
-  run_on_team(num_threads, Stack::num_phases(num_layers) + 3 + ScreenedProduct::NUM_PHASES, [&](Member& member) {
+  LargestLogits found(largest ? num_places : 0, model.num_columns, std::max(1, num_threads));
+  run_on_team(num_threads, Stack::num_phases(num_layers) + 4 + ScreenedProduct::NUM_PHASES, [&](Member& member) {
     member.share(count, [&](int r) {
       read_row(model.embedding, model.embedding_type, ids[r] * size, size, hidden + int64_t(r) * size);
     });
@@ -216,13 +218,18 @@ inline void run_model(
       norm(hidden + int64_t(r) * size, model.norm, size, sizes.eps, final + int64_t(r) * size);
     });
     const auto final_row = [&](int r) { return final + (places ? places[r] : r) * size; };
+    const auto keep = [&](int r, int channel, const float* values) { found.add(member.number(), r, channel, values); };
     if (is_screened) {
       member.share(num_places, [&](int r) { screened.set(r, final_row(r)); });
-      screened.run(member, write);
+      screened.run(member, [](int, int, const float*) {}, keep);
     } else {
       member.share(num_places, [&](int r) { to_output.set(r, final_row(r)); });
-      multiply(model.output, to_output, num_places, member, write);
+      if (largest)
+        multiply(model.output, to_output, num_places, member, keep);
+      else
+        multiply(model.output, to_output, num_places, member, write);
     }
+    if (largest) member.share(1, [&](int) { found.write(largest); });
   });
 }
 

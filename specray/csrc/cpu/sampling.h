@@ -143,7 +143,8 @@ struct DraftTrees {
   int32_t num_trees, width, max_depth, vocab_size;
   const int64_t *tokens, *parents;  // [B, N]
   const int64_t* num_nodes;         // [B]
-  const float* logits;              // [sum of num_nodes, V]
+  const float* logits;              // [sum of num_nodes, V]; null: `choices` are known
+  const int64_t* choices;           // [sum of num_nodes]: the token after each node, -1 where logits are not finite
   // [B]; seeds and what follows are null if all requests are greedy
   const int64_t* lengths;  // known tokens, the root included: positions of the first tokens to sample
   const int64_t* seeds;
@@ -166,11 +167,17 @@ inline int64_t walk(const DraftTrees& trees, int tree, int64_t root, Sampler& sa
   std::fill_n(nodes, trees.max_depth + 1, 0);
   int64_t node = 0;
   for (int depth = 0;; ++depth) {
-    const float* logits = trees.logits + (root + node) * trees.vocab_size;
-    int32_t key[2] = {};
-    if (trees.seeds) noise_key(trees.seeds[tree], trees.lengths[tree] + depth, key);
-    const int64_t token = sample(logits, options, key);
-    if (!std::isfinite(logits[token])) return 0;
+    int64_t token = -1;
+    if (trees.logits) {
+      const float* logits = trees.logits + (root + node) * trees.vocab_size;
+      int32_t key[2] = {};
+      if (trees.seeds) noise_key(trees.seeds[tree], trees.lengths[tree] + depth, key);
+      token = sample(logits, options, key);
+      if (!std::isfinite(logits[token])) return 0;
+    } else {
+      token = trees.choices[root + node];
+      if (token < 0) return 0;
+    }
     tokens[depth] = token;
     nodes[depth] = node;
     if (depth == trees.max_depth) return depth + 1;

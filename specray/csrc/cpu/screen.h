@@ -48,8 +48,9 @@ class ScreenedProduct {
     slacks_[row] = norm_of(rounding) * 1.001f + row_norms_[row] * sum_error;
   }
 
-  template <class Write>
-  void run(Member& member, const Write& write) {
+  // `write` gets all blocks of the copy's product, then `write_exact` those of the matrix's own.
+  template <class Write, class WriteExact>
+  void run(Member& member, const Write& write, const WriteExact& write_exact) {
     multiply(screen_.matrix, coarse_, count_, member, [&](int r, int channel, const float* values) {
       Floats high = splat(-INFINITY), low = high;
       for (int n = 0; n < N; ++n) {
@@ -64,7 +65,7 @@ class ScreenedProduct {
       write(r, channel, values);
     });
     member.share(1, [&](int) { find_blocks(); });
-    multiply_blocks(matrix_, exact_, count_, blocks_, member, write);
+    multiply_blocks(matrix_, exact_, count_, blocks_, member, write_exact);
   }
 
  private:

@@ -54,6 +54,8 @@ class Member {
   Member(std::atomic<int>* counters, int num_phases, int team_size, int number)
       : counters_(counters), num_phases_(num_phases), team_size_(team_size), number_(number) {}
 
+  int number() const { return number_; }
+
   // Counters of a phase: whole cache lines.
   static int stride(int team_size) { return (1 + team_size + 15) / 16 * 16; }
 

@@ -59,15 +59,19 @@ class FusedLayers(PackedLayers):
         dtype: torch.dtype = torch.float32,
         only_largest: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A whole model in one call. With `only_largest`, logits other than a row's largest may be less precise.
+        """A whole model in one call.
 
         Returns float32 (the stream that leaves the last layer [T, H], its norm [T, H], logits [n, V] of rows `places`
-        int64 [n] or of all), and copies of the stream as `__call__` returns them.
+        int64 [n] or of all), and copies of the stream as `__call__` returns them. With `only_largest`, instead of the
+        logits, the tokens of the largest ones, int64 [n], -1 where logits are not finite.
         """
         size, count = self.sizes.hidden, token_ids.shape[0]
         hidden, final = torch.empty(2, count, size).unbind()
         num_places = count if places is None else places.shape[0]
-        logits = torch.empty(num_places, around.struct.num_columns)
+        if only_largest:
+            logits = torch.empty(num_places, dtype=torch.int64)
+        else:
+            logits = torch.empty(num_places, around.struct.num_columns)
         copies, tapped = self._copies(count, taps, dtype)
         kept = (token_ids.contiguous(), positions.contiguous(), None if places is None else places.contiguous())
         step = self.step(kept[1], attend, 0)
@@ -82,9 +86,9 @@ class FusedLayers(PackedLayers):
             num_places,
             pointer(hidden),
             pointer(final),
-            pointer(logits),
+            None if only_largest else pointer(logits),
+            pointer(logits) if only_largest else None,
             ctypes.byref(tapped),
-            only_largest,
             num_threads(self.num_bytes + around.num_bytes),
         )
         return hidden, final, logits, copies

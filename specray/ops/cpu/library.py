@@ -71,9 +71,8 @@ class Kernels:
             c_void_p,
             c_void_p,
             c_int32,
-            *[c_void_p] * 3,
+            *[c_void_p] * 4,
             POINTER(Taps),
-            c_int32,
             c_int32,
         )
         self.norm = self._function("norm", c_void_p, c_void_p, c_int32, c_int64, c_int32, c_float, c_void_p, c_int32)

@@ -201,6 +201,7 @@ class DraftTrees(ctypes.Structure):
         ("parents", c_void_p),
         ("num_nodes", c_void_p),
         ("logits", c_void_p),
+        ("choices", c_void_p),
         ("lengths", c_void_p),
         ("seeds", c_void_p),
         ("temperature", c_void_p),

@@ -33,9 +33,24 @@ def walk(
     if any(state.is_sampled for state in batch.states):
         columns = (lengths, batch.seeds, batch.temperature, batch.top_p, batch.min_p, batch.top_k)
         options = [column.contiguous() for column in columns]
-    trees = DraftTrees(count, width, max_depth, logits.shape[1], *map(pointer, kept), *map(pointer, options))
-    levels = max_depth + 1
+    trees = DraftTrees(count, width, max_depth, logits.shape[1], *map(pointer, kept), None, *map(pointer, options))
+    return _walked(kernels, trees, min(count, num_threads()))
+
+
+def follow(
+    kernels: Kernels, choices: Tensor, tokens: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same where the tokens after all nodes are known: int64 [sum of num_nodes], -1 where logits are not finite."""
+    count, width = tokens.shape
+    kept = [part.contiguous() for part in (tokens, parents, num_nodes)]
+    nothing: list[None] = [None] * 6
+    trees = DraftTrees(count, width, max_depth, 0, *map(pointer, kept), None, pointer(choices), *nothing)
+    return _walked(kernels, trees, 1)
+
+
+def _walked(kernels: Kernels, trees: DraftTrees, num_threads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    count, levels = trees.num_trees, trees.max_depth + 1
     outcome = torch.empty(count, 2 + 2 * levels, dtype=torch.int64)
-    kernels.walk(ctypes.byref(trees), pointer(outcome), min(count, num_threads()))
+    kernels.walk(ctypes.byref(trees), pointer(outcome), num_threads)
     _, num_tokens, sampled, nodes = outcome.split_with_sizes((1, 1, levels, levels), 1)
     return num_tokens[:, 0], sampled, nodes, outcome

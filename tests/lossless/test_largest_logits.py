@@ -1,0 +1,59 @@
+"""Greedy steps keep no logits: the tokens that the output matrix's product finds are those of the largest logits."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specray.ops.argmax import argmax
+from specray.ops.cpu.library import kernels
+from specray.ops.likeliest import LargestLogits
+from specray.sampling_params import SamplingParams
+from specray.worker.input_batch import InputBatch
+from specray.worker.model_runner import ForwardOutput, ModelRunner
+from tests.support.engine import make_llm
+from tests.support.methods import METHODS
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5], list(range(40))]
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the CPU kernels")
+@pytest.mark.parametrize("method", [None, "EAGLE3"])
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}],
+    ids=["float32", "bfloat16", "int8"],
+)
+def test_tokens_are_those_of_the_largest_logits(
+    toy: Path,
+    tmp_path: Path,
+    method: str | None,
+    num_threads: int,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = []
+    forward = ModelRunner.forward
+
+    def both(
+        runner: ModelRunner, batch: InputBatch, aux_hidden_state_layers: Sequence[int], only_largest: bool = False
+    ) -> ForwardOutput:
+        assert only_largest
+        whole = forward(runner, batch, aux_hidden_state_layers, False)
+        found = forward(runner, batch, aux_hidden_state_layers, True)
+        assert isinstance(whole.logits, torch.Tensor)
+        assert isinstance(found.logits, LargestLogits)
+        assert torch.equal(found.logits.token_ids, argmax(whole.logits))
+        compared.append(len(whole.logits))
+        return found
+
+    monkeypatch.setattr(ModelRunner, "forward", both)
+    drafts = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
+    with make_llm(toy, **options, **drafts, num_threads=num_threads) as llm:
+        llm.generate(PROMPTS, GREEDY)
+    assert max(compared) > 16 or method is None  # more rows than are screened
+    assert min(compared) <= 3
