@@ -47,7 +47,11 @@ _keep_to_one_core()
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run on the CPU; tests/gpu runs them on a GPU
 gc.disable()  # until everything is collected
 settings.register_profile(
-    "specray", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "specray",
+    max_examples=int(os.environ.get("SPECRAY_TEST_EXAMPLES", "100")),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("specray")
 
