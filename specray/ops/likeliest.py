@@ -10,7 +10,7 @@ from specray.ops.cpu.pointer import pointer
 
 
 class LargestLogits(NamedTuple):
-    """What is left of the logits of n rows where nothing but the largest of each is asked for."""
+    """The token of the largest logit of each of n rows, in place of the logits, for steps that need no more."""
 
     token_ids: Tensor  # int64 [n]; -1 where logits are not finite
 

@@ -72,8 +72,8 @@ inline __m512 weights_of(__m512 x) {
 
 // Attention of one member of a team, tile by tile.
 //
-// Up to PARTS blocks are in work at a time: first their scores, then their weights, then their weighted values. A register
-// that is loaded waits for what was just written to its place, so one step's results lie before the next one reads them.
+// Up to PARTS blocks are computed together: first all scores, then all weights, then all weighted values. Loading a
+// register waits for writes to the same memory, and with several blocks most of these are done by then.
 class TiledAttention {
  public:
   static bool is_for(const Pool& pool) { return pool.type == Pool::BFLOAT16 && pool.dim % 32 == 0 && has_tiles(); }
@@ -111,7 +111,7 @@ class TiledAttention {
 
  private:
   static constexpr int MOST = 16;  // query heads of a group
-  static constexpr int PARTS = 4;  // blocks of a group, or groups of a block, that are in work at a time
+  static constexpr int PARTS = 4;  // blocks of a group, or groups of a block, that are computed together
   static constexpr int ROWS = 16;  // keys of a register
 
   // Query heads that are computed together: rows `first` and so on of [queries, heads of one KV head].
@@ -198,20 +198,20 @@ class TiledAttention {
     Ahead ahead(pool_, int(sizeof(bfloat16)) * dim_, {slots + second, num_shared - second}, next);
     const int together = std::max(1, PARTS / num_groups);  // blocks
     buffers_.parts.resize(together * num_groups);
-    for (int begin = first_block; begin < num_keys; begin += together * KEYS) {
-      const int end = std::min(begin + together * KEYS, num_keys);
+    for (int from = first_block; from < num_keys; from += together * KEYS) {
+      const int end = std::min(from + together * KEYS, num_keys);
       Part* parts = buffers_.parts.data();
-      for (int block = begin; block < end; block += KEYS, parts += num_groups)
+      for (int block = from; block < end; block += KEYS, parts += num_groups)
         score_block<COLUMNS>(slots + block, std::clamp(num_shared - block, 0, KEYS), kv_head, parts);
       for (int i = 0; i < num_groups; ++i) {
         Part* part = buffers_.parts.data() + i;
-        for (int block = begin; block < end; block += KEYS, part += num_groups) {
+        for (int block = from; block < end; block += KEYS, part += num_groups) {
           if (has_tree) place_scores<COLUMNS>(groups_[i], keys, block, part->scores);
           weigh<COLUMNS>(groups_[i], block, *part);
         }
       }
       parts = buffers_.parts.data();
-      for (int block = begin; block < end; block += KEYS, parts += num_groups) {
+      for (int block = from; block < end; block += KEYS, parts += num_groups) {
         const int loaded = std::clamp(num_shared - block, 0, KEYS);
         const bool is_finite = load_values(slots + block, loaded, kv_head, ahead);
         // A weight of 0 does not hide a value that is not a number.
