@@ -149,6 +149,10 @@ class DraftSource(Protocol):
     def reads_next_token(self) -> bool: ...
 
     @property
+    def reads_steps(self) -> bool:
+        """Whether `submit` reads what a step committed; otherwise it is called with an empty context."""
+
+    @property
     def seconds(self) -> float:
         """Time spent on the drafts that were collected last."""
 

@@ -24,6 +24,7 @@ class InlineDrafts:
         self.max_draft_tokens = drafter.max_draft_tokens
         self.aux_hidden_state_layers = drafter.aux_hidden_state_layers
         self.reads_next_token = drafter.reads_next_token
+        self.reads_steps = True
         self.seconds = 0.0
         self._several = composite_of(drafter)
 

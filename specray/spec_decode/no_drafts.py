@@ -19,6 +19,7 @@ class NoDrafts:
         self.max_draft_tokens = 0
         self.aux_hidden_state_layers: tuple[int, ...] = ()
         self.reads_next_token = False
+        self.reads_steps = False
         self.seconds = 0.0
         self.scores: list[list[float]] = []
 

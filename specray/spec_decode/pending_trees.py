@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,7 +55,7 @@ class PendingTrees:
         if not self._max_depth:
             return DraftTree.roots(roots), [1] * len(roots), False
         cuts = self._scores is not None and any(limit.min_score for limit in draft_limits)
-        most = torch.tensor([limit.num_tokens + 1 for limit in draft_limits], dtype=torch.int64).to(slots.device)
+        most = torch.from_numpy(np.array([limit.num_tokens + 1 for limit in draft_limits], np.int64)).to(slots.device)
         least = torch.tensor([limit.min_score for limit in draft_limits]).to(slots.device) if cuts else None
         taken = self._ops.take(self._parts, TreesWanted(slots, roots, most, least), self._vocab_size)
         tokens, parents, num_nodes, report = taken

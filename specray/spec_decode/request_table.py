@@ -85,7 +85,7 @@ class RequestTable:
         """Write all changes that wait to the device. `rows` are copied along and returned as int64 [len(rows), n]."""
         changes, self._changes = self._changes, []
         if not changes:
-            return torch.tensor(rows, dtype=torch.int64).to(self.device)
+            return torch.from_numpy(np.array(rows, dtype=np.int64)).to(self.device)
         extra = np.array(rows, dtype=np.int64)
         places = [np.arange(first, first + len(values), dtype=np.int32) for first, values in changes]
         packed = np.concatenate([extra.ravel().view(np.int32), *places, *(values for _, values in changes)])

@@ -65,7 +65,7 @@ def verify_padded_shards(
     depth = verified.tokens.shape[1]
     outcome = torch.cat((verified.num_tokens[:, None], verified.tokens, verified.nodes), 1)
     count, tokens, nodes = head.group.broadcast(outcome).split_with_sizes((1, depth, depth), 1)
-    return VerifyOutput(count[:, 0], tokens, nodes, {})
+    return VerifyOutput(count[:, 0], tokens, nodes)
 
 
 def _choose_padded(

@@ -47,9 +47,7 @@ def verify_largest(largest: LargestLogits, tree: DraftTree) -> VerifyOutput:
     """Verify the trees of requests of which `reads_largest_logit` is true, in one call of the CPU kernels."""
     own = kernels_on(largest.token_ids.device)
     assert own is not None, "only they make LargestLogits"
-    parts = (tree.tokens, tree.parents, tree.num_nodes, tree.max_depth)
-    num_tokens, tokens, nodes, outcome = follow(own, largest.token_ids, *parts)
-    return VerifyOutput(num_tokens, tokens, nodes, {}, outcome)
+    return VerifyOutput(*follow(own, largest.token_ids, tree.tokens, tree.parents, tree.num_nodes, tree.max_depth))
 
 
 def can_verify_padded(states: Sequence[SamplingState], sampler: NodeSampler) -> bool:
@@ -78,8 +76,7 @@ def _verify_at_once(inputs: VerifyInput, own: Kernels | None) -> VerifyOutput:
     if own is not None:
         tree = inputs.tree
         parts = (tree.tokens, tree.parents, tree.num_nodes, tree.max_depth, inputs.sampling, inputs.lengths)
-        num_tokens, tokens, nodes, outcome = walk(own, inputs.logits, *parts)
-        return VerifyOutput(num_tokens, tokens, nodes, {}, outcome)
+        return VerifyOutput(*walk(own, inputs.logits, *parts))
     if uses_triton(inputs.logits.device):
         from specray.spec_decode.gpu_verifier import verify_on_gpu
 

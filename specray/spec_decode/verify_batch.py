@@ -1,7 +1,8 @@
 """What the verifier reads and returns for a batch of requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +20,9 @@ class VerifyOutput(NamedTuple):
     num_tokens: Tensor  # int64 [B]: accepted drafts and the bonus token; 0: the logits are not finite
     tokens: Tensor  # int64 [B, D + 1]: accepted drafts, then the bonus token; undefined past `num_tokens`
     nodes: Tensor  # int64 [B, D + 1]: accepted nodes, the root first; undefined past `num_tokens`
-    logprobs: dict[int, list[TokenLogprob]]  # of the requests with logprobs, by row
     # int64 [B, 2 + 2 * (D + 1)], of which the tensors are columns: num_tokens twice, tokens, nodes; None: they are not
     outcome: Tensor | None = None
+    logprobs: Mapping[int, list[TokenLogprob]] = MappingProxyType({})  # of the requests with logprobs, by row
 
 
 class VerifyInput(NamedTuple):
@@ -70,4 +71,4 @@ def in_order(outputs: Sequence[VerifyOutput], rows: Sequence[int]) -> VerifyOutp
         for start, output in zip(starts, outputs, strict=False)
         for row, probs in output.logprobs.items()
     }
-    return VerifyOutput(num_tokens, tokens, nodes, logprobs)
+    return VerifyOutput(num_tokens, tokens, nodes, logprobs=logprobs)

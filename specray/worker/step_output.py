@@ -1,5 +1,6 @@
 """The outcome of a step for all requests."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ class StepOutput(NamedTuple):
 
     device: Tensor
     host: np.ndarray
-    logprobs: dict[int, list[TokenLogprob]]  # by row
+    logprobs: Mapping[int, list[TokenLogprob]]  # by row
 
     @classmethod
     def of(cls, is_finite: Tensor, sampling: Tensor, rows: list[int], verified: VerifyOutput | None) -> "StepOutput":
@@ -29,7 +30,7 @@ class StepOutput(NamedTuple):
         depth = 1 if verified is None else verified.tokens.shape[1]
         outcome = torch.zeros(len(is_finite), _NUM_COUNTS + 2 * depth, dtype=torch.int64, device=is_finite.device)
         outcome[:, 0] = 1  # a chunk of a prompt keeps its last token, the root, and emits nothing
-        logprobs = {}
+        logprobs: Mapping[int, list[TokenLogprob]] = {}
         if verified is not None:
             count = verified.num_tokens[:, None]
             outcome.index_copy_(0, sampling, torch.cat((count, count, verified.tokens, verified.nodes), 1))

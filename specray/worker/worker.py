@@ -112,7 +112,8 @@ class Worker:
         states = [state.sampling for state in rows.states]
         # Rank 0 alone knows a grammar's mask, and all ranks must choose the same graphs.
         has_grammar = any(state.options.grammar is not None for state in states)
-        verifying = bucket if not has_grammar and can_verify_padded(states, self._sampler) else None
+        can_replay = bucket is not None and not has_grammar and can_verify_padded(states, self._sampler)
+        verifying = bucket if can_replay else None
         only_largest = not has_grammar and self._sampler is coupled and all(map(reads_largest_logit, states))
         computed = self._forward(batch, bucket, plan.runs_drafter, verifying is None, only_largest)
         forwarded = time.perf_counter()
@@ -126,7 +127,7 @@ class Worker:
             results[row] = results[row]._replace(draft_scores=scores)
         if any(state.traces_drafts for state in rows.states):
             results = with_traces(results, batch, output)
-        if plan.runs_drafter:
+        if plan.runs_drafter and self.drafts.reads_steps:
             replay = None if self._graphs is None or verifying is None else self._graphs.draft(batch, verifying)
             self._context = self._draft_context(plan, batch, output, computed, replay)
         verified = time.perf_counter()

@@ -50,14 +50,15 @@ inline void wait_until(Condition is_met) {
 // late, delays the others by at most the item that it is working on.
 class Member {
  public:
-  // `counters` holds zeros: for each phase the number of items done, then of items taken from each member's range.
+  // `counters` holds zeros: for each phase the number of items done, then of items taken from each member's range, APART
+  // from each other.
   Member(std::atomic<int>* counters, int num_phases, int team_size, int number)
       : counters_(counters), num_phases_(num_phases), team_size_(team_size), number_(number) {}
 
   int number() const { return number_; }
 
-  // Counters of a phase: whole cache lines.
-  static int stride(int team_size) { return (1 + team_size + 15) / 16 * 16; }
+  // Counters of a phase.
+  static int stride(int team_size) { return (1 + team_size) * APART; }
 
   // Calls `work(item)` for the items that this member takes of `count`; returns when all of them are done.
   template <class Work>
@@ -67,12 +68,14 @@ class Member {
       return;
     }
     if (num_phases_-- == 0) std::abort();  // the caller of run_on_team counted wrong
-    std::atomic<int>*done = counters_, *taken = counters_ + 1;
+    std::atomic<int>*done = counters_, *taken = counters_ + APART;
     counters_ += stride(team_size_);
     int mine = 0;
     for (int turn = 0; turn < team_size_; ++turn) {
-      const int owner = (number_ + turn) % team_size_, end = first_of(count, owner + 1);
-      const auto take = [&] { return first_of(count, owner) + taken[owner].fetch_add(1, std::memory_order_relaxed); };
+      const int owner = (number_ + turn) % team_size_, first = first_of(count, owner), end = first_of(count, owner + 1);
+      std::atomic<int>& next = taken[owner * APART];
+      if (first + next.load(std::memory_order_relaxed) >= end) continue;  // leaves the cache line where it is
+      const auto take = [&] { return first + next.fetch_add(1, std::memory_order_relaxed); };
       for (int item = take(); item < end; item = take(), ++mine) work(item);
     }
     if (mine) done->fetch_add(mine, std::memory_order_acq_rel);
@@ -80,6 +83,8 @@ class Member {
   }
 
  private:
+  static constexpr int APART = 16;  // counters between two that different members write: a cache line
+
   int first_of(int count, int owner) const { return int((int64_t(count) * owner + team_size_ - 1) / team_size_); }
 
   std::atomic<int>* counters_;

@@ -81,6 +81,8 @@ class RemoteDrafts:
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
         return tuple(self._peer.handshake.aux_hidden_state_layers) if self._peer else ()
 
+    reads_steps = True
+
     @property
     def reads_next_token(self) -> bool:
         return self._peer is not None and self._peer.handshake.reads_next_token
