@@ -121,6 +121,7 @@ class Stack {
           inputs.qkv.set(r, first_input + int64_t(r) * layer.qkv.ins);
         }
       });
+      will_read(layer.out, member);
       multiply(layer.qkv, inputs.qkv, count, member, [&](int r, int channel, const float* values) {
         const int columns = std::min(LANES, width_ - channel);
         std::copy(values, values + columns, qkv_.data() + int64_t(r) * width_ + channel);
@@ -132,11 +133,13 @@ class Stack {
         float* to = hidden + int64_t(r) * size + channel;
         for (int c = 0; c < std::min(LANES, size - channel); ++c) to[c] += values[c];
       };
+      will_read(layer.gate_up, member);
       multiply(layer.out, inputs.out, count, member, add_to_hidden);
       member.share(count, [&](int r) {
         norm(hidden + int64_t(r) * size, layer.ffn_norm, size, sizes_.eps, row.data());
         inputs.up.set(r, row.data());
       });
+      will_read(layer.down, member);
       multiply_gated(layer.gate_up, inputs.up, count, member, [&](int r, int channel, const float* values) {
         const int columns = std::min(LANES, sizes_.ffn - channel);
         if (BLOCKS_ARE_GROUPS)
@@ -146,6 +149,7 @@ class Stack {
       });
       if (!BLOCKS_ARE_GROUPS)
         member.share(count, [&](int r) { inputs.down.set(r, inner_.data() + int64_t(r) * sizes_.ffn); });
+      if (i + 1 < num_layers_) will_read(layers_[i + 1].qkv, member);
       multiply(layer.down, inputs.down, count, member, add_to_hidden);
     }
     if (!taps.copies || !taps.copies[num_layers_]) return;
@@ -214,6 +218,7 @@ inline void run_model(
       read_row(model.embedding, model.embedding_type, ids[r] * size, size, hidden + int64_t(r) * size);
     });
     stack.run(step, nullptr, hidden, taps, member);
+    will_read(is_screened ? model.screen.matrix : model.output, member);
     member.share(count, [&](int r) {
       norm(hidden + int64_t(r) * size, model.norm, size, sizes.eps, final + int64_t(r) * size);
     });

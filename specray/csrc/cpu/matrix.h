@@ -342,6 +342,11 @@ inline void multiply_at(
   });
 }
 
+// Says that a later phase reads this matrix.
+inline void will_read(const Matrix& matrix, Member& member) {
+  member.will_read(matrix.data, matrix.outs / LANES, block_bytes(matrix.kind, matrix.ins));
+}
+
 // The same for all blocks.
 template <class Write>
 inline void multiply(const Matrix& matrix, const Rows& rows, int count, Member& member, const Write& write) {

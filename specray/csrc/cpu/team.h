@@ -22,6 +22,8 @@
 #include <thread>
 #include <vector>
 
+#include "simd.h"
+
 namespace specray {
 
 inline void pause_cpu() {
@@ -32,10 +34,12 @@ inline void pause_cpu() {
 #endif
 }
 
-template <class Condition>
-inline void wait_until(Condition is_met) {
+// `meanwhile` does a little work and returns true, or false if there is none left.
+template <class Condition, class Meanwhile>
+inline void wait_until(Condition is_met, Meanwhile meanwhile) {
   constexpr int SPINS_BEFORE_YIELD = 4000;
   for (int spins = 0; !is_met(); ++spins) {
+    if (meanwhile()) continue;
     if (spins < SPINS_BEFORE_YIELD)
       pause_cpu();
     else
@@ -56,6 +60,15 @@ class Member {
       : counters_(counters), num_phases_(num_phases), team_size_(team_size), number_(number) {}
 
   int number() const { return number_; }
+
+  // Says that a later phase reads `count` items of `size` bytes each. While this member waits for others, it brings its
+  // range of them closer.
+  void will_read(const void* items, int count, int64_t size) {
+    constexpr int64_t MOST = 256 << 10;  // bytes, a part of the second cache
+    const int first = first_of(count, number_), end = first_of(count, number_ + 1);
+    fetched_ = static_cast<const char*>(items) + first * size;
+    fetch_end_ = fetched_ + std::min(MOST, (end - first) * size);
+  }
 
   // Counters of a phase.
   static int stride(int team_size) { return (1 + team_size) * APART; }
@@ -79,17 +92,25 @@ class Member {
       for (int item = take(); item < end; item = take(), ++mine) work(item);
     }
     if (mine) done->fetch_add(mine, std::memory_order_acq_rel);
-    wait_until([&] { return done->load(std::memory_order_acquire) == count; });
+    wait_until([&] { return done->load(std::memory_order_acquire) == count; }, [&] { return fetch(); });
   }
 
  private:
   static constexpr int APART = 16;  // counters between two that different members write: a cache line
+
+  // Four cache lines of what is read later; false if none are left.
+  bool fetch() {
+    if (fetched_ >= fetch_end_) return false;
+    for (int i = 0; i < 4; ++i, fetched_ += LINE) __builtin_prefetch(fetched_, TO_READ, LARGER_CACHES);
+    return true;
+  }
 
   int first_of(int count, int owner) const { return int((int64_t(count) * owner + team_size_ - 1) / team_size_); }
 
   std::atomic<int>* counters_;
   int num_phases_;
   const int team_size_, number_;
+  const char *fetched_ = nullptr, *fetch_end_ = nullptr;
 };
 
 class Team {
@@ -120,7 +141,7 @@ class Team {
     round_.fetch_add(1, std::memory_order_seq_cst);
     if (num_asleep_.load(std::memory_order_seq_cst)) futex(FUTEX_WAKE_PRIVATE, size_);
     work(0);
-    wait_until([&] { return num_running_.load(std::memory_order_acquire) == 0; });
+    wait_until([&] { return num_running_.load(std::memory_order_acquire) == 0; }, [] { return false; });
     // Back to all cores: processes that the caller starts inherit them.
     if (has_cores_) sched_setaffinity(0, sizeof(cores_), &cores_);
   }

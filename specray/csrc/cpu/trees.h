@@ -220,7 +220,9 @@ class TreeGrowth {
     for (int level = 0; level < growth.num_levels; ++level) {
       const int width = level ? width_ : 1, count = growth.num_trees * width;
       if (level) run_layers(level, member);
+      will_read(network_.output, member);
       member.share(count, [&](int r) { finish(level, r); });
+      will_read(network_.project.data ? network_.project : network_.layers[0].qkv, member);
       multiply(network_.output, to_output_, count, member, [&](int r, int channel, const float* values) {
         const int columns = std::min(LANES, network_.num_columns - channel);
         if (columns > 0) std::copy(values, values + columns, logits_.data() + int64_t(r) * network_.num_columns + channel);
