@@ -149,8 +149,8 @@ class DraftSource(Protocol):
     def reads_next_token(self) -> bool: ...
 
     @property
-    def reads_steps(self) -> bool:
-        """Whether `submit` reads what a step committed; otherwise it is called with an empty context."""
+    def reads_context(self) -> bool:
+        """Whether `submit` reads its context. If not, it gets an empty one."""
 
     @property
     def seconds(self) -> float:

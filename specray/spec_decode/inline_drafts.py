@@ -17,6 +17,8 @@ from specray.step import DrafterUse, DraftFault, DraftLimit
 class InlineDrafts:
     """DraftSource in the target's process and thread."""
 
+    reads_context = True
+
     def __init__(self, drafter: Drafter, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.drafter = drafter
         self._pending = PendingTrees(num_slots, vocab_size, device)
@@ -24,7 +26,6 @@ class InlineDrafts:
         self.max_draft_tokens = drafter.max_draft_tokens
         self.aux_hidden_state_layers = drafter.aux_hidden_state_layers
         self.reads_next_token = drafter.reads_next_token
-        self.reads_steps = True
         self.seconds = 0.0
         self._several = composite_of(drafter)
 

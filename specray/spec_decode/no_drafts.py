@@ -13,13 +13,14 @@ from specray.step import DrafterUse, DraftFault, DraftLimit
 class NoDrafts:
     """DraftSource without a drafter. On ranks above 0, the sizes are those of rank 0's drafter."""
 
+    reads_context = False
+
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._parents = torch.full((num_slots, 1), NONE, dtype=torch.int64, device=device)
         self._num_nodes = torch.ones(num_slots, dtype=torch.int64, device=device)
         self.max_draft_tokens = 0
         self.aux_hidden_state_layers: tuple[int, ...] = ()
         self.reads_next_token = False
-        self.reads_steps = False
         self.seconds = 0.0
         self.scores: list[list[float]] = []
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 _MANY_ROWS = 8  # larger numbers of rows are multiples of it
-MAX_TOKENS = 1024  # of a bucket; the logits of larger ones would take gigabytes
+MAX_TOKENS = 1024  # of a bucket; with a vocabulary of 128,000 its logits take 0.5 GB in float32
 
 
 class Bucket(NamedTuple):

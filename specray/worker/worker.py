@@ -127,7 +127,7 @@ class Worker:
             results[row] = results[row]._replace(draft_scores=scores)
         if any(state.traces_drafts for state in rows.states):
             results = with_traces(results, batch, output)
-        if plan.runs_drafter and self.drafts.reads_steps:
+        if plan.runs_drafter and self.drafts.reads_context:
             replay = None if self._graphs is None or verifying is None else self._graphs.draft(batch, verifying)
             self._context = self._draft_context(plan, batch, output, computed, replay)
         verified = time.perf_counter()

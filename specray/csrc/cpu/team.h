@@ -61,10 +61,10 @@ class Member {
 
   int number() const { return number_; }
 
-  // Says that a later phase reads `count` items of `size` bytes each. While this member waits for others, it brings its
-  // range of them closer.
+  // Says that a later phase reads `count` items of `size` bytes each. While this member waits for others, it prefetches
+  // its range of them.
   void will_read(const void* items, int count, int64_t size) {
-    constexpr int64_t MOST = 256 << 10;  // bytes, a part of the second cache
+    constexpr int64_t MOST = 256 << 10;  // bytes, a part of the L2 cache
     const int first = first_of(count, number_), end = first_of(count, number_ + 1);
     fetched_ = static_cast<const char*>(items) + first * size;
     fetch_end_ = fetched_ + std::min(MOST, (end - first) * size);
@@ -87,7 +87,7 @@ class Member {
     for (int turn = 0; turn < team_size_; ++turn) {
       const int owner = (number_ + turn) % team_size_, first = first_of(count, owner), end = first_of(count, owner + 1);
       std::atomic<int>& next = taken[owner * APART];
-      if (first + next.load(std::memory_order_relaxed) >= end) continue;  // leaves the cache line where it is
+      if (first + next.load(std::memory_order_relaxed) >= end) continue;  // without a write, so its owner keeps the cache line
       const auto take = [&] { return first + next.fetch_add(1, std::memory_order_relaxed); };
       for (int item = take(); item < end; item = take(), ++mine) work(item);
     }
@@ -96,9 +96,9 @@ class Member {
   }
 
  private:
-  static constexpr int APART = 16;  // counters between two that different members write: a cache line
+  static constexpr int APART = LINE / sizeof(int);  // counters that different members write lie in different cache lines
 
-  // Four cache lines of what is read later; false if none are left.
+  // Prefetches four cache lines of what is read later; false if none are left.
   bool fetch() {
     if (fetched_ >= fetch_end_) return false;
     for (int i = 0; i < 4; ++i, fetched_ += LINE) __builtin_prefetch(fetched_, TO_READ, LARGER_CACHES);
@@ -110,7 +110,7 @@ class Member {
   std::atomic<int>* counters_;
   int num_phases_;
   const int team_size_, number_;
-  const char *fetched_ = nullptr, *fetch_end_ = nullptr;
+  const char *fetched_ = nullptr, *fetch_end_ = nullptr;  // what is still to be prefetched
 };
 
 class Team {

@@ -64,6 +64,8 @@ class RingLimits(NamedTuple):
 class RemoteDrafts:
     """DraftSource for the drafter that is connected. Without one, every tree is its root."""
 
+    reads_context = True
+
     def __init__(self, endpoint: DraftEndpoint, limits: RingLimits, table: RequestTable) -> None:
         self._epoch, self._uses_ipc = endpoint.epoch, endpoint.uses_cuda_ipc
         self._limits = limits
@@ -80,8 +82,6 @@ class RemoteDrafts:
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
         return tuple(self._peer.handshake.aux_hidden_state_layers) if self._peer else ()
-
-    reads_steps = True
 
     @property
     def reads_next_token(self) -> bool:
