@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from specray.outputs import FinishReason
-from specray.step import DraftFault
+from specray.step import DraftFault, StepTimes
 
 
 class Metric(NamedTuple):
@@ -62,6 +62,7 @@ METRICS = (
         "counter",
         "Time in steps, by part: host, prepare, forward, verify, draft.",
         "phase",
+        ("host", *StepTimes._fields),
     ),
     Metric(
         "specray_verify_steps_total",

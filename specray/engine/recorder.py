@@ -59,9 +59,10 @@ class StatsRecorder:
         self._stats.add("specray_steps_total")
         for kind in result.draft_faults:
             self._stats.add_labelled("specray_draft_faults_total", kind)
+        phases = self._stats.labelled["specray_step_seconds_total"]
         for phase, spent in zip(result.times._fields, result.times, strict=True):
-            self._stats.add_labelled("specray_step_seconds_total", phase, spent)
-        self._stats.add_labelled("specray_step_seconds_total", "host", max(0.0, seconds - sum(result.times)))
+            phases[phase] += spent
+        phases["host"] += max(0.0, seconds - sum(result.times))
 
     def drafter(self, name: str | None) -> None:
         """Another drafter is used from now on."""

@@ -96,9 +96,12 @@ class Request:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens that are known once all planned steps are done, and that none of them computes; 1 when decoding."""
-        if any(planned.samples for planned in self.in_flight):
-            return 1
-        return len(self.token_ids) - self.num_computed_tokens - sum(planned.num_tokens for planned in self.in_flight)
+        pending = len(self.token_ids) - self.num_computed_tokens
+        for planned in self.in_flight:
+            if planned.samples:
+                return 1
+            pending -= planned.num_tokens
+        return pending
 
     @property
     def most_tokens(self) -> int:
@@ -144,8 +147,7 @@ class Request:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
+class Emitted(NamedTuple):
     """What one step computed and emitted for one request, before it is cut at stop conditions."""
 
     request: Request

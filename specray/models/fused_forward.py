@@ -39,8 +39,8 @@ class FusedForward:
         step = (token_ids, positions, attend, places)
         hidden, final, found, copies = self._layers.forward(self._around, *step, taps, self._dtype, only_largest)
         logits = LargestLogits(found) if only_largest else found
-        if taps and list(aux_hidden_state_layers) == taps:
-            return final, logits, [copies]
+        if list(aux_hidden_state_layers) == taps:
+            return final, logits, [copies] if taps else []
         others = {BEFORE_FINAL_NORM: hidden, num_layers: final}
         return final, logits, in_order(aux_hidden_state_layers, taps, copies, others)
 

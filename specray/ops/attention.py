@@ -6,7 +6,7 @@ A backend is planned once a step and then called by every layer. It owns the lay
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ _SCALE_BYTES = 4  # behind each row of a pool in int8
 _WRITTEN_SLOTS, _WRITTEN_BYTES = 16384, 256 << 20  # at most so much of a CPU's new pool is written at once
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionBatch:
+class AttentionBatch(NamedTuple):
     """A flattened batch of R requests. Request r has `query_lens[r]` consecutive queries of the T in all.
 
     Query j of a request attends to the KV before its queries and to its queries up to j. If `tree_sizes[r]` is (n, m),

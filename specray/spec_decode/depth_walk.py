@@ -58,4 +58,4 @@ def walk_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
     padded = [[row + [0] * (width - len(row)) for row in part] for part in (tokens, paths)]
     token_ids, nodes = torch.tensor(padded, dtype=torch.int64).view(2, len(states), -1)[:, :, :width].to(device)
     num_tokens = torch.tensor([len(row) for row in tokens], dtype=torch.int64).to(device)
-    return VerifyOutput(num_tokens, token_ids, nodes, logprobs=logprobs)
+    return VerifyOutput.of(num_tokens, token_ids, nodes, logprobs)

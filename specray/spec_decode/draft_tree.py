@@ -5,7 +5,6 @@ verifier. Lists are for drafters that work on the host (n-grams).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,8 +21,7 @@ class TreeLists(NamedTuple):
     parents: list[int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftTree:
+class DraftTree(NamedTuple):
     """Candidate continuations of B requests; node 0 of each is its last known token."""
 
     tokens: Tensor  # int64 [B, N], -1 past a tree's nodes

@@ -63,4 +63,4 @@ def choose_on_gpu(inputs: VerifyInput, first_id: int = 0) -> Choices:
 
 def walk_on_gpu(tree: DraftTree, choices: Choices) -> VerifyOutput:
     """Accept the nodes whose whole path was chosen."""
-    return VerifyOutput(*follow(choices, tree.tokens, tree.parents, tree.num_nodes, tree.max_depth))
+    return VerifyOutput(follow(choices, tree.tokens, tree.parents, tree.num_nodes, tree.max_depth))

@@ -89,4 +89,4 @@ def accept(tree: DraftTree, ancestors: Tensor, chosen: Tensor, is_finite: Tensor
     columns = torch.where(is_accepted, depths, tree.max_depth + 1)
     path = torch.zeros(num_rows, tree.max_depth + 2, dtype=torch.int64, device=chosen.device)
     path = path.scatter_(1, columns, nodes.expand(num_rows, width))[:, :-1]
-    return VerifyOutput(is_accepted.sum(-1) * has_finite_path, chosen.gather(1, path), path)
+    return VerifyOutput.of(is_accepted.sum(-1) * has_finite_path, chosen.gather(1, path), path)

@@ -84,9 +84,10 @@ class RequestTable:
     def flush(self, *rows: Sequence[int]) -> Tensor:
         """Write all changes that wait to the device. `rows` are copied along and returned as int64 [len(rows), n]."""
         changes, self._changes = self._changes, []
-        if not changes:
-            return torch.from_numpy(np.array(rows, dtype=np.int64)).to(self.device)
         extra = np.array(rows, dtype=np.int64)
+        if not changes:
+            columns = torch.from_numpy(extra)
+            return columns if self._host_arena is not None else columns.to(self.device)
         places = [np.arange(first, first + len(values), dtype=np.int32) for first, values in changes]
         packed = np.concatenate([extra.ravel().view(np.int32), *places, *(values for _, values in changes)])
         columns, written = torch.from_numpy(packed).to(self.device).tensor_split((2 * extra.size,))

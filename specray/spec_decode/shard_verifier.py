@@ -62,10 +62,7 @@ def verify_padded_shards(
     else:
         own = _choose_padded(logits, tree, sampling if is_sampled else None, lengths, head.first_id)
         verified = _accept(tree, _exchanged(own, head))
-    depth = verified.tokens.shape[1]
-    outcome = torch.cat((verified.num_tokens[:, None], verified.tokens, verified.nodes), 1)
-    count, tokens, nodes = head.group.broadcast(outcome).split_with_sizes((1, depth, depth), 1)
-    return VerifyOutput(count[:, 0], tokens, nodes)
+    return VerifyOutput(head.group.broadcast(verified.outcome))
 
 
 def _choose_padded(

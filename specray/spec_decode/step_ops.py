@@ -25,6 +25,7 @@ class FlatTokens(NamedTuple):
     positions: Tensor
     slot_mapping: Tensor  # KV slots to write
     roots: Tensor  # int64 [R], places of the roots; a root's nodes follow it
+    kv_slots: Tensor  # int64 [R, kv_width]: those of the first positions
     ancestors: Tensor | None  # see DraftTree; None: there are no drafts
 
 
@@ -37,25 +38,23 @@ class TableOps(Protocol):
     def kv_slots(self, slots: Tensor, starts: Tensor | None, width: int) -> Tensor:
         """KV slots [n, width] of `width` positions from `starts` [n] on, by default from 0."""
 
-    def append(self, slots: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
-        """Append the first `num_tokens` [n] of `tokens` [n, D] to each of `slots` [n]."""
+    def append(self, slots: Tensor, outcome: Tensor) -> None:
+        """Append the tokens that `slots` [n] emitted; `outcome` is that of StepOutput."""
 
     def build_step(
-        self, columns: Sequence[Tensor], trees: Sequence[Tensor], total: int, has_drafts: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        self, columns: Sequence[Tensor], trees: Sequence[Tensor], total: int, kv_width: int, has_drafts: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """The fields of FlatTokens, `total` tokens in all.
 
         `columns` are slots, positions of the first tokens to compute, and their numbers, the root included, each [R];
         `trees` are tokens and parents [R, N] and numbers of nodes [R].
         """
 
-    def committed_places(
-        self, order: Tensor, roots: Tensor, counts: Tensor, num_kept: Tensor, nodes: Tensor, total: int
-    ) -> Tensor:
+    def committed_places(self, order: Tensor, roots: Tensor, counts: Tensor, outcome: Tensor, total: int) -> Tensor:
         """Places [total] of the tokens that rows `order` committed, row by row.
 
-        These are the known tokens before the root and the accepted path: `num_kept` [R] nodes of `nodes` [R, D + 1].
-        `roots` [R] are the places of the roots: each is the last of a row's `counts` [R] known tokens.
+        These are the known tokens before the root and the accepted path; `outcome` is that of StepOutput. `roots` [R]
+        are the places of the roots: each is the last of a row's `counts` [R] known tokens.
         """
 
     def extend_input(

@@ -35,7 +35,8 @@ class TorchTable:
         found = self.cells(slots[:, None].expand_as(positions).flatten(), positions.flatten(), first)
         return found.view_as(positions)
 
-    def append(self, slots: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
+    def append(self, slots: Tensor, outcome: Tensor) -> None:
+        num_tokens, tokens = outcome[:, 1], outcome[:, 2 : 1 + outcome.shape[1] // 2]
         cells, row_size = self._arena.cells, self._arena.row_size
         known = cells.view(-1, row_size)[:, self._arena.length_column]
         lengths = known.index_select(0, slots).long()
@@ -46,8 +47,8 @@ class TorchTable:
         known.index_copy_(0, slots, (lengths + num_tokens).to(torch.int32))
 
     def build_step(
-        self, columns: Sequence[Tensor], trees: Sequence[Tensor], total: int, has_drafts: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        self, columns: Sequence[Tensor], trees: Sequence[Tensor], total: int, kv_width: int, has_drafts: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         tokens, parents, num_nodes = trees
         query_lens = columns[2] + num_nodes - 1
         index = RaggedIndex.of(query_lens, total)
@@ -61,11 +62,11 @@ class TorchTable:
             token_ids = torch.where(node > 0, tokens[index.rows, node.clamp(min=0)], token_ids)
             positions = torch.where(node > 0, places_in_kv - node + depth, places_in_kv)
         written = self.cells(slots, places_in_kv, self._arena.kv_column)
-        return token_ids, positions, written, query_lens.cumsum(0) - num_nodes, ancestors
+        roots, kv_slots = query_lens.cumsum(0) - num_nodes, self.kv_slots(columns[0], None, kv_width)
+        return token_ids, positions, written, roots, kv_slots, ancestors
 
-    def committed_places(
-        self, order: Tensor, roots: Tensor, counts: Tensor, num_kept: Tensor, nodes: Tensor, total: int
-    ) -> Tensor:
+    def committed_places(self, order: Tensor, roots: Tensor, counts: Tensor, outcome: Tensor, total: int) -> Tensor:
+        num_kept, nodes = outcome[:, 0], outcome[:, 1 + outcome.shape[1] // 2 :]
         before = (counts - 1).index_select(0, order)
         index = RaggedIndex.of(before + num_kept.index_select(0, order), total)
         row, depth = order.index_select(0, index.rows), index.offsets - before.index_select(0, index.rows)

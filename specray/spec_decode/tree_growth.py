@@ -209,7 +209,7 @@ class TreeGrower:
             chain.append(token)
             are_finite.append(is_finite)
         tree = DraftTree.chains(torch.stack(chain, 1))
-        return replace(tree, num_nodes=tree.num_nodes * torch.stack(are_finite, 1).all(-1))
+        return tree._replace(num_nodes=tree.num_nodes * torch.stack(are_finite, 1).all(-1))
 
     def _best(self, logits: Tensor, noise: TreeNoise | None, level: int) -> tuple[Tensor, Tensor]:
         """(the likeliest token of each row of `logits` [B, V] as the target's id, whether its logit is finite)."""
@@ -285,7 +285,7 @@ def with_draft_probs(tree: DraftTree, level_probs: list[Tensor]) -> DraftTree:
     """The tree with the distributions of its levels, each [B, V], if there are any."""
     if not level_probs:
         return tree
-    return replace(tree, draft_probs=F.pad(torch.stack(level_probs, 1), (0, 0, 0, 1)))
+    return tree._replace(draft_probs=F.pad(torch.stack(level_probs, 1), (0, 0, 0, 1)))
 
 
 def by_layer(plans: Sequence[Attend]) -> Attend:

@@ -11,7 +11,7 @@ the depths.
 
 from collections.abc import Sequence
 
-from specray.ops.cpu.library import Kernels, kernels_on
+from specray.ops.cpu.library import Kernels, kernels, kernels_on
 from specray.ops.cpu.tree_walk import follow, walk
 from specray.ops.gpu import uses_triton
 from specray.ops.likeliest import LargestLogits
@@ -45,9 +45,9 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask 
 
 def verify_largest(largest: LargestLogits, tree: DraftTree) -> VerifyOutput:
     """Verify the trees of requests of which `reads_largest_logit` is true, in one call of the CPU kernels."""
-    own = kernels_on(largest.token_ids.device)
+    own = kernels()
     assert own is not None, "only they make LargestLogits"
-    return VerifyOutput(*follow(own, largest.token_ids, tree.tokens, tree.parents, tree.num_nodes, tree.max_depth))
+    return VerifyOutput(follow(own, largest.token_ids, tree.tokens, tree.parents, tree.num_nodes, tree.max_depth))
 
 
 def can_verify_padded(states: Sequence[SamplingState], sampler: NodeSampler) -> bool:
@@ -76,7 +76,7 @@ def _verify_at_once(inputs: VerifyInput, own: Kernels | None) -> VerifyOutput:
     if own is not None:
         tree = inputs.tree
         parts = (tree.tokens, tree.parents, tree.num_nodes, tree.max_depth, inputs.sampling, inputs.lengths)
-        return VerifyOutput(*walk(own, inputs.logits, *parts))
+        return VerifyOutput(walk(own, inputs.logits, *parts))
     if uses_triton(inputs.logits.device):
         from specray.spec_decode.gpu_verifier import verify_on_gpu
 

@@ -15,14 +15,36 @@ from specray.spec_decode.draft_tree import DraftTree
 
 
 class VerifyOutput(NamedTuple):
-    """Outcome of B trees of at most D levels below the root, on the device."""
+    """Outcome of B trees of at most D levels below the root."""
 
-    num_tokens: Tensor  # int64 [B]: accepted drafts and the bonus token; 0: the logits are not finite
-    tokens: Tensor  # int64 [B, D + 1]: accepted drafts, then the bonus token; undefined past `num_tokens`
-    nodes: Tensor  # int64 [B, D + 1]: accepted nodes, the root first; undefined past `num_tokens`
-    # int64 [B, 2 + 2 * (D + 1)], of which the tensors are columns: num_tokens twice, tokens, nodes; None: they are not
-    outcome: Tensor | None = None
+    outcome: Tensor  # int64 [B, 2 + 2 * (D + 1)] on the device: num_tokens twice, tokens, nodes; see StepOutput
     logprobs: Mapping[int, list[TokenLogprob]] = MappingProxyType({})  # of the requests with logprobs, by row
+
+    @classmethod
+    def of(
+        cls,
+        num_tokens: Tensor,
+        tokens: Tensor,
+        nodes: Tensor,
+        logprobs: Mapping[int, list[TokenLogprob]] = MappingProxyType({}),
+    ) -> "VerifyOutput":
+        count = num_tokens[:, None]
+        return cls(torch.cat((count, count, tokens, nodes), 1), logprobs)
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """int64 [B]: accepted drafts and the bonus token; 0: the logits are not finite."""
+        return self.outcome[:, 0]
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B, D + 1]: accepted drafts, then the bonus token; undefined past `num_tokens`."""
+        return self.outcome[:, 2 : 1 + self.outcome.shape[1] // 2]
+
+    @property
+    def nodes(self) -> Tensor:
+        """int64 [B, D + 1]: accepted nodes, the root first; undefined past `num_tokens`."""
+        return self.outcome[:, 1 + self.outcome.shape[1] // 2 :]
 
 
 class VerifyInput(NamedTuple):
@@ -61,14 +83,12 @@ class VerifyInput(NamedTuple):
 
 def in_order(outputs: Sequence[VerifyOutput], rows: Sequence[int]) -> VerifyOutput:
     """One output of several, whose requests, one output after the other, are number `rows` of the batch."""
-    order = torch.tensor(rows).argsort().to(outputs[0].tokens.device)
-    num_tokens, tokens, nodes = (
-        torch.cat(parts).index_select(0, order) for parts in zip(*(output[:3] for output in outputs), strict=True)
-    )
-    starts = accumulate((len(output.num_tokens) for output in outputs), initial=0)
+    order = torch.tensor(rows).argsort().to(outputs[0].outcome.device)
+    outcome = torch.cat([output.outcome for output in outputs]).index_select(0, order)
+    starts = accumulate((len(output.outcome) for output in outputs), initial=0)
     logprobs = {
         rows[start + row]: probs
         for start, output in zip(starts, outputs, strict=False)
         for row, probs in output.logprobs.items()
     }
-    return VerifyOutput(num_tokens, tokens, nodes, logprobs=logprobs)
+    return VerifyOutput(outcome, logprobs)

@@ -56,8 +56,8 @@ def broadcast_tree(
 
 def broadcast_output(group: RankGroup, output: StepOutput | None, device: torch.device) -> StepOutput:
     """Rank 0's outcome on every rank, without logprobs; the others pass None."""
-    array, _ = _broadcast(group, None if output is None else output.host)
-    return output or StepOutput(torch.from_numpy(array).to(device), array, {})
+    array, _ = _broadcast(group, None if output is None else np.array(output.host, dtype=np.int64))
+    return output or StepOutput(torch.from_numpy(array).to(device), array.tolist(), {})
 
 
 def _broadcast(group: RankGroup, array: np.ndarray | None, numbers: Sequence[int] = ()) -> tuple[np.ndarray, list[int]]:

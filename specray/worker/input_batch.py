@@ -4,7 +4,6 @@ Prefill and decode are not distinguished. A request contributes the known tokens
 is the root of its tree. If they exceed the step's budget, the tree is that one node and nothing is sampled from it.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +20,7 @@ from specray.spec_decode.step_ops import FlatTokens
 from specray.step import StepPlan
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScheduledBatch:
+class ScheduledBatch(NamedTuple):
     """The R scheduled requests of a step. Row r is the r-th request of the plan."""
 
     states: list[RequestState]
@@ -74,8 +72,7 @@ class StepBatch(NamedTuple):
         return self.rows.are_all_sampling and max(self.rows.num_known) == 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InputBatch:
+class InputBatch(NamedTuple):
     """A step's rows and trees, flattened to T tokens."""
 
     token_ids: Tensor  # int64 [T]
@@ -91,11 +88,12 @@ def build_batch(table: RequestTable, batch: StepBatch) -> InputBatch:
     lens = [known + nodes - 1 for known, nodes in zip(rows.num_known, num_nodes, strict=True)]
     kv_lens = [state.num_computed_tokens + length for state, length in zip(rows.states, lens, strict=True)]
     columns, trees = (rows.slots, rows.starts, rows.counts), (tree.tokens, tree.parents, tree.num_nodes)
-    flat = FlatTokens(*table.ops.build_step(columns, trees, sum(lens), has_drafts=tree.max_depth > 0))
+    has_drafts = tree.max_depth > 0
+    flat = FlatTokens(*table.ops.build_step(columns, trees, sum(lens), max(kv_lens), has_drafts))
     attention = AttentionBatch(
         lens,
         kv_lens,
-        table.ops.kv_slots(rows.slots, None, max(kv_lens)),
+        flat.kv_slots,
         flat.slot_mapping,
         [(count, count) if count > 1 else (0, 0) for count in num_nodes],
         flat.ancestors,

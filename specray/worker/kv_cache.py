@@ -30,21 +30,21 @@ class KVCache:
         self._kernels = kernels_on(device)
         self._uses_triton = uses_triton(device)
 
-    def commit(self, kv_slots: Tensor, nodes: Tensor, num_tokens: Tensor) -> None:
+    def commit(self, kv_slots: Tensor, outcome: Tensor) -> None:
         """Move the KV of accepted paths behind their prefixes.
 
-        `kv_slots` int64 [B, N] are the KV slots of the trees' nodes as they were written, `nodes` int64 [B, D + 1] the
-        accepted nodes by depth, of which the first `num_tokens` int64 [B] count. Node n at depth d moves to the KV
-        slot of node d.
+        `kv_slots` int64 [B, N] are the KV slots of the trees' nodes as they were written, `outcome` is that of
+        StepOutput. The kept node n at depth d moves to the KV slot of node d.
         """
         if self._kernels is not None:
-            commit_paths(self._kernels, self.pool, kv_slots, nodes, num_tokens)
+            commit_paths(self._kernels, self.pool, kv_slots, outcome)
             return
         if self._uses_triton:
             from specray.ops.gpu import kv
 
-            kv.commit_paths(self.pool, kv_slots, nodes, num_tokens)
+            kv.commit_paths(self.pool, kv_slots, outcome)
             return
+        num_tokens, nodes = outcome[:, 0], outcome[:, 1 + outcome.shape[1] // 2 :]
         depths = torch.arange(1, nodes.shape[1], device=nodes.device)
         is_moved = (depths < num_tokens[:, None]) & (nodes[:, 1:] != depths)
         # Where nothing moves, KV slot 0 (zeros) is copied to itself, so that no shape depends on the outcome.

@@ -106,17 +106,15 @@ class PaddedStep:
         inputs = (logits, tree, options, lengths[:, 0], is_sampled, self._sampler)
         head = self._model.head
         verified = verify_padded_shards(*inputs, head, is_filtered) if self.is_sharded else verify_padded(*inputs)
-        count = verified.num_tokens
         if bucket.nodes > 1:
-            self._kv.commit(kv_slots, verified.nodes, count)
+            self._kv.commit(kv_slots, verified.outcome)
         if uses_triton(slots.device):
             from specray.ops.gpu import steps
 
-            steps.commit(self._table.arena, self._outcome_of(bucket), slots, count, verified.tokens, verified.nodes)
+            steps.commit(self._table.arena, self._outcome_of(bucket), slots, verified.outcome)
             return
-        self._table.ops.append(slots, verified.tokens, count)
-        outcome = torch.cat((count[:, None], count[:, None], verified.tokens, verified.nodes), 1)
-        self._outcome_of(bucket).copy_(outcome)
+        self._table.ops.append(slots, verified.outcome)
+        self._outcome_of(bucket).copy_(verified.outcome)
 
     def draft(self, bucket: Bucket, drafter: PaddedDrafter, is_sampled: bool) -> None:
         """Draft for the next step after `verify`."""

@@ -12,7 +12,7 @@ from specray.worker.step_output import StepOutput
 
 def with_traces(results: Sequence[RequestResult], batch: StepBatch, output: StepOutput) -> list[RequestResult]:
     """The results of all rows, with the trees that were asked for. They take one more copy to the host."""
-    rows = [row for row in batch.rows.sampling if batch.rows.states[row].traces_drafts and output.host[row, 0]]
+    rows = [row for row in batch.rows.sampling if batch.rows.states[row].traces_drafts and output.num_kept(row)]
     tree, traced = batch.tree, list(results)
     index = torch.tensor(rows, dtype=torch.int64).to(tree.tokens.device)
     tokens, parents = torch.stack((tree.tokens, tree.parents)).index_select(1, index).tolist()

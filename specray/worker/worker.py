@@ -63,26 +63,18 @@ class Worker:
         self._table = table
         self._sampler = sampler
         self._graphs = graphs
-        self._context = ProposeContext(table, [])
+        self._inference = torch.inference_mode()  # kept, because making one takes longer than entering it
+        self._nothing = ProposeContext(table, [])
+        self._context = self._nothing
 
     @property
     def model(self) -> TargetModel:
         return self._runner.model
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: target forward over known tokens and draft trees, verify, keep the accepted path."""
-        ready = plan
-        withheld: dict[int, RequestResult] = {}
-        if self.grammars.slots or any(new.sampling.grammar is not None for new in plan.new_requests):
-            ready, withheld = self.grammars.withhold(plan)
-        if self._group.size > 1:
-            self._group.broadcast_bytes(pack(ready))
-        result = self._execute(ready)
-        if not withheld:
-            return result
-        computed = iter(result.rows)
-        return result._replace(rows=[withheld.get(row.slot) or next(computed) for row in plan.rows])
+        with self._inference:
+            return self._lead(plan)
 
     def propose(self) -> None:
         """Draft for the next step; called after the step's result was sent to the scheduler."""
@@ -97,12 +89,26 @@ class Worker:
     def close(self) -> None:
         self._group.close()
 
+    def _lead(self, plan: StepPlan) -> StepResult:
+        """The step on rank 0, on all ranks, without the requests whose grammar is not compiled yet."""
+        ready = plan
+        withheld: dict[int, RequestResult] = {}
+        if self.grammars.slots or any(new.sampling.grammar is not None for new in plan.new_requests):
+            ready, withheld = self.grammars.withhold(plan)
+        if self._group.size > 1:
+            self._group.broadcast_bytes(pack(ready))
+        result = self._execute(ready)
+        if not withheld:
+            return result
+        computed = iter(result.rows)
+        return result._replace(rows=[withheld.get(row.slot) or next(computed) for row in plan.rows])
+
     def _execute(self, plan: StepPlan) -> StepResult:
         """The step on this rank: collect the drafts, forward, verify and commit, and prepare the next drafts' input."""
         start = time.perf_counter()
         rows = ScheduledBatch.of(self._table, plan)
         self.drafts.release(plan.freed_slots)
-        self._context = ProposeContext(self._table, [])  # the last step's may name slots that were just freed
+        self._context = self._nothing  # the last step's may name slots that were just freed
         if not rows.states:
             return StepResult(plan.step_id, [], StepTimes(time.perf_counter() - start, 0.0, 0.0, 0.0))
         batch = self._collect(plan, rows)
@@ -205,14 +211,14 @@ class Worker:
         rows, tree = batch.rows, batch.tree
         if tree.max_depth:
             kv_slots = self._table.ops.kv_slots(rows.slots, rows.last, tree.tokens.shape[1])
-            self._runner.kv.commit(kv_slots, output.nodes, output.num_kept)
-        self._table.ops.append(rows.slots, output.tokens, output.num_emitted)
+            self._runner.kv.commit(kv_slots, output.device)
+        self._table.ops.append(rows.slots, output.device)
 
     def _commit_row(
         self, batch: StepBatch, output: StepOutput, row: int, prompt_logprobs: list[TokenLogprob] | None
     ) -> RequestResult:
         """Keep a row's accepted path in the host's copy: lengths and tokens."""
-        state, num_kept = batch.rows.states[row], int(output.host[row, 0])
+        state, num_kept = batch.rows.states[row], output.num_kept(row)
         if not num_kept:
             return RequestResult(state.slot, [], 0, None, self.grammars.error(state.slot) or NOT_A_NUMBER)
         tokens = output.emitted(row)
@@ -233,7 +239,7 @@ class Worker:
         replay: Callable[[], DraftTree] | None,
     ) -> ProposeContext:
         """The drafter's input: rows with finite logits, and the hidden states of the tokens they committed."""
-        rows, num_kept = batch.rows, output.host[:, 0].tolist()
+        rows, num_kept = batch.rows, [outcome[0] for outcome in output.host]
         gets_drafts = [False] * len(num_kept)
         for row in rows.sampling:
             gets_drafts[row] = plan.rows[row].draft_limit.allows_drafts
@@ -250,7 +256,7 @@ class Worker:
 
         def gather() -> Tensor:
             places = torch.tensor(order, dtype=torch.int64).to(self._table.device)
-            committed = (computed.roots, rows.counts, output.num_kept, output.nodes, sum(lengths))
+            committed = (computed.roots, rows.counts, output.device, sum(lengths))
             index = self._table.ops.committed_places(places, *committed)
             parts = [states.index_select(0, index) for states in computed.aux_hidden_states]
             return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -1,7 +1,6 @@
 """Random request tables and trees, for tests that compare kernels with their twins in torch."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,9 +74,9 @@ def compare_pending_trees(name: str, lists: list[TreeLists], data: st.DataObject
     limits = [DraftLimit(data.draw(st.integers(0, 12)), 99, data.draw(least)) for _ in lists]
     if data.draw(st.booleans()):
         scores = 0.8 ** torch.arange(tree.tokens.shape[1], dtype=torch.float32)
-        tree = replace(tree, scores=scores.repeat(count, 1))
+        tree = tree._replace(scores=scores.repeat(count, 1))
 
-    older = replace(DraftTree.roots(torch.zeros(SLOTS, dtype=torch.int64)), scores=torch.full((SLOTS, 1), 0.1))
+    older = DraftTree.roots(torch.zeros(SLOTS, dtype=torch.int64))._replace(scores=torch.full((SLOTS, 1), 0.1))
     replaces = data.draw(st.booleans())
 
     def run() -> Any:

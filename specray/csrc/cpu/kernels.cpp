@@ -195,8 +195,8 @@ void specray_soft_loss(
 // See move_kv in kv_pool.h.
 void specray_move_kv(
     void* pool, int32_t num_layers, int64_t layer_bytes, int64_t slot_bytes, int32_t count, const int64_t* kv_slots,
-    int32_t width, const int64_t* nodes, int32_t depth, const int64_t* num_kept) {
-  move_kv(pool, num_layers, layer_bytes, slot_bytes, count, kv_slots, width, nodes, depth, num_kept);
+    int32_t width, const int64_t* outcome, int64_t outcome_width) {
+  move_kv(pool, num_layers, layer_bytes, slot_bytes, count, kv_slots, width, {outcome, outcome_width});
 }
 
 // A draft model over committed tokens; see draft.h.
@@ -264,9 +264,8 @@ void specray_forbid(
 // The tensors of a step around its forward passes; see steps.h.
 
 void specray_build_step(
-    const Arena* arena, const StepRows* rows, int64_t* ids, int64_t* positions, int64_t* written, int64_t* roots,
-    uint8_t* ancestors) {
-  build_step(*arena, *rows, ids, positions, written, roots, ancestors);
+    const Arena* arena, const StepRows* rows, int64_t total, int64_t kv_width, int64_t* step, uint8_t* ancestors) {
+  build_step(*arena, *rows, total, kv_width, step, ancestors);
 }
 
 void specray_gather_cells(
@@ -280,8 +279,8 @@ void specray_gather_kv_slots(
 }
 
 void specray_append_tokens(
-    const Arena* arena, int64_t count, const int64_t* slots, Strided tokens, Strided num_tokens) {
-  append_tokens(*arena, count, slots, tokens, num_tokens);
+    const Arena* arena, int64_t count, const int64_t* slots, const int64_t* outcome, int64_t width) {
+  append_tokens(*arena, count, slots, {outcome, width});
 }
 
 void specray_build_extend(
@@ -305,9 +304,9 @@ void specray_take_trees(
 }
 
 void specray_committed_places(
-    int64_t count, const int64_t* order, const int64_t* roots, const int64_t* counts, Strided num_kept, Strided nodes,
-    int64_t* places) {
-  committed_places(count, order, roots, counts, num_kept, nodes, places);
+    int64_t count, const int64_t* order, const int64_t* roots, const int64_t* counts, const int64_t* outcome,
+    int64_t width, int64_t* places) {
+  committed_places(count, order, roots, counts, {outcome, width}, places);
 }
 
 }  // extern "C"

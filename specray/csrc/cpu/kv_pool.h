@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "outcome.h"
 #include "simd.h"
 
 namespace specray {
@@ -89,16 +90,16 @@ inline void write_int8(const Pool& pool, int64_t slot, int which, const float* f
 }
 
 // Moves the keys and values of accepted paths behind their prefixes, in all layers. Of B requests, `kv_slots` [B, width]
-// are the slots of the tree's nodes and `nodes` [B, depth] the path from the root, of which the first `num_kept` count.
-// Node n at depth d moves to the slot of node d. As n >= d, no slot is overwritten before it was read.
+// are the slots of the tree's nodes. Node n at depth d moves to the slot of node d. As n >= d, no slot is overwritten
+// before it was read.
 inline void move_kv(
     void* pool, int num_layers, int64_t layer_bytes, int64_t slot_bytes, int count, const int64_t* kv_slots, int width,
-    const int64_t* nodes, int depth, const int64_t* num_kept) {
+    const Outcome& outcome) {
   for (int layer = 0; layer < num_layers; ++layer) {
     char* data = static_cast<char*>(pool) + layer * layer_bytes;
     for (int r = 0; r < count; ++r) {
-      const int64_t *slots = kv_slots + int64_t(r) * width, *path = nodes + int64_t(r) * depth;
-      for (int d = 1; d < num_kept[r]; ++d) {
+      const int64_t *slots = kv_slots + int64_t(r) * width, *path = outcome.nodes(r);
+      for (int d = 1; d < outcome.num_kept(r); ++d) {
         const int64_t from = slots[path[d]], to = slots[d];
         if (from != to) std::memcpy(data + to * slot_bytes, data + from * slot_bytes, slot_bytes);
       }

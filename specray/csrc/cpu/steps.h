@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "outcome.h"
+
 namespace specray {
 
 // A request table; see RequestArena.
@@ -27,11 +29,22 @@ struct StepRows {
   const int64_t* num_nodes;                // [R]
 };
 
-// Flattens rows and trees to tokens: ids, positions and KV slots to write [T], places of the roots [R]. `ancestors`
-// [R, width, width] is null where no tree has a draft.
+// The KV slots of `width` positions from `starts` [R] on (null: from 0), [R, width].
+inline void gather_kv_slots(
+    const Arena& arena, int64_t count, const int64_t* slots, const int64_t* starts, int64_t width, int64_t* kv_slots) {
+  for (int64_t r = 0; r < count; ++r) {
+    const int32_t* from = arena.row(slots[r]) + arena.kv_column + (starts ? starts[r] : 0);
+    for (int64_t i = 0; i < width; ++i) *kv_slots++ = from[i];
+  }
+}
+
+// Flattens rows and trees to T tokens. `step` becomes their ids, positions and KV slots to write, each [T], the places
+// of the roots [R], and the KV slots of the first `kv_width` positions [R, kv_width]. `ancestors` [R, width, width] is
+// null where no tree has a draft.
 inline void build_step(
-    const Arena& arena, const StepRows& rows, int64_t* ids, int64_t* positions, int64_t* written, int64_t* roots,
-    uint8_t* ancestors) {
+    const Arena& arena, const StepRows& rows, int64_t total, int64_t kv_width, int64_t* step, uint8_t* ancestors) {
+  int64_t *ids = step, *positions = ids + total, *written = positions + total, *roots = written + total;
+  gather_kv_slots(arena, rows.count, rows.slots, nullptr, kv_width, roots + rows.count);
   std::vector<int64_t> depths(rows.width);
   int64_t place = 0;
   for (int64_t r = 0; r < rows.count; ++r) {
@@ -70,32 +83,13 @@ inline void gather_cells(
   for (int64_t i = 0; i < count; ++i) found[i] = arena.row(slots[i])[column + positions[i]];
 }
 
-// KV slots of `width` positions from `starts` [R] on (null: from 0), [R, width].
-inline void gather_kv_slots(
-    const Arena& arena, int64_t count, const int64_t* slots, const int64_t* starts, int64_t width, int64_t* kv_slots) {
-  for (int64_t r = 0; r < count; ++r) {
-    const int32_t* from = arena.row(slots[r]) + arena.kv_column + (starts ? starts[r] : 0);
-    for (int64_t i = 0; i < width; ++i) *kv_slots++ = from[i];
-  }
-}
-
-// A column or the rows of a matrix: entry r begins at r * stride.
-struct Strided {
-  const int64_t* data;
-  int64_t stride;
-
-  const int64_t* row(int64_t r) const { return data + r * stride; }
-  int64_t operator[](int64_t r) const { return data[r * stride]; }
-};
-
-// Appends the first `num_tokens` [R] of `tokens` [R, any] to each request.
-inline void append_tokens(
-    const Arena& arena, int64_t count, const int64_t* slots, const Strided& tokens, const Strided& num_tokens) {
+// Appends the emitted tokens to each of `slots`.
+inline void append_tokens(const Arena& arena, int64_t count, const int64_t* slots, const Outcome& outcome) {
   for (int64_t r = 0; r < count; ++r) {
     int32_t* row = arena.row(slots[r]);
     int32_t& length = row[arena.length_column];
-    std::copy_n(tokens.row(r), num_tokens[r], row + length);
-    length += int32_t(num_tokens[r]);
+    std::copy_n(outcome.tokens(r), outcome.num_emitted(r), row + length);
+    length += int32_t(outcome.num_emitted(r));
   }
 }
 
@@ -179,14 +173,14 @@ inline void take_trees(
 }
 
 // Places [T] of the tokens that requests `order` [n] committed: the known ones before their `roots` [R], then the
-// accepted path, `num_kept` [R] of `nodes` [R, any].
+// accepted path.
 inline void committed_places(
-    int64_t count, const int64_t* order, const int64_t* roots, const int64_t* counts, const Strided& num_kept,
-    const Strided& nodes, int64_t* places) {
+    int64_t count, const int64_t* order, const int64_t* roots, const int64_t* counts, const Outcome& outcome,
+    int64_t* places) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t r = order[i];
     for (int64_t before = counts[r] - 1; before > 0; --before) *places++ = roots[r] - before;
-    for (int64_t depth = 0; depth < num_kept[r]; ++depth) *places++ = roots[r] + nodes.row(r)[depth];
+    for (int64_t depth = 0; depth < outcome.num_kept(r); ++depth) *places++ = roots[r] + outcome.nodes(r)[depth];
   }
 }
 

@@ -13,13 +13,12 @@ from specray.ops.cpu.structs import FLOAT_TYPES, KV_TYPES, Pool, Requests
 from specray.ops.cpu.threads import num_threads
 
 
-def commit_paths(kernels: Kernels, pool: Tensor, kv_slots: Tensor, nodes: Tensor, num_tokens: Tensor) -> None:
+def commit_paths(kernels: Kernels, pool: Tensor, kv_slots: Tensor, outcome: Tensor) -> None:
     """Move the KV of accepted paths in `pool` [layers, slots, 2, kv_heads, dim]; see KVCache.commit."""
-    kv_slots, nodes, num_tokens = (part.contiguous() for part in (kv_slots, nodes, num_tokens))
+    kv_slots = kv_slots.contiguous()
     layer_bytes, slot_bytes = (stride * pool.itemsize for stride in pool.stride()[:2])
-    count, width = kv_slots.shape
-    paths = (pointer(kv_slots), width, pointer(nodes), nodes.shape[1], pointer(num_tokens))
-    kernels.move_kv(pointer(pool), len(pool), layer_bytes, slot_bytes, count, *paths)
+    paths = (*kv_slots.shape[:1], pointer(kv_slots), kv_slots.shape[1], pointer(outcome), outcome.shape[1])
+    kernels.move_kv(pointer(pool), len(pool), layer_bytes, slot_bytes, *paths)
 
 
 class PagedAttention:

@@ -27,7 +27,6 @@ from specray.ops.cpu.structs import (
     Sizes,
     Step,
     StepRows,
-    Strided,
     Taps,
 )
 
@@ -83,7 +82,7 @@ class Kernels:
             "soft_loss", c_void_p, *of_logits, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int32
         )
         self.move_kv = self._function(
-            "move_kv", c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_int32, c_void_p, c_int32, c_void_p
+            "move_kv", c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_int32, c_void_p, c_int64
         )
         self.extend = self._function("extend", POINTER(DraftNetwork), POINTER(Step), *[c_void_p] * 3, c_int32, c_int32)
         self.grow = self._function("grow", POINTER(DraftNetwork), POINTER(Growth), c_int32)
@@ -95,15 +94,17 @@ class Kernels:
         self.walk = self._function("walk", POINTER(DraftTrees), c_void_p, c_int32)
         self.forbid = self._function("forbid", c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int64, c_int32)
         of_table = (POINTER(Arena), c_int64, c_void_p)
-        self.build_step = self._function("build_step", POINTER(Arena), POINTER(StepRows), *[c_void_p] * 5)
+        self.build_step = self._function(
+            "build_step", POINTER(Arena), POINTER(StepRows), c_int64, c_int64, c_void_p, c_void_p
+        )
         self.gather_cells = self._function("gather_cells", *of_table, c_void_p, c_int64, c_void_p)
         self.gather_kv_slots = self._function("gather_kv_slots", *of_table, c_void_p, c_int64, c_void_p)
-        self.append_tokens = self._function("append_tokens", *of_table, Strided, Strided)
+        self.append_tokens = self._function("append_tokens", *of_table, c_void_p, c_int64)
         self.build_extend = self._function("build_extend", *of_table, *[c_void_p] * 6)
         of_pending = (POINTER(PendingTrees), c_int64, *[c_void_p] * 4)
         self.put_trees = self._function("put_trees", *of_pending, c_void_p, c_int64)
         self.take_trees = self._function("take_trees", *of_pending, c_int64, *[c_void_p] * 6)
-        self.committed_places = self._function("committed_places", c_int64, *[c_void_p] * 3, Strided, Strided, c_void_p)
+        self.committed_places = self._function("committed_places", c_int64, *[c_void_p] * 4, c_int64, c_void_p)
 
     def _function(self, name: str, *arguments: Any, returns: Any = None) -> Any:
         function = getattr(self._library, f"specray_{name}")

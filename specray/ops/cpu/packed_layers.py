@@ -70,7 +70,8 @@ class PackedLayers:
         self.structs = (Layer * len(layers))(*(self._struct(layer) for layer in layers))
         self.sizes = Sizes(first.out.columns, first.gate_up.columns, num_heads, num_kv_heads, dim, eps)
         self.num_bytes = sum(layer.num_bytes for layer in layers)
-        self.cos, self.sin = cos_sin
+        self._kept += cos_sin
+        self.cos, self.sin = map(pointer, cos_sin)
 
     def _struct(self, layer: LayerParts) -> Layer:
         norms = [self._weight(norm) for norm in (layer.input_norm, layer.q_norm, layer.k_norm, layer.ffn_norm)]

@@ -34,18 +34,17 @@ class TableKernels:
         return found
 
     def build_step(
-        self, columns: Sequence[Tensor], trees: Sequence[Tensor], total: int, has_drafts: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        self, columns: Sequence[Tensor], trees: Sequence[Tensor], total: int, kv_width: int, has_drafts: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         count, width = trees[0].shape
         kept = [part.contiguous() for part in (*columns, *trees)]
-        rows = structs.StepRows(count, width, *map(pointer, kept))
-        tokens = torch.empty(3, total, dtype=torch.int64)
-        roots = torch.empty(count, dtype=torch.int64)
+        rows = structs.StepRows(count, width, *[part.data_ptr() for part in kept])
+        sizes = (total, total, total, count, count * kv_width)
+        step = torch.empty(sum(sizes), dtype=torch.int64)
         ancestors = torch.empty(count, width, width, dtype=torch.bool) if has_drafts else None
-        token_ids, positions, written = tokens.unbind()
-        outputs = (pointer(token_ids), pointer(positions), pointer(written), pointer(roots), pointer(ancestors))
-        self._kernels.build_step(self._arena, ctypes.byref(rows), *outputs)
-        return token_ids, positions, written, roots, ancestors
+        self._kernels.build_step(self._arena, ctypes.byref(rows), total, kv_width, step.data_ptr(), pointer(ancestors))
+        token_ids, positions, written, roots, kv_slots = step.split_with_sizes(sizes)
+        return token_ids, positions, written, roots, kv_slots.view(count, kv_width), ancestors
 
     def kv_slots(self, slots: Tensor, starts: Tensor | None, width: int) -> Tensor:
         kept = slots.contiguous(), None if starts is None else starts.contiguous()
@@ -53,9 +52,9 @@ class TableKernels:
         self._kernels.gather_kv_slots(self._arena, slots.shape[0], *map(pointer, kept), width, pointer(found))
         return found
 
-    def append(self, slots: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
+    def append(self, slots: Tensor, outcome: Tensor) -> None:
         slots = slots.contiguous()
-        self._kernels.append_tokens(self._arena, slots.shape[0], pointer(slots), _strided(tokens), _strided(num_tokens))
+        self._kernels.append_tokens(self._arena, slots.shape[0], pointer(slots), pointer(outcome), outcome.shape[1])
 
     def extend_input(
         self, slots: Tensor, starts: Tensor, ends: Tensor, total: int
@@ -67,11 +66,9 @@ class TableKernels:
         self._kernels.build_extend(self._arena, slots.shape[0], *map(pointer, kept), *map(pointer, outputs))
         return outputs
 
-    def committed_places(
-        self, order: Tensor, roots: Tensor, counts: Tensor, num_kept: Tensor, nodes: Tensor, total: int
-    ) -> Tensor:
+    def committed_places(self, order: Tensor, roots: Tensor, counts: Tensor, outcome: Tensor, total: int) -> Tensor:
         kept, places = [part.contiguous() for part in (order, roots, counts)], torch.empty(total, dtype=torch.int64)
-        paths = _strided(num_kept), _strided(nodes)
+        paths = pointer(outcome), outcome.shape[1]
         self._kernels.committed_places(order.shape[0], *map(pointer, kept), *paths, pointer(places))
         return places
 
@@ -101,12 +98,6 @@ class TreeKernels:
             assert pending.scores is not None
             report = torch.cat((report.float(), within[None].float(), pending.scores.index_select(0, slots).t()))
         return tokens, parents, num_nodes, report
-
-
-def _strided(tensor: Tensor) -> structs.Strided:
-    """A column [n], or a matrix [n, any] whose rows are contiguous."""
-    assert tensor.dim() == 1 or tensor.stride(1) == 1 or tensor.shape[1] == 1, tensor.stride()
-    return structs.Strided(tensor.data_ptr(), tensor.stride(0))
 
 
 def _pending(trees: TreeTensors) -> structs.PendingTrees:

@@ -232,12 +232,6 @@ class StepRows(ctypes.Structure):
     )
 
 
-class Strided(ctypes.Structure):
-    """`Strided` in steps.h."""
-
-    _fields_ = (("data", c_void_p), ("stride", c_int64))
-
-
 class PendingTrees(ctypes.Structure):
     """`PendingTrees` in steps.h."""
 

@@ -21,11 +21,11 @@ def walk(
     max_depth: int,
     batch: SamplingBatch,
     lengths: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Tensor:
     """Walk B draft trees, sampling tokens at the nodes on the way only.
 
     `logits` float32 [sum of num_nodes, V], `tokens` and `parents` int64 [B, N], `num_nodes` and `lengths` int64 [B].
-    Returns num_tokens [B], tokens and nodes [B, max_depth + 1], and these side by side, as in VerifyOutput.
+    Returns the outcome, int64 [B, 2 + 2 * (max_depth + 1)]; see VerifyOutput.
     """
     count, width = tokens.shape
     kept = [part.contiguous() for part in (tokens, parents, num_nodes, logits)]
@@ -39,18 +39,15 @@ def walk(
 
 def follow(
     kernels: Kernels, choices: Tensor, tokens: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Tensor:
     """The same where the tokens after all nodes are known: int64 [sum of num_nodes], -1 where logits are not finite."""
     count, width = tokens.shape
     kept = [part.contiguous() for part in (tokens, parents, num_nodes)]
-    nothing: list[None] = [None] * 6
-    trees = DraftTrees(count, width, max_depth, 0, *map(pointer, kept), None, pointer(choices), *nothing)
+    trees = DraftTrees(count, width, max_depth, 0, *[part.data_ptr() for part in kept], None, pointer(choices))
     return _walked(kernels, trees, 1)
 
 
-def _walked(kernels: Kernels, trees: DraftTrees, num_threads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    count, levels = trees.num_trees, trees.max_depth + 1
-    outcome = torch.empty(count, 2 + 2 * levels, dtype=torch.int64)
-    kernels.walk(ctypes.byref(trees), pointer(outcome), num_threads)
-    _, num_tokens, sampled, nodes = outcome.split_with_sizes((1, 1, levels, levels), 1)
-    return num_tokens[:, 0], sampled, nodes, outcome
+def _walked(kernels: Kernels, trees: DraftTrees, num_threads: int) -> Tensor:
+    outcome = torch.empty(trees.num_trees, 2 + 2 * (trees.max_depth + 1), dtype=torch.int64)
+    kernels.walk(ctypes.byref(trees), outcome.data_ptr(), num_threads)
+    return outcome

@@ -8,8 +8,9 @@ from specray.ops.gpu.tree_kernels import compact_path
 _BLOCK = 2048  # numbers of a program
 
 
-def commit_paths(pool: Tensor, kv_slots: Tensor, nodes: Tensor, num_tokens: Tensor) -> None:
+def commit_paths(pool: Tensor, kv_slots: Tensor, outcome: Tensor) -> None:
     """See `KVCache.commit`; `pool` [layers, slots, 2, kv_heads, dim] is contiguous, a path ascends from the root."""
+    num_tokens, nodes = outcome[:, 0], outcome[:, 1 + outcome.shape[1] // 2 :]
     num_layers, num_slots, size = len(pool), pool.shape[1], pool[0, 0].numel()
     block = min(_BLOCK, triton.next_power_of_2(size))
     if len(nodes):

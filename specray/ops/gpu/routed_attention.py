@@ -6,7 +6,6 @@ graphs cannot repeat, so another backend computes the padded steps of graphs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -97,8 +96,7 @@ class RoutedAttend:
 
 def _part(batch: AttentionBatch, members: Sequence[int], rows: Tensor, queries: Tensor) -> AttentionBatch:
     """The requests `members`, which are `rows` on the device, with the `queries` of the batch that are theirs."""
-    return replace(
-        batch,
+    return batch._replace(
         query_lens=[batch.query_lens[r] for r in members],
         kv_lens=[batch.kv_lens[r] for r in members],
         kv_slots=batch.kv_slots.index_select(0, rows),

@@ -146,23 +146,18 @@ def _choose(
     return choices
 
 
-def follow(
-    choices: Choices, tokens: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def follow(choices: Choices, tokens: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int) -> Tensor:
     """Walk draft trees by the tokens chosen at their B * N places.
 
-    The arguments behind `choices` are those of DraftTree. Returns num_tokens [B], tokens and nodes [B, max_depth + 1],
-    as in VerifyOutput.
+    The arguments behind `choices` are those of DraftTree. Returns the outcome, int64 [B, 2 + 2 * (max_depth + 1)]; see
+    VerifyOutput.
     """
     tokens, parents = alike(tokens, parents)
     num_trees, width = tokens.shape
-    num_tokens = torch.empty(num_trees, dtype=torch.int64, device=tokens.device)
-    walked, path = torch.empty(2, num_trees, max_depth + 1, dtype=torch.int64, device=tokens.device)
+    outcome = torch.empty(num_trees, 2 + 2 * (max_depth + 1), dtype=torch.int64, device=tokens.device)
     if num_trees:
         walk_tree[(num_trees,)](
-            num_tokens,
-            walked,
-            path,
+            outcome,
             choices.tokens.contiguous(),
             choices.is_finite.contiguous(),
             tokens,
@@ -175,7 +170,7 @@ def follow(
             DEPTHS_PADDED=triton.next_power_of_2(max_depth + 1),
             num_warps=1,
         )
-    return num_tokens, walked, path
+    return outcome
 
 
 def keys_of_nodes(seeds: Tensor, lengths: Tensor, parents: Tensor, max_depth: int) -> Tensor:

@@ -109,11 +109,9 @@ def build_trees(
 @triton.jit
 def commit_tokens(
     arena,
-    outcome,  # int64 [B, 2 + 2 * WIDTH]: see StepOutput
+    report,  # int64 [B, 2 + 2 * WIDTH], a copy of `outcome`
     slots,  # int64 [B]
-    counts,  # int64 [B]: tokens to append
-    tokens,  # int64 [B, WIDTH]
-    nodes,  # int64 [B, WIDTH]
+    outcome,  # int64 [B, 2 + 2 * WIDTH]: see VerifyOutput
     row_size,
     length_column,
     WIDTH: tl.constexpr,
@@ -121,19 +119,20 @@ def commit_tokens(
 ):
     """Append the accepted tokens to the requests, and report them. Padding rows append none."""
     row, depth = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    count, is_depth = tl.load(counts + row), depth < WIDTH
+    found, is_depth = outcome + row * (2 + 2 * WIDTH), depth < WIDTH
+    count = tl.load(found)
     request = arena + tl.load(slots + row) * row_size
     length = tl.load(request + length_column)
-    token = tl.load(tokens + row * WIDTH + depth, mask=is_depth, other=0)
-    node = tl.load(nodes + row * WIDTH + depth, mask=is_depth, other=0)
+    token = tl.load(found + 2 + depth, mask=is_depth, other=0)
+    node = tl.load(found + 2 + WIDTH + depth, mask=is_depth, other=0)
     tl.store(request + length + depth, token.to(tl.int32), mask=depth < count)
     if count > 0:
         tl.store(request + length_column, length + count.to(tl.int32))
-    report = outcome + row * (2 + 2 * WIDTH)
-    tl.store(report, count)
-    tl.store(report + 1, count)
-    tl.store(report + 2 + depth, token, mask=is_depth)
-    tl.store(report + 2 + WIDTH + depth, node, mask=is_depth)
+    copy = report + row * (2 + 2 * WIDTH)
+    tl.store(copy, count)
+    tl.store(copy + 1, count)
+    tl.store(copy + 2 + depth, token, mask=is_depth)
+    tl.store(copy + 2 + WIDTH + depth, node, mask=is_depth)
 
 
 @triton.jit

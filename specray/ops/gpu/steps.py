@@ -96,18 +96,15 @@ def tree_input(
     return token_ids, positions, PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written)
 
 
-def commit(
-    arena: RequestArena, outcome: Tensor, slots: Tensor, num_tokens: Tensor, tokens: Tensor, nodes: Tensor
-) -> None:
-    """Append accepted `tokens` [B, D] to the requests; `outcome` [B, 2 + 2 * D] becomes that of StepOutput."""
-    num_rows, width = tokens.shape
+def commit(arena: RequestArena, report: Tensor, slots: Tensor, outcome: Tensor) -> None:
+    """Append accepted tokens to the requests; `outcome` [B, 2 + 2 * D] is VerifyOutput's, `report` its copy."""
+    num_rows, columns = outcome.shape
+    width = columns // 2 - 1
     commit_tokens[(num_rows,)](
         arena.cells,
-        outcome,
+        report,
         slots,
-        num_tokens.contiguous(),
-        tokens.contiguous(),
-        nodes.contiguous(),
+        outcome.contiguous(),
         arena.row_size,
         arena.length_column,
         WIDTH=width,

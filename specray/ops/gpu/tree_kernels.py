@@ -6,9 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def walk_tree(
-    counts,  # int64 [B]: tokens, 0 if the logits on the path are not finite
-    tokens,  # int64 [B, max_depth + 1]
-    path,  # int64 [B, max_depth + 1]
+    outcome,  # int64 [B, 2 + 2 * (max_depth + 1)]
     chosen,  # int64 [B * node_width]: the target's token after each node
     is_finite,  # int8 [B * node_width]
     drafts,  # int64 [B, node_width], rows `tree_stride` apart, like the parents
@@ -38,10 +36,12 @@ def walk_tree(
         node = tl.min(tl.where((parent == node) & (draft == token), index, NODES_PADDED), 0)
         walks = is_good & (depth < max_depth) & (node < NODES_PADDED)
         depth += 1
-    place = tree * (max_depth + 1) + depths
-    tl.store(counts + tree, tl.where(is_good, depth, 0))
-    tl.store(tokens + place, walked, mask=depths <= max_depth)
-    tl.store(path + place, nodes, mask=depths <= max_depth)
+    report = outcome + tree * (4 + 2 * max_depth)
+    num_tokens = tl.where(is_good, depth, 0)
+    tl.store(report, num_tokens)
+    tl.store(report + 1, num_tokens)
+    tl.store(report + 2 + depths, walked, mask=depths <= max_depth)
+    tl.store(report + 3 + max_depth + depths, nodes, mask=depths <= max_depth)
 
 
 @triton.jit

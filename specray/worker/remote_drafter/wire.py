@@ -7,7 +7,6 @@ memory (`ring`).
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import msgpack
@@ -96,7 +95,7 @@ class Reply(NamedTuple):
             raise ValueError("the scores have another shape than the trees")
         width = made.tokens.shape[1]
         padded = [[*scores, *[0.0] * (width - len(scores))] for scores in self.scores]
-        return replace(made, scores=torch.tensor(padded, dtype=torch.float32))
+        return made._replace(scores=torch.tensor(padded, dtype=torch.float32))
 
 
 def pack(message: TargetHandshake | Order | Reply) -> bytes:

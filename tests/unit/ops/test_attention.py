@@ -1,7 +1,6 @@
 """Attention over ragged rows, paged KV and trees, compared with a loop over queries and heads, with all kernels."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -154,7 +153,7 @@ def check_batch(
     kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
     pool = torch.randn(LAYERS, NUM_SLOTS, 2, kv_heads, DIM)
     pool[:, :16] = 0
-    rows = replace(make_rows(shapes, scattered), window=window)
+    rows = make_rows(shapes, scattered)._replace(window=window)
     q, kv = torch.randn(sum(rows.query_lens), num_heads, DIM), torch.randn(sum(rows.query_lens), 2, kv_heads, DIM)
     before = pool.clone()
     result = make_backend(backend, pool, num_heads).plan(rows)(layer, q, kv)
@@ -299,7 +298,7 @@ def check_levels(backend: str, rows: list[Level], scattered: bool, window: int |
     ends = np.cumsum(lengths)
     kv_slots = [order[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     query_lens = [len(row.tree) for row in rows]
-    ragged = replace(make_batch(query_lens, kv_slots, [row.tree for row in rows]), window=window)
+    ragged = make_batch(query_lens, kv_slots, [row.tree for row in rows])._replace(window=window)
     torch.manual_seed(0)
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     pool[:, :16] = 0
@@ -386,7 +385,7 @@ def test_the_kernels_for_bfloat16_are_close_to_float64_with_any_trees_and_window
     shapes: list[RequestShape], scattered: bool, grouping: tuple[int, int], dim: int, window: int | None
 ) -> None:
     """With AMX, query heads are computed 16 at a time: a part of one query's, or those of several."""
-    rows = replace(make_rows(shapes, scattered), window=window)
+    rows = make_rows(shapes, scattered)._replace(window=window)
     torch.manual_seed(0)
     kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
     pool = torch.randn(1, NUM_SLOTS, 2, kv_heads, dim).bfloat16()
@@ -418,7 +417,7 @@ def test_a_pool_in_int8_is_read_and_written_row_by_row(
     kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
     pool = make_pool(LAYERS, NUM_SLOTS, kv_heads, DIM, torch.int8, torch.device("cpu"))
     pool[:, 16:] = in_bytes(torch.randn(LAYERS, NUM_SLOTS - 16, 2, kv_heads, DIM))
-    rows = replace(make_rows(shapes, scattered), window=window)
+    rows = make_rows(shapes, scattered)._replace(window=window)
     q, kv = torch.randn(sum(rows.query_lens), num_heads, DIM), torch.randn(sum(rows.query_lens), 2, kv_heads, DIM)
     before = pool.clone()
     result = make_backend("auto", pool, num_heads).plan(rows)(layer, q, kv)
@@ -476,8 +475,8 @@ def test_a_token_has_the_same_bits_alone_in_a_chunk_in_a_batch_and_in_a_tree(
         backend = make_backend("auto", pool, width)
         if len(past):  # computed before, and written by the kernel
             earlier = make_batch([len(past)], [past], [None])
-            backend.plan(replace(earlier, window=window))(0, q[: len(past)], kv[: len(past)])
-        return backend.plan(replace(batch, window=window))(0, queries, new)
+            backend.plan(earlier._replace(window=window))(0, q[: len(past)], kv[: len(past)])
+        return backend.plan(batch._replace(window=window))(0, queries, new)
 
     at_once = run(make_batch([length], [slots[:length]], [None]), q, kv, slots[:0])
     for start in (1, 63, 64, 100, length - 1):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.draft_tree import TreeLists
+from specray.spec_decode.verify_batch import VerifyOutput
 from tests.support.step_cases import MAX_TOKENS, SLOTS, both, compare_pending_trees, random_table
 from tests.support.verify_cases import trees
 
@@ -21,16 +22,16 @@ SEEDS = st.integers(0, 99)
 @given(SEEDS, st.permutations(range(SLOTS)), st.integers(1, 4), st.integers(1, 9), st.data())
 @settings(max_examples=30)
 def test_cells_of_the_table(seed: int, order: list[int], count: int, width: int, data: st.DataObject) -> None:
-    """Written from and read for some requests, in any order; columns and rows of larger tensors."""
+    """Written from and read for some requests, in any order."""
     slots = torch.tensor(order[:count])
-    outcome = torch.randint(0, 500, (count, 2 + width), generator=torch.Generator().manual_seed(seed))
+    outcome = torch.randint(0, 500, (count, 2 + 2 * width), generator=torch.Generator().manual_seed(seed))
     outcome[:, 1] = torch.tensor([data.draw(st.integers(0, width)) for _ in range(count)])
     starts = torch.tensor([data.draw(st.integers(0, MAX_TOKENS)) for _ in range(count)])
     ends = starts + torch.tensor([data.draw(st.integers(0, 5)) for _ in range(count)])
 
     def run() -> list[Tensor]:
         table = random_table(seed)  # it chooses the kernels
-        table.ops.append(slots, outcome[:, 2:], outcome[:, 1])
+        table.ops.append(slots, outcome)
         read = table.ops.extend_input(slots, starts, ends, int((ends - starts).sum()))
         kept = (table.token_ids[:-1], table.num_tokens)  # the last row takes what is not wanted
         return [
@@ -49,14 +50,14 @@ def test_places_of_committed_tokens(order: list[int], count: int, data: st.DataO
     rows = [(data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))) for _ in order]  # known tokens, kept nodes
     counts, kept = torch.tensor(rows).T
     nodes = torch.tensor([sorted(data.draw(st.sets(st.integers(1, 8), min_size=3, max_size=3))) for _ in order])
-    outcome = torch.cat((kept[:, None], nodes), 1)
+    outcome = VerifyOutput.of(kept, torch.zeros_like(nodes), nodes).outcome
     roots = (counts + 8).cumsum(0) - 9
     lengths = [rows[row][0] - 1 + rows[row][1] for row in order[:count]]
 
     def run() -> Tensor:
         rows = torch.tensor(order[:count])
         table = random_table(0)  # it chooses the kernels
-        return table.ops.committed_places(rows, roots, counts, outcome[:, 0], outcome[:, 1:], sum(lengths))
+        return table.ops.committed_places(rows, roots, counts, outcome, sum(lengths))
 
     assert torch.equal(*both(run, "auto"))
 

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +82,7 @@ def test_flashinfer_sees_what_the_batch_says(rows: list[RequestShape], scattered
 
 @pytest.mark.parametrize("window", [1, 7, 100])
 def test_flashinfer_has_windows_without_trees(window: int) -> None:
-    rows = replace(make_rows([CHUNK, DECODING], scattered=True), window=window)
+    rows = make_rows([CHUNK, DECODING], scattered=True)._replace(window=window)
     torch.testing.assert_close(*run(flashinfer, rows), atol=1e-5, rtol=1e-5)
 
 
@@ -99,7 +98,7 @@ def test_flash_attention_sees_what_the_batch_says(sizes: list[tuple[int, int]], 
         used, pages = pages[: -(-(past + known) // PAGE)], pages[-(-(past + known) // PAGE) :]
         kv_slots.append((used[:, None] * PAGE + np.arange(PAGE)).flatten()[: past + known])
         query_lens.append(known)
-    rows = replace(paged_batch(query_lens, kv_slots), window=window)
+    rows = paged_batch(query_lens, kv_slots)._replace(window=window)
     torch.testing.assert_close(*run(flash_attention, rows), atol=1e-5, rtol=1e-5)
 
 
@@ -182,7 +181,7 @@ def _keep_first(wrapper: Any, value: Tensor) -> None:
 @pytest.mark.parametrize("backend", [flashinfer, flash_attention])
 def test_chains_are_causal(backend: Any) -> None:
     """As prompts are: without a mask."""
-    rows = replace(in_pages(make_rows([CHAIN, DECODING, CHAIN, CHUNK], scattered=False)), are_chains=True)
+    rows = in_pages(make_rows([CHAIN, DECODING, CHAIN, CHUNK], scattered=False))._replace(are_chains=True)
     torch.testing.assert_close(*run(backend, rows), atol=1e-5, rtol=1e-5)
 
 
@@ -234,12 +233,12 @@ def in_pages(rows: AttentionBatch) -> AttentionBatch:
         table[r, kv_len - count : kv_len]
         for r, (count, kv_len) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True))
     ]
-    return replace(rows, kv_slots=table, slot_mapping=torch.cat(written))
+    return rows._replace(kv_slots=table, slot_mapping=torch.cat(written))
 
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_trees_in_a_window_are_tritons() -> None:
-    rows = replace(make_rows([TREE, CHUNK], scattered=True), window=6)
+    rows = make_rows([TREE, CHUNK], scattered=True)._replace(window=6)
     choice = lambda pool: backends.make_backend("flashinfer", pool, KV_HEADS * FOLD, None, "prefill")  # noqa: E731
     torch.testing.assert_close(*run(choice, rows), atol=1e-4, rtol=1e-4)
 
@@ -341,7 +340,7 @@ def test_the_arrays_are_made_on_the_gpu_without_reading_it() -> None:
             torch.zeros(part.shape, dtype=part.dtype, device=gpu)
             for part in (rows.kv_slots, rows.slot_mapping, rows.tree_mask)
         )
-        batch = replace(rows, kv_slots=kv_slots, slot_mapping=written, tree_mask=tree_mask)
+        batch = rows._replace(kv_slots=kv_slots, slot_mapping=written, tree_mask=tree_mask)
         pages, mask, table = slot_pages(batch), packed_mask(batch), block_table(batch, PAGE)
         seen: list[AttentionBatch] = []
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from specray.ops.gpu import steps
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.padded_input import extend_input, tree_input
+from specray.spec_decode.verify_batch import VerifyOutput
 from tests.support.step_cases import MAX_TOKENS, SLOTS, batches, both, compare_pending_trees, random_table
 from tests.support.verify_cases import trees
 
@@ -98,12 +99,13 @@ def test_committed_tokens(seed: int, width: int, data: st.DataObject) -> None:
     slots = torch.tensor([3, 0, SLOTS, SLOTS])
     counts = torch.tensor([data.draw(st.integers(0, width)), data.draw(st.integers(0, width)), 0, 0])
     tokens, nodes = torch.randint(0, 500, (2, 4, width))
-    outcome = torch.zeros(4, 2 + 2 * width, dtype=torch.int64)
-    steps.commit(ours.arena, outcome, slots, counts, tokens, nodes)
-    theirs.ops.append(slots, tokens, counts)
+    report = torch.zeros(4, 2 + 2 * width, dtype=torch.int64)
+    outcome = VerifyOutput.of(counts, tokens, nodes).outcome
+    steps.commit(ours.arena, report, slots, outcome)
+    theirs.ops.append(slots, outcome)
     assert torch.equal(ours.num_tokens, theirs.num_tokens)
     assert torch.equal(ours.token_ids[:-1], theirs.token_ids[:-1])
-    assert torch.equal(outcome, torch.cat((counts[:, None], counts[:, None], tokens, nodes), 1))
+    assert torch.equal(report, torch.cat((counts[:, None], counts[:, None], tokens, nodes), 1))
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.data())

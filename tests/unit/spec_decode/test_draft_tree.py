@@ -1,6 +1,5 @@
 """Operations on trees, compared with loops over parents."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -141,7 +140,7 @@ def test_selected_trees_are_in_the_given_order(rows: list[TreeLists], random: Ra
 
 
 def test_trees_keep_their_scores_when_they_are_moved_or_selected() -> None:
-    tree = replace(DraftTree.chains(torch.tensor([[1, 2], [3, 4]])), scores=torch.tensor([[1.0, 0.5], [1.0, 0.2]]))
+    tree = DraftTree.chains(torch.tensor([[1, 2], [3, 4]]))._replace(scores=torch.tensor([[1.0, 0.5], [1.0, 0.2]]))
     for found, expected in (
         (tree.to(torch.device("cpu")), tree.scores),
         (tree.select(torch.tensor([1])), [[1.0, 0.2]]),

@@ -17,7 +17,7 @@ from specray.spec_decode import verifier
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.gpu_verifier import choose_on_gpu, verify_on_gpu, verify_padded_on_gpu, walk_on_gpu
 from specray.spec_decode.node_sampler import coupled
-from specray.spec_decode.verify_batch import VerifyInput
+from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 from tests.support.distributions import OPTIONS
 from tests.support.sampling import CPU, state_of
 from tests.support.verify_cases import VOCAB_SIZE, inputs, known
@@ -85,11 +85,12 @@ def test_compaction_moves_the_kv_of_accepted_nodes(
     random.shuffle(slots)
     kv_slots = torch.tensor(slots[: 13 * len(accepted)]).view(-1, 13)
     depth = max(map(len, accepted))
-    outcome = torch.tensor([[len(path), *path, *[random.randint(0, 12)] * (depth - len(path))] for path in accepted])
+    nodes = torch.tensor([path + [random.randint(0, 12)] * (depth - len(path)) for path in accepted])
+    counts = torch.tensor([len(path) for path in accepted])
     expected = pool.clone()
     for row, path in zip(kv_slots, accepted, strict=True):
         expected[:, row[: len(path)]] = pool[:, row[path]]
-    kv.commit_paths(pool, kv_slots, outcome[:, 1:], outcome[:, 0])
+    kv.commit_paths(pool, kv_slots, VerifyOutput.of(counts, torch.zeros_like(nodes), nodes).outcome)
     assert torch.equal(pool, expected)
 
 

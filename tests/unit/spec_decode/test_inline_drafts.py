@@ -1,7 +1,6 @@
 """Inline drafts: returned once, only for the root they were made for, and within the limits."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -104,7 +103,7 @@ def test_unlikely_nodes_are_cut_and_all_scores_are_reported() -> None:
     class Scored(FixedDrafter):
         def propose(self, context: ProposeContext) -> DraftTree:
             tree = super().propose(context)
-            return replace(tree, scores=torch.tensor([[1.0, 0.5, 0.25, 0.125]]).expand(len(tree.num_nodes), -1))
+            return tree._replace(scores=torch.tensor([[1.0, 0.5, 0.25, 0.125]]).expand(len(tree.num_nodes), -1))
 
     tree = TreeLists([9, 3, 4, 5], [NONE, 0, 1, 0])
     for least, num_tokens, kept, scores in (
@@ -124,7 +123,7 @@ def test_scores_of_narrow_trees_are_cut_after_wide_trees_without_scores() -> Non
     pending = PendingTrees(NUM_SLOTS, VOCAB_SIZE, CPU)
     slots, roots = torch.tensor([1]), torch.tensor([9])
     pending.put(slots, DraftTree.chains(torch.tensor([[9, 1, 2, 3, 4, 5, 6]])))
-    pending.put(slots, replace(DraftTree.chains(torch.tensor([[9, 3, 4]])), scores=torch.tensor([[1.0, 0.5, 0.1]])))
+    pending.put(slots, DraftTree.chains(torch.tensor([[9, 3, 4]]))._replace(scores=torch.tensor([[1.0, 0.5, 0.1]])))
     tree, _, _ = pending.take(slots, roots, [DraftLimit(9, 9, 0.3)])
     assert tree.to_lists() == [TreeLists([9, 3], [NONE, 0])]
 
@@ -214,7 +213,7 @@ def test_draft_probabilities_are_returned_with_their_trees() -> None:
 )
 def test_chains_are_recognised_whatever_the_drafter_says(parents: list[list[int]], are_chains: bool) -> None:
     """Attention treats them as causal, so a tree that only claims to be one would be verified wrongly."""
-    tree = replace(DraftTree.from_lists([TreeLists([5] * len(row), row) for row in parents]), are_chains=True)
+    tree = DraftTree.from_lists([TreeLists([5] * len(row), row) for row in parents])._replace(are_chains=True)
     pending = PendingTrees(NUM_SLOTS, VOCAB_SIZE, CPU)
     pending.put(torch.tensor([1, 2]), tree)
     taken, _, _ = pending.take(torch.tensor([1, 2]), torch.tensor([5, 5]), [UNLIMITED] * 2)

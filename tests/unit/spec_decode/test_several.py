@@ -144,8 +144,8 @@ def test_a_shadow_drafts_without_being_verified_and_is_compared_with_the_text() 
 def test_merged_trees_keep_their_distributions() -> None:
     """Rejection sampling needs those that children were drawn from; zeros mean that they were not drawn."""
     drawn = DraftTree.chains(torch.tensor([[9, 3]]))
-    drawn = replace(drawn, draft_probs=torch.full((1, 2, 4), 0.25))
-    other = replace(DraftTree.chains(torch.tensor([[9, 3, 4]])), draft_probs=torch.full((1, 3, 2), 0.5))
+    drawn = drawn._replace(draft_probs=torch.full((1, 2, 4), 0.25))
+    other = DraftTree.chains(torch.tensor([[9, 3, 4]]))._replace(draft_probs=torch.full((1, 3, 2), 0.5))
     plain = DraftTree.chains(torch.tensor([[9, 5, 6, 7]]))
     roots = torch.tensor([9, 9, 9, 9])
     parts = [(torch.tensor([2]), drawn), (torch.tensor([0]), plain), (torch.tensor([3]), other)]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.ops.cpu.library import kernels
+from specray.spec_decode.verify_batch import VerifyOutput
 from specray.worker.kv_cache import KVCache
 from specray.worker.kv_size import count_blocks
 from specray.worker.local import LocalExecutor
@@ -36,7 +37,8 @@ def test_kv_of_accepted_nodes_is_moved_behind_the_root(accepted: list[list[int]]
     cache.pool[:, :64] = torch.arange(64.0).view(1, 64, 1, 1, 1)
     depth = max(map(len, accepted))
     nodes = torch.tensor([path + [random.randint(0, 12)] * (depth - len(path)) for path in accepted])
-    cache.commit(kv_slots, nodes, torch.tensor([len(path) for path in accepted]))
+    counts = torch.tensor([len(path) for path in accepted])
+    cache.commit(kv_slots, VerifyOutput.of(counts, torch.zeros_like(nodes), nodes).outcome)
     for layer in range(2):
         pool = cache.pool[layer, :, 0, 0, 0]
         for row, path in zip(kv_slots, accepted, strict=True):

@@ -1,6 +1,5 @@
 """A reply's scores and its report on several drafters cross the socket, and malformed ones are no reply."""
 
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -17,7 +16,7 @@ USE = DrafterUse("head", 0.1, 0.2, 3, 4, 5, 0)
 
 
 def test_scores_cross_the_socket() -> None:
-    tree = replace(DraftTree.chains(torch.tensor([[9, 3], [9, 4]])), scores=torch.tensor([[1.0, 0.3], [1.0, 0.7]]))
+    tree = DraftTree.chains(torch.tensor([[9, 3], [9, 4]]))._replace(scores=torch.tensor([[1.0, 0.3], [1.0, 0.7]]))
     received = unpack_reply(pack(Reply.of(1, 0.5, tree))).tree(2, vocab_size=10, max_draft_tokens=1)
     assert received.scores is not None
     assert torch.equal(received.scores, torch.tensor([[1.0, 0.3], [1.0, 0.7]]))
