@@ -4,7 +4,6 @@ tests/unit/ops/test_gpu_libraries.py is the CPU twin, on a model of flashinfer's
 """
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,8 +70,7 @@ def rows_of(shapes: list[RequestShape], window: int | None = None, are_chains: b
     ends = np.cumsum([shape.num_past + count for shape, count in zip(shapes, counts, strict=True)])
     trees = [ancestors(shape.parents) if len(shape.parents) > 1 else None for shape in shapes]
     rows = make_batch(counts, np.split(order, ends)[:-1], trees)
-    return replace(
-        rows,
+    return rows._replace(
         kv_slots=rows.kv_slots.cuda(),
         slot_mapping=rows.slot_mapping.cuda(),
         tree_mask=None if rows.tree_mask is None else rows.tree_mask.cuda(),
