@@ -68,7 +68,9 @@ class PendingTrees:
             self.scores = [list(known[1 : int(count)]) for known, count in zip(scores, within, strict=True)]
         width = max(1, *counts)
         probs, depth = self._take_probs(slots), min(self._max_depth, width - 1)
-        tree = DraftTree(tokens[:, :width], parents[:, :width], num_nodes, depth, probs, all(chains))
+        if width < tokens.shape[1]:
+            tokens, parents = tokens[:, :width], parents[:, :width]
+        tree = DraftTree(tokens, parents, num_nodes, depth, probs, all(chains))
         return tree, [max(1, count) for count in counts], 0 in counts
 
     @property

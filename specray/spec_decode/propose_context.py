@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
@@ -71,4 +70,4 @@ class ProposeContext:
     def columns(self, requests: Sequence[DraftRequest], *names: str) -> Tensor:
         """Fields of requests, int64 [len(names), n] on the device."""
         values = [[getattr(request, name) for request in requests] for name in names]
-        return torch.tensor(values, dtype=torch.int64).view(len(names), -1).to(self.table.device)
+        return self.table.numbers(*values).view(len(names), -1)

@@ -81,13 +81,17 @@ class RequestTable:
     def free(self, slot: int) -> None:
         del self.states[slot]
 
+    def numbers(self, *rows: Sequence[int]) -> Tensor:
+        """int64 [n] of one row of numbers, [len(rows), n] of several, on the device."""
+        found = torch.from_numpy(np.array(rows[0] if len(rows) == 1 else rows, dtype=np.int64))
+        return found if self._host_arena is not None else found.to(self.device)
+
     def flush(self, *rows: Sequence[int]) -> Tensor:
         """Write all changes that wait to the device. `rows` are copied along and returned as int64 [len(rows), n]."""
         changes, self._changes = self._changes, []
-        extra = np.array(rows, dtype=np.int64)
         if not changes:
-            columns = torch.from_numpy(extra)
-            return columns if self._host_arena is not None else columns.to(self.device)
+            return self.numbers(*rows)
+        extra = np.array(rows, dtype=np.int64)
         places = [np.arange(first, first + len(values), dtype=np.int32) for first, values in changes]
         packed = np.concatenate([extra.ravel().view(np.int32), *places, *(values for _, values in changes)])
         columns, written = torch.from_numpy(packed).to(self.device).tensor_split((2 * extra.size,))

@@ -50,13 +50,6 @@ class TableOps(Protocol):
         `trees` are tokens and parents [R, N] and numbers of nodes [R].
         """
 
-    def committed_places(self, order: Tensor, roots: Tensor, counts: Tensor, outcome: Tensor, total: int) -> Tensor:
-        """Places [total] of the tokens that rows `order` committed, row by row.
-
-        These are the known tokens before the root and the accepted path; `outcome` is that of StepOutput. `roots` [R]
-        are the places of the roots: each is the last of a row's `counts` [R] known tokens.
-        """
-
     def extend_input(
         self, slots: Tensor, starts: Tensor, ends: Tensor, total: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -65,14 +65,6 @@ class TorchTable:
         roots, kv_slots = query_lens.cumsum(0) - num_nodes, self.kv_slots(columns[0], None, kv_width)
         return token_ids, positions, written, roots, kv_slots, ancestors
 
-    def committed_places(self, order: Tensor, roots: Tensor, counts: Tensor, outcome: Tensor, total: int) -> Tensor:
-        num_kept, nodes = outcome[:, 0], outcome[:, 1 + outcome.shape[1] // 2 :]
-        before = (counts - 1).index_select(0, order)
-        index = RaggedIndex.of(before + num_kept.index_select(0, order), total)
-        row, depth = order.index_select(0, index.rows), index.offsets - before.index_select(0, index.rows)
-        node = torch.where(depth >= 0, nodes[row, depth.clamp(min=0)], depth)
-        return roots.index_select(0, row) + node
-
     def extend_input(
         self, slots: Tensor, starts: Tensor, ends: Tensor, total: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ all of them, and attends only to those that it has.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +16,21 @@ from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 
 
+class _Request(NamedTuple):
+    """What is known of a request, so that a step need not look at each of its positions."""
+
+    state: RequestState | None = None
+    num_complete: int = 0  # all positions before it are written
+    end: int = 0  # no position from here to before `num_cleared` is
+    num_cleared: int = 0
+
+
 class WrittenSlots:
     """A record by KV slot, on the host."""
 
     def __init__(self, num_slots: int) -> None:
         self._is_written = np.zeros(num_slots, dtype=bool)
-        # By slot: all positions of this request before the number are written. Saves a look at each in every step.
-        self._complete: dict[int, tuple[RequestState, int]] = {}
+        self._requests: dict[int, _Request] = {}  # by slot
 
     def update(self, table: RequestTable, requests: Sequence[DraftRequest], starts: Sequence[int]) -> None:
         """Record positions from `starts` to `end` as written, and others from the requests' `start` on as not written.
@@ -29,12 +38,15 @@ class WrittenSlots:
         The latter hold KV of another request or of rejected nodes.
         """
         for request, start in zip(requests, starts, strict=True):
-            state, start = table.states[request.slot], max(start, request.start)
-            kv_slots = table.host_kv_slots[request.slot, request.start : state.num_kv_slots]
-            self._is_written[kv_slots] = False
-            self._is_written[kv_slots[start - request.start : request.end - request.start]] = True
-            complete = min(self._num_complete(table, request), request.start)
-            self._complete[request.slot] = state, request.end if complete == start else complete
+            known, state, start = self._known(table, request), table.states[request.slot], max(start, request.start)
+            kv_slots = table.host_kv_slots[request.slot]
+            first = known.num_cleared if known.end == request.start else request.start
+            if first < state.num_kv_slots:
+                self._is_written[kv_slots[first : state.num_kv_slots]] = False
+            self._is_written[kv_slots[start : request.end]] = True
+            complete = min(known.num_complete, request.start)
+            complete = request.end if complete == start else complete
+            self._requests[request.slot] = _Request(state, complete, request.end, state.num_kv_slots)
 
     def has(self, table: RequestTable, requests: Sequence[DraftRequest], positions: Sequence[int]) -> np.ndarray:
         """bool [R]: whether the KV slot at a position of each request is written."""
@@ -63,13 +75,14 @@ class WrittenSlots:
         return torch.from_numpy(packed).to(slots.device), is_visible.sum(1).tolist()
 
     def _is_complete(self, table: RequestTable, request: DraftRequest, first: int) -> bool:
-        if self._num_complete(table, request) >= request.end:
+        known = self._known(table, request)
+        if known.num_complete >= request.end:
             return True
         is_written = bool(self._is_written[table.host_kv_slots[request.slot, first : request.end]].all())
         if is_written and first == 0:
-            self._complete[request.slot] = table.states[request.slot], request.end
+            self._requests[request.slot] = known._replace(state=table.states[request.slot], num_complete=request.end)
         return is_written
 
-    def _num_complete(self, table: RequestTable, request: DraftRequest) -> int:
-        state, num_complete = self._complete.get(request.slot, (None, 0))
-        return num_complete if state is table.states[request.slot] else 0
+    def _known(self, table: RequestTable, request: DraftRequest) -> _Request:
+        known = self._requests.get(request.slot)
+        return known if known is not None and known.state is table.states[request.slot] else _Request()

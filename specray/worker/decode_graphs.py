@@ -67,7 +67,7 @@ class DecodeGraphs:
             None,
             self._step.logits(bucket, batch.num_nodes) if returns_logits else None,
             self._step.aux_hidden_states(bucket) if self._drafts.aux_hidden_state_layers else [],
-            self._step.roots(bucket, len(batch.num_nodes)),
+            list(range(0, len(batch.num_nodes) * bucket.nodes, bucket.nodes)),
         )
 
     def verify(self, batch: StepBatch, bucket: Bucket) -> StepOutput:

@@ -4,6 +4,7 @@ Prefill and decode are not distinguished. A request contributes the known tokens
 is the root of its tree. If they exceed the step's budget, the tree is that one node and nothing is sampled from it.
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ class InputBatch(NamedTuple):
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     attention: AttentionBatch
-    roots: Tensor  # int64 [R], place of each row's root; its nodes follow in order
+    roots: list[int]  # place of each row's root; its nodes follow in order
     node_places: Tensor | None  # int64 [M], places of the nodes of the rows that sample; None: all T
 
 
@@ -99,12 +100,12 @@ def build_batch(table: RequestTable, batch: StepBatch) -> InputBatch:
         flat.ancestors,
         are_chains=tree.are_chains,
     )
-    token_ids, positions, roots = flat.token_ids, flat.positions, flat.roots
+    roots = [end - count for end, count in zip(accumulate(lens), num_nodes, strict=True)]
     if rows.are_all_sampling and sum(lens) == sum(num_nodes):
-        return InputBatch(token_ids, positions, attention, roots, None)
+        return InputBatch(flat.token_ids, flat.positions, attention, roots, None)
     sampling = np.array(rows.sampling, dtype=np.int64)
     num_sampled = int(np.array(num_nodes)[sampling].sum())
-    selected = torch.from_numpy(sampling).to(roots.device)
+    selected = torch.from_numpy(sampling).to(table.device)
     nodes = RaggedIndex.of(tree.num_nodes.index_select(0, selected), num_sampled)
-    node_places = roots.index_select(0, selected).index_select(0, nodes.rows) + nodes.offsets
-    return InputBatch(token_ids, positions, attention, roots, node_places)
+    node_places = flat.roots.index_select(0, selected).index_select(0, nodes.rows) + nodes.offsets
+    return InputBatch(flat.token_ids, flat.positions, attention, roots, node_places)

@@ -20,7 +20,7 @@ class ForwardOutput(NamedTuple):
     # float32 [M, V], of the nodes of the rows that sample; None if a graph verifies them
     logits: Tensor | LargestLogits | None
     aux_hidden_states: list[Tensor]  # each [T, any], to be concatenated
-    roots: Tensor  # int64 [R], places of the rows' roots among the T tokens
+    roots: list[int]  # places of the rows' roots among the T tokens
 
 
 class ModelRunner:

@@ -141,10 +141,6 @@ class PaddedStep:
         """Those of all layers side by side, [tokens of the bucket, layers * hidden]; none if nobody reads them."""
         return [self._aux[: bucket.num_tokens]] if self._layers else []
 
-    def roots(self, bucket: Bucket, num_rows: int) -> Tensor:
-        """int64 [num_rows], places of the roots among the bucket's tokens."""
-        return torch.arange(0, num_rows * bucket.nodes, bucket.nodes, device=self._slots.device)
-
     def _tree(self, bucket: Bucket) -> DraftTree:
         tokens, parents = self._trees[:, : bucket.rows, : bucket.nodes]
         return DraftTree(tokens, parents, self._num_nodes[: bucket.rows], bucket.nodes - 1)

@@ -199,7 +199,8 @@ class Worker:
                 output = StepOutput.of_sampled(verified)
             else:
                 assert computed.hidden is not None
-                is_finite = computed.hidden.index_select(0, computed.roots).isfinite().all(-1)
+                roots = self._table.numbers(computed.roots)
+                is_finite = computed.hidden.index_select(0, roots).isfinite().all(-1)
                 output = StepOutput.of(is_finite, sampling, rows.sampling, verified)
         if self._group.size > 1:
             output = broadcast_output(self._group, output, self._table.device)
@@ -239,32 +240,34 @@ class Worker:
         replay: Callable[[], DraftTree] | None,
     ) -> ProposeContext:
         """The drafter's input: rows with finite logits, and the hidden states of the tokens they committed."""
-        rows, num_kept = batch.rows, [outcome[0] for outcome in output.host]
-        gets_drafts = [False] * len(num_kept)
-        for row in rows.sampling:
-            gets_drafts[row] = plan.rows[row].draft_limit.allows_drafts
-        order = sorted((row for row, kept in enumerate(num_kept) if kept), key=lambda row: not gets_drafts[row])
-        lengths = [rows.num_known[row] + num_kept[row] - 1 for row in order]
-        requests = []
-        for row, length in zip(order, lengths, strict=True):
-            state, limit = rows.states[row], plan.rows[row].draft_limit
-            end = state.num_computed_tokens
+        rows, sampling = batch.rows, set(batch.rows.sampling)
+        drafting: list[DraftRequest] = []
+        others: list[DraftRequest] = []
+        places: list[int] = []  # of the committed tokens of `drafting` among the step's, in order
+        other_places: list[int] = []
+        for row, (state, root) in enumerate(zip(rows.states, computed.roots, strict=True)):
+            num_kept, limit = output.num_kept(row), plan.rows[row].draft_limit
+            if not num_kept:
+                continue
+            num_before, end = rows.num_known[row] - 1, state.num_computed_tokens
             num_steps = min(limit.num_tokens, limit.num_steps)  # a tree of n nodes has n levels at most
             useful = DraftLimit(limit.num_tokens, num_steps)
-            requests.append(DraftRequest(state.slot, end - length, end, useful))
-        count = sum(gets_drafts[row] for row in order)
+            gets_drafts = row in sampling and limit.allows_drafts
+            (drafting if gets_drafts else others).append(
+                DraftRequest(state.slot, end - num_before - num_kept, end, useful)
+            )
+            committed = [*range(root - num_before, root + 1), *(root + node for node in output.accepted_nodes(row))]
+            (places if gets_drafts else other_places).extend(committed)
 
         def gather() -> Tensor:
-            places = torch.tensor(order, dtype=torch.int64).to(self._table.device)
-            committed = (computed.roots, rows.counts, output.device, sum(lengths))
-            index = self._table.ops.committed_places(places, *committed)
+            index = self._table.numbers(places + other_places)
             parts = [states.index_select(0, index) for states in computed.aux_hidden_states]
             return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
         return ProposeContext(
             self._table,
-            requests[:count],
-            requests[count:],
+            drafting,
+            others,
             gather if computed.aux_hidden_states else None,
-            replay if count == len(num_kept) else None,
+            replay if len(drafting) == len(rows.states) else None,
         )

@@ -303,10 +303,4 @@ void specray_take_trees(
       *pending, count, slots, roots, most, least, vocab_size, tokens, parents, num_nodes, found, is_chain, within);
 }
 
-void specray_committed_places(
-    int64_t count, const int64_t* order, const int64_t* roots, const int64_t* counts, const int64_t* outcome,
-    int64_t width, int64_t* places) {
-  committed_places(count, order, roots, counts, {outcome, width}, places);
-}
-
 }  // extern "C"

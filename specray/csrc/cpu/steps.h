@@ -172,16 +172,4 @@ inline void take_trees(
   }
 }
 
-// Places [T] of the tokens that requests `order` [n] committed: the known ones before their `roots` [R], then the
-// accepted path.
-inline void committed_places(
-    int64_t count, const int64_t* order, const int64_t* roots, const int64_t* counts, const Outcome& outcome,
-    int64_t* places) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t r = order[i];
-    for (int64_t before = counts[r] - 1; before > 0; --before) *places++ = roots[r] - before;
-    for (int64_t depth = 0; depth < outcome.num_kept(r); ++depth) *places++ = roots[r] + outcome.nodes(r)[depth];
-  }
-}
-
 }  // namespace specray

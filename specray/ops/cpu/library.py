@@ -104,7 +104,6 @@ class Kernels:
         of_pending = (POINTER(PendingTrees), c_int64, *[c_void_p] * 4)
         self.put_trees = self._function("put_trees", *of_pending, c_void_p, c_int64)
         self.take_trees = self._function("take_trees", *of_pending, c_int64, *[c_void_p] * 6)
-        self.committed_places = self._function("committed_places", c_int64, *[c_void_p] * 4, c_int64, c_void_p)
 
     def _function(self, name: str, *arguments: Any, returns: Any = None) -> Any:
         function = getattr(self._library, f"specray_{name}")

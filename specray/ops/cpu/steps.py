@@ -66,12 +66,6 @@ class TableKernels:
         self._kernels.build_extend(self._arena, slots.shape[0], *map(pointer, kept), *map(pointer, outputs))
         return outputs
 
-    def committed_places(self, order: Tensor, roots: Tensor, counts: Tensor, outcome: Tensor, total: int) -> Tensor:
-        kept, places = [part.contiguous() for part in (order, roots, counts)], torch.empty(total, dtype=torch.int64)
-        paths = pointer(outcome), outcome.shape[1]
-        self._kernels.committed_places(order.shape[0], *map(pointer, kept), *paths, pointer(places))
-        return places
-
 
 class TreeKernels:
     """TreeOps."""

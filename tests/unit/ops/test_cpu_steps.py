@@ -11,7 +11,6 @@ from torch import Tensor
 
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.draft_tree import TreeLists
-from specray.spec_decode.verify_batch import VerifyOutput
 from tests.support.step_cases import MAX_TOKENS, SLOTS, both, compare_pending_trees, random_table
 from tests.support.verify_cases import trees
 
@@ -42,24 +41,6 @@ def test_cells_of_the_table(seed: int, order: list[int], count: int, width: int,
         ]
 
     torch.testing.assert_close(*both(run, "auto"), atol=0, rtol=0)
-
-
-@given(st.permutations(range(4)), st.integers(1, 4), st.data())
-@settings(max_examples=30)
-def test_places_of_committed_tokens(order: list[int], count: int, data: st.DataObject) -> None:
-    rows = [(data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))) for _ in order]  # known tokens, kept nodes
-    counts, kept = torch.tensor(rows).T
-    nodes = torch.tensor([sorted(data.draw(st.sets(st.integers(1, 8), min_size=3, max_size=3))) for _ in order])
-    outcome = VerifyOutput.of(kept, torch.zeros_like(nodes), nodes).outcome
-    roots = (counts + 8).cumsum(0) - 9
-    lengths = [rows[row][0] - 1 + rows[row][1] for row in order[:count]]
-
-    def run() -> Tensor:
-        rows = torch.tensor(order[:count])
-        table = random_table(0)  # it chooses the kernels
-        return table.ops.committed_places(rows, roots, counts, outcome, sum(lengths))
-
-    assert torch.equal(*both(run, "auto"))
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.data())
