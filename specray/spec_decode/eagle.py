@@ -58,29 +58,11 @@ class EagleDrafter:
         last_position = target.context_length - 1
         self._grower = FusedTreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
         self._written = WrittenSlots(target.num_slots)
+        self._inference = torch.inference_mode()
 
-    @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:
-        requests = context.requests + context.unfinished
-        if not requests:
-            return DraftTree.from_lists([], context.table.device)
-        self._written.update(context.table, requests, [request.start for request in requests])
-        if context.replay is not None and self._written.are_all(context.table, requests):
-            return context.replay()
-        if self._extends_in_kernels and self._written.are_all(context.table, requests):
-            tree = self._grower.extend_and_grow(context, self._head.fuse)
-            if tree is not None:
-                return tree
-        slots, _, ends = context.bounds
-        visible = self._written.visible(context.table, slots, requests)
-        output = self._extend(context, requests, visible)
-        count = len(context.requests)
-        if not count:
-            return DraftTree.from_lists([], context.table.device)
-        # The pair of token i + 1 and hidden state i has position i: a child of the root, at `end` + 1, counts as `end`.
-        kv_slots, kv_lens = visible
-        prefix = TreePrefix(context.requests, slots[:count], ends[:count], [(kv_slots[:count], kv_lens[:count])])
-        return self._grower.grow(context, prefix, output[:count])
+        with self._inference:
+            return self._propose(context)
 
     @torch.inference_mode()
     def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
@@ -101,6 +83,28 @@ class EagleDrafter:
 
     def release(self, slots: Sequence[int]) -> None:
         """The only state is KV in the requests' blocks."""
+
+    def _propose(self, context: ProposeContext) -> DraftTree:
+        requests = context.requests + context.unfinished
+        if not requests:
+            return DraftTree.from_lists([], context.table.device)
+        self._written.update(context.table, requests, [request.start for request in requests])
+        if context.replay is not None and self._written.are_all(context.table, requests):
+            return context.replay()
+        if self._extends_in_kernels and self._written.are_all(context.table, requests):
+            tree = self._grower.extend_and_grow(context, self._head.fuse)
+            if tree is not None:
+                return tree
+        slots, _, ends = context.bounds
+        visible = self._written.visible(context.table, slots, requests)
+        output = self._extend(context, requests, visible)
+        count = len(context.requests)
+        if not count:
+            return DraftTree.from_lists([], context.table.device)
+        # The pair of token i + 1 and hidden state i has position i: a child of the root, at `end` + 1, counts as `end`.
+        kv_slots, kv_lens = visible
+        prefix = TreePrefix(context.requests, slots[:count], ends[:count], [(kv_slots[:count], kv_lens[:count])])
+        return self._grower.grow(context, prefix, output[:count])
 
     def _extend(
         self, context: ProposeContext, requests: list[DraftRequest], visible: tuple[Tensor, list[int]]

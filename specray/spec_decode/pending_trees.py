@@ -18,23 +18,23 @@ class PendingTrees:
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._tokens, self._parents = torch.full((2, num_slots, 1), NONE, dtype=torch.int64, device=device)
-        self._num_nodes = torch.full((num_slots,), NONE, dtype=torch.int64, device=device)  # NONE: no tree is pending
+        tokens, parents = torch.full((2, num_slots, 1), NONE, dtype=torch.int64, device=device)
+        num_nodes = torch.full((num_slots,), NONE, dtype=torch.int64, device=device)  # NONE: no tree is pending
+        self._parts = TreeTensors(tokens, parents, num_nodes, None)  # no scores: never known
         self._max_depth = 0
         self._probs: tuple[Tensor, Tensor] | None = None  # (slots, DraftTree.draft_probs) of the last trees
-        self._scores: Tensor | None = None  # float32 like `_tokens`, DraftTree.scores; None: never known
         self.scores: list[list[float]] = []  # see `DraftSource.scores`
         self._ops = tree_ops(device)
 
     def put(self, slots: Tensor, tree: DraftTree) -> None:
         """Keep the trees of `slots` int64 [B]; they replace older ones."""
-        width = tree.tokens.shape[1]
-        if (missing := width - self._tokens.shape[1]) > 0:
-            parts = (self._tokens, self._parents)
-            self._tokens, self._parents = (F.pad(part, (0, missing), value=NONE) for part in parts)
-            self._scores = None if self._scores is None else F.pad(self._scores, (0, missing))
-        if tree.scores is not None and self._scores is None:
-            self._scores = torch.ones_like(self._tokens, dtype=torch.float32)
+        tokens, parents, num_nodes, scores = self._parts
+        if (missing := tree.tokens.shape[1] - tokens.shape[1]) > 0:
+            tokens, parents = (F.pad(part, (0, missing), value=NONE) for part in (tokens, parents))
+            scores = None if scores is None else F.pad(scores, (0, missing))
+            self._parts = TreeTensors(tokens, parents, num_nodes, scores)
+        if tree.scores is not None and scores is None:
+            self._parts = self._parts._replace(scores=torch.ones_like(tokens, dtype=torch.float32))
         self._ops.put(self._parts, slots, TreeTensors(tree.tokens, tree.parents, tree.num_nodes, tree.scores))
         self._max_depth = max(self._max_depth, tree.max_depth)
         self._probs = None if tree.draft_probs is None else (slots, tree.draft_probs)
@@ -42,7 +42,7 @@ class PendingTrees:
     def drop(self, slots: Sequence[int]) -> None:
         """Forget the trees of these slots."""
         if slots and self._max_depth:
-            self._num_nodes[torch.tensor(slots, device=self._num_nodes.device)] = NONE
+            self._parts.num_nodes[torch.tensor(slots, device=self._parts.num_nodes.device)] = NONE
 
     def take(
         self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]
@@ -54,7 +54,7 @@ class PendingTrees:
         self.scores = []
         if not self._max_depth:
             return DraftTree.roots(roots), [1] * len(roots), False
-        cuts = self._scores is not None and any(limit.min_score for limit in draft_limits)
+        cuts = self._parts.scores is not None and any(limit.min_score for limit in draft_limits)
         most = torch.from_numpy(np.array([limit.num_tokens + 1 for limit in draft_limits], np.int64)).to(slots.device)
         least = torch.tensor([limit.min_score for limit in draft_limits]).to(slots.device) if cuts else None
         taken = self._ops.take(self._parts, TreesWanted(slots, roots, most, least), self._vocab_size)
@@ -73,14 +73,12 @@ class PendingTrees:
         tree = DraftTree(tokens, parents, num_nodes, depth, probs, all(chains))
         return tree, [max(1, count) for count in counts], 0 in counts
 
-    @property
-    def _parts(self) -> TreeTensors:
-        return TreeTensors(self._tokens, self._parents, self._num_nodes, self._scores)
-
     def _take_probs(self, slots: Tensor) -> Tensor | None:
         if self._probs is None:
             return None
         (known, probs), self._probs = self._probs, None
-        places = torch.full_like(self._num_nodes, NONE).index_copy_(0, known, torch.arange(len(known)).to(slots.device))
+        places = torch.full_like(self._parts.num_nodes, NONE).index_copy_(
+            0, known, torch.arange(len(known)).to(slots.device)
+        )
         place = places.index_select(0, slots)
         return probs.index_select(0, place.clamp(min=0)) * (place >= 0)[:, None, None]

@@ -83,8 +83,11 @@ class RequestTable:
 
     def numbers(self, *rows: Sequence[int]) -> Tensor:
         """int64 [n] of one row of numbers, [len(rows), n] of several, on the device."""
-        found = torch.from_numpy(np.array(rows[0] if len(rows) == 1 else rows, dtype=np.int64))
-        return found if self._host_arena is not None else found.to(self.device)
+        found = np.array(rows[0] if len(rows) == 1 else rows, dtype=np.int64)
+        if not found.size:  # an empty array may have strides that no tensor has
+            return torch.empty(found.shape, dtype=torch.int64, device=self.device)
+        tensor = torch.from_numpy(found)
+        return tensor if self._host_arena is not None else tensor.to(self.device)
 
     def flush(self, *rows: Sequence[int]) -> Tensor:
         """Write all changes that wait to the device. `rows` are copied along and returned as int64 [len(rows), n]."""

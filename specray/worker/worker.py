@@ -246,17 +246,15 @@ class Worker:
         places: list[int] = []  # of the committed tokens of `drafting` among the step's, in order
         other_places: list[int] = []
         for row, (state, root) in enumerate(zip(rows.states, computed.roots, strict=True)):
-            num_kept, limit = output.num_kept(row), plan.rows[row].draft_limit
-            if not num_kept:
+            if not output.num_kept(row):
                 continue
+            limit = plan.rows[row].draft_limit
             num_before, end = rows.num_known[row] - 1, state.num_computed_tokens
             num_steps = min(limit.num_tokens, limit.num_steps)  # a tree of n nodes has n levels at most
             useful = DraftLimit(limit.num_tokens, num_steps)
             gets_drafts = row in sampling and limit.allows_drafts
-            (drafting if gets_drafts else others).append(
-                DraftRequest(state.slot, end - num_before - num_kept, end, useful)
-            )
             committed = [*range(root - num_before, root + 1), *(root + node for node in output.accepted_nodes(row))]
+            (drafting if gets_drafts else others).append(DraftRequest(state.slot, end - len(committed), end, useful))
             (places if gets_drafts else other_places).extend(committed)
 
         def gather() -> Tensor:

@@ -297,10 +297,8 @@ void specray_put_trees(
 
 void specray_take_trees(
     const PendingTrees* pending, int64_t count, const int64_t* slots, const int64_t* roots, const int64_t* most,
-    const float* least, int64_t vocab_size, int64_t* tokens, int64_t* parents, int64_t* num_nodes, int64_t* found,
-    int64_t* is_chain, int64_t* within) {
-  take_trees(
-      *pending, count, slots, roots, most, least, vocab_size, tokens, parents, num_nodes, found, is_chain, within);
+    const float* least, int64_t vocab_size, int64_t* tokens, int64_t* parents, int64_t* numbers) {
+  take_trees(*pending, count, slots, roots, most, least, vocab_size, tokens, parents, numbers);
 }
 
 }  // extern "C"

@@ -138,13 +138,13 @@ inline void put_trees(
 }
 
 // Takes the trees of `slots`, cut to `most` [count] nodes, and to scores of `least` [count] if that is not null:
-// tokens and parents [count, width], numbers of nodes. `found` is the number, or 0 if the drafter's logits were not
-// finite; `within` the number before nodes were cut for their scores.
+// tokens and parents [count, width]. `numbers` [4, count] are the numbers of nodes; the same, or 0 if the drafter's
+// logits were not finite; whether a tree is a chain; and the numbers before nodes were cut for their scores.
 inline void take_trees(
     const PendingTrees& pending, int64_t count, const int64_t* slots, const int64_t* roots, const int64_t* most,
-    const float* least, int64_t vocab_size, int64_t* tokens, int64_t* parents, int64_t* num_nodes, int64_t* found,
-    int64_t* is_chain, int64_t* within) {
+    const float* least, int64_t vocab_size, int64_t* tokens, int64_t* parents, int64_t* numbers) {
   const int64_t width = pending.width;
+  int64_t *num_nodes = numbers, *found = numbers + count, *is_chain = found + count, *within = is_chain + count;
   for (int64_t r = 0; r < count; ++r, tokens += width, parents += width) {
     const int64_t from = slots[r] * width, *own = pending.tokens + from, *own_parents = pending.parents + from;
     const int64_t waiting = std::exchange(pending.num_nodes[slots[r]], NONE);

@@ -103,7 +103,7 @@ class Kernels:
         self.build_extend = self._function("build_extend", *of_table, *[c_void_p] * 6)
         of_pending = (POINTER(PendingTrees), c_int64, *[c_void_p] * 4)
         self.put_trees = self._function("put_trees", *of_pending, c_void_p, c_int64)
-        self.take_trees = self._function("take_trees", *of_pending, c_int64, *[c_void_p] * 6)
+        self.take_trees = self._function("take_trees", *of_pending, c_int64, *[c_void_p] * 3)
 
     def _function(self, name: str, *arguments: Any, returns: Any = None) -> Any:
         function = getattr(self._library, f"specray_{name}")

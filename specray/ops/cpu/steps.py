@@ -72,11 +72,13 @@ class TreeKernels:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+        self._pending: TreeTensors | None = None  # the last ones, of which the struct has the addresses
+        self._struct = structs.PendingTrees()
 
     def put(self, pending: TreeTensors, slots: Tensor, trees: TreeTensors) -> None:
         kept = [None if part is None else part.contiguous() for part in (slots, *trees)]
         width = trees.tokens.shape[1]
-        self._kernels.put_trees(ctypes.byref(_pending(pending)), slots.shape[0], *map(pointer, kept), width)
+        self._kernels.put_trees(self._struct_of(pending), slots.shape[0], *map(pointer, kept), width)
 
     def take(self, pending: TreeTensors, wanted: TreesWanted, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         slots, roots, most, least = wanted
@@ -84,15 +86,23 @@ class TreeKernels:
         inputs = [slots.contiguous(), roots.contiguous(), most.contiguous(), least]
         tokens, parents = torch.empty(2, count, width, dtype=torch.int64).unbind()
         numbers = torch.empty(4, count, dtype=torch.int64)
-        num_nodes, found, is_chain, within = numbers.unbind()
-        outputs = map(pointer, (tokens, parents, num_nodes, found, is_chain, within))
-        self._kernels.take_trees(ctypes.byref(_pending(pending)), count, *map(pointer, inputs), vocab_size, *outputs)
-        report = numbers[1:3]
+        self._kernels.take_trees(
+            self._struct_of(pending),
+            count,
+            *map(pointer, inputs),
+            vocab_size,
+            tokens.data_ptr(),
+            parents.data_ptr(),
+            numbers.data_ptr(),
+        )
+        num_nodes, report = numbers[0], numbers[1:3]
         if least is not None:
             assert pending.scores is not None
-            report = torch.cat((report.float(), within[None].float(), pending.scores.index_select(0, slots).t()))
+            report = torch.cat((numbers[1:].float(), pending.scores.index_select(0, slots).t()))
         return tokens, parents, num_nodes, report
 
-
-def _pending(trees: TreeTensors) -> structs.PendingTrees:
-    return structs.PendingTrees(*map(pointer, trees), trees.tokens.shape[1])
+    def _struct_of(self, trees: TreeTensors) -> structs.PendingTrees:
+        if trees is not self._pending:
+            self._pending = trees
+            self._struct = structs.PendingTrees(*map(pointer, trees), trees.tokens.shape[1])
+        return self._struct
