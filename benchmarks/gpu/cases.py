@@ -16,6 +16,7 @@ from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling import scores
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.ops.shard_sampling import Choices
+from specray.spec_decode.verify_batch import VerifyOutput
 from specray.step import SamplingOptions
 
 EPS = 1e-5
@@ -171,8 +172,8 @@ def _walk(device: torch.device) -> tuple[Tensor, Tensor]:
     nodes = torch.arange(4, device=device)
     choices = Choices(nodes + 1, torch.ones_like(nodes, dtype=torch.int8), nodes.to(torch.int32))
     walked = sampling.follow(choices, tokens, parents, torch.tensor([4], device=device), 3)
-    expected = torch.tensor([[3, 1, 2, 4, 0, 0, 1, 3, 0]], device=device)
-    return torch.cat((walked[0][:, None], *walked[1:]), 1), expected.double()
+    expected = torch.tensor([[3, 3, 1, 2, 4, 0, 0, 1, 3, 0]], device=device)
+    return walked, expected.double()
 
 
 def _compaction(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -180,7 +181,8 @@ def _compaction(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple
     slots, path = torch.randperm(40, device=device)[:12].view(1, 12), [0, 2, 3, 7, 11]
     expected = pool.double()
     expected[:, slots[0, : len(path)]] = pool[:, slots[0, path]].double()
-    kv.commit_paths(pool, slots, torch.tensor([path], device=device), torch.tensor([len(path)], device=device))
+    count, nodes = torch.tensor([len(path)], device=device), torch.tensor([path], device=device)
+    kv.commit_paths(pool, slots, VerifyOutput.of(count, nodes, nodes).outcome)
     return pool, expected
 
 

@@ -19,6 +19,7 @@ from specray.ops.gpu.attention import TritonAttend
 from specray.ops.gpu.matrix import FixedOrderMatrix
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
+from specray.spec_decode.verify_batch import VerifyOutput
 from specray.step import SamplingOptions
 
 HEADERS = ["kernel", "us", "GB/s", "TFLOPS"]
@@ -169,4 +170,5 @@ def _compaction(shape: Shape, sizes: Sizes, device: torch.device) -> Timed:
     nodes = torch.tensor([0, 2, 4, 6], device=device).repeat(sizes.batch, 1)
     counts = torch.full((sizes.batch,), depth, device=device)
     moved = 2 * num_layers * sizes.batch * (depth - 1) * pool[0, 0].nbytes
-    return Timed(f"compaction, {sizes.batch} paths", lambda: kv.commit_paths(pool, slots, nodes, counts), moved)
+    outcome = VerifyOutput.of(counts, nodes, nodes).outcome
+    return Timed(f"compaction, {sizes.batch} paths", lambda: kv.commit_paths(pool, slots, outcome), moved)
