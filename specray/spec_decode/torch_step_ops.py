@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specray.ops.outcome import num_emitted
+from specray.ops.outcome import tokens as tokens_of
 from specray.ops.ragged_index import RaggedIndex
 from specray.ops.request_arena import RequestArena
 from specray.ops.tree_tensors import TreesWanted, TreeTensors
@@ -36,7 +38,7 @@ class TorchTable:
         return found.view_as(positions)
 
     def append(self, slots: Tensor, outcome: Tensor) -> None:
-        num_tokens, tokens = outcome[:, 1], outcome[:, 2 : 1 + outcome.shape[1] // 2]
+        num_tokens, tokens = num_emitted(outcome), tokens_of(outcome)
         cells, row_size = self._arena.cells, self._arena.row_size
         known = cells.view(-1, row_size)[:, self._arena.length_column]
         lengths = known.index_select(0, slots).long()

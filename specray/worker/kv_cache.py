@@ -7,6 +7,8 @@ from specray.ops.attention import make_pool, move_kv
 from specray.ops.cpu.attention import commit_paths
 from specray.ops.cpu.library import kernels_on
 from specray.ops.gpu import uses_triton
+from specray.ops.outcome import nodes as nodes_of
+from specray.ops.outcome import num_kept
 
 
 class KVCache:
@@ -44,7 +46,7 @@ class KVCache:
 
             kv.commit_paths(self.pool, kv_slots, outcome)
             return
-        num_tokens, nodes = outcome[:, 0], outcome[:, 1 + outcome.shape[1] // 2 :]
+        num_tokens, nodes = num_kept(outcome), nodes_of(outcome)
         depths = torch.arange(1, nodes.shape[1], device=nodes.device)
         is_moved = (depths < num_tokens[:, None]) & (nodes[:, 1:] != depths)
         # Where nothing moves, KV slot 0 (zeros) is copied to itself, so that no shape depends on the outcome.

@@ -4,13 +4,15 @@ import triton
 from torch import Tensor
 
 from specray.ops.gpu.tree_kernels import compact_path
+from specray.ops.outcome import nodes as nodes_of
+from specray.ops.outcome import num_kept
 
 _BLOCK = 2048  # numbers of a program
 
 
 def commit_paths(pool: Tensor, kv_slots: Tensor, outcome: Tensor) -> None:
     """See `KVCache.commit`; `pool` [layers, slots, 2, kv_heads, dim] is contiguous, a path ascends from the root."""
-    num_tokens, nodes = outcome[:, 0], outcome[:, 1 + outcome.shape[1] // 2 :]
+    num_tokens, nodes = num_kept(outcome), nodes_of(outcome)
     num_layers, num_slots, size = len(pool), pool.shape[1], pool[0, 0].numel()
     block = min(_BLOCK, triton.next_power_of_2(size))
     if len(nodes):
