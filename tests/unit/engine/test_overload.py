@@ -183,3 +183,15 @@ def test_a_step_has_few_prompt_tokens_until_no_request_has_decoded_for_a_while()
         engine.step()
     sizes = [max(row.num_tokens for row in plan.rows) for plan in ranks.plans]
     assert sizes == [4 * CHUNK] + [CHUNK] * MIXED_STEPS + [4 * CHUNK] * 2
+
+
+def test_a_prompt_that_nobody_else_waits_for_fills_its_chunks() -> None:
+    engine, ranks = make_engine(9000, chunked_prefill_size=4 * CHUNK)
+    engine.add_request(request("first", max_tokens=3))
+    while engine.scheduler.running or engine.scheduler.waiting.num_waiting:
+        engine.step()
+    before = len(ranks.plans)
+    engine.add_request(request("next", prompt=12 * CHUNK, max_tokens=1))
+    for _ in range(3):
+        engine.step()
+    assert [row.num_tokens for plan in ranks.plans[before:] for row in plan.rows] == [4 * CHUNK] * 3
