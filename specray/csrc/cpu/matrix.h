@@ -298,7 +298,9 @@ class Products {
   void operator()(int block, int first, int count, Tile& out) const {
     const uint8_t* data = matrix_.data + block * bytes_;
     if (uses_tiles_) {
-      tile_products(reinterpret_cast<const bfloat16*>(data), rows_.pairs(first), size_, padded(matrix_.ins), &out[0][0]);
+      const auto* weights = reinterpret_cast<const bfloat16*>(data);
+      const int number = first / size_, wide = padded(matrix_.ins);
+      tile_products(weights, rows_.pairs(first), size_, wide, lines_ahead(weights, number, wide), &out[0][0]);
     } else {
       tile_of(count, matrix_, data, rows_, first, fetch(data, first / size_), out);
     }
@@ -314,6 +316,15 @@ class Products {
     const int64_t share = (bytes_ + num_tiles_ - 1) / num_tiles_;
     const int64_t lines = std::max<int64_t>(1, (bytes_ - first_weight(matrix_.kind, matrix_.ins)) / LINE);
     return Fetch::of_share(block + together_ * bytes_ + number * share, int((share + lines - 1) / lines));
+  }
+
+  // The same on tile registers.
+  LinesAhead lines_ahead(const bfloat16* weights, int number, int wide) const {
+    constexpr int ROWS = 32, SOON = 4 * ROWS;  // rows of weights
+    if (num_tiles_ == 1) return {weights + SOON * LANES, ROWS};
+    const int count = (ROWS + num_tiles_ - 1) / num_tiles_;
+    const int64_t share = int64_t(number) * count * (wide / ROWS) * LINE / int(sizeof(bfloat16));
+    return {weights + together_ * bytes_ / int(sizeof(bfloat16)) + share, count};
   }
 
   const Matrix& matrix_;

@@ -16,6 +16,19 @@
 
 namespace specray {
 
+// Cache lines of weights that are prefetched while 32 rows of others are multiplied, a quarter of them at a time. They go
+// between loads of registers: a load waits for prefetches before it.
+struct LinesAhead {
+  const bfloat16* next;
+  int count;
+
+  void fetch(int quarter) const {
+    for (int line = count * quarter / 4; line < count * (quarter + 1) / 4; ++line)
+      __builtin_prefetch(next + line * (LINE / int(sizeof(bfloat16))), TO_READ, USED_ONCE);
+  }
+  void advance() { next += count * (LINE / int(sizeof(bfloat16))); }
+};
+
 #if defined(SPECRAY_TILES)
 
 constexpr int TILE_ROWS = 32;  // of two registers
@@ -56,19 +69,23 @@ inline void end_tiles() { _tile_release(); }
 
 // out [count, LANES] = x [count, wide] times a block of weights; `wide` is a multiple of 32. The registers have the shape
 // for `count` rows. With two registers of rows, x and out have one row more if `count` is odd.
-inline void tile_products(const bfloat16* weights, const bfloat16* x, int count, int wide, float* out) {
+inline void tile_products(
+    const bfloat16* weights, const bfloat16* x, int count, int wide, LinesAhead ahead, float* out) {
   static_assert(LANES == 32, "two tiles of 16 columns");
   const int second = count > 16 ? rows_of_tile(count) : 0;  // the first row of the second register
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int i = 0; i < wide; i += 32, weights += 32 * LANES) {
-    for (int line = 0; line < 32; ++line) __builtin_prefetch(weights + 32 * line + 4096, TO_READ, USED_ONCE);
+  for (int i = 0; i < wide; i += 32, weights += 32 * LANES, ahead.advance()) {
+    ahead.fetch(0);
     _tile_loadd(4, x + i, wide * 2);
+    ahead.fetch(1);
     _tile_loadd(6, weights, LANES * 4);
+    ahead.fetch(2);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, weights + LANES, LANES * 4);
+    ahead.fetch(3);
     _tile_dpbf16ps(1, 4, 7);
     if (second == 0) continue;
     _tile_loadd(5, x + int64_t(second) * wide + i, wide * 2);
@@ -89,7 +106,7 @@ constexpr int TILE_ROWS = 0;
 inline bool has_tiles() { return false; }
 inline void begin_tiles(int) {}
 inline void end_tiles() {}
-inline void tile_products(const bfloat16*, const bfloat16*, int, int, float*) {}
+inline void tile_products(const bfloat16*, const bfloat16*, int, int, LinesAhead, float*) {}
 
 #endif
 
