@@ -21,7 +21,7 @@ from specray.engine.request import Emitted, Planned, Request, Status
 from specray.step import DraftLimit, NewRequest, ScheduledRequest, StepPlan, StepResult
 
 MAX_FORCED_DRAFTS = 8  # tokens that a grammar may add to a drafter's tree
-MIXED_STEPS = 16  # that have few prompt tokens after the last one with a decoding request, unless none is left
+MIXED_STEPS = 16  # that have few prompt tokens after the last one with a decoding request, unless no request is left
 
 
 class Scheduler:
@@ -139,7 +139,7 @@ class Scheduler:
             self._release(request)
         request.status = Status.FINISHED
         if not self.running and not self.waiting.num_waiting:
-            self._mixed_until = 0  # whoever comes next delays nobody
+            self._mixed_until = 0  # the next prompt delays no other request
 
     def _limit_prefill(self) -> tuple[int, int]:
         """The limits of this step. Few prompt tokens also follow the end of a request: its client may send the next."""

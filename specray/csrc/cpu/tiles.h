@@ -17,7 +17,8 @@
 namespace specray {
 
 // Cache lines of weights that are prefetched while 32 rows of others are multiplied, a quarter of them at a time. They go
-// between loads of registers: a load waits for prefetches before it.
+// between loads of registers: a load waits for prefetches before it. Fetch asks for a line once for each line read, so
+// several tiles would ask for the same ones again: 256 rows took 6 to 14 % longer with it.
 struct LinesAhead {
   const bfloat16* next;
   int count;

@@ -185,7 +185,7 @@ def test_a_step_has_few_prompt_tokens_until_no_request_has_decoded_for_a_while()
     assert sizes == [4 * CHUNK] + [CHUNK] * MIXED_STEPS + [4 * CHUNK] * 2
 
 
-def test_a_prompt_that_nobody_else_waits_for_fills_its_chunks() -> None:
+def test_a_prompt_that_arrives_when_no_request_is_left_fills_its_chunks() -> None:
     engine, ranks = make_engine(9000, chunked_prefill_size=4 * CHUNK)
     engine.add_request(request("first", max_tokens=3))
     while engine.scheduler.running or engine.scheduler.waiting.num_waiting:
