@@ -453,7 +453,7 @@ class EngineConfig(Options):
     )
     disable_radix_cache: bool = Field(False, description="Disable prefix caching.")
     disable_overlap_schedule: bool = Field(
-        False, description="Do not plan a step before the result of the last one is known. Only servers plan ahead."
+        False, description="Do not plan a step before the result of the last one is known."
     )
 
     max_running_requests: int = Field(48, ge=1, le=4096, description="Maximum number of requests in a batch.")

@@ -64,7 +64,7 @@ class SamplingOptions(NamedTuple):
     repetition_penalty: float
     logit_bias: list[tuple[int, float]]
     min_tokens: int
-    eos_token_ids: list[int]  # masked until min_tokens tokens were generated
+    eos_token_ids: list[int]  # end the request; masked until min_tokens tokens were generated
     logprobs: int | None
     allowed_token_ids: list[int] | None = None  # no other token is sampled
     grammar: GrammarSpec | None = None
@@ -129,7 +129,8 @@ class RequestResult(NamedTuple):
     accepted_nodes: Sequence[int] = ()  # of the verified tree, one for each of token_ids but the last
     prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt tokens that follow the computed ones
     tree: VerifiedTree | None = None  # with NewRequest.traces_drafts, if tokens were emitted
-    is_deferred: bool = False  # nothing was computed, because the request's grammar is still compiled
+    # Nothing was computed, because the request's grammar is still compiled, or because it ended in the step before.
+    is_deferred: bool = False
     draft_scores: Sequence[float] = ()  # with DraftLimit.min_score: of the drafts, those below it included
 
 

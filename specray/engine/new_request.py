@@ -39,7 +39,7 @@ def sampling_options(params: SamplingParams, eos_token_ids: list[int]) -> Sampli
         params.repetition_penalty,
         list(params.logit_bias.items()),
         params.min_tokens,
-        stops + params.stop_token_ids if params.min_tokens else [],
+        stops + params.stop_token_ids,
         params.logprobs,
         params.allowed_token_ids,
         params.grammar,

@@ -110,8 +110,9 @@ class Request:
 
     @property
     def max_useful_drafts(self) -> int:
-        """Draft tokens that could be emitted before the bonus token reaches `max_length`."""
-        return self.max_length - self.most_tokens - 1
+        """Draft tokens that could be emitted before the bonus token reaches `max_length`, if planned drafts fail."""
+        least = len(self.token_ids) + sum(planned.samples for planned in self.in_flight)
+        return self.max_length - least - 1
 
     def count_verify(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one verified tree. A tree without drafts counts as a step, but not in the accept histogram.

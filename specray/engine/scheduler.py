@@ -40,6 +40,7 @@ class Scheduler:
         self.max_draft_tokens = capacity.max_draft_tokens
         self.budget: DraftBudget = make_budget(config, config.speculative, capacity)
         self.eos_token_ids = capacity.eos_token_ids
+        self._context_length = capacity.context_length
         self.waiting = FairQueue()
         self.running: list[Request] = []
         self._free_slots = list(range(config.max_running_requests - 1, -1, -1))
@@ -194,7 +195,8 @@ class Scheduler:
             most = min(most, request.drafter.max_draft_tokens)
         if most and request.spec.params.grammar is not None:
             most = min(most + MAX_FORCED_DRAFTS, MAX_TREE_NODES - 1)
-        most = min(most, request.max_useful_drafts, limit.num_tokens)
+        # A model has no positions after the context; planned drafts may take all that is left.
+        most = min(most, request.max_useful_drafts, self._context_length - request.most_tokens, limit.num_tokens)
         return max(0, most) if limit.allows_drafts else 0
 
     def _schedule_request(

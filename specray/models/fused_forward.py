@@ -14,9 +14,10 @@ from specray.ops.likeliest import LargestLogits
 
 
 class FusedForward:
-    """`TargetModel.with_logits` of a model that the kernels have whole, for steps that their attention plans.
+    """`TargetModel.step_forward` of a model that the kernels have whole, for steps that their attention plans.
 
-    Aux hidden states have type `dtype`, that of the weights.
+    A call starts the pass, whose results are there after `wait`. Aux hidden states have type `dtype`, that of the
+    weights.
     """
 
     def __init__(self, layers: FusedLayers, around: EmbedAndHead, dtype: torch.dtype) -> None:
@@ -37,12 +38,17 @@ class FusedForward:
         num_layers = len(self._layers.structs)
         taps = tapped(aux_hidden_state_layers, num_layers)
         step = (token_ids, positions, attend, places)
-        hidden, final, found, copies = self._layers.forward(self._around, *step, taps, self._dtype, only_largest)
+        hidden, final, found, copies = self._layers.start_forward(self._around, *step, taps, self._dtype, only_largest)
         logits = LargestLogits(found) if only_largest else found
         if list(aux_hidden_state_layers) == taps:
             return final, logits, [copies] if taps else []
+        self.wait()
         others = {BEFORE_FINAL_NORM: hidden, num_layers: final}
         return final, logits, in_order(aux_hidden_state_layers, taps, copies, others)
+
+    def wait(self) -> None:
+        """Wait for the pass, and help with it."""
+        self._layers.kernels.join()
 
 
 def in_order(wanted: Sequence[int], taps: Sequence[int], copies: Tensor, others: dict[int, Tensor]) -> list[Tensor]:

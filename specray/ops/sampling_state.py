@@ -24,11 +24,13 @@ class SamplingState:
     is_known: Tensor | None = None  # bool [V], prompt and generated tokens; only with repetition penalty
     is_allowed: Tensor | None = None  # bool [V]; only with allowed_token_ids
     is_sampled: bool = field(init=False)  # at a temperature above 0
+    stop_ids: frozenset[int] = field(init=False)  # tokens that end the request
     adjusts_until: float = field(init=False)  # logits are adjusted while fewer tokens than this were generated
 
     def __post_init__(self) -> None:
         options, tensors = self.options, (self.output_counts, self.is_known, self.is_allowed)
         self.is_sampled = options.temperature >= GREEDY_BELOW
+        self.stop_ids = frozenset(options.eos_token_ids)
         is_adjusted = any(t is not None for t in tensors) or bool(options.logit_bias)
         self.adjusts_until = inf if is_adjusted else options.min_tokens if options.eos_token_ids else 0
 

@@ -14,7 +14,10 @@ from specray.worker.startup import start_worker
 
 
 class LocalExecutor:
-    """Runs a plan in `collect`, and drafts for the next step there."""
+    """Runs a plan in `collect`, and drafts for the next step there.
+
+    If that step's plan is there too, its forward pass is started, so it runs while the caller handles this result.
+    """
 
     def __init__(
         self,
@@ -32,23 +35,29 @@ class LocalExecutor:
         self._config = config
         with enough_memory(config, STARTING, ConfigError):
             self.worker = start_worker(config, progress=progress, drafter=drafter, model=model)
+        self.capacity: Capacity = self.worker.capacity._replace(max_plans=1 if config.disable_overlap_schedule else 2)
         self._plans: deque[StepPlan] = deque()
-
-    @property
-    def capacity(self) -> Capacity:
-        return self.worker.capacity
+        self._has_begun = False  # the oldest plan that is not collected
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 
     def collect(self) -> StepResult:
         try:
-            result = self.worker.execute(self._plans.popleft())
+            self._begin()
+            result = self.worker.finish()
+            self._has_begun = False
             self.worker.propose()
+            self._begin()
         except (MemoryError, RuntimeError) as failure:
             raise_if_out_of_memory(failure, self._config, STEPPING, EngineDeadError)
             raise
         return result
+
+    def _begin(self) -> None:
+        if self._plans and not self._has_begun:
+            self.worker.begin(self._plans.popleft())
+            self._has_begun = True
 
     def compile_grammar(self, spec: GrammarSpec) -> None:
         """InvalidRequestError if the grammar cannot be compiled. Its requests then start at once."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from specray.layers.moe import reason_without_graphs
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBackend, PaddedAttention
+from specray.ops.cpu.library import kernels_on
 from specray.ops.likeliest import LargestLogits
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
@@ -31,6 +32,7 @@ class ModelRunner:
         self.kv = kv
         self.attention = attention
         self._forward = model.step_forward(attention)
+        self._kernels = kernels_on(model.embedding.weight.device)
 
     @property
     def reason_without_graphs(self) -> str | None:
@@ -39,12 +41,17 @@ class ModelRunner:
             return "this attention_backend plans every step on the host; set it to triton"
         return reason_without_graphs(self.model)
 
-    def forward(
+    def start(
         self, batch: InputBatch, aux_hidden_state_layers: Sequence[int], only_largest: bool = False
     ) -> ForwardOutput:
-        """`only_largest`: see `TargetModel.with_logits`."""
+        """Start a pass; its output is there after `wait`. `only_largest`: see `TargetModel.with_logits`."""
         attend = self.attention.plan(batch.attention)
         hidden, logits, aux_hidden_states = self._forward(
             batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers, only_largest
         )
         return ForwardOutput(hidden, logits, aux_hidden_states, batch.roots)
+
+    def wait(self) -> None:
+        """Wait for the pass that was started, if it runs on this processor."""
+        if self._kernels is not None:
+            self._kernels.join()

@@ -1,11 +1,12 @@
 """One rank of the target: executes plans and submits the next step's drafts.
 
-`execute` is the whole speculative step. Rank 0 broadcasts the trees and the outcome of verification; the other ranks
-run the same code on what they receive, so ranks cannot diverge.
+`execute` is the whole speculative step, `begin` and `finish` are its halves. Rank 0 broadcasts the trees and the
+outcome of verification; the other ranks run the same code on what they receive, so ranks cannot diverge.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,20 @@ NO_DRAFTS = DraftLimit(0, 0)
 NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"
 
 
+class StartedStep(NamedTuple):
+    """A step whose forward pass was started."""
+
+    plan: StepPlan
+    batch: StepBatch | None  # None: no row runs
+    verifying: Bucket | None  # of the CUDA graph that verifies
+    computed: ForwardOutput | None
+    start: float
+    prepared: float  # when the forward pass was started
+    draft_seconds: float
+    slots: Sequence[int] = ()  # of all rows, on rank 0
+    withheld: Mapping[int, RequestResult] = {}  # of those that do not run, by slot
+
+
 class Worker:
     """One rank, as `startup` makes it. Rank 0 is driven by `execute` and `propose`, the others by `run_loop`."""
 
@@ -66,6 +81,7 @@ class Worker:
         self._inference = torch.inference_mode()  # kept, because making one takes longer than entering it
         self._nothing = ProposeContext(table, [])
         self._context = self._nothing
+        self._started: StartedStep | None = None
 
     @property
     def model(self) -> TargetModel:
@@ -73,44 +89,65 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: target forward over known tokens and draft trees, verify, keep the accepted path."""
+        self.begin(plan)
+        return self.finish()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Start a step. Its forward pass may still run when this returns; nothing but `finish` may be called then."""
         with self._inference:
-            return self._lead(plan)
+            self._started = self._lead(plan)
+
+    def finish(self) -> StepResult:
+        """The result of the step that was started."""
+        started, self._started = self._started, None
+        assert started is not None
+        with self._inference:
+            return self._finish(started)
 
     def propose(self) -> None:
-        """Draft for the next step; called after the step's result was sent to the scheduler."""
+        """Draft for the next step; called after `finish`."""
         self.drafts.submit(self._context)
 
     @torch.inference_mode()
     def run_loop(self) -> None:
         """Run the plans of rank 0 until the group breaks; for ranks above 0."""
         while True:
-            self._execute(unpack_plan(self._group.broadcast_bytes(None)))
+            self._finish(self._begin(unpack_plan(self._group.broadcast_bytes(None))))
 
     def close(self) -> None:
         self._group.close()
 
-    def _lead(self, plan: StepPlan) -> StepResult:
-        """The step on rank 0, on all ranks, without the requests whose grammar is not compiled yet."""
-        ready = plan
-        withheld: dict[int, RequestResult] = {}
-        if self.grammars.slots or any(new.sampling.grammar is not None for new in plan.new_requests):
-            ready, withheld = self.grammars.withhold(plan)
+    def _lead(self, plan: StepPlan) -> StartedStep:
+        """Start the step on all ranks, without the requests that cannot run."""
+        ready, withheld = self._withhold(plan)
         if self._group.size > 1:
             self._group.broadcast_bytes(pack(ready))
-        result = self._execute(ready)
-        if not withheld:
-            return result
-        computed = iter(result.rows)
-        return result._replace(rows=[withheld.get(row.slot) or next(computed) for row in plan.rows])
+        return self._begin(ready)._replace(slots=[row.slot for row in plan.rows], withheld=withheld)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        """The step on this rank: collect the drafts, forward, verify and commit, and prepare the next drafts' input."""
+    def _withhold(self, plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
+        """(the plan without the requests that cannot run, what to report for these, by slot).
+
+        These are requests whose grammar is not compiled yet, and those that ended in a step whose result the scheduler
+        did not have when it made the plan.
+        """
+        withheld: dict[int, RequestResult] = {}
+        if self.grammars.slots or any(new.sampling.grammar is not None for new in plan.new_requests):
+            plan, withheld = self.grammars.withhold(plan)
+        entered = {new.slot for new in plan.new_requests}
+        ended = [row.slot for row in plan.rows if row.slot not in entered and self._table.states[row.slot].has_ended]
+        if ended:
+            withheld |= {slot: RequestResult(slot, [], 0, None, None, is_deferred=True) for slot in ended}
+            plan = plan._replace(rows=[row for row in plan.rows if row.slot not in withheld])
+        return plan, withheld
+
+    def _begin(self, plan: StepPlan) -> StartedStep:
+        """Start the step on this rank: collect the drafts and start the forward pass."""
         start = time.perf_counter()
         rows = ScheduledBatch.of(self._table, plan)
         self.drafts.release(plan.freed_slots)
         self._context = self._nothing  # the last step's may name slots that were just freed
         if not rows.states:
-            return StepResult(plan.step_id, [], StepTimes(time.perf_counter() - start, 0.0, 0.0, 0.0))
+            return StartedStep(plan, None, None, None, start, time.perf_counter(), 0.0)
         batch = self._collect(plan, rows)
         draft_seconds = self.drafts.seconds
         prepared = time.perf_counter()
@@ -122,7 +159,17 @@ class Worker:
         verifying = bucket if can_replay else None
         only_largest = not has_grammar and self._sampler is coupled and all(map(reads_largest_logit, states))
         computed = self._forward(batch, bucket, plan.runs_drafter, verifying is None, only_largest)
+        return StartedStep(plan, batch, verifying, computed, start, prepared, draft_seconds)
+
+    def _finish(self, started: StartedStep) -> StepResult:
+        """The rest of the step on this rank: verify and commit, and prepare the next drafts' input."""
+        plan, batch, verifying, computed, start, prepared, draft_seconds, slots, withheld = started
+        if batch is None or computed is None:
+            times = StepTimes(prepared - start, 0.0, 0.0, 0.0)
+            return StepResult(plan.step_id, [withheld[slot] for slot in slots], times)
+        self._runner.wait()
         forwarded = time.perf_counter()
+        rows = batch.rows
         prompts: dict[int, list[TokenLogprob]] = {}
         # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
         if computed.hidden is not None and any(state.prompt_logprobs for state in rows.states):
@@ -136,6 +183,9 @@ class Worker:
         if plan.runs_drafter and self.drafts.reads_context:
             replay = None if self._graphs is None or verifying is None else self._graphs.draft(batch, verifying)
             self._context = self._draft_context(plan, batch, output, computed, replay)
+        if withheld:
+            ready = iter(results)
+            results = [withheld.get(slot) or next(ready) for slot in slots]
         verified = time.perf_counter()
         times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self.drafts.take_faults(), self.drafts.take_uses())
@@ -164,7 +214,7 @@ class Worker:
         if self._graphs is not None and bucket is not None:
             return self._graphs.forward(batch, bucket, returns_logits)
         layers = self.drafts.aux_hidden_state_layers if runs_drafter and self._group.leads else ()
-        return self._runner.forward(build_batch(self._table, batch), layers, only_largest)
+        return self._runner.start(build_batch(self._table, batch), layers, only_largest)
 
     def _verify(self, batch: StepBatch, bucket: Bucket | None, computed: ForwardOutput) -> StepOutput:
         """Verify the trees and keep the accepted paths, in the graph of `bucket` or without one."""
@@ -227,6 +277,7 @@ class Worker:
             self.grammars.accept(state.slot, tokens)
         state.num_computed_tokens += batch.rows.num_known[row] + num_kept - 1
         state.token_ids += tokens
+        state.has_ended = not state.sampling.stop_ids.isdisjoint(tokens)
         state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
         num_drafts, nodes = batch.num_nodes[row] - 1, output.accepted_nodes(row)
         return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None, nodes, prompt_logprobs)
@@ -252,7 +303,7 @@ class Worker:
             num_before, end = rows.num_known[row] - 1, state.num_computed_tokens
             num_steps = min(limit.num_tokens, limit.num_steps)  # a tree of n nodes has n levels at most
             useful = DraftLimit(limit.num_tokens, num_steps)
-            gets_drafts = row in sampling and limit.allows_drafts
+            gets_drafts = row in sampling and limit.allows_drafts and not state.has_ended
             committed = [*range(root - num_before, root + 1), *(root + node for node in output.accepted_nodes(row))]
             (drafting if gets_drafts else others).append(DraftRequest(state.slot, end - len(committed), end, useful))
             (places if gets_drafts else other_places).extend(committed)

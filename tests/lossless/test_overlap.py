@@ -1,5 +1,6 @@
 """Two plans in flight: a step is planned before the result of the last one is known, and the output stays."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from specray.engine.request import EngineRequest
 from specray.llm import LLM
 from specray.outputs import Completion, FinishReason
 from specray.sampling_params import SamplingParams
+from specray.worker.input_batch import InputBatch
+from specray.worker.model_runner import ForwardOutput, ModelRunner
 from tests.support.engine import make_llm, visible
 from tests.support.methods import METHODS
 
@@ -29,11 +32,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def overlapped(llm: LLM) -> LLM:
-    llm.engine.capacity = llm.engine.capacity._replace(max_plans=2)
-    return llm
-
-
 def run(llm: LLM) -> list[Completion]:
     """Twice: the second time with a warm prefix cache."""
     return [generation.choices[0] for _ in range(2) for generation in llm.generate(PROMPTS, PARAMS)]
@@ -45,11 +43,11 @@ def test_two_plans_in_flight_do_not_change_the_output(
     method: str | None, layout: str, toy: Path, tmp_path: Path
 ) -> None:
     options = dict(LAYOUTS[layout])
-    with make_llm(toy, **options) as plain:
+    with make_llm(toy, disable_overlap_schedule=True, **options) as plain:
         expected = run(plain)
     if method is not None:
         options["speculative"] = METHODS[method](toy, tmp_path)
-    with overlapped(make_llm(toy, **options)) as llm:
+    with make_llm(toy, **options) as llm:
         assert list(map(visible, run(llm))) == list(map(visible, expected))
         engine = llm.engine
         assert not engine.has_work
@@ -57,7 +55,7 @@ def test_two_plans_in_flight_do_not_change_the_output(
 
 
 def test_a_plan_is_made_before_the_last_result(toy: Path) -> None:
-    with overlapped(make_llm(toy)) as llm:
+    with make_llm(toy) as llm:
         in_flight = []
         collect = llm._executor.collect
 
@@ -73,9 +71,9 @@ def test_a_plan_is_made_before_the_last_result(toy: Path) -> None:
 
 def test_a_request_that_ends_while_its_step_runs_leaves_nothing_behind(toy: Path) -> None:
     """Its slot and blocks go to other requests while a step that was planned for it is in flight."""
-    with make_llm(toy, max_running_requests=1) as plain:
+    with make_llm(toy, max_running_requests=1, disable_overlap_schedule=True) as plain:
         expected = [generation.choices[0].token_ids for generation in plain.generate(PROMPTS, PARAMS)]
-    with overlapped(make_llm(toy, max_running_requests=1)) as llm:
+    with make_llm(toy, max_running_requests=1) as llm:
         engine = llm.engine
         engine.add_request(EngineRequest("aborted", [9, 9, 9], SamplingParams(seed=9, max_tokens=40, ignore_eos=True)))
         for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
@@ -91,3 +89,30 @@ def test_a_request_that_ends_while_its_step_runs_leaves_nothing_behind(toy: Path
                 reasons[output.request_id] = output.finish_reason
     assert reasons["aborted"] is FinishReason.ABORT
     assert [found[str(index)] for index in range(len(PROMPTS))] == expected
+
+
+@pytest.mark.parametrize("method", [None, "EAGLE3", "NGRAM"])
+def test_a_request_takes_no_part_in_steps_after_its_last_token(
+    method: str | None, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next step was planned, with another request's, before its last result was known."""
+    options: dict[str, Any] = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
+    prompts, long = [[5, 6], [7, 8]], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    num_rows = []
+    start = ModelRunner.start
+
+    def counted(runner: ModelRunner, batch: InputBatch, *options: Any) -> ForwardOutput:
+        num_rows.append(len(batch.roots))
+        return start(runner, batch, *options)
+
+    with make_llm(toy, **options) as llm:
+        expected = [generation.choices[0].token_ids for generation in llm.generate(prompts, long)]
+        last = next(place for place, token in enumerate(expected[0]) if token not in expected[0][:place] and place >= 3)
+        short = replace(long, stop_token_ids=[expected[0][last]])
+        monkeypatch.setattr(ModelRunner, "start", counted)
+        first, second = (generation.choices[0] for generation in llm.generate(prompts, [short, long]))
+    assert (first.token_ids, first.finish_reason) == (expected[0][: last + 1], FinishReason.STOP)
+    assert second.token_ids == expected[1]
+    assert first.usage is not None
+    assert second.usage is not None
+    assert sum(num_rows) == sum(1 + usage.num_verify_steps for usage in (first.usage, second.usage))

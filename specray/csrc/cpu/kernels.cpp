@@ -141,15 +141,18 @@ void specray_layers(
   });
 }
 
-// A whole forward pass; see run_model.
-void specray_forward(
+// Starts a whole forward pass. What the arguments point to must live, and not change, until specray_join returns; any
+// other call that needs threads joins it too.
+void specray_start_forward(
     const EmbedAndHead* model, const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step,
-    const int64_t* ids, const int64_t* places, int32_t num_places, float* hidden, float* final, float* logits,
-    int64_t* largest, const Taps* taps, int32_t num_threads) {
-  run_model(
-      *model, layers, num_layers, *sizes, *step, ids, places, num_places, hidden, final, logits, largest, *taps,
-      num_threads);
+    const Pass* pass, const Taps* taps, int32_t num_threads) {
+  const auto forward =
+      std::make_shared<ForwardPass>(*model, layers, num_layers, *sizes, *step, *pass, *taps, num_threads);
+  Teams::get().start(num_threads, ForwardPass::num_phases(num_layers), [forward](Member& member) { forward->run(member); });
 }
+
+// The caller helps with what was started; returns when nothing runs.
+void specray_join() { Teams::get().join(); }
 
 // y [count, size] = RMS norm of x, with `num_weights` weights [num_weights, size] in turn; x and y are of `type`.
 void specray_norm(

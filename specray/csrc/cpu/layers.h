@@ -196,46 +196,72 @@ struct EmbedAndHead {
   Screen screen;  // of the output matrix
 };
 
-// A model's forward pass from token ids [T] to logits [num_places, num_columns] of the rows `places` (null: of all).
-// `hidden` [T, hidden] receives the residual stream that leaves the last layer, `final` [T, hidden] its norm. If `largest`
-// is not null it receives the tokens of the largest logits (see LargestLogits), and the logits are not written.
-inline void run_model(
-    const EmbedAndHead& model, const Layer* layers, int num_layers, const Sizes& sizes, const Step& step, const int64_t* ids,
-    const int64_t* places, int num_places, float* hidden, float* final, float* logits, int64_t* largest,
-    const Taps& taps, int num_threads) {
-  const int count = int(step.count), size = sizes.hidden;
-  Stack stack(layers, num_layers, sizes, count);
-  const bool is_screened = largest && model.screen.is_for(num_places);
-  Rows to_output(form_of(model.output.kind), is_screened ? 0 : num_places, size);
-  ScreenedProduct screened(model.output, model.screen, is_screened ? num_places : 0);
-  const auto write = [&](int r, int channel, const float* values) {
-    const int columns = std::min(LANES, model.num_columns - channel);
-    if (columns > 0) std::copy(values, values + columns, logits + int64_t(r) * model.num_columns + channel);
-  };
-  LargestLogits found(largest ? num_places : 0, model.num_columns, std::max(1, num_threads));
-  run_on_team(num_threads, Stack::num_phases(num_layers) + 4 + ScreenedProduct::NUM_PHASES, [&](Member& member) {
+// Where a forward pass reads and writes. The rows `places` [num_places] of T (null: all) go through the output matrix.
+struct Pass {
+  const int64_t* ids;     // [T]
+  const int64_t* places;
+  int32_t num_places;
+  float* hidden;     // [T, hidden]: receives the residual stream that leaves the last layer
+  float* final;      // [T, hidden]: its norm
+  float* logits;     // [num_places, num_columns]; null with `largest`
+  int64_t* largest;  // [num_places]: receives the tokens of the largest logits, see LargestLogits; null with `logits`
+};
+
+// A model's forward pass, with its buffers. It keeps what it is made of, but not what that points to.
+class ForwardPass {
+ public:
+  ForwardPass(
+      const EmbedAndHead& model, const Layer* layers, int num_layers, const Sizes& sizes, const Step& step,
+      const Pass& pass, const Taps& taps, int num_threads)
+      : model_(model), sizes_(sizes), step_(step), pass_(pass), taps_(taps),
+        stack_(layers, num_layers, sizes, int(step.count)),
+        is_screened_(pass.largest && model.screen.is_for(pass.num_places)),
+        to_output_(form_of(model.output.kind), is_screened_ ? 0 : pass.num_places, sizes.hidden),
+        screened_(model_.output, model_.screen, is_screened_ ? pass.num_places : 0),
+        found_(pass.largest ? pass.num_places : 0, model.num_columns, std::max(1, num_threads)) {}
+
+  static int num_phases(int num_layers) { return Stack::num_phases(num_layers) + 4 + ScreenedProduct::NUM_PHASES; }
+
+  void run(Member& member) {
+    const int count = int(step_.count), size = sizes_.hidden;
     member.share(count, [&](int r) {
-      read_row(model.embedding, model.embedding_type, ids[r] * size, size, hidden + int64_t(r) * size);
+      read_row(model_.embedding, model_.embedding_type, pass_.ids[r] * size, size, pass_.hidden + int64_t(r) * size);
     });
-    stack.run(step, nullptr, hidden, taps, member);
-    will_read(is_screened ? model.screen.matrix : model.output, member);
+    stack_.run(step_, nullptr, pass_.hidden, taps_, member);
+    will_read(is_screened_ ? model_.screen.matrix : model_.output, member);
     member.share(count, [&](int r) {
-      norm(hidden + int64_t(r) * size, model.norm, size, sizes.eps, final + int64_t(r) * size);
+      norm(pass_.hidden + int64_t(r) * size, model_.norm, size, sizes_.eps, pass_.final + int64_t(r) * size);
     });
-    const auto final_row = [&](int r) { return final + (places ? places[r] : r) * size; };
-    const auto keep = [&](int r, int channel, const float* values) { found.add(member.number(), r, channel, values); };
-    if (is_screened) {
-      member.share(num_places, [&](int r) { screened.set(r, final_row(r)); });
-      screened.run(member, [](int, int, const float*) {}, keep);
+    const auto final_row = [&](int r) { return pass_.final + (pass_.places ? pass_.places[r] : r) * size; };
+    const auto keep = [&](int r, int channel, const float* values) { found_.add(member.number(), r, channel, values); };
+    const auto write = [&](int r, int channel, const float* values) {
+      const int columns = std::min(LANES, model_.num_columns - channel);
+      if (columns > 0) std::copy(values, values + columns, pass_.logits + int64_t(r) * model_.num_columns + channel);
+    };
+    if (is_screened_) {
+      member.share(pass_.num_places, [&](int r) { screened_.set(r, final_row(r)); });
+      screened_.run(member, [](int, int, const float*) {}, keep);
     } else {
-      member.share(num_places, [&](int r) { to_output.set(r, final_row(r)); });
-      if (largest)
-        multiply(model.output, to_output, num_places, member, keep);
+      member.share(pass_.num_places, [&](int r) { to_output_.set(r, final_row(r)); });
+      if (pass_.largest)
+        multiply(model_.output, to_output_, pass_.num_places, member, keep);
       else
-        multiply(model.output, to_output, num_places, member, write);
+        multiply(model_.output, to_output_, pass_.num_places, member, write);
     }
-    if (largest) member.share(1, [&](int) { found.write(largest); });
-  });
-}
+    if (pass_.largest) member.share(1, [&](int) { found_.write(pass_.largest); });
+  }
+
+ private:
+  const EmbedAndHead model_;
+  const Sizes sizes_;
+  const Step step_;
+  const Pass pass_;
+  const Taps taps_;
+  Stack stack_;
+  const bool is_screened_;
+  Rows to_output_;
+  ScreenedProduct screened_;
+  LargestLogits found_;
+};
 
 }  // namespace specray

@@ -20,6 +20,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "simd.h"
@@ -132,18 +133,23 @@ class Team {
     return counters_.data();
   }
 
-  // Runs `work(member)` on every member; returns when all have returned.
-  void run(const std::function<void(int)>& work) {
-    if (size_ == 1) return work(0);
-    if (has_cores_) take_core(0);
-    work_ = &work;
+  // Helpers begin with `work(member)`. Nothing else may start before `join`.
+  void start(std::function<void(int)> work) {
+    work_ = std::move(work);
+    if (size_ == 1) return;
     num_running_.store(size_ - 1, std::memory_order_relaxed);
     round_.fetch_add(1, std::memory_order_seq_cst);
     if (num_asleep_.load(std::memory_order_seq_cst)) futex(FUTEX_WAKE_PRIVATE, size_);
-    work(0);
+  }
+
+  // The caller takes part in what was started, as member 0; returns when all members have returned.
+  void join() {
+    if (size_ > 1 && has_cores_) take_core(0);
+    work_(0);
     wait_until([&] { return num_running_.load(std::memory_order_acquire) == 0; }, [] { return false; });
     // Back to all cores: processes that the caller starts inherit them.
-    if (has_cores_) sched_setaffinity(0, sizeof(cores_), &cores_);
+    if (size_ > 1 && has_cores_) sched_setaffinity(0, sizeof(cores_), &cores_);
+    work_ = nullptr;
   }
 
  private:
@@ -163,7 +169,7 @@ class Team {
     while (true) {
       await(seen);
       seen += 1;
-      (*work_)(member);
+      work_(member);
       num_running_.fetch_sub(1, std::memory_order_acq_rel);
     }
   }
@@ -187,32 +193,78 @@ class Team {
   cpu_set_t cores_;  // that the creator of the team may use
   bool has_cores_ = false;
   std::vector<std::atomic<int>> counters_;
-  const std::function<void(int)>* work_ = nullptr;
+  std::function<void(int)> work_;
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<int> num_asleep_{0};
   alignas(64) std::atomic<int> num_running_{0};
 };
 
-// Runs `work(member)` on `num_threads` threads, at least one; each shares up to `num_phases` phases. One call at a time
-// uses the team; another waits.
+// The teams of this process, and the run that was started and not joined.
+//
+// A caller may do other work between start and join, such as Python between two passes; the helpers compute meanwhile.
+// One run at a time uses a team. Who needs a team first joins what is still open, whoever started it.
+class Teams {
+ public:
+  static Teams& get() {
+    static Teams* teams = new Teams;  // threads use it at exit
+    return *teams;
+  }
+
+  // Starts `work(member)` on `num_threads` threads, at least one; each shares up to `num_phases` phases.
+  template <class Work>
+  void start(int num_threads, int num_phases, Work work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    start_locked(num_threads, num_phases, std::move(work));
+  }
+
+  // Returns when nothing is open.
+  void join() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    join_locked();
+  }
+
+  template <class Work>
+  void run(int num_threads, int num_phases, const Work& work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    start_locked(num_threads, num_phases, [&](Member& member) { work(member); });
+    join_locked();
+  }
+
+ private:
+  template <class Work>
+  void start_locked(int num_threads, int num_phases, Work work) {
+    join_locked();
+    num_threads = std::max(1, num_threads);
+    Team* team = team_of(num_threads);
+    std::atomic<int>* counters = team->counters(num_phases);
+    team->start([=](int number) {
+      Member member(counters, num_phases, num_threads, number);
+      work(member);
+    });
+    open_ = team;
+  }
+
+  void join_locked() {
+    Team* team = std::exchange(open_, nullptr);
+    if (team && team->is_usable()) team->join();
+  }
+
+  Team* team_of(int size) {
+    for (auto& known : teams_)
+      if (known->size() == size && known->is_usable()) return known.get();
+    teams_.push_back(std::make_unique<Team>(size));
+    return teams_.back().get();
+  }
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Team>> teams_;
+  Team* open_ = nullptr;
+};
+
+// Runs `work(member)` on `num_threads` threads, at least one; each shares up to `num_phases` phases.
 template <class Work>
 void run_on_team(int num_threads, int num_phases, const Work& work) {
-  num_threads = std::max(1, num_threads);
-  static std::mutex mutex;
-  static std::vector<std::unique_ptr<Team>>* teams = new std::vector<std::unique_ptr<Team>>;  // threads use it at exit
-  std::lock_guard<std::mutex> lock(mutex);
-  Team* team = nullptr;
-  for (auto& known : *teams)
-    if (known->size() == num_threads && known->is_usable()) team = known.get();
-  if (!team) {
-    teams->push_back(std::make_unique<Team>(num_threads));
-    team = teams->back().get();
-  }
-  std::atomic<int>* counters = team->counters(num_phases);
-  team->run([&](int number) {
-    Member member(counters, num_phases, num_threads, number);
-    work(member);
-  });
+  Teams::get().run(num_threads, num_phases, work);
 }
 
 }  // namespace specray

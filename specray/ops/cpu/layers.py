@@ -9,12 +9,14 @@ from torch import Tensor
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.packed_layers import EmbedAndHead, PackedLayers
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, Step, Taps
+from specray.ops.cpu.structs import FLOAT_TYPES, Pass, Step, Taps
 from specray.ops.cpu.threads import num_threads
 
 
 class FusedLayers(PackedLayers):
     """Runs the layers. The residual stream is float32 whatever the type of the weights."""
+
+    _running: tuple[object, ...] = ()  # what the pass that was started last reads and writes
 
     def __call__(
         self,
@@ -48,7 +50,7 @@ class FusedLayers(PackedLayers):
         )
         return copies
 
-    def forward(
+    def start_forward(
         self,
         around: EmbedAndHead,
         token_ids: Tensor,
@@ -59,7 +61,7 @@ class FusedLayers(PackedLayers):
         dtype: torch.dtype = torch.float32,
         only_largest: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A whole model in one call.
+        """Start a whole model's pass. The results are there once `kernels.join` has returned.
 
         Returns float32 (the stream that leaves the last layer [T, H], its norm [T, H], logits [n, V] of rows `places`
         int64 [n] or of all), and copies of the stream as `__call__` returns them. With `only_largest`, instead of the
@@ -73,25 +75,33 @@ class FusedLayers(PackedLayers):
         else:
             logits = torch.empty(num_places, around.struct.num_columns)
         copies, tapped = self._copies(count, taps, dtype)
-        kept = (token_ids.contiguous(), positions.contiguous(), None if places is None else places.contiguous())
-        step = self.step(kept[1], attend, 0)
-        self.kernels.forward(
-            ctypes.byref(around.struct),
-            self.structs,
-            len(self.structs),
-            ctypes.byref(self.sizes),
-            ctypes.byref(step),
-            pointer(kept[0]),
-            pointer(kept[2]),
+        read = (token_ids.contiguous(), positions.contiguous(), None if places is None else places.contiguous())
+        step = self.step(read[1], attend, 0)
+        where = Pass(
+            pointer(read[0]),
+            pointer(read[2]),
             num_places,
             pointer(hidden),
             pointer(final),
             None if only_largest else pointer(logits),
             pointer(logits) if only_largest else None,
+        )
+        self.kernels.start_forward(
+            ctypes.byref(around.struct),
+            self.structs,
+            len(self.structs),
+            ctypes.byref(self.sizes),
+            ctypes.byref(step),
+            ctypes.byref(where),
             ctypes.byref(tapped),
             num_threads(self.num_bytes + around.num_bytes),
         )
+        self._running = (around, attend, read, tapped, hidden, final, logits, copies)  # the pass before has ended
         return hidden, final, logits, copies
+
+    def __del__(self) -> None:
+        if self._running:
+            self.kernels.join()  # before the weights that the pass reads are freed
 
     def _copies(self, count: int, taps: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Taps]:
         """(copies of the stream to be filled, where they lie)."""

@@ -20,6 +20,7 @@ from specray.ops.cpu.structs import (
     Growth,
     Layer,
     Matrix,
+    Pass,
     PendingTrees,
     Pool,
     Requests,
@@ -63,17 +64,10 @@ class Kernels:
         )
         of_layers = (POINTER(Layer), c_int32, POINTER(Sizes), POINTER(Step))
         self.layers = self._function("layers", *of_layers, *[c_void_p] * 2, POINTER(Taps), c_int32)
-        self.forward = self._function(
-            "forward",
-            POINTER(EmbedAndHead),
-            *of_layers,
-            c_void_p,
-            c_void_p,
-            c_int32,
-            *[c_void_p] * 4,
-            POINTER(Taps),
-            c_int32,
+        self.start_forward = self._function(
+            "start_forward", POINTER(EmbedAndHead), *of_layers, POINTER(Pass), POINTER(Taps), c_int32
         )
+        self.join = self._function("join")
         self.norm = self._function("norm", c_void_p, c_void_p, c_int32, c_int64, c_int32, c_float, c_void_p, c_int32)
         self.likeliest = self._function("likeliest", c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p)
         of_logits = (c_void_p, c_int32, c_int64, c_int64)

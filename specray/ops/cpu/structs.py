@@ -114,6 +114,20 @@ class EmbedAndHead(ctypes.Structure):
     )
 
 
+class Pass(ctypes.Structure):
+    """`Pass` in layers.h."""
+
+    _fields_ = (
+        ("ids", c_void_p),
+        ("places", c_void_p),
+        ("num_places", c_int32),
+        ("hidden", c_void_p),
+        ("final", c_void_p),
+        ("logits", c_void_p),
+        ("largest", c_void_p),
+    )
+
+
 class DraftNetwork(ctypes.Structure):
     """`DraftNetwork` in trees.h."""
 

@@ -257,6 +257,19 @@ def test_no_more_drafts_than_the_request_can_emit() -> None:
     assert engine.scheduler.schedule().rows[0].draft_limit.num_tokens == 2
 
 
+def test_drafts_in_flight_leave_the_next_step_its_own() -> None:
+    """They may all fail, so they do not count as tokens, unless the context has no positions for both."""
+    scheduler = Scheduler(EngineConfig(page_size=16), Capacity(40, 6, CONTEXT, VOCAB_SIZE, [EOS], max_plans=2))
+
+    def drafts(prompt: int, max_tokens: int) -> list[int]:
+        tokens = [2] * prompt
+        scheduler.add(Request(request(0, tokens, max_tokens), prompt + max_tokens, 0.0, tokens, prompt))
+        return [scheduler.schedule().rows[-1].draft_limit.num_tokens for _ in range(2)]
+
+    assert drafts(2, 9) == [6, 6]  # 2 + 1 + 6 tokens at least, and 11 at most
+    assert drafts(CONTEXT - 9, 9) == [6, 2]  # the context ends 2 tokens after those that the first step may emit
+
+
 def test_the_drafter_reads_only_prompts_of_requests_without_drafts() -> None:
     """Their other tokens would cost time for drafts that nobody asks for; beside others, they are read with them."""
     config = EngineConfig(page_size=4)

@@ -31,7 +31,8 @@ def reads_of_steps(
     monkeypatch.setattr(Engine, "step", counted)
     options = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
     params = SamplingParams(seed=3, max_tokens=16, ignore_eos=True, **sampling)
-    with make_llm(toy, **options) as llm:
+    # One plan in flight: with two, the next step's drafts are read in the step before.
+    with make_llm(toy, disable_overlap_schedule=True, **options) as llm:
         llm.generate([[5, 6, 7 + row] for row in range(batch_size)], params)
     return [step for step in steps[NUM_PROMPT_STEPS:] if step]  # the last step only frees slots
 
