@@ -303,7 +303,8 @@ class Worker:
             num_before, end = rows.num_known[row] - 1, state.num_computed_tokens
             num_steps = min(limit.num_tokens, limit.num_steps)  # a tree of n nodes has n levels at most
             useful = DraftLimit(limit.num_tokens, num_steps)
-            gets_drafts = row in sampling and limit.allows_drafts and not state.has_ended
+            # A graph drafts for all rows or none.
+            gets_drafts = row in sampling and limit.allows_drafts and (replay is not None or not state.has_ended)
             committed = [*range(root - num_before, root + 1), *(root + node for node in output.accepted_nodes(row))]
             (drafting if gets_drafts else others).append(DraftRequest(state.slot, end - len(committed), end, useful))
             (places if gets_drafts else other_places).extend(committed)

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import DraftFaultError
 from specray.spec_decode.propose_context import ProposeContext
-from specray.step import DraftFault, StepPlan, StepResult
+from specray.step import DraftFault, StepPlan
 from specray.worker.remote_drafter import server, source, wire
 from specray.worker.remote_drafter.wire import Reply
 from tests.support.colocated import Colocated, Recorded, worker_of
@@ -113,17 +114,17 @@ def test_replacing_the_drafter_between_steps_does_not_change_the_output(
     with make_llm(toy, speculative=made["EAGLE3-wide"], **RUNS[options]) as llm:
         colocated = Colocated(llm, tmp_path)
         worker, sizes = worker_of(llm), set()
-        execute = worker.execute
+        begin, steps = worker.begin, count()
 
-        def switching(plan: StepPlan) -> StepResult:
-            name = names[plan.step_id // 2 % len(names)]
-            if plan.step_id % 2 == 0:
+        def switching(plan: StepPlan) -> None:
+            step = next(steps)
+            name = names[step // 3 % len(names)]
+            if step % 3 == 0:
                 colocated.start(speculative=made[name]) if name else colocated.dismiss()
-            result = execute(plan)
+            begin(plan)
             sizes.add((worker.drafts.max_draft_tokens, worker.drafts.aux_hidden_state_layers))
-            return result
 
-        monkeypatch.setattr(worker, "execute", switching)
+        monkeypatch.setattr(worker, "begin", switching)
         choices = [visible(choice) for choice in run(llm)]
         assert choices == expected
         assert faults_of(llm) == {}

@@ -43,7 +43,8 @@ def plain(toy: Path) -> list[list[Completion]]:
 def test_output_does_not_depend_on_graphs(
     name: str | None, toy: Path, tmp_path: Path, plain: list[list[Completion]], graphs: list[RecordedGraphs]
 ) -> None:
-    require_plain_output(name, toy, tmp_path, plain)
+    # With one plan in flight every request's last trees become smaller, and with them the buckets.
+    require_plain_output(name, toy, tmp_path, plain, disable_overlap_schedule=True)
     [recorded] = graphs
     assert recorded.replayed
     never = recorded.captured - recorded.replayed

@@ -37,21 +37,23 @@ def test_tokens_are_those_of_the_largest_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared = []
-    forward = ModelRunner.forward
+    start = ModelRunner.start
 
     def both(
         runner: ModelRunner, batch: InputBatch, aux_hidden_state_layers: Sequence[int], only_largest: bool = False
     ) -> ForwardOutput:
         assert only_largest
-        whole = forward(runner, batch, aux_hidden_state_layers, False)
-        found = forward(runner, batch, aux_hidden_state_layers, True)
+        whole = start(runner, batch, aux_hidden_state_layers, False)
+        runner.wait()
+        found = start(runner, batch, aux_hidden_state_layers, True)
+        runner.wait()
         assert isinstance(whole.logits, torch.Tensor)
         assert isinstance(found.logits, LargestLogits)
         assert torch.equal(found.logits.token_ids, argmax(whole.logits))
         compared.append(len(whole.logits))
         return found
 
-    monkeypatch.setattr(ModelRunner, "forward", both)
+    monkeypatch.setattr(ModelRunner, "start", both)
     drafts = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
     with make_llm(toy, **options, **drafts, num_threads=num_threads) as llm:
         llm.generate(PROMPTS, GREEDY)

@@ -69,7 +69,7 @@ def test_a_pool_larger_than_memory_is_refused_with_advice(toy: Path) -> None:
 
 def test_out_of_memory_in_a_step_ends_the_engine_with_advice(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_llm(toy) as llm:
-        monkeypatch.setattr(llm._executor.worker, "execute", lambda _: torch.empty(2**50))
+        monkeypatch.setattr(llm._executor.worker, "begin", lambda _: torch.empty(2**50))
         with pytest.raises(EngineDeadError, match=r"out of memory while computing a step: .* next, lower"):
             llm.generate([[0, 1]])
 
