@@ -27,7 +27,10 @@ class TokenLogprob(NamedTuple):
 
 
 class RequestUsage(NamedTuple):
-    """Counts of one request so far. Accept length = (num_accepted + num_verify_steps) / num_verify_steps."""
+    """Counts of one request so far. Accept length = (num_accepted + num_verify_steps) / num_verify_steps.
+
+    Drafts that were accepted beyond the end of the output count as accepted.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens found in the prefix cache
