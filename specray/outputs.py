@@ -29,7 +29,7 @@ class TokenLogprob(NamedTuple):
 class RequestUsage(NamedTuple):
     """Counts of one request so far. Accept length = (num_accepted + num_verify_steps) / num_verify_steps.
 
-    Drafts that were accepted beyond the end of the output count as accepted.
+    That is the number of output tokens per verify step: what a stop condition cuts off does not count.
     """
 
     num_prompt_tokens: int
@@ -37,7 +37,7 @@ class RequestUsage(NamedTuple):
     num_completion_tokens: int
     num_verify_steps: int  # forward passes after the one that generated the first token
     num_draft_tokens: int  # proposed, without roots
-    num_accepted: int  # without bonus tokens
+    num_accepted: int  # output tokens beyond one per verify step
     num_preemptions: int
     accept_histogram: tuple[int, ...] = ()  # [k]: verified trees with drafts of which exactly k were accepted
     is_lossy: bool = False  # acceptance by thresholds or simulated: the distribution may differ from the target's

@@ -40,7 +40,7 @@ class StatsRecorder:
         request, stats = emitted.request, self._stats_of(emitted.request)
         stats.add("specray_generation_tokens_total", num_kept)
         if request.first_token is not None:
-            stats.accepted(emitted.result.num_draft_tokens, len(emitted.result.token_ids) - 1)
+            stats.accepted(emitted.result.num_draft_tokens, num_kept - 1)
             return
         request.first_token = time.monotonic()
         if not request.spec.emitted_token_ids:

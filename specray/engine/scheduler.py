@@ -124,7 +124,7 @@ class Scheduler:
             num_drafts = result.num_draft_tokens
             if self.budget.learns and request.spec.params.grammar is None:  # a grammar changes the drafter's trees
                 self.budget.record_tree(request.acceptance, num_drafts, result.accepted_nodes, result.draft_scores)
-            request.count_verify(num_drafts, len(result.token_ids) - 1)
+            request.count_verify(num_drafts, num_kept - 1)
             request.num_computed_tokens += num_kept - 1
         request.token_ids += result.token_ids[:num_kept]
         if self.waiting.num_waiting:  # an empty queue charges nobody

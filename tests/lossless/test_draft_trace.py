@@ -54,7 +54,8 @@ def check_trace(prompt: list[int], outputs: list[RequestOutput]) -> None:
     usage = outputs[-1].usage
     assert len(steps) == 1 + usage.num_verify_steps
     assert sum(len(step.tree.token_ids) - 1 for step in steps) == usage.num_draft_tokens
-    assert sum(len(step.accepted_nodes) for step in steps) == usage.num_accepted
+    ends = [*(step.token_index for step in steps[1:]), len(token_ids)]  # a stop may cut what the last step accepted
+    assert sum(end - step.token_index - 1 for step, end in zip(steps, ends, strict=True)) == usage.num_accepted
 
 
 def check_tree(step: TracedStep, prompt: list[int], token_ids: list[int]) -> None:

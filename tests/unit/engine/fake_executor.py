@@ -207,10 +207,16 @@ class FakeExecutor:
         emitted: list[int] = []
         for _ in range(num_accepted + 1):
             emitted.append(next_token(row.tokens + emitted))
+        num_output = self._num_kept(row, emitted)
         row.tokens += emitted
         row.num_computed += num_accepted
-        self._count(row.seed, num_drafts, num_accepted)
+        self._count(row.seed, num_drafts, num_output - 1)
         return RequestResult(step.slot, emitted, num_drafts, None, None)
+
+    def _num_kept(self, row: RequestState, emitted: Sequence[int]) -> int:
+        """Of the tokens that follow the row's, those up to the end of its output."""
+        end = emitted.index(EOS) + 1 if EOS in emitted else len(emitted)
+        return min(end, self.max_lengths.get(row.seed, end + len(row.tokens)) - len(row.tokens))
 
     def _count(self, seed: int, num_drafts: int, num_accepted: int) -> None:
         if seed not in self.counts.first_tokens:
