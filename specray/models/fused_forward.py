@@ -1,5 +1,6 @@
 """A target's forward pass in one call of the CPU kernels: embedding, decoder layers, norm, output matrix."""
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,8 @@ class FusedForward:
         self._layers = layers
         self._around = around
         self._dtype = dtype
+        self._lock = threading.Lock()  # engines in several threads may share a model
+        self._to_round: list[tuple[Tensor, Tensor]] = []  # (aux hidden states, what they are rounded from) of passes
 
     def __call__(
         self,
@@ -35,6 +38,26 @@ class FusedForward:
         only_largest: bool = False,
     ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
         assert isinstance(attend, PagedAttend)
+        with self._lock:
+            return self._start(token_ids, positions, attend, places, aux_hidden_state_layers, only_largest)
+
+    def wait(self) -> None:
+        """Wait for the pass that was started last, and help with it."""
+        with self._lock:
+            self._layers.join()
+            for rounded, states in self._to_round:
+                rounded.copy_(states)
+            self._to_round.clear()
+
+    def _start(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        places: Tensor | None,
+        aux_hidden_state_layers: Sequence[int],
+        only_largest: bool,
+    ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
         num_layers = len(self._layers.structs)
         taps = tapped(aux_hidden_state_layers, num_layers)
         step = (token_ids, positions, attend, places)
@@ -42,13 +65,11 @@ class FusedForward:
         logits = LargestLogits(found) if only_largest else found
         if list(aux_hidden_state_layers) == taps:
             return final, logits, [copies] if taps else []
-        self.wait()
         others = {BEFORE_FINAL_NORM: hidden, num_layers: final}
-        return final, logits, in_order(aux_hidden_state_layers, taps, copies, others)
-
-    def wait(self) -> None:
-        """Wait for the pass, and help with it."""
-        self._layers.kernels.join()
+        wanted = {index: states for index, states in others.items() if index in aux_hidden_state_layers}
+        rounded = {index: torch.empty_like(states, dtype=self._dtype) for index, states in wanted.items()}
+        self._to_round += [(rounded[index], states) for index, states in wanted.items()]
+        return final, logits, in_order(aux_hidden_state_layers, taps, copies, rounded)
 
 
 def in_order(wanted: Sequence[int], taps: Sequence[int], copies: Tensor, others: dict[int, Tensor]) -> list[Tensor]:

@@ -75,5 +75,5 @@ class TargetModel(Protocol):
     def step_forward(self, attention: AttentionBackend) -> StepForward:
         """`with_logits` for the steps that `attention` plans, chosen once.
 
-        On a CPU it may return before its results are there: they are, once `Kernels.join` has returned.
+        A FusedForward returns before its results are there.
         """

@@ -56,6 +56,13 @@ class SamplingState:
             is_allowed[torch.tensor(options.allowed_token_ids, dtype=torch.int64, device=device)] = True
         return cls(options, len(token_ids) - num_prompt_tokens, output_counts, is_known, is_allowed)
 
+    def end_with(self, token_ids: Sequence[int]) -> bool:
+        """Whether one of the next tokens ends the request."""
+        if self.stop_ids.isdisjoint(token_ids):
+            return False
+        may_end = max(0, self.options.min_tokens - 1 - self.num_output_tokens)  # simulated acceptance ignores the mask
+        return not self.stop_ids.isdisjoint(token_ids[may_end:])
+
     @property
     def is_filtered(self) -> bool:
         """Whether top-k, top-p or min-p may exclude tokens."""

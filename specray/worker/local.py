@@ -35,20 +35,27 @@ class LocalExecutor:
         self._config = config
         with enough_memory(config, STARTING, ConfigError):
             self.worker = start_worker(config, progress=progress, drafter=drafter, model=model)
-        self.capacity: Capacity = self.worker.capacity._replace(max_plans=1 if config.disable_overlap_schedule else 2)
+        overlaps = self.worker.starts_passes and not config.disable_overlap_schedule
+        self.capacity: Capacity = self.worker.capacity._replace(max_plans=2 if overlaps else 1)
         self._plans: deque[StepPlan] = deque()
         self._has_begun = False  # the oldest plan that is not collected
+        self._failure: Exception | None = None  # of a step that began while the result before it was not returned
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 
     def collect(self) -> StepResult:
         try:
+            if self._failure is not None:
+                raise self._failure
             self._begin()
             result = self.worker.finish()
             self._has_begun = False
             self.worker.propose()
-            self._begin()
+            try:
+                self._begin()
+            except Exception as failure:  # ends the next step, not this one
+                self._failure = failure
         except (MemoryError, RuntimeError) as failure:
             raise_if_out_of_memory(failure, self._config, STEPPING, EngineDeadError)
             raise

@@ -6,9 +6,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specray.layers.moe import reason_without_graphs
+from specray.models.fused_forward import FusedForward
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBackend, PaddedAttention
-from specray.ops.cpu.library import kernels_on
 from specray.ops.likeliest import LargestLogits
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
@@ -32,7 +32,11 @@ class ModelRunner:
         self.kv = kv
         self.attention = attention
         self._forward = model.step_forward(attention)
-        self._kernels = kernels_on(model.embedding.weight.device)
+
+    @property
+    def starts_passes(self) -> bool:
+        """Whether `start` returns while the pass still runs."""
+        return isinstance(self._forward, FusedForward) or self.model.embedding.weight.device.type != "cpu"
 
     @property
     def reason_without_graphs(self) -> str | None:
@@ -52,6 +56,6 @@ class ModelRunner:
         return ForwardOutput(hidden, logits, aux_hidden_states, batch.roots)
 
     def wait(self) -> None:
-        """Wait for the pass that was started, if it runs on this processor."""
-        if self._kernels is not None:
-            self._kernels.join()
+        """Wait for the pass that was started, unless the device orders what follows."""
+        if isinstance(self._forward, FusedForward):
+            self._forward.wait()

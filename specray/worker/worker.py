@@ -47,8 +47,8 @@ class StartedStep(NamedTuple):
     batch: StepBatch | None  # None: no row runs
     verifying: Bucket | None  # of the CUDA graph that verifies
     computed: ForwardOutput | None
-    start: float
-    prepared: float  # when the forward pass was started
+    prepare_seconds: float
+    start_seconds: float  # until the forward pass was started
     draft_seconds: float
     slots: Sequence[int] = ()  # of all rows, on rank 0
     withheld: Mapping[int, RequestResult] = {}  # of those that do not run, by slot
@@ -86,6 +86,11 @@ class Worker:
     @property
     def model(self) -> TargetModel:
         return self._runner.model
+
+    @property
+    def starts_passes(self) -> bool:
+        """Whether `begin` returns while the forward pass still runs."""
+        return self._runner.starts_passes
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: target forward over known tokens and draft trees, verify, keep the accepted path."""
@@ -147,7 +152,8 @@ class Worker:
         self.drafts.release(plan.freed_slots)
         self._context = self._nothing  # the last step's may name slots that were just freed
         if not rows.states:
-            return StartedStep(plan, None, None, None, start, time.perf_counter(), 0.0)
+            prepared = time.perf_counter()
+            return StartedStep(plan, None, None, None, prepared - start, 0.0, 0.0)
         batch = self._collect(plan, rows)
         draft_seconds = self.drafts.seconds
         prepared = time.perf_counter()
@@ -159,14 +165,16 @@ class Worker:
         verifying = bucket if can_replay else None
         only_largest = not has_grammar and self._sampler is coupled and all(map(reads_largest_logit, states))
         computed = self._forward(batch, bucket, plan.runs_drafter, verifying is None, only_largest)
-        return StartedStep(plan, batch, verifying, computed, start, prepared, draft_seconds)
+        seconds = prepared - start, time.perf_counter() - prepared, draft_seconds
+        return StartedStep(plan, batch, verifying, computed, *seconds)
 
     def _finish(self, started: StartedStep) -> StepResult:
         """The rest of the step on this rank: verify and commit, and prepare the next drafts' input."""
-        plan, batch, verifying, computed, start, prepared, draft_seconds, slots, withheld = started
+        plan, batch, verifying, computed, prepare_seconds, start_seconds, draft_seconds, slots, withheld = started
         if batch is None or computed is None:
-            times = StepTimes(prepared - start, 0.0, 0.0, 0.0)
+            times = StepTimes(prepare_seconds, 0.0, 0.0, 0.0)
             return StepResult(plan.step_id, [withheld[slot] for slot in slots], times)
+        resumed = time.perf_counter()
         self._runner.wait()
         forwarded = time.perf_counter()
         rows = batch.rows
@@ -187,7 +195,9 @@ class Worker:
             ready = iter(results)
             results = [withheld.get(slot) or next(ready) for slot in slots]
         verified = time.perf_counter()
-        times = StepTimes(prepared - start, forwarded - prepared, verified - forwarded, draft_seconds)
+        # What the host did since the pass was started belongs to the host.
+        forward_seconds = start_seconds + forwarded - resumed
+        times = StepTimes(prepare_seconds, forward_seconds, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self.drafts.take_faults(), self.drafts.take_uses())
 
     def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
@@ -277,7 +287,7 @@ class Worker:
             self.grammars.accept(state.slot, tokens)
         state.num_computed_tokens += batch.rows.num_known[row] + num_kept - 1
         state.token_ids += tokens
-        state.has_ended = not state.sampling.stop_ids.isdisjoint(tokens)
+        state.has_ended = state.sampling.end_with(tokens)
         state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
         num_drafts, nodes = batch.num_nodes[row] - 1, output.accepted_nodes(row)
         return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None, nodes, prompt_logprobs)

@@ -6,14 +6,20 @@ from typing import Any
 
 import pytest
 
+from specray.config import SpeculativeConfig
 from specray.engine.request import EngineRequest
+from specray.errors import EngineDeadError
 from specray.llm import LLM
+from specray.ops.sampling_state import SamplingState
 from specray.outputs import Completion, FinishReason
 from specray.sampling_params import SamplingParams
+from specray.step import StepPlan
 from specray.worker.input_batch import InputBatch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
+from tests.support.distributions import OPTIONS
 from tests.support.engine import make_llm, visible
 from tests.support.methods import METHODS
+from tests.support.toy import VOCAB_SIZE
 
 PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
 PROMPTS = [[*PREFIX, 40, 41, 42], [*PREFIX, 50, 41], [*PREFIX[:8], 33], [5], [0, 2, 4, 2, 4, 2, 4]]
@@ -116,3 +122,40 @@ def test_a_request_takes_no_part_in_steps_after_its_last_token(
     assert first.usage is not None
     assert second.usage is not None
     assert sum(num_rows) == sum(1 + usage.num_verify_steps for usage in (first.usage, second.usage))
+
+
+def test_a_step_that_cannot_begin_does_not_take_the_result_before_it(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_llm(toy) as llm:
+        engine, worker = llm.engine, llm._executor.worker
+        engine.add_request(EngineRequest("r", [5, 6], SamplingParams(seed=0, max_tokens=9, ignore_eos=True)))
+        begin = worker.begin
+
+        def failing(plan: StepPlan) -> None:
+            if plan.step_id == 3:
+                raise MemoryError
+            begin(plan)
+
+        monkeypatch.setattr(worker, "begin", failing)
+        assert [len(output.token_ids) for _ in range(2) for output in engine.step()] == [1, 1]
+        with pytest.raises(EngineDeadError, match="out of memory"):
+            engine.step()
+
+
+def test_a_token_that_may_not_end_a_request_yet_does_not(toy: Path) -> None:
+    """Simulated acceptance emits tokens that are masked."""
+    simulated = SpeculativeConfig(
+        algorithm="NGRAM", simulate_accept_length=3.0, simulate_output_is_meaningless=True, num_draft_tokens=4
+    )
+    stops = [token for token in range(VOCAB_SIZE) if token % 2]
+    params = SamplingParams(temperature=0.0, max_tokens=12, min_tokens=8, stop_token_ids=stops, seed=0)
+    with make_llm(toy, speculative=simulated) as llm:
+        [generation] = llm.generate([[5, 6, 5, 6, 5, 6]], params)
+    assert len(generation.choices[0].token_ids) >= 8
+
+
+@pytest.mark.parametrize(("num_before", "token_ids", "ends"), [(0, [3, 9], True), (0, [9, 3], False), (1, [9], True)])
+def test_the_first_tokens_cannot_end_a_request(num_before: int, token_ids: list[int], ends: bool) -> None:
+    options = OPTIONS._replace(min_tokens=2, eos_token_ids=[9])
+    assert SamplingState(options, num_before).end_with(token_ids) == ends

@@ -16,7 +16,7 @@ from specray.ops.cpu.threads import num_threads
 class FusedLayers(PackedLayers):
     """Runs the layers. The residual stream is float32 whatever the type of the weights."""
 
-    _running: tuple[object, ...] = ()  # what the pass that was started last reads and writes
+    _running: tuple[object, ...] = ()  # what the pass that was started reads and writes
 
     def __call__(
         self,
@@ -61,7 +61,7 @@ class FusedLayers(PackedLayers):
         dtype: torch.dtype = torch.float32,
         only_largest: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Start a whole model's pass. The results are there once `kernels.join` has returned.
+        """Start a whole model's pass. The results are there once `join` has returned; one pass at a time.
 
         Returns float32 (the stream that leaves the last layer [T, H], its norm [T, H], logits [n, V] of rows `places`
         int64 [n] or of all), and copies of the stream as `__call__` returns them. With `only_largest`, instead of the
@@ -96,12 +96,17 @@ class FusedLayers(PackedLayers):
             ctypes.byref(tapped),
             num_threads(self.num_bytes + around.num_bytes),
         )
-        self._running = (around, attend, read, tapped, hidden, final, logits, copies)  # the pass before has ended
+        self._running = (around, attend, read, tapped, hidden, final, logits, copies)
         return hidden, final, logits, copies
+
+    def join(self) -> None:
+        """Wait for the pass, and help with it."""
+        self.kernels.join()
+        self._running = ()
 
     def __del__(self) -> None:
         if self._running:
-            self.kernels.join()  # before the weights that the pass reads are freed
+            self.join()  # before the weights that the pass reads are freed
 
     def _copies(self, count: int, taps: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Taps]:
         """(copies of the stream to be filled, where they lie)."""
