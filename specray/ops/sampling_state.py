@@ -56,11 +56,11 @@ class SamplingState:
             is_allowed[torch.tensor(options.allowed_token_ids, dtype=torch.int64, device=device)] = True
         return cls(options, len(token_ids) - num_prompt_tokens, output_counts, is_known, is_allowed)
 
-    def end_with(self, token_ids: Sequence[int]) -> bool:
-        """Whether one of the next tokens ends the request."""
+    def end_with(self, token_ids: Sequence[int], num_before: int) -> bool:
+        """Whether one of these tokens ends the request; `num_before` tokens were generated before them."""
         if self.stop_ids.isdisjoint(token_ids):
             return False
-        may_end = max(0, self.options.min_tokens - 1 - self.num_output_tokens)  # simulated acceptance ignores the mask
+        may_end = max(0, self.options.min_tokens - 1 - num_before)  # simulated acceptance ignores the mask
         return not self.stop_ids.isdisjoint(token_ids[may_end:])
 
     @property

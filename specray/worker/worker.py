@@ -286,8 +286,8 @@ class Worker:
         if self.grammars.slots:
             self.grammars.accept(state.slot, tokens)
         state.num_computed_tokens += batch.rows.num_known[row] + num_kept - 1
+        state.has_ended = state.sampling.end_with(tokens, len(state.token_ids) - state.num_prompt_tokens)
         state.token_ids += tokens
-        state.has_ended = state.sampling.end_with(tokens)
         state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
         num_drafts, nodes = batch.num_nodes[row] - 1, output.accepted_nodes(row)
         return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None, nodes, prompt_logprobs)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from specray.config import SpeculativeConfig
 from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError
 from specray.llm import LLM
@@ -143,10 +142,10 @@ def test_a_step_that_cannot_begin_does_not_take_the_result_before_it(
             engine.step()
 
 
-def test_a_token_that_may_not_end_a_request_yet_does_not(toy: Path) -> None:
+def test_a_token_that_may_not_end_a_request_yet_does_not(toy: Path, tmp_path: Path) -> None:
     """Simulated acceptance emits tokens that are masked."""
-    simulated = SpeculativeConfig(
-        algorithm="NGRAM", simulate_accept_length=3.0, simulate_output_is_meaningless=True, num_draft_tokens=4
+    simulated = METHODS["EAGLE3"](toy, tmp_path).model_copy(
+        update={"simulate_accept_length": 3.0, "simulate_output_is_meaningless": True}
     )
     stops = [token for token in range(VOCAB_SIZE) if token % 2]
     params = SamplingParams(temperature=0.0, max_tokens=12, min_tokens=8, stop_token_ids=stops, seed=0)
@@ -158,4 +157,4 @@ def test_a_token_that_may_not_end_a_request_yet_does_not(toy: Path) -> None:
 @pytest.mark.parametrize(("num_before", "token_ids", "ends"), [(0, [3, 9], True), (0, [9, 3], False), (1, [9], True)])
 def test_the_first_tokens_cannot_end_a_request(num_before: int, token_ids: list[int], ends: bool) -> None:
     options = OPTIONS._replace(min_tokens=2, eos_token_ids=[9])
-    assert SamplingState(options, num_before).end_with(token_ids) == ends
+    assert SamplingState(options).end_with(token_ids, num_before) == ends
