@@ -144,11 +144,11 @@ class Team {
 
   // The caller takes part in what was started, as member 0; returns when all members have returned.
   void join() {
-    if (size_ > 1 && has_cores_) take_core(0);
+    if (has_cores_) take_core(0);
     work_(0);
     wait_until([&] { return num_running_.load(std::memory_order_acquire) == 0; }, [] { return false; });
     // Back to all cores: processes that the caller starts inherit them.
-    if (size_ > 1 && has_cores_) sched_setaffinity(0, sizeof(cores_), &cores_);
+    if (has_cores_) sched_setaffinity(0, sizeof(cores_), &cores_);
     work_ = nullptr;
   }
 

@@ -83,7 +83,7 @@ class DrafterSelector:
             self._usual.observe(len(emitted), sum(len(part.result.token_ids) for part in emitted), seconds)
         usual = self._usual.of(len(emitted))
         for part, share in zip(emitted, shares, strict=True):
-            room = part.request.max_length - len(part.request.token_ids)
+            room = part.request.max_length - len(part.request.token_ids)  # the output ends there
             choice, num_tokens = part.request.drafter, min(len(part.result.token_ids), room)
             if choice is None or not num_tokens or part.num_tokens > 1:
                 continue  # the end of a prompt has no drafts

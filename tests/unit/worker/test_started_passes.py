@@ -19,6 +19,7 @@ from tests.support.toy import write_toy
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
 
+KEPT: list[Worker] = []  # until the interpreter ends
 PROMPTS = [[0, 9, 8, 7, 6, 5, 4, 9, 8], [5, 6, 7]]
 
 
@@ -76,33 +77,31 @@ def test_a_worker_may_be_dropped_while_its_pass_runs(toy: Path, num_threads: int
     assert steps(make_worker(toy, num_threads), PROMPTS[0], 1)[0].error is None
 
 
-def test_a_forked_process_does_not_wait_for_a_pass_of_its_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["fork_while_a_pass_runs", "end_while_a_pass_runs"])
+def test_a_process_does_not_wait_for_a_pass_that_nobody_joins(function: str, tmp_path: Path) -> None:
+    """A child that was forked meanwhile, and an interpreter that ends."""
     write_toy(tmp_path)
-    ended = call(f"{__name__}:fork_while_a_pass_runs", TOY=str(tmp_path))
+    ended = call(f"{__name__}:{function}", TOY=str(tmp_path))
     assert ended.status == 0, ended.output
 
 
 def fork_while_a_pass_runs() -> None:
-    threads._SMALL = 0
-    folder = Path(os.environ["TOY"])
-    worker = make_worker(folder, 2)
-    worker.begin(first_step(PROMPTS[0]))
+    worker = start_pass_on_two_threads()
     child = os.fork()
     if not child:
-        assert steps(make_worker(folder, 2), PROMPTS[0], 1)[0].token_ids
+        assert steps(make_worker(Path(os.environ["TOY"]), 2), PROMPTS[0], 1)[0].token_ids
         os._exit(0)
     [result] = worker.finish().rows
     assert result.token_ids
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_an_interpreter_may_end_while_a_pass_runs(tmp_path: Path) -> None:
-    write_toy(tmp_path)
-    ended = call(f"{__name__}:end_while_a_pass_runs", TOY=str(tmp_path))
-    assert ended.status == 0, ended.output
-
-
 def end_while_a_pass_runs() -> None:
+    KEPT.append(start_pass_on_two_threads())
+
+
+def start_pass_on_two_threads() -> Worker:
     threads._SMALL = 0
-    make_worker.worker = make_worker(Path(os.environ["TOY"]), 2)  # type: ignore[attr-defined]
-    make_worker.worker.begin(first_step([5] * 30))  # type: ignore[attr-defined]
+    worker = make_worker(Path(os.environ["TOY"]), 2)
+    worker.begin(first_step(PROMPTS[0]))
+    return worker
