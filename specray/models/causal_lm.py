@@ -135,10 +135,7 @@ class CausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
         """See TargetModel."""
         if self.fused_forward is not None and isinstance(attend, PagedAttend):
-            step = (token_ids, positions, attend, places)
-            computed = self.fused_forward(*step, aux_hidden_state_layers, only_largest)
-            self.fused_forward.wait()
-            return computed
+            return self.fused_forward(token_ids, positions, attend, places, aux_hidden_state_layers, only_largest)
         final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
         rows = final if places is None else final.index_select(0, places)
         return final, self.head.shard(rows, only_largest), states

@@ -1,6 +1,5 @@
 """A target's forward pass in one call of the CPU kernels: embedding, decoder layers, norm, output matrix."""
 
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -17,16 +16,15 @@ from specray.ops.likeliest import LargestLogits
 class FusedForward:
     """`TargetModel.step_forward` of a model that the kernels have whole, for steps that their attention plans.
 
-    A call starts the pass, whose results are there after `wait`. Aux hidden states have type `dtype`, that of the
-    weights.
+    Aux hidden states have type `dtype`, that of the weights.
     """
 
     def __init__(self, layers: FusedLayers, around: EmbedAndHead, dtype: torch.dtype) -> None:
         self._layers = layers
         self._around = around
         self._dtype = dtype
-        self._lock = threading.Lock()  # engines in several threads may share a model
-        self._to_round: list[tuple[Tensor, Tensor]] = []  # (aux hidden states, what they are rounded from) of passes
+        # Of passes that were started, by number: pairs of aux hidden states and what they are rounded from.
+        self._to_round: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(
         self,
@@ -37,39 +35,44 @@ class FusedForward:
         aux_hidden_state_layers: Sequence[int] = (),
         only_largest: bool = False,
     ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
-        assert isinstance(attend, PagedAttend)
-        with self._lock:
-            return self._start(token_ids, positions, attend, places, aux_hidden_state_layers, only_largest)
+        number, computed = self.start(token_ids, positions, attend, places, aux_hidden_state_layers, only_largest)
+        self.wait(number)
+        return computed
 
-    def wait(self) -> None:
-        """Wait for the pass that was started last, and help with it."""
-        with self._lock:
-            self._layers.join()
-            for rounded, states in self._to_round:
-                rounded.copy_(states)
-            self._to_round.clear()
-
-    def _start(
+    def start(
         self,
         token_ids: Tensor,
         positions: Tensor,
-        attend: PagedAttend,
+        attend: Attend,
         places: Tensor | None,
-        aux_hidden_state_layers: Sequence[int],
-        only_largest: bool,
-    ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
+        aux_hidden_state_layers: Sequence[int] = (),
+        only_largest: bool = False,
+    ) -> tuple[int, tuple[Tensor, Tensor | LargestLogits, list[Tensor]]]:
+        """Start a pass; returns its number and its results, which are there after `wait`."""
+        assert isinstance(attend, PagedAttend)
         num_layers = len(self._layers.structs)
         taps = tapped(aux_hidden_state_layers, num_layers)
         step = (token_ids, positions, attend, places)
-        hidden, final, found, copies = self._layers.start_forward(self._around, *step, taps, self._dtype, only_largest)
+        started = self._layers.start_forward(self._around, *step, taps, self._dtype, only_largest)
+        number, hidden, final, found, copies = started
         logits = LargestLogits(found) if only_largest else found
         if list(aux_hidden_state_layers) == taps:
-            return final, logits, [copies] if taps else []
+            return number, (final, logits, [copies] if taps else [])
         others = {BEFORE_FINAL_NORM: hidden, num_layers: final}
         wanted = {index: states for index, states in others.items() if index in aux_hidden_state_layers}
         rounded = {index: torch.empty_like(states, dtype=self._dtype) for index, states in wanted.items()}
-        self._to_round += [(rounded[index], states) for index, states in wanted.items()]
-        return final, logits, in_order(aux_hidden_state_layers, taps, copies, rounded)
+        self._to_round[number] = [(rounded[index], states) for index, states in wanted.items()]
+        return number, (final, logits, in_order(aux_hidden_state_layers, taps, copies, rounded))
+
+    def wait(self, number: int) -> None:
+        """Wait for a pass and those before it, and help with them."""
+        self._layers.join(number)
+        for rounded, states in self._to_round.pop(number, ()):
+            rounded.copy_(states)
+
+    def cancel(self, number: int) -> None:
+        """See FusedLayers."""
+        self._layers.cancel(number)
 
 
 def in_order(wanted: Sequence[int], taps: Sequence[int], copies: Tensor, others: dict[int, Tensor]) -> list[Tensor]:

@@ -27,7 +27,7 @@ class RequestState:
     traces_drafts: bool = False
     drafter: str = ""  # see NewRequest
     shadow: str = ""
-    has_ended: bool = False  # it emitted a token that ends it; the scheduler may not know yet
+    has_ended: bool = False  # it emitted a token that ends it, or failed; the scheduler may not know yet
 
     @classmethod
     def start(cls, new: NewRequest, vocab_size: int, device: torch.device) -> "RequestState":

@@ -16,7 +16,8 @@ from specray.worker.startup import start_worker
 class LocalExecutor:
     """Runs a plan in `collect`, and drafts for the next step there.
 
-    If that step's plan is there too, its forward pass is started, so it runs while the caller handles this result.
+    If that step's plan is there too, its forward pass is started, so it runs while the caller handles this result. In
+    plain decoding it is started before this step is finished, so that one pass follows the other at once.
     """
 
     def __init__(
@@ -38,33 +39,31 @@ class LocalExecutor:
         overlaps = self.worker.starts_passes and not config.disable_overlap_schedule
         self.capacity: Capacity = self.worker.capacity._replace(max_plans=2 if overlaps else 1)
         self._plans: deque[StepPlan] = deque()
-        self._has_begun = False  # the oldest plan that is not collected
-        self._failure: Exception | None = None  # of a step that began while the result before it was not returned
+        self._failure: Exception | None = None  # of a step; it is raised when those before it were collected
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 
     def collect(self) -> StepResult:
         try:
-            if self._failure is not None:
-                raise self._failure
             self._begin()
+            if self._failure is not None and not self.worker.num_started:
+                raise self._failure
             result = self.worker.finish()
-            self._has_begun = False
             self.worker.propose()
-            try:
-                self._begin()
-            except Exception as failure:  # ends the next step, not this one
-                self._failure = failure
+            self._begin()
         except (MemoryError, RuntimeError) as failure:
             raise_if_out_of_memory(failure, self._config, STEPPING, EngineDeadError)
             raise
         return result
 
     def _begin(self) -> None:
-        if self._plans and not self._has_begun:
-            self.worker.begin(self._plans.popleft())
-            self._has_begun = True
+        """Start the steps that can be started. One that fails ends itself, not those before."""
+        while self._plans and self._failure is None and self.worker.can_begin(self._plans[0]):
+            try:
+                self.worker.begin(self._plans.popleft())
+            except Exception as failure:
+                self._failure = failure
 
     def compile_grammar(self, spec: GrammarSpec) -> None:
         """InvalidRequestError if the grammar cannot be compiled. Its requests then start at once."""

@@ -22,6 +22,7 @@ class ForwardOutput(NamedTuple):
     logits: Tensor | LargestLogits | None
     aux_hidden_states: list[Tensor]  # each [T, any], to be concatenated
     roots: list[int]  # places of the rows' roots among the T tokens
+    number: int | None = None  # of a pass that may still run
 
 
 class ModelRunner:
@@ -50,12 +51,20 @@ class ModelRunner:
     ) -> ForwardOutput:
         """Start a pass; its output is there after `wait`. `only_largest`: see `TargetModel.with_logits`."""
         attend = self.attention.plan(batch.attention)
-        hidden, logits, aux_hidden_states = self._forward(
-            batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers, only_largest
-        )
-        return ForwardOutput(hidden, logits, aux_hidden_states, batch.roots)
-
-    def wait(self) -> None:
-        """Wait for the pass that was started, unless the device orders what follows."""
+        step = (batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers, only_largest)
         if isinstance(self._forward, FusedForward):
-            self._forward.wait()
+            number, computed = self._forward.start(*step)
+            return ForwardOutput(*computed, batch.roots, number)
+        return ForwardOutput(*self._forward(*step), batch.roots)
+
+    def wait(self, output: ForwardOutput) -> None:
+        """Wait for a pass that was started, unless the device orders what follows."""
+        if output.number is not None:
+            assert isinstance(self._forward, FusedForward)
+            self._forward.wait(output.number)
+
+    def cancel(self, output: ForwardOutput) -> None:
+        """Nobody reads this output: leave out the rest of the pass. `wait` is called all the same."""
+        if output.number is not None:
+            assert isinstance(self._forward, FusedForward)
+            self._forward.cancel(output.number)

@@ -1,10 +1,12 @@
 """One rank of the target: executes plans and submits the next step's drafts.
 
-`execute` is the whole speculative step, `begin` and `finish` are its halves. Rank 0 broadcasts the trees and the
+`execute` is the whole speculative step, `begin` and `finish` are its halves. A step of plain decoding may begin before
+the one before is finished: its forward pass takes the tokens from that one's. Rank 0 broadcasts the trees and the
 outcome of verification; the other ranks run the same code on what they receive, so ranks cannot diverge.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftSource
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
+from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_shards
 from specray.spec_decode.verifier import can_verify_padded, reads_largest_logit, verify, verify_largest
@@ -53,6 +56,22 @@ class StartedStep(NamedTuple):
     slots: Sequence[int] = ()  # of all rows, on rank 0
     withheld: Mapping[int, RequestResult] = {}  # of those that do not run, by slot
 
+    @property
+    def unseen(self) -> Tensor | None:
+        """The tokens that its rows decode next, int64 [R], there once the pass has run; None if they are not known so.
+
+        They are if every row decodes without drafts and reads nothing but its largest logit.
+        """
+        if self.batch is None or self.computed is None or not isinstance(self.computed.logits, LargestLogits):
+            return None
+        is_plain = self.batch.rows.are_all_sampling and not self.batch.tree.max_depth
+        return self.computed.logits.token_ids if is_plain else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its requests ended in the step before, whose result was not there when it began."""
+        return self.batch is not None and all(state.has_ended for state in self.batch.rows.states)
+
 
 class Worker:
     """One rank, as `startup` makes it. Rank 0 is driven by `execute` and `propose`, the others by `run_loop`."""
@@ -81,7 +100,7 @@ class Worker:
         self._inference = torch.inference_mode()  # kept, because making one takes longer than entering it
         self._nothing = ProposeContext(table, [])
         self._context = self._nothing
-        self._started: StartedStep | None = None
+        self._started: deque[StartedStep] = deque()  # and not finished
 
     @property
     def model(self) -> TargetModel:
@@ -98,16 +117,42 @@ class Worker:
         return self.finish()
 
     def begin(self, plan: StepPlan) -> None:
-        """Start a step. Its forward pass may still run when this returns; nothing but `finish` may be called then."""
+        """Start a step. Its forward pass may still run when this returns.
+
+        Nothing but `finish` may be called then, or `begin` if `can_begin`.
+        """
         with self._inference:
-            self._started = self._lead(plan)
+            self._started.append(self._lead(plan))
+
+    @property
+    def num_started(self) -> int:
+        """Steps that were started and not finished."""
+        return len(self._started)
+
+    def can_begin(self, plan: StepPlan) -> bool:
+        """Whether `begin` may start this step now, though another one may not be finished.
+
+        Then both are plain decoding of the same requests, and the second pass takes the tokens from the first one.
+        """
+        if not self._started:
+            return True
+        before, *others = self._started
+        if others or before.unseen is None or before.batch is None:
+            return False
+        if self.drafts.max_draft_tokens or self._group.size > 1 or plan.new_requests:
+            return False
+        states = before.batch.rows.states
+        are_same = [row.slot for row in plan.rows] == [state.slot for state in states]
+        return are_same and all(reads_largest_logit(state.sampling) and not state.has_ended for state in states)
 
     def finish(self) -> StepResult:
-        """The result of the step that was started."""
-        started, self._started = self._started, None
-        assert started is not None
+        """The result of the oldest step that was started."""
         with self._inference:
-            return self._finish(started)
+            result = self._finish(self._started.popleft())
+            for started in self._started:
+                if started.has_ended and started.computed is not None:
+                    self._runner.cancel(started.computed)
+        return result
 
     def propose(self) -> None:
         """Draft for the next step; called after `finish`."""
@@ -141,14 +186,14 @@ class Worker:
         entered = {new.slot for new in plan.new_requests}
         ended = [row.slot for row in plan.rows if row.slot not in entered and self._table.states[row.slot].has_ended]
         if ended:
-            withheld |= {slot: RequestResult(slot, [], 0, None, None, is_deferred=True) for slot in ended}
+            withheld |= {slot: _deferred(self._table.states[slot]) for slot in ended}
             plan = plan._replace(rows=[row for row in plan.rows if row.slot not in withheld])
         return plan, withheld
 
     def _begin(self, plan: StepPlan) -> StartedStep:
         """Start the step on this rank: collect the drafts and start the forward pass."""
         start = time.perf_counter()
-        rows = ScheduledBatch.of(self._table, plan)
+        rows = ScheduledBatch.of(self._table, plan, self._started[-1].unseen if self._started else None)
         self.drafts.release(plan.freed_slots)
         self._context = self._nothing  # the last step's may name slots that were just freed
         if not rows.states:
@@ -175,9 +220,12 @@ class Worker:
             times = StepTimes(prepare_seconds, 0.0, 0.0, 0.0)
             return StepResult(plan.step_id, [withheld[slot] for slot in slots], times)
         resumed = time.perf_counter()
-        self._runner.wait()
+        self._runner.wait(computed)
         forwarded = time.perf_counter()
         rows = batch.rows
+        if started.has_ended:
+            times = StepTimes(prepare_seconds, start_seconds + forwarded - resumed, 0.0, draft_seconds)
+            return StepResult(plan.step_id, [_deferred(state) for state in rows.states], times)
         prompts: dict[int, list[TokenLogprob]] = {}
         # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
         if computed.hidden is not None and any(state.prompt_logprobs for state in rows.states):
@@ -280,7 +328,10 @@ class Worker:
     ) -> RequestResult:
         """Keep a row's accepted path in the host's copy: lengths and tokens."""
         state, num_kept = batch.rows.states[row], output.num_kept(row)
+        if state.has_ended:
+            return _deferred(state)
         if not num_kept:
+            state.has_ended = True
             return RequestResult(state.slot, [], 0, None, self.grammars.error(state.slot) or NOT_A_NUMBER)
         tokens = output.emitted(row)
         if self.grammars.slots:
@@ -331,3 +382,8 @@ class Worker:
             gather if computed.aux_hidden_states else None,
             replay if len(drafting) == len(rows.states) else None,
         )
+
+
+def _deferred(state: RequestState) -> RequestResult:
+    """The result of a request that took no part in a step, or ended before it."""
+    return RequestResult(state.slot, [], 0, None, None, is_deferred=True)

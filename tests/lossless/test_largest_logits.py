@@ -44,9 +44,9 @@ def test_tokens_are_those_of_the_largest_logits(
     ) -> ForwardOutput:
         assert only_largest
         whole = start(runner, batch, aux_hidden_state_layers, False)
-        runner.wait()
+        runner.wait(whole)
         found = start(runner, batch, aux_hidden_state_layers, True)
-        runner.wait()
+        runner.wait(found)
         assert isinstance(whole.logits, torch.Tensor)
         assert isinstance(found.logits, LargestLogits)
         assert torch.equal(found.logits.token_ids, argmax(whole.logits))

@@ -102,7 +102,10 @@ def test_a_request_that_ends_while_its_step_runs_leaves_nothing_behind(toy: Path
 def test_a_request_takes_no_part_in_steps_after_its_last_token(
     method: str | None, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next step was planned, with another request's, before its last result was known."""
+    """Its next step was planned, with another request's, before its last result was known.
+
+    In plain decoding its next pass may have begun by then.
+    """
     options: dict[str, Any] = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
     prompts, long = [[5, 6], [7, 8]], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     num_rows = []
@@ -118,11 +121,12 @@ def test_a_request_takes_no_part_in_steps_after_its_last_token(
         short = replace(long, stop_token_ids=[expected[0][last]])
         monkeypatch.setattr(ModelRunner, "start", counted)
         first, second = (generation.choices[0] for generation in llm.generate(prompts, [short, long]))
+        has_begun = method is None and kernels() is not None
     assert (first.token_ids, first.finish_reason) == (expected[0][: last + 1], FinishReason.STOP)
     assert second.token_ids == expected[1]
     assert first.usage is not None
     assert second.usage is not None
-    assert sum(num_rows) == sum(1 + usage.num_verify_steps for usage in (first.usage, second.usage))
+    assert sum(num_rows) == sum(1 + usage.num_verify_steps for usage in (first.usage, second.usage)) + has_begun
 
 
 def test_a_step_that_cannot_begin_does_not_take_the_result_before_it(

@@ -141,18 +141,23 @@ void specray_layers(
   });
 }
 
-// Starts a whole forward pass. What the arguments point to must live, and not change, until specray_join returns; any
-// other call that needs threads joins it too.
-void specray_start_forward(
+// Starts a whole forward pass, after the runs before: their results may be among what it reads. Returns the run's number.
+// What the arguments point to must live, and not change otherwise, until specray_join returns; any other call that needs
+// threads joins it too.
+int64_t specray_start_forward(
     const EmbedAndHead* model, const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step,
     const Pass* pass, const Taps* taps, int32_t num_threads) {
   const auto forward =
       std::make_shared<ForwardPass>(*model, layers, num_layers, *sizes, *step, *pass, *taps, num_threads);
-  Teams::get().start(num_threads, ForwardPass::num_phases(num_layers), [forward](Member& member) { forward->run(member); });
+  const int num_phases = ForwardPass::num_phases(num_layers);
+  return Teams::get().start(num_threads, num_phases, [forward](Member& member) { forward->run(member); });
 }
 
-// The caller helps with what was started; returns when nothing runs.
-void specray_join() { Teams::get().join(); }
+// The caller helps with this run and those before it; returns when they are done.
+void specray_join(int64_t run) { Teams::get().join(run); }
+
+// See Teams::cancel.
+void specray_cancel(int64_t run) { Teams::get().cancel(run); }
 
 // y [count, size] = RMS norm of x, with `num_weights` weights [num_weights, size] in turn; x and y are of `type`.
 void specray_norm(

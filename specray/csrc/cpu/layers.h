@@ -198,7 +198,7 @@ struct EmbedAndHead {
 
 // Where a forward pass reads and writes. The rows `places` [num_places] of T (null: all) go through the output matrix.
 struct Pass {
-  const int64_t* ids;     // [T]
+  const int64_t* ids;     // [T]; below 0, see LargestLogits, any token's row is read
   const int64_t* places;
   int32_t num_places;
   float* hidden;     // [T, hidden]: receives the residual stream that leaves the last layer
@@ -225,7 +225,8 @@ class ForwardPass {
   void run(Member& member) {
     const int count = int(step_.count), size = sizes_.hidden;
     member.share(count, [&](int r) {
-      read_row(model_.embedding, model_.embedding_type, pass_.ids[r] * size, size, pass_.hidden + int64_t(r) * size);
+      const int64_t id = std::max<int64_t>(pass_.ids[r], 0);
+      read_row(model_.embedding, model_.embedding_type, id * size, size, pass_.hidden + int64_t(r) * size);
     });
     stack_.run(step_, nullptr, pass_.hidden, taps_, member);
     will_read(is_screened_ ? model_.screen.matrix : model_.output, member);

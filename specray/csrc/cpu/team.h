@@ -15,7 +15,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -57,8 +59,10 @@ class Member {
  public:
   // `counters` holds zeros: for each phase the number of items done, then of items taken from each member's range, APART
   // from each other.
-  Member(std::atomic<int>* counters, int num_phases, int team_size, int number)
-      : counters_(counters), num_phases_(num_phases), team_size_(team_size), number_(number) {}
+  Member(
+      std::atomic<int>* counters, int num_phases, int team_size, int number, const std::atomic<bool>& is_cancelled)
+      : counters_(counters), num_phases_(num_phases), team_size_(team_size), number_(number),
+        is_cancelled_(is_cancelled) {}
 
   int number() const { return number_; }
 
@@ -74,9 +78,11 @@ class Member {
   // Counters of a phase.
   static int stride(int team_size) { return (1 + team_size) * APART; }
 
-  // Calls `work(item)` for the items that this member takes of `count`; returns when all of them are done.
+  // Calls `work(item)` for the items that this member takes of `count`; returns when all of them are done, or at once
+  // if the run is cancelled.
   template <class Work>
   void share(int count, const Work& work) {
+    if (is_cancelled()) return;
     if (team_size_ == 1) {
       for (int item = 0; item < count; ++item) work(item);
       return;
@@ -93,7 +99,8 @@ class Member {
       for (int item = take(); item < end; item = take(), ++mine) work(item);
     }
     if (mine) done->fetch_add(mine, std::memory_order_acq_rel);
-    wait_until([&] { return done->load(std::memory_order_acquire) == count; }, [&] { return fetch(); });
+    const auto is_over = [&] { return done->load(std::memory_order_acquire) == count || is_cancelled(); };
+    wait_until(is_over, [&] { return fetch(); });
   }
 
  private:
@@ -108,9 +115,12 @@ class Member {
 
   int first_of(int count, int owner) const { return int((int64_t(count) * owner + team_size_ - 1) / team_size_); }
 
+  bool is_cancelled() const { return is_cancelled_.load(std::memory_order_relaxed); }
+
   std::atomic<int>* counters_;
   int num_phases_;
   const int team_size_, number_;
+  const std::atomic<bool>& is_cancelled_;
   const char *fetched_ = nullptr, *fetch_end_ = nullptr;  // what is still to be prefetched
 };
 
@@ -127,25 +137,25 @@ class Team {
   int size() const { return size_; }
   bool is_usable() const { return getpid() == owner_; }  // threads do not survive a fork
 
-  // Zeros for a run of up to `num_phases` phases.
-  std::atomic<int>* counters(int num_phases) {
-    counters_ = std::vector<std::atomic<int>>(size_ > 1 ? num_phases * Member::stride(size_) : 0);
-    return counters_.data();
-  }
-
-  // Helpers begin with `work(member)`. Nothing else may start before `join`.
-  void start(std::function<void(int)> work) {
+  // Helpers begin with `work`, in which each member shares up to `num_phases` phases. Nothing else may start before `join`.
+  void start(std::function<void(Member&)> work, int num_phases) {
     work_ = std::move(work);
+    num_phases_ = num_phases;
+    counters_ = std::vector<std::atomic<int>>(size_ > 1 ? num_phases * Member::stride(size_) : 0);
+    is_cancelled_.store(false, std::memory_order_relaxed);
     if (size_ == 1) return;
     num_running_.store(size_ - 1, std::memory_order_relaxed);
     round_.fetch_add(1, std::memory_order_seq_cst);
     if (num_asleep_.load(std::memory_order_seq_cst)) futex(FUTEX_WAKE_PRIVATE, size_);
   }
 
+  // Members leave out what they have not begun.
+  void cancel() { is_cancelled_.store(true, std::memory_order_relaxed); }
+
   // The caller takes part in what was started, as member 0; returns when all members have returned.
   void join() {
     if (has_cores_) take_core(0);
-    work_(0);
+    take_part(0);
     wait_until([&] { return num_running_.load(std::memory_order_acquire) == 0; }, [] { return false; });
     // Back to all cores: processes that the caller starts inherit them.
     if (has_cores_) sched_setaffinity(0, sizeof(cores_), &cores_);
@@ -163,13 +173,18 @@ class Team {
     sched_setaffinity(0, sizeof(own), &own);
   }
 
+  void take_part(int number) {
+    Member member(counters_.data(), num_phases_, size_, number, is_cancelled_);
+    work_(member);
+  }
+
   void serve(int member) {
     if (has_cores_) take_core(member);
     uint32_t seen = 0;
     while (true) {
       await(seen);
       seen += 1;
-      work_(member);
+      take_part(member);
       num_running_.fetch_sub(1, std::memory_order_acq_rel);
     }
   }
@@ -193,16 +208,19 @@ class Team {
   cpu_set_t cores_;  // that the creator of the team may use
   bool has_cores_ = false;
   std::vector<std::atomic<int>> counters_;
-  std::function<void(int)> work_;
+  std::function<void(Member&)> work_;
+  int num_phases_ = 0;
+  alignas(64) std::atomic<bool> is_cancelled_{false};
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<int> num_asleep_{0};
   alignas(64) std::atomic<int> num_running_{0};
 };
 
-// The teams of this process, and the run that was started and not joined.
+// The teams of this process, and the runs that were started and not joined, oldest first: the first one runs.
 //
 // A caller may do other work between start and join, such as Python between two passes; the helpers compute meanwhile.
-// One run at a time uses a team. Who needs a team first joins what is still open, whoever started it.
+// One run at a time uses the cores. Who needs a run's results, or a team, first joins the runs before, whoever started
+// them.
 class Teams {
  public:
   static Teams& get() {
@@ -210,43 +228,60 @@ class Teams {
     return *teams;
   }
 
-  // Starts `work(member)` on `num_threads` threads, at least one; each shares up to `num_phases` phases.
-  template <class Work>
-  void start(int num_threads, int num_phases, Work work) {
+  // Starts `work(member)` on `num_threads` threads, at least one, after the runs before; each member shares up to
+  // `num_phases` phases. Returns the run's number.
+  int64_t start(int num_threads, int num_phases, std::function<void(Member&)> work) {
     std::lock_guard<std::mutex> lock(mutex_);
-    start_locked(num_threads, num_phases, std::move(work));
+    return start_locked(num_threads, num_phases, std::move(work));
   }
 
-  // Returns when nothing is open.
-  void join() {
+  // Returns when this run and those before it are done. The next one begins.
+  void join(int64_t number) {
     std::lock_guard<std::mutex> lock(mutex_);
-    join_locked();
+    join_locked(number);
+  }
+
+  // This run, if it is the first that is not joined, computes no more than what was begun. Its results are undefined.
+  void cancel(int64_t number) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!open_.empty() && open_.front().number == number) open_.front().team->cancel();
   }
 
   template <class Work>
   void run(int num_threads, int num_phases, const Work& work) {
+    if (num_threads <= 1) {
+      const std::atomic<bool> is_cancelled{false};
+      Member member(nullptr, num_phases, 1, 0, is_cancelled);
+      work(member);
+      return;
+    }
     std::lock_guard<std::mutex> lock(mutex_);
-    start_locked(num_threads, num_phases, [&](Member& member) { work(member); });
-    join_locked();
+    join_locked(start_locked(num_threads, num_phases, [&](Member& member) { work(member); }));
   }
 
  private:
-  template <class Work>
-  void start_locked(int num_threads, int num_phases, Work work) {
-    join_locked();
-    num_threads = std::max(1, num_threads);
-    Team* team = team_of(num_threads);
-    std::atomic<int>* counters = team->counters(num_phases);
-    team->start([=](int number) {
-      Member member(counters, num_phases, num_threads, number);
-      work(member);
-    });
-    open_ = team;
+  struct Run {
+    int64_t number;
+    Team* team;
+    int num_phases;
+    std::function<void(Member&)> work;
+
+    void begin() { team->start(std::move(work), num_phases); }
+  };
+
+  int64_t start_locked(int num_threads, int num_phases, std::function<void(Member&)> work) {
+    open_.push_back({++num_started_, team_of(std::max(1, num_threads)), num_phases, std::move(work)});
+    if (open_.size() == 1) open_.front().begin();
+    return num_started_;
   }
 
-  void join_locked() {
-    Team* team = std::exchange(open_, nullptr);
-    if (team && team->is_usable()) team->join();
+  void join_locked(int64_t number) {
+    while (!open_.empty() && open_.front().number <= number) {
+      Team* team = open_.front().team;
+      if (team->is_usable()) team->join();
+      open_.pop_front();
+      if (!open_.empty() && open_.front().team->is_usable()) open_.front().begin();
+    }
   }
 
   Team* team_of(int size) {
@@ -258,7 +293,8 @@ class Teams {
 
   std::mutex mutex_;
   std::vector<std::unique_ptr<Team>> teams_;
-  Team* open_ = nullptr;
+  std::deque<Run> open_;
+  int64_t num_started_ = 0;
 };
 
 // Runs `work(member)` on `num_threads` threads, at least one; each shares up to `num_phases` phases.

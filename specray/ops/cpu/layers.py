@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +14,24 @@ from specray.ops.cpu.structs import FLOAT_TYPES, Pass, Step, Taps
 from specray.ops.cpu.threads import num_threads
 
 
+class StartedPass(NamedTuple):
+    """A whole model's pass. Its results are there once `FusedLayers.join` has returned."""
+
+    number: int  # among the runs of this process's kernels
+    hidden: Tensor  # float32 [T, H], the stream that leaves the last layer
+    final: Tensor  # float32 [T, H], its norm
+    # float32 [n, V] of the rows `places` or of all; or the tokens of the largest logits, int64 [n], -1 where logits
+    # are not finite
+    logits: Tensor
+    copies: Tensor  # of the stream, see `FusedLayers.__call__`
+
+
 class FusedLayers(PackedLayers):
     """Runs the layers. The residual stream is float32 whatever the type of the weights."""
 
-    _running: tuple[object, ...] = ()  # what the pass that was started reads and writes
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._started: dict[int, tuple[object, ...]] = {}  # what the passes that were started read and write, by number
 
     def __call__(
         self,
@@ -60,12 +75,11 @@ class FusedLayers(PackedLayers):
         taps: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
         only_largest: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Start a whole model's pass. The results are there once `join` has returned; one pass at a time.
+    ) -> StartedPass:
+        """Start a whole model's pass, after those that were started before, whose results it may read.
 
-        Returns float32 (the stream that leaves the last layer [T, H], its norm [T, H], logits [n, V] of rows `places`
-        int64 [n] or of all), and copies of the stream as `__call__` returns them. With `only_largest`, instead of the
-        logits, the tokens of the largest ones, int64 [n], -1 where logits are not finite.
+        `places` int64 [n] are the rows whose logits are wanted, None all. With `only_largest`, only the tokens of the
+        largest logits are.
         """
         size, count = self.sizes.hidden, token_ids.shape[0]
         hidden, final = torch.empty(2, count, size).unbind()
@@ -86,7 +100,7 @@ class FusedLayers(PackedLayers):
             None if only_largest else pointer(logits),
             pointer(logits) if only_largest else None,
         )
-        self.kernels.start_forward(
+        number = self.kernels.start_forward(
             ctypes.byref(around.struct),
             self.structs,
             len(self.structs),
@@ -96,17 +110,21 @@ class FusedLayers(PackedLayers):
             ctypes.byref(tapped),
             num_threads(self.num_bytes + around.num_bytes),
         )
-        self._running = (around, attend, read, tapped, hidden, final, logits, copies)
-        return hidden, final, logits, copies
+        self._started[number] = (around, attend, read, tapped, hidden, final, logits, copies)
+        return StartedPass(number, hidden, final, logits, copies)
 
-    def join(self) -> None:
-        """Wait for the pass, and help with it."""
-        self.kernels.join()
-        self._running = ()
+    def join(self, number: int) -> None:
+        """Wait for a pass and those before it, and help with them."""
+        self.kernels.join(number)
+        self._started.pop(number, None)
+
+    def cancel(self, number: int) -> None:
+        """Nobody reads the pass's results: if it has begun, leave out the rest. It must be joined all the same."""
+        self.kernels.cancel(number)
 
     def __del__(self) -> None:
-        if self._running:
-            self.join()  # before the weights that the pass reads are freed
+        if self._started:
+            self.kernels.join(max(self._started))  # before the weights that the passes read are freed
 
     def _copies(self, count: int, taps: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Taps]:
         """(copies of the stream to be filled, where they lie)."""

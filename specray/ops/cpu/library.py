@@ -64,10 +64,9 @@ class Kernels:
         )
         of_layers = (POINTER(Layer), c_int32, POINTER(Sizes), POINTER(Step))
         self.layers = self._function("layers", *of_layers, *[c_void_p] * 2, POINTER(Taps), c_int32)
-        self.start_forward = self._function(
-            "start_forward", POINTER(EmbedAndHead), *of_layers, POINTER(Pass), POINTER(Taps), c_int32
-        )
-        self.join = self._function("join")
+        of_pass = (POINTER(EmbedAndHead), *of_layers, POINTER(Pass), POINTER(Taps))
+        self.start_forward = self._function("start_forward", *of_pass, c_int32, returns=c_int64)
+        self.join, self.cancel = self._function("join", c_int64), self._function("cancel", c_int64)
         self.norm = self._function("norm", c_void_p, c_void_p, c_int32, c_int64, c_int32, c_float, c_void_p, c_int32)
         self.likeliest = self._function("likeliest", c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p)
         of_logits = (c_void_p, c_int32, c_int64, c_int64)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from specray.config import EngineConfig
 from specray.ops.cpu import threads
 from specray.ops.cpu.library import kernels
 from specray.step import UNLIMITED, NewRequest, RequestResult, ScheduledRequest, StepPlan
+from specray.worker.model_runner import ModelRunner
 from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 from tests.support.distributions import OPTIONS
@@ -35,9 +37,17 @@ def make_worker(folder: Path, num_threads: int) -> Worker:
     return start_worker(EngineConfig(model=str(folder), num_threads=num_threads, **options))
 
 
-def first_step(prompt: list[int]) -> StepPlan:
-    new = NewRequest(0, prompt, len(prompt), 0, [1, 2], OPTIONS._replace(temperature=0.0), "")
-    return StepPlan(1, [], [new], [ScheduledRequest(0, 100, UNLIMITED, [])])
+def first_step(*prompts: list[int], ends_first: Sequence[int] = ()) -> StepPlan:
+    """Requests in slots from 0 on, each with two blocks; `ends_first` are the tokens that end the first one."""
+    new = []
+    for slot, prompt in enumerate(prompts):
+        options = OPTIONS._replace(temperature=0.0, eos_token_ids=[] if slot else list(ends_first))
+        new.append(NewRequest(slot, prompt, len(prompt), 0, [1 + 2 * slot, 2 + 2 * slot], options, ""))
+    return StepPlan(1, [], new, [ScheduledRequest(request.slot, 100, UNLIMITED, []) for request in new])
+
+
+def next_step(number: int, *slots: int) -> StepPlan:
+    return StepPlan(number, [], [], [ScheduledRequest(slot, 1, UNLIMITED, []) for slot in slots])
 
 
 def steps(worker: Worker, prompt: list[int], count: int) -> list[RequestResult]:
@@ -46,9 +56,25 @@ def steps(worker: Worker, prompt: list[int], count: int) -> list[RequestResult]:
     worker.begin(first_step(prompt))
     for step in range(count):
         [result] = worker.finish().rows
-        worker.begin(StepPlan(step + 2, [], [], [ScheduledRequest(0, 1, UNLIMITED, [])]))
+        worker.begin(next_step(step + 2, 0))
         results.append(result)
     worker.finish()
+    return results
+
+
+def chained_steps(worker: Worker, first: StepPlan, count: int) -> list[list[RequestResult]]:
+    """The results of a first step and of `count` more, each started before the one before is finished if it can be."""
+    slots, results = [row.slot for row in first.rows], []
+    worker.begin(first)
+    for number in range(2, 2 + count):
+        plan = next_step(number, *slots)
+        if not worker.can_begin(plan):
+            results.append(worker.finish().rows)
+        worker.begin(plan)
+        if worker.num_started > 1:
+            results.append(worker.finish().rows)
+    while worker.num_started:
+        results.append(worker.finish().rows)
     return results
 
 
@@ -63,8 +89,69 @@ def test_the_result_is_the_same_whoever_joins_it(toy: Path, num_threads: int) ->
     for step in range(6):
         for worker, results in zip(workers, found, strict=True):
             results += worker.finish().rows
-            worker.begin(StepPlan(step + 2, [], [], [ScheduledRequest(0, 1, UNLIMITED, [])]))
+            worker.begin(next_step(step + 2, 0))
     assert found == alone
+
+
+def test_a_pass_takes_its_tokens_from_the_one_before_it(toy: Path, num_threads: int) -> None:
+    expected = [steps(make_worker(toy, num_threads), prompt, 12) for prompt in PROMPTS]
+    worker = make_worker(toy, num_threads)
+    found = chained_steps(worker, first_step(*PROMPTS), 11)
+    tokens = [[row.token_ids for row in rows] for rows in zip(*found, strict=True)]
+    assert tokens == [[row.token_ids for row in rows] for rows in expected]
+
+
+def test_only_the_same_requests_can_follow_before_the_result_is_there(toy: Path, num_threads: int) -> None:
+    worker = make_worker(toy, num_threads)
+    worker.begin(first_step(*PROMPTS))
+    assert worker.can_begin(next_step(2, 0, 1))
+    assert not worker.can_begin(next_step(2, 0))
+    assert not worker.can_begin(next_step(2, 1, 0))
+    worker.begin(next_step(2, 0, 1))
+    assert not worker.can_begin(next_step(3, 0, 1))
+    worker.finish()
+    assert worker.can_begin(next_step(3, 0, 1))
+    worker.finish()
+    assert worker.can_begin(next_step(3, 0))
+
+
+def test_a_pass_is_cancelled_once_all_its_requests_have_ended(
+    toy: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again and again, because it is cancelled wherever it happens to be."""
+    [prompt, other] = PROMPTS
+    worker, cancelled = make_worker(toy, num_threads), []
+    [last] = steps(make_worker(toy, num_threads), prompt, 1)[0].token_ids
+    cancel = ModelRunner.cancel
+    monkeypatch.setattr(ModelRunner, "cancel", lambda *some: (cancelled.append(1), cancel(*some)))
+    for _ in range(50):
+        [[ended], [none]] = chained_steps(worker, first_step(prompt, ends_first=[last]), 1)
+        assert (ended.token_ids, ended.is_deferred) == ([last], False)
+        assert (none.token_ids, none.is_deferred) == ([], True)
+        worker.execute(StepPlan(3, [0], [], []))
+    assert len(cancelled) == 50
+    assert chained_steps(worker, first_step(other), 5) == chained_steps(
+        make_worker(toy, num_threads), first_step(other), 5
+    )
+
+
+def test_a_request_that_ended_does_not_go_on_where_another_does(toy: Path, num_threads: int) -> None:
+    alone = chained_steps(make_worker(toy, num_threads), first_step(*PROMPTS), 3)
+    ends, _ = alone[0]
+    found = chained_steps(make_worker(toy, num_threads), first_step(*PROMPTS, ends_first=ends.token_ids), 3)
+    assert [row for _, row in found] == [row for _, row in alone]
+    assert [row.is_deferred for row, _ in found] == [False, True, True, True]
+
+
+def test_logits_that_are_not_finite_end_a_request_before_its_next_pass_is_read(toy: Path, num_threads: int) -> None:
+    worker = make_worker(toy, num_threads)
+    bad = 30
+    worker.model.embedding.weight[bad] = float("nan")
+    found = chained_steps(worker, first_step([bad, *PROMPTS[0]], PROMPTS[1]), 2)
+    expected = chained_steps(make_worker(toy, num_threads), first_step(*PROMPTS), 2)
+    assert [row for _, row in found] == [row for _, row in expected]
+    assert [row.error is not None for row, _ in found] == [True, False, False]
+    assert [row.is_deferred for row, _ in found] == [False, True, True]
 
 
 def test_a_worker_may_be_dropped_while_its_pass_runs(toy: Path, num_threads: int) -> None:
