@@ -20,6 +20,7 @@ from specray.ops.likeliest import LargestLogits
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftSource
+from specray.spec_decode.no_drafts import NoDrafts
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_state import RequestState
@@ -98,6 +99,7 @@ class Worker:
         self._sampler = sampler
         self._graphs = graphs
         self._inference = torch.inference_mode()  # kept, because making one takes longer than entering it
+        self._roots = NoDrafts(table.num_slots, table.device)
         self._nothing = ProposeContext(table, [])
         self._context = self._nothing
         self._started: deque[StartedStep] = deque()  # and not finished
@@ -139,7 +141,7 @@ class Worker:
         before, *others = self._started
         if others or before.unseen is None or before.batch is None:
             return False
-        if self.drafts.max_draft_tokens or self._group.size > 1 or plan.new_requests:
+        if self._group.size > 1 or plan.new_requests or not self._drafts_nothing(before.plan, plan):
             return False
         states = before.batch.rows.states
         are_same = [row.slot for row in plan.rows] == [state.slot for state in states]
@@ -166,6 +168,12 @@ class Worker:
 
     def close(self) -> None:
         self._group.close()
+
+    def _drafts_nothing(self, *plans: StepPlan) -> bool:
+        """Whether these steps neither verify drafts nor make any."""
+        return not self.drafts.max_draft_tokens or not any(
+            plan.runs_drafter or any(row.draft_limit.num_tokens for row in plan.rows) for plan in plans
+        )
 
     def _lead(self, plan: StepPlan) -> StartedStep:
         """Start the step on all ranks, without the requests that cannot run."""
@@ -199,8 +207,9 @@ class Worker:
         if not rows.states:
             prepared = time.perf_counter()
             return StartedStep(plan, None, None, None, prepared - start, 0.0, 0.0)
-        batch = self._collect(plan, rows)
-        draft_seconds = self.drafts.seconds
+        drafts = self._roots if rows.are_unseen else self.drafts
+        batch = self._collect(plan, rows, drafts)
+        draft_seconds = drafts.seconds
         prepared = time.perf_counter()
         bucket = self._graphs.bucket(batch) if self._graphs is not None else None
         states = [state.sampling for state in rows.states]
@@ -248,13 +257,13 @@ class Worker:
         times = StepTimes(prepare_seconds, forward_seconds, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self.drafts.take_faults(), self.drafts.take_uses())
 
-    def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
+    def _collect(self, plan: StepPlan, rows: ScheduledBatch, drafts: DraftSource) -> StepBatch:
         """The draft trees of the rows that sample, and what grammars allow at their nodes."""
         tree, num_nodes, mask = None, None, None
         if self._group.leads:
             sampling = set(rows.sampling)
             draft_limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
-            tree, num_nodes = self.drafts.collect(rows.slots, rows.roots, draft_limits)
+            tree, num_nodes = drafts.collect(rows.slots, rows.roots, draft_limits)
             if self.grammars.slots:
                 slots = [state.slot for state in rows.states]
                 tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, draft_limits)

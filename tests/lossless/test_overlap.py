@@ -13,9 +13,10 @@ from specray.ops.cpu.library import kernels
 from specray.ops.sampling_state import SamplingState
 from specray.outputs import Completion, FinishReason
 from specray.sampling_params import SamplingParams
-from specray.step import StepPlan
+from specray.step import DraftLimit, StepPlan
 from specray.worker.input_batch import InputBatch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
+from specray.worker.worker import Worker
 from tests.support.distributions import OPTIONS
 from tests.support.engine import make_llm, visible
 from tests.support.methods import METHODS
@@ -127,6 +128,29 @@ def test_a_request_takes_no_part_in_steps_after_its_last_token(
     assert first.usage is not None
     assert second.usage is not None
     assert sum(num_rows) == sum(1 + usage.num_verify_steps for usage in (first.usage, second.usage)) + has_begun
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the CPU kernels")
+@pytest.mark.parametrize("method", [None, "EAGLE3", "NGRAM"])
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_steps_without_drafts_begin_before_the_last_one_is_finished(
+    method: str | None, overlaps: bool, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
+    greedy, begin, num_started = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), Worker.begin, []
+
+    def counted(worker: Worker, plan: StepPlan) -> None:
+        begin(worker, plan)
+        num_started.append(worker.num_started)
+
+    with make_llm(toy) as plain:
+        expected = plain.generate(PROMPTS, greedy)
+    monkeypatch.setattr(Worker, "begin", counted)
+    with make_llm(toy, **options, disable_overlap_schedule=not overlaps) as llm:
+        found = llm.generate(PROMPTS, greedy, draft_limits=[DraftLimit(0, 0)] * len(PROMPTS))
+    assert [each.choices[0].token_ids for each in found] == [each.choices[0].token_ids for each in expected]
+    num_ahead = 11 if method is None else 10  # a drafter reads the prompt
+    assert num_started.count(2) == (num_ahead if overlaps else 0)
 
 
 def test_a_step_that_cannot_begin_does_not_take_the_result_before_it(
