@@ -71,7 +71,8 @@ class StartedStep(NamedTuple):
     @property
     def has_ended(self) -> bool:
         """Whether all its requests ended in the step before, whose result was not there when it began."""
-        return self.batch is not None and all(state.has_ended for state in self.batch.rows.states)
+        rows = None if self.batch is None else self.batch.rows
+        return rows is not None and rows.are_unseen and all(state.has_ended for state in rows.states)
 
 
 class Worker:

@@ -30,8 +30,8 @@ class FusedLayers(PackedLayers):
     """Runs the layers. The residual stream is float32 whatever the type of the weights."""
 
     def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
         self._started: dict[int, tuple[object, ...]] = {}  # what the passes that were started read and write, by number
+        super().__init__(*parts)
 
     def __call__(
         self,
