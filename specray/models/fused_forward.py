@@ -10,6 +10,7 @@ from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.packed_layers import EmbedAndHead
+from specray.ops.cpu.structs import Arena
 from specray.ops.likeliest import LargestLogits
 
 
@@ -54,7 +55,7 @@ class FusedForward:
         taps = tapped(aux_hidden_state_layers, num_layers)
         step = (token_ids, positions, attend, places)
         started = self._layers.start_forward(self._around, *step, taps, self._dtype, only_largest)
-        number, hidden, final, found, copies = started
+        number, hidden, final, found, copies, *_ = started
         logits = LargestLogits(found) if only_largest else found
         if list(aux_hidden_state_layers) == taps:
             return number, (final, logits, [copies] if taps else [])
@@ -63,6 +64,11 @@ class FusedForward:
         rounded = {index: torch.empty_like(states, dtype=self._dtype) for index, states in wanted.items()}
         self._to_round[number] = [(rounded[index], states) for index, states in wanted.items()]
         return number, (final, logits, in_order(aux_hidden_state_layers, taps, copies, rounded))
+
+    def follow(self, number: int, arena: Arena, slots: Tensor) -> tuple[int, LargestLogits]:
+        """See FusedLayers: the new pass's number, and the tokens that it chooses."""
+        started = self._layers.follow(self._around, number, arena, slots)
+        return started.number, LargestLogits(started.logits)
 
     def wait(self, number: int) -> None:
         """Wait for a pass and those before it, and help with them."""

@@ -27,8 +27,6 @@ class ScheduledBatch(NamedTuple):
     states: list[RequestState]
     num_known: list[int]  # known tokens to compute in this step, the root included
     sampling: list[int]  # rows whose known tokens are all computed after this step: they sample
-    num_computed: list[int]  # tokens before those, `starts` on the host
-    are_unseen: bool  # the roots are there once the step before has run, and are not in the table yet
     slots: Tensor  # int64 [R]
     starts: Tensor  # int64 [R], position of the first token to compute
     counts: Tensor  # int64 [R], num_known on the device
@@ -37,12 +35,8 @@ class ScheduledBatch(NamedTuple):
     lengths: Tensor  # int64 [R], known tokens once these are computed: the positions that are sampled next
 
     @classmethod
-    def of(cls, table: RequestTable, plan: StepPlan, unseen: Tensor | None = None) -> "ScheduledBatch":
-        """Bring the table up to date with a plan; one copy to the device.
-
-        `unseen` int64 [R]: each request decodes a token that the table does not have yet, because the step that
-        chooses it still runs.
-        """
+    def of(cls, table: RequestTable, plan: StepPlan) -> "ScheduledBatch":
+        """Bring the table up to date with a plan; one copy to the device."""
         for slot in plan.freed_slots:
             table.free(slot)
         for new in plan.new_requests:
@@ -50,19 +44,15 @@ class ScheduledBatch(NamedTuple):
         for row in plan.rows:
             table.extend(row.slot, [], row.new_block_ids)
         states = [table.states[row.slot] for row in plan.rows]
-        if unseen is None:
-            starts = [state.num_computed_tokens for state in states]
-            pending = [len(state.token_ids) - start for state, start in zip(states, starts, strict=True)]
-        else:
-            starts, pending = [len(state.token_ids) for state in states], [1] * len(states)
+        starts = [state.num_computed_tokens for state in states]
+        pending = [len(state.token_ids) - start for state, start in zip(states, starts, strict=True)]
         num_known = [min(row.num_tokens, count) for row, count in zip(plan.rows, pending, strict=True)]
         sampling = [place for place, count in enumerate(pending) if num_known[place] == count]
         last = [start + count - 1 for start, count in zip(starts, num_known, strict=True)]
-        roots = last if unseen is not None else [state.token_ids[at] for state, at in zip(states, last, strict=True)]
+        roots = [state.token_ids[position] for state, position in zip(states, last, strict=True)]
         lengths = [position + 1 for position in last]
         columns = table.flush([row.slot for row in plan.rows], starts, num_known, last, roots, lengths)
-        rows = cls(states, num_known, sampling, starts, unseen is not None, *columns.unbind())
-        return rows if unseen is None else rows._replace(roots=unseen)
+        return cls(states, num_known, sampling, *columns.unbind())
 
     @property
     def are_all_sampling(self) -> bool:
@@ -97,11 +87,10 @@ def build_batch(table: RequestTable, batch: StepBatch) -> InputBatch:
     """Flatten rows and their trees."""
     rows, tree, num_nodes = batch.rows, batch.tree, batch.num_nodes
     lens = [known + nodes - 1 for known, nodes in zip(rows.num_known, num_nodes, strict=True)]
-    kv_lens = [start + length for start, length in zip(rows.num_computed, lens, strict=True)]
+    kv_lens = [state.num_computed_tokens + length for state, length in zip(rows.states, lens, strict=True)]
     columns, trees = (rows.slots, rows.starts, rows.counts), (tree.tokens, tree.parents, tree.num_nodes)
     has_drafts = tree.max_depth > 0
     flat = FlatTokens(*table.ops.build_step(columns, trees, sum(lens), max(kv_lens), has_drafts))
-    token_ids = rows.roots if rows.are_unseen else flat.token_ids
     attention = AttentionBatch(
         lens,
         kv_lens,
@@ -113,10 +102,10 @@ def build_batch(table: RequestTable, batch: StepBatch) -> InputBatch:
     )
     roots = [end - count for end, count in zip(accumulate(lens), num_nodes, strict=True)]
     if rows.are_all_sampling and sum(lens) == sum(num_nodes):
-        return InputBatch(token_ids, flat.positions, attention, roots, None)
+        return InputBatch(flat.token_ids, flat.positions, attention, roots, None)
     sampling = np.array(rows.sampling, dtype=np.int64)
     num_sampled = int(np.array(num_nodes)[sampling].sum())
     selected = torch.from_numpy(sampling).to(table.device)
     nodes = RaggedIndex.of(tree.num_nodes.index_select(0, selected), num_sampled)
     node_places = flat.roots.index_select(0, selected).index_select(0, nodes.rows) + nodes.offsets
-    return InputBatch(token_ids, flat.positions, attention, roots, node_places)
+    return InputBatch(flat.token_ids, flat.positions, attention, roots, node_places)

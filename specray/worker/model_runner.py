@@ -9,6 +9,7 @@ from specray.layers.moe import reason_without_graphs
 from specray.models.fused_forward import FusedForward
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBackend, PaddedAttention
+from specray.ops.cpu.steps import TableKernels
 from specray.ops.likeliest import LargestLogits
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
@@ -17,7 +18,7 @@ from specray.worker.kv_cache import KVCache
 class ForwardOutput(NamedTuple):
     """What a forward pass over T tokens returns."""
 
-    hidden: Tensor | None  # [T, hidden], after the final norm; None if all rows sample
+    hidden: Tensor | None  # [T, hidden], after the final norm; None if all rows decode, in a graph or after a pass
     # float32 [M, V], of the nodes of the rows that sample; None if a graph verifies them
     logits: Tensor | LargestLogits | None
     aux_hidden_states: list[Tensor]  # each [T, any], to be concatenated
@@ -56,6 +57,13 @@ class ModelRunner:
             number, computed = self._forward.start(*step)
             return ForwardOutput(*computed, batch.roots, number)
         return ForwardOutput(*self._forward(*step), batch.roots)
+
+    def follow(self, output: ForwardOutput, table: TableKernels, slots: Tensor) -> ForwardOutput:
+        """Start a pass over the tokens that the pass of `output`, with only the largest logits, chooses for `slots`."""
+        assert output.number is not None
+        assert isinstance(self._forward, FusedForward)
+        number, logits = self._forward.follow(output.number, table.struct, slots)
+        return ForwardOutput(None, logits, [], list(range(slots.shape[0])), number)
 
     def wait(self, output: ForwardOutput) -> None:
         """Wait for a pass that was started, unless the device orders what follows."""

@@ -16,11 +16,11 @@ from torch import Tensor
 from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
 from specray.models.target_model import TargetModel
+from specray.ops.cpu.steps import TableKernels
 from specray.ops.likeliest import LargestLogits
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftSource
-from specray.spec_decode.no_drafts import NoDrafts
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_state import RequestState
@@ -56,23 +56,12 @@ class StartedStep(NamedTuple):
     draft_seconds: float
     slots: Sequence[int] = ()  # of all rows, on rank 0
     withheld: Mapping[int, RequestResult] = {}  # of those that do not run, by slot
-
-    @property
-    def unseen(self) -> Tensor | None:
-        """The tokens that its rows decode next, int64 [R], there once the pass has run; None if they are not known so.
-
-        They are if every row decodes without drafts and reads nothing but its largest logit.
-        """
-        if self.batch is None or self.computed is None or not isinstance(self.computed.logits, LargestLogits):
-            return None
-        is_plain = self.batch.rows.are_all_sampling and not self.batch.tree.max_depth
-        return self.computed.logits.token_ids if is_plain else None
+    follows: bool = False  # it began before the step before it was finished
 
     @property
     def has_ended(self) -> bool:
         """Whether all its requests ended in the step before, whose result was not there when it began."""
-        rows = None if self.batch is None else self.batch.rows
-        return rows is not None and rows.are_unseen and all(state.has_ended for state in rows.states)
+        return self.follows and self.batch is not None and all(state.has_ended for state in self.batch.rows.states)
 
 
 class Worker:
@@ -100,7 +89,6 @@ class Worker:
         self._sampler = sampler
         self._graphs = graphs
         self._inference = torch.inference_mode()  # kept, because making one takes longer than entering it
-        self._roots = NoDrafts(table.num_slots, table.device)
         self._nothing = ProposeContext(table, [])
         self._context = self._nothing
         self._started: deque[StartedStep] = deque()  # and not finished
@@ -125,7 +113,7 @@ class Worker:
         Nothing but `finish` may be called then, or `begin` if `can_begin`.
         """
         with self._inference:
-            self._started.append(self._lead(plan))
+            self._started.append(self._follow(plan) if self._started else self._lead(plan))
 
     @property
     def num_started(self) -> int:
@@ -140,13 +128,16 @@ class Worker:
         if not self._started:
             return True
         before, *others = self._started
-        if others or before.unseen is None or before.batch is None:
+        if others or self._group.size > 1 or plan.new_requests or plan.freed_slots:
             return False
-        if self._group.size > 1 or plan.new_requests or not self._drafts_nothing(before.plan, plan):
+        batch, computed = before.batch, before.computed
+        if batch is None or computed is None or computed.number is None:
             return False
-        states = before.batch.rows.states
+        if not isinstance(computed.logits, LargestLogits) or not batch.rows.are_all_sampling or batch.tree.max_depth:
+            return False
+        states = batch.rows.states
         are_same = [row.slot for row in plan.rows] == [state.slot for state in states]
-        return are_same and all(reads_largest_logit(state.sampling) and not state.has_ended for state in states)
+        return are_same and self._drafts_nothing(before.plan, plan) and not any(map(needs_result, states))
 
     def finish(self) -> StepResult:
         """The result of the oldest step that was started."""
@@ -176,6 +167,21 @@ class Worker:
             plan.runs_drafter or any(row.draft_limit.num_tokens for row in plan.rows) for plan in plans
         )
 
+    def _follow(self, plan: StepPlan) -> StartedStep:
+        """Start a step of plain decoding over the tokens that the pass before it chooses. See `can_begin`."""
+        start = time.perf_counter()
+        before = self._started[-1]
+        batch, computed, ops = before.batch, before.computed, self._table.ops
+        assert batch is not None
+        assert computed is not None
+        assert isinstance(ops, TableKernels)
+        for row in plan.rows:
+            self._table.extend(row.slot, [], row.new_block_ids)
+        if not before.follows:
+            batch = batch._replace(rows=batch.rows._replace(num_known=[1] * len(plan.rows)))
+        computed = self._runner.follow(computed, ops, batch.rows.slots)
+        return StartedStep(plan, batch, None, computed, 0.0, time.perf_counter() - start, 0.0, follows=True)
+
     def _lead(self, plan: StepPlan) -> StartedStep:
         """Start the step on all ranks, without the requests that cannot run."""
         ready, withheld = self._withhold(plan)
@@ -202,15 +208,14 @@ class Worker:
     def _begin(self, plan: StepPlan) -> StartedStep:
         """Start the step on this rank: collect the drafts and start the forward pass."""
         start = time.perf_counter()
-        rows = ScheduledBatch.of(self._table, plan, self._started[-1].unseen if self._started else None)
+        rows = ScheduledBatch.of(self._table, plan)
         self.drafts.release(plan.freed_slots)
         self._context = self._nothing  # the last step's may name slots that were just freed
         if not rows.states:
             prepared = time.perf_counter()
             return StartedStep(plan, None, None, None, prepared - start, 0.0, 0.0)
-        drafts = self._roots if rows.are_unseen else self.drafts
-        batch = self._collect(plan, rows, drafts)
-        draft_seconds = drafts.seconds
+        batch = self._collect(plan, rows)
+        draft_seconds = self.drafts.seconds
         prepared = time.perf_counter()
         bucket = self._graphs.bucket(batch) if self._graphs is not None else None
         states = [state.sampling for state in rows.states]
@@ -225,7 +230,7 @@ class Worker:
 
     def _finish(self, started: StartedStep) -> StepResult:
         """The rest of the step on this rank: verify and commit, and prepare the next drafts' input."""
-        plan, batch, verifying, computed, prepare_seconds, start_seconds, draft_seconds, slots, withheld = started
+        plan, batch, verifying, computed, prepare_seconds, start_seconds, draft_seconds, slots, withheld, _ = started
         if batch is None or computed is None:
             times = StepTimes(prepare_seconds, 0.0, 0.0, 0.0)
             return StepResult(plan.step_id, [withheld[slot] for slot in slots], times)
@@ -258,13 +263,13 @@ class Worker:
         times = StepTimes(prepare_seconds, forward_seconds, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self.drafts.take_faults(), self.drafts.take_uses())
 
-    def _collect(self, plan: StepPlan, rows: ScheduledBatch, drafts: DraftSource) -> StepBatch:
+    def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
         """The draft trees of the rows that sample, and what grammars allow at their nodes."""
         tree, num_nodes, mask = None, None, None
         if self._group.leads:
             sampling = set(rows.sampling)
             draft_limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
-            tree, num_nodes = drafts.collect(rows.slots, rows.roots, draft_limits)
+            tree, num_nodes = self.drafts.collect(rows.slots, rows.roots, draft_limits)
             if self.grammars.slots:
                 slots = [state.slot for state in rows.states]
                 tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, draft_limits)
@@ -392,6 +397,11 @@ class Worker:
             gather if computed.aux_hidden_states else None,
             replay if len(drafting) == len(rows.states) else None,
         )
+
+
+def needs_result(state: RequestState) -> bool:
+    """Whether a request's next step without drafts cannot begin before it has this step's result."""
+    return state.has_ended or state.traces_drafts or not reads_largest_logit(state.sampling)
 
 
 def _deferred(state: RequestState) -> RequestResult:

@@ -110,17 +110,23 @@ def test_a_request_takes_no_part_in_steps_after_its_last_token(
     options: dict[str, Any] = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
     prompts, long = [[5, 6], [7, 8]], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     num_rows = []
-    start = ModelRunner.start
+    start, follow = ModelRunner.start, ModelRunner.follow
 
     def counted(runner: ModelRunner, batch: InputBatch, *options: Any) -> ForwardOutput:
         num_rows.append(len(batch.roots))
         return start(runner, batch, *options)
+
+    def also_counted(runner: ModelRunner, *before: Any) -> ForwardOutput:
+        computed = follow(runner, *before)
+        num_rows.append(len(computed.roots))
+        return computed
 
     with make_llm(toy, **options) as llm:
         expected = [generation.choices[0].token_ids for generation in llm.generate(prompts, long)]
         last = next(place for place, token in enumerate(expected[0]) if token not in expected[0][:place] and place >= 3)
         short = replace(long, stop_token_ids=[expected[0][last]])
         monkeypatch.setattr(ModelRunner, "start", counted)
+        monkeypatch.setattr(ModelRunner, "follow", also_counted)
         first, second = (generation.choices[0] for generation in llm.generate(prompts, [short, long]))
         has_begun = method is None and kernels() is not None
     assert (first.token_ids, first.finish_reason) == (expected[0][: last + 1], FinishReason.STOP)

@@ -3,6 +3,7 @@
 // Types of activations are FLOAT32, BFLOAT16 and FLOAT16 of `Kind`.
 
 #include "draft.h"
+#include "following.h"
 #include "layers.h"
 #include "loss.h"
 #include "packing.h"
@@ -274,6 +275,11 @@ void specray_forbid(
 void specray_build_step(
     const Arena* arena, const StepRows* rows, int64_t total, int64_t kv_width, int64_t* step, uint8_t* ancestors) {
   build_step(*arena, *rows, total, kv_width, step, ancestors);
+}
+
+// See step_after in following.h.
+void specray_step_after(const Step* before, const Arena* arena, const int64_t* slots, int64_t* numbers, Step* step) {
+  *step = step_after(*before, *arena, slots, numbers);
 }
 
 void specray_gather_cells(

@@ -10,7 +10,7 @@ from torch import Tensor
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.packed_layers import EmbedAndHead, PackedLayers
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, Pass, Step, Taps
+from specray.ops.cpu.structs import FLOAT_TYPES, Arena, Pass, Step, Taps
 from specray.ops.cpu.threads import num_threads
 
 
@@ -24,13 +24,15 @@ class StartedPass(NamedTuple):
     # are not finite
     logits: Tensor
     copies: Tensor  # of the stream, see `FusedLayers.__call__`
+    step: Step
+    kept: tuple[object, ...]  # what the kernels read
 
 
 class FusedLayers(PackedLayers):
     """Runs the layers. The residual stream is float32 whatever the type of the weights."""
 
     def __init__(self, *parts: Any) -> None:
-        self._started: dict[int, tuple[object, ...]] = {}  # what the passes that were started read and write, by number
+        self._started: dict[int, StartedPass] = {}  # and not joined, by number
         super().__init__(*parts)
 
     def __call__(
@@ -81,19 +83,50 @@ class FusedLayers(PackedLayers):
         `places` int64 [n] are the rows whose logits are wanted, None all. With `only_largest`, only the tokens of the
         largest logits are.
         """
-        size, count = self.sizes.hidden, token_ids.shape[0]
-        hidden, final = torch.empty(2, count, size).unbind()
+        count = token_ids.shape[0]
+        copies, tapped = self._copies(count, taps, dtype)
+        token_ids, positions = token_ids.contiguous(), positions.contiguous()
+        places = None if places is None else places.contiguous()
+        step = self.step(positions, attend, 0)
+        kept = (attend, token_ids, positions, places, tapped)
+        return self._start(around, step, token_ids, places, (copies, tapped), only_largest, kept)
+
+    def follow(self, around: EmbedAndHead, number: int, arena: Arena, slots: Tensor) -> StartedPass:
+        """Start a pass over the tokens that another one chooses, which is not joined yet, for the same requests.
+
+        The other one, `number`, has the largest logits of each request's last token. `slots` int64 [R] are the
+        requests' in the request table.
+        """
+        before = self._started[number]
+        step, slots, count = Step(), slots.contiguous(), slots.shape[0]
+        numbers = torch.empty(count * (before.step.requests.slots_width + 5), dtype=torch.int64)
+        self.kernels.step_after(
+            ctypes.byref(before.step), ctypes.byref(arena), pointer(slots), pointer(numbers), ctypes.byref(step)
+        )
+        without = self._copies(count, (), torch.float32)
+        return self._start(around, step, before.logits, None, without, True, (numbers,))
+
+    def _start(
+        self,
+        around: EmbedAndHead,
+        step: Step,
+        token_ids: Tensor,
+        places: Tensor | None,
+        copies: tuple[Tensor, Taps],
+        only_largest: bool,
+        kept: tuple[object, ...],
+    ) -> StartedPass:
+        """`kept` has what `step` and `copies` point to."""
+        count = step.count
+        hidden, final = torch.empty(2, count, self.sizes.hidden).unbind()
         num_places = count if places is None else places.shape[0]
         if only_largest:
             logits = torch.empty(num_places, dtype=torch.int64)
         else:
             logits = torch.empty(num_places, around.struct.num_columns)
-        copies, tapped = self._copies(count, taps, dtype)
-        read = (token_ids.contiguous(), positions.contiguous(), None if places is None else places.contiguous())
-        step = self.step(read[1], attend, 0)
         where = Pass(
-            pointer(read[0]),
-            pointer(read[2]),
+            pointer(token_ids),
+            pointer(places),
             num_places,
             pointer(hidden),
             pointer(final),
@@ -107,11 +140,12 @@ class FusedLayers(PackedLayers):
             ctypes.byref(self.sizes),
             ctypes.byref(step),
             ctypes.byref(where),
-            ctypes.byref(tapped),
+            ctypes.byref(copies[1]),
             num_threads(self.num_bytes + around.num_bytes),
         )
-        self._started[number] = (around, attend, read, tapped, hidden, final, logits, copies)
-        return StartedPass(number, hidden, final, logits, copies)
+        started = StartedPass(number, hidden, final, logits, copies[0], step, (around, token_ids, *kept))
+        self._started[number] = started
+        return started
 
     def join(self, number: int) -> None:
         """Wait for a pass and those before it, and help with them."""

@@ -90,6 +90,7 @@ class Kernels:
         self.build_step = self._function(
             "build_step", POINTER(Arena), POINTER(StepRows), c_int64, c_int64, c_void_p, c_void_p
         )
+        self.step_after = self._function("step_after", POINTER(Step), POINTER(Arena), c_void_p, c_void_p, POINTER(Step))
         self.gather_cells = self._function("gather_cells", *of_table, c_void_p, c_int64, c_void_p)
         self.gather_kv_slots = self._function("gather_kv_slots", *of_table, c_void_p, c_int64, c_void_p)
         self.append_tokens = self._function("append_tokens", *of_table, c_void_p, c_int64)
