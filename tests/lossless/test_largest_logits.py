@@ -55,7 +55,7 @@ def test_tokens_are_those_of_the_largest_logits(
 
     monkeypatch.setattr(ModelRunner, "start", both)
     drafts = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
-    with make_llm(toy, **options, **drafts, num_threads=num_threads) as llm:
+    with make_llm(toy, **options, **drafts, num_threads=num_threads, disable_overlap_schedule=True) as llm:
         llm.generate(PROMPTS, GREEDY)
     assert max(compared) > 16 or method is None  # more rows than are screened
     assert min(compared) <= 3
