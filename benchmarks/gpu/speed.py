@@ -1,7 +1,8 @@
 """`python -m benchmarks.gpu speed`: decode steps of random weights, with acceptance simulated, eager and in graphs.
 
 A step is that of one rank, without the engine around it, whose work is hidden behind the rank's (see
-`benchmarks.overlap`). The text is meaningless; the times are not.
+`benchmarks.overlap`). It has two plans in flight, as from an engine: in plain decoding a step begins before the one
+before it is finished. The text is meaningless; the times are not.
 """
 
 import time
@@ -138,14 +139,16 @@ class Steps:
         device = self._worker.model.embedding.weight.device
         for _ in range(WARM_UP):
             self._step(batch_size)
+        self._finish_all()
         counts = self._count(batch_size) if device.type == "cuda" else (None, None)
         _wait(device)
         start = time.perf_counter()
-        num_tokens = sum(self._step(batch_size) for _ in range(num_steps))
+        num_tokens = sum(self._step(batch_size) for _ in range(num_steps)) + self._finish_all()
         _wait(device)
         seconds = time.perf_counter() - start
         per_step = num_tokens / num_steps / batch_size
         self._run([], [], freed=list(range(batch_size)))
+        self._finish_all()
         return Speed(variant, in_graphs, batch_size, num_tokens / seconds, 1e3 * seconds / num_steps, per_step, *counts)
 
     def _enter(self, batch_size: int, num_blocks: int) -> None:
@@ -157,15 +160,29 @@ class Steps:
             self._run([slot], [new])
 
     def _step(self, batch_size: int) -> int:
-        """One decode step of all requests; returns the number of tokens."""
+        """Begin a decode step of all requests; returns the number of tokens of what was finished for that."""
         return self._run(list(range(batch_size)), [])
 
     def _run(self, slots: list[int], new: list[NewRequest], freed: Sequence[int] = ()) -> int:
         self._num_steps += 1
         rows = [ScheduledRequest(slot, self._prompt, UNLIMITED, []) for slot in slots]
-        result = self._worker.execute(StepPlan(self._num_steps, list(freed), new, rows))
+        plan, num_tokens = StepPlan(self._num_steps, list(freed), new, rows), 0
+        if not self._worker.can_begin(plan):
+            num_tokens += self._finish()
+        self._worker.begin(plan)
+        return num_tokens + (self._finish() if self._worker.num_started > 1 else 0)
+
+    def _finish(self) -> int:
+        """Finish the oldest step; returns the number of its tokens."""
+        result = self._worker.finish()
         self._worker.propose()
         return sum(len(row.token_ids) for row in result.rows)
+
+    def _finish_all(self) -> int:
+        num_tokens = 0
+        while self._worker.num_started:
+            num_tokens += self._finish()
+        return num_tokens
 
     def _count(self, batch_size: int) -> tuple[float, float]:
         """(launches, waits) of the host in a step."""
@@ -173,6 +190,7 @@ class Steps:
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(PROFILED):
                 self._step(batch_size)
+            self._finish_all()
         names = Counter(event.name for event in profile.events() or [])
         launches, waits = (sum(names[name] for name in group) / PROFILED for group in (LAUNCHES, WAITS))
         return launches, waits

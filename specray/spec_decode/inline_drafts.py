@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, composite_of
-from specray.spec_decode.pending_trees import PendingTrees
+from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import limit_depth
 from specray.step import DrafterUse, DraftFault, DraftLimit
@@ -45,7 +45,15 @@ class InlineDrafts:
         self.seconds = time.perf_counter() - start
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
-        tree, num_nodes, is_broken = self._pending.take(slots, roots, draft_limits)
+        return self.read(self.take(slots, roots, draft_limits))
+
+    def take(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> TakenTrees:
+        """The first half of `collect`, which does not wait for the drafter."""
+        return self._pending.take(slots, roots, draft_limits)
+
+    def read(self, taken: TakenTrees) -> tuple[DraftTree, list[int]]:
+        """The second half of `collect`."""
+        tree, num_nodes, is_broken = self._pending.read(taken)
         if is_broken:
             self._faults.append(DraftFault.NOT_A_NUMBER)
         return tree, num_nodes

@@ -1,16 +1,26 @@
 """Draft trees that wait for the next step."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specray.ops.host_copy import HostCopy
 from specray.ops.tree_tensors import TreesWanted, TreeTensors
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.step_ops import tree_ops
 from specray.step import DraftLimit
+
+
+class TakenTrees(NamedTuple):
+    """Trees of a step, whose numbers of nodes may not be on the host yet."""
+
+    tree: DraftTree  # places behind a tree's nodes are NONE
+    most_nodes: list[int]  # of each tree
+    report: HostCopy | None  # see `TreeOps.take`; None: the trees have that many
 
 
 class PendingTrees:
@@ -44,33 +54,38 @@ class PendingTrees:
         if slots and self._max_depth:
             self._parts.num_nodes[torch.tensor(slots, device=self._parts.num_nodes.device)] = NONE
 
-    def take(
-        self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]
-    ) -> tuple[DraftTree, list[int], bool]:
-        """(trees, their numbers of nodes on the host, whether a drafter's logits were not finite).
-
-        Arguments and trees are those of `DraftSource.collect`. Taking a tree removes it.
-        """
+    def take(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> "TakenTrees":
+        """The trees of `DraftSource.collect`, whose arguments these are. Taking a tree removes it."""
         self.scores = []
         if not self._max_depth:
-            return DraftTree.roots(roots), [1] * len(roots), False
+            return TakenTrees(DraftTree.roots(roots), [1] * len(roots), None)
         cuts = self._parts.scores is not None and any(limit.min_score for limit in draft_limits)
-        most = torch.from_numpy(np.array([limit.num_tokens + 1 for limit in draft_limits], np.int64)).to(slots.device)
-        least = torch.tensor([limit.min_score for limit in draft_limits]).to(slots.device) if cuts else None
+        most, least = torch.from_numpy(np.array([limit.num_tokens + 1 for limit in draft_limits], np.int64)), None
+        most = most.to(slots.device, non_blocking=True)
+        if cuts:
+            least = torch.tensor([limit.min_score for limit in draft_limits]).to(slots.device, non_blocking=True)
         taken = self._ops.take(self._parts, TreesWanted(slots, roots, most, least), self._vocab_size)
         tokens, parents, num_nodes, report = taken
-        # Drafting's one copy to the host. It waits for the drafter and determines the shapes of the next forward.
-        found, chains, *scored = report.tolist()
+        width = tokens.shape[1]
+        tree = DraftTree(tokens, parents, num_nodes, min(self._max_depth, width - 1), self._take_probs(slots))
+        bounds = [min(limit.num_tokens + 1, width) for limit in draft_limits]
+        return TakenTrees(tree, bounds, HostCopy(report))  # drafting's one copy to the host
+
+    def read(self, taken: "TakenTrees") -> tuple[DraftTree, list[int], bool]:
+        """(trees, their numbers of nodes, whether a drafter's logits were not finite); waits for the drafter."""
+        if taken.report is None:
+            return taken.tree, taken.most_nodes, False
+        found, chains, *scored = taken.report.wait().tolist()
         counts = [int(count) for count in found]
         if scored:
             within, *by_node = scored
             scores = zip(*by_node, strict=True)
             self.scores = [list(known[1 : int(count)]) for known, count in zip(scores, within, strict=True)]
         width = max(1, *counts)
-        probs, depth = self._take_probs(slots), min(self._max_depth, width - 1)
+        tokens, parents, num_nodes, depth, probs, *_ = taken.tree
         if width < tokens.shape[1]:
             tokens, parents = tokens[:, :width], parents[:, :width]
-        tree = DraftTree(tokens, parents, num_nodes, depth, probs, all(chains))
+        tree = DraftTree(tokens, parents, num_nodes, min(depth, width - 1), probs, all(chains))
         return tree, [max(1, count) for count in counts], 0 in counts
 
     def _take_probs(self, slots: Tensor) -> Tensor | None:

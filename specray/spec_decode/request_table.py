@@ -87,7 +87,7 @@ class RequestTable:
         if not found.size:  # an empty array may have strides that no tensor has
             return torch.empty(found.shape, dtype=torch.int64, device=self.device)
         tensor = torch.from_numpy(found)
-        return tensor if self._host_arena is not None else tensor.to(self.device)
+        return tensor if self._host_arena is not None else tensor.to(self.device, non_blocking=True)
 
     def flush(self, *rows: Sequence[int]) -> Tensor:
         """Write all changes that wait to the device. `rows` are copied along and returned as int64 [len(rows), n]."""
@@ -97,7 +97,7 @@ class RequestTable:
         extra = np.array(rows, dtype=np.int64)
         places = [np.arange(first, first + len(values), dtype=np.int32) for first, values in changes]
         packed = np.concatenate([extra.ravel().view(np.int32), *places, *(values for _, values in changes)])
-        columns, written = torch.from_numpy(packed).to(self.device).tensor_split((2 * extra.size,))
+        columns, written = torch.from_numpy(packed).to(self.device, non_blocking=True).tensor_split((2 * extra.size,))
         index, values = written.chunk(2)
         self._arena.index_copy_(0, index.long(), values)
         if not extra.size:  # an empty array may have strides that no view fits

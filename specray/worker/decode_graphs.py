@@ -4,7 +4,7 @@ Steps with prompt tokens have none, nor have steps with so many nodes that the d
 launches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 from specray.ops.graphs import Graphs
@@ -16,7 +16,7 @@ from specray.worker.buckets import Bucket, buckets
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.padded_step import PaddedStep
-from specray.worker.step_output import StepOutput
+from specray.worker.step_output import CopiedOutcome
 
 
 class DecodeGraphs:
@@ -40,6 +40,9 @@ class DecodeGraphs:
         self._graphs, self._runner, self._table, self._drafts = graphs, runner, table, drafts
         self._drafter, self._sampler = drafter, sampler
         self._max_rows = max_rows
+        self._has_drafted = False  # in the last `verify`
+        # Whether the trees of the next step are those of a graph: then they have as many nodes as their limits allow.
+        self.were_drafts_taken = False
         self._max_nodes, self._layers = 1 + drafts.max_draft_tokens, drafts.aux_hidden_state_layers
         self._make_step()
 
@@ -70,20 +73,31 @@ class DecodeGraphs:
             list(range(0, len(batch.num_nodes) * bucket.nodes, bucket.nodes)),
         )
 
-    def verify(self, batch: StepBatch, bucket: Bucket) -> StepOutput:
-        """Verify the trees of the last `forward` and keep the accepted paths."""
-        is_filtered = self._step.is_sharded and _is_filtered(batch)
+    def verify(self, batch: StepBatch, bucket: Bucket, drafts: bool) -> CopiedOutcome:
+        """Verify the trees of the last `forward` and keep the accepted paths.
+
+        `drafts`: all rows may get drafts. If those of the last step were taken, the device goes on with them, and
+        nobody has to take them.
+        """
+        is_filtered, draft = self._step.is_sharded and _is_filtered(batch), _draft_key(batch, bucket)
         self._graphs.replay(("verify", bucket, _is_sampled(batch), is_filtered))
-        return self._step.output(bucket, len(batch.num_nodes))
+        outcome = self._step.outcome(bucket, len(batch.num_nodes))
+        self._has_drafted = drafts and self.were_drafts_taken and draft in self._graphs
+        self.were_drafts_taken = False
+        if self._has_drafted:
+            self._graphs.replay(draft)
+        return outcome
 
     def draft(self, batch: StepBatch, bucket: Bucket) -> Callable[[], DraftTree] | None:
         """What drafts for the next step after `verify`; None if no graph does."""
-        if ("draft", bucket, _is_sampled(batch)) not in self._graphs:
+        if _draft_key(batch, bucket) not in self._graphs:
             return None
-        return lambda: self._replay_draft(batch, bucket)
+        return lambda: self._take_drafts(batch, bucket)
 
-    def _replay_draft(self, batch: StepBatch, bucket: Bucket) -> DraftTree:
-        self._graphs.replay(("draft", bucket, _is_sampled(batch)))
+    def _take_drafts(self, batch: StepBatch, bucket: Bucket) -> DraftTree:
+        if not self._has_drafted:
+            self._graphs.replay(_draft_key(batch, bucket))
+        self.were_drafts_taken = True
         return self._step.drafts(len(batch.num_nodes))
 
     def _follow_drafter(self) -> None:
@@ -112,6 +126,10 @@ class DecodeGraphs:
                 self._graphs.capture(
                     ("draft", bucket, is_sampled), partial(step.draft, bucket, self._drafter, is_sampled)
                 )
+
+
+def _draft_key(batch: StepBatch, bucket: Bucket) -> Hashable:
+    return "draft", bucket, _is_sampled(batch)
 
 
 def _is_sampled(batch: StepBatch) -> bool:

@@ -15,6 +15,7 @@ from specray.ops.attention import AttentionBatch
 from specray.ops.ragged_index import RaggedIndex
 from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.pending_trees import TakenTrees
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.step_ops import FlatTokens
@@ -66,6 +67,7 @@ class StepBatch(NamedTuple):
     tree: DraftTree  # of all R rows
     num_nodes: list[int]  # the host's copy of tree.num_nodes
     mask: TokenMask | None = None  # of the logits of the rows that sample; None: no request has a grammar
+    unread: TakenTrees | None = None  # `num_nodes` are upper bounds until these trees are read
 
     @property
     def only_decodes(self) -> bool:

@@ -24,7 +24,7 @@ from specray.spec_decode.tree_buffers import TreeBuffers
 from specray.worker.buckets import Bucket
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ModelRunner
-from specray.worker.step_output import StepOutput
+from specray.worker.step_output import CopiedOutcome
 
 
 class PaddedStep:
@@ -127,9 +127,9 @@ class PaddedStep:
         """The trees of the last `draft`."""
         return self._drafts.trees(num_rows)
 
-    def output(self, bucket: Bucket, num_rows: int) -> StepOutput:
+    def outcome(self, bucket: Bucket, num_rows: int) -> CopiedOutcome:
         """The outcome of `verify`; one copy to the host."""
-        return StepOutput.of_outcome(self._outcome_of(bucket)[:num_rows])
+        return CopiedOutcome(self._outcome_of(bucket)[:num_rows])
 
     def logits(self, bucket: Bucket, num_nodes: list[int]) -> Tensor:
         """This rank's columns, float32 [sum of num_nodes, columns], of the trees' nodes."""

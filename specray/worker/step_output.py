@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specray.ops.host_copy import HostCopy
 from specray.outputs import TokenLogprob
 from specray.spec_decode.verify_batch import VerifyOutput
 
@@ -41,11 +42,6 @@ class StepOutput(NamedTuple):
         """The same where every request was verified; its number of tokens is 0 if its logits are not finite."""
         return cls(verified.outcome, verified.outcome.tolist(), verified.logprobs)
 
-    @classmethod
-    def of_outcome(cls, outcome: Tensor) -> "StepOutput":
-        """The same from a graph's outcome, int64 [R, 2 + 2 * (D + 1)]."""
-        return cls(outcome, outcome.tolist(), {})
-
     def num_kept(self, row: int) -> int:
         return self.host[row][0]
 
@@ -59,3 +55,20 @@ class StepOutput(NamedTuple):
         outcome = self.host[row]
         root = 1 + len(outcome) // 2
         return outcome[root + 1 : root + outcome[0]]
+
+
+class CopiedOutcome:
+    """A graph's outcome, int64 [R, 2 + 2 * (D + 1)], on its way to the host."""
+
+    def __init__(self, outcome: Tensor) -> None:
+        self._device = outcome
+        self._host = HostCopy(outcome.clone() if outcome.device.type == "cpu" else outcome)
+
+    @property
+    def first_tokens(self) -> Tensor:
+        """The first tokens that rows emitted, int64 [R, 1], on the device, until the next step's verification."""
+        return self._device[:, _NUM_COUNTS : _NUM_COUNTS + 1]
+
+    def output(self) -> StepOutput:
+        """Waits for the copy."""
+        return StepOutput(self._device, self._host.wait().tolist(), {})

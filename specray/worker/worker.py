@@ -21,12 +21,13 @@ from specray.ops.likeliest import LargestLogits
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftSource
+from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_shards
-from specray.spec_decode.verifier import can_verify_padded, reads_largest_logit, verify, verify_largest
+from specray.spec_decode.verifier import can_verify_padded, needs_walk, reads_largest_logit, verify, verify_largest
 from specray.spec_decode.verify_batch import VerifyInput
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
@@ -37,7 +38,7 @@ from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.input_batch import ScheduledBatch, StepBatch, build_batch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
-from specray.worker.step_output import StepOutput
+from specray.worker.step_output import CopiedOutcome, StepOutput
 from specray.worker.traced_trees import with_traces
 
 NO_DRAFTS = DraftLimit(0, 0)
@@ -51,6 +52,7 @@ class StartedStep(NamedTuple):
     batch: StepBatch | None  # None: no row runs
     verifying: Bucket | None  # of the CUDA graph that verifies
     computed: ForwardOutput | None
+    outcome: CopiedOutcome | None  # of that graph
     prepare_seconds: float
     start_seconds: float  # until the forward pass was started
     draft_seconds: float
@@ -131,9 +133,9 @@ class Worker:
         if others or self._group.size > 1 or plan.new_requests or plan.freed_slots:
             return False
         batch, computed = before.batch, before.computed
-        if batch is None or computed is None or computed.number is None:
+        if batch is None or computed is None or not batch.rows.are_all_sampling or batch.tree.max_depth:
             return False
-        if not isinstance(computed.logits, LargestLogits) or not batch.rows.are_all_sampling or batch.tree.max_depth:
+        if before.outcome is None and (computed.number is None or not isinstance(computed.logits, LargestLogits)):
             return False
         states = batch.rows.states
         are_same = [row.slot for row in plan.rows] == [state.slot for state in states]
@@ -174,13 +176,20 @@ class Worker:
         batch, computed, ops = before.batch, before.computed, self._table.ops
         assert batch is not None
         assert computed is not None
-        assert isinstance(ops, TableKernels)
         for row in plan.rows:
             self._table.extend(row.slot, [], row.new_block_ids)
+        if self._graphs is not None and before.verifying is not None and before.outcome is not None:
+            self._table.flush()
+            batch = batch._replace(tree=batch.tree._replace(tokens=before.outcome.first_tokens))
+            computed = self._graphs.forward(batch, before.verifying, returns_logits=False)
+            outcome = self._graphs.verify(batch, before.verifying, drafts=False)
+            seconds = time.perf_counter() - start
+            return StartedStep(plan, batch, before.verifying, computed, outcome, 0.0, seconds, 0.0, follows=True)
+        assert isinstance(ops, TableKernels)
         if not before.follows:
             batch = batch._replace(rows=batch.rows._replace(num_known=[1] * len(plan.rows)))
         computed = self._runner.follow(computed, ops, batch.rows.slots)
-        return StartedStep(plan, batch, None, computed, 0.0, time.perf_counter() - start, 0.0, follows=True)
+        return StartedStep(plan, batch, None, computed, None, 0.0, time.perf_counter() - start, 0.0, follows=True)
 
     def _lead(self, plan: StepPlan) -> StartedStep:
         """Start the step on all ranks, without the requests that cannot run."""
@@ -213,39 +222,49 @@ class Worker:
         self._context = self._nothing  # the last step's may name slots that were just freed
         if not rows.states:
             prepared = time.perf_counter()
-            return StartedStep(plan, None, None, None, prepared - start, 0.0, 0.0)
-        batch = self._collect(plan, rows)
-        draft_seconds = self.drafts.seconds
-        prepared = time.perf_counter()
-        bucket = self._graphs.bucket(batch) if self._graphs is not None else None
+            return StartedStep(plan, None, None, None, None, prepared - start, 0.0, 0.0)
         states = [state.sampling for state in rows.states]
         # Rank 0 alone knows a grammar's mask, and all ranks must choose the same graphs.
         has_grammar = any(state.options.grammar is not None for state in states)
-        can_replay = bucket is not None and not has_grammar and can_verify_padded(states, self._sampler)
+        can_replay = not has_grammar and can_verify_padded(states, self._sampler)
+        batch = self._collect(plan, rows, can_replay)
+        draft_seconds = self.drafts.seconds
+        prepared = time.perf_counter()
+        bucket = self._graphs.bucket(batch) if self._graphs is not None else None
+        if bucket is None:
+            batch = self._read(batch)
         verifying = bucket if can_replay else None
         only_largest = not has_grammar and self._sampler is coupled and all(map(reads_largest_logit, states))
         computed = self._forward(batch, bucket, plan.runs_drafter, verifying is None, only_largest)
+        outcome = None
+        if self._graphs is not None and verifying is not None:
+            may_draft = plan.runs_drafter and all(row.draft_limit.allows_drafts for row in plan.rows)
+            outcome = self._graphs.verify(batch, verifying, may_draft)
         seconds = prepared - start, time.perf_counter() - prepared, draft_seconds
-        return StartedStep(plan, batch, verifying, computed, *seconds)
+        return StartedStep(plan, batch, verifying, computed, outcome, *seconds)
 
     def _finish(self, started: StartedStep) -> StepResult:
         """The rest of the step on this rank: verify and commit, and prepare the next drafts' input."""
-        plan, batch, verifying, computed, prepare_seconds, start_seconds, draft_seconds, slots, withheld, _ = started
+        plan, batch, verifying, computed, outcome, prepare_seconds, start_seconds, draft_seconds, *_ = started
+        slots, withheld = started.slots, started.withheld
         if batch is None or computed is None:
             times = StepTimes(prepare_seconds, 0.0, 0.0, 0.0)
             return StepResult(plan.step_id, [withheld[slot] for slot in slots], times)
         resumed = time.perf_counter()
+        batch = self._read(batch)
+        drafted = time.perf_counter()
+        prepare_seconds += drafted - resumed
         self._runner.wait(computed)
         forwarded = time.perf_counter()
         rows = batch.rows
         if started.has_ended:
-            times = StepTimes(prepare_seconds, start_seconds + forwarded - resumed, 0.0, draft_seconds)
+            times = StepTimes(prepare_seconds, start_seconds + forwarded - drafted, 0.0, draft_seconds)
             return StepResult(plan.step_id, [_deferred(state) for state in rows.states], times)
         prompts: dict[int, list[TokenLogprob]] = {}
         # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
         if computed.hidden is not None and any(state.prompt_logprobs for state in rows.states):
             prompts = compute_prompt_logprobs(self.model, batch, computed.hidden)
-        output = self._verify(batch, verifying, computed)
+        output = self._verify(batch, computed) if outcome is None else outcome.output()
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
         for row, scores in enumerate(self.drafts.scores):
             results[row] = results[row]._replace(draft_scores=scores)
@@ -259,16 +278,22 @@ class Worker:
             results = [withheld.get(slot) or next(ready) for slot in slots]
         verified = time.perf_counter()
         # What the host did since the pass was started belongs to the host.
-        forward_seconds = start_seconds + forwarded - resumed
+        forward_seconds = start_seconds + forwarded - drafted
         times = StepTimes(prepare_seconds, forward_seconds, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self.drafts.take_faults(), self.drafts.take_uses())
 
-    def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
-        """The draft trees of the rows that sample, and what grammars allow at their nodes."""
+    def _collect(self, plan: StepPlan, rows: ScheduledBatch, can_replay: bool) -> StepBatch:
+        """The draft trees of the rows that sample, and what grammars allow at their nodes.
+
+        `can_replay`: a graph may verify them. Then it can be launched before the drafter is done.
+        """
         tree, num_nodes, mask = None, None, None
         if self._group.leads:
             sampling = set(rows.sampling)
             draft_limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
+            if can_replay and isinstance(self.drafts, InlineDrafts) and self._have_known_sizes(rows, draft_limits):
+                taken = self.drafts.take(rows.slots, rows.roots, draft_limits)
+                return StepBatch(rows, taken.tree, taken.most_nodes, None, taken)
             tree, num_nodes = self.drafts.collect(rows.slots, rows.roots, draft_limits)
             if self.grammars.slots:
                 slots = [state.slot for state in rows.states]
@@ -281,6 +306,21 @@ class Worker:
         assert num_nodes is not None
         return StepBatch(rows, tree, num_nodes, mask)
 
+    def _have_known_sizes(self, rows: ScheduledBatch, draft_limits: Sequence[DraftLimit]) -> bool:
+        """Whether it is known without the drafter how many nodes the trees of decoding rows have."""
+        if self._graphs is None or not self._graphs.were_drafts_taken or self._group.size > 1 or self.grammars.slots:
+            return False
+        are_decoding = rows.are_all_sampling and max(rows.num_known) == 1
+        return are_decoding and not any(limit.min_score for limit in draft_limits)
+
+    def _read(self, batch: StepBatch) -> StepBatch:
+        """With the trees' numbers of nodes."""
+        if batch.unread is None:
+            return batch
+        assert isinstance(self.drafts, InlineDrafts)
+        tree, num_nodes = self.drafts.read(batch.unread)
+        return batch._replace(tree=tree, num_nodes=num_nodes, unread=None)
+
     def _forward(
         self, batch: StepBatch, bucket: Bucket | None, runs_drafter: bool, returns_logits: bool, only_largest: bool
     ) -> ForwardOutput:
@@ -289,10 +329,8 @@ class Worker:
         layers = self.drafts.aux_hidden_state_layers if runs_drafter and self._group.leads else ()
         return self._runner.start(build_batch(self._table, batch), layers, only_largest)
 
-    def _verify(self, batch: StepBatch, bucket: Bucket | None, computed: ForwardOutput) -> StepOutput:
-        """Verify the trees and keep the accepted paths, in the graph of `bucket` or without one."""
-        if self._graphs is not None and bucket is not None:
-            return self._graphs.verify(batch, bucket)
+    def _verify(self, batch: StepBatch, computed: ForwardOutput) -> StepOutput:
+        """Verify the trees without a graph, and keep the accepted paths."""
         output = self._verify_eagerly(batch, computed)
         self._commit(batch, output)
         return output
@@ -401,7 +439,7 @@ class Worker:
 
 def needs_result(state: RequestState) -> bool:
     """Whether a request's next step without drafts cannot begin before it has this step's result."""
-    return state.has_ended or state.traces_drafts or not reads_largest_logit(state.sampling)
+    return state.has_ended or state.traces_drafts or needs_walk(state.sampling)
 
 
 def _deferred(state: RequestState) -> RequestResult:

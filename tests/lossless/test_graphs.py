@@ -1,15 +1,16 @@
 """Decode steps in CUDA graphs have the same output as without, in every bucket, on the stand-in for graphs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from specray.engine.request import EngineRequest
 from specray.outputs import Completion
 from specray.spec_decode.draft_tree import DraftTree
-from specray.step import DraftLimit
+from specray.spec_decode.inline_drafts import InlineDrafts
+from specray.spec_decode.pending_trees import TakenTrees
+from specray.step import StepPlan
 from specray.testing.conformance import GREEDY, PROMPTS, SAMPLED, require_equal
 from specray.worker.remote_drafter import source
 from tests.support.colocated import Colocated, worker_of
@@ -74,16 +75,24 @@ def test_scores_of_trees_cut_the_same_drafts_in_graphs(
         scores: list[list[float]] = []
         sizes: list[int] = []
         with make_llm(toy, max_running_requests=3, **options) as llm:
-            drafts = worker_of(llm).drafts
-            collect = drafts.collect
+            worker = worker_of(llm)
+            drafts = worker.drafts
+            assert isinstance(drafts, InlineDrafts)
+            begin, read = worker.begin, drafts.read
 
-            def likely(slots: Tensor, roots: Tensor, limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
-                taken = collect(slots, roots, [limit._replace(min_score=LEAST_SCORE) for limit in limits])
+            def begin_likely(plan: StepPlan) -> None:
+                limits = [row.draft_limit._replace(min_score=LEAST_SCORE) for row in plan.rows]
+                rows = [row._replace(draft_limit=limit) for row, limit in zip(plan.rows, limits, strict=True)]
+                begin(plan._replace(rows=rows))
+
+            def counted(taken: TakenTrees) -> tuple[DraftTree, list[int]]:
+                found = read(taken)
                 scores.extend(drafts.scores)
-                sizes.extend(taken[1])
-                return taken
+                sizes.extend(found[1])
+                return found
 
-            monkeypatch.setattr(drafts, "collect", likely)
+            monkeypatch.setattr(worker, "begin", begin_likely)
+            monkeypatch.setattr(drafts, "read", counted)
             llm.generate(PROMPTS, GREEDY)
         return scores, sizes
 

@@ -34,6 +34,7 @@ def fake_cuda(read: int = 1, num_nodes: int | None = None) -> Iterator[FakeTenso
     with ExitStack() as stack:
         for name, value in (("device_count", 1), ("is_available", True), ("set_device", None)):
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
+        stack.enter_context(mock.patch("torch.Event"))
         get = weights._SafetensorsShard.get
 
         def get_fake(shard: Any, name: str) -> Tensor:

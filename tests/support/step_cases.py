@@ -84,9 +84,9 @@ def compare_pending_trees(name: str, lists: list[TreeLists], data: st.DataObject
         if replaces:
             pending.put(torch.arange(SLOTS), older)
         pending.put(slots, tree)
-        taken, num_nodes, is_broken = pending.take(slots, roots, limits)
+        taken, num_nodes, is_broken = pending.read(pending.take(slots, roots, limits))
         known = pending.scores
-        again, _, _ = pending.take(slots, roots, limits)
+        again, _, _ = pending.read(pending.take(slots, roots, limits))
         depths = taken.are_chains, taken.max_depth
         return taken.to_lists(), taken.tokens, *depths, num_nodes, is_broken, known, again.to_lists()
 

@@ -105,7 +105,7 @@ class RemoteDrafts:
         if self._peer is not None:
             with self._recorded_faults():
                 self._peer.collect(self._pending)
-        tree, num_nodes, _ = self._pending.take(slots, roots, draft_limits)
+        tree, num_nodes, _ = self._pending.read(self._pending.take(slots, roots, draft_limits))
         return tree, num_nodes
 
     def release(self, slots: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 from tests.support.distributions import OPTIONS
 from tests.support.forked import call
+from tests.support.graph_stand_in import recorded_graphs
 from tests.support.toy import write_toy
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
@@ -192,3 +193,25 @@ def start_pass_on_two_threads() -> Worker:
     worker = make_worker(Path(os.environ["TOY"]), 2)
     worker.begin(first_step(PROMPTS[0]))
     return worker
+
+
+def test_steps_in_graphs_begin_before_those_before_them_are_finished(toy: Path) -> None:
+    """Of sampled requests too. A request that ended takes no part in the rest."""
+
+    def results(ends_first: Sequence[int], is_chained: bool) -> list[list[RequestResult]]:
+        worker, first = make_worker(toy, 1), first_step(*PROMPTS, [7, 8, 9], ends_first=ends_first)
+        greedy, *others = first.new_requests
+        sampled = [new._replace(sampling=new.sampling._replace(temperature=0.9, seed=3)) for new in others]
+        if not is_chained:
+            worker.can_begin = lambda _: not worker.num_started  # type: ignore[method-assign]
+        return chained_steps(worker, first._replace(new_requests=[greedy, *sampled]), 10)
+
+    with recorded_graphs() as graphs:
+        expected = results([], is_chained=False)
+        tokens = [row.token_ids[0] for row, *_ in expected]
+        last = next(place for place, token in enumerate(tokens) if place >= 2 and token not in tokens[:place])
+        found = results([tokens[last]], is_chained=True)
+    assert all({key[0] for key in recorded.replayed} == {"forward", "verify"} for recorded in graphs)  # type: ignore[index]
+    assert [others for _, *others in found] == [others for _, *others in expected]
+    assert [row for row, *_ in found[: last + 1]] == [row for row, *_ in expected[: last + 1]]
+    assert [row.is_deferred for row, *_ in found[last + 1 :]] == [True] * (len(found) - last - 1)
