@@ -180,7 +180,7 @@ def test_plans_do_not_wait_for_the_steps_before_them(name: str) -> None:
         (METHODS["EAGLE3"], {"draft_attention_backend": "triton"}, {"causal", "trees"}),
         (METHODS["EAGLE3"], {"draft_attention_backend": "triton", "attention_mode": "decode"}, {"causal"}),
         (METHODS["EAGLE3-chain"], {"draft_attention_backend": "triton"}, {"causal"}),
-        (standalone(variant="wide"), {}, {"causal", "trees"}),  # the draft model's prefixes too
+        (standalone(shape=(3, 3, 10), variant="wide"), {}, {"causal", "trees"}),  # the draft model's prefixes too
     ],
 )
 def test_the_text_is_that_of_triton(
