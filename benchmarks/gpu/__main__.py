@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cases import SHAPES, TINY, Shape, Tokens, kernel_cases
+from specray.ops.gpu.few_rows import GpuMatrix
 from specray.ops.gpu.matrix import FixedOrderMatrix
 from specray.tables import format_table
 
@@ -149,6 +150,8 @@ def same_bits(shape: Shape, dtype: torch.dtype, device: torch.device, context: i
     x, weight = torch.randn(200, shape.hidden, device=device).to(dtype), torch.randn(70, shape.hidden, device=device)
     product = FixedOrderMatrix(weight.to(dtype))
     yield "a product among 200 rows", torch.equal(product(x)[150:151], product(x[150:151]))
+    few_rows = GpuMatrix(weight.to(dtype))
+    yield "a product among 8 rows", torch.equal(few_rows(x[:8])[5:6], few_rows(x[5:6])) or not few_rows.is_fit
 
 
 def _row(shape: Shape, name: str, kind: str, error: str, passed: bool) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from specray.ops.attention import AttentionBatch
 from specray.ops.gpu import kv, layers, sampling
 from specray.ops.gpu.attention import TritonAttend, TritonAttention
 from specray.ops.gpu.experts import GroupedExperts
+from specray.ops.gpu.few_rows import GpuMatrix
 from specray.ops.gpu.matrix import FixedOrderMatrix
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling import scores
@@ -127,6 +128,8 @@ def kernel_cases(shape: Shape, dtype: torch.dtype, device: torch.device, context
     yield Case("rotary positions, KV", lambda: _rotated(shape, dtype, device))
     yield Case("experts", lambda: _experts(dtype, device))
     yield Case("product in a fixed order", lambda: _product(shape, dtype, device))
+    yield Case("product of few rows, added", lambda: _few_rows(shape, dtype, device))
+    yield Case("product of few rows, gated", lambda: _few_rows_gated(shape, dtype, device))
     yield Case("choice of tokens", lambda: _choice(device))
     yield Case("walk of trees", lambda: _walk(device))
     yield Case("compaction", lambda: _compaction(shape, dtype, device))
@@ -152,6 +155,19 @@ def _product(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Te
     x, weight = torch.randn(7, shape.hidden, device=device).to(dtype), torch.randn(70, shape.hidden, device=device)
     weight = (weight / shape.hidden**0.5).to(dtype)
     return FixedOrderMatrix(weight)(x), x.double() @ weight.double().T
+
+
+def _few_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    x, weight = torch.randn(7, shape.ffn, device=device).to(dtype), torch.randn(300, shape.ffn, device=device)
+    weight, residual = (weight / shape.ffn**0.5).to(dtype), torch.randn(7, 300, device=device).to(dtype)
+    return GpuMatrix(weight).added(x, residual), x.double() @ weight.double().T + residual.double()
+
+
+def _few_rows_gated(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    x, weight = torch.randn(8, shape.hidden, device=device).to(dtype), torch.randn(600, shape.hidden, device=device)
+    weight = (weight / shape.hidden**0.5).to(dtype)
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    return GpuMatrix(weight).gated(x), gate * gate.sigmoid() * up
 
 
 def _choice(device: torch.device) -> tuple[Tensor, Tensor]:

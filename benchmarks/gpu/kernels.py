@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from benchmarks.gpu.cases import EPS, Shape, Tokens
 from specray.ops.gpu import kv, layers, sampling
 from specray.ops.gpu.attention import TritonAttend
+from specray.ops.gpu.few_rows import GpuMatrix
 from specray.ops.gpu.matrix import FixedOrderMatrix
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
@@ -98,9 +99,11 @@ def kernels(shape: Shape, sizes: Sizes, device: torch.device) -> Iterator[Timed]
 
 
 def _products(shape: Shape, sizes: Sizes, device: torch.device) -> Iterator[Timed]:
-    """Gate and up of a layer; torch's beside those of `deterministic: true`."""
+    """Gate and up of a layer: of few rows, torch's, and those of `deterministic: true`."""
     weight = torch.randn(2 * shape.ffn, shape.hidden, device=device).bfloat16()
-    fixed = FixedOrderMatrix(weight)
+    fixed, few = FixedOrderMatrix(weight), GpuMatrix(weight)
+    x = torch.randn(1, shape.hidden, device=device).bfloat16()
+    yield Timed("product of few rows, 1 row", partial(few, x), weight.nbytes, 2 * weight.numel())
     for rows in (1, sizes.batch, sizes.chunk):
         x = torch.randn(rows, shape.hidden, device=device).bfloat16()
         num_bytes = weight.nbytes + x.nbytes + rows * len(weight) * x.itemsize

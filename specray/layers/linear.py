@@ -5,6 +5,8 @@
 layer does not give exactly the same output with one rank as with several.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -48,9 +50,16 @@ class RowParallelLinear(Layer):
         bias = bias if group.leads else None  # added once in the sum over ranks
         self.run = make_linear(weight, bias, quantization)
         self.group = group
+        self._run_added: Callable[[Tensor, Tensor], Tensor] | None = None
+        if group.size == 1:
+            self._run_added = getattr(self.run, "added", None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.group.sum(self.run(x))
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """y + residual, a new tensor."""
+        return self(x).add_(residual) if self._run_added is None else self._run_added(x, residual)
 
 
 class VocabEmbedding(Layer):

@@ -23,7 +23,7 @@ class DecoderLayer(Layer):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         normed, hidden = self.ffn_norm.after_add(self.attention(self.input_norm(hidden), cos, sin, attend), hidden)
-        return self.ffn(normed).add_(hidden)
+        return self.ffn.added(normed, hidden) if isinstance(self.ffn, FeedForward) else self.ffn(normed).add_(hidden)
 
 
 class FeedForward(Layer):
@@ -40,3 +40,7 @@ class FeedForward(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The same plus `residual`, a new tensor."""
+        return self.down.added(self.gate_up(x), residual)

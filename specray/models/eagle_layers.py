@@ -56,4 +56,4 @@ class _Layer:
 
     def __call__(self, x: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normed, hidden = self.ffn_norm.after_add(self.attention(x, *cos_sin, attend), residual)
-        return self.ffn(normed).add_(hidden)
+        return self.ffn.added(normed, hidden)

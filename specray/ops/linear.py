@@ -58,6 +58,10 @@ def make_linear(weight: Weight, bias: Tensor | None = None, quantization: str | 
 
         return FixedOrderMatrix(weight, bias)
     own = kernels() if _is_on_cpu(weight) else None
+    if own is None and isinstance(weight, Tensor) and uses_triton(weight.device):
+        from specray.ops.gpu.few_rows import GpuMatrix
+
+        return GpuMatrix(weight, bias)
     return TorchMatrix(weight, bias) if own is None else PackedMatrix(own, weight, bias)
 
 
@@ -69,9 +73,10 @@ def make_gated(gate: Weight, up: Weight, quantization: str | None = None) -> Lin
         return GatedMatrix(own, _rows(both, slice(0, gate.shape[0])), _rows(both, slice(gate.shape[0], None)))
     linear = make_linear(concat(gate, up), None, quantization)
     if isinstance(gate, Tensor) and uses_triton(gate.device):
+        from specray.ops.gpu.few_rows import GpuMatrix
         from specray.ops.gpu.matrix import GatedUnits
 
-        return GatedUnits(linear)
+        return linear.gated if isinstance(linear, GpuMatrix) else GatedUnits(linear)
 
     def gated(x: Tensor) -> Tensor:
         first, second = linear(x).chunk(2, -1)

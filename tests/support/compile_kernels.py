@@ -20,6 +20,8 @@ from specray.ops.gpu import (
     attention_kernels,
     expert_kernels,
     experts,
+    few_row_kernels,
+    few_rows,
     layer_kernels,
     matrix,
     matrix_kernels,
@@ -71,6 +73,7 @@ class Case(NamedTuple):
     kernel: Any
     constants: dict[str, Any]
     num_warps: int = 4
+    num_stages: int = 3
     dtype: str = "bf16"  # of the pointers that have no type of their own
     types: dict[str, str] = {}  # noqa: RUF012 - where they differ from POINTERS
     capabilities: tuple[int, ...] = CAPABILITIES
@@ -104,12 +107,24 @@ def cases() -> Iterator[Case]:
         for has_bias, columns in product((False, True), matrix.COLUMNS):
             tile = {"ROWS": matrix.ROWS, "COLUMNS": columns, "INPUTS": matrix.INPUT_BYTES // size}
             yield Case(matrix_kernels.multiply_rows, {"HAS_BIAS": has_bias} | tile, dtype=dtype)
+    yield from cases_of_few_rows()
     size = {"SIZE": 4096, "PADDED": 4096}
     for keeps in (False, True):
         yield Case(layer_kernels.join_rows, size | {"KEEPS": keeps}, num_warps=16)
     yield Case(layer_kernels.gather_angles, {"DIM": 128, "PADDED": 128}, num_warps=1)
     yield from cases_of_verification()
     yield from cases_of_steps()
+
+
+def cases_of_few_rows() -> Iterator[Case]:
+    for tile, gated, adds in product((few_rows.WIDE, few_rows.DEEP, few_rows.NARROW), (False, True), (False, True)):
+        if gated and (adds or tile != few_rows.WIDE):
+            continue
+        sizes = {"ROWS": few_rows.MOST_ROWS, "COLUMNS": tile.columns, "INPUTS": tile.inputs}
+        near = {"NEAR_BYTES": few_rows.NEAR_BYTES, "THREAD_BYTES": few_rows.thread_bytes(tile)}
+        kind = {"GATED": gated, "HAS_BIAS": False, "ADDS": adds}
+        options = tile.num_warps, few_rows.NUM_STAGES
+        yield Case(few_row_kernels.multiply_few_rows, kind | sizes | near, *options, capabilities=(90,))
 
 
 def cases_of_verification() -> Iterator[Case]:
@@ -149,7 +164,9 @@ def cases_of_steps() -> Iterator[Case]:
 def compiled(case: Case, capability: int) -> dict[str, Any]:
     """Registers and bytes of local memory (spills) of a thread, shared memory of a program, and how its warps share a
     product on tensor cores: the numbers of them along rows and columns."""
-    names = case.kernel.arg_names
+    names, is_early = case.kernel.arg_names, capability >= 90
+    if "EARLY" in names:
+        case = case._replace(constants=case.constants | {"EARLY": is_early})
     signature = {name: case.types.get(name) or _type(name, case.dtype) for name in names}
     signature |= dict.fromkeys(case.constants, "constexpr")
     # What the launcher finds out about arguments: aligned pointers, and strides that are multiples of 16.
@@ -161,7 +178,8 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget("cuda", capability, 32)
-    binary = triton.compile(source, target=target, options={"num_warps": case.num_warps})
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "launch_pdl": is_early}
+    binary = triton.compile(source, target=target, options=options)
     usage = _usage(binary.asm["cubin"])
     return {
         "kernel": case.kernel.__name__,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specray.ops.attention import AttentionBatch, PaddedBatch, pack_paths
 from specray.ops.gpu.attention_kernels import CHUNK, KEYS, attend_tiles, merge_chunks
+from specray.ops.gpu.early_start import starts_early
 from specray.ops.gpu.layers import rotate_and_store
 from specray.ops.gpu.matrix import num_processors
 
@@ -141,6 +142,7 @@ class TritonAttend:
             SPLIT=splits,
             PADDED=self._prefixes is not None,
             num_warps=num_warps(rows, q.dtype),
+            **starts_early(q.device),
         )
         if splits:
             merge_chunks[(len(tiles),)](
@@ -158,6 +160,7 @@ class TritonAttend:
                 CHUNK=CHUNK,
                 WINDOW=self._window or 0,
                 PADDED=self._prefixes is not None,
+                **starts_early(q.device),
             )
 
 

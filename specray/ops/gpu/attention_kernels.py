@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from specray.ops.gpu.dot_kernels import dot
+from specray.ops.gpu.early_start_kernels import wait_for_kernels_before
 
 KEYS = 64  # positions of a block
 CHUNK = 512  # positions of a chunk
@@ -66,7 +67,9 @@ def attend_tiles(
     WINDOW: tl.constexpr,  # 0: none
     SPLIT: tl.constexpr,
     PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_kernels_before(EARLY)
     kv_head = tl.program_id(1)
     if PADDED:
         first, count, node = tl.program_id(0), 1, tl.program_id(0).to(tl.int64)
@@ -157,8 +160,10 @@ def merge_chunks(
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Combine the chunks of one query, all heads at once."""
+    wait_for_kernels_before(EARLY)
     if PADDED:
         query = tl.program_id(0).to(tl.int64)
         node, position = query, tl.load(prefix_lens + query).to(tl.int32)

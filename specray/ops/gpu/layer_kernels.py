@@ -6,9 +6,14 @@ Arithmetic is float32. A program has one token, or one head of it, so a token's 
 import triton
 import triton.language as tl
 
+from specray.ops.gpu.early_start_kernels import wait_for_kernels_before
+
 
 @triton.jit
-def norm_rows(x, residual, out, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr):
+def norm_rows(
+    x, residual, out, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_kernels_before(EARLY)
     column = tl.arange(0, PADDED)
     is_column = column < SIZE
     place = tl.program_id(0).to(tl.int64) * SIZE + column
@@ -37,8 +42,10 @@ def join_rows(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     KEEPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """[norm of the token's embedding, norm of the state]"""
+    wait_for_kernels_before(EARLY)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     is_column = column < SIZE
     row = tl.load(token_ids + token)
@@ -83,7 +90,9 @@ def rotate_head(
     DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_kernels_before(EARLY)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, HALF_PADDED)
     is_column = column < DIM // 2

@@ -4,6 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specray.ops.gpu.early_start import starts_early
 from specray.ops.gpu.layer_kernels import (
     gather_angles,
     join_rows,
@@ -55,6 +56,7 @@ def join_normed(
             PADDED=padded,
             KEEPS=keeps,
             num_warps=min(16, max(1, padded // 256)),
+            **starts_early(states.device),
         )
     return joined, normed
 
@@ -74,7 +76,16 @@ def _norm(x: Tensor, residual: Tensor, out: Tensor, weight: Tensor, eps: float, 
     padded = triton.next_power_of_2(size)
     if x.numel():
         norm_rows[(x.numel() // size,)](
-            x, residual, out, weight, eps, SIZE=size, PADDED=padded, ADDS=adds, num_warps=min(16, max(1, padded // 256))
+            x,
+            residual,
+            out,
+            weight,
+            eps,
+            SIZE=size,
+            PADDED=padded,
+            ADDS=adds,
+            num_warps=min(16, max(1, padded // 256)),
+            **starts_early(x.device),
         )
 
 
@@ -111,6 +122,7 @@ def rotate_and_store(
             HALF_PADDED=triton.next_power_of_2(dim // 2),
             HAS_NORM=norms is not None,
             num_warps=1,
+            **starts_early(qkv.device),
         )
 
 

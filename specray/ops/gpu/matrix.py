@@ -55,11 +55,15 @@ class GatedUnits:
         self.is_row_wise = isinstance(gate_up, FixedOrderMatrix)
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate_up = self._gate_up(x)
-        if torch.compiler.is_compiling():  # the compiler fuses this itself
-            gate, up = gate_up.chunk(2, -1)
-            return F.silu(gate) * up
-        return silu_and_mul(gate_up)
+        return gated_units(self._gate_up(x))
+
+
+def gated_units(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [T, size] from [T, 2 * size], gate first."""
+    if torch.compiler.is_compiling():  # the compiler fuses this itself
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+    return silu_and_mul(gate_up)
 
 
 def tile_columns(outs: int, processors: int) -> int:
