@@ -8,6 +8,7 @@ fake CUDA tensors from Python, so indexing goes through operators instead.
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,8 @@ def fake_cuda(read: int = 1, num_nodes: int | None = None) -> Iterator[FakeTenso
         for name, value in (("device_count", 1), ("is_available", True), ("set_device", None)):
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
         stack.enter_context(mock.patch("torch.Event"))
+        properties = SimpleNamespace(multi_processor_count=132, major=9)
+        stack.enter_context(mock.patch("torch.cuda.get_device_properties", return_value=properties))
         get = weights._SafetensorsShard.get
 
         def get_fake(shard: Any, name: str) -> Tensor:

@@ -5,7 +5,6 @@ An operator counts once, though a few (sorts, sums over many elements) are sever
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -89,8 +88,6 @@ def fake_launches(num_nodes: int) -> Iterator[Counter]:
     """Within it, a worker on `cuda` counts its launches instead of computing. Trees have `num_nodes`."""
     counter = Counter()
     with ExitStack() as stack:
-        processors = SimpleNamespace(multi_processor_count=132, major=9)
-        stack.enter_context(mock.patch("torch.cuda.get_device_properties", return_value=processors))
         run = "triton.runtime.interpreter.InterpretedFunction.run"
         stack.enter_context(mock.patch(run, lambda kernel, *args, **options: counter.launch_kernel(kernel)))  # noqa: ARG005
         stack.enter_context(mock.patch("specray.worker.startup.make_graphs", return_value=counter.graphs))
