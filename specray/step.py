@@ -129,7 +129,8 @@ class RequestResult(NamedTuple):
     accepted_nodes: Sequence[int] = ()  # of the verified tree, one for each of token_ids but the last
     prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt tokens that follow the computed ones
     tree: VerifiedTree | None = None  # with NewRequest.traces_drafts, if tokens were emitted
-    # Nothing was computed, because the request's grammar is still compiled, or because it ended in the step before.
+    # Nothing was computed, because the request's grammar is still compiled; or the request ended in the step before.
+    # What was computed after that is dropped.
     is_deferred: bool = False
     draft_scores: Sequence[float] = ()  # with DraftLimit.min_score: of the drafts, those below it included
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks.gpu speed`: decode steps of random weights, with acceptance simulated, eager and in graphs.
 
 A step is that of one rank, without the engine around it, whose work is hidden behind the rank's (see
-`benchmarks.overlap`). It has two plans in flight, as from an engine: in plain decoding a step begins before the one
-before it is finished. The text is meaningless; the times are not.
+`benchmarks.overlap`). It has two plans in flight, as from an engine in the same process: in plain decoding a step
+begins before the one before it is finished. The text is meaningless; the times are not.
 """
 
 import time

@@ -94,6 +94,7 @@ class Engine:
             pass
         if self._in_flight:
             result, plan = self.executor.collect(), self._in_flight.popleft()
+            assert result.step_id == plan.step_id, "a step failed, and the engine was used again"
             if is_timed:
                 self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
             computed = self.scheduler.emitted(plan, result)

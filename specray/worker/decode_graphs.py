@@ -41,7 +41,7 @@ class DecodeGraphs:
         self._drafter, self._sampler = drafter, sampler
         self._max_rows = max_rows
         self._has_drafted = False  # in the last `verify`
-        # Whether the trees of the next step are those of a graph: then they have as many nodes as their limits allow.
+        # Whether the trees of the next step are those of a graph, so that they mostly have the nodes that limits allow.
         self.were_drafts_taken = False
         self._max_nodes, self._layers = 1 + drafts.max_draft_tokens, drafts.aux_hidden_state_layers
         self._make_step()

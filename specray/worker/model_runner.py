@@ -18,7 +18,7 @@ from specray.worker.kv_cache import KVCache
 class ForwardOutput(NamedTuple):
     """What a forward pass over T tokens returns."""
 
-    hidden: Tensor | None  # [T, hidden], after the final norm; None if all rows decode, in a graph or after a pass
+    hidden: Tensor | None  # [T, hidden], after the final norm; None in a graph, and of a pass that follows another
     # float32 [M, V], of the nodes of the rows that sample; None if a graph verifies them
     logits: Tensor | LargestLogits | None
     aux_hidden_states: list[Tensor]  # each [T, any], to be concatenated
@@ -30,6 +30,7 @@ class ModelRunner:
     """The model, its KV pool and its attention kernels."""
 
     def __init__(self, model: TargetModel, kv: KVCache, attention: AttentionBackend) -> None:
+        self._open: set[int] = set()  # passes that were started and not waited for
         self.model = model
         self.kv = kv
         self.attention = attention
@@ -55,6 +56,7 @@ class ModelRunner:
         step = (batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers, only_largest)
         if isinstance(self._forward, FusedForward):
             number, computed = self._forward.start(*step)
+            self._open.add(number)
             return ForwardOutput(*computed, batch.roots, number)
         return ForwardOutput(*self._forward(*step), batch.roots)
 
@@ -63,6 +65,7 @@ class ModelRunner:
         assert output.number is not None
         assert isinstance(self._forward, FusedForward)
         number, logits = self._forward.follow(output.number, table.struct, slots)
+        self._open.add(number)
         return ForwardOutput(None, logits, [], list(range(slots.shape[0])), number)
 
     def wait(self, output: ForwardOutput) -> None:
@@ -70,9 +73,15 @@ class ModelRunner:
         if output.number is not None:
             assert isinstance(self._forward, FusedForward)
             self._forward.wait(output.number)
+            self._open.discard(output.number)
 
     def cancel(self, output: ForwardOutput) -> None:
         """Nobody reads this output: leave out the rest of the pass. `wait` is called all the same."""
         if output.number is not None:
             assert isinstance(self._forward, FusedForward)
             self._forward.cancel(output.number)
+
+    def __del__(self) -> None:
+        for number in sorted(self._open):  # before the weights that a pass reads, and the KV that it writes, are freed
+            assert isinstance(self._forward, FusedForward)
+            self._forward.wait(number)

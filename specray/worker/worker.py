@@ -165,7 +165,7 @@ class Worker:
 
     def _drafts_nothing(self, *plans: StepPlan) -> bool:
         """Whether these steps neither verify drafts nor make any."""
-        return not self.drafts.max_draft_tokens or not any(
+        return not self.drafts.reads_context or not any(
             plan.runs_drafter or any(row.draft_limit.num_tokens for row in plan.rows) for plan in plans
         )
 
@@ -231,13 +231,16 @@ class Worker:
         draft_seconds = self.drafts.seconds
         prepared = time.perf_counter()
         bucket = self._graphs.bucket(batch) if self._graphs is not None else None
-        if bucket is None:
+        if self._graphs is not None and bucket is None and batch.unread is not None:
             batch = self._read(batch)
+            bucket = self._graphs.bucket(batch)
         verifying = bucket if can_replay else None
         only_largest = not has_grammar and self._sampler is coupled and all(map(reads_largest_logit, states))
         computed = self._forward(batch, bucket, plan.runs_drafter, verifying is None, only_largest)
         outcome = None
-        if self._graphs is not None and verifying is not None:
+        if self._graphs is not None and verifying is None:
+            self._graphs.were_drafts_taken = False
+        elif self._graphs is not None and verifying is not None:
             may_draft = plan.runs_drafter and all(row.draft_limit.allows_drafts for row in plan.rows)
             outcome = self._graphs.verify(batch, verifying, may_draft)
         seconds = prepared - start, time.perf_counter() - prepared, draft_seconds

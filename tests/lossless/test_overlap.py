@@ -1,5 +1,6 @@
 """Two plans in flight: a step is planned before the result of the last one is known, and the output stays."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ PARAMS = [
     SamplingParams(seed=3, temperature=4.0, max_tokens=30, stop=["a", "e"]),
     SamplingParams(seed=4, temperature=1.0, max_tokens=1, logprobs=2),
 ]
+GREEDY_PARAMS = [
+    SamplingParams(seed=0, temperature=0.0, max_tokens=params.max_tokens, stop=params.stop) for params in PARAMS
+]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunks": {"page_size": 4, "chunked_prefill_size": 4, "max_prefill_tokens": 6},
@@ -39,9 +43,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(llm: LLM) -> list[Completion]:
+def run(llm: LLM, params: Sequence[SamplingParams] = PARAMS) -> list[Completion]:
     """Twice: the second time with a warm prefix cache."""
-    return [generation.choices[0] for _ in range(2) for generation in llm.generate(PROMPTS, PARAMS)]
+    return [generation.choices[0] for _ in range(2) for generation in llm.generate(PROMPTS, params)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -61,6 +65,17 @@ def test_two_plans_in_flight_do_not_change_the_output(
         assert engine.scheduler.pool.num_free + engine.scheduler.cache.num_idle == engine.scheduler.pool.num_usable
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_passes_that_follow_each_other_do_not_change_the_output(layout: str, toy: Path) -> None:
+    """Only greedy requests without drafts let a pass begin before the one before it is finished."""
+    with make_llm(toy, disable_overlap_schedule=True, **LAYOUTS[layout]) as plain:
+        expected = run(plain, GREEDY_PARAMS)
+    with make_llm(toy, **LAYOUTS[layout]) as llm:
+        assert list(map(visible, run(llm, GREEDY_PARAMS))) == list(map(visible, expected))
+        engine = llm.engine
+        assert engine.scheduler.pool.num_free + engine.scheduler.cache.num_idle == engine.scheduler.pool.num_usable
+
+
 @pytest.mark.skipif(kernels() is None, reason="torch's operations start no pass ahead")
 def test_a_plan_is_made_before_the_last_result(toy: Path) -> None:
     with make_llm(toy) as llm:
@@ -77,15 +92,19 @@ def test_a_plan_is_made_before_the_last_result(toy: Path) -> None:
     assert in_flight == [2] * 9 + [1] * (len(in_flight) - 9)
 
 
-def test_a_request_that_ends_while_its_step_runs_leaves_nothing_behind(toy: Path) -> None:
+@pytest.mark.parametrize("params", [PARAMS, GREEDY_PARAMS], ids=["mixed", "greedy"])
+def test_a_request_that_ends_while_its_step_runs_leaves_nothing_behind(
+    params: Sequence[SamplingParams], toy: Path
+) -> None:
     """Its slot and blocks go to other requests while a step that was planned for it is in flight."""
     with make_llm(toy, max_running_requests=1, disable_overlap_schedule=True) as plain:
-        expected = [generation.choices[0].token_ids for generation in plain.generate(PROMPTS, PARAMS)]
+        expected = [generation.choices[0].token_ids for generation in plain.generate(PROMPTS, params)]
     with make_llm(toy, max_running_requests=1) as llm:
         engine = llm.engine
-        engine.add_request(EngineRequest("aborted", [9, 9, 9], SamplingParams(seed=9, max_tokens=40, ignore_eos=True)))
-        for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-            engine.add_request(EngineRequest(str(index), prompt, params))
+        options = replace(params[0], seed=9, max_tokens=40, ignore_eos=True)
+        engine.add_request(EngineRequest("aborted", [9, 9, 9], options))
+        for index, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True)):
+            engine.add_request(EngineRequest(str(index), prompt, each))
         for _ in range(3):
             engine.step()
         engine.abort(["aborted"])

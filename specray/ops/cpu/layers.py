@@ -156,10 +156,6 @@ class FusedLayers(PackedLayers):
         """Nobody reads the pass's results: if it has begun, leave out the rest. It must be joined all the same."""
         self.kernels.cancel(number)
 
-    def __del__(self) -> None:
-        if self._started:
-            self.kernels.join(max(self._started))  # before the weights that the passes read are freed
-
     def _copies(self, count: int, taps: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Taps]:
         """(copies of the stream to be filled, where they lie)."""
         size = self.sizes.hidden

@@ -15,7 +15,7 @@ MOST_ROWS = 8  # as many as the tensor cores' smallest tile has columns
 NEAR_BYTES = 1024  # of each row of a matrix that are brought near before the activations are there; 2048 are slower
 SHARED_BYTES = 128 << 10  # that a program may take
 NUM_STAGES = 4
-_LARGE_GPUS = (9, 10)  # compute capabilities of GPUs that have so much: Hopper, and Blackwell in data centres
+_HOPPER = 9  # compute capability of GPUs that have so much; on others the kernel has not run
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -90,7 +90,7 @@ def thread_bytes(tile: Tile) -> int:
 
 def _has_room(device: torch.device) -> bool:
     """Whether a program may take SHARED_BYTES on `device`."""
-    return device.type != "cuda" or torch.cuda.get_device_properties(device).major in _LARGE_GPUS
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).major == _HOPPER
 
 
 def tile_of(outs: int, is_gated: bool, processors: int) -> Tile:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,8 +64,13 @@ def steps(worker: Worker, prompt: list[int], count: int) -> list[RequestResult]:
     return results
 
 
-def chained_steps(worker: Worker, first: StepPlan, count: int) -> list[list[RequestResult]]:
-    """The results of a first step and of `count` more, each started before the one before is finished if it can be."""
+def chained_steps(
+    worker: Worker, first: StepPlan, count: int, num_started: list[int] | None = None
+) -> list[list[RequestResult]]:
+    """The results of a first step and of `count` more, each started before the one before is finished if it can be.
+
+    `num_started` receives the number of steps that were started and not finished as each one began.
+    """
     slots, results = [row.slot for row in first.rows], []
     worker.begin(first)
     for number in range(2, 2 + count):
@@ -72,6 +78,8 @@ def chained_steps(worker: Worker, first: StepPlan, count: int) -> list[list[Requ
         if not worker.can_begin(plan):
             results.append(worker.finish().rows)
         worker.begin(plan)
+        if num_started is not None:
+            num_started.append(worker.num_started)
         if worker.num_started > 1:
             results.append(worker.finish().rows)
     while worker.num_started:
@@ -155,12 +163,18 @@ def test_logits_that_are_not_finite_end_a_request_before_its_next_pass_is_read(t
     assert [row.is_deferred for row, _ in found] == [False, True, True]
 
 
-def test_a_worker_may_be_dropped_while_its_pass_runs(toy: Path, num_threads: int) -> None:
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_worker_may_be_dropped_while_its_pass_runs(toy: Path, num_threads: int, follows: bool) -> None:
     for _ in range(10):
         worker = make_worker(toy, num_threads)
         worker.begin(first_step(PROMPTS[0]))
+        if follows:
+            worker.begin(next_step(2, 0))
+            worker.finish()
+        runner = weakref.ref(worker._runner)
         del worker
         gc.collect()
+        assert runner() is None
         torch.full((1 << 20,), float("nan"))  # takes the memory that was freed
     assert steps(make_worker(toy, num_threads), PROMPTS[0], 1)[0].error is None
 
@@ -198,19 +212,25 @@ def start_pass_on_two_threads() -> Worker:
 def test_steps_in_graphs_begin_before_those_before_them_are_finished(toy: Path) -> None:
     """Of sampled requests too. A request that ended takes no part in the rest."""
 
+    num_started: list[int] = []
+
     def results(ends_first: Sequence[int], is_chained: bool) -> list[list[RequestResult]]:
         worker, first = make_worker(toy, 1), first_step(*PROMPTS, [7, 8, 9], ends_first=ends_first)
         greedy, *others = first.new_requests
         sampled = [new._replace(sampling=new.sampling._replace(temperature=0.9, seed=3)) for new in others]
         if not is_chained:
             worker.can_begin = lambda _: not worker.num_started  # type: ignore[method-assign]
-        return chained_steps(worker, first._replace(new_requests=[greedy, *sampled]), 10)
+        num_started.clear()
+        return chained_steps(worker, first._replace(new_requests=[greedy, *sampled]), 10, num_started)
 
     with recorded_graphs() as graphs:
         expected = results([], is_chained=False)
+        assert set(num_started) == {1}
         tokens = [row.token_ids[0] for row, *_ in expected]
         last = next(place for place, token in enumerate(tokens) if place >= 2 and token not in tokens[:place])
         found = results([tokens[last]], is_chained=True)
+    # The first step has prompts and no graph, and the step after the one that ends a request has other rows.
+    assert num_started[1:last] == [2] * (last - 1)
     assert all({key[0] for key in recorded.replayed} == {"forward", "verify"} for recorded in graphs)  # type: ignore[index]
     assert [others for _, *others in found] == [others for _, *others in expected]
     assert [row for row, *_ in found[: last + 1]] == [row for row, *_ in expected[: last + 1]]
