@@ -110,12 +110,13 @@ def test_an_ingress_refuses_without_a_call_while_the_queue_is_full(serve: Serve)
     """The engine still counts the refused requests, and accepts new ones once its queue has space."""
 
     async def scenario() -> None:
-        options = {"max_running_requests": 1, "max_queued_requests": 1, "server": {"lease_s": LEASE_S}}
+        options = {"max_running_requests": 1, "max_queued_requests": 1, "server": {"lease_s": 4 * LEASE_S}}
         async with serve(step_s=0.02, **options) as server:
             client = next(iter(server.router_pool._clients.values()))
             await server.until(lambda: server.router_pool.since_token_s < 1.0)  # the router's first probe is done
-            under_way = [asyncio.create_task(server.http.post("/v1/completions", json=BODY)) for _ in range(2)]
-            await server.until(lambda: client.refusal is not None, 0.4)  # before the next regular heartbeat
+            long = BODY | {"max_tokens": 150}
+            under_way = [asyncio.create_task(server.http.post("/v1/completions", json=long)) for _ in range(2)]
+            await server.until(lambda: client.refusal is not None, LEASE_S * 0.8)  # before the next regular heartbeat
             server.replicas[0].freeze()  # the router cannot be called
             refused = await server.http.post("/v1/completions", json=BODY)
             assert refused.status_code == 429
@@ -123,7 +124,7 @@ def test_an_ingress_refuses_without_a_call_while_the_queue_is_full(serve: Serve)
             assert "max_queued_requests is 1" in refused.json()["error"]["message"]
             server.replicas[0].thaw()
             assert [(await reply).status_code for reply in under_way] == [200, 200]
-            await server.until(lambda: client.refusal is None, 0.4)
+            await server.until(lambda: client.refusal is None, LEASE_S * 0.8)
             assert (await server.http.post("/v1/completions", json=BODY)).status_code == 200
             await server.until(lambda: num_refused(server) == 1)
 
