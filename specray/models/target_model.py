@@ -75,5 +75,5 @@ class TargetModel(Protocol):
     def step_forward(self, attention: AttentionBackend) -> StepForward:
         """`with_logits` for the steps that `attention` plans, chosen once.
 
-        A FusedForward returns before its results are there.
+        A FusedForward can also start a pass and return before its results are there.
         """
