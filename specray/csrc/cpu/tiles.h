@@ -25,7 +25,7 @@ struct LinesAhead {
 
   void fetch(int quarter) const {
     for (int line = count * quarter / 4; line < count * (quarter + 1) / 4; ++line)
-      __builtin_prefetch(next + line * (LINE / int(sizeof(bfloat16))), TO_READ, USED_ONCE);
+      __builtin_prefetch(next + line * (LINE / int(sizeof(bfloat16))), TO_READ, LARGER_CACHES);
   }
   void advance() { next += count * (LINE / int(sizeof(bfloat16))); }
 };

@@ -47,12 +47,20 @@ def test_row_names_are_unique() -> None:
 
 def test_the_automatic_budget_is_compared_with_the_best_fixed_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = {"plain": 10.0, "1-1-2": 11.0, "3-2-4": 14.0, "4-3-6": 16.0, "5-4-10": 15.0, "auto": 20.0}
-    session = ScriptedSession(lambda variant, _: speeds[variant])
+    with_32 = speeds | {"3-2-4": 32.0}
+    session = ScriptedSession(lambda variant, concurrency: (with_32 if concurrency == 32 else speeds)[variant])
     monkeypatch.setattr(budget, "_session", lambda: session)
     monkeypatch.setattr(budget, "served", eagle.served)
     rows = list(budget.measure(QUICK, {"budget"}))
-    assert [row.measured for row in rows] == pytest.approx([1.25, 2.0] * len(budget.LOADS) + [1.25])
-    assert all("(4-3-6)" in row.what for row in rows[::2][: len(budget.LOADS)])
+    *of_loads, auto_over_32, over_32, auto_at_both, best_of_each = rows
+    assert [row.measured for row in of_loads] == pytest.approx([1.25, 2.0] * (len(budget.LOADS) - 1))
+    assert all("(4-3-6)" in row.what for row in of_loads[::2])
+    assert "(3-2-4)" in auto_over_32.what
+    assert (auto_over_32.measured, over_32.measured) == pytest.approx((20 / 32, 2.0))
+    best_for_both = 2 / (1 / 16 + 1 / 16), 2 / (1 / 14 + 1 / 32)
+    assert max(best_for_both) == best_for_both[1]
+    assert auto_at_both.measured == pytest.approx(20 / best_for_both[1])
+    assert best_of_each.measured == pytest.approx(2 / (1 / 16 + 1 / 32) / best_for_both[1])
 
 
 def test_the_bandit_is_compared_with_the_better_drafter_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
