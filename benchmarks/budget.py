@@ -16,11 +16,12 @@ from specray.bench.variants import PLAIN, with_tree
 LOADS = (1, 2, 4, 8, 16, 32)
 TREES = ("1-1-2", "3-2-4", "4-3-6", "5-4-10")  # fixed for every step and request
 AUTO, AUTO_TREE = "auto", "5-4-12"
-NUM_PROMPTS = 8  # or as many as are answered at once
+LEAST_PROMPTS = 8
+ANSWERS_EACH = 3  # one after the other, so that most of a turn has all its requests at once
 
 
 def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
-    """One comparison for each load, with the requests of a turn all at once."""
+    """One comparison for each load."""
     del wanted
     prompts, data = mt_bench_prompts(effort)
     prompts = [prompt.model_copy(update={"category": ALL}) for prompt in prompts]
@@ -31,7 +32,7 @@ def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     session.define(AUTO, with_tree(whole, AUTO_TREE).model_copy(update={"budget": "auto"}))
     speeds: dict[int, dict[str, float]] = {}
     for load in LOADS:
-        part = (prompts * load)[: max(load, min(NUM_PROMPTS, len(prompts)))]
+        part = (prompts * ANSWERS_EACH * load)[: max(ANSWERS_EACH * load, min(LEAST_PROMPTS, len(prompts)))]
         settings = Settings(load, effort.max_tokens, cache_salt=f"{load}-", repeats=effort.rounds, ignore_eos=True)
         session.compare([AUTO], part, replace(settings, repeats=1), progress=True, title=f"{load} at once, learning")
         records = session.compare([PLAIN, *TREES, AUTO], part, settings, progress=True, title=f"{load} at once")
