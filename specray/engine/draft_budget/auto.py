@@ -26,7 +26,7 @@ LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 # A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise, and
 # because the costs leave out that a draft model reads prompts too: 2 to 3 % of the time of 8 requests at once on two cores.
 # The second holds while a draft model is off, because requests that it has not read continue without drafts.
-DRAFTING_MARGIN, RETURN_MARGIN = 1.05, 1.06
+DRAFTING_MARGIN, RETURN_MARGIN = 1.04, 1.05
 
 
 class Trial(Enum):
