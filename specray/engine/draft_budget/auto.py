@@ -23,10 +23,9 @@ MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts bad
 MOST_STEP_DRAFTS = 1024  # without a configured limit
 STEPS_PER_UPDATE = 4  # of what was learnt from trees; every step, it would take as long as all other choices
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
-# A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise,
-# and because its costs leave out that a draft model reads prompts too. The second holds while a draft model is off,
-# because requests that it has not read continue without drafts.
-DRAFTING_MARGIN, RETURN_MARGIN = 1.04, 1.05
+# A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
+# The second holds while a draft model is off, because requests that it has not read continue without drafts.
+DRAFTING_MARGIN, RETURN_MARGIN = 1.02, 1.03
 
 
 class Trial(Enum):
