@@ -54,7 +54,7 @@ class StartedStep(NamedTuple):
     computed: ForwardOutput | None
     outcome: CopiedOutcome | None  # of that graph
     prepare_seconds: float
-    start_seconds: float  # until the forward pass was started
+    start: float  # time of `time.perf_counter` when the forward pass was about to start
     draft_seconds: float
     slots: Sequence[int] = ()  # of all rows, on rank 0
     withheld: Mapping[int, RequestResult] = {}  # of those that do not run, by slot
@@ -94,6 +94,7 @@ class Worker:
         self._nothing = ProposeContext(table, [])
         self._context = self._nothing
         self._started: deque[StartedStep] = deque()  # and not finished
+        self._last_end = 0.0  # of a pass, as far as the host has seen it
 
     @property
     def model(self) -> TargetModel:
@@ -183,13 +184,12 @@ class Worker:
             batch = batch._replace(tree=batch.tree._replace(tokens=before.outcome.first_tokens))
             computed = self._graphs.forward(batch, before.verifying, returns_logits=False)
             outcome = self._graphs.verify(batch, before.verifying, drafts=False)
-            seconds = time.perf_counter() - start
-            return StartedStep(plan, batch, before.verifying, computed, outcome, 0.0, seconds, 0.0, follows=True)
+            return StartedStep(plan, batch, before.verifying, computed, outcome, 0.0, start, 0.0, follows=True)
         assert isinstance(ops, TableKernels)
         if not before.follows:
             batch = batch._replace(rows=batch.rows._replace(num_known=[1] * len(plan.rows)))
         computed = self._runner.follow(computed, ops, batch.rows.slots)
-        return StartedStep(plan, batch, None, computed, None, 0.0, time.perf_counter() - start, 0.0, follows=True)
+        return StartedStep(plan, batch, None, computed, None, 0.0, start, 0.0, follows=True)
 
     def _lead(self, plan: StepPlan) -> StartedStep:
         """Start the step on all ranks, without the requests that cannot run."""
@@ -222,7 +222,7 @@ class Worker:
         self._context = self._nothing  # the last step's may name slots that were just freed
         if not rows.states:
             prepared = time.perf_counter()
-            return StartedStep(plan, None, None, None, None, prepared - start, 0.0, 0.0)
+            return StartedStep(plan, None, None, None, None, prepared - start, prepared, 0.0)
         states = [state.sampling for state in rows.states]
         # Rank 0 alone knows a grammar's mask, and all ranks must choose the same graphs.
         has_grammar = any(state.options.grammar is not None for state in states)
@@ -243,12 +243,11 @@ class Worker:
         elif self._graphs is not None and verifying is not None:
             may_draft = plan.runs_drafter and all(row.draft_limit.allows_drafts for row in plan.rows)
             outcome = self._graphs.verify(batch, verifying, may_draft)
-        seconds = prepared - start, time.perf_counter() - prepared, draft_seconds
-        return StartedStep(plan, batch, verifying, computed, outcome, *seconds)
+        return StartedStep(plan, batch, verifying, computed, outcome, prepared - start, prepared, draft_seconds)
 
     def _finish(self, started: StartedStep) -> StepResult:
         """The rest of the step on this rank: verify and commit, and prepare the next drafts' input."""
-        plan, batch, verifying, computed, outcome, prepare_seconds, start_seconds, draft_seconds, *_ = started
+        plan, batch, verifying, computed, outcome, prepare_seconds, start, draft_seconds, *_ = started
         slots, withheld = started.slots, started.withheld
         if batch is None or computed is None:
             times = StepTimes(prepare_seconds, 0.0, 0.0, 0.0)
@@ -259,15 +258,19 @@ class Worker:
         prepare_seconds += drafted - resumed
         self._runner.wait(computed)
         forwarded = time.perf_counter()
+        # A pass that follows another one begins when that one ends. Other work of the host meanwhile counts as hidden.
+        forward_seconds = forwarded - max(start, self._last_end) - (drafted - resumed)
         rows = batch.rows
         if started.has_ended:
-            times = StepTimes(prepare_seconds, start_seconds + forwarded - drafted, 0.0, draft_seconds)
+            self._last_end = forwarded
+            times = StepTimes(prepare_seconds, forward_seconds, 0.0, draft_seconds)
             return StepResult(plan.step_id, [_deferred(state) for state in rows.states], times)
         prompts: dict[int, list[TokenLogprob]] = {}
         # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
         if computed.hidden is not None and any(state.prompt_logprobs for state in rows.states):
             prompts = compute_prompt_logprobs(self.model, batch, computed.hidden)
         output = self._verify(batch, computed) if outcome is None else outcome.output()
+        self._last_end = forwarded if outcome is None else time.perf_counter()
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
         for row, scores in enumerate(self.drafts.scores):
             results[row] = results[row]._replace(draft_scores=scores)
@@ -280,8 +283,6 @@ class Worker:
             ready = iter(results)
             results = [withheld.get(slot) or next(ready) for slot in slots]
         verified = time.perf_counter()
-        # What the host did since the pass was started belongs to the host.
-        forward_seconds = start_seconds + forwarded - drafted
         times = StepTimes(prepare_seconds, forward_seconds, verified - forwarded, draft_seconds)
         return StepResult(plan.step_id, results, times, self.drafts.take_faults(), self.drafts.take_uses())
 

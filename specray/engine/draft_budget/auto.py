@@ -63,8 +63,8 @@ class AutoBudget:
         self._num_timed = 0
 
     def shares(self, requests: Sequence[Drafting]) -> Shares:
-        if not requests:
-            return Shares([])
+        if not any(request.most for request in requests):  # says nothing about drafts, which nobody may have
+            return Shares([0] * len(requests), self._num_without_drafts <= DRAFTER_OFF_AFTER)
         if self._num_steps % STEPS_PER_UPDATE == 0:
             self._count_new_trees()
             self._cuts.clear()

@@ -35,6 +35,6 @@ class StepTimer:
         if not plan.rows or plan.new_requests or not decodes or kind != before:
             return
         drafts = [row.num_draft_tokens for row in result.rows]
-        target = result.times.forward + result.times.verify
-        rest = None if plan.runs_drafter and not allowed else max(0.0, seconds - target)
+        target = min(seconds, result.times.forward + result.times.verify)  # the next pass may run during verification
+        rest = None if plan.runs_drafter and not allowed else seconds - target
         budget.record_step(StepShape(len(drafts), sum(drafts), allowed), target, rest)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,6 +109,18 @@ def test_a_pass_takes_its_tokens_from_the_one_before_it(toy: Path, num_threads: 
     found = chained_steps(worker, first_step(*PROMPTS), 11)
     tokens = [[row.token_ids for row in rows] for rows in zip(*found, strict=True)]
     assert tokens == [[row.token_ids for row in rows] for rows in expected]
+
+
+def test_the_time_of_a_following_pass_counts_from_the_end_of_the_one_before(toy: Path, num_threads: int) -> None:
+    """The pass runs while the host does something else, which must not make it look shorter."""
+    worker = make_worker(toy, num_threads)
+    worker.begin(first_step(*PROMPTS))
+    worker.begin(next_step(2, 0, 1))
+    start = time.perf_counter()
+    worker.finish()
+    time.sleep(0.05)
+    times = worker.finish().times
+    assert 0.05 <= times.forward <= time.perf_counter() - start
 
 
 def test_only_the_same_requests_can_follow_before_the_result_is_there(toy: Path, num_threads: int) -> None:

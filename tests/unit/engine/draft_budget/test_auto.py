@@ -113,6 +113,16 @@ def test_a_step_without_drafts_in_sight_does_not_call_the_drafter() -> None:
     assert sum(fed[-300:]) < 15
 
 
+def test_steps_in_which_no_request_may_draft_do_not_stop_the_drafter() -> None:
+    """It still reads their prompts, because a request that drafts may share them."""
+    budget = AutoBudget(None)
+    request = Drafting(MOST, RequestAcceptance())
+    before = budget.shares([request])
+    for _ in range(2 * FIRST_TRIAL_STEP):
+        assert budget.shares([Drafting(0, RequestAcceptance())] * 2) == Shares([0, 0], runs_drafter=True)
+    assert budget.shares([request]) == before
+
+
 def test_a_request_that_accepts_nothing_drafts_nothing() -> None:
     machine = MACHINES["cpu"]
     budget, good, bad = AutoBudget(None), RequestAcceptance(), RequestAcceptance()
