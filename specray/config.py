@@ -180,11 +180,12 @@ class SpeculativeConfig(DrafterOptions):
         "smaller trees, and the newest requests none if the budget runs out; null sets no limit.",
     )
 
-    budget: Literal["static", "auto"] = Field(
-        "static",
+    budget: Literal["static", "auto"] | None = Field(
+        None,
         description="Not in SGLang. Draft tokens of a step: static verifies whole trees, or equal shares of "
         "max_step_draft_tokens; auto drafts the number of tokens that generates the most tokens per second, with costs "
-        "and acceptance measured while serving, and none where drafting is slower. max_step_draft_tokens limits both.",
+        "and acceptance measured while serving, and none where drafting is slower. max_step_draft_tokens limits both. "
+        "null is auto in a server on CPUs where one seed gives one text, and static otherwise.",
     )
 
     verification: Literal["coupled", "rejection"] = Field(
@@ -269,6 +270,11 @@ class SpeculativeConfig(DrafterOptions):
     def is_simulated(self) -> bool:
         """Whether acceptance is simulated, which makes the output meaningless."""
         return self.simulate_accept_length is not None or self.simulate_accept_rates is not None
+
+    @property
+    def ignores_drafts(self) -> bool:
+        """Whether a seed gives the same text whatever is drafted, if the target's logits do not depend on the batch."""
+        return self.verification == "coupled" and not self.is_lossy and not self.is_simulated
 
     @property
     def is_lossy(self) -> bool:
@@ -361,7 +367,7 @@ class SpeculativeConfig(DrafterOptions):
                 f"speculative.shadow.drafter={name!r} leaves no drafter to verify; add another one to "
                 "speculative.drafters, or choose another default_drafter"
             )
-        if self.verification != "coupled" or self.is_lossy or self.is_simulated:
+        if not self.ignores_drafts:
             raise ConfigError(
                 f"speculative.shadow.drafter={name!r} is measured by comparing its drafts with the text, which holds "
                 "only where verification is coupled and neither lossy nor simulated; leave the options of verification "

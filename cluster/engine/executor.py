@@ -70,7 +70,8 @@ class RayExecutor:
             self.rank_nodes = tuple(place.address for place in places)
             self._watchdogs = Watchdogs(Path(self._folder.name), places, self._watchdog_options)
             max_plans = 1 if config.disable_overlap_schedule else 2
-            self._capacity = self._start(places)._replace(max_plans=max_plans)
+            # On GPUs the budget was not measured, and steps whose trees may be cut start later.
+            self._capacity = self._start(places)._replace(max_plans=max_plans, learns_budget=not with_gpus)
             if self._drafter is not None:
                 self._add_drafter(config, self._drafter)
             self._channel = self._connect()

@@ -19,6 +19,7 @@ class Capacity(NamedTuple):
     without_graphs: tuple[str, ...] = ()  # on a GPU, what has no CUDA graphs though they are wanted, and why
     mixed_prefill_tokens: int = 1024  # prompt tokens of a step in which other requests decode
     max_plans: int = 1  # submitted and not collected; with 2, the ranks never wait for the next plan
+    learns_budget: bool = False  # speculative.budget: null is auto, where drafts do not change the text
 
 
 class Executor(Protocol):

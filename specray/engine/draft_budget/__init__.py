@@ -20,8 +20,11 @@ __all__ = ["DraftBudget", "Drafting", "StepTimer", "make_budget"]
 
 def make_budget(config: EngineConfig, speculative: SpeculativeConfig, capacity: Capacity) -> DraftBudget:
     """The budget that `speculative.budget` names; costs that were learnt before are read."""
-    most = speculative.max_step_draft_tokens
-    if speculative.budget == "static":
+    most, kind = speculative.max_step_draft_tokens, speculative.budget
+    if kind is None:
+        has_one_text = capacity.is_batch_invariant and speculative.ignores_drafts
+        kind = "auto" if capacity.learns_budget and has_one_text and speculative.has_drafter else "static"
+    if kind == "static":
         return StaticBudget(most)
     store = CostStore.of(config.model_copy(update={"speculative": speculative}), capacity)
     return AutoBudget(most, store.load(), store.save)
