@@ -10,6 +10,7 @@ from dataclasses import dataclass
 UNKNOWN_FIRST, UNKNOWN_RATIO = 0.6, 0.8  # assumed until measured: of the first node, and of a node to the one before
 LEARNING_RATE = 1 / 256  # of a tree, once more than this many were measured
 MEMORY_TREES = 64  # of a request's own acceptance
+SURE_AFTER, SURE = 8, 0.9  # after so many drafts without a rejected one, a draft is accepted with this chance
 PRIOR_TOKENS = 4.0  # accepted tokens at the average rate that a request starts with
 
 
@@ -21,6 +22,8 @@ class RequestAcceptance:
     expected: float = 0.0
     drafter: str = ""  # the one of several drafters that the request has: their averages differ
     num_unread_tokens: int = 0  # computed in steps after which the drafter was not called
+    num_in_row: int = 0  # drafts accepted since the last rejected one
+    num_last: int = 0  # drafts of the last tree that had any
 
     def add(self, accepted: int, expected: float) -> None:
         keep = 1 - 1 / MEMORY_TREES
@@ -30,6 +33,26 @@ class RequestAcceptance:
     def factor(self) -> float:
         """This request's acceptance relative to the average."""
         return (self.accepted + PRIOR_TOKENS) / (self.expected + PRIOR_TOKENS)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether this request accepts whatever is drafted: its text repeats an earlier one, say."""
+        return self.num_in_row >= SURE_AFTER
+
+    def count_in_row(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a tree with drafts for `repeats`."""
+        self.num_in_row = self.num_in_row + num_drafts if num_accepted == num_drafts else 0
+        self.num_last = num_drafts
+
+    def gains(self, usual: Sequence[float]) -> list[float]:
+        """Expected accepted tokens of each node, never rising, from the `usual` ones.
+
+        A request that repeats accepts far more than any factor of the usual gains of deep nodes, so it is expected to
+        accept twice as many drafts as the last time.
+        """
+        gains = [min(1.0, gain * self.factor) for gain in usual]
+        sure = 2 * self.num_last if self.repeats else 0
+        return [max(SURE, gain) for gain in gains[:sure]] + gains[sure:]
 
 
 class NodeAcceptance:

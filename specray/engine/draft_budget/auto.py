@@ -97,7 +97,10 @@ class AutoBudget:
         elif num_drafts:
             nodes = self._nodes.setdefault(request.drafter, NodeAcceptance())
             request.add(len(accepted_nodes), sum(nodes.gains(num_drafts)))
-            nodes.observe(num_drafts, accepted_nodes)
+            # A request that repeats says nothing about others.
+            if not request.repeats or nodes.num_trees < NUM_FIRST_TREES:
+                nodes.observe(num_drafts, accepted_nodes)
+            request.count_in_row(num_drafts, len(accepted_nodes))
         else:
             request.add(0, 0.0)  # older trees count less, so a request that got no drafts for a while is tried again
 
@@ -146,10 +149,7 @@ class AutoBudget:
             return []
         most = max(request.most for request in requests)
         usual = {name: nodes.gains(most) for name, nodes in self._nodes.items()}
-        gains = [
-            [min(1.0, gain * request.acceptance.factor) for gain in usual[request.acceptance.drafter][: request.most]]
-            for request in requests
-        ]
+        gains = [request.acceptance.gains(usual[request.acceptance.drafter][: request.most]) for request in requests]
 
         def step_seconds(num_drafts: int, most_drafts: int) -> float:
             seconds = self._costs.seconds(StepShape(len(requests), num_drafts, most_drafts))

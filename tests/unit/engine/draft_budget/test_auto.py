@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from random import Random
+from statistics import mean
 from typing import NamedTuple
 
 import pytest
@@ -138,6 +139,27 @@ def test_a_request_that_accepts_nothing_drafts_nothing() -> None:
         counts.append(shares)
     good_drafts, bad_drafts = (sum(count) for count in zip(*counts[-500:], strict=True))
     assert bad_drafts < 0.1 * good_drafts
+
+
+def test_a_request_that_repeats_a_text_soon_drafts_as_much_as_it_may() -> None:
+    """By place, where a drafter knows no scores: the usual rates of deep nodes are near 0."""
+    budget, random = AutoBudget(None), Random(0)
+
+    def drafts_of_a_request(rate: float, steps: int) -> list[int]:
+        """Drafts of each step; a draft whose parent was accepted is accepted with this rate."""
+        request, counts = RequestAcceptance(), []
+        for _ in range(steps):
+            [count] = budget.shares([Drafting(MOST, request)]).num_drafts
+            accepted = next((node for node in range(count) if random.random() >= rate), count)
+            budget.record_tree(request, count, range(1, accepted + 1))
+            budget.record_step(StepShape(1, count, count), (6 + 0.4 * count) / 1000, 0.4 / 1000)
+            counts.append(count)
+        return counts
+
+    usual = [count for _ in range(30) for count in drafts_of_a_request(0.35, 100)]
+    assert mean(usual[-1000:]) < 3
+    assert mean(drafts_of_a_request(1.0, 30)[10:]) > 0.9 * MOST
+    assert mean(drafts_of_a_request(0.35, 100)) < 3
 
 
 def test_several_drafters_have_averages_of_their_own() -> None:
