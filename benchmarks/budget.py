@@ -1,4 +1,8 @@
-"""Figures of `speculative.budget: auto`: against the best fixed tree and plain decoding, at several loads."""
+"""Figures of `speculative.budget: auto`: against the best fixed tree and plain decoding, at several loads.
+
+Speeds are those while all requests of a load run. Answers have the same length, so requests of plain decoding all end
+together, while those with drafts end one by one: with whole turns the end of a turn would decide.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,7 +13,7 @@ from benchmarks.eagle import EAGLE3, served
 from benchmarks.figure import Effort, Figure, Section, mt_bench_prompts
 from specray.bench.command import engine_config
 from specray.bench.measure import Record, Settings
-from specray.bench.report import ALL, speed_ratios
+from specray.bench.report import ALL, full_speed_ratios
 from specray.bench.session import Session
 from specray.bench.variants import PLAIN, with_tree
 
@@ -36,11 +40,11 @@ def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         settings = Settings(load, effort.max_tokens, cache_salt=f"{load}-", repeats=effort.rounds, ignore_eos=True)
         session.compare([AUTO], part, replace(settings, repeats=1), progress=True, title=f"{load} at once, learning")
         records = session.compare([PLAIN, *TREES, AUTO], part, settings, progress=True, title=f"{load} at once")
-        to_plain = {name: median(speed_ratios(records, name, PLAIN)) for name in (*TREES, AUTO)}
+        to_plain = {name: median(full_speed_ratios(records, name, PLAIN)) for name in (*TREES, AUTO)}
         best = max(to_plain, key=lambda name: to_plain[name] if name != AUTO else 0.0)
         if to_plain[best] < 1.0:
             best = PLAIN
-        ratio = median(speed_ratios(records, AUTO, best))
+        ratio = median(full_speed_ratios(records, AUTO, best))
         yield Figure(f"budget auto / the best fixed tree ({best}), {load} at once, {data}", ratio, 0.97)
         yield Figure(f"budget auto / plain, {load} at once, {data}", to_plain[AUTO], 0.98)
         speeds[load] = {name: _tokens_per_s(records, name) for name in (PLAIN, *TREES, AUTO)}
@@ -64,7 +68,7 @@ def _session() -> Session:
 
 
 def _tokens_per_s(records: list[Record], variant: str) -> float:
-    return median(record.run.tokens_per_s for record in records if record.variant == variant)
+    return median(record.run.full_tokens_per_s for record in records if record.variant == variant)
 
 
 SECTIONS = (Section(("budget",), measure),)

@@ -57,6 +57,11 @@ def speed_ratios(records: Sequence[Record], variant: str, base: str) -> list[flo
     return [run.tokens_per_s / base_run.tokens_per_s for run, base_run in _pairs(records, variant, base)]
 
 
+def full_speed_ratios(records: Sequence[Record], variant: str, base: str) -> list[float]:
+    """The same of `Run.full_tokens_per_s`."""
+    return [run.full_tokens_per_s / base_run.full_tokens_per_s for run, base_run in _pairs(records, variant, base)]
+
+
 def to_json(summaries: dict[str, dict[str, Summary]]) -> dict[str, Any]:
     """`arms.<name>` holds the figures over all prompts, and under `categories` the same for each category."""
     variants = {}

@@ -61,10 +61,17 @@ class Run:
     replies: list[Reply]
     seconds: float
     host_shares: list[float]  # of each engine step
+    full_tokens: int = 0  # of the steps in which as many requests as allowed were running
+    full_seconds: float = 0.0  # of these steps
 
     @property
     def tokens_per_s(self) -> float:
         return sum(len(reply.token_ids) for reply in self.replies) / self.seconds
+
+    @property
+    def full_tokens_per_s(self) -> float:
+        """The speed while as many requests as allowed were running, without the end of a run, when some have ended."""
+        return self.full_tokens / self.full_seconds if self.full_seconds else self.tokens_per_s
 
 
 class Variant(Protocol):
@@ -191,19 +198,25 @@ class EngineVariant:
         replies: dict[str, Reply] = {}
         running: dict[str, float] = {}  # request id -> when it was submitted
         host_shares = []
+        full_tokens, full_seconds = 0, 0.0
         start = time.perf_counter()
         while waiting or running:
             while waiting and len(running) < concurrency:
                 request = waiting.pop()
                 self._engine.add_request(request)
                 running[request.request_id], replies[request.request_id] = time.perf_counter(), Reply()
-            host_shares += self._step(running, replies)
+            is_full, began = len(running) == concurrency, time.perf_counter()
+            shares, num_tokens = self._step(running, replies)
+            host_shares += shares
+            if is_full:
+                full_tokens, full_seconds = full_tokens + num_tokens, full_seconds + time.perf_counter() - began
         seconds = time.perf_counter() - start
         self._engine.step()  # frees the last slots
-        return Run([replies[request_id] for request_id in order], seconds, host_shares)
+        answers = [replies[request_id] for request_id in order]
+        return Run(answers, seconds, host_shares, full_tokens, full_seconds)
 
-    def _step(self, running: dict[str, float], replies: dict[str, Reply]) -> list[float]:
-        """One engine step; its host share, if it did anything."""
+    def _step(self, running: dict[str, float], replies: dict[str, Reply]) -> tuple[list[float], int]:
+        """One engine step: its host share, if it did anything, and its tokens."""
         phases = self._engine.stats.labelled["specray_step_seconds_total"]
         before = dict(phases)
         outputs = self._engine.step()
@@ -214,7 +227,8 @@ class EngineVariant:
                 del running[output.request_id]
         spent = {phase: seconds - before.get(phase, 0.0) for phase, seconds in phases.items()}
         total = sum(spent.values())
-        return [spent["host"] / total] if total else []
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        return [spent["host"] / total] if total else [], num_tokens
 
     def _request(self, request: BenchRequest, cache_salt: str) -> EngineRequest:
         self._num_requests += 1

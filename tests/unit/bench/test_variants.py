@@ -37,6 +37,16 @@ def test_times_add_up(llm: LLM) -> None:
     assert run.tokens_per_s == pytest.approx(24 / run.seconds)
 
 
+def test_the_full_speed_leaves_out_the_end_of_a_run(llm: LLM) -> None:
+    """Once the short request has ended, and no other waits, a single one is left."""
+    short = BenchRequest(PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=4, seed=0))
+    run = EngineVariant("plain", llm).run([REQUESTS[0], short], 2, "")
+    assert [len(reply.token_ids) for reply in run.replies] == [12, 4]
+    assert run.full_tokens == 8
+    assert 0 < run.full_seconds < run.seconds
+    assert run.full_tokens_per_s == 8 / run.full_seconds
+
+
 def test_two_variants_share_the_weights(llm: LLM) -> None:
     other = llm.with_speculative(SpeculativeConfig(algorithm="NGRAM"))
     assert target_of(other) is target_of(llm)
