@@ -13,9 +13,9 @@ from benchmarks.eagle import EAGLE3, served
 from benchmarks.figure import Effort, Figure, Section, mt_bench_prompts
 from specray.bench.command import engine_config
 from specray.bench.measure import Record, Settings
-from specray.bench.report import ALL, full_speed_ratios
+from specray.bench.report import ALL, speed_ratios
 from specray.bench.session import Session
-from specray.bench.variants import PLAIN, with_tree
+from specray.bench.variants import PLAIN, Run, with_tree
 
 LOADS = (1, 2, 4, 8, 16, 32)
 TREES = ("1-1-2", "3-2-4", "4-3-6", "5-4-10")  # fixed for every step and request
@@ -40,11 +40,11 @@ def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         settings = Settings(load, effort.max_tokens, cache_salt=f"{load}-", repeats=effort.rounds, ignore_eos=True)
         session.compare([AUTO], part, replace(settings, repeats=1), progress=True, title=f"{load} at once, learning")
         records = session.compare([PLAIN, *TREES, AUTO], part, settings, progress=True, title=f"{load} at once")
-        to_plain = {name: median(full_speed_ratios(records, name, PLAIN)) for name in (*TREES, AUTO)}
+        to_plain = {name: median(speed_ratios(records, name, PLAIN, full_speed)) for name in (*TREES, AUTO)}
         best = max(to_plain, key=lambda name: to_plain[name] if name != AUTO else 0.0)
         if to_plain[best] < 1.0:
             best = PLAIN
-        ratio = median(full_speed_ratios(records, AUTO, best))
+        ratio = median(speed_ratios(records, AUTO, best, full_speed))
         yield Figure(f"budget auto / the best fixed tree ({best}), {load} at once, {data}", ratio, 0.97)
         yield Figure(f"budget auto / plain, {load} at once, {data}", to_plain[AUTO], 0.98)
         speeds[load] = {name: _tokens_per_s(records, name) for name in (PLAIN, *TREES, AUTO)}
@@ -67,8 +67,13 @@ def _session() -> Session:
     return Session(engine_config(None, max(LOADS), dtype="bfloat16"), progress=sys.stderr.isatty())
 
 
+def full_speed(run: Run) -> float:
+    """Tokens per second while all requests of a load run."""
+    return run.full_tokens_per_s
+
+
 def _tokens_per_s(records: list[Record], variant: str) -> float:
-    return median(record.run.full_tokens_per_s for record in records if record.variant == variant)
+    return median(full_speed(record.run) for record in records if record.variant == variant)
 
 
 SECTIONS = (Section(("budget",), measure),)

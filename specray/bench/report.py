@@ -1,6 +1,6 @@
 """Figures of records, as tables and JSON: medians, and sums of counts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -52,14 +52,16 @@ def identical_share(records: Sequence[Record], variant: str, base: str) -> float
     return share
 
 
-def speed_ratios(records: Sequence[Record], variant: str, base: str) -> list[float]:
-    """Output tokens/s of `variant` over those of `base`, for each run of the same prompts."""
-    return [run.tokens_per_s / base_run.tokens_per_s for run, base_run in _pairs(records, variant, base)]
+def whole_speed(run: Run) -> float:
+    """Output tokens/s of a whole run."""
+    return run.tokens_per_s
 
 
-def full_speed_ratios(records: Sequence[Record], variant: str, base: str) -> list[float]:
-    """The same of `Run.full_tokens_per_s`."""
-    return [run.full_tokens_per_s / base_run.full_tokens_per_s for run, base_run in _pairs(records, variant, base)]
+def speed_ratios(
+    records: Sequence[Record], variant: str, base: str, speed: Callable[[Run], float] = whole_speed
+) -> list[float]:
+    """The speed of `variant` over that of `base`, for each run of the same prompts."""
+    return [speed(run) / speed(base_run) for run, base_run in _pairs(records, variant, base)]
 
 
 def to_json(summaries: dict[str, dict[str, Summary]]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Run:
 
     @property
     def full_tokens_per_s(self) -> float:
-        """The speed while as many requests as allowed were running, without the end of a run, when some have ended."""
+        """The speed while as many requests as allowed were running; that of the whole run if they never were."""
         return self.full_tokens / self.full_seconds if self.full_seconds else self.tokens_per_s
 
 

@@ -258,7 +258,7 @@ class Worker:
         prepare_seconds += drafted - resumed
         self._runner.wait(computed)
         forwarded = time.perf_counter()
-        # A pass that follows another one begins when that one ends. Other work of the host meanwhile counts as hidden.
+        # A pass that follows another one begins when that one ends. Its time includes what the host did meanwhile.
         forward_seconds = forwarded - max(start, self._last_end) - (drafted - resumed)
         rows = batch.rows
         if started.has_ended:
