@@ -10,7 +10,7 @@
 
 #include "attention.h"
 #include "largest.h"
-#include "matrix.h"
+#include "products.h"
 #include "screen.h"
 
 namespace specray {

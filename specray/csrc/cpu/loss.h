@@ -7,7 +7,7 @@
 #include <cmath>
 #include <vector>
 
-#include "matrix.h"
+#include "products.h"
 
 namespace specray {
 

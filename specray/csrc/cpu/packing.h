@@ -14,7 +14,7 @@ inline void pack_dense(int kind, const float* rows, int count, int ins, uint8_t*
       const int64_t plain = int64_t(i) * LANES + lane, paired = (int64_t(i / 2) * LANES + lane) * 2 + i % 2;
       if (kind == FLOAT32) reinterpret_cast<float*>(to)[plain] = value;
       if (kind == FLOAT16) from_float(value, reinterpret_cast<float16*>(to) + plain);
-      if (kind == BFLOAT16) from_float(value, reinterpret_cast<bfloat16*>(to) + (HAS_PAIRS ? paired : plain));
+      if (kind == BFLOAT16) from_float(value, reinterpret_cast<bfloat16*>(to) + paired);
     }
   }
 }
@@ -37,7 +37,8 @@ inline void pack_quantised(
         for (int i = 0; i < Format::SIZE; ++i) {
           const uint8_t value = ints[int64_t(lane) * padded(ins) + group * Format::SIZE + i];
           if (Format::BITS == 8) {
-            body[(i / 4 * LANES + lane) * 4 + i % 4] = value;
+            constexpr int TOGETHER = MULTIPLIES_WORDS ? 2 : 4;
+            body[(i / TOGETHER * LANES + lane) * TOGETHER + i % TOGETHER] = value;
           } else {
             const int j = i % (Format::SIZE / 2);
             body[(j / 4 * LANES + lane) * 4 + j % 4] |= i < Format::SIZE / 2 ? value & 15 : uint8_t(value << 4);

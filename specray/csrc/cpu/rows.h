@@ -1,5 +1,5 @@
-// Rows of activations, prepared once for all products that read them: as floats, as bfloat16, or rounded to 8 bits in
-// groups of 32. FINE_BYTES are sums of two such numbers: what the first one rounds away is rounded once more.
+// Rows of activations, prepared once for all products that read them: as floats, as bfloat16, or rounded to 8 or 16 bits
+// in groups of 32. FINE_BYTES are sums of two numbers of 8 bits: what the first one rounds away is rounded once more.
 #pragma once
 
 #include <algorithm>
@@ -15,22 +15,23 @@ inline int padded(int ins) { return (ins + GROUP - 1) / GROUP * GROUP; }
 
 constexpr float FINE_STEPS = 254.0f;  // steps of the second number in one of the first
 
-enum class Form { FLOATS, ROUNDED, PAIRS, BYTES, FINE_BYTES };  // ROUNDED: floats with the precision of bfloat16
+enum class Form { FLOATS, ROUNDED, PAIRS, BYTES, FINE_BYTES, WORDS };  // ROUNDED: floats with bfloat16's precision
 
 class Rows {
  public:
   Rows(Form form, int count, int ins) : form_(form), ins_(ins), wide_(padded(ins)) {
-    if (form == Form::BYTES || form == Form::FINE_BYTES) {
+    if (has_groups()) {
       scales_.resize(int64_t(count) * wide_ / GROUP);
       for (int size : {16, GROUP}) masses_[size / GROUP].resize(int64_t(count) * wide_ / size);
-      for (int part = 0; part < (form == Form::BYTES ? 1 : 2); ++part) {
-        parts_[part].bytes.resize(int64_t(count) * wide_);
+      if (form == Form::WORDS) words_.resize(int64_t(count) * wide_);
+      for (int part = 0; part < numbers(); ++part) {
+        if (form != Form::WORDS) parts_[part].bytes.resize(int64_t(count) * wide_);
         for (int size : {16, GROUP}) parts_[part].totals[size / GROUP].resize(int64_t(count) * wide_ / size);
       }
     } else if (form == Form::PAIRS) {
       pairs_.resize(int64_t(count + 31) * wide_);  // tiles of 32 rows may begin at the last one
     } else {
-      floats_.resize(int64_t(count) * ins);
+      floats_.resize(int64_t(count) * wide_);  // zero after `ins`
     }
   }
 
@@ -38,7 +39,7 @@ class Rows {
 
   // Activations `first`, a multiple of GROUP, and so on of a row. `count` is a multiple of GROUP or ends the row.
   void set_part(int row, int first, int count, const float* x) {
-    if (form_ == Form::BYTES || form_ == Form::FINE_BYTES) {
+    if (has_groups()) {
       for (int i = 0; i < count; i += GROUP) quantise(row, first + i, x + i);
       return;
     }
@@ -47,7 +48,7 @@ class Rows {
       for (int i = 0; i < count; ++i) from_float(x[i], to + i);
       return;
     }
-    float* to = floats_.data() + int64_t(row) * ins_ + first;
+    float* to = floats_.data() + int64_t(row) * wide_ + first;
     std::copy(x, x + count, to);
     if (form_ == Form::ROUNDED) {
       for (int i = 0; i < count; ++i) {
@@ -63,7 +64,9 @@ class Rows {
     for (int i = 0; i < ins_; ++i) {
       if (form_ == Form::PAIRS) {
         to[i] = to_float(pairs(row)[i]);
-      } else if (form_ == Form::BYTES || form_ == Form::FINE_BYTES) {
+      } else if (form_ == Form::WORDS) {
+        to[i] = words(row)[i] * scales(row)[i / GROUP];
+      } else if (has_groups()) {
         to[i] = bytes(row, 0)[i];
         if (form_ == Form::FINE_BYTES) to[i] += bytes(row, 1)[i] / FINE_STEPS;
         to[i] *= scales(row)[i / GROUP];
@@ -73,18 +76,22 @@ class Rows {
     }
   }
 
-  const float* floats(int row) const { return floats_.data() + int64_t(row) * ins_; }
+  const float* floats(int row) const { return floats_.data() + int64_t(row) * wide_; }
   const bfloat16* pairs(int row) const { return pairs_.data() + int64_t(row) * wide_; }
   // The first (0) or second (1) of the two numbers of each activation.
   const int8_t* bytes(int row, int part) const { return parts_[part].bytes.data() + int64_t(row) * wide_; }
+  const int16_t* words(int row) const { return words_.data() + int64_t(row) * wide_; }
   const float* scales(int row) const { return scales_.data() + int64_t(row) * wide_ / GROUP; }
-  // Sums of `size` (16 or 32) bytes each, and of what the activations stand for.
+  // Sums of `size` (16 or 32) bytes or words each, and of what the activations stand for.
   const int32_t* totals(int row, int size, int part) const {
     return parts_[part].totals[size / GROUP].data() + int64_t(row) * wide_ / size;
   }
   const float* masses(int row, int size) const { return masses_[size / GROUP].data() + int64_t(row) * wide_ / size; }
 
  private:
+  bool has_groups() const { return form_ == Form::BYTES || form_ == Form::FINE_BYTES || form_ == Form::WORDS; }
+  int numbers() const { return form_ == Form::FINE_BYTES ? 2 : 1; }  // of each activation
+
   // Rounds a group that begins at `first`.
   void quantise(int row, int first, const float* from) {
     const int64_t group = (int64_t(row) * wide_ + first) / GROUP;
@@ -100,15 +107,19 @@ class Rows {
     }
     const float size = largest_of(most);
     const bool is_finite = size <= 3.0e38f;
-    const float scale = is_finite ? size / 127.0f : NAN;
-    const float inverse = size > 1e-35f && is_finite ? 127.0f / size : 0.0f;
+    const float steps = form_ == Form::WORDS ? 32767.0f : 127.0f;
+    const float scale = is_finite ? size / steps : NAN;
+    const float inverse = size > 1e-35f && is_finite ? steps / size : 0.0f;
     Floats left[GROUP / WIDTH];  // what is still to be represented, in steps of the scale
     for (int i = 0; i < GROUP / WIDTH; ++i) left[i] = load<Floats>(from + i * WIDTH) * inverse;
     float masses[2] = {};
-    for (int part = 0; part < (form_ == Form::BYTES ? 1 : 2); ++part) {
+    for (int part = 0; part < numbers(); ++part) {
       Part& to = parts_[part];
       for (int half = 0; half < 2; ++half) {
-        const int32_t total = round_half(left + half * (16 / WIDTH), is_finite, to.bytes.data() + group * GROUP + half * 16);
+        const int64_t place = group * GROUP + half * 16;
+        Floats* numbers = left + half * (16 / WIDTH);
+        const int32_t total = form_ == Form::WORDS ? round_half(numbers, is_finite, words_.data() + place)
+                                                   : round_half(numbers, is_finite, to.bytes.data() + place);
         to.totals[0][2 * group + half] = total;
         masses[half] += part ? float(total) / FINE_STEPS : float(total);
       }
@@ -120,8 +131,9 @@ class Rows {
   }
 
   // Rounds 16 numbers, leaves what is left of them in finer steps, and returns the sum of the rounded ones.
-  static inline int32_t round_half(Floats* numbers, bool is_finite, int8_t* to) {
-    typedef int8_t Small __attribute__((vector_size(WIDTH)));
+  template <class T>
+  static inline int32_t round_half(Floats* numbers, bool is_finite, T* to) {
+    typedef T Small __attribute__((vector_size(sizeof(T) * WIDTH)));
     Ints total{};
     for (int i = 0; i < 16 / WIDTH; ++i) {
       const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, ties to even
@@ -136,13 +148,14 @@ class Rows {
 
   struct Part {
     std::vector<int8_t> bytes;
-    std::vector<int32_t> totals[2];  // of 16 and of 32 bytes
+    std::vector<int32_t> totals[2];  // of 16 and of 32 bytes or words
   };
 
   const Form form_;
   const int ins_, wide_;
   std::vector<float> floats_, scales_, masses_[2];  // masses of 16 and of 32 activations
   std::vector<bfloat16> pairs_;
+  std::vector<int16_t> words_;
   Part parts_[2];
 };
 

@@ -14,7 +14,7 @@
 #include <cmath>
 #include <vector>
 
-#include "matrix.h"
+#include "products.h"
 
 namespace specray {
 

@@ -14,6 +14,8 @@
 
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
 #define SPECRAY_AVX512 1
+#elif defined(__AVX2__)
+#define SPECRAY_WORDS 1
 #endif
 
 namespace specray {
@@ -35,6 +37,12 @@ constexpr int N = LANES / WIDTH;
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+
+#if defined(SPECRAY_WORDS)
+constexpr bool MULTIPLIES_WORDS = true;
+#else
+constexpr bool MULTIPLIES_WORDS = false;
+#endif
 
 constexpr int LINE = 64;  // bytes of a cache line
 
@@ -85,8 +93,10 @@ class Fetch {
 
   // To be called when `bytes` more of the weights are read.
   void advance(int bytes) {
-    __builtin_prefetch(next_, TO_READ, LARGER_CACHES);
-    next_ += step_ * bytes / LINE;
+    for (; bytes > 0; bytes -= LINE) {
+      __builtin_prefetch(next_, TO_READ, LARGER_CACHES);
+      next_ += step_ * (bytes < LINE ? bytes : LINE) / LINE;
+    }
   }
 
  private:
@@ -150,6 +160,13 @@ inline float dot(const float* a, const float* b, int size) {
     halves[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xEE);
   }
   return Floats(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88) + _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD));
+#elif defined(__AVX2__)
+  __m256 halves[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m256 a = __m256(v[2 * i]), b = __m256(v[2 * i + 1]);
+    halves[i] = _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+  }
+  return Floats(_mm256_unpacklo_ps(halves[0], halves[1]) + _mm256_unpackhi_ps(halves[0], halves[1]));
 #else
   Floats sums{};
   for (int i = 0; i < 4; ++i) sums[i] = sum(v[i]);
@@ -168,6 +185,10 @@ inline float dot(const float* a, const float* b, int size) {
   const __m512 sums = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
   const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
   return Floats(_mm512_permutexvar_ps(order, sums));
+#elif defined(__AVX2__)
+  const __m256d a = _mm256_castps_pd(__m256(quarters[0])), b = _mm256_castps_pd(__m256(quarters[1]));
+  const __m256 sums = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b)) + _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+  return Floats(_mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)));
 #else
   Floats sums{};
   for (int i = 0; i < WIDTH; ++i) sums[i] = quarters[i % (WIDTH / 4)][i / (WIDTH / 4)];
@@ -271,10 +292,9 @@ inline Floats load_halves(const uint16_t* from) { return load_floats(reinterpret
 // Sums of products of one row with a group: `add` adds, in every lane, four products of weights u8 and activations i8.
 // `start` is what the sums start from.
 //
-// SMALL weights are at most 15, so without VNNI 16 products fit into 16 bits and are widened once a group. Other weights
-// are then taken less 128 (BYTES_ARE_CENTRED), so that a pair of products fits into 16 bits.
+// SMALL weights are at most 15, so without VNNI 16 products fit into 16 bits and are widened once a group. AVX2 has no
+// such way for larger ones: it multiplies them with activations of 16 bits (SPECRAY_WORDS).
 #if defined(SPECRAY_AVX512)
-constexpr bool BYTES_ARE_CENTRED = false;
 typedef __m512i Bytes;
 
 template <bool SMALL>
@@ -291,38 +311,27 @@ struct Dot {
   }
   inline Ints result(int n) const { return Ints(sums[n]); }
 };
-#elif defined(__AVX2__)
-constexpr bool BYTES_ARE_CENTRED = true;
+#elif defined(SPECRAY_WORDS)
 typedef __m256i Bytes;
 
 template <bool SMALL>
 struct Dot {
-  __m256i sums[LANES / 8];
+  static_assert(SMALL);
+  __m256i sums[N];
   int32_t start;
   inline void begin(int32_t value) {
     start = value;
 #pragma GCC unroll 4
-    for (int n = 0; n < LANES / 8; ++n) sums[n] = _mm256_setzero_si256();
+    for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();
   }
   inline void add(const Bytes* weights, int32_t four) {
     const __m256i x = _mm256_set1_epi32(four);
 #pragma GCC unroll 4
-    for (int n = 0; n < LANES / 8; ++n) {
-      if (SMALL) {
-        sums[n] = _mm256_add_epi16(sums[n], _mm256_maddubs_epi16(weights[n], x));
-      } else {
-        const __m256i w = _mm256_xor_si256(weights[n], _mm256_set1_epi8(char(0x80)));
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-        sums[n] = _mm256_add_epi32(sums[n], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-      }
-    }
+    for (int n = 0; n < N; ++n) sums[n] = _mm256_add_epi16(sums[n], _mm256_maddubs_epi16(weights[n], x));
   }
-  inline Ints result(int n) const {
-    return Ints(SMALL ? _mm256_madd_epi16(sums[n], _mm256_set1_epi16(1)) : sums[n]) + start;
-  }
+  inline Ints result(int n) const { return Ints(_mm256_madd_epi16(sums[n], _mm256_set1_epi16(1))) + start; }
 };
 #else
-constexpr bool BYTES_ARE_CENTRED = false;
 struct Bytes {
   uint8_t bytes[4 * WIDTH];
 };

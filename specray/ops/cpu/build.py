@@ -78,11 +78,11 @@ def _key(compiler: str, flags: list[str]) -> str:
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    digest.update(repr((version, flags, platform.machine(), _cpu_features())).encode())
+    digest.update(repr((version, flags, platform.machine(), cpu_features())).encode())
     return digest.hexdigest()[:24]
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """The line of /proc/cpuinfo that lists this CPU's instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

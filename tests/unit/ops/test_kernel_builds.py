@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from specray.ops.cpu.build import cpu_features
 from specray.ops.cpu.library import kernels
 from tests.support.forked import call, run_pytest
 
@@ -73,7 +74,7 @@ def run_tests_with_library(library: str, tests: list[str], **environment: str) -
         env={**os.environ, "LD_PRELOAD": library, **FEWER_CASES, **environment},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,  # it took more than 600 s on two cores of a busy Zen 3
         check=False,
     )
     assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[:6000]}"
@@ -87,6 +88,14 @@ def run_tests_with_library(library: str, tests: list[str], **environment: str) -
 @pytest.mark.parametrize("flags", ["-march=haswell -O2", "-march=x86-64 -O1"])
 def test_kernels_for_other_cpus(flags: str) -> None:
     assert "skipped" not in run_tests(OF_KERNELS, SPECRAY_KERNEL_FLAGS=flags)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(kernels() is None, reason="needs a C++ compiler")
+@pytest.mark.skipif("avx512_vnni" not in cpu_features(), reason="needs a CPU with AVX-512 and VNNI")
+def test_products_with_avx512_without_its_instructions_for_bfloat16() -> None:
+    tests = ["tests/unit/ops/test_cpu_kernels.py", "tests/unit/ops/test_screen.py"]
+    run_tests([*tests, "-k", OTHERS], SPECRAY_KERNEL_FLAGS="-march=cascadelake -O1")
 
 
 @pytest.mark.slow

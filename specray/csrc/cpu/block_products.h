@@ -1,0 +1,265 @@
+// The products of a few rows of activations with one block of a matrix: the innermost loops.
+//
+// Every sum runs over the inputs in order, in one lane, so an output does not depend on the other rows.
+#pragma once
+
+#include <type_traits>
+
+#include "matrix.h"
+#include "tiles.h"
+
+namespace specray {
+
+// Rows whose sums fit into registers, more or less.
+#if defined(SPECRAY_AVX512)
+constexpr int MAX_QUANTISED = 8, MAX_FLOATS = 8, MAX_PAIRS = MULTIPLIES_PAIRS ? 14 : 8;
+#else
+constexpr int MAX_QUANTISED = 4, MAX_FLOATS = 6, MAX_PAIRS = 6;
+#endif
+
+// Rows that `tile_of` multiplies at a time.
+inline int most_rows(int kind) {
+  if (kind == BFLOAT16) return MAX_PAIRS;
+  if (!is_quantised(kind)) return MAX_FLOATS;
+  return form_of(kind) == Form::FINE_BYTES ? MAX_QUANTISED / 2 : MAX_QUANTISED;
+}
+
+typedef float Tile[TILE_ROWS > MAX_PAIRS ? TILE_ROWS : MAX_PAIRS][LANES];
+
+// R rows from `first` with one block of a dense matrix.
+template <int R, class Weight>
+inline void dense_tile(const Weight* weights, const Rows& rows, int first, int ins, Fetch fetch, Tile& out) {
+  const float* x[R];
+  for (int r = 0; r < R; ++r) x[r] = rows.floats(first + r);
+  Floats sums[R][N] = {};
+  for (int i = 0; i < ins; ++i, weights += LANES) {
+    Floats w[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) w[n] = load_floats(weights + n * WIDTH);
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[r][n] += w[n] * x[r][i];
+    }
+    fetch.advance(LANES * sizeof(Weight));
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
+}
+
+#if defined(__AVX512BF16__)
+template <int R>
+inline void pairs_tile(const bfloat16* weights, const Rows& rows, int first, int ins, Fetch fetch, Tile& out) {
+  const bfloat16* x[R];
+  for (int r = 0; r < R; ++r) x[r] = rows.pairs(first + r);
+  __m512 sums[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
+  for (int i = 0; i < ins; i += 2, weights += 2 * LANES) {
+    __m512bh w[N];
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      w[n] = (__m512bh)_mm512_loadu_si512(weights + 2 * WIDTH * n);
+      fetch.advance(4 * WIDTH);
+    }
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) {
+      const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x[r] + i));
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], w[n], pair);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
+}
+#else
+// Each half of a pair becomes a float by itself.
+template <int R>
+inline void pairs_tile(const bfloat16* weights, const Rows& rows, int first, int ins, Fetch fetch, Tile& out) {
+  const float* x[R];
+  for (int r = 0; r < R; ++r) x[r] = rows.floats(first + r);
+  Floats sums[R][N] = {};
+  for (int i = 0; i < ins; i += 2, weights += 2 * LANES) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      Floats w[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const Words both = load<Words>(weights + 2 * WIDTH * n);
+        w[n] = bits_of<Floats>(half == 0 ? both << 16 : both & 0xFFFF0000u);
+      }
+#pragma GCC unroll 14
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sums[r][n] += w[n] * x[r][i + half];
+      }
+    }
+    fetch.advance(4 * LANES);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
+}
+#endif
+
+// The products of R rows with a group of quantised weights, summed as integers. This one is for activations of 8 bits.
+template <int R, class Format>
+class ByteDots {
+ public:
+  ByteDots(const Rows& rows, int first) {
+    for (int r = 0; r < ALL; ++r) {
+      x_[r] = rows.bytes(first + r % R, r / R);
+      totals_[r] = rows.totals(first + r % R, Format::SIZE, r / R);
+    }
+  }
+
+  // Reads a group from `ints`. `offset` is added to each weight.
+  inline void multiply(int group, int offset, const uint8_t* ints, Fetch& fetch) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ALL; ++r) dots_[r].begin(offset * totals_[r][group]);
+#pragma GCC unroll 8
+    for (int quad = 0; quad < (SMALL ? QUADS / 2 : QUADS); ++quad, ints += 4 * LANES) {
+      Bytes low[N], high[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        typedef uint8_t Raw __attribute__((vector_size(4 * WIDTH)));
+        const Raw raw = load<Raw>(ints + n * 4 * WIDTH);
+        fetch.advance(4 * WIDTH);
+        low[n] = bits_of<Bytes>(SMALL ? raw & 15 : raw);
+        if (SMALL) high[n] = bits_of<Bytes>(raw >> 4);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < ALL; ++r) {
+        const int8_t* four = x_[r] + group * Format::SIZE + 4 * quad;
+        dots_[r].add(low, load<int32_t>(four));
+        if (SMALL) dots_[r].add(high, load<int32_t>(four + Format::SIZE / 2));
+      }
+    }
+  }
+
+  inline Floats result(int r, int n) const {
+    Floats dot = to_floats(dots_[r].result(n));
+    if (ALL > R) dot += to_floats(dots_[ALL - R + r].result(n)) * (1.0f / FINE_STEPS);
+    return dot;
+  }
+
+ private:
+  static constexpr bool SMALL = Format::BITS == 4;
+  static constexpr int QUADS = Format::SIZE / 4, ALL = Format::NUMBERS * R;  // the rows' second numbers, if any, follow
+
+  const int8_t* x_[ALL];
+  const int32_t* totals_[ALL];
+  Dot<SMALL> dots_[ALL];
+};
+
+#if defined(SPECRAY_WORDS)
+// The same for weights of 8 bits and activations of 16. Two products fit into 32 bits, and so do the sums of a group.
+template <int R, class Format>
+class WordDots {
+ public:
+  WordDots(const Rows& rows, int first) {
+    for (int r = 0; r < R; ++r) {
+      x_[r] = rows.words(first + r);
+      totals_[r] = rows.totals(first + r, Format::SIZE, 0);
+    }
+  }
+
+  inline void multiply(int group, int offset, const uint8_t* ints, Fetch& fetch) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) dots_[r][n] = _mm256_set1_epi32(offset * totals_[r][group]);
+#pragma GCC unroll 1
+    for (int i = group * Format::SIZE; i < (group + 1) * Format::SIZE; i += 4) {
+      fetch.advance(LINE);
+#pragma GCC unroll 2
+      for (int second = 0; second < 4; second += 2, ints += 2 * LANES) {
+        __m256i w[N];
+#pragma GCC unroll 2
+        for (int n = 0; n < N; ++n) w[n] = _mm256_cvtepu8_epi16(load<__m128i>(ints + 2 * WIDTH * n));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const __m256i two = _mm256_set1_epi32(load<int32_t>(x_[r] + i + second));
+#pragma GCC unroll 2
+          for (int n = 0; n < N; ++n) dots_[r][n] = _mm256_add_epi32(dots_[r][n], _mm256_madd_epi16(w[n], two));
+        }
+      }
+    }
+  }
+
+  inline Floats result(int r, int n) const { return to_floats(Ints(dots_[r][n])); }
+
+ private:
+  const int16_t* x_[R];
+  const int32_t* totals_[R];
+  __m256i dots_[R][N];
+};
+
+template <int R, class Format>
+using Dots = std::conditional_t<Format::BITS == 8, WordDots<R, Format>, ByteDots<R, Format>>;
+#else
+template <int R, class Format>
+using Dots = ByteDots<R, Format>;
+#endif
+
+template <int R, class Format>
+inline void quantised_tile(
+    const uint8_t* block, const Rows& rows, int first, int ins, int zero, Fetch fetch, Tile& out) {
+  const typename Format::Scale* scales = reinterpret_cast<const typename Format::Scale*>(block);
+  const int64_t to_lows = Format::scale_bytes(ins) / sizeof(typename Format::Scale);
+  const uint8_t* ints = block + Format::scale_bytes(ins) * (Format::HAS_LOW ? 2 : 1);
+  const float *masses[R], *x_scales[R];
+  for (int r = 0; r < R; ++r) {
+    masses[r] = rows.masses(first + r, Format::SIZE);
+    x_scales[r] = rows.scales(first + r);
+  }
+  Floats sums[R][N] = {};
+  const int num_groups = padded(ins) / Format::SIZE;
+  Dots<R, Format> dots(rows, first);
+  for (int group = 0; group < num_groups; ++group, scales += LANES, ints += Format::INT_BYTES) {
+    dots.multiply(group, Format::HAS_LOW ? 0 : -zero, ints, fetch);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const Floats scale = load_floats(scales + n * WIDTH);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        sums[r][n] += dots.result(r, n) * (scale * x_scales[r][group * Format::SIZE / GROUP]);
+        if (Format::HAS_LOW) sums[r][n] += load_floats(scales + to_lows + n * WIDTH) * masses[r][group];
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
+}
+
+// Calls `work` with the number of rows, from R up to MOST, as a constant.
+template <int MOST, int R = 1, class Work>
+inline void with_rows(int count, const Work& work) {
+  if constexpr (R < MOST) {
+    if (count != R) return with_rows<MOST, R + 1>(count, work);
+  }
+  work(std::integral_constant<int, R>());
+}
+
+// `count` rows from `first` with a block.
+inline void tile_of(
+    int count, const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Fetch fetch, Tile& out) {
+  const int ins = matrix.ins;
+  if (is_quantised(matrix.kind)) {
+    return with_rows<MAX_QUANTISED>(count, [&](auto num_rows) {
+      with_format(matrix.kind, [&](auto format) {
+        quantised_tile<num_rows.value, decltype(format)>(block, rows, first, ins, matrix.zero, fetch, out);
+      });
+    });
+  }
+  if (matrix.kind == BFLOAT16) {
+    return with_rows<MAX_PAIRS>(count, [&](auto num_rows) {
+      pairs_tile<num_rows.value>(reinterpret_cast<const bfloat16*>(block), rows, first, ins, fetch, out);
+    });
+  }
+  with_rows<MAX_FLOATS>(count, [&](auto num_rows) {
+    constexpr int R = num_rows.value;
+    if (matrix.kind == FLOAT32) return dense_tile<R>(reinterpret_cast<const float*>(block), rows, first, ins, fetch, out);
+    dense_tile<R>(reinterpret_cast<const float16*>(block), rows, first, ins, fetch, out);
+  });
+}
+
+}  // namespace specray
