@@ -85,6 +85,7 @@ class EagleDrafter:
         """The only state is KV in the requests' blocks."""
 
     def _propose(self, context: ProposeContext) -> DraftTree:
+        self._written.forget(context.unread_kv_slots)
         requests = context.requests + context.unfinished
         if not requests:
             return DraftTree.from_lists([], context.table.device)

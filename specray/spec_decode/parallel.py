@@ -56,6 +56,7 @@ class ParallelDrafter:
 
     @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:
+        self._written.forget(context.unread_kv_slots)
         requests = context.requests + context.unfinished
         if not requests:
             return DraftTree.from_lists([], context.table.device)

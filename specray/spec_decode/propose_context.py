@@ -1,6 +1,6 @@
 """The input of a drafter: requests after a step, with what the step committed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -36,6 +36,8 @@ class ProposeContext:
     # Requests that get no tree: their prompt is not complete, or their limit allows no drafts.
     unfinished: list[DraftRequest] = field(default_factory=list)
     gather_aux_hidden_states: Callable[[], Tensor] | None = None  # None: the drafter asked for none
+    # KV slots of tokens that the target computed in steps that the drafter did not see: they hold other KV of its own.
+    unread_kv_slots: Collection[int] = ()
     # `PaddedDrafter.propose_padded` for `requests` as a CUDA graph, which is faster. None: it was not captured, or some
     # request is unfinished or committed tokens of its prompt.
     replay: Callable[[], DraftTree] | None = None

@@ -37,6 +37,7 @@ class SeveralDrafters:
         self.replays: dict[str, Callable[[ProposeContext], Callable[[], DraftTree] | None]] = {}
         self._first = next(iter(drafters))
         self._sharing = {name: sharing for name, drafter in drafters.items() if (sharing := _sharing_kv(drafter))}
+        self._unread: dict[str, set[int]] = {name: set() for name in self._sharing}  # KV slots, until it gets a context
         self._shadow_trees = {name: ShadowTrees() for name in drafters}
         self._clock = clock
         self._uses: list[DrafterUse] = []
@@ -46,6 +47,7 @@ class SeveralDrafters:
         for name in self.members:
             part = self._part(name, context)
             if sharing := self._sharing.get(name):
+                self._unread[name].update(context.unread_kv_slots)
                 others = [request for request in _all(context) if request.slot not in part.slots]
                 if others:
                     sharing.forget_kv(context.table, others)
@@ -77,6 +79,9 @@ class SeveralDrafters:
         """The places in the batch that get this drafter's trees, and the trees; None if there are none."""
         drafter, shadow = self.members[name], self._shadow_trees[name]
         seen = self._context(part, drafter.aux_hidden_state_layers, context)
+        if unread := self._unread.get(name):
+            seen = replace(seen, unread_kv_slots=unread)
+            self._unread[name] = set()
         if (replay := self.replays.get(name)) is not None:
             seen = replace(seen, replay=replay(seen))
         compared = shadow.compare(context)

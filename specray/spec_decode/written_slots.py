@@ -4,7 +4,7 @@ A drafter's KV lies in the same KV slots as the target's. A drafter that joined 
 all of them, and attends only to those that it has.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +47,11 @@ class WrittenSlots:
             complete = min(known.num_complete, request.start)
             complete = request.end if complete == start else complete
             self._requests[request.slot] = _Request(state, complete, request.end, state.num_kv_slots)
+
+    def forget(self, kv_slots: Collection[int]) -> None:
+        """Record these as not written: others have got them."""
+        if kv_slots:
+            self._is_written[list(kv_slots)] = False
 
     def has(self, table: RequestTable, requests: Sequence[DraftRequest], positions: Sequence[int]) -> np.ndarray:
         """bool [R]: whether the KV slot at a position of each request is written."""

@@ -94,6 +94,7 @@ class Worker:
         self._nothing = ProposeContext(table, [])
         self._context = self._nothing
         self._started: deque[StartedStep] = deque()  # and not finished
+        self._unread: set[int] = set()  # KV slots of steps in which the drafter was not called
         self._last_end = 0.0  # of a pass, as far as the host has seen it
 
     @property
@@ -271,6 +272,7 @@ class Worker:
             prompts = compute_prompt_logprobs(self.model, batch, computed.hidden)
         output = self._verify(batch, computed) if outcome is None else outcome.output()
         self._last_end = forwarded if outcome is None else time.perf_counter()
+        starts = [state.num_computed_tokens for state in rows.states]
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
         for row, scores in enumerate(self.drafts.scores):
             results[row] = results[row]._replace(draft_scores=scores)
@@ -279,6 +281,10 @@ class Worker:
         if plan.runs_drafter and self.drafts.reads_context:
             replay = None if self._graphs is None or verifying is None else self._graphs.draft(batch, verifying)
             self._context = self._draft_context(plan, batch, output, computed, replay)
+        elif self.drafts.reads_context:
+            for state, first in zip(rows.states, starts, strict=True):
+                written = self._table.host_kv_slots[state.slot, first : state.num_computed_tokens]
+                self._unread.update(written.tolist())
         if withheld:
             ready = iter(results)
             results = [withheld.get(slot) or next(ready) for slot in slots]
@@ -432,11 +438,13 @@ class Worker:
             parts = [states.index_select(0, index) for states in computed.aux_hidden_states]
             return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
+        unread, self._unread = self._unread, set()
         return ProposeContext(
             self._table,
             drafting,
             others,
             gather if computed.aux_hidden_states else None,
+            unread,
             replay if len(drafting) == len(rows.states) else None,
         )
 

@@ -221,6 +221,7 @@ class _Peer:
         states, room = context.aux_hidden_states, self._ring.num_tokens
         # Too far behind, or paths that are longer than this drafter's; DraftRequest.start shows it what it has missed.
         if not self._free or (states is not None and len(states) > room):
+            self._encoder.skip(context)
             return
         region = self._free.popleft()
         if states is not None:

@@ -53,6 +53,7 @@ class Order(NamedTuple):
     deltas: list[RequestDelta]
     requests: list[DraftRequest]  # get a tree
     unfinished: list[DraftRequest]
+    unread_kv_slots: list[int]
 
 
 class Reply(NamedTuple):
@@ -108,10 +109,10 @@ def unpack_target_handshake(data: bytes) -> TargetHandshake:
 
 
 def unpack_order(data: bytes) -> Order:
-    number, region, freed, new, deltas, requests, unfinished = msgpack.unpackb(data)
+    number, region, freed, new, deltas, requests, unfinished, unread = msgpack.unpackb(data)
     entered = [new_request(*fields) for fields in new]
     drafted, read = ([_draft_request(*fields) for fields in part] for part in (requests, unfinished))
-    return Order(number, region, freed, entered, [RequestDelta(*fields) for fields in deltas], drafted, read)
+    return Order(number, region, freed, entered, [RequestDelta(*fields) for fields in deltas], drafted, read, unread)
 
 
 def unpack_reply(data: bytes) -> Reply:
@@ -141,13 +142,22 @@ class DeltaEncoder:
     def __init__(self) -> None:
         self._sent: dict[int, tuple[int, int]] = {}  # slot -> numbers of tokens and blocks
         self._freed: list[int] = []
+        self._unread: set[int] = set()  # KV slots
+
+    def skip(self, context: ProposeContext) -> None:
+        """The drafter does not see this step. The next order tells it which KV slots it has not read."""
+        self._unread.update(context.unread_kv_slots)
+        for request in context.requests + context.unfinished:
+            self._unread.update(context.table.host_kv_slots[request.slot, request.start : request.end].tolist())
 
     def release(self, slots: Sequence[int]) -> None:
         self._freed += [slot for slot in slots if self._sent.pop(slot, None)]
 
     def order(self, number: int, region: int, context: ProposeContext) -> Order:
         freed, self._freed = self._freed, []
-        order = Order(number, region, freed, [], [], context.requests, context.unfinished)
+        unread = [*self._unread, *context.unread_kv_slots]
+        self._unread.clear()
+        order = Order(number, region, freed, [], [], context.requests, context.unfinished, unread)
         for slot, *_ in context.requests + context.unfinished:
             state = context.table.states[slot]
             num_tokens, num_blocks = self._sent.get(slot, (0, 0))
@@ -184,7 +194,8 @@ class DeltaDecoder:
         self._table.flush()
         count = sum(request.end - request.start for request in order.requests + order.unfinished)
         states = region[:count].to(self._table.device)
-        return ProposeContext(self._table, order.requests, order.unfinished, lambda: states)
+        unread = order.unread_kv_slots
+        return ProposeContext(self._table, order.requests, order.unfinished, lambda: states, unread_kv_slots=unread)
 
 
 def _trees(data: Sequence[object]) -> list[TreeLists]:

@@ -18,6 +18,17 @@ def test_the_next_request_of_a_slot_has_written_nothing() -> None:
     assert written.visible(second.table, second.bounds[0], second.requests)[1] == [2]
 
 
+def test_slots_that_others_got_in_missed_steps_are_not_written() -> None:
+    """The next request shares their KV, of which this drafter has only what an earlier owner wrote."""
+    first, second = (make_context([Tokens(0, list(tokens))]) for tokens in (range(5), range(6, 11)))
+    written = WrittenSlots(num_slots=16)
+    written.update(first.table, first.requests, [0])
+    written.forget(first.table.host_kv_slots[0, :2].tolist())
+    (request,) = second.requests
+    written.update(second.table, [request._replace(start=3)], [3])
+    assert written.visible(second.table, second.bounds[0], second.requests)[1] == [2]
+
+
 def test_a_missed_step_leaves_a_gap() -> None:
     context = make_context([Tokens(0, list(range(9)))])
     written = WrittenSlots(num_slots=16)

@@ -59,12 +59,15 @@ class Driver:
     def free(self, slot: int) -> None:
         self._freed.append(slot)
 
-    def step(self, slots: Sequence[int], num_tokens: int = 100, max_draft_tokens: int = 20) -> list[RequestResult]:
+    def step(
+        self, slots: Sequence[int], num_tokens: int = 100, max_draft_tokens: int = 20, *, runs_drafter: bool = True
+    ) -> list[RequestResult]:
         rows = [ScheduledRequest(slot, num_tokens, at_most(max_draft_tokens), []) for slot in slots]
         self._steps += 1
-        result = self.worker.execute(StepPlan(self._steps, self._freed, self._entered, rows))
+        result = self.worker.execute(StepPlan(self._steps, self._freed, self._entered, rows, runs_drafter))
         assert result.step_id == self._steps
-        self.worker.propose()
+        if runs_drafter:
+            self.worker.propose()
         self._freed, self._entered = [], []
         return result.rows
 
@@ -274,6 +277,7 @@ class RecordedContext(NamedTuple):
     requests: list[RecordedRequest]
     unfinished: list[RecordedRequest]
     aux_hidden_states: torch.Tensor | None
+    unread_kv_slots: set[int]
 
     @property
     def slots(self) -> list[int]:
@@ -293,7 +297,8 @@ class ContextRecorder(ScriptedDrafter):
         drafted, unfinished = (
             [self._copy(context, request) for request in part] for part in (context.requests, context.unfinished)
         )
-        self.contexts.append(RecordedContext(drafted, unfinished, context.aux_hidden_states))
+        unread = set(context.unread_kv_slots)
+        self.contexts.append(RecordedContext(drafted, unfinished, context.aux_hidden_states, unread))
         return super().propose(context)
 
     def _copy(self, context: ProposeContext, request: DraftRequest) -> RecordedRequest:
@@ -414,6 +419,24 @@ def test_the_computed_range_excludes_cached_tokens(toy: Path) -> None:
     assert (*recorded.request[1:3], recorded.cache_salt) == (2 * PAGE, len(PROMPT), "tenant")
     assert recorded.kv_slots == [*range(PAGE, 3 * PAGE), 60 * PAGE]
     assert_true_aux_hidden_states(driver, recorder.contexts[-1])
+
+
+def test_a_drafter_gets_the_kv_slots_of_steps_that_it_did_not_see(toy: Path, greedy: list[int]) -> None:
+    recorder = ContextRecorder("right", [greedy])
+    driver = Driver(toy, recorder)
+    driver.enter(1)
+    driver.enter(2)
+    driver.step([1], max_draft_tokens=0)
+    driver.step([1], runs_drafter=False)
+    driver.step([2], num_tokens=2, runs_drafter=False)
+    driver.step([1])
+    driver.step([1])
+    first, second = (PAGE * (BLOCKS * slot + 1) for slot in (1, 2))
+    assert [context.unread_kv_slots for context in recorder.contexts] == [
+        set(),
+        {first + len(PROMPT), second, second + 1},
+        set(),
+    ]
 
 
 def test_a_request_with_nan_is_not_drafted_for(toy: Path) -> None:

@@ -1,5 +1,9 @@
-"""A reply's scores and its report on several drafters cross the socket, and malformed ones are no reply."""
+"""A reply's scores and its report on several drafters cross the socket, and malformed ones are no reply.
 
+An order names the KV slots that the drafter has not read.
+"""
+
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -9,10 +13,27 @@ import torch
 from specray.config import MAX_DRAFTERS
 from specray.spec_decode.draft_tree import DraftTree
 from specray.step import DrafterUse
-from specray.worker.remote_drafter.wire import Reply, _lists, _lists_from_device, pack, unpack_reply
+from specray.worker.remote_drafter.wire import (
+    DeltaEncoder,
+    Reply,
+    _lists,
+    _lists_from_device,
+    pack,
+    unpack_order,
+    unpack_reply,
+)
+from tests.support.drafters import Tokens, make_context
 
 REPLY = Reply.of(1, 0.5, DraftTree.chains(torch.tensor([[9, 3]])))
 USE = DrafterUse("head", 0.1, 0.2, 3, 4, 5, 0)
+
+
+def test_the_next_order_after_missed_steps_names_their_kv_slots_once() -> None:
+    encoder, context = DeltaEncoder(), make_context([Tokens(0, [5, 6, 7])])
+    encoder.skip(replace(context, unread_kv_slots={9}))
+    order = unpack_order(pack(encoder.order(1, 0, replace(context, unread_kv_slots={12}))))
+    assert sorted(order.unread_kv_slots) == [1, 2, 9, 12]  # a block has one token here, and the last one has no KV yet
+    assert unpack_order(pack(encoder.order(2, 0, context))).unread_kv_slots == []
 
 
 def test_scores_cross_the_socket() -> None:
