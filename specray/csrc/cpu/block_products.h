@@ -17,11 +17,14 @@ constexpr int MAX_QUANTISED = 8, MAX_FLOATS = 8, MAX_PAIRS = MULTIPLIES_PAIRS ? 
 constexpr int MAX_QUANTISED = 4, MAX_FLOATS = 6, MAX_PAIRS = 6;
 #endif
 
+// The same for quantised weights and activations of `numbers` numbers of 8 bits each.
+constexpr int most_quantised(int numbers) { return MULTIPLIES_WORDS ? MAX_QUANTISED : MAX_QUANTISED / numbers; }
+
 // Rows that `tile_of` multiplies at a time.
 inline int most_rows(int kind) {
   if (kind == BFLOAT16) return MAX_PAIRS;
   if (!is_quantised(kind)) return MAX_FLOATS;
-  return form_of(kind) == Form::FINE_BYTES ? MAX_QUANTISED / 2 : MAX_QUANTISED;
+  return most_quantised(form_of(kind) == Form::FINE_BYTES ? 2 : 1);
 }
 
 typedef float Tile[TILE_ROWS > MAX_PAIRS ? TILE_ROWS : MAX_PAIRS][LANES];
@@ -244,8 +247,8 @@ inline void tile_of(
     int count, const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Fetch fetch, Tile& out) {
   const int ins = matrix.ins;
   if (is_quantised(matrix.kind)) {
-    return with_rows<MAX_QUANTISED>(count, [&](auto num_rows) {
-      with_format(matrix.kind, [&](auto format) {
+    return with_format(matrix.kind, [&](auto format) {
+      with_rows<most_quantised(format.NUMBERS)>(count, [&](auto num_rows) {
         quantised_tile<num_rows.value, decltype(format)>(block, rows, first, ins, matrix.zero, fetch, out);
       });
     });
