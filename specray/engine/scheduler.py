@@ -175,11 +175,9 @@ class Scheduler:
             if does
         ]
         chosen = self.budget.shares(requests)
-        # A prompt is read although nobody takes drafts: later requests may share it.
-        has_prompt = any(num_tokens > 1 for _, num_tokens, _ in work)
-        runs_drafter = has_prompt or (
-            chosen.runs_drafter and any(request.spec.draft_limit.allows_drafts for request, *_ in work)
-        )
+        # A prompt is read although its own request takes no drafts: others may share it.
+        needs_drafter = any(r.spec.draft_limit.allows_drafts or num_tokens > 1 for r, num_tokens, _ in work)
+        runs_drafter = chosen.runs_drafter and needs_drafter
         if not runs_drafter:
             for request, num_tokens, _ in work:
                 request.acceptance.num_unread_tokens += num_tokens

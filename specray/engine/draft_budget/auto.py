@@ -18,7 +18,7 @@ NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every no
 # At first the steps between two trials double from trial to trial. A trial without drafts costs less than one with.
 FIRST_TRIAL_STEP, STEPS_BETWEEN_TRIALS, STEPS_BETWEEN_TRIALS_OF_DRAFTS = 24, 192, 384
 TRIAL_STEPS = 4  # the first shows little: its trees were drafted under the limits of the step before
-DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is called for prompts only
+DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer called
 MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
 MOST_STEP_DRAFTS = 1024  # without a configured limit
 STEPS_PER_UPDATE = 4  # of what was learnt from trees; every step, it would take as long as all other choices

@@ -1,7 +1,6 @@
 """Random calls of the engine, on an executor that checks the invariants of every plan."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,8 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specray.config import EngineConfig
-from specray.engine.draft_budget.budget import Drafting, Shares
-from specray.engine.draft_budget.static import StaticBudget
 from specray.engine.engine import Engine
 from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest, Request
@@ -285,23 +282,6 @@ def test_the_drafter_reads_only_prompts_of_requests_without_drafts() -> None:
     scheduler.add(_waiting(1, 3))
     assert _step(scheduler).runs_drafter
     assert _step(scheduler).runs_drafter
-
-
-def test_the_drafter_reads_prompts_while_the_budget_has_stopped_it() -> None:
-    scheduler = Scheduler(EngineConfig(page_size=4), Capacity(40, 4, CONTEXT, VOCAB_SIZE, [EOS]))
-    scheduler.budget = _NoDrafts(None)
-    for number in range(2):
-        scheduler.add(_waiting(number, 3))
-        assert _step(scheduler).runs_drafter
-        assert not _step(scheduler).runs_drafter
-    assert [request.acceptance.num_unread_tokens for request in scheduler.running] == [2, 1]
-
-
-class _NoDrafts(StaticBudget):
-    """The answer of a budget for which drafts do not pay."""
-
-    def shares(self, requests: Sequence[Drafting]) -> Shares:
-        return Shares([0] * len(requests), runs_drafter=False)
 
 
 def _step(scheduler: Scheduler) -> StepPlan:
