@@ -109,17 +109,18 @@ class Rows {
     const bool is_finite = size <= 3.0e38f;
     const float steps = form_ == Form::WORDS ? 32767.0f : 127.0f;
     const float scale = is_finite ? size / steps : NAN;
-    const float inverse = size > 1e-35f && is_finite ? steps / size : 0.0f;
+    const float first_steps = form_ == Form::WORDS ? 1.0f : steps;  // 32767 steps of tiny numbers would be infinite
+    const float inverse = size > 1e-35f && is_finite ? first_steps / size : 0.0f;
     Floats left[GROUP / WIDTH];  // what is still to be represented, in steps of the scale
-    for (int i = 0; i < GROUP / WIDTH; ++i) left[i] = load<Floats>(from + i * WIDTH) * inverse;
+    for (int i = 0; i < GROUP / WIDTH; ++i) left[i] = load<Floats>(from + i * WIDTH) * inverse * (steps / first_steps);
     float masses[2] = {};
     for (int part = 0; part < numbers(); ++part) {
       Part& to = parts_[part];
       for (int half = 0; half < 2; ++half) {
         const int64_t place = group * GROUP + half * 16;
-        Floats* numbers = left + half * (16 / WIDTH);
-        const int32_t total = form_ == Form::WORDS ? round_half(numbers, is_finite, words_.data() + place)
-                                                   : round_half(numbers, is_finite, to.bytes.data() + place);
+        Floats* sixteen = left + half * (16 / WIDTH);
+        const int32_t total = form_ == Form::WORDS ? round_half(sixteen, is_finite, words_.data() + place)
+                                                   : round_half(sixteen, is_finite, to.bytes.data() + place);
         to.totals[0][2 * group + half] = total;
         masses[half] += part ? float(total) / FINE_STEPS : float(total);
       }

@@ -126,6 +126,15 @@ def test_no_rows_and_rows_of_zeros(kind: str, own: Kernels) -> None:
     assert not matrix(torch.zeros(2, 40)).any()
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("scale", [2e-34, 1e-31])
+def test_tiny_activations_are_close_to_float64(kind: str, scale: float, own: Kernels) -> None:
+    weight, x = WEIGHTS[kind](random(17, 33)), random(9, 33) * scale
+    exact = x.double() @ values(weight).T
+    size = x.double().norm(dim=1, keepdim=True) * values(weight).norm(dim=1)
+    assert ((PackedMatrix(own, weight)(x).double() - exact).abs() / size).max() < 0.01
+
+
 @pytest.mark.parametrize(("to_groups", "error"), [(to_int8, 0.006), (to_int4, 0.09)])
 def test_rounded_weights_are_close(to_groups: Callable[[Tensor], GroupedWeight], error: float) -> None:
     weight = random(50, 70)
