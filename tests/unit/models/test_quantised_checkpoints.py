@@ -126,10 +126,10 @@ def test_groups_of_32_inputs_stay_as_they_are_on_a_cpu(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", KEPT)
 def test_the_kernels_compute_with_the_kept_groups(name: str, tmp_path: Path) -> None:
-    """Activations of one group, so that rounding them to 8 bits is exact."""
+    """Activations of three values, which rounding to 8 or to 16 bits keeps."""
     expected = torch.from_numpy(write_matrix(tmp_path, KEPT[name], matrix()))
     weight = loader(tmp_path, "auto").weight(NAME, (OUTS, INS))
-    x = torch.randint(-127, 128, (3, INS), generator=torch.Generator().manual_seed(0)).float()
+    x = 127.0 * torch.randint(-1, 2, (3, INS), generator=torch.Generator().manual_seed(0))
     x[:, ::32] = 127
     run = make_linear(weight, quantization="auto")
     assert isinstance(run, PackedMatrix) or kernels() is None
