@@ -16,7 +16,7 @@ from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.decoder_layer import DecoderLayer, FeedForward
-from specray.models.fused_forward import FusedForward, in_order, tapped
+from specray.models.fused_forward import FusedForward
 from specray.models.loading import Loader
 from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForward
 from specray.ops.attention import Attend, AttentionBackend
@@ -115,10 +115,10 @@ class CausalLM(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """The same with all layers in one call. The final hidden states are float32."""
         hidden, dtype, final_layer = embedded.float(), self.embedding.weight.dtype, len(self.layers)
-        taps = tapped(aux_hidden_state_layers, final_layer)
+        taps = _tapped(aux_hidden_state_layers, final_layer)
         copies = layers(hidden, positions, attend, taps, dtype=dtype)
         final = self.norm(hidden)
-        return final, in_order(aux_hidden_state_layers, taps, copies, {BEFORE_FINAL_NORM: hidden, final_layer: final})
+        return final, _in_order(aux_hidden_state_layers, taps, copies, {BEFORE_FINAL_NORM: hidden, final_layer: final})
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""
@@ -145,3 +145,14 @@ class CausalLM(nn.Module):
         if self.fused_forward is not None and isinstance(attention, PagedAttention):
             return self.fused_forward
         return self.with_logits
+
+
+def _in_order(wanted: Sequence[int], taps: Sequence[int], copies: Tensor, others: dict[int, Tensor]) -> list[Tensor]:
+    """The streams of the layers `wanted`: `copies` [T, len(taps) * H] are those of `taps`, whose type all get."""
+    states = others | {index: copies.chunk(len(taps), 1)[place] for place, index in enumerate(taps)}
+    return [states[index].to(copies.dtype) for index in wanted]
+
+
+def _tapped(aux_hidden_state_layers: Sequence[int], num_layers: int) -> list[int]:
+    """The layers whose input is wanted, ascending."""
+    return sorted({index for index in aux_hidden_state_layers if 0 <= index < num_layers})

@@ -8,9 +8,11 @@ from torch import Tensor
 from specray.models.target_model import BEFORE_FINAL_NORM
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
+from specray.ops.cpu.drafted_step import DraftedStep
 from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.packed_layers import EmbedAndHead
 from specray.ops.cpu.structs import Arena
+from specray.ops.cpu.verification import Verification
 from specray.ops.likeliest import LargestLogits
 
 
@@ -24,8 +26,6 @@ class FusedForward:
         self._layers = layers
         self._around = around
         self._dtype = dtype
-        # Of passes that were started, by number: pairs of aux hidden states and what they are rounded from.
-        self._to_round: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(
         self,
@@ -48,45 +48,47 @@ class FusedForward:
         places: Tensor | None,
         aux_hidden_state_layers: Sequence[int] = (),
         only_largest: bool = False,
+        verification: Verification | None = None,
     ) -> tuple[int, tuple[Tensor, Tensor | LargestLogits, list[Tensor]]]:
         """Start a pass; returns its number and its results, which are there after `wait`."""
         assert isinstance(attend, PagedAttend)
-        num_layers = len(self._layers.structs)
-        taps = tapped(aux_hidden_state_layers, num_layers)
         step = (token_ids, positions, attend, places)
-        started = self._layers.start_forward(self._around, *step, taps, self._dtype, only_largest)
-        number, hidden, final, found, copies, *_ = started
-        logits = LargestLogits(found) if only_largest else found
-        if list(aux_hidden_state_layers) == taps:
-            return number, (final, logits, [copies] if taps else [])
-        others = {BEFORE_FINAL_NORM: hidden, num_layers: final}
-        wanted = {index: states for index, states in others.items() if index in aux_hidden_state_layers}
-        rounded = {index: torch.empty_like(states, dtype=self._dtype) for index, states in wanted.items()}
-        self._to_round[number] = [(rounded[index], states) for index, states in wanted.items()]
-        return number, (final, logits, in_order(aux_hidden_state_layers, taps, copies, rounded))
+        taps = self._taps(aux_hidden_state_layers)
+        started = self._layers.start_forward(self._around, *step, taps, self._dtype, only_largest, verification)
+        logits = LargestLogits(started.logits) if only_largest else started.logits
+        parts = dict(zip(taps, started.copies.chunk(max(1, len(taps)), 1), strict=False))
+        is_whole = len(taps) == len(aux_hidden_state_layers)
+        others = [] if is_whole else [parts[self._tap(index)] for index in aux_hidden_state_layers]
+        return started.number, (started.final, logits, [started.copies] if taps and is_whole else others)
 
     def follow(self, number: int, arena: Arena, slots: Tensor) -> tuple[int, LargestLogits]:
         """See FusedLayers: the new pass's number, and the tokens that it chooses."""
         started = self._layers.follow(self._around, number, arena, slots)
         return started.number, LargestLogits(started.logits)
 
+    def follow_drafted(
+        self, number: int, drafted: DraftedStep, aux_hidden_state_layers: Sequence[int], only_largest: bool
+    ) -> tuple[int, Tensor | LargestLogits, list[Tensor]]:
+        """See FusedLayers: the new pass's number, its logits and its aux hidden states."""
+        taps = self._taps(aux_hidden_state_layers)
+        started = self._layers.follow_drafted(self._around, number, drafted, taps, self._dtype, only_largest)
+        logits = LargestLogits(started.logits) if only_largest else started.logits
+        return started.number, logits, [started.copies] if taps else []
+
     def wait(self, number: int) -> None:
         """Wait for a pass and those before it, and help with them."""
         self._layers.join(number)
-        for rounded, states in self._to_round.pop(number, ()):
-            rounded.copy_(states)
 
     def cancel(self, number: int) -> None:
         """See FusedLayers."""
         self._layers.cancel(number)
 
+    def _taps(self, aux_hidden_state_layers: Sequence[int]) -> list[int]:
+        """Which copies the kernels make for these aux hidden states, each of them once."""
+        return list(dict.fromkeys(map(self._tap, aux_hidden_state_layers)))
 
-def in_order(wanted: Sequence[int], taps: Sequence[int], copies: Tensor, others: dict[int, Tensor]) -> list[Tensor]:
-    """The streams of the layers `wanted`: `copies` [T, len(taps) * H] are those of `taps`, whose type all get."""
-    states = others | {index: copies.chunk(len(taps), 1)[place] for place, index in enumerate(taps)}
-    return [states[index].to(copies.dtype) for index in wanted]
-
-
-def tapped(aux_hidden_state_layers: Sequence[int], num_layers: int) -> list[int]:
-    """The layers whose input is wanted, ascending."""
-    return sorted({index for index in aux_hidden_state_layers if 0 <= index < num_layers})
+    def _tap(self, aux_hidden_state_layer: int) -> int:
+        """Aux hidden states are counted as by TargetModel, copies as by the kernels (Taps in layers.h)."""
+        num_layers = len(self._layers.structs)
+        after = {BEFORE_FINAL_NORM: num_layers, num_layers: num_layers + 1}
+        return after.get(aux_hidden_state_layer, aux_hidden_state_layer)

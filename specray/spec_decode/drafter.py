@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specray.models.target_model import ModelShape, TargetModel
+from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
@@ -108,6 +109,20 @@ def padded_drafter(drafter: Drafter) -> PaddedDrafter | str:
         reason: str = getattr(drafter, "reason_without_graphs", "the drafter has no propose_padded (see PaddedDrafter)")
         return reason
     return innermost.reason_without_graphs or innermost
+
+
+@runtime_checkable
+class FollowingDrafter(Protocol):
+    """A Drafter whose drafts the CPU kernels can make as a part of the next step, which then follows at once."""
+
+    def plan(self, context: ProposeContext) -> PlannedDrafts | None:
+        """The drafts after a step whose result is not known: its `requests` have not committed anything yet.
+
+        None if they have to be made by `propose`.
+        """
+
+    def follow(self, context: ProposeContext) -> None:
+        """The kernels draft as planned after the step of this context."""
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ from specray.config import SpeculativeConfig
 from specray.models.eagle import EagleHead
 from specray.models.eagle_loading import load_eagle_head
 from specray.ops.attention import AttentionBatch, PaddedAttention
+from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import PaddedCommit, TargetView
@@ -63,6 +64,18 @@ class EagleDrafter:
     def propose(self, context: ProposeContext) -> DraftTree:
         with self._inference:
             return self._propose(context)
+
+    def plan(self, context: ProposeContext) -> PlannedDrafts | None:
+        """See FollowingDrafter."""
+        if not self._extends_in_kernels or not self._written.are_all(context.table, context.requests):
+            return None
+        return self._grower.plan(context)
+
+    def follow(self, context: ProposeContext) -> None:
+        """See FollowingDrafter."""
+        self._written.forget(context.unread_kv_slots)
+        requests = context.requests + context.unfinished
+        self._written.update(context.table, requests, [request.start for request in requests])
 
     @torch.inference_mode()
     def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from specray.ops.cpu.attention import PagedAttention
+from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.ops.cpu.steps import TableKernels
 from specray.ops.cpu.trees import CommittedTokens, GrownTrees, TreeLimits, TreeNetwork, TreeOptions, TreeRequests
 from specray.ops.sampling_state import GREEDY_BELOW
@@ -46,6 +47,20 @@ class FusedTreeGrower(TreeGrower):
         read = context.aux_hidden_states if network.fuses else fuse(context.aux_hidden_states)
         committed = CommittedTokens(table, len(context.requests), *context.bounds, read)
         return _tree(network.draft(attention, committed, self._limits(shape), self._options(noise)), shape)
+
+    def plan(self, context: ProposeContext) -> PlannedDrafts | None:
+        """The same for requests of which it is not known yet what they commit. None where the kernels cannot do so.
+
+        The model must have all KV before the requests' `start`.
+        """
+        shape = self._limited(context)
+        limits = [request.draft_limit for request in context.requests]
+        if any(limit.num_steps < min(limit.num_tokens, shape.num_steps) for limit in limits):
+            return None  # of these trees, levels would have to be left out
+        if not isinstance(context.table.ops, TableKernels) or (fused := self._fused(context)) is None:
+            return None
+        network, attention = fused
+        return network.plan(attention, len(limits), self._limits(shape), self._options(self._noise(context, shape)))
 
     def _limited(self, context: ProposeContext) -> TreeShape:
         """The shape within the requests' limits."""

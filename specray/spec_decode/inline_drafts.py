@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, composite_of
+from specray.spec_decode.drafter import Drafter, DraftFaultError, FollowingDrafter, composite_of
 from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import limit_depth
@@ -21,6 +22,7 @@ class InlineDrafts:
 
     def __init__(self, drafter: Drafter, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.drafter = drafter
+        self._following = drafter if isinstance(drafter, FollowingDrafter) else None
         self._pending = PendingTrees(num_slots, vocab_size, device)
         self._faults: list[DraftFault] = []
         self.max_draft_tokens = drafter.max_draft_tokens
@@ -33,7 +35,15 @@ class InlineDrafts:
     def scores(self) -> list[list[float]]:
         return self._pending.scores
 
+    def plan(self, context: ProposeContext) -> PlannedDrafts | None:
+        """See FollowingDrafter."""
+        return None if self._following is None else self._following.plan(context)
+
     def submit(self, context: ProposeContext) -> None:
+        if context.is_followed:
+            assert self._following is not None
+            self._following.follow(context)
+            return
         start = time.perf_counter()
         try:
             tree = limited(self.drafter.propose(context), context)

@@ -56,7 +56,6 @@ class PendingTrees:
 
     def take(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> "TakenTrees":
         """The trees of `DraftSource.collect`, whose arguments these are. Taking a tree removes it."""
-        self.scores = []
         if not self._max_depth:
             return TakenTrees(DraftTree.roots(roots), [1] * len(roots), None)
         cuts = self._parts.scores is not None and any(limit.min_score for limit in draft_limits)
@@ -73,6 +72,7 @@ class PendingTrees:
 
     def read(self, taken: "TakenTrees") -> tuple[DraftTree, list[int], bool]:
         """(trees, their numbers of nodes, whether a drafter's logits were not finite); waits for the drafter."""
+        self.scores = []
         if taken.report is None:
             return taken.tree, taken.most_nodes, False
         found, chains, *scored = taken.report.wait().tolist()

@@ -9,7 +9,9 @@ from specray.layers.moe import reason_without_graphs
 from specray.models.fused_forward import FusedForward
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBackend, PaddedAttention
+from specray.ops.cpu.drafted_step import DraftedStep
 from specray.ops.cpu.steps import TableKernels
+from specray.ops.cpu.verification import Verification
 from specray.ops.likeliest import LargestLogits
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
@@ -22,8 +24,10 @@ class ForwardOutput(NamedTuple):
     # float32 [M, V], of the nodes of the rows that sample; None if a graph verifies them
     logits: Tensor | LargestLogits | None
     aux_hidden_states: list[Tensor]  # each [T, any], to be concatenated
-    roots: list[int]  # places of the rows' roots among the T tokens
+    roots: list[int]  # places of the rows' roots among the T tokens; empty if each row has the nodes of its tree only
     number: int | None = None  # of a pass that may still run
+    verification: Verification | None = None  # by the pass: its outcome is there after `wait`
+    drafted: DraftedStep | None = None  # of a pass that follows another one with drafts
 
 
 class ModelRunner:
@@ -48,16 +52,25 @@ class ModelRunner:
             return "this attention_backend plans every step on the host; set it to triton"
         return reason_without_graphs(self.model)
 
+    @property
+    def can_verify(self) -> bool:
+        """Whether a pass can verify its trees."""
+        return isinstance(self._forward, FusedForward)
+
     def start(
-        self, batch: InputBatch, aux_hidden_state_layers: Sequence[int], only_largest: bool = False
+        self,
+        batch: InputBatch,
+        aux_hidden_state_layers: Sequence[int],
+        only_largest: bool = False,
+        verification: Verification | None = None,
     ) -> ForwardOutput:
         """Start a pass; its output is there after `wait`. `only_largest`: see `TargetModel.with_logits`."""
         attend = self.attention.plan(batch.attention)
         step = (batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers, only_largest)
         if isinstance(self._forward, FusedForward):
-            number, computed = self._forward.start(*step)
+            number, computed = self._forward.start(*step, verification)
             self._open.add(number)
-            return ForwardOutput(*computed, batch.roots, number)
+            return ForwardOutput(*computed, batch.roots, number, verification)
         return ForwardOutput(*self._forward(*step), batch.roots)
 
     def follow(self, output: ForwardOutput, table: TableKernels, slots: Tensor) -> ForwardOutput:
@@ -67,6 +80,22 @@ class ModelRunner:
         number, logits = self._forward.follow(output.number, table.struct, slots)
         self._open.add(number)
         return ForwardOutput(None, logits, [], list(range(slots.shape[0])), number)
+
+    def can_draft_after(self, output: ForwardOutput) -> bool:
+        """Whether `follow_drafted` can follow this pass, which may still run."""
+        return output.verification is not None and len(output.aux_hidden_states) == 1
+
+    def follow_drafted(
+        self, output: ForwardOutput, drafted: DraftedStep, aux_hidden_state_layers: Sequence[int]
+    ) -> ForwardOutput:
+        """Start a step that drafts from what the pass of `output` commits."""
+        assert output.number is not None
+        assert isinstance(self._forward, FusedForward)
+        only_largest = isinstance(output.logits, LargestLogits)
+        followed = self._forward.follow_drafted(output.number, drafted, aux_hidden_state_layers, only_largest)
+        number, logits, aux_hidden_states = followed
+        self._open.add(number)
+        return ForwardOutput(None, logits, aux_hidden_states, [], number, drafted.after, drafted)
 
     def wait(self, output: ForwardOutput) -> None:
         """Wait for a pass that was started, unless the device orders what follows."""

@@ -1,13 +1,14 @@
 """One rank of the target: executes plans and submits the next step's drafts.
 
-`execute` is the whole speculative step, `begin` and `finish` are its halves. A step of plain decoding may begin before
-the one before is finished: its forward pass takes the tokens from that one's. Rank 0 broadcasts the trees and the
-outcome of verification; the other ranks run the same code on what they receive, so ranks cannot diverge.
+`execute` is the whole speculative step, `begin` and `finish` are its halves. A step may begin before the one before is
+finished: its forward pass takes the tokens from that one's, or drafts from what that one commits. Rank 0 broadcasts the
+trees and the outcome of verification; the other ranks run the same code on what they receive, so ranks cannot diverge.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,19 +17,23 @@ from torch import Tensor
 from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
 from specray.models.target_model import TargetModel
+from specray.ops.cpu.drafted_step import DraftedStep, PlannedDrafts
 from specray.ops.cpu.steps import TableKernels
+from specray.ops.cpu.verification import Verification, VerifiedTrees
+from specray.ops.host_copy import HostCopy
 from specray.ops.likeliest import LargestLogits
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftSource
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.node_sampler import NodeSampler, coupled
+from specray.spec_decode.pending_trees import TakenTrees
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_shards
 from specray.spec_decode.verifier import can_verify_padded, needs_walk, reads_largest_logit, verify, verify_largest
-from specray.spec_decode.verify_batch import VerifyInput
+from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
 from specray.structured_output.matchers import GrammarTable
@@ -59,6 +64,11 @@ class StartedStep(NamedTuple):
     slots: Sequence[int] = ()  # of all rows, on rank 0
     withheld: Mapping[int, RequestResult] = {}  # of those that do not run, by slot
     follows: bool = False  # it began before the step before it was finished
+
+    @property
+    def drafts_along(self) -> bool:
+        """Whether its drafts are made after the step before it by the kernels."""
+        return self.computed is not None and self.computed.drafted is not None
 
     @property
     def has_ended(self) -> bool:
@@ -95,6 +105,7 @@ class Worker:
         self._context = self._nothing
         self._started: deque[StartedStep] = deque()  # and not finished
         self._unread: set[int] = set()  # KV slots of steps in which the drafter was not called
+        self._drafts_to_make: PlannedDrafts | None = None  # in the step that `can_begin` was asked about
         self._last_end = 0.0  # of a pass, as far as the host has seen it
 
     @property
@@ -127,21 +138,26 @@ class Worker:
     def can_begin(self, plan: StepPlan) -> bool:
         """Whether `begin` may start this step now, though another one may not be finished.
 
-        Then both are plain decoding of the same requests, and the second pass takes the tokens from the first one.
+        Then both decode the same requests. Without drafts, the second pass takes the tokens from the first one. With
+        drafts, the CPU kernels make them from what the first one commits.
         """
+        self._drafts_to_make = None
         if not self._started:
             return True
         before, *others = self._started
         if others or self._group.size > 1 or plan.new_requests or plan.freed_slots:
             return False
         batch, computed = before.batch, before.computed
-        if batch is None or computed is None or not batch.rows.are_all_sampling or batch.tree.max_depth:
-            return False
-        if before.outcome is None and (computed.number is None or not isinstance(computed.logits, LargestLogits)):
+        if batch is None or computed is None or not batch.rows.are_all_sampling:
             return False
         states = batch.rows.states
-        are_same = [row.slot for row in plan.rows] == [state.slot for state in states]
-        return are_same and self._drafts_nothing(before.plan, plan) and not any(map(needs_result, states))
+        if [row.slot for row in plan.rows] != [state.slot for state in states] or any(map(needs_result, states)):
+            return False
+        if not self._drafts_nothing(before.plan, plan):
+            self._drafts_to_make = self._plan_drafts(before.plan, batch, computed, plan)
+            return self._drafts_to_make is not None
+        takes_tokens = computed.number is not None and isinstance(computed.logits, LargestLogits)
+        return batch.tree.max_depth == 0 and (before.outcome is not None or takes_tokens)
 
     def finish(self) -> StepResult:
         """The result of the oldest step that was started."""
@@ -171,8 +187,24 @@ class Worker:
             plan.runs_drafter or any(row.draft_limit.num_tokens for row in plan.rows) for plan in plans
         )
 
+    def _plan_drafts(
+        self, before: StepPlan, batch: StepBatch, computed: ForwardOutput, plan: StepPlan
+    ) -> PlannedDrafts | None:
+        """The drafts of `plan`, for the kernels to make after a step that still runs; None if they cannot."""
+        if not isinstance(self.drafts, InlineDrafts) or not self._runner.can_draft_after(computed):
+            return None
+        limits, wanted = ([row.draft_limit for row in step.rows] for step in (before, plan))
+        draft = all(limit.allows_drafts for limit in limits) and all(limit.num_tokens for limit in wanted)
+        if not draft or not batch.only_decodes:
+            return None
+        places = ((state.slot, state.num_computed_tokens) for state in batch.rows.states)
+        requests = [
+            DraftRequest(slot, root, root, useful(limit)) for (slot, root), limit in zip(places, limits, strict=True)
+        ]
+        return self.drafts.plan(ProposeContext(self._table, requests, unread_kv_slots=self._unread))
+
     def _follow(self, plan: StepPlan) -> StartedStep:
-        """Start a step of plain decoding over the tokens that the pass before it chooses. See `can_begin`."""
+        """Start a step over the tokens that the pass before it chooses. See `can_begin`."""
         start = time.perf_counter()
         before = self._started[-1]
         batch, computed, ops = before.batch, before.computed, self._table.ops
@@ -180,6 +212,8 @@ class Worker:
         assert computed is not None
         for row in plan.rows:
             self._table.extend(row.slot, [], row.new_block_ids)
+        if self._drafts_to_make is not None:
+            return self._follow_drafted(plan, batch, computed, self._drafts_to_make)
         if self._graphs is not None and before.verifying is not None and before.outcome is not None:
             self._table.flush()
             batch = batch._replace(tree=batch.tree._replace(tokens=before.outcome.first_tokens))
@@ -190,6 +224,23 @@ class Worker:
         if not before.follows:
             batch = batch._replace(rows=batch.rows._replace(num_known=[1] * len(plan.rows)))
         computed = self._runner.follow(computed, ops, batch.rows.slots)
+        return StartedStep(plan, batch, None, computed, None, 0.0, start, 0.0, follows=True)
+
+    def _follow_drafted(
+        self, plan: StepPlan, batch: StepBatch, computed: ForwardOutput, drafts: PlannedDrafts
+    ) -> StartedStep:
+        """The same for a step with drafts, which the kernels make."""
+        start = time.perf_counter()
+        assert computed.verification is not None
+        limits = [row.draft_limit for row in plan.rows]
+        most = [1 + min(limit.num_tokens, drafts.num_drafts) for limit in limits]
+        least = [limit.min_score for limit in limits] if any(limit.min_score for limit in limits) else None
+        drafted = DraftedStep(computed.verification, drafts, most, least)
+        layers = self.drafts.aux_hidden_state_layers if plan.runs_drafter else ()
+        computed = self._runner.follow_drafted(computed, drafted, layers)
+        tree = DraftTree(*drafted.trees)
+        taken = TakenTrees(tree, most, HostCopy(drafted.report))
+        batch = StepBatch(batch.rows, tree, most, None, taken)  # of `rows`, positions are those of the step before
         return StartedStep(plan, batch, None, computed, None, 0.0, start, 0.0, follows=True)
 
     def _lead(self, plan: StepPlan) -> StartedStep:
@@ -236,8 +287,14 @@ class Worker:
             batch = self._read(batch)
             bucket = self._graphs.bucket(batch)
         verifying = bucket if can_replay else None
-        only_largest = not has_grammar and self._sampler is coupled and all(map(reads_largest_logit, states))
-        computed = self._forward(batch, bucket, plan.runs_drafter, verifying is None, only_largest)
+        is_coupled = not has_grammar and self._sampler is coupled
+        only_largest = is_coupled and all(map(reads_largest_logit, states))
+        layers = self.drafts.aux_hidden_state_layers if plan.runs_drafter and self._group.leads else ()
+        if self._graphs is not None and bucket is not None:
+            computed = self._graphs.forward(batch, bucket, returns_logits=verifying is None)
+        else:
+            verification = self._verification(batch) if is_coupled and can_replay else None
+            computed = self._runner.start(build_batch(self._table, batch), layers, only_largest, verification)
         outcome = None
         if self._graphs is not None and verifying is None:
             self._graphs.were_drafts_taken = False
@@ -253,26 +310,28 @@ class Worker:
         if batch is None or computed is None:
             times = StepTimes(prepare_seconds, 0.0, 0.0, 0.0)
             return StepResult(plan.step_id, [withheld[slot] for slot in slots], times)
-        resumed = time.perf_counter()
-        batch = self._read(batch)
-        drafted = time.perf_counter()
-        prepare_seconds += drafted - resumed
         self._runner.wait(computed)
-        forwarded = time.perf_counter()
+        waited = time.perf_counter()
+        if computed.drafted is not None:
+            draft_seconds = computed.drafted.seconds
+            start = max(start, self._last_end) + draft_seconds
         # A pass that follows another one begins when that one ends. Its time includes what the host did meanwhile.
-        forward_seconds = forwarded - max(start, self._last_end) - (drafted - resumed)
+        forward_seconds = waited - max(start, self._last_end)
         rows = batch.rows
         if started.has_ended:
-            self._last_end = forwarded
+            self._last_end = waited
             times = StepTimes(prepare_seconds, forward_seconds, 0.0, draft_seconds)
             return StepResult(plan.step_id, [_deferred(state) for state in rows.states], times)
+        batch = self._read(batch)
+        forwarded = time.perf_counter()
+        prepare_seconds += forwarded - waited
         prompts: dict[int, list[TokenLogprob]] = {}
         # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
         if computed.hidden is not None and any(state.prompt_logprobs for state in rows.states):
             prompts = compute_prompt_logprobs(self.model, batch, computed.hidden)
         output = self._verify(batch, computed) if outcome is None else outcome.output()
         self._last_end = forwarded if outcome is None else time.perf_counter()
-        starts = [state.num_computed_tokens for state in rows.states]
+        starts = [state.num_computed_tokens for state in rows.states] if not plan.runs_drafter else []
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
         for row, scores in enumerate(self.drafts.scores):
             results[row] = results[row]._replace(draft_scores=scores)
@@ -331,16 +390,20 @@ class Worker:
         tree, num_nodes = self.drafts.read(batch.unread)
         return batch._replace(tree=tree, num_nodes=num_nodes, unread=None)
 
-    def _forward(
-        self, batch: StepBatch, bucket: Bucket | None, runs_drafter: bool, returns_logits: bool, only_largest: bool
-    ) -> ForwardOutput:
-        if self._graphs is not None and bucket is not None:
-            return self._graphs.forward(batch, bucket, returns_logits)
-        layers = self.drafts.aux_hidden_state_layers if runs_drafter and self._group.leads else ()
-        return self._runner.start(build_batch(self._table, batch), layers, only_largest)
+    def _verification(self, batch: StepBatch) -> Verification | None:
+        """The verification of a step by its pass; None if that cannot verify, or not all rows."""
+        ops, rows, tree = self._table.ops, batch.rows, batch.tree
+        if not self._runner.can_verify or self._group.size > 1 or not rows.are_all_sampling:
+            return None
+        assert isinstance(ops, TableKernels)
+        trees = VerifiedTrees(tree.tokens, tree.parents, tree.num_nodes, tree.max_depth)
+        sampling = self._table.sampling(rows.slots, rows.states)
+        return Verification.of(ops, self._runner.kv.pool, rows.slots, sampling, trees)
 
     def _verify(self, batch: StepBatch, computed: ForwardOutput) -> StepOutput:
-        """Verify the trees without a graph, and keep the accepted paths."""
+        """Verify the trees without a graph, and keep the accepted paths, unless the pass did so."""
+        if computed.verification is not None:
+            return StepOutput.of_sampled(VerifyOutput(computed.verification.outcome))
         output = self._verify_eagerly(batch, computed)
         self._commit(batch, output)
         return output
@@ -420,17 +483,19 @@ class Worker:
         others: list[DraftRequest] = []
         places: list[int] = []  # of the committed tokens of `drafting` among the step's, in order
         other_places: list[int] = []
-        for row, (state, root) in enumerate(zip(rows.states, computed.roots, strict=True)):
+        counts = batch.num_nodes
+        roots = computed.roots or [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+        for row, (state, root) in enumerate(zip(rows.states, roots, strict=True)):
             if not output.num_kept(row):
                 continue
             limit = plan.rows[row].draft_limit
             num_before, end = rows.num_known[row] - 1, state.num_computed_tokens
-            num_steps = min(limit.num_tokens, limit.num_steps)  # a tree of n nodes has n levels at most
-            useful = DraftLimit(limit.num_tokens, num_steps)
             # A graph drafts for all rows or none.
             gets_drafts = row in sampling and limit.allows_drafts and (replay is not None or not state.has_ended)
             committed = [*range(root - num_before, root + 1), *(root + node for node in output.accepted_nodes(row))]
-            (drafting if gets_drafts else others).append(DraftRequest(state.slot, end - len(committed), end, useful))
+            (drafting if gets_drafts else others).append(
+                DraftRequest(state.slot, end - len(committed), end, useful(limit))
+            )
             (places if gets_drafts else other_places).extend(committed)
 
         def gather() -> Tensor:
@@ -446,12 +511,18 @@ class Worker:
             gather if computed.aux_hidden_states else None,
             unread,
             replay if len(drafting) == len(rows.states) else None,
+            any(step.drafts_along and not step.has_ended for step in self._started),
         )
 
 
 def needs_result(state: RequestState) -> bool:
     """Whether a request's next step without drafts cannot begin before it has this step's result."""
     return state.has_ended or state.traces_drafts or needs_walk(state.sampling)
+
+
+def useful(limit: DraftLimit) -> DraftLimit:
+    """The limit without levels that no tree has: one of n nodes has n at most."""
+    return DraftLimit(limit.num_tokens, min(limit.num_tokens, limit.num_steps))
 
 
 def _deferred(state: RequestState) -> RequestResult:

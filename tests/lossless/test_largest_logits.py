@@ -40,12 +40,12 @@ def test_tokens_are_those_of_the_largest_logits(
     start = ModelRunner.start
 
     def both(
-        runner: ModelRunner, batch: InputBatch, aux_hidden_state_layers: Sequence[int], only_largest: bool = False
+        runner: ModelRunner, batch: InputBatch, layers: Sequence[int], only_largest: bool, verification: Any
     ) -> ForwardOutput:
         assert only_largest
-        whole = start(runner, batch, aux_hidden_state_layers, False)
+        whole = start(runner, batch, layers, False)
         runner.wait(whole)
-        found = start(runner, batch, aux_hidden_state_layers, True)
+        found = start(runner, batch, layers, True, verification)
         runner.wait(found)
         assert isinstance(whole.logits, torch.Tensor)
         assert isinstance(found.logits, LargestLogits)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "steps.h"
@@ -41,7 +42,7 @@ class Extension {
 
  private:
   const DraftNetwork& network_;
-  const Step& step_;
+  const Step step_;
   const int64_t* ids_;
   const void* states_;
   const int32_t type_;
@@ -105,55 +106,83 @@ struct Committed {
 };
 
 // Draft extend, and the trees of the first `growth.num_trees` requests. `growth` lacks what follows from the requests:
-// output, roots, positions, and the prefixes' KV slots. A child of the root, at `end` + 1, counts as `end`.
-inline void draft(
-    const DraftNetwork& network, const Arena& arena, const Committed& committed, Growth growth, int num_threads) {
-  const int64_t count = committed.count, size = network.sizes.hidden, num_trees = growth.num_trees;
-  const int64_t width = *std::max_element(committed.ends, committed.ends + count);
-  int64_t total = 0;
-  std::vector<int32_t> query_lens(count), kv_lens(count), tree_sizes(2 * count);
-  for (int64_t r = 0; r < count; ++r) {
-    query_lens[r] = int32_t(committed.ends[r] - committed.starts[r]);
-    kv_lens[r] = int32_t(committed.ends[r]);
-    total += query_lens[r];
+// output, roots, positions, and the prefixes' KV slots. A child of the root, at `end` + 1, counts as `end`. What the
+// arguments point to is read when all members of a team call `run`.
+class Drafting {
+ public:
+  Drafting(const DraftNetwork& network, const Arena& arena, const Committed& committed, const Growth& growth)
+      : committed_(committed), growth_(growth), size_(network.sizes.hidden), query_lens_(committed.count),
+        kv_lens_(committed.count), tree_sizes_(2 * committed.count), last_(committed.count), roots_(growth.num_trees),
+        output_(int64_t(growth.num_trees) * size_) {
+    const int64_t count = committed.count, width = *std::max_element(committed.ends, committed.ends + count);
+    int64_t total = 0;
+    for (int64_t r = 0; r < count; ++r) {
+      query_lens_[r] = int32_t(committed.ends[r] - committed.starts[r]);
+      kv_lens_[r] = int32_t(committed.ends[r]);
+      total += query_lens_[r];
+    }
+    ids_.resize(total);
+    positions_.resize(total);
+    written_.resize(total);
+    kv_slots_.resize(count * width);
+    build_extend(
+        arena, count, committed.slots, committed.starts, committed.ends, ids_.data(), positions_.data(), written_.data(),
+        last_.data());
+    gather_kv_slots(arena, count, committed.slots, nullptr, width, kv_slots_.data());
+    gather_cells(arena, growth.num_trees, committed.slots, committed.ends, 0, roots_.data());
+
+    Step step = draft_pass(network, growth, total, positions_.data(), written_.data());
+    step.requests.count = int32_t(count);
+    step.requests.slots_width = int32_t(width);
+    step.requests.query_lens = query_lens_.data();
+    step.requests.kv_lens = kv_lens_.data();
+    step.requests.tree_sizes = tree_sizes_.data();
+    step.requests.kv_slots = kv_slots_.data();
+
+    growth_.output = output_.data();
+    growth_.roots = roots_.data();
+    growth_.positions = committed.ends;
+    growth_.kv_slots = kv_slots_.data();
+    growth_.kv_lens = kv_lens_.data();
+    growth_.slots_width = int32_t(width);
+
+    if (network.fuse.data) fusion_.emplace(network, int(total));
+    const void* states = fusion_ ? fusion_->states() : committed.hidden_states;
+    extension_.emplace(network, step, ids_.data(), states, fusion_ ? int32_t(FLOAT32) : committed.type);
+    trees_.emplace(network, growth_);
   }
-  std::vector<int64_t> ids(total), positions(total), written(total), last(count), kv_slots(count * width), roots(num_trees);
-  build_extend(
-      arena, count, committed.slots, committed.starts, committed.ends, ids.data(), positions.data(), written.data(),
-      last.data());
-  gather_kv_slots(arena, count, committed.slots, nullptr, width, kv_slots.data());
-  gather_cells(arena, num_trees, committed.slots, committed.ends, 0, roots.data());
+  Drafting(const Drafting&) = delete;  // its parts point to each other
 
-  Step step = draft_pass(network, growth, total, positions.data(), written.data());
-  step.requests.count = int32_t(count);
-  step.requests.slots_width = int32_t(width);
-  step.requests.query_lens = query_lens.data();
-  step.requests.kv_lens = kv_lens.data();
-  step.requests.tree_sizes = tree_sizes.data();
-  step.requests.kv_slots = kv_slots.data();
+  // Phases of a run.
+  static int num_phases(const DraftNetwork& network, const Growth& growth) {
+    return Fusion::NUM_PHASES + Extension::num_phases(network) + 1 + TreeGrowth::num_phases(network, growth);
+  }
 
-  std::vector<float> output(num_trees * size);
-  growth.output = output.data();
-  growth.roots = roots.data();
-  growth.positions = committed.ends;
-  growth.kv_slots = kv_slots.data();
-  growth.kv_lens = kv_lens.data();
-  growth.slots_width = int32_t(width);
-
-  const bool is_fused = network.fuse.data != nullptr;
-  Fusion fusion(network, is_fused ? int(total) : 0);
-  const void* states = is_fused ? fusion.states() : committed.hidden_states;
-  Extension extension(network, step, ids.data(), states, is_fused ? int32_t(FLOAT32) : committed.type);
-  TreeGrowth trees(network, growth);
-  const int num_phases = Extension::num_phases(network) + 1 + TreeGrowth::num_phases(network, growth);
-  run_on_team(num_threads, Fusion::NUM_PHASES + num_phases, [&](Member& member) {
-    if (is_fused) fusion.run(committed.hidden_states, committed.type, member);
-    extension.run(member);
-    member.share(int(num_trees), [&](int tree) {
-      std::copy_n(extension.output(last[tree]), size, output.data() + tree * size);
+  void run(Member& member) {
+    if (fusion_) fusion_->run(committed_.hidden_states, committed_.type, member);
+    extension_->run(member);
+    member.share(growth_.num_trees, [&](int tree) {
+      std::copy_n(extension_->output(last_[tree]), size_, output_.data() + int64_t(tree) * size_);
     });
-    trees.grow(member);
-  });
+    trees_->grow(member);
+  }
+
+ private:
+  const Committed committed_;
+  Growth growth_;
+  const int size_;
+  std::vector<int32_t> query_lens_, kv_lens_, tree_sizes_;
+  std::vector<int64_t> ids_, positions_, written_, last_, kv_slots_, roots_;
+  std::vector<float> output_;
+  std::optional<Fusion> fusion_;
+  std::optional<Extension> extension_;
+  std::optional<TreeGrowth> trees_;
+};
+
+inline void draft(
+    const DraftNetwork& network, const Arena& arena, const Committed& committed, const Growth& growth, int num_threads) {
+  Drafting drafting(network, arena, committed, growth);
+  run_on_team(num_threads, Drafting::num_phases(network, growth), [&](Member& member) { drafting.run(member); });
 }
 
 }  // namespace specray

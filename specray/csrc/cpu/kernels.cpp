@@ -3,6 +3,7 @@
 // Types of activations are FLOAT32, BFLOAT16 and FLOAT16 of `Kind`.
 
 #include "draft.h"
+#include "drafted_step.h"
 #include "following.h"
 #include "layers.h"
 #include "loss.h"
@@ -151,6 +152,16 @@ int64_t specray_start_forward(
   const auto forward =
       std::make_shared<ForwardPass>(*model, layers, num_layers, *sizes, *step, *pass, *taps, num_threads);
   const int num_phases = ForwardPass::num_phases(num_layers);
+  return Teams::get().start(num_threads, num_phases, [forward](Member& member) { forward->run(member); });
+}
+
+// The same for a step with drafts after one that was started; see drafted_step.h.
+int64_t specray_start_drafted(
+    const EmbedAndHead* model, const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step,
+    const Pass* pass, const Taps* taps, const DraftedStep* drafted, int32_t num_threads) {
+  const auto forward = std::make_shared<DraftedPass>(
+      *drafted, *model, layers, num_layers, *sizes, *step, *pass, *taps, num_threads);
+  const int num_phases = DraftedPass::num_phases(*drafted, num_layers);
   return Teams::get().start(num_threads, num_phases, [forward](Member& member) { forward->run(member); });
 }
 

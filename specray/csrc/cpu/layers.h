@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "largest.h"
 #include "products.h"
 #include "screen.h"
+#include "verification.h"
 
 namespace specray {
 
@@ -41,7 +43,8 @@ struct Step {
 
 // Copies of the residual stream on its way.
 struct Taps {
-  void* const* copies;  // [layers + 1], where not null: receives what enters the layer; the last, what leaves the stack
+  // [layers + 2], where not null: receives what enters the layer; then what leaves the stack, and its norm.
+  void* const* copies;
   int32_t type;
   int32_t stride;  // elements from one row of a copy to the next
 
@@ -96,6 +99,8 @@ class Stack {
           {to_qkv_.rows(layer.qkv), to_out_.rows(layer.out), to_up_.rows(layer.gate_up), to_down_.rows(layer.down)});
     }
   }
+
+  int num_layers() const { return num_layers_; }
 
   // Phases of a run.
   static int num_phases(int num_layers) { return (BLOCKS_ARE_GROUPS ? 9 : 10) * num_layers + 1; }
@@ -205,6 +210,7 @@ struct Pass {
   float* final;      // [T, hidden]: its norm
   float* logits;     // [num_places, num_columns]; null with `largest`
   int64_t* largest;  // [num_places]: receives the tokens of the largest logits, see LargestLogits; null with `logits`
+  const Verification* verification;  // of trees whose nodes are the rows `places`; null: none
 };
 
 // A model's forward pass, with its buffers. It keeps what it is made of, but not what that points to.
@@ -218,9 +224,13 @@ class ForwardPass {
         is_screened_(pass.largest && model.screen.is_for(pass.num_places)),
         to_output_(form_of(model.output.kind), is_screened_ ? 0 : pass.num_places, sizes.hidden),
         screened_(model_.output, model_.screen, is_screened_ ? pass.num_places : 0),
-        found_(pass.largest ? pass.num_places : 0, model.num_columns, std::max(1, num_threads)) {}
+        found_(pass.largest ? pass.num_places : 0, model.num_columns, std::max(1, num_threads)) {
+    if (pass.verification) verifier_.emplace(*pass.verification);
+  }
 
-  static int num_phases(int num_layers) { return Stack::num_phases(num_layers) + 4 + ScreenedProduct::NUM_PHASES; }
+  static int num_phases(int num_layers) {
+    return Stack::num_phases(num_layers) + 4 + ScreenedProduct::NUM_PHASES + Verifier::NUM_PHASES;
+  }
 
   void run(Member& member) {
     const int count = int(step_.count), size = sizes_.hidden;
@@ -231,7 +241,9 @@ class ForwardPass {
     stack_.run(step_, nullptr, pass_.hidden, taps_, member);
     will_read(is_screened_ ? model_.screen.matrix : model_.output, member);
     member.share(count, [&](int r) {
-      norm(pass_.hidden + int64_t(r) * size, model_.norm, size, sizes_.eps, pass_.final + int64_t(r) * size);
+      float* normed = pass_.final + int64_t(r) * size;
+      norm(pass_.hidden + int64_t(r) * size, model_.norm, size, sizes_.eps, normed);
+      taps_.copy(stack_.num_layers() + 1, r, normed, size);
     });
     const auto final_row = [&](int r) { return pass_.final + (pass_.places ? pass_.places[r] : r) * size; };
     const auto keep = [&](int r, int channel, const float* values) { found_.add(member.number(), r, channel, values); };
@@ -250,6 +262,7 @@ class ForwardPass {
         multiply(model_.output, to_output_, pass_.num_places, member, write);
     }
     if (pass_.largest) member.share(1, [&](int) { found_.write(pass_.largest); });
+    if (verifier_) verifier_->run(pass_.logits, pass_.largest, member);
   }
 
  private:
@@ -263,6 +276,7 @@ class ForwardPass {
   Rows to_output_;
   ScreenedProduct screened_;
   LargestLogits found_;
+  std::optional<Verifier> verifier_;
 };
 
 }  // namespace specray

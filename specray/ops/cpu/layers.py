@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from specray.ops.cpu.attention import PagedAttend
+from specray.ops.cpu.drafted_step import DraftedStep
 from specray.ops.cpu.packed_layers import EmbedAndHead, PackedLayers
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES, Arena, Pass, Step, Taps
 from specray.ops.cpu.threads import num_threads
+from specray.ops.cpu.verification import Verification
 
 
 class StartedPass(NamedTuple):
@@ -77,11 +79,12 @@ class FusedLayers(PackedLayers):
         taps: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
         only_largest: bool = False,
+        verification: Verification | None = None,
     ) -> StartedPass:
         """Start a whole model's pass, after those that were started before, whose results it may read.
 
         `places` int64 [n] are the rows whose logits are wanted, None all. With `only_largest`, only the tokens of the
-        largest logits are.
+        largest logits are. `verification`: of trees whose nodes are these rows.
         """
         count = token_ids.shape[0]
         copies, tapped = self._copies(count, taps, dtype)
@@ -89,7 +92,7 @@ class FusedLayers(PackedLayers):
         places = None if places is None else places.contiguous()
         step = self.step(positions, attend, 0)
         kept = (attend, token_ids, positions, places, tapped)
-        return self._start(around, step, token_ids, places, (copies, tapped), only_largest, kept)
+        return self._start(around, step, token_ids, places, (copies, tapped), only_largest, kept, verification)
 
     def follow(self, around: EmbedAndHead, number: int, arena: Arena, slots: Tensor) -> StartedPass:
         """Start a pass over the tokens that another one chooses, which is not joined yet, for the same requests.
@@ -106,15 +109,38 @@ class FusedLayers(PackedLayers):
         without = self._copies(count, (), torch.float32)
         return self._start(around, step, before.logits, None, without, True, (numbers,))
 
+    def follow_drafted(
+        self,
+        around: EmbedAndHead,
+        number: int,
+        drafted: DraftedStep,
+        taps: Sequence[int],
+        dtype: torch.dtype,
+        only_largest: bool,
+    ) -> StartedPass:
+        """Start a step with drafts after another one that verifies, `number`, which is not joined yet.
+
+        Its rows are the nodes of the trees; the tensors have space for the most that there can be.
+        """
+        before = self._started[number]
+        drafted.read(before.copies)
+        copies, tapped = self._copies(drafted.most_rows, taps, dtype)
+        step = Step.from_buffer_copy(before.step)
+        step.count = drafted.most_rows
+        kept = (before.copies, drafted, tapped)
+        return self._start(around, step, None, None, (copies, tapped), only_largest, kept, drafted.after, drafted)
+
     def _start(
         self,
         around: EmbedAndHead,
         step: Step,
-        token_ids: Tensor,
+        token_ids: Tensor | None,
         places: Tensor | None,
         copies: tuple[Tensor, Taps],
         only_largest: bool,
         kept: tuple[object, ...],
+        verification: Verification | None = None,
+        drafted: DraftedStep | None = None,
     ) -> StartedPass:
         """`kept` has what `step` and `copies` point to."""
         count = step.count
@@ -132,18 +158,17 @@ class FusedLayers(PackedLayers):
             pointer(final),
             None if only_largest else pointer(logits),
             pointer(logits) if only_largest else None,
+            None if verification is None else verification.address(around.struct.num_columns),
         )
-        number = self.kernels.start_forward(
-            ctypes.byref(around.struct),
-            self.structs,
-            len(self.structs),
-            ctypes.byref(self.sizes),
-            ctypes.byref(step),
-            ctypes.byref(where),
-            ctypes.byref(copies[1]),
-            num_threads(self.num_bytes + around.num_bytes),
-        )
-        started = StartedPass(number, hidden, final, logits, copies[0], step, (around, token_ids, *kept))
+        model = (ctypes.byref(around.struct), self.structs, len(self.structs), ctypes.byref(self.sizes))
+        run = (ctypes.byref(step), ctypes.byref(where), ctypes.byref(copies[1]))
+        threads = num_threads(self.num_bytes + around.num_bytes)
+        if drafted is None:
+            number = self.kernels.start_forward(*model, *run, threads)
+        else:
+            number = self.kernels.start_drafted(*model, *run, ctypes.byref(drafted.struct), threads)
+        kept = (around, token_ids, places, verification, *kept)
+        started = StartedPass(number, hidden, final, logits, copies[0], step, kept)
         self._started[number] = started
         return started
 
@@ -162,7 +187,7 @@ class FusedLayers(PackedLayers):
         copies = torch.empty(count, len(taps) * size, dtype=dtype)
         if not taps:
             return copies, Taps(None, FLOAT_TYPES[dtype], 0)
-        addresses = (ctypes.c_void_p * (len(self.structs) + 1))()
+        addresses = (ctypes.c_void_p * (len(self.structs) + 2))()
         for number, index in enumerate(taps):
             addresses[index] = copies.data_ptr() + number * size * dtype.itemsize
         return copies, Taps(addresses, FLOAT_TYPES[dtype], len(taps) * size)

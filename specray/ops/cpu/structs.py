@@ -114,6 +114,49 @@ class EmbedAndHead(ctypes.Structure):
     )
 
 
+class Arena(ctypes.Structure):
+    """`Arena` in steps.h."""
+
+    _fields_ = (("cells", c_void_p), ("row_size", c_int64), ("kv_column", c_int64), ("length_column", c_int64))
+
+
+class DraftTrees(ctypes.Structure):
+    """`DraftTrees` in sampling.h."""
+
+    _fields_ = (
+        ("num_trees", c_int32),
+        ("width", c_int32),
+        ("max_depth", c_int32),
+        ("vocab_size", c_int32),
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("num_nodes", c_void_p),
+        ("logits", c_void_p),
+        ("choices", c_void_p),
+        ("lengths", c_void_p),
+        ("seeds", c_void_p),
+        ("temperature", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("top_k", c_void_p),
+    )
+
+
+class Verification(ctypes.Structure):
+    """`Verification` in verification.h."""
+
+    _fields_ = (
+        ("trees", DraftTrees),
+        ("arena", Arena),
+        ("slots", c_void_p),
+        ("pool", c_void_p),
+        ("num_layers", c_int64),
+        ("layer_bytes", c_int64),
+        ("slot_bytes", c_int64),
+        ("outcome", c_void_p),
+    )
+
+
 class Pass(ctypes.Structure):
     """`Pass` in layers.h."""
 
@@ -125,6 +168,7 @@ class Pass(ctypes.Structure):
         ("final", c_void_p),
         ("logits", c_void_p),
         ("largest", c_void_p),
+        ("verification", POINTER(Verification)),
     )
 
 
@@ -190,6 +234,26 @@ class Growth(ctypes.Structure):
     )
 
 
+class DraftedStep(ctypes.Structure):
+    """`DraftedStep` in drafted_step.h."""
+
+    _fields_ = (
+        ("before", Verification),
+        ("hidden_states", c_void_p),
+        ("type", c_int32),
+        ("columns", c_int32),
+        ("network", POINTER(DraftNetwork)),
+        ("growth", Growth),
+        ("most", c_void_p),
+        ("least", c_void_p),
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("numbers", c_void_p),
+        ("report", c_void_p),
+        ("draft_seconds", c_void_p),
+    )
+
+
 class Committed(ctypes.Structure):
     """`Committed` in draft.h."""
 
@@ -201,34 +265,6 @@ class Committed(ctypes.Structure):
         ("hidden_states", c_void_p),
         ("type", c_int32),
     )
-
-
-class DraftTrees(ctypes.Structure):
-    """`DraftTrees` in sampling.h."""
-
-    _fields_ = (
-        ("num_trees", c_int32),
-        ("width", c_int32),
-        ("max_depth", c_int32),
-        ("vocab_size", c_int32),
-        ("tokens", c_void_p),
-        ("parents", c_void_p),
-        ("num_nodes", c_void_p),
-        ("logits", c_void_p),
-        ("choices", c_void_p),
-        ("lengths", c_void_p),
-        ("seeds", c_void_p),
-        ("temperature", c_void_p),
-        ("top_p", c_void_p),
-        ("min_p", c_void_p),
-        ("top_k", c_void_p),
-    )
-
-
-class Arena(ctypes.Structure):
-    """`Arena` in steps.h."""
-
-    _fields_ = (("cells", c_void_p), ("row_size", c_int64), ("kv_column", c_int64), ("length_column", c_int64))
 
 
 class StepRows(ctypes.Structure):

@@ -57,11 +57,12 @@ def test_the_likeliest_are_computed_again(
         return trees
 
     monkeypatch.setattr(TreeNetwork, "grow", recorded)
-    # So that the outputs that the trees grow from can be seen.
+    # So that the outputs that the trees grow from can be seen, which they cannot where two plans are in flight either.
     monkeypatch.setattr(FusedTreeGrower, "extend_and_grow", lambda *_: None)
     speculative = eagle(3, shape=(1, 4, 4), draft_vocab_size=40)(toy, tmp_path)
     params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)
-    with make_llm(toy, speculative=speculative.model_copy(update={"draft_model_quantization": "int8"})) as llm:
+    speculative = speculative.model_copy(update={"draft_model_quantization": "int8"})
+    with make_llm(toy, speculative=speculative, disable_overlap_schedule=True) as llm:
         llm.generate([[5, 9, 11], [7, 8]], [params, params])
         assert len(calls) >= 10
         for call, (tokens, _, scores, _) in calls:

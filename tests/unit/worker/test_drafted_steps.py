@@ -1,0 +1,223 @@
+"""A step with drafts may begin before the one before it is finished: the kernels draft from what that one commits."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specray.config import EngineConfig
+from specray.ops.cpu import threads
+from specray.ops.cpu.library import kernels
+from specray.spec_decode.eagle import EagleDrafter
+from specray.spec_decode.inline_drafts import InlineDrafts
+from specray.spec_decode.predicted_output import PredictionDrafter
+from specray.step import DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRequest, StepPlan
+from specray.worker.startup import start_worker
+from specray.worker.worker import Worker
+from tests.support.distributions import OPTIONS
+from tests.support.methods import METHODS
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
+
+PROMPTS = [[0, 9, 8, 7, 6, 5, 4, 9, 8], [5, 6, 7], [0, 2, 4, 2, 4, 2, 4]]
+PAGE, NUM_PAGES = 16, 8  # of a request
+GREEDY = OPTIONS._replace(temperature=0.0, eos_token_ids=[])
+LIMIT = DraftLimit(20, 20)
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(threads, "_SMALL", 0)  # the toy model's weights are small enough for one thread
+    count: int = request.param
+    return count
+
+
+@dataclass
+class Driver:
+    """A worker with an EAGLE-3 head, and its steps."""
+
+    worker: Worker
+    ahead: bool  # whether steps begin before the ones before are finished, if they can
+    num_ahead: int = 0
+    results: list[list[RequestResult]] = field(default_factory=list)
+    broken: int | None = None  # a slot whose KV is NaN after its prompt
+
+    def run(
+        self, count: int, options: Sequence[SamplingOptions], limits: Sequence[DraftLimit] = (), **plan: Any
+    ) -> list[list[RequestResult]]:
+        """The results of a step that starts a request for each of `options` and of `count` steps more."""
+        slots, new = range(len(options)), []
+        limits = limits or [LIMIT] * len(options)
+        for slot, each in enumerate(options):
+            blocks = [1 + NUM_PAGES * slot + page for page in range(NUM_PAGES)]
+            new.append(NewRequest(slot, PROMPTS[slot], len(PROMPTS[slot]), 0, blocks, each, ""))
+        self.step(StepPlan(1, [], new, [ScheduledRequest(r.slot, 100, limits[r.slot], []) for r in new], **plan))
+        for number in range(2, 2 + count):
+            rows = [ScheduledRequest(slot, 1, limits[slot], []) for slot in slots]
+            self.step(StepPlan(number, [], [], rows, **plan))
+        while self.worker.num_started:
+            self.finish()
+        return self.results
+
+    def step(self, plan: StepPlan) -> None:
+        while self.worker.num_started and not (self.ahead and self.worker.can_begin(plan)):
+            self.finish()
+        if plan.step_id == 2 and self.broken is not None:
+            self.worker._runner.kv.pool[:, PAGE * (1 + NUM_PAGES * self.broken)] = torch.nan
+        self.num_ahead += self.worker.num_started
+        self.worker.begin(plan)
+        if self.worker.num_started > 1:
+            self.finish()
+
+    def finish(self) -> None:
+        self.results.append(self.worker.finish().rows)
+        self.worker.propose()
+
+    def emitted(self, slot: int) -> list[int]:
+        return [token for rows in self.results for token in rows[slot].token_ids]
+
+    @property
+    def head_kv(self) -> torch.Tensor:
+        """KV of the drafter: [layers, slots, ...]"""
+        drafts = self.worker.drafts
+        assert isinstance(drafts, InlineDrafts)
+        assert isinstance(drafts.drafter, PredictionDrafter)
+        assert isinstance(drafts.drafter.drafter, EagleDrafter)
+        pool: torch.Tensor = drafts.drafter.drafter._attention.pool  # type: ignore[attr-defined]
+        return pool
+
+
+def make(folder: Path, tmp_path: Path, num_threads: int, *, ahead: bool, method: str = "EAGLE3") -> Driver:
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "page_size": PAGE, "max_total_tokens": 512}
+    speculative = METHODS[method](folder, tmp_path)
+    config = EngineConfig(model=str(folder), num_threads=num_threads, speculative=speculative, **options)
+    return Driver(start_worker(config), ahead)
+
+
+SAMPLING = {
+    "greedy": [GREEDY] * 3,
+    "sampled": [GREEDY._replace(temperature=0.7, top_p=0.9, seed=row) for row in range(3)],
+    "both": [GREEDY, GREEDY._replace(temperature=1.0, seed=5), GREEDY],
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("method", ["EAGLE3", "EAGLE3-chain", "EAGLE3-wide"])
+def test_the_drafts_and_their_verification_are_the_same(
+    method: str, batch_size: int, sampling: str, toy: Path, tmp_path: Path, num_threads: int
+) -> None:
+    """Tokens, accepted nodes, numbers and scores of drafts."""
+    options = SAMPLING[sampling][:batch_size]
+    limits = [DraftLimit(20, 20, 1e-6)] * batch_size
+    expected = make(toy, tmp_path, num_threads, ahead=False, method=method).run(24, options, limits)
+    ahead = make(toy, tmp_path, num_threads, ahead=True, method=method)
+    assert ahead.run(24, options, limits) == expected
+    assert ahead.num_ahead == 23  # the prompt's step is not followed at once
+    assert batch_size == 1 or any(row.accepted_nodes for rows in expected for row in rows)
+    assert all(row.draft_scores for rows in expected[1:] for row in rows)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        [DraftLimit(2, 20), DraftLimit(20, 20), DraftLimit(1, 20)],
+        [DraftLimit(20, 20, 0.05), DraftLimit(20, 20, 0.9), DraftLimit(20, 20)],
+    ],
+    ids=["numbers", "scores"],
+)
+def test_limits_of_drafts_hold(limits: list[DraftLimit], toy: Path, tmp_path: Path, num_threads: int) -> None:
+    expected = make(toy, tmp_path, num_threads, ahead=False).run(6, SAMPLING["both"], limits)
+    ahead = make(toy, tmp_path, num_threads, ahead=True)
+    assert ahead.run(6, SAMPLING["both"], limits) == expected
+    assert ahead.num_ahead == 5
+    assert len({row.num_draft_tokens for rows in expected for row in rows}) > 1
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [[LIMIT, DraftLimit(0, 0), LIMIT], [LIMIT, DraftLimit(20, 1), LIMIT]],
+    ids=["a request without drafts", "fewer levels"],
+)
+def test_other_limits_wait_for_the_result(
+    limits: list[DraftLimit], toy: Path, tmp_path: Path, num_threads: int
+) -> None:
+    expected = make(toy, tmp_path, num_threads, ahead=False).run(4, SAMPLING["greedy"], limits)
+    ahead = make(toy, tmp_path, num_threads, ahead=True)
+    assert ahead.run(4, SAMPLING["greedy"], limits) == expected
+    assert ahead.num_ahead == 0
+
+
+def test_a_request_that_ends_takes_no_part_in_the_step_that_has_begun(
+    toy: Path, tmp_path: Path, num_threads: int
+) -> None:
+    whole = make(toy, tmp_path, num_threads, ahead=False)
+    whole.run(8, SAMPLING["greedy"])
+    end = whole.emitted(0)[6]
+    length = 1 + whole.emitted(0).index(end)
+    options = [GREEDY._replace(eos_token_ids=[end]), GREEDY, GREEDY]
+    ahead = make(toy, tmp_path, num_threads, ahead=True)
+    ahead.run(8, options)
+    assert ahead.num_ahead > 1
+    assert ahead.emitted(0)[:length] == whole.emitted(0)[:length]
+    assert len(ahead.emitted(0)) < len(whole.emitted(0))
+    assert [rows[0].is_deferred for rows in ahead.results].count(True) > 0
+    for slot in (1, 2):
+        count = min(len(ahead.emitted(slot)), len(whole.emitted(slot)))
+        assert count > length
+        assert ahead.emitted(slot)[:count] == whole.emitted(slot)[:count]
+
+
+def test_the_head_has_read_all_of_a_request_that_ended(toy: Path, tmp_path: Path, num_threads: int) -> None:
+    """Its blocks may be shared. The step after it, which reads it otherwise, is cancelled."""
+    whole = make(toy, tmp_path, num_threads, ahead=False)
+    whole.run(6, [GREEDY])
+    options = [GREEDY._replace(eos_token_ids=[whole.emitted(0)[6]])]
+    drivers = [make(toy, tmp_path, num_threads, ahead=ahead) for ahead in (False, True)]
+    for driver in drivers:
+        driver.run(6, options)
+    one_by_one, ahead = drivers
+    assert ahead.num_ahead > 1
+    assert ahead.emitted(0) == one_by_one.emitted(0)
+    used = slice(PAGE, PAGE + len(PROMPTS[0]) + len(ahead.emitted(0)) - 1)
+    torch.testing.assert_close(ahead.head_kv[:, used], one_by_one.head_kv[:, used], rtol=0, atol=0)
+    assert ahead.head_kv[:, used].abs().sum(dim=(0, 2, 3, 4)).min() > 0
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+def test_logits_that_are_not_finite_end_their_request_alone(
+    broken: int, toy: Path, tmp_path: Path, num_threads: int
+) -> None:
+    whole = make(toy, tmp_path, num_threads, ahead=False)
+    whole.run(8, SAMPLING["greedy"])
+    ahead = make(toy, tmp_path, num_threads, ahead=True)
+    ahead.broken = broken
+    ahead.run(8, SAMPLING["greedy"])
+    assert ahead.num_ahead >= 1
+    errors = [rows[broken].error for rows in ahead.results if rows[broken].error]
+    assert len(errors) == 1
+    assert "NaN" in str(errors[0])
+    for slot in {0, 1, 2} - {broken}:
+        count = min(len(ahead.emitted(slot)), len(whole.emitted(slot)))
+        assert count > 6
+        assert ahead.emitted(slot)[:count] == whole.emitted(slot)[:count]
+
+
+def test_the_time_of_drafting_is_not_that_of_the_pass(toy: Path, tmp_path: Path, num_threads: int) -> None:
+    driver = make(toy, tmp_path, num_threads, ahead=True)
+    driver.run(2, SAMPLING["greedy"])
+    worker = driver.worker
+    rows = [ScheduledRequest(slot, 1, LIMIT, []) for slot in range(3)]
+    worker.begin(StepPlan(4, [], [], rows))
+    assert worker.can_begin(StepPlan(5, [], [], rows))
+    worker.begin(StepPlan(5, [], [], rows))
+    start = time.perf_counter()
+    worker.finish()
+    times = worker.finish().times
+    assert times.draft > 0
+    assert times.forward > 0
+    assert times.draft + times.forward <= time.perf_counter() - start
