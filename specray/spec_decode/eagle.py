@@ -67,7 +67,9 @@ class EagleDrafter:
 
     def plan(self, context: ProposeContext) -> PlannedDrafts | None:
         """See FollowingDrafter."""
-        if not self._extends_in_kernels or not self._written.are_all(context.table, context.requests):
+        if context.unread_kv_slots or not self._extends_in_kernels:
+            return None
+        if not self._written.are_all(context.table, context.requests):
             return None
         return self._grower.plan(context)
 

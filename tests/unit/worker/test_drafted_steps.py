@@ -81,13 +81,17 @@ class Driver:
         return [token for rows in self.results for token in rows[slot].token_ids]
 
     @property
-    def head_kv(self) -> torch.Tensor:
-        """KV of the drafter: [layers, slots, ...]"""
+    def drafter(self) -> EagleDrafter:
         drafts = self.worker.drafts
         assert isinstance(drafts, InlineDrafts)
         assert isinstance(drafts.drafter, PredictionDrafter)
         assert isinstance(drafts.drafter.drafter, EagleDrafter)
-        pool: torch.Tensor = drafts.drafter.drafter._attention.pool  # type: ignore[attr-defined]
+        return drafts.drafter.drafter
+
+    @property
+    def head_kv(self) -> torch.Tensor:
+        """KV of the drafter: [layers, slots, ...]"""
+        pool: torch.Tensor = self.drafter._attention.pool  # type: ignore[attr-defined]
         return pool
 
 
@@ -205,6 +209,18 @@ def test_logits_that_are_not_finite_end_their_request_alone(
         count = min(len(ahead.emitted(slot)), len(whole.emitted(slot)))
         assert count > 6
         assert ahead.emitted(slot)[:count] == whole.emitted(slot)[:count]
+
+
+def test_kv_of_an_earlier_owner_is_not_taken_for_the_heads(toy: Path, tmp_path: Path, num_threads: int) -> None:
+    """Where the head was not called after a step, it has not written the KV of that step's tokens."""
+    driver = make(toy, tmp_path, num_threads, ahead=True)
+    driver.run(2, [GREEDY])
+    driver.drafter._written._is_written[:] = True  # as if all KV slots had been other requests' before
+    without, row = ScheduledRequest(0, 1, DraftLimit(0, 0), []), ScheduledRequest(0, 1, LIMIT, [])
+    driver.step(StepPlan(4, [], [], [without], runs_drafter=False))
+    driver.finish()
+    driver.step(StepPlan(5, [], [], [row]))
+    assert not driver.worker.can_begin(StepPlan(6, [], [], [row]))
 
 
 def test_the_time_of_drafting_is_not_that_of_the_pass(toy: Path, tmp_path: Path, num_threads: int) -> None:
