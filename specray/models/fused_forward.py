@@ -56,10 +56,7 @@ class FusedForward:
         taps = self._taps(aux_hidden_state_layers)
         started = self._layers.start_forward(self._around, *step, taps, self._dtype, only_largest, verification)
         logits = LargestLogits(started.logits) if only_largest else started.logits
-        parts = dict(zip(taps, started.copies.chunk(max(1, len(taps)), 1), strict=False))
-        is_whole = len(taps) == len(aux_hidden_state_layers)
-        others = [] if is_whole else [parts[self._tap(index)] for index in aux_hidden_state_layers]
-        return started.number, (started.final, logits, [started.copies] if taps and is_whole else others)
+        return started.number, (started.final, logits, self._states(started.copies, aux_hidden_state_layers))
 
     def follow(self, number: int, arena: Arena, slots: Tensor) -> tuple[int, LargestLogits]:
         """See FusedLayers: the new pass's number, and the tokens that it chooses."""
@@ -73,7 +70,7 @@ class FusedForward:
         taps = self._taps(aux_hidden_state_layers)
         started = self._layers.follow_drafted(self._around, number, drafted, taps, self._dtype, only_largest)
         logits = LargestLogits(started.logits) if only_largest else started.logits
-        return started.number, logits, [started.copies] if taps else []
+        return started.number, logits, self._states(started.copies, aux_hidden_state_layers)
 
     def wait(self, number: int) -> None:
         """Wait for a pass and those before it, and help with them."""
@@ -86,6 +83,14 @@ class FusedForward:
     def _taps(self, aux_hidden_state_layers: Sequence[int]) -> list[int]:
         """Which copies the kernels make for these aux hidden states, each of them once."""
         return list(dict.fromkeys(map(self._tap, aux_hidden_state_layers)))
+
+    def _states(self, copies: Tensor, aux_hidden_state_layers: Sequence[int]) -> list[Tensor]:
+        """These aux hidden states, from the copies side by side: one tensor, unless a layer is named twice."""
+        taps = self._taps(aux_hidden_state_layers)
+        if len(taps) == len(aux_hidden_state_layers):
+            return [copies] if taps else []
+        parts = dict(zip(taps, copies.chunk(len(taps), 1), strict=True))
+        return [parts[self._tap(layer)] for layer in aux_hidden_state_layers]
 
     def _tap(self, aux_hidden_state_layer: int) -> int:
         """Aux hidden states are counted as by TargetModel, copies as by the kernels (Taps in layers.h)."""

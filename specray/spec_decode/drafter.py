@@ -112,17 +112,17 @@ def padded_drafter(drafter: Drafter) -> PaddedDrafter | str:
 
 
 @runtime_checkable
-class FollowingDrafter(Protocol):
-    """A Drafter whose drafts the CPU kernels can make as a part of the next step, which then follows at once."""
+class DraftsAhead(Protocol):
+    """A Drafter whose drafts the CPU kernels can make before the host has the result of a step."""
 
-    def plan(self, context: ProposeContext) -> PlannedDrafts | None:
-        """The drafts after a step whose result is not known: its `requests` have not committed anything yet.
+    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
+        """What to draft after a step that still runs. `start` and `end` of its requests are their roots' positions.
 
-        None if they have to be made by `propose`.
+        None if `propose` has to make these drafts.
         """
 
-    def follow(self, context: ProposeContext) -> None:
-        """The kernels draft as planned after the step of this context."""
+    def record_ahead(self, context: ProposeContext) -> None:
+        """Take note that the kernels draft after the step of this context, as planned."""
 
 
 @runtime_checkable

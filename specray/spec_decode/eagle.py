@@ -65,16 +65,16 @@ class EagleDrafter:
         with self._inference:
             return self._propose(context)
 
-    def plan(self, context: ProposeContext) -> PlannedDrafts | None:
-        """See FollowingDrafter."""
+    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
+        """See DraftsAhead."""
         if context.unread_kv_slots or not self._extends_in_kernels:
             return None
         if not self._written.are_all(context.table, context.requests):
             return None
-        return self._grower.plan(context)
+        return self._grower.plan_ahead(context)
 
-    def follow(self, context: ProposeContext) -> None:
-        """See FollowingDrafter."""
+    def record_ahead(self, context: ProposeContext) -> None:
+        """See DraftsAhead."""
         self._written.forget(context.unread_kv_slots)
         requests = context.requests + context.unfinished
         self._written.update(context.table, requests, [request.start for request in requests])

@@ -48,19 +48,14 @@ class FusedTreeGrower(TreeGrower):
         committed = CommittedTokens(table, len(context.requests), *context.bounds, read)
         return _tree(network.draft(attention, committed, self._limits(shape), self._options(noise)), shape)
 
-    def plan(self, context: ProposeContext) -> PlannedDrafts | None:
-        """The same for requests of which it is not known yet what they commit. None where the kernels cannot do so.
-
-        The model must have all KV before the requests' `start`.
-        """
-        shape = self._limited(context)
-        limits = [request.draft_limit for request in context.requests]
-        if any(limit.num_steps < min(limit.num_tokens, shape.num_steps) for limit in limits):
-            return None  # of these trees, levels would have to be left out
+    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
+        """The same for `requests` whose step still runs; see DraftsAhead. None where the kernels cannot do so."""
         if not isinstance(context.table.ops, TableKernels) or (fused := self._fused(context)) is None:
             return None
         network, attention = fused
-        return network.plan(attention, len(limits), self._limits(shape), self._options(self._noise(context, shape)))
+        shape = self._limited(context)
+        options = self._options(self._noise(context, shape))
+        return network.plan(attention, len(context.requests), self._limits(shape), options)
 
     def _limited(self, context: ProposeContext) -> TreeShape:
         """The shape within the requests' limits."""

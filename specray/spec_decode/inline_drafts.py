@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, FollowingDrafter, composite_of
+from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftsAhead, composite_of
 from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import limit_depth
@@ -22,7 +22,6 @@ class InlineDrafts:
 
     def __init__(self, drafter: Drafter, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.drafter = drafter
-        self._following = drafter if isinstance(drafter, FollowingDrafter) else None
         self._pending = PendingTrees(num_slots, vocab_size, device)
         self._faults: list[DraftFault] = []
         self.max_draft_tokens = drafter.max_draft_tokens
@@ -35,14 +34,22 @@ class InlineDrafts:
     def scores(self) -> list[list[float]]:
         return self._pending.scores
 
-    def plan(self, context: ProposeContext) -> PlannedDrafts | None:
-        """See FollowingDrafter."""
-        return None if self._following is None else self._following.plan(context)
+    @property
+    def drafter(self) -> Drafter:
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        self._drafter, self._ahead = drafter, drafter if isinstance(drafter, DraftsAhead) else None
+
+    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
+        """See DraftsAhead."""
+        return None if self._ahead is None else self._ahead.plan_ahead(context)
 
     def submit(self, context: ProposeContext) -> None:
-        if context.is_followed:
-            assert self._following is not None
-            self._following.follow(context)
+        if context.is_drafted_ahead:
+            assert self._ahead is not None
+            self._ahead.record_ahead(context)
             return
         start = time.perf_counter()
         try:

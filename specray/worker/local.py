@@ -16,8 +16,8 @@ from specray.worker.startup import start_worker
 class LocalExecutor:
     """Runs a plan in `collect`, and drafts for the next step there.
 
-    If that step's plan is there too, its forward pass is started, so it runs while the caller handles this result. In
-    plain decoding it is started before this step is finished, so that one pass follows the other at once.
+    If that step's plan is there too, its forward pass is started, so it runs while the caller handles this result. If
+    the worker can, it is started before this step is finished, so that one pass follows the other at once.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class LocalExecutor:
 
     def _begin(self) -> None:
         """Start the steps that can be started. One that fails ends itself, not those before."""
-        while self._plans and self._failure is None and self.worker.can_begin(self._plans[0]):
-            try:
+        try:
+            while self._plans and self._failure is None and self.worker.can_begin(self._plans[0]):
                 self.worker.begin(self._plans.popleft())
-            except Exception as failure:
-                self._failure = failure
+        except Exception as failure:
+            self._failure = failure
 
     def compile_grammar(self, spec: GrammarSpec) -> None:
         """InvalidRequestError if the grammar cannot be compiled. Its requests then start at once."""

@@ -166,11 +166,13 @@ class Worker:
             for started in self._started:
                 if started.has_ended and started.computed is not None:
                     self._runner.cancel(started.computed)
+                    self._runner.wait(started.computed)
         return result
 
     def propose(self) -> None:
         """Draft for the next step; called after `finish`."""
-        self.drafts.submit(self._context)
+        context, self._context = self._context, self._nothing
+        self.drafts.submit(context)
 
     @torch.inference_mode()
     def run_loop(self) -> None:
@@ -193,15 +195,21 @@ class Worker:
         """The drafts of `plan`, for the kernels to make after a step that still runs; None if they cannot."""
         if not isinstance(self.drafts, InlineDrafts) or not self._runner.can_draft_after(computed):
             return None
-        limits, wanted = ([row.draft_limit for row in step.rows] for step in (before, plan))
-        draft = all(limit.allows_drafts for limit in limits) and all(limit.num_tokens for limit in wanted)
-        if not draft or not batch.only_decodes:
+        limits = [row.draft_limit for row in before.rows]  # of what is drafted after the step before
+        most = [row.draft_limit.num_tokens for row in plan.rows]  # of what is verified of that
+        if not batch.only_decodes or not all(most) or not all(limit.allows_drafts for limit in limits):
             return None
-        places = ((state.slot, state.num_computed_tokens) for state in batch.rows.states)
         requests = [
-            DraftRequest(slot, root, root, useful(limit)) for (slot, root), limit in zip(places, limits, strict=True)
+            DraftRequest(state.slot, state.num_computed_tokens, state.num_computed_tokens, useful(limit))
+            for state, limit in zip(batch.rows.states, limits, strict=True)
         ]
-        return self.drafts.plan(ProposeContext(self._table, requests, unread_kv_slots=self._unread))
+        drafts = self.drafts.plan_ahead(ProposeContext(self._table, requests, unread_kv_slots=self._unread))
+        # The kernels do not leave out levels of a tree.
+        if drafts is None or any(
+            limit.num_steps < min(drafts.num_levels, count) for limit, count in zip(limits, most, strict=True)
+        ):
+            return None
+        return drafts
 
     def _follow(self, plan: StepPlan) -> StartedStep:
         """Start a step over the tokens that the pass before it chooses. See `can_begin`."""
@@ -233,14 +241,15 @@ class Worker:
         start = time.perf_counter()
         assert computed.verification is not None
         limits = [row.draft_limit for row in plan.rows]
-        most = [1 + min(limit.num_tokens, drafts.num_drafts) for limit in limits]
-        least = [limit.min_score for limit in limits] if any(limit.min_score for limit in limits) else None
-        drafted = DraftedStep(computed.verification, drafts, most, least)
+        most_nodes = [1 + min(limit.num_tokens, drafts.num_drafts) for limit in limits]
+        least_scores = [limit.min_score for limit in limits] if any(limit.min_score for limit in limits) else None
+        drafted = DraftedStep(computed.verification, drafts, most_nodes, least_scores)
         layers = self.drafts.aux_hidden_state_layers if plan.runs_drafter else ()
         computed = self._runner.follow_drafted(computed, drafted, layers)
         tree = DraftTree(*drafted.trees)
-        taken = TakenTrees(tree, most, HostCopy(drafted.report))
-        batch = StepBatch(batch.rows, tree, most, None, taken)  # of `rows`, positions are those of the step before
+        taken = TakenTrees(tree, most_nodes, HostCopy(drafted.report))
+        # Positions in `rows` are those of the step before; nothing reads them once the input is made.
+        batch = StepBatch(batch.rows, tree, most_nodes, None, taken)
         return StartedStep(plan, batch, None, computed, None, 0.0, start, 0.0, follows=True)
 
     def _lead(self, plan: StepPlan) -> StartedStep:
@@ -312,11 +321,11 @@ class Worker:
             return StepResult(plan.step_id, [withheld[slot] for slot in slots], times)
         self._runner.wait(computed)
         waited = time.perf_counter()
-        if computed.drafted is not None:
-            draft_seconds = computed.drafted.seconds
-            start = max(start, self._last_end) + draft_seconds
         # A pass that follows another one begins when that one ends. Its time includes what the host did meanwhile.
         forward_seconds = waited - max(start, self._last_end)
+        if computed.drafted is not None:
+            draft_seconds = computed.drafted.seconds
+            forward_seconds = max(0.0, forward_seconds - draft_seconds)
         rows = batch.rows
         if started.has_ended:
             self._last_end = waited
@@ -330,16 +339,18 @@ class Worker:
         if computed.hidden is not None and any(state.prompt_logprobs for state in rows.states):
             prompts = compute_prompt_logprobs(self.model, batch, computed.hidden)
         output = self._verify(batch, computed) if outcome is None else outcome.output()
-        self._last_end = forwarded if outcome is None else time.perf_counter()
+        self._last_end = waited if outcome is None else time.perf_counter()
         starts = [state.num_computed_tokens for state in rows.states] if not plan.runs_drafter else []
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
         for row, scores in enumerate(self.drafts.scores):
-            results[row] = results[row]._replace(draft_scores=scores)
+            if not results[row].is_deferred:
+                results[row] = results[row]._replace(draft_scores=scores)
         if any(state.traces_drafts for state in rows.states):
             results = with_traces(results, batch, output)
         if plan.runs_drafter and self.drafts.reads_context:
             replay = None if self._graphs is None or verifying is None else self._graphs.draft(batch, verifying)
-            self._context = self._draft_context(plan, batch, output, computed, replay)
+            took_part = [not result.is_deferred for result in results]
+            self._context = self._draft_context(plan, batch, output, computed, took_part, replay)
         elif self.drafts.reads_context:
             for state, first in zip(rows.states, starts, strict=True):
                 written = self._table.host_kv_slots[state.slot, first : state.num_computed_tokens]
@@ -475,9 +486,13 @@ class Worker:
         batch: StepBatch,
         output: StepOutput,
         computed: ForwardOutput,
+        took_part: Sequence[bool],
         replay: Callable[[], DraftTree] | None,
     ) -> ProposeContext:
-        """The drafter's input: rows with finite logits, and the hidden states of the tokens they committed."""
+        """The drafter's input: rows with finite logits, and the hidden states of the tokens they committed.
+
+        `took_part`: rows that had not ended before the step.
+        """
         rows, sampling = batch.rows, set(batch.rows.sampling)
         drafting: list[DraftRequest] = []
         others: list[DraftRequest] = []
@@ -486,7 +501,7 @@ class Worker:
         counts = batch.num_nodes
         roots = computed.roots or [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
         for row, (state, root) in enumerate(zip(rows.states, roots, strict=True)):
-            if not output.num_kept(row):
+            if not output.num_kept(row) or not took_part[row]:
                 continue
             limit = plan.rows[row].draft_limit
             num_before, end = rows.num_known[row] - 1, state.num_computed_tokens
@@ -516,7 +531,7 @@ class Worker:
 
 
 def needs_result(state: RequestState) -> bool:
-    """Whether a request's next step without drafts cannot begin before it has this step's result."""
+    """Whether a request's next step cannot begin before the host has the result of this one."""
     return state.has_ended or state.traces_drafts or needs_walk(state.sampling)
 
 

@@ -30,35 +30,41 @@ class DraftedStep:
     """What such a step takes from the one before, and its trees. The tensors are there once its pass has ended."""
 
     def __init__(
-        self, before: Verification, drafts: PlannedDrafts, most: Sequence[int], least: Sequence[float] | None
+        self,
+        before: Verification,
+        drafts: PlannedDrafts,
+        most_nodes: Sequence[int],
+        least_scores: Sequence[float] | None,
     ) -> None:
         """`before` has one row for each node of its trees.
 
-        `most` are the nodes that are verified of each tree, and `least` the scores that these need; None: any.
+        At most `most_nodes` of each tree are verified, the root included, and none of a score below `least_scores`, if
+        that is not None.
         """
-        count, width = len(most), 1 + drafts.num_drafts
+        count, width = len(most_nodes), 1 + drafts.num_drafts
         tokens, parents = torch.empty(2, count, width, dtype=torch.int64).unbind()
         numbers = torch.empty(4, count, dtype=torch.int64)
         report = torch.empty(3 + width, count)
         self._seconds = ctypes.c_double(0.0)
-        self.most_rows = count * width
+        self.most_rows = sum(most_nodes)
         self.trees = VerifiedTrees(tokens, parents, numbers[0], min(drafts.num_levels, width - 1))
-        self.report = report[:2] if least is None else report  # see TreeOps.take
+        self.report = report[:2] if least_scores is None else report  # see TreeOps.take
         self.after = before.of_trees(self.trees)
-        wanted = ((ctypes.c_int64 * count)(*most), None if least is None else (ctypes.c_float * count)(*least))
+        most = (ctypes.c_int64 * count)(*most_nodes)
+        least = None if least_scores is None else (ctypes.c_float * count)(*least_scores)
         self.struct = structs.DraftedStep(
             before=before.struct,
             network=ctypes.pointer(drafts.network),
             growth=drafts.growth,
-            most=ctypes.addressof(wanted[0]),
-            least=None if wanted[1] is None else ctypes.addressof(wanted[1]),
+            most=ctypes.addressof(most),
+            least=None if least is None else ctypes.addressof(least),
             tokens=pointer(tokens),
             parents=pointer(parents),
             numbers=pointer(numbers),
             report=pointer(report),
             draft_seconds=ctypes.addressof(self._seconds),
         )
-        self._kept = before, drafts, numbers, report, wanted
+        self._kept = before, drafts, numbers, report, most, least
 
     @property
     def seconds(self) -> float:

@@ -156,6 +156,18 @@ def test_other_limits_wait_for_the_result(
     assert ahead.num_ahead == 0
 
 
+def test_a_limit_of_levels_holds_when_more_drafts_are_verified(toy: Path, tmp_path: Path, num_threads: int) -> None:
+    """The step before allowed two drafts, so that its trees could not have more levels than this request's limit."""
+    driver = make(toy, tmp_path, num_threads, ahead=True)
+    driver.run(2, [GREEDY] * 2)
+    before, after = (
+        [ScheduledRequest(0, 1, DraftLimit(count, 2), []), ScheduledRequest(1, 1, LIMIT, [])] for count in (2, 8)
+    )
+    driver.step(StepPlan(4, [], [], before))
+    assert not driver.worker.can_begin(StepPlan(5, [], [], after))
+    assert driver.worker.can_begin(StepPlan(5, [], [], before))
+
+
 def test_a_request_that_ends_takes_no_part_in_the_step_that_has_begun(
     toy: Path, tmp_path: Path, num_threads: int
 ) -> None:
@@ -176,17 +188,21 @@ def test_a_request_that_ends_takes_no_part_in_the_step_that_has_begun(
         assert ahead.emitted(slot)[:count] == whole.emitted(slot)[:count]
 
 
-def test_the_head_has_read_all_of_a_request_that_ended(toy: Path, tmp_path: Path, num_threads: int) -> None:
-    """Its blocks may be shared. The step after it, which reads it otherwise, is cancelled."""
+@pytest.mark.parametrize("others", [[], [GREEDY]], ids=["alone", "with another request"])
+def test_the_head_has_read_all_of_a_request_that_ended(
+    others: list[SamplingOptions], toy: Path, tmp_path: Path, num_threads: int
+) -> None:
+    """Its blocks may be shared. The step that has begun is cancelled, if no other request is left."""
     whole = make(toy, tmp_path, num_threads, ahead=False)
     whole.run(6, [GREEDY])
-    options = [GREEDY._replace(eos_token_ids=[whole.emitted(0)[6]])]
+    options = [GREEDY._replace(eos_token_ids=[whole.emitted(0)[6]]), *others]
     drivers = [make(toy, tmp_path, num_threads, ahead=ahead) for ahead in (False, True)]
     for driver in drivers:
         driver.run(6, options)
     one_by_one, ahead = drivers
     assert ahead.num_ahead > 1
     assert ahead.emitted(0) == one_by_one.emitted(0)
+    assert ahead.head_kv[:, :PAGE].count_nonzero() == 0
     used = slice(PAGE, PAGE + len(PROMPTS[0]) + len(ahead.emitted(0)) - 1)
     torch.testing.assert_close(ahead.head_kv[:, used], one_by_one.head_kv[:, used], rtol=0, atol=0)
     assert ahead.head_kv[:, used].abs().sum(dim=(0, 2, 3, 4)).min() > 0
