@@ -55,8 +55,8 @@ class DraftedPass {
   }
 
  private:
-  // Finds what the step before committed. A request whose logits were not finite, which has ended, counts as one that kept
-  // its root.
+  // Finds what the step before committed, whose tokens are in the table already. A request whose logits were not finite has
+  // ended; so that it has a row, it counts as one that kept its root, and its next token is whatever the table has there.
   void begin() {
     start_ = std::chrono::steady_clock::now();
     const Verification& before = drafted_.before;
@@ -96,22 +96,10 @@ class DraftedPass {
 
   // Takes the trees, and makes the pass over their nodes.
   void make_pass() {
+    take_grown_trees();
     const Verification& before = drafted_.before;
     const int count = before.trees.num_trees, width = 1 + drafted_.growth.num_drafts;
-    const PendingTrees grown{
-        grown_tokens_.data(), grown_parents_.data(), num_grown_.data(), grown_scores_.data(), width};
-    std::vector<int64_t> places(count), roots(count);
-    std::iota(places.begin(), places.end(), 0);
-    gather_cells(before.arena, count, before.slots, ends_.data(), 0, roots.data());
     const int64_t* num_nodes = drafted_.numbers;
-    take_trees(
-        grown, count, places.data(), roots.data(), drafted_.most, drafted_.least, model_.num_columns, drafted_.tokens,
-        drafted_.parents, drafted_.numbers);
-    for (int i = 0; i < 3 * count; ++i) drafted_.report[i] = float(drafted_.numbers[count + i]);
-    for (int r = 0; r < count; ++r)
-      for (int node = 0; node < width; ++node)
-        drafted_.report[(3 + node) * count + r] = grown_scores_[int64_t(r) * width + node];
-
     int64_t kv_width = 0;
     for (int r = 0; r < count; ++r) {
       query_lens_.push_back(int32_t(num_nodes[r]));
@@ -137,6 +125,24 @@ class DraftedPass {
     forward_ = std::make_unique<ForwardPass>(model_, layers_, num_layers_, sizes_, step_, pass_, taps_, num_threads_);
     *drafted_.draft_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
     has_pass_.store(true, std::memory_order_release);
+  }
+
+  void take_grown_trees() {
+    const Verification& before = drafted_.before;
+    const int count = before.trees.num_trees, width = 1 + drafted_.growth.num_drafts;
+    const PendingTrees grown{
+        grown_tokens_.data(), grown_parents_.data(), num_grown_.data(), grown_scores_.data(), width};
+    std::vector<int64_t> places(count), roots(count);
+    std::iota(places.begin(), places.end(), 0);
+    gather_cells(before.arena, count, before.slots, ends_.data(), 0, roots.data());
+    take_trees(
+        grown, count, places.data(), roots.data(), drafted_.most, drafted_.least, model_.num_columns, drafted_.tokens,
+        drafted_.parents, drafted_.numbers);
+    constexpr int NUM_COUNTS = 3;  // rows of the report before the scores
+    for (int i = 0; i < NUM_COUNTS * count; ++i) drafted_.report[i] = float(drafted_.numbers[count + i]);
+    for (int r = 0; r < count; ++r)
+      for (int node = 0; node < width; ++node)
+        drafted_.report[(NUM_COUNTS + node) * count + r] = grown_scores_[int64_t(r) * width + node];
   }
 
   const DraftedStep drafted_;

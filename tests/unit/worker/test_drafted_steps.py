@@ -12,9 +12,12 @@ import torch
 from specray.config import EngineConfig
 from specray.ops.cpu import threads
 from specray.ops.cpu.library import kernels
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import Drafter
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.predicted_output import PredictionDrafter
+from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
@@ -42,6 +45,7 @@ class Driver:
 
     worker: Worker
     ahead: bool  # whether steps begin before the ones before are finished, if they can
+    predicted: Sequence[int] = ()  # by the client, of the first request
     num_ahead: int = 0
     results: list[list[RequestResult]] = field(default_factory=list)
     broken: int | None = None  # a slot whose KV is NaN after its prompt
@@ -54,7 +58,9 @@ class Driver:
         limits = limits or [LIMIT] * len(options)
         for slot, each in enumerate(options):
             blocks = [1 + NUM_PAGES * slot + page for page in range(NUM_PAGES)]
-            new.append(NewRequest(slot, PROMPTS[slot], len(PROMPTS[slot]), 0, blocks, each, ""))
+            predicted = () if slot else self.predicted
+            prompt = (PROMPTS[slot], len(PROMPTS[slot]), 0)
+            new.append(NewRequest(slot, *prompt, blocks, each, "", predicted_token_ids=predicted))
         self.step(StepPlan(1, [], new, [ScheduledRequest(r.slot, 100, limits[r.slot], []) for r in new], **plan))
         for number in range(2, 2 + count):
             rows = [ScheduledRequest(slot, 1, limits[slot], []) for slot in slots]
@@ -225,6 +231,44 @@ def test_logits_that_are_not_finite_end_their_request_alone(
         count = min(len(ahead.emitted(slot)), len(whole.emitted(slot)))
         assert count > 6
         assert ahead.emitted(slot)[:count] == whole.emitted(slot)[:count]
+
+
+class Watched:
+    """A drafter that has to be asked for each tree."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.max_draft_tokens = drafter.max_draft_tokens
+        self.aux_hidden_state_layers = drafter.aux_hidden_state_layers
+        self.reads_next_token = drafter.reads_next_token
+        self.release, self._propose = drafter.release, drafter.propose
+        self.num_asked = 0
+
+    def propose(self, context: ProposeContext) -> DraftTree:
+        self.num_asked += 1
+        return self._propose(context)
+
+
+def test_a_drafter_that_takes_the_heads_place_is_asked(toy: Path, tmp_path: Path, num_threads: int) -> None:
+    expected = make(toy, tmp_path, num_threads, ahead=False).run(4, SAMPLING["both"])
+    driver = make(toy, tmp_path, num_threads, ahead=True)
+    drafts = driver.worker.drafts
+    assert isinstance(drafts, InlineDrafts)
+    drafts.drafter = watched = Watched(drafts.drafter)
+    assert driver.run(4, SAMPLING["both"]) == expected
+    assert (driver.num_ahead, watched.num_asked) == (0, 5)
+
+
+def test_a_predicted_output_is_followed_by_the_host(toy: Path, tmp_path: Path, num_threads: int) -> None:
+    whole = make(toy, tmp_path, num_threads, ahead=False)
+    whole.run(8, SAMPLING["greedy"])
+    found = []
+    for ahead in (False, True):
+        driver = make(toy, tmp_path, num_threads, ahead=ahead)
+        driver.predicted = whole.emitted(0)
+        found.append(driver.run(4, SAMPLING["greedy"]))
+    assert driver.num_ahead == 0
+    assert found[0] == found[1]
+    assert any(row.accepted_nodes for rows in found[0] for row in rows)
 
 
 def test_kv_of_an_earlier_owner_is_not_taken_for_the_heads(toy: Path, tmp_path: Path, num_threads: int) -> None:
