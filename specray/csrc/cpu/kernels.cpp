@@ -257,18 +257,11 @@ void specray_sample(
   });
 }
 
-// Walks draft trees: num_tokens [B], tokens and nodes [B, max_depth + 1]; see sampling.h.
-// outcome [num_trees, 2 + 2 * levels] receives the number of tokens twice, the tokens, and the nodes from the root on.
+// Walks draft trees; see walk_to in sampling.h.
 void specray_walk(const DraftTrees* trees, int64_t* outcome, int32_t num_threads) {
-  const int64_t levels = trees->max_depth + 1;
-  std::vector<int64_t> roots(trees->num_trees);
-  for (int tree = 1; tree < trees->num_trees; ++tree) roots[tree] = roots[tree - 1] + trees->num_nodes[tree - 1];
   run_on_team(num_threads, 1, [&](Member& member) {
     Sampler sample(trees->vocab_size);
-    member.share(trees->num_trees, [&](int tree) {
-      int64_t* row = outcome + tree * (2 + 2 * levels);
-      row[0] = row[1] = walk(*trees, tree, roots[tree], sample, row + 2, row + 2 + levels);
-    });
+    member.share(trees->num_trees, [&](int tree) { walk_to(*trees, tree, sample, outcome); });
   });
 }
 

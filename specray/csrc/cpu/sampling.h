@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "noise.h"
@@ -186,6 +187,14 @@ inline int64_t walk(const DraftTrees& trees, int tree, int64_t root, Sampler& sa
     if (child == trees.num_nodes[tree]) return depth + 1;
     node = child;
   }
+}
+
+// The same to the tree's row of outcome [num_trees, 2 + 2 * (max_depth + 1)]: the number of tokens twice, the tokens, and
+// the nodes from the root on.
+inline void walk_to(const DraftTrees& trees, int tree, Sampler& sample, int64_t* outcome) {
+  const int64_t levels = trees.max_depth + 1, root = std::accumulate(trees.num_nodes, trees.num_nodes + tree, int64_t{0});
+  int64_t* row = outcome + tree * (2 + 2 * levels);
+  row[0] = row[1] = walk(trees, tree, root, sample, row + 2, row + 2 + levels);
 }
 
 }  // namespace specray

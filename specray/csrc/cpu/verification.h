@@ -1,7 +1,6 @@
 // Verification of draft trees as a part of the pass that computes their logits.
 #pragma once
 
-#include <numeric>
 #include <vector>
 
 #include "kv_pool.h"
@@ -38,12 +37,9 @@ class Verifier {
     trees.choices = choices;
     trees.lengths = lengths_.data();
     Sampler sample(trees.vocab_size);
-    const int64_t width = verification_.outcome_width(), levels = trees.max_depth + 1;
     member.share(trees.num_trees, [&](int tree) {
       lengths_[tree] = length(tree);
-      const int64_t root = std::accumulate(trees.num_nodes, trees.num_nodes + tree, int64_t{0});
-      int64_t* row = verification_.outcome + tree * width;
-      row[0] = row[1] = walk(trees, tree, root, sample, row + 2, row + 2 + levels);
+      walk_to(trees, tree, sample, verification_.outcome);
     });
     member.share(1, [&](int) { commit(); });
   }
