@@ -20,14 +20,13 @@ class StartedPass(NamedTuple):
     """A whole model's pass. Its results are there once `FusedLayers.join` has returned."""
 
     number: int  # among the runs of this process's kernels
-    hidden: Tensor  # float32 [T, H], the stream that leaves the last layer
-    final: Tensor  # float32 [T, H], its norm
+    final: Tensor  # float32 [T, H], the norm of the stream that leaves the last layer
     # float32 [n, V] of the rows `places` or of all; or the tokens of the largest logits, int64 [n], -1 where logits
     # are not finite
     logits: Tensor
     copies: Tensor  # of the stream, see `FusedLayers.__call__`
     step: Step
-    kept: tuple[object, ...]  # what the kernels read
+    kept: tuple[object, ...]  # what else the kernels read or write
 
 
 class FusedLayers(PackedLayers):
@@ -167,8 +166,8 @@ class FusedLayers(PackedLayers):
             number = self.kernels.start_forward(*model, *run, threads)
         else:
             number = self.kernels.start_drafted(*model, *run, ctypes.byref(drafted.struct), threads)
-        kept = (around, token_ids, places, verification, *kept)
-        started = StartedPass(number, hidden, final, logits, copies[0], step, kept)
+        kept = (around, token_ids, places, hidden, verification, *kept)
+        started = StartedPass(number, final, logits, copies[0], step, kept)
         self._started[number] = started
         return started
 
