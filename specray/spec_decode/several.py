@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, SharesKVSlots
+from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftsAhead, SharesKVSlots
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
+from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.shadow_trees import ShadowTrees
 from specray.spec_decode.tree_edits import merge_trees
 from specray.step import DrafterUse
@@ -55,6 +57,31 @@ class SeveralDrafters:
                 trees.append(drafted)
         return merge_trees(context.roots(), trees)
 
+    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
+        """See DraftsAhead."""
+        states = [context.table.states[request.slot] for request in context.requests]
+        name, *others = {self._owner(state) for state in states}
+        drafter = self.members[name]
+        if others or self._unread.get(name) or any(state.shadow for state in states):
+            return None
+        # The kernels give it all of the hidden states that they keep.
+        if not isinstance(drafter, DraftsAhead) or drafter.aux_hidden_state_layers != self.aux_hidden_state_layers:
+            return None
+        planned = drafter.plan_ahead(context)
+        return None if planned is None else planned._replace(drafter=name)
+
+    def record_ahead(self, context: ProposeContext) -> None:
+        """See DraftsAhead."""
+        requests = _all(context)
+        name = self._owner(context.table.states[requests[0].slot])  # all have the same
+        drafter = self.members[name]
+        assert isinstance(drafter, DraftsAhead)
+        for other, sharing in self._sharing.items():
+            if other != name:
+                self._unread[other].update(context.unread_kv_slots)
+                sharing.forget_kv(context.table, requests)
+        drafter.record_ahead(context)
+
     def release(self, slots: Sequence[int]) -> None:
         for name, drafter in self.members.items():
             drafter.release(slots)
@@ -67,13 +94,17 @@ class SeveralDrafters:
     def _part(self, name: str, context: ProposeContext) -> "_Part":
         """What `name` sees of a step."""
         states = context.table.states
-        owners = {request.slot: states[request.slot].drafter for request in _all(context)}
-        own = {slot for slot, owner in owners.items() if (owner if owner in self.members else self._first) == name}
+        owners = {request.slot: self._owner(states[request.slot]) for request in _all(context)}
+        own = {slot for slot, owner in owners.items() if owner == name}
         drafted = own | {slot for slot in owners if states[slot].shadow == name}
         is_reader = name in self._sharing
         read = {r.slot for r in _all(context) if is_reader and r.start < states[r.slot].num_prompt_tokens}
         places = [place for place, request in enumerate(context.requests) if request.slot in drafted]
         return _Part(drafted | read, places, [context.requests[place].slot in own for place in places])
+
+    def _owner(self, state: RequestState) -> str:
+        """The name of a request's drafter."""
+        return state.drafter if state.drafter in self.members else self._first
 
     def _draft(self, name: str, part: "_Part", context: ProposeContext) -> tuple[Tensor, DraftTree] | None:
         """The places in the batch that get this drafter's trees, and the trees; None if there are none."""

@@ -24,6 +24,7 @@ class PlannedDrafts(NamedTuple):
     network: structs.DraftNetwork
     growth: structs.Growth  # without what the trees grow from, and where they go
     kept: tuple[object, ...]  # what these point to
+    drafter: str = ""  # which of several drafters it is
 
 
 class DraftedStep:
@@ -46,6 +47,7 @@ class DraftedStep:
         numbers = torch.empty(4, count, dtype=torch.int64)
         report = torch.empty(3 + width, count)
         self._seconds = ctypes.c_double(0.0)
+        self.drafter = drafts.drafter
         self.most_rows = sum(most_nodes)
         self.trees = VerifiedTrees(tokens, parents, numbers[0], min(drafts.num_levels, width - 1))
         self.report = report[:2] if least_scores is None else report  # see TreeOps.take

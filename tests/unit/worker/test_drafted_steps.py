@@ -13,16 +13,16 @@ from specray.config import EngineConfig
 from specray.ops.cpu import threads
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter
+from specray.spec_decode.drafter import Drafter, composite_of
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.predicted_output import PredictionDrafter
 from specray.spec_decode.propose_context import ProposeContext
-from specray.step import DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRequest, StepPlan
+from specray.step import DrafterUse, DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 from tests.support.distributions import OPTIONS
-from tests.support.methods import METHODS
+from tests.support.methods import METHODS, Make, eagle, ngram, several
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
 
@@ -46,8 +46,10 @@ class Driver:
     worker: Worker
     ahead: bool  # whether steps begin before the ones before are finished, if they can
     predicted: Sequence[int] = ()  # by the client, of the first request
+    drafters: Sequence[tuple[str, str]] = (("", ""),) * 3  # of several: those of each request, and their shadows
     num_ahead: int = 0
     results: list[list[RequestResult]] = field(default_factory=list)
+    uses: list[list[DrafterUse]] = field(default_factory=list)
     broken: int | None = None  # a slot whose KV is NaN after its prompt
 
     def run(
@@ -60,7 +62,9 @@ class Driver:
             blocks = [1 + NUM_PAGES * slot + page for page in range(NUM_PAGES)]
             predicted = () if slot else self.predicted
             prompt = (PROMPTS[slot], len(PROMPTS[slot]), 0)
-            new.append(NewRequest(slot, *prompt, blocks, each, "", predicted_token_ids=predicted))
+            drafter, shadow = self.drafters[slot]
+            request = NewRequest(slot, *prompt, blocks, each, "", predicted_token_ids=predicted)
+            new.append(request._replace(drafter=drafter, shadow=shadow))
         self.step(StepPlan(1, [], new, [ScheduledRequest(r.slot, 100, limits[r.slot], []) for r in new], **plan))
         for number in range(2, 2 + count):
             rows = [ScheduledRequest(slot, 1, limits[slot], []) for slot in slots]
@@ -80,7 +84,9 @@ class Driver:
             self.finish()
 
     def finish(self) -> None:
-        self.results.append(self.worker.finish().rows)
+        result = self.worker.finish()
+        self.results.append(result.rows)
+        self.uses.append(list(result.drafters))
         self.worker.propose()
 
     def emitted(self, slot: int) -> list[int]:
@@ -101,9 +107,9 @@ class Driver:
         return pool
 
 
-def make(folder: Path, tmp_path: Path, num_threads: int, *, ahead: bool, method: str = "EAGLE3") -> Driver:
+def make(folder: Path, tmp_path: Path, num_threads: int, *, ahead: bool, method: str | Make = "EAGLE3") -> Driver:
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "page_size": PAGE, "max_total_tokens": 512}
-    speculative = METHODS[method](folder, tmp_path)
+    speculative = (METHODS[method] if isinstance(method, str) else method)(folder, tmp_path)
     config = EngineConfig(model=str(folder), num_threads=num_threads, speculative=speculative, **options)
     return Driver(start_worker(config), ahead)
 
@@ -269,6 +275,54 @@ def test_a_predicted_output_is_followed_by_the_host(toy: Path, tmp_path: Path, n
     assert driver.num_ahead == 0
     assert found[0] == found[1]
     assert any(row.accepted_nodes for rows in found[0] for row in rows)
+
+
+HEADS = several(head=eagle(3, draft_vocab_size=40), other=eagle(3, shape=(3, 2, 6)), lookup=ngram())
+
+
+def test_one_of_several_drafters_drafts_ahead(toy: Path, tmp_path: Path, num_threads: int) -> None:
+    """If it is the drafter of all requests. The others learn which KV slots these have got."""
+    found = []
+    for ahead in (False, True):
+        driver = make(toy, tmp_path, num_threads, ahead=ahead, method=HEADS)
+        found.append(driver.run(12, SAMPLING["both"]))
+    assert found[0] == found[1]
+    assert driver.num_ahead == 11
+    assert all([use.drafter for use in uses] == ["head"] for uses in driver.uses[2:])
+    assert all(uses[0].seconds > 0 for uses in driver.uses[2:])
+    drafts = driver.worker.drafts
+    assert isinstance(drafts, InlineDrafts)
+    composite = composite_of(drafts.drafter)
+    assert composite is not None
+    other = composite.members["other"]
+    assert isinstance(other, EagleDrafter)
+    block = PAGE * 30
+    other._written._is_written[block : block + PAGE] = True  # another request's, which had this block before
+    for number, blocks in enumerate([[], [30], []], 20):
+        driver.step(StepPlan(number, [], [], [ScheduledRequest(slot, 1, LIMIT, blocks[slot:]) for slot in range(3)]))
+    assert driver.num_ahead == 13
+    assert not other._written._is_written[block : block + PAGE].any()
+
+
+@pytest.mark.parametrize(
+    "drafters",
+    [
+        [("head", ""), ("other", ""), ("head", "")],
+        [("head", ""), ("head", "lookup"), ("head", "")],
+        [("lookup", "")] * 3,
+    ],
+    ids=["two heads", "a shadow", "n-grams"],
+)
+def test_other_requests_of_several_drafters_wait_for_the_result(
+    drafters: list[tuple[str, str]], toy: Path, tmp_path: Path, num_threads: int
+) -> None:
+    found = []
+    for ahead in (False, True):
+        driver = make(toy, tmp_path, num_threads, ahead=ahead, method=HEADS)
+        driver.drafters = drafters
+        found.append(driver.run(4, SAMPLING["both"]))
+    assert found[0] == found[1]
+    assert driver.num_ahead == 0
 
 
 def test_kv_of_an_earlier_owner_is_not_taken_for_the_heads(toy: Path, tmp_path: Path, num_threads: int) -> None:
