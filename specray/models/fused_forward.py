@@ -49,12 +49,28 @@ class FusedForward:
         aux_hidden_state_layers: Sequence[int] = (),
         only_largest: bool = False,
         verification: Verification | None = None,
+        read_lens: Sequence[int] | None = None,
     ) -> tuple[int, tuple[Tensor, Tensor | LargestLogits, list[Tensor]]]:
-        """Start a pass; returns its number and its results, which are there after `wait`."""
+        """Start a pass; returns its number and its results, which are there after `wait`.
+
+        `read_lens`: of how many of each request's last rows anything but aux hidden states is read, None of all.
+        """
         assert isinstance(attend, PagedAttend)
-        step = (token_ids, positions, attend, places)
         taps = self._taps(aux_hidden_state_layers)
-        started = self._layers.start_forward(self._around, *step, taps, self._dtype, only_largest, verification)
+        if max(taps, default=0) >= len(self._layers.structs):  # after the last layer, which computes them for all rows
+            read_lens = None
+        started = self._layers.start_forward(
+            self._around,
+            token_ids,
+            positions,
+            attend,
+            places,
+            taps,
+            self._dtype,
+            only_largest,
+            verification,
+            read_lens,
+        )
         logits = LargestLogits(started.logits) if only_largest else started.logits
         return started.number, (started.final, logits, self._states(started.copies, aux_hidden_state_layers))
 

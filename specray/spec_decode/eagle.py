@@ -125,7 +125,7 @@ class EagleDrafter:
     def _extend(
         self, context: ProposeContext, requests: list[DraftRequest], visible: tuple[Tensor, list[int]]
     ) -> Tensor:
-        """Draft extend; returns the head's output [requests, H] at each request's last position."""
+        """Draft extend; returns the head's output [requests, H] at the last position of each that gets a tree."""
         table, (kv_slots, kv_lens) = context.table, visible
         slots, starts, ends = context.bounds
         lengths = [request.end - request.start for request in requests]
@@ -134,7 +134,12 @@ class EagleDrafter:
         batch = AttentionBatch(lengths, kv_lens, kv_slots, slot_mapping, sizes, window=self._head.window)
         assert context.aux_hidden_states is not None
         states = self._head.fuse(context.aux_hidden_states)
-        output = self._run_head(token_ids, states, positions, self._attention.plan(batch))
+        attend, network = self._attention.plan(batch), self._head.network
+        if self._extends_in_kernels and network is not None:
+            read_lens = [1] * len(context.requests) + [0] * len(context.unfinished)
+            output = network.extend(token_ids, states, positions, attend, read_lens)
+        else:
+            output = self._run_head(token_ids, states, positions, attend)
         return output.index_select(0, last)
 
 

@@ -83,6 +83,7 @@ class InputBatch(NamedTuple):
     attention: AttentionBatch
     roots: list[int]  # place of each row's root; its nodes follow in order
     node_places: Tensor | None  # int64 [M], places of the nodes of the rows that sample; None: all T
+    read_lens: list[int] | None = None  # the output of so many last tokens of each row is read; None: of all
 
 
 def build_batch(table: RequestTable, batch: StepBatch) -> InputBatch:
@@ -110,4 +111,5 @@ def build_batch(table: RequestTable, batch: StepBatch) -> InputBatch:
     selected = torch.from_numpy(sampling).to(table.device)
     nodes = RaggedIndex.of(tree.num_nodes.index_select(0, selected), num_sampled)
     node_places = flat.roots.index_select(0, selected).index_select(0, nodes.rows) + nodes.offsets
-    return InputBatch(flat.token_ids, flat.positions, attention, roots, node_places)
+    read_lens = None if any(state.prompt_logprobs for state in rows.states) else num_nodes
+    return InputBatch(flat.token_ids, flat.positions, attention, roots, node_places, read_lens)

@@ -20,7 +20,9 @@ from specray.worker.kv_cache import KVCache
 class ForwardOutput(NamedTuple):
     """What a forward pass over T tokens returns."""
 
-    hidden: Tensor | None  # [T, hidden], after the final norm; None in a graph, and of a pass that follows another
+    # [T, hidden], after the final norm, where InputBatch.read_lens says so; None in a graph, and of a pass that follows
+    # another one
+    hidden: Tensor | None
     # float32 [M, V], of the nodes of the rows that sample; None if a graph verifies them
     logits: Tensor | LargestLogits | None
     aux_hidden_states: list[Tensor]  # each [T, any], to be concatenated
@@ -68,7 +70,7 @@ class ModelRunner:
         attend = self.attention.plan(batch.attention)
         step = (batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers, only_largest)
         if isinstance(self._forward, FusedForward):
-            number, computed = self._forward.start(*step, verification)
+            number, computed = self._forward.start(*step, verification, batch.read_lens)
             self._open.add(number)
             return ForwardOutput(*computed, batch.roots, number, verification)
         return ForwardOutput(*self._forward(*step), batch.roots)

@@ -37,7 +37,7 @@ class Extension {
     stack_.run(step_, is_projected_ ? streams_.data() : x_.data(), streams_.data(), Taps{}, member);
   }
 
-  // What leaves the last layer at a row, [hidden].
+  // What leaves the last layer at a row that is read, [hidden].
   const float* output(int64_t r) const { return streams_.data() + r * size_; }
 
  private:
@@ -85,7 +85,7 @@ class Fusion {
   std::vector<float> states_;
 };
 
-// Draft extend: to what leaves the last layer, `output` [T, hidden] of the states' type.
+// Draft extend: to what leaves the last layer, where that is read, `output` [T, hidden] of the states' type.
 inline void extend(
     const DraftNetwork& network, const Step& step, const int64_t* ids, const void* states, void* output, int32_t type,
     int num_threads) {
@@ -112,7 +112,8 @@ class Drafting {
  public:
   Drafting(const DraftNetwork& network, const Arena& arena, const Committed& committed, const Growth& growth)
       : committed_(committed), growth_(growth), size_(network.sizes.hidden), query_lens_(committed.count),
-        kv_lens_(committed.count), tree_sizes_(2 * committed.count), last_(committed.count), roots_(growth.num_trees),
+        kv_lens_(committed.count), tree_sizes_(2 * committed.count), read_lens_(committed.count), last_(committed.count),
+        roots_(growth.num_trees),
         output_(int64_t(growth.num_trees) * size_) {
     const int64_t count = committed.count, width = *std::max_element(committed.ends, committed.ends + count);
     int64_t total = 0;
@@ -130,6 +131,7 @@ class Drafting {
         last_.data());
     gather_kv_slots(arena, count, committed.slots, nullptr, width, kv_slots_.data());
     gather_cells(arena, growth.num_trees, committed.slots, committed.ends, 0, roots_.data());
+    std::fill_n(read_lens_.begin(), growth.num_trees, 1);
 
     Step step = draft_pass(network, growth, total, positions_.data(), written_.data());
     step.requests.count = int32_t(count);
@@ -138,6 +140,7 @@ class Drafting {
     step.requests.kv_lens = kv_lens_.data();
     step.requests.tree_sizes = tree_sizes_.data();
     step.requests.kv_slots = kv_slots_.data();
+    step.read_lens = read_lens_.data();
 
     growth_.output = output_.data();
     growth_.roots = roots_.data();
@@ -171,7 +174,7 @@ class Drafting {
   const Committed committed_;
   Growth growth_;
   const int size_;
-  std::vector<int32_t> query_lens_, kv_lens_, tree_sizes_;
+  std::vector<int32_t> query_lens_, kv_lens_, tree_sizes_, read_lens_;
   std::vector<int64_t> ids_, positions_, written_, last_, kv_slots_, roots_;
   std::vector<float> output_;
   std::optional<Fusion> fusion_;

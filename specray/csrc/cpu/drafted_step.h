@@ -119,6 +119,7 @@ class DraftedPass {
     const int64_t* kv_slots = numbers_.data() + 3 * total + count;
     step_.requests = {count, int32_t(kv_width), width, width, step_.requests.window, query_lens_.data(), kv_lens_.data(),
                       tree_sizes_.data(), kv_slots, ancestors_.data()};
+    step_.read_lens = nullptr;
     pass_.ids = numbers_.data();
     pass_.places = nullptr;
     pass_.num_places = int32_t(total);

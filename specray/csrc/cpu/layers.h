@@ -39,6 +39,22 @@ struct Step {
   Requests requests;
   Pool pool;            // of the first layer
   int64_t layer_bytes;  // from one layer's pool to the next
+  const int32_t* read_lens;  // [requests]: of how many of a request's last rows the output is read; null: of all rows
+};
+
+// The rows of a step whose output is read. The others' keys and values are all that they give to the last layer.
+struct ReadRows {
+  Requests requests;  // with these rows as queries
+  std::vector<int64_t> rows;
+
+  explicit ReadRows(const Step& step) : requests(step.requests) {
+    requests.query_lens = step.read_lens;
+    int64_t end = 0;
+    for (int request = 0; request < requests.count; ++request) {
+      end += step.requests.query_lens[request];
+      for (int64_t row = end - step.read_lens[request]; row < end; ++row) rows.push_back(row);
+    }
+  }
 };
 
 // Copies of the residual stream on its way.
@@ -103,14 +119,19 @@ class Stack {
   int num_layers() const { return num_layers_; }
 
   // Phases of a run.
-  static int num_phases(int num_layers) { return (BLOCKS_ARE_GROUPS ? 9 : 10) * num_layers + 1; }
+  static int num_phases(int num_layers) { return (BLOCKS_ARE_GROUPS ? 9 : 10) * num_layers + 2; }
 
   // Runs the layers on the residual stream `hidden` [T, hidden], in place. `first_input`
-  // [T, qkv.ins] is what the first layer reads if it has no input norm.
+  // [T, qkv.ins] is what the first layer reads if it has no input norm. Rows whose output is not read are left as they
+  // enter the last layer.
   void run(const Step& step, const float* first_input, float* hidden, const Taps& taps, Member& member) {
-    const int count = int(step.count), size = sizes_.hidden;
+    const int size = sizes_.hidden, most = most_queries(step.pool, sizes_.num_heads);
     std::vector<float> row(size);
-    const Queries queries(step.requests, most_queries(step.pool, sizes_.num_heads));
+    const Requests* requests = &step.requests;
+    Queries queries(*requests, most);
+    std::optional<ReadRows> read;
+    if (step.read_lens) read.emplace(step);
+    int count = int(step.count);
     for (int i = 0; i < num_layers_; ++i) {
       const Layer& layer = layers_[i];
       const Inputs& inputs = inputs_[i];
@@ -132,16 +153,25 @@ class Stack {
         std::copy(values, values + columns, qkv_.data() + int64_t(r) * width_ + channel);
       });
       member.share(count, [&](int r) { finish_qkv(layer, step, pool, r); });
-      attend_any(pool, step.requests, queries, sizes_.num_heads, qkv_.data(), width_, seen_.data(), member);
+      const bool are_chosen = read && i + 1 == num_layers_;
+      if (are_chosen) {
+        member.share(1, [&](int) { choose_queries(read->rows); });
+        requests = &read->requests;
+        queries = Queries(*requests, most);
+        count = int(read->rows.size());
+        if (!count) return;
+      }
+      const auto stream_of = [&](int r) { return hidden + (are_chosen ? read->rows[r] : r) * size; };
+      attend_any(pool, *requests, queries, sizes_.num_heads, qkv_.data(), width_, seen_.data(), member);
       member.share(count, [&](int r) { inputs.out.set(r, seen_.data() + int64_t(r) * q_width_); });
       const auto add_to_hidden = [&](int r, int channel, const float* values) {
-        float* to = hidden + int64_t(r) * size + channel;
+        float* to = stream_of(r) + channel;
         for (int c = 0; c < std::min(LANES, size - channel); ++c) to[c] += values[c];
       };
       will_read(layer.gate_up, member);
       multiply(layer.out, inputs.out, count, member, add_to_hidden);
       member.share(count, [&](int r) {
-        norm(hidden + int64_t(r) * size, layer.ffn_norm, size, sizes_.eps, row.data());
+        norm(stream_of(r), layer.ffn_norm, size, sizes_.eps, row.data());
         inputs.up.set(r, row.data());
       });
       will_read(layer.down, member);
@@ -182,6 +212,12 @@ class Stack {
     write_kv(pool, step.written[r], q + q_width_, q + q_width_ + kv_width_);
   }
 
+  // Moves the queries of these rows, in ascending order, to the first rows.
+  void choose_queries(const std::vector<int64_t>& rows) {
+    for (int64_t r = 0; r < int64_t(rows.size()); ++r)
+      if (rows[r] != r) std::copy_n(qkv_.data() + rows[r] * width_, q_width_, qkv_.data() + r * width_);
+  }
+
   const Layer* layers_;
   const int num_layers_;
   const Sizes sizes_;
@@ -206,7 +242,7 @@ struct Pass {
   const int64_t* ids;     // [T]; below 0, see LargestLogits, any token's row is read
   const int64_t* places;
   int32_t num_places;
-  float* hidden;     // [T, hidden]: receives the residual stream that leaves the last layer
+  float* hidden;     // [T, hidden]: receives the residual stream that leaves the last layer, where that is read
   float* final;      // [T, hidden]: its norm
   float* logits;     // [num_places, num_columns]; null with `largest`
   int64_t* largest;  // [num_places]: receives the tokens of the largest logits, see LargestLogits; null with `logits`

@@ -79,18 +79,21 @@ class FusedLayers(PackedLayers):
         dtype: torch.dtype = torch.float32,
         only_largest: bool = False,
         verification: Verification | None = None,
+        read_lens: Sequence[int] | None = None,
     ) -> StartedPass:
         """Start a whole model's pass, after those that were started before, whose results it may read.
 
         `places` int64 [n] are the rows whose logits are wanted, None all. With `only_largest`, only the tokens of the
-        largest logits are. `verification`: of trees whose nodes are these rows.
+        largest logits are. `verification`: of trees whose nodes are these rows. `final` and the rows' logits are only
+        right for the last `read_lens` rows of each request, None all.
         """
         count = token_ids.shape[0]
         copies, tapped = self._copies(count, taps, dtype)
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
         places = None if places is None else places.contiguous()
-        step = self.step(positions, attend, 0)
-        kept = (attend, token_ids, positions, places, tapped)
+        lens = None if read_lens is None else (ctypes.c_int32 * len(read_lens))(*read_lens)
+        step = self.step(positions, attend, 0, lens)
+        kept = (attend, token_ids, positions, places, tapped, lens)
         return self._start(around, step, token_ids, places, (copies, tapped), only_largest, kept, verification)
 
     def follow(self, around: EmbedAndHead, number: int, arena: Arena, slots: Tensor) -> StartedPass:
@@ -191,8 +194,17 @@ class FusedLayers(PackedLayers):
             addresses[index] = copies.data_ptr() + number * size * dtype.itemsize
         return copies, Taps(addresses, FLOAT_TYPES[dtype], len(taps) * size)
 
-    def step(self, positions: Tensor, attend: PagedAttend, first_layer: int = 0) -> Step:
-        """What the kernels read of a step, besides the layers. `positions` must be contiguous, and live as long."""
+    def step(
+        self,
+        positions: Tensor,
+        attend: PagedAttend,
+        first_layer: int = 0,
+        read_lens: ctypes.Array[ctypes.c_int32] | None = None,
+    ) -> Step:
+        """What the kernels read of a step, besides the layers. `positions` must be contiguous; all must live as long.
+
+        `read_lens` [R]: of how many of each request's last rows the output is read, None of all.
+        """
         return Step(
             positions.shape[0],
             pointer(positions),
@@ -202,4 +214,5 @@ class FusedLayers(PackedLayers):
             attend.requests,
             attend.backend.pool_of(first_layer),
             attend.backend.layer_bytes,
+            None if read_lens is None else ctypes.addressof(read_lens),
         )

@@ -86,6 +86,7 @@ class Step(ctypes.Structure):
         ("requests", Requests),
         ("pool", Pool),
         ("layer_bytes", c_int64),
+        ("read_lens", c_void_p),
     )
 
 

@@ -1,6 +1,7 @@
 """A draft model in the CPU kernels: draft extend, and trees that one call grows, all levels of them."""
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,15 +74,26 @@ class GrownTrees(NamedTuple):
 class TreeNetwork(PackedNetwork):
     """A draft model that processes committed tokens and grows trees."""
 
-    def extend(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Draft extend: see EagleHead's call. Only of a network that reads states, with this backend's `attend`."""
+    def extend(
+        self,
+        token_ids: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read_lens: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Draft extend: see EagleHead's call. Only of a network that reads states, with this backend's `attend`.
+
+        The output is only right for the last `read_lens` rows of each request, None all.
+        """
         assert self._inputs is not None
         assert isinstance(attend, PagedAttend)
         token_ids, states, positions = token_ids.contiguous(), states.contiguous(), positions.contiguous()
         output = torch.empty_like(states)
+        lens = None if read_lens is None else (ctypes.c_int32 * len(read_lens))(*read_lens)
         self._layers.kernels.extend(
             ctypes.byref(self._struct),
-            ctypes.byref(self._layers.step(positions, attend)),
+            ctypes.byref(self._layers.step(positions, attend, read_lens=lens)),
             pointer(token_ids),
             pointer(states),
             pointer(output),
