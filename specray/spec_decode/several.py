@@ -45,7 +45,7 @@ class SeveralDrafters:
         self._uses: list[DrafterUse] = []
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        trees: list[tuple[Tensor, DraftTree]] = []
+        trees: list[tuple[list[int], DraftTree]] = []
         for name in self.members:
             part = self._part(name, context)
             if sharing := self._sharing.get(name):
@@ -55,7 +55,10 @@ class SeveralDrafters:
                     sharing.forget_kv(context.table, others)
             if part.slots and (drafted := self._draft(name, part, context)) is not None:
                 trees.append(drafted)
-        return merge_trees(context.roots(), trees)
+        if len(trees) == 1 and trees[0][0] == list(range(len(context.requests))):
+            return trees[0][1]
+        device = context.table.device
+        return merge_trees(context.roots(), [(torch.tensor(places, device=device), tree) for places, tree in trees])
 
     def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
         """See DraftsAhead."""
@@ -106,7 +109,7 @@ class SeveralDrafters:
         """The name of a request's drafter."""
         return state.drafter if state.drafter in self.members else self._first
 
-    def _draft(self, name: str, part: "_Part", context: ProposeContext) -> tuple[Tensor, DraftTree] | None:
+    def _draft(self, name: str, part: "_Part", context: ProposeContext) -> tuple[list[int], DraftTree] | None:
         """The places in the batch that get this drafter's trees, and the trees; None if there are none."""
         drafter, shadow = self.members[name], self._shadow_trees[name]
         seen = self._context(part, drafter.aux_hidden_state_layers, context)
@@ -132,8 +135,8 @@ class SeveralDrafters:
         rows = [row for row, owns in enumerate(is_own) if owns]
         if not rows:
             return None
-        places = torch.tensor([part.places[row] for row in rows], device=device)
-        return places, tree.select(torch.tensor(rows, device=device))
+        own = tree if len(rows) == len(is_own) else tree.select(torch.tensor(rows, device=device))
+        return [part.places[row] for row in rows], own
 
     def _context(self, part: "_Part", layers: Sequence[int], context: ProposeContext) -> ProposeContext:
         """The context of a drafter that sees only `part` and reads only these layers."""
@@ -149,6 +152,8 @@ class SeveralDrafters:
         def gather() -> Tensor:
             states = context.aux_hidden_states
             assert states is not None
+            if order == list(range(len(rows))) and columns == list(range(len(self.aux_hidden_state_layers))):
+                return states
             lengths = [row.end - row.start for row in rows]
             ends = np.cumsum(lengths)
             seen = [np.arange(ends[place] - lengths[place], ends[place]) for place in order]

@@ -43,7 +43,8 @@ class WrittenSlots:
             first = known.num_cleared if known.end == request.start else request.start
             if first < state.num_kv_slots:
                 self._is_written[kv_slots[first : state.num_kv_slots]] = False
-            self._is_written[kv_slots[start : request.end]] = True
+            if start < request.end:
+                self._is_written[kv_slots[start : request.end]] = True
             complete = min(known.num_complete, request.start)
             complete = request.end if complete == start else complete
             self._requests[request.slot] = _Request(state, complete, request.end, state.num_kv_slots)

@@ -147,19 +147,21 @@ class Stack {
           inputs.qkv.set(r, first_input + int64_t(r) * layer.qkv.ins);
         }
       });
+      const bool are_chosen = read && i + 1 == num_layers_, has_queries = !are_chosen || !read->rows.empty();
       will_read(layer.out, member);
-      multiply(layer.qkv, inputs.qkv, count, member, [&](int r, int channel, const float* values) {
-        const int columns = std::min(LANES, width_ - channel);
-        std::copy(values, values + columns, qkv_.data() + int64_t(r) * width_ + channel);
-      });
-      member.share(count, [&](int r) { finish_qkv(layer, step, pool, r); });
-      const bool are_chosen = read && i + 1 == num_layers_;
+      multiply_from(
+          layer.qkv, has_queries ? 0 : q_width_ / LANES, inputs.qkv, count, member,
+          [&](int r, int channel, const float* values) {
+            const int columns = std::min(LANES, width_ - channel);
+            std::copy(values, values + columns, qkv_.data() + int64_t(r) * width_ + channel);
+          });
+      member.share(count, [&](int r) { finish_qkv(layer, step, pool, r, has_queries); });
+      if (!has_queries) return;
       if (are_chosen) {
         member.share(1, [&](int) { choose_queries(read->rows); });
         requests = &read->requests;
         queries = Queries(*requests, most);
         count = int(read->rows.size());
-        if (!count) return;
       }
       const auto stream_of = [&](int r) { return hidden + (are_chosen ? read->rows[r] : r) * size; };
       attend_any(pool, *requests, queries, sizes_.num_heads, qkv_.data(), width_, seen_.data(), member);
@@ -200,11 +202,11 @@ class Stack {
   };
 
   // Norms and rotates the heads of a row, and writes its keys and values to the pool.
-  void finish_qkv(const Layer& layer, const Step& step, const Pool& pool, int r) {
+  void finish_qkv(const Layer& layer, const Step& step, const Pool& pool, int r, bool has_queries) {
     const int dim = sizes_.dim;
     float* q = qkv_.data() + int64_t(r) * width_;
     const float *cos = step.cos + step.positions[r] * dim, *sin = step.sin + step.positions[r] * dim;
-    for (int head = 0; head < sizes_.num_heads + sizes_.num_kv_heads; ++head) {
+    for (int head = has_queries ? 0 : sizes_.num_heads; head < sizes_.num_heads + sizes_.num_kv_heads; ++head) {
       const float* weight = head < sizes_.num_heads ? layer.q_norm : layer.k_norm;
       if (weight) norm(q + head * dim, weight, dim, sizes_.eps, q + head * dim);
       rotate(q + head * dim, cos, sin, dim);

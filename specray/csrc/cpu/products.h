@@ -96,6 +96,13 @@ inline void multiply(const Matrix& matrix, const Rows& rows, int count, Member& 
   multiply_at(matrix, rows, count, matrix.outs / LANES, [](int i) { return i; }, member, write);
 }
 
+// The same without the first blocks.
+template <class Write>
+inline void multiply_from(
+    const Matrix& matrix, int first, const Rows& rows, int count, Member& member, const Write& write) {
+  multiply_at(matrix, rows, count, matrix.outs / LANES - first, [=](int i) { return first + i; }, member, write);
+}
+
 // The same for these blocks.
 template <class Write>
 inline void multiply_blocks(
