@@ -125,7 +125,7 @@ class EagleDrafter:
     def _extend(
         self, context: ProposeContext, requests: list[DraftRequest], visible: tuple[Tensor, list[int]]
     ) -> Tensor:
-        """Draft extend; returns the head's output [requests, H] at the last position of each that gets a tree."""
+        """Draft extend; returns the head's output [requests, H] at their last positions, undefined if unfinished."""
         table, (kv_slots, kv_lens) = context.table, visible
         slots, starts, ends = context.bounds
         lengths = [request.end - request.start for request in requests]

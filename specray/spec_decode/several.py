@@ -67,6 +67,8 @@ class SeveralDrafters:
         drafter = self.members[name]
         if others or self._unread.get(name) or any(state.shadow for state in states):
             return None
+        if any(state.num_computed_tokens < state.num_prompt_tokens for state in states):  # all drafters read prompts
+            return None
         # The kernels give it all of the hidden states that they keep.
         if not isinstance(drafter, DraftsAhead) or drafter.aux_hidden_state_layers != self.aux_hidden_state_layers:
             return None
@@ -135,8 +137,7 @@ class SeveralDrafters:
         rows = [row for row, owns in enumerate(is_own) if owns]
         if not rows:
             return None
-        own = tree if len(rows) == len(is_own) else tree.select(torch.tensor(rows, device=device))
-        return [part.places[row] for row in rows], own
+        return [part.places[row] for row in rows], tree.select(torch.tensor(rows, device=device))
 
     def _context(self, part: "_Part", layers: Sequence[int], context: ProposeContext) -> ProposeContext:
         """The context of a drafter that sees only `part` and reads only these layers."""

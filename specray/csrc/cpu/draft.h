@@ -112,9 +112,8 @@ class Drafting {
  public:
   Drafting(const DraftNetwork& network, const Arena& arena, const Committed& committed, const Growth& growth)
       : committed_(committed), growth_(growth), size_(network.sizes.hidden), query_lens_(committed.count),
-        kv_lens_(committed.count), tree_sizes_(2 * committed.count), read_lens_(committed.count), last_(committed.count),
-        roots_(growth.num_trees),
-        output_(int64_t(growth.num_trees) * size_) {
+        kv_lens_(committed.count), tree_sizes_(2 * committed.count), read_lens_(committed.count),
+        last_(committed.count), roots_(growth.num_trees), output_(int64_t(growth.num_trees) * size_) {
     const int64_t count = committed.count, width = *std::max_element(committed.ends, committed.ends + count);
     int64_t total = 0;
     for (int64_t r = 0; r < count; ++r) {

@@ -118,7 +118,7 @@ void specray_attention(
     const void* q, const void* kv, void* out, int32_t type, int32_t num_threads) {
   const int64_t width = int64_t(num_heads) * pool->dim, kv_width = int64_t(pool->num_heads) * pool->dim;
   std::vector<float> queries(count * width), seen(count * width);
-  const Queries of_requests(*requests, most_queries(*pool, num_heads));
+  const Queries of_requests(*requests, most_queries(*pool, num_heads), nullptr);
   run_on_team(num_threads, 3, [&](Member& member) {
     std::vector<float> row(2 * kv_width);
     member.share(int(count), [&](int64_t r) {

@@ -39,27 +39,26 @@ struct Step {
   Requests requests;
   Pool pool;            // of the first layer
   int64_t layer_bytes;  // from one layer's pool to the next
-  const int32_t* read_lens;  // [requests]: of how many of a request's last rows the output is read; null: of all rows
-};
+  // [requests]: of how many of a request's last rows anybody reads what leaves the last layer; null: of all. The other rows
+  // only bring this layer their keys and values.
+  const int32_t* read_lens;
 
-// The rows of a step whose output is read. The others' keys and values are all that they give to the last layer.
-struct ReadRows {
-  Requests requests;  // with these rows as queries
-  std::vector<int64_t> rows;
-
-  explicit ReadRows(const Step& step) : requests(step.requests) {
-    requests.query_lens = step.read_lens;
+  // The rows that are read, where not all are.
+  std::vector<int64_t> rows_read() const {
+    std::vector<int64_t> rows;
     int64_t end = 0;
     for (int request = 0; request < requests.count; ++request) {
-      end += step.requests.query_lens[request];
-      for (int64_t row = end - step.read_lens[request]; row < end; ++row) rows.push_back(row);
+      end += requests.query_lens[request];
+      for (int64_t row = end - read_lens[request]; row < end; ++row) rows.push_back(row);
     }
+    return rows;
   }
 };
 
 // Copies of the residual stream on its way.
 struct Taps {
-  // [layers + 2], where not null: receives what enters the layer; then what leaves the stack, and its norm.
+  // [layers + 2], where not null: receives what enters the layer; then what leaves the stack, and its norm, where all rows
+  // are read.
   void* const* copies;
   int32_t type;
   int32_t stride;  // elements from one row of a copy to the next
@@ -119,20 +118,22 @@ class Stack {
   int num_layers() const { return num_layers_; }
 
   // Phases of a run.
-  static int num_phases(int num_layers) { return (BLOCKS_ARE_GROUPS ? 9 : 10) * num_layers + 2; }
+  static int num_phases(int num_layers) { return (BLOCKS_ARE_GROUPS ? 9 : 10) * num_layers + 1; }
 
   // Runs the layers on the residual stream `hidden` [T, hidden], in place. `first_input`
-  // [T, qkv.ins] is what the first layer reads if it has no input norm. Rows whose output is not read are left as they
-  // enter the last layer.
+  // [T, qkv.ins] is what the first layer reads if it has no input norm. Rows that nobody reads stay as they enter the last
+  // layer.
   void run(const Step& step, const float* first_input, float* hidden, const Taps& taps, Member& member) {
     const int size = sizes_.hidden, most = most_queries(step.pool, sizes_.num_heads);
     std::vector<float> row(size);
-    const Requests* requests = &step.requests;
-    Queries queries(*requests, most);
-    std::optional<ReadRows> read;
-    if (step.read_lens) read.emplace(step);
+    std::vector<int64_t> chosen;  // rows of the last layer, where not all
+    if (step.read_lens) chosen = step.rows_read();
     int count = int(step.count);
+    std::optional<Queries> queries;
     for (int i = 0; i < num_layers_; ++i) {
+      const int32_t* read_lens = i + 1 == num_layers_ ? step.read_lens : nullptr;
+      const bool has_queries = !read_lens || !chosen.empty();
+      if (!queries || read_lens) queries.emplace(step.requests, most, read_lens);
       const Layer& layer = layers_[i];
       const Inputs& inputs = inputs_[i];
       Pool pool = step.pool;
@@ -147,8 +148,7 @@ class Stack {
           inputs.qkv.set(r, first_input + int64_t(r) * layer.qkv.ins);
         }
       });
-      const bool are_chosen = read && i + 1 == num_layers_, has_queries = !are_chosen || !read->rows.empty();
-      will_read(layer.out, member);
+      if (has_queries) will_read(layer.out, member);
       multiply_from(
           layer.qkv, has_queries ? 0 : q_width_ / LANES, inputs.qkv, count, member,
           [&](int r, int channel, const float* values) {
@@ -157,23 +157,18 @@ class Stack {
           });
       member.share(count, [&](int r) { finish_qkv(layer, step, pool, r, has_queries); });
       if (!has_queries) return;
-      if (are_chosen) {
-        member.share(1, [&](int) { choose_queries(read->rows); });
-        requests = &read->requests;
-        queries = Queries(*requests, most);
-        count = int(read->rows.size());
-      }
-      const auto stream_of = [&](int r) { return hidden + (are_chosen ? read->rows[r] : r) * size; };
-      attend_any(pool, *requests, queries, sizes_.num_heads, qkv_.data(), width_, seen_.data(), member);
-      member.share(count, [&](int r) { inputs.out.set(r, seen_.data() + int64_t(r) * q_width_); });
+      attend_any(pool, step.requests, *queries, sizes_.num_heads, qkv_.data(), width_, seen_.data(), member);
+      if (read_lens) count = int(chosen.size());
+      const auto place_of = [&](int r) { return read_lens ? chosen[r] : int64_t(r); };
+      member.share(count, [&](int r) { inputs.out.set(r, seen_.data() + place_of(r) * q_width_); });
       const auto add_to_hidden = [&](int r, int channel, const float* values) {
-        float* to = stream_of(r) + channel;
+        float* to = hidden + place_of(r) * size + channel;
         for (int c = 0; c < std::min(LANES, size - channel); ++c) to[c] += values[c];
       };
       will_read(layer.gate_up, member);
       multiply(layer.out, inputs.out, count, member, add_to_hidden);
       member.share(count, [&](int r) {
-        norm(stream_of(r), layer.ffn_norm, size, sizes_.eps, row.data());
+        norm(hidden + place_of(r) * size, layer.ffn_norm, size, sizes_.eps, row.data());
         inputs.up.set(r, row.data());
       });
       will_read(layer.down, member);
@@ -212,12 +207,6 @@ class Stack {
       rotate(q + head * dim, cos, sin, dim);
     }
     write_kv(pool, step.written[r], q + q_width_, q + q_width_ + kv_width_);
-  }
-
-  // Moves the queries of these rows, in ascending order, to the first rows.
-  void choose_queries(const std::vector<int64_t>& rows) {
-    for (int64_t r = 0; r < int64_t(rows.size()); ++r)
-      if (rows[r] != r) std::copy_n(qkv_.data() + rows[r] * width_, q_width_, qkv_.data() + r * width_);
   }
 
   const Layer* layers_;

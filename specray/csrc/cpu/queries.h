@@ -60,18 +60,20 @@ struct QueryTile {
 // A step's queries in tiles, and what each query sees: the same in all layers.
 struct Queries {
   std::vector<QueryTile> tiles;
-  std::vector<Keys> keys;  // of all queries
+  std::vector<Keys> keys;  // of all queries; empty where they are in no tile
 
-  // Tiles have up to `most` queries.
-  Queries(const Requests& requests, int most) {
+  // Tiles have up to `most` queries. `read_lens` [requests]: only so many of each request's last ones are in them; null: all.
+  Queries(const Requests& requests, int most, const int32_t* read_lens) {
     int64_t first = 0;
     for (int request = 0; request < requests.count; ++request) {
-      const int count = requests.query_lens[request], least = requests.count == 1 ? 2 : 1;  // something for each member
+      const int end = requests.query_lens[request], count = read_lens ? read_lens[request] : end, start = end - count;
+      const int least = requests.count == 1 ? 2 : 1;  // something for each member
       const int parts = std::max(least, (count + most - 1) / most), size = std::max(1, (count + parts - 1) / parts);
-      for (int begin = 0; begin < count; begin += size)
-        tiles.push_back({request, begin, std::min(begin + size, count), first});
-      for (int query = 0; query < count; ++query) keys.push_back(keys_of(requests, request, query));
-      first += count;
+      for (int begin = start; begin < end; begin += size)
+        tiles.push_back({request, begin, std::min(begin + size, end), first});
+      keys.resize(first + end);
+      for (int query = start; query < end; ++query) keys[first + query] = keys_of(requests, request, query);
+      first += end;
     }
   }
 

@@ -159,5 +159,13 @@ def test_merged_trees_keep_their_distributions() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_trees_of_one_drafter_stay_as_they_are(count: int) -> None:
-    tree = DraftTree.chains(torch.tensor([[9, 3]] * count))
-    assert merge_trees(torch.tensor([9] * count), [(torch.arange(count), tree)]) is tree
+    drafter = RecordingDrafter(50, 1)
+    trees: list[DraftTree] = []
+
+    def propose(context: ProposeContext) -> DraftTree:
+        trees.append(RecordingDrafter.propose(drafter, context))
+        return trees[0]
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    several = SeveralDrafters({"a": drafter, "b": RecordingDrafter(60, 3)})
+    assert several.propose(context_with(dict.fromkeys(range(count), "a"))) is trees[0]

@@ -280,6 +280,17 @@ def test_a_predicted_output_is_followed_by_the_host(toy: Path, tmp_path: Path, n
 HEADS = several(head=eagle(3, draft_vocab_size=40), other=eagle(3, shape=(3, 2, 6)), lookup=ngram())
 
 
+def member(driver: Driver, name: str) -> EagleDrafter:
+    """One of several drafters."""
+    drafts = driver.worker.drafts
+    assert isinstance(drafts, InlineDrafts)
+    composite = composite_of(drafts.drafter)
+    assert composite is not None
+    drafter = composite.members[name]
+    assert isinstance(drafter, EagleDrafter)
+    return drafter
+
+
 def test_one_of_several_drafters_drafts_ahead(toy: Path, tmp_path: Path, num_threads: int) -> None:
     """If it is the drafter of all requests. The others learn which KV slots these have got."""
     found = []
@@ -290,18 +301,24 @@ def test_one_of_several_drafters_drafts_ahead(toy: Path, tmp_path: Path, num_thr
     assert driver.num_ahead == 11
     assert all([use.drafter for use in uses] == ["head"] for uses in driver.uses[2:])
     assert all(uses[0].seconds > 0 for uses in driver.uses[2:])
-    drafts = driver.worker.drafts
-    assert isinstance(drafts, InlineDrafts)
-    composite = composite_of(drafts.drafter)
-    assert composite is not None
-    other = composite.members["other"]
-    assert isinstance(other, EagleDrafter)
+    other = member(driver, "other")
     block = PAGE * 30
     other._written._is_written[block : block + PAGE] = True  # another request's, which had this block before
-    for number, blocks in enumerate([[], [30], []], 20):
-        driver.step(StepPlan(number, [], [], [ScheduledRequest(slot, 1, LIMIT, blocks[slot:]) for slot in range(3)]))
+    for number, blocks in enumerate([[], [30], []], 20):  # of the first request
+        others = [ScheduledRequest(slot, 1, LIMIT, []) for slot in (1, 2)]
+        driver.step(StepPlan(number, [], [], [ScheduledRequest(0, 1, LIMIT, blocks), *others]))
     assert driver.num_ahead == 13
     assert not other._written._is_written[block : block + PAGE].any()
+
+
+def test_all_of_several_drafters_read_a_prompt_of_one_token(
+    toy: Path, tmp_path: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.PROMPTS", [[5]])
+    driver = make(toy, tmp_path, num_threads, ahead=True, method=HEADS)
+    driver.run(3, [GREEDY])
+    assert driver.num_ahead == 2
+    assert member(driver, "other")._written._is_written[PAGE]
 
 
 @pytest.mark.parametrize(

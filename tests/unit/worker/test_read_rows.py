@@ -1,7 +1,7 @@
 """Rows that nobody reads leave the last layer once their keys and values are there. Nothing else changes."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -43,10 +43,20 @@ class Computed(NamedTuple):
     kv: Tensor
 
 
+TYPES = {"float32": {"dtype": "float32"}, "bfloat16, KV in int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"}}
+
+
+@pytest.fixture(params=TYPES)
+def types(request: pytest.FixtureRequest) -> dict[str, str]:
+    return TYPES[request.param]
+
+
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def worker(request: pytest.FixtureRequest, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
+def worker(
+    request: pytest.FixtureRequest, types: dict[str, str], toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Worker:
     monkeypatch.setattr(threads, "_SMALL", 0)  # the toy model's weights are small enough for one thread
-    options = {"dtype": "float32", "device": "cpu", "page_size": 4, "max_total_tokens": 128}
+    options: dict[str, Any] = {"device": "cpu", "page_size": 4, "max_total_tokens": 128, **types}
     speculative = eagle(3, draft_vocab_size=40)(toy, tmp_path)
     config = EngineConfig(model=str(toy), num_threads=request.param, speculative=speculative, **options)
     return start_worker(config)
@@ -108,6 +118,7 @@ def test_a_head_computes_what_is_read(read_lens: list[int], worker: Worker) -> N
     lens = [4, 4, 1, 7]
     slots = [[4 * request + 16 + place for place in range(length)] for request, length in enumerate(lens)]
     states = torch.randn(sum(lens), worker.model.shape.hidden_size, generator=torch.Generator().manual_seed(0))
+    states = states.to(drafter._head.dtype)  # type: ignore[attr-defined]
     token_ids = torch.arange(3, 3 + sum(lens))
     positions = torch.cat([torch.arange(length) for length in lens])
     kv_slots = torch.tensor([[*row, *[0] * (7 - len(row))] for row in slots])
