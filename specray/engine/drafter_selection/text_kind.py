@@ -15,6 +15,7 @@ REPEATED_SHARE = 0.25  # of a prompt's n-grams: more than this many are repeated
 LONG_PROMPT = 384  # tokens: a prompt that brings a text to work with
 PASTED_CHARACTERS = 200  # after a blank line: a text below an instruction
 CODE_SHARE = 0.04  # characters that are frequent in code and rare in prose
+INDENTED_SHARE = 0.5  # of lines
 _CODE = re.compile(r"[{}()\[\];=<>_]")
 
 
@@ -26,12 +27,20 @@ class TextKind(Enum):
 
 def text_kind(token_ids: Sequence[int], text: str) -> TextKind:
     """The kind of a prompt whose last tokens are `token_ids` and spell `text`, without special tokens."""
-    if "```" in text or len(_CODE.findall(text)) > CODE_SHARE * len(text):
+    pasted = text.partition("\n\n")[2]
+    has_pasted = len(pasted) >= PASTED_CHARACTERS
+    read = pasted if has_pasted else text  # a template's header and the instruction are prose even for code
+    if "```" in text or _is_code(read):
         return TextKind.CODE
-    has_pasted = len(text.partition("\n\n")[2]) >= PASTED_CHARACTERS
     if has_pasted or len(token_ids) >= LONG_PROMPT or repeated_share(token_ids) > REPEATED_SHARE:
         return TextKind.COPY
     return TextKind.CHAT
+
+
+def _is_code(text: str) -> bool:
+    lines = [line for line in text.splitlines() if line.strip()]
+    is_indented = sum(line[0] in " \t" for line in lines) > INDENTED_SHARE * len(lines)
+    return is_indented or len(_CODE.findall(text)) > CODE_SHARE * len(text)
 
 
 def repeated_share(token_ids: Sequence[int]) -> float:

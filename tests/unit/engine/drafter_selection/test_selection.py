@@ -7,6 +7,8 @@ from specray.engine.drafter_selection.step_share import StepRow, step_shares
 from specray.engine.drafter_selection.text_kind import LONG_PROMPT, TextKind, repeated_share, text_kind
 
 PROSE = "Tell me about the rivers of Europe, please, and which of them is the longest."
+INDENTED = "for river in rivers:" + "\n    print the name of the river" * 8
+BRACKETS = "rivers[0] = length(sea);\n" * 10
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,9 @@ PROSE = "Tell me about the rivers of Europe, please, and which of them is the lo
         (PROSE, range(LONG_PROMPT), TextKind.COPY),
         (f"Repeat this text:\n\n{PROSE * 3}", range(60), TextKind.COPY),
         (f"{PROSE}\n\nThank you!", range(25), TextKind.CHAT),
+        (f"{PROSE}\n\n{INDENTED}", range(60), TextKind.CODE),
+        (f"{PROSE * 20}\n\n{BRACKETS}", range(90), TextKind.CODE),
+        (f"{INDENTED}\n\n{PROSE * 3}", range(90), TextKind.COPY),
         ("", [], TextKind.CHAT),
         ("x", [3], TextKind.CHAT),
     ],
