@@ -180,7 +180,9 @@ def test_a_shadows_acceptance_is_that_of_the_same_drafter_verified(toy: Path, tm
     makes: dict[str, Any] = {"main": METHODS["EAGLE3"], "twin": METHODS["EAGLE3"]}
     both = several(**makes)(toy, tmp_path).model_dump(exclude_defaults=True)
     both |= {"default_drafter": "main", "shadow": {"drafter": "twin", "share": 1.0}}
-    with make_llm(toy, speculative=SpeculativeConfig.model_validate(both), max_running_requests=4) as llm:
+    speculative = SpeculativeConfig.model_validate(both)
+    # Otherwise the shadow sees every fourth step.
+    with make_llm(toy, speculative=speculative, max_running_requests=4, disable_overlap_schedule=True) as llm:
         uses: list[DrafterUse] = []
         drafts = llm._executor.worker.drafts
         take = drafts.take_uses

@@ -325,10 +325,9 @@ def test_all_of_several_drafters_read_a_prompt_of_one_token(
     "drafters",
     [
         [("head", ""), ("other", ""), ("head", "")],
-        [("head", ""), ("head", "lookup"), ("head", "")],
         [("lookup", "")] * 3,
     ],
-    ids=["two heads", "a shadow", "n-grams"],
+    ids=["two heads", "n-grams"],
 )
 def test_other_requests_of_several_drafters_wait_for_the_result(
     drafters: list[tuple[str, str]], toy: Path, tmp_path: Path, num_threads: int
@@ -340,6 +339,80 @@ def test_other_requests_of_several_drafters_wait_for_the_result(
         found.append(driver.run(4, SAMPLING["both"]))
     assert found[0] == found[1]
     assert driver.num_ahead == 0
+
+
+@pytest.mark.parametrize("shadow", ["other", "lookup"])
+def test_a_shadow_sees_every_fourth_step_and_the_tokens_of_all(
+    shadow: str, toy: Path, tmp_path: Path, num_threads: int
+) -> None:
+    """Its trees are those that it makes when it sees each step; so is its KV, if it has any."""
+    trees: list[dict[tuple[int, int], list[int]]] = []
+    found, kv = [], []
+    for ahead in (False, True):
+        driver = make(toy, tmp_path, num_threads, ahead=ahead, method=HEADS)
+        driver.drafters = [("head", ""), ("head", shadow), ("head", "")]
+        drafts = driver.worker.drafts
+        assert isinstance(drafts, InlineDrafts)
+        composite = composite_of(drafts.drafter)
+        assert composite is not None
+        drafter = composite.members[shadow]
+        trees.append(recorded(drafter))
+        found.append(driver.run(12, SAMPLING["both"]))
+        if isinstance(drafter, EagleDrafter):
+            kv.append(drafter._attention.pool.clone())  # type: ignore[attr-defined]
+    assert found[0] == found[1]
+    assert driver.num_ahead == 9
+    every, fourth = ({root: tree for root, tree in seen.items() if root[0] == 1} for seen in trees)
+    assert (len(every), len(fourth)) == (13, 4)
+    assert fourth.items() <= every.items()
+    if kv:
+        slots = slice(PAGE * (1 + NUM_PAGES), PAGE * (1 + NUM_PAGES) + len(PROMPTS[1]) + len(driver.emitted(1)) - 1)
+        assert kv[0][:, slots].abs().sum(dim=(0, 2, 3, 4)).min() > 0
+        torch.testing.assert_close(kv[1][:, slots], kv[0][:, slots], rtol=0, atol=0)
+
+
+def recorded(drafter: Drafter) -> dict[tuple[int, int], list[int]]:
+    """The tokens of the trees that a drafter makes from now on, by slot and position of the root."""
+    trees: dict[tuple[int, int], list[int]] = {}
+    propose = drafter.propose
+
+    def record(context: ProposeContext) -> DraftTree:
+        if context.aux_hidden_states is not None:
+            requests = context.requests + context.unfinished
+            assert len(context.aux_hidden_states) == sum(request.end - request.start for request in requests)
+        tree = propose(context)
+        for request, lists in zip(context.requests, tree.to_lists(), strict=True):
+            trees[request.slot, request.end] = lists.tokens
+        return tree
+
+    drafter.propose = record  # type: ignore[method-assign]
+    return trees
+
+
+@pytest.mark.parametrize("num_without", [1, 2])
+def test_a_shadow_misses_tokens_of_steps_without_the_drafter(
+    num_without: int, toy: Path, tmp_path: Path, num_threads: int
+) -> None:
+    """What was put off before these steps is dropped, because tokens between are missing."""
+    driver = make(toy, tmp_path, num_threads, ahead=True, method=HEADS)
+    driver.drafters = [("head", "other")]
+    trees = recorded(member(driver, "other"))
+    driver.run(1, [GREEDY])
+    row = ScheduledRequest(0, 1, LIMIT, [])
+    for number in range(10, 13):
+        driver.step(StepPlan(number, [], [], [row]))
+    for number in range(20, 20 + num_without):
+        driver.step(StepPlan(number, [], [], [row], runs_drafter=False))
+    for number in range(30, 36):
+        driver.step(StepPlan(number, [], [], [row]))
+    while driver.worker.num_started:
+        driver.finish()
+    expected = make(toy, tmp_path, num_threads, ahead=False)
+    expected.run(30, [GREEDY])
+    count = len(driver.emitted(0))
+    assert count > 10
+    assert len(trees) > 2
+    assert driver.emitted(0) == expected.emitted(0)[:count]
 
 
 def test_kv_of_an_earlier_owner_is_not_taken_for_the_heads(toy: Path, tmp_path: Path, num_threads: int) -> None:
