@@ -38,6 +38,7 @@ AHEAD = [
         "test_logits_that_are_not_finite_end_their_request_alone[2 threads-0]",
     )
 ]
+READ_ROWS = [f"tests/unit/worker/test_read_rows.py::test_a_{what}_computes_what_is_read" for what in ("pass", "head")]
 TREES = [
     f"tests/unit/spec_decode/test_eagle.py::test_trees_equal_the_reference_with_and_without_a_cached_prefix[{head}]"
     for head in ("EAGLE3", "EAGLE3-deep", "EAGLE3-sliding", "EAGLE-map", "EAGLE-flat", "MTP")
@@ -119,7 +120,7 @@ def test_no_sanitizer_finds_anything() -> None:
         pytest.skip("the compiler has no sanitizers")
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1"
     options = "detect_leaks=0:print_legend=0"
-    tests = [*THREADS, *AHEAD, *OF_KERNELS]
+    tests = [*THREADS, *AHEAD, *READ_ROWS, *OF_KERNELS]
     shown = run_tests_with_library(runtime, tests, SPECRAY_KERNEL_FLAGS=flags, ASAN_OPTIONS=options)
     assert "skipped" not in shown
 
