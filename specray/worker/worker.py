@@ -517,10 +517,8 @@ class Worker:
             (places if gets_drafts else other_places).extend(committed)
 
         def gather() -> Tensor:
-            parts, order = computed.aux_hidden_states, places + other_places
-            if order != list(range(len(parts[0]))):
-                index = self._table.numbers(order)
-                parts = [states.index_select(0, index) for states in parts]
+            index = self._table.numbers(places + other_places)
+            parts = [states.index_select(0, index) for states in computed.aux_hidden_states]
             return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
         unread, self._unread = self._unread, set()

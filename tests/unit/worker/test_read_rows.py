@@ -1,4 +1,4 @@
-"""Rows that nobody reads leave the last layer once their keys and values are there. Nothing else changes."""
+"""For rows whose output nobody reads, the last layer computes keys and values only. Nothing else changes."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
