@@ -57,9 +57,8 @@ class FusedForward:
         """
         assert isinstance(attend, PagedAttend)
         taps = self._taps(aux_hidden_state_layers)
-        if max(taps, default=0) >= len(
-            self._layers.structs
-        ):  # aux hidden states of all rows, from after the last layer
+        # Aux hidden states from after the last layer are those of all rows.
+        if max(taps, default=0) >= len(self._layers.structs):
             read_lens = None
         started = self._layers.start_forward(
             self._around,
