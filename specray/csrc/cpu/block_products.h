@@ -167,11 +167,13 @@ class WordDots {
   }
 
   inline void multiply(int group, int offset, const uint8_t* ints, Fetch& fetch) {
+    __m256i dots[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-      for (int n = 0; n < N; ++n) dots_[r][n] = _mm256_set1_epi32(offset * totals_[r][group]);
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) dots[r][n] = _mm256_set1_epi32(offset * totals_[r][group]);
 #pragma GCC unroll 1
-    for (int i = group * Format::SIZE; i < (group + 1) * Format::SIZE; i += 4) {
+    for (int i = 0; i < Format::SIZE; i += 4) {
       fetch.advance(LINE);
 #pragma GCC unroll 2
       for (int second = 0; second < 4; second += 2, ints += 2 * LANES) {
@@ -180,12 +182,16 @@ class WordDots {
         for (int n = 0; n < N; ++n) w[n] = _mm256_cvtepu8_epi16(load<__m128i>(ints + 2 * WIDTH * n));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const __m256i two = _mm256_set1_epi32(load<int32_t>(x_[r] + i + second));
+          const __m256i two = _mm256_set1_epi32(load<int32_t>(x_[r] + group * Format::SIZE + i + second));
 #pragma GCC unroll 2
-          for (int n = 0; n < N; ++n) dots_[r][n] = _mm256_add_epi32(dots_[r][n], _mm256_madd_epi16(w[n], two));
+          for (int n = 0; n < N; ++n) add_words(dots[r][n], w[n], two);
         }
       }
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) dots_[r][n] = dots[r][n];
   }
 
   inline Floats result(int r, int n) const { return to_floats(Ints(dots_[r][n])); }

@@ -312,6 +312,21 @@ struct Dot {
   inline Ints result(int n) const { return Ints(sums[n]); }
 };
 #elif defined(SPECRAY_WORDS)
+// Sums of products, in assembly: otherwise GCC 12 keeps sums in memory, or all products before it adds them up. Four rows
+// took 19 % longer then with weights of 8 bits, and 26 % longer with 4 (Zen 3).
+
+// Adds, in every lane of 32 bits, two products of 16 bits each.
+inline void add_words(__m256i& sums, __m256i a, __m256i b) {
+  __m256i products;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(a), "x"(b));
+}
+
+// Adds, in every lane of 16 bits, two products of a u8 and an i8.
+inline void add_bytes(__m256i& sums, __m256i weights, __m256i x) {
+  __m256i products;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(weights), "x"(x));
+}
+
 typedef __m256i Bytes;
 
 template <bool SMALL>
@@ -327,7 +342,7 @@ struct Dot {
   inline void add(const Bytes* weights, int32_t four) {
     const __m256i x = _mm256_set1_epi32(four);
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sums[n] = _mm256_add_epi16(sums[n], _mm256_maddubs_epi16(weights[n], x));
+    for (int n = 0; n < N; ++n) add_bytes(sums[n], weights[n], x);
   }
   inline Ints result(int n) const { return Ints(_mm256_madd_epi16(sums[n], _mm256_set1_epi16(1))) + start; }
 };
