@@ -6,9 +6,13 @@ differ from machine to machine, so they are tables and not formulas.
 
 The speed of a whole machine also changes, with the load of other processes and with its clock rate. The tables hold
 times divided by the current pace, which every step updates, so old and new measurements stay comparable.
+
+Pace and tables have to learn from the same numbers. If a disturbed step counted more in a table than in the pace, the
+pace would settle where the table still rises, and what is measured often would drift away from all else.
 """
 
 from collections.abc import Iterable, Sequence
+from math import exp
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +20,7 @@ from numpy.typing import NDArray
 
 MEMORY = 64  # steps that an average remembers
 PACE_MEMORY = 8  # the same for the pace; short beside MEMORY, so that a slower machine changes the pace and no table
-PACE_CLIP = 1.5  # a step counts as no slower than this many times the pace
-CLIP = 3.0  # a step that takes longer than this many times the usual was disturbed, and counts as this
+CLIP = 1.5  # a step that takes longer than this many times what is expected was disturbed, and counts as this
 
 
 class StepShape(NamedTuple):
@@ -55,11 +58,14 @@ class StepCosts:
             curve = self._rest.setdefault(size_class(shape.num_requests), Curve())
             parts.append((curve, shape.most_drafts, rest_seconds))
         usual = [seconds for curve, count, _ in parts if (seconds := curve.measured(count)) is not None]
+        pace, counted = self._pace, 1.0
         if len(usual) == len(parts) and sum(usual) > 0:
-            pace = sum(seconds for *_, seconds in parts) / sum(usual)
-            self._pace += (min(pace, PACE_CLIP * self._pace) - self._pace) / PACE_MEMORY
+            deviation = sum(seconds for *_, seconds in parts) / (pace * sum(usual))
+            counted = CLIP / max(CLIP, deviation)
+            # A product of powers, so that its balance is where the deviations' mean is 1: that of the tables.
+            self._pace *= exp((counted * deviation - 1) / PACE_MEMORY)
         for curve, count, seconds in parts:
-            curve.observe(count, seconds / self._pace)
+            curve.observe(count, counted * seconds / pace)
 
     def knows_rest_without_drafts(self, num_requests: int) -> bool:
         """Whether a step of this size whose drafter is not called was measured."""
@@ -113,7 +119,7 @@ class Curve:
     def observe(self, count: int, seconds: float) -> None:
         usual = self._seconds.setdefault(count, seconds)
         weight = self._weights[count] = min(MEMORY, self._weights.get(count, 0) + 1)
-        self._seconds[count] += (min(seconds, CLIP * usual) - usual) / weight
+        self._seconds[count] += (seconds - usual) / weight
         self._fit = None
 
     def measured(self, count: int) -> float | None:

@@ -12,6 +12,8 @@ from specray.config import EngineConfig
 from specray.engine.draft_budget.costs import StepCosts
 from specray.engine.executor import Capacity
 
+VERSION = 2  # in the first one, times of different shapes had drifted apart
+
 
 class CostStore:
     """One file for each machine, model and configuration. Files that cannot be read or written are ignored."""
@@ -22,7 +24,7 @@ class CostStore:
     @classmethod
     def of(cls, config: EngineConfig, capacity: Capacity) -> "CostStore":
         num_cores = len(os.sched_getaffinity(0))
-        described = (platform.node(), platform.machine(), num_cores, capacity.dtype, config.model_dump_json())
+        described = (VERSION, platform.node(), platform.machine(), num_cores, capacity.dtype, config.model_dump_json())
         name = hashlib.sha256(repr(described).encode()).hexdigest()[:24]
         return cls(cache_root() / "step-costs" / f"{name}.json")
 

@@ -4,9 +4,10 @@ A request's share of a step takes less time in a large batch. A drafter that hap
 look fast. Times are therefore measured in units of what a token usually takes in batches of that size.
 """
 
-from specray.engine.draft_budget.costs import CLIP, size_class
+from specray.engine.draft_budget.costs import size_class
 
 MEMORY_STEPS = 512
+CLIP = 3.0  # a step that takes longer than this many times the usual was disturbed, and counts as this
 
 
 class UsualTimes:

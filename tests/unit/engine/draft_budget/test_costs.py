@@ -3,6 +3,7 @@
 import json
 from operator import mul
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -57,6 +58,21 @@ def test_a_slower_machine_is_slower_at_what_is_not_measured_again() -> None:
     for _ in range(50):
         costs.observe(shape(1, 2), 0.024, 0.004)  # twice as long as before
     assert costs.seconds(shape(1, 9)) == pytest.approx(2 * 0.0215, rel=0.1)
+
+
+@pytest.mark.parametrize("usual", [5, 0])
+def test_what_is_rarely_measured_stays_comparable_on_a_busy_machine(usual: int) -> None:
+    """Every twentieth step takes three times as long. Of 200 steps, 4 try out another number of drafts."""
+    costs, random = StepCosts(), Random(0)
+    for step in range(10_000):
+        is_trial = step % 200 < 4
+        slowdown = 3.0 if random.random() < 0.05 else random.uniform(0.8, 1.2)
+        if (usual > 0) is is_trial:
+            costs.observe(shape(1, 0), 0.013 * slowdown, 0.0)
+        else:
+            costs.observe(shape(1, 5), 0.016 * slowdown, 0.005 * slowdown)
+    assert costs.seconds(shape(1, 5)) / costs.seconds(shape(1, 0)) == pytest.approx(21 / 13, rel=0.1)
+    assert costs.target(1) / costs.to_json()["target"][0][1] == pytest.approx(1, rel=0.5)  # the pace stays near 1
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 1.0), st.integers(1, 32)), max_size=8))
