@@ -21,7 +21,7 @@ class Learner:
 
     def __init__(self, head: TrainedModel, target: Target, settings: TrainSettings, collate: Collate) -> None:
         self.head = head
-        self.optimizer = Optimizer(head, settings.optimizer, settings.weight_decay)
+        self.optimizer = Optimizer(head, settings.optimizer, settings.weight_decay, collate.dtype)
         self._target = target
         self._settings = settings
         self._collate = collate

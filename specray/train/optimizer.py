@@ -5,11 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from specray.train.muon import Float32Muon
+
 
 class Optimizer:
-    """One or two torch optimizers used as one."""
+    """One or two torch optimizers used as one. `dtype` is that of the training's matrix products."""
 
-    def __init__(self, head: nn.Module, name: str, weight_decay: float = 0.0) -> None:
+    def __init__(self, head: nn.Module, name: str, weight_decay: float, dtype: torch.dtype) -> None:
         trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
         # Muon is for matrices between hidden states, so the output matrix uses AdamW.
         turned = [p for n, p in trained.items() if name == "muon" and p.ndim == 2 and n != "lm_head.weight"]
@@ -19,7 +21,8 @@ class Optimizer:
             torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         ]
         if turned:
-            self._parts.append(torch.optim.Muon(turned, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+            muon = torch.optim.Muon if dtype is torch.bfloat16 else Float32Muon
+            self._parts.append(muon(turned, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
 
     def step(self, rate: float, clip: float) -> None:
         """Update the parameters and clear the gradients."""
