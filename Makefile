@@ -41,7 +41,7 @@ PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-cluster test-computing test-fast test-gpu extras lint format bench bench-peers \
-	gpu-report heads draft mtp chaos fuzz clients sbom lock audit docs page-test clean distclean
+	gpu-report heads draft mtp parallel chaos fuzz clients sbom lock audit docs page-test clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -149,6 +149,10 @@ heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two 
 # 92 MB with its copy of the embeddings: too large for the package.
 draft: $(INSTALLED)  ## make the draft model of configs/standalone.yaml: hours on two cores; resumes
 	$(BIN)/specray train draft $(HEADS_ANSWERS) --tokens $(HEADS_TOKENS) --layers $(DRAFT_LAYERS) --run $(HEADS_DIR)/draft
+
+parallel: $(INSTALLED)  ## make the P-EAGLE head of configs/parallel.yaml, from the packaged EAGLE-3 head: hours; resumes
+	$(BIN)/specray train parallel $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 16384 --weights int8 \
+		--init-head specray/heads/smollm2-135m-instruct-eagle3 --run $(HEADS_DIR)/parallel
 
 mtp: $(INSTALLED)  ## make the MTP layer of configs/mtp.yaml: hours on two cores; resumes
 	$(BIN)/specray train mtp $(HEADS_ANSWERS) $(HEADS_TRAINING) --start linear --run $(HEADS_DIR)/mtp

@@ -22,7 +22,7 @@ from specray.spec_decode.tree_shape import TreeShape
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-NEEDS_TRAINING = ("standalone", "mtp")  # need `make draft` or `make mtp` first
+NEEDS_TRAINING = ("standalone", "mtp", "parallel")  # need `make draft`, `make mtp` or `make parallel` first
 # Need nothing but packages.
 EMBEDDED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in NEEDS_TRAINING)
 
