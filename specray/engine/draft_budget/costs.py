@@ -62,7 +62,7 @@ class StepCosts:
         if len(usual) == len(parts) and sum(usual) > 0:
             deviation = sum(seconds for *_, seconds in parts) / (pace * sum(usual))
             counted = CLIP / max(CLIP, deviation)
-            # A product of powers, so that its balance is where the deviations' mean is 1: that of the tables.
+            # With exp the pace is stationary where the mean deviation is 1, and so are the tables.
             self._pace *= exp((counted * deviation - 1) / PACE_MEMORY)
         for curve, count, seconds in parts:
             curve.observe(count, counted * seconds / pace)
