@@ -28,7 +28,6 @@ class Eagle3Head:
     """EAGLE-3: the first state is `fc` of several aux hidden states; the layer reads [norm(embedding), norm(state)]."""
 
     reason_without_graphs: str | None = None
-    grows_trees = True  # level by level, so that `network` is used
 
     def __init__(
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
@@ -63,7 +62,7 @@ class Eagle3Head:
             self.draft_token_ids,
             self.vocab_size,
             state_is_normed=self._normed_output,
-            quantised_output=own if self.grows_trees else None,
+            quantised_output=own,
             fusion=self.fuse.packed,
         )
 

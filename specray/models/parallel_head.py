@@ -15,8 +15,6 @@ from specray.models.target_matrices import TargetMatrices
 class ParallelHead(Eagle3Head):
     """An EAGLE-3 head with a mask."""
 
-    grows_trees = False
-
     def __init__(
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
     ) -> None:
@@ -31,3 +29,7 @@ class ParallelHead(Eagle3Head):
         self.mask_token_id = config.ptd_token_id
         columns = len(self.aux_hidden_state_layers) * shared.shape.hidden_size
         self.mask_state = self.fuse(loader.tensor(name, (1, columns)))  # [1, H]
+        if self.network is not None and not self.network.fuses:
+            self.network = None
+        if self.network is not None:
+            self.network.use_mask(self.mask_token_id, self.mask_state[0].float())

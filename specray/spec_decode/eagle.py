@@ -58,6 +58,7 @@ class EagleDrafter:
         self._extends_in_kernels = head.network is not None and self._run_head == head.network.extend
         last_position = target.context_length - 1
         self._grower = FusedTreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
+        self._fused = self._grower.fused
         self._written = WrittenSlots(target.num_slots)
         self._inference = torch.inference_mode()
 
@@ -71,7 +72,7 @@ class EagleDrafter:
             return None
         if not self._written.are_all(context.table, context.requests):
             return None
-        return self._grower.plan_ahead(context)
+        return self._fused.plan_ahead(context)
 
     def record_ahead(self, context: ProposeContext) -> None:
         """See DraftsAhead."""
@@ -108,7 +109,7 @@ class EagleDrafter:
         if context.replay is not None and self._written.are_all(context.table, requests):
             return context.replay()
         if self._extends_in_kernels and self._written.are_all(context.table, requests):
-            tree = self._grower.extend_and_grow(context, self._head.fuse)
+            tree = self._fused.extend_and_grow(context, self._head.fuse)
             if tree is not None:
                 return tree
         slots, _, ends = context.bounds

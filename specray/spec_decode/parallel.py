@@ -17,11 +17,13 @@ from specray.config import SpeculativeConfig
 from specray.models.eagle_loading import load_eagle3_head
 from specray.models.parallel_head import ParallelHead
 from specray.ops.attention import AttentionBatch, PaddedAttention, PaddedBatch
+from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.ops.ragged_index import RaggedIndex
 from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import PaddedCommit, TargetView
 from specray.spec_decode.eagle_tree import CandidatePool
+from specray.spec_decode.fused_growth import FusedDrafts, limited, noise_of
 from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
@@ -50,7 +52,8 @@ class ParallelDrafter:
         self._last_position = target.context_length - 1
         self._scratch = scratch_slots(target, shape.num_steps - 1)  # for the masks' KV, which is discarded
         self._padding_slot = target.num_slots + self._scratch.numel()  # where padding writes
-        self._attention = head_attention(head, self._padding_slot + 1, target)
+        self._attention = attention = head_attention(head, self._padding_slot + 1, target)
+        self._fused = FusedDrafts(head.network, shape, attention, self._scratch, self._last_position, head.window)
         self.reason_without_graphs = attention_without_graphs(self._attention) or head.reason_without_graphs
         self._written = WrittenSlots(target.num_slots)
 
@@ -61,20 +64,29 @@ class ParallelDrafter:
         if not requests:
             return DraftTree.from_lists([], context.table.device)
         self._written.update(context.table, requests, [request.start for request in requests])
-        if context.replay is not None and self._written.are_all(context.table, requests):
-            return context.replay()
-        limits = [request.draft_limit for request in context.requests]
-        shape = self._shape
-        if limits:
-            shape = shape.limited(max(limit.num_steps for limit in limits), max(limit.num_tokens for limit in limits))
-        output = self._forward(context, requests, shape.num_steps if limits else 1)
-        if not limits:
+        if self._written.are_all(context.table, requests):
+            if context.replay is not None:
+                return context.replay()
+            if (tree := self._fused.extend_and_grow(context, self._head.fuse)) is not None:
+                return tree
+        if not context.requests:
+            self._forward(context, requests, 1)
             return DraftTree.from_lists([], context.table.device)
-        [slots] = context.columns(context.requests, "slot")
-        is_sampled, noise = context.are_sampled(context.requests), None
-        if any(is_sampled):
-            noise = TreeNoise.of(context, context.requests, is_sampled, slots, shape.num_steps)
-        return self._tree(context.roots(), shape, noise, output)
+        shape = limited(self._shape, context)
+        output = self._forward(context, requests, shape.num_steps)
+        return self._tree(context.roots(), shape, noise_of(context, shape), output)
+
+    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
+        """See DraftsAhead."""
+        if context.unread_kv_slots or not self._written.are_all(context.table, context.requests):
+            return None
+        return self._fused.plan_ahead(context)
+
+    def record_ahead(self, context: ProposeContext) -> None:
+        """See DraftsAhead."""
+        self._written.forget(context.unread_kv_slots)
+        requests = context.requests + context.unfinished
+        self._written.update(context.table, requests, [request.start for request in requests])
 
     @torch.inference_mode()
     def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "steps.h"
@@ -53,14 +54,19 @@ class Extension {
   std::vector<float> x_, streams_;
 };
 
-// The first states [count, hidden], float32, of hidden states [count, fuse.ins] of `type`.
+// The first states [rows, hidden], float32: at `places`, in this order, those of as many hidden states [.., fuse.ins] of
+// `type`; elsewhere that of a mask.
 class Fusion {
  public:
   static constexpr int NUM_PHASES = 2;
 
-  Fusion(const DraftNetwork& network, int count)
-      : network_(network), count_(count), rows_(form_of(network.fuse.kind), count, network.fuse.ins),
-        states_(int64_t(count) * network.sizes.hidden) {}
+  Fusion(const DraftNetwork& network, int64_t rows, std::vector<int64_t> places)
+      : network_(network), places_(std::move(places)), count_(int(places_.size())),
+        rows_(form_of(network.fuse.kind), count_, network.fuse.ins), states_(rows * network.sizes.hidden) {
+    if (!network.mask_state) return;
+    for (int64_t r = 0; r < rows; ++r)
+      std::copy_n(network.mask_state, network.sizes.hidden, states_.data() + r * network.sizes.hidden);
+  }
 
   void run(const void* hidden_states, int32_t type, Member& member) {
     const int width = network_.fuse.ins, parts = network_.num_norms;
@@ -73,13 +79,17 @@ class Fusion {
       }
       rows_.set(r, row.data());
     });
-    multiply_into(states_.data(), network_.sizes.hidden, network_.fuse, rows_, count_, member);
+    const int size = network_.sizes.hidden;
+    multiply(network_.fuse, rows_, count_, member, [&](int r, int channel, const float* values) {
+      std::copy(values, values + std::min(LANES, size - channel), states_.data() + places_[r] * size + channel);
+    });
   }
 
   const float* states() const { return states_.data(); }
 
  private:
   const DraftNetwork& network_;
+  const std::vector<int64_t> places_;
   const int count_;
   Rows rows_;
   std::vector<float> states_;
@@ -108,29 +118,48 @@ struct Committed {
 // Draft extend, and the trees of the first `growth.num_trees` requests. `growth` lacks what follows from the requests:
 // output, roots, positions, and the prefixes' KV slots. A child of the root, at `end` + 1, counts as `end`. What the
 // arguments point to is read when all members of a team call `run`.
+//
+// A network with masks reads `num_levels` - 1 of them behind the tokens of each request that gets a tree. A mask attends
+// to all rows before it and predicts a level of the tree. Its KV lies in a scratch slot and is discarded.
 class Drafting {
  public:
   Drafting(const DraftNetwork& network, const Arena& arena, const Committed& committed, const Growth& growth)
-      : committed_(committed), growth_(growth), size_(network.sizes.hidden), query_lens_(committed.count),
+      : committed_(committed), growth_(growth), size_(network.sizes.hidden),
+        num_outputs_(network.mask_state ? growth.num_levels : 1), query_lens_(committed.count),
         kv_lens_(committed.count), tree_sizes_(2 * committed.count), read_lens_(committed.count),
-        last_(committed.count), roots_(growth.num_trees), output_(int64_t(growth.num_trees) * size_) {
-    const int64_t count = committed.count, width = *std::max_element(committed.ends, committed.ends + count);
-    int64_t total = 0;
-    for (int64_t r = 0; r < count; ++r) {
-      query_lens_[r] = int32_t(committed.ends[r] - committed.starts[r]);
-      kv_lens_[r] = int32_t(committed.ends[r]);
-      total += query_lens_[r];
-    }
-    ids_.resize(total);
-    positions_.resize(total);
-    written_.resize(total);
+        last_(committed.count), roots_(growth.num_trees), output_(int64_t(growth.num_trees) * num_outputs_ * size_) {
+    const int64_t count = committed.count, num_masks = num_outputs_ - 1;
+    const int64_t width = *std::max_element(committed.ends, committed.ends + count) + num_masks;
+    std::vector<int64_t> known;  // the rows of committed tokens
     kv_slots_.resize(count * width);
-    build_extend(
-        arena, count, committed.slots, committed.starts, committed.ends, ids_.data(), positions_.data(), written_.data(),
-        last_.data());
-    gather_kv_slots(arena, count, committed.slots, nullptr, width, kv_slots_.data());
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t end = committed.ends[r], first = int64_t(ids_.size()), length = end - committed.starts[r];
+      resize_rows(first + length);
+      build_extend(
+          arena, 1, committed.slots + r, committed.starts + r, committed.ends + r, ids_.data() + first,
+          positions_.data() + first, written_.data() + first, last_.data() + r);
+      last_[r] += first;
+      for (int64_t place = first; place <= last_[r]; ++place) known.push_back(place);
+      int64_t* kv_slots = kv_slots_.data() + r * width;
+      gather_kv_slots(arena, 1, committed.slots + r, nullptr, end, kv_slots);
+      kv_lens_[r] = int32_t(end);
+      if (r < growth.num_trees) {
+        const int64_t* scratch = growth.scratch + r * growth.scratch_width;
+        std::copy_n(scratch, num_masks, kv_slots + end);
+        kv_lens_[r] += int32_t(num_masks);
+        resize_rows(ids_.size() + num_masks);
+        for (int64_t mask = 0; mask < num_masks; ++mask) {
+          const int64_t place = last_[r] + 1 + mask;
+          ids_[place] = network.mask_token;
+          positions_[place] = std::min(end + mask, growth.last_position);
+          written_[place] = scratch[mask];
+        }
+      }
+      query_lens_[r] = int32_t(int64_t(ids_.size()) - first);
+    }
     gather_cells(arena, growth.num_trees, committed.slots, committed.ends, 0, roots_.data());
-    std::fill_n(read_lens_.begin(), growth.num_trees, 1);
+    std::fill_n(read_lens_.begin(), growth.num_trees, num_outputs_);
+    const int64_t total = int64_t(ids_.size());
 
     Step step = draft_pass(network, growth, total, positions_.data(), written_.data());
     step.requests.count = int32_t(count);
@@ -148,37 +177,48 @@ class Drafting {
     growth_.kv_lens = kv_lens_.data();
     growth_.slots_width = int32_t(width);
 
-    if (network.fuse.data) fusion_.emplace(network, int(total));
+    if (network.fuse.data) fusion_.emplace(network, total, std::move(known));
     const void* states = fusion_ ? fusion_->states() : committed.hidden_states;
     extension_.emplace(network, step, ids_.data(), states, fusion_ ? int32_t(FLOAT32) : committed.type);
-    trees_.emplace(network, growth_);
+    if (network.mask_state)
+      masked_trees_.emplace(network, growth_);
+    else
+      trees_.emplace(network, growth_);
   }
   Drafting(const Drafting&) = delete;  // its parts point to each other
 
   // Phases of a run.
   static int num_phases(const DraftNetwork& network, const Growth& growth) {
-    return Fusion::NUM_PHASES + Extension::num_phases(network) + 1 + TreeGrowth::num_phases(network, growth);
+    const int of_trees = network.mask_state ? MaskedGrowth::NUM_PHASES : TreeGrowth::num_phases(network, growth);
+    return Fusion::NUM_PHASES + Extension::num_phases(network) + 1 + of_trees;
   }
 
   void run(Member& member) {
     if (fusion_) fusion_->run(committed_.hidden_states, committed_.type, member);
     extension_->run(member);
     member.share(growth_.num_trees, [&](int tree) {
-      std::copy_n(extension_->output(last_[tree]), size_, output_.data() + int64_t(tree) * size_);
+      const int64_t size = int64_t(num_outputs_) * size_;
+      std::copy_n(extension_->output(last_[tree]), size, output_.data() + tree * size);
     });
-    trees_->grow(member);
+    if (trees_) trees_->grow(member);
+    if (masked_trees_) masked_trees_->grow(member);
   }
 
  private:
+  void resize_rows(int64_t count) {
+    for (std::vector<int64_t>* column : {&ids_, &positions_, &written_}) column->resize(count);
+  }
+
   const Committed committed_;
   Growth growth_;
-  const int size_;
+  const int size_, num_outputs_;  // the latter of each tree
   std::vector<int32_t> query_lens_, kv_lens_, tree_sizes_, read_lens_;
   std::vector<int64_t> ids_, positions_, written_, last_, kv_slots_, roots_;
   std::vector<float> output_;
   std::optional<Fusion> fusion_;
   std::optional<Extension> extension_;
   std::optional<TreeGrowth> trees_;
+  std::optional<MaskedGrowth> masked_trees_;
 };
 
 inline void draft(

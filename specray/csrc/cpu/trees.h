@@ -1,4 +1,5 @@
-// Draft trees that grow level by level on a draft model's own outputs, with all levels in one call.
+// Draft trees that grow on a draft model's outputs: level by level on its own, or all levels on those of one pass. One
+// call makes all of it.
 //
 // The rules are those of specray/spec_decode/tree_growth.py and eagle_tree.py: EAGLE-2's dynamic tree (Li et al.,
 // arXiv:2406.16858). Both grow the same trees, up to the precision of the output matrix; here, levels that would add no
@@ -42,6 +43,8 @@ struct DraftNetwork {
   const void* output_rows;  // [num_columns, hidden]: the output matrix, more precisely than `output`; null: it is precise
   int32_t rows_type;
   const int64_t* target_ids;  // of its columns; null: the same ids
+  const float* mask_state;  // [hidden]; null: levels follow from each other, otherwise all from one pass, see Drafting
+  int64_t mask_token;
 };
 
 // What the layers or the projection read of a token and the state before it, `x`, and where its residual stream starts.
@@ -68,7 +71,8 @@ inline void multiply_into(
 // The trees of B requests to grow, and where they go.
 struct Growth {
   int32_t num_trees, topk, num_levels, num_drafts;
-  const float* output;       // [B, hidden]: the model's, from which the roots' children are predicted
+  const float* output;       // [B, hidden]: the model's, from which the roots' children are predicted; with masks
+                             // [B, num_levels, hidden], from which those of all levels are
   const int64_t* roots;      // [B]
   const int64_t* positions;  // [B], of the roots' children
   int64_t last_position;     // nodes past it count as there
@@ -116,12 +120,14 @@ class Candidates {
   // [width, columns]: which earlier nodes, and itself, each node of the level sees.
   const uint8_t* sees() const { return sees_.data(); }
 
-  // Adds a level from the likeliest tokens below its nodes, best first: [topk] for the root, [width, topk] for others.
-  void add_level(int level, const float* probs, const int64_t* ids, const int64_t* target_ids) {
+  // Adds a level from the likeliest tokens below its nodes, best first: [topk] for the root, [width, topk] for others,
+  // [topk] if they are the `same` below all nodes.
+  void add_level(int level, const float* probs, const int64_t* ids, const int64_t* target_ids, bool same = false) {
     const int start = int(scores_.size()), count = level ? width_ : 1;
     for (int i = 0; i < count; ++i) {
       if (level) expanded_.push_back(frontier[i]);
-      for (int child = i * topk_; child < (i + 1) * topk_; ++child) {
+      const int first = same ? 0 : i * topk_;
+      for (int child = first; child < first + topk_; ++child) {
         scores_.push_back(level ? scores_[frontier[i]] * probs[child] : probs[child]);
         tokens_.push_back(target_ids ? target_ids[ids[child]] : ids[child]);
       }
@@ -191,7 +197,115 @@ class Candidates {
 // the last of `num_drafts` it must be one of the first num_drafts - 1.
 inline int level_width(const Growth& growth) { return std::min(growth.topk, std::max(1, growth.num_drafts - 1)); }
 
-// Trees of one shape as they grow, with the buffers of a level. All members of a team call `grow`.
+// The likeliest tokens below rows of outputs [`most`, hidden], under noise where a request is sampled.
+class Children {
+ public:
+  Children(const DraftNetwork& network, const Growth& growth, int most)
+      : network_(network), growth_(growth), outputs_(form_of(network.output.kind), most, network.output.ins),
+        logits_(int64_t(most) * network.num_columns), probs_(int64_t(most) * growth.topk), ids_(probs_.size()) {}
+
+  void set(int r, const float* output) { outputs_.set(r, output); }
+
+  // All members of a team call this.
+  void compute_logits(int count, Member& member) {
+    multiply(network_.output, outputs_, count, member, [&](int r, int channel, const float* values) {
+      const int columns = std::min(LANES, network_.num_columns - channel);
+      if (columns > 0) std::copy(values, values + columns, logits_.data() + int64_t(r) * network_.num_columns + channel);
+    });
+  }
+
+  // Of row r, whose `output` was set, for the nodes below `level` of a tree.
+  void choose(int r, const float* output, int tree, int level) {
+    float* logits = logits_.data() + int64_t(r) * network_.num_columns;
+    const bool is_sampled = growth_.seeds && growth_.temperature[tree] > 0;
+    std::vector<float> before;  // the noise
+    if (is_sampled) {
+      if (network_.output_rows) before.assign(logits, logits + network_.num_columns);
+      int32_t key[2];
+      noise_key(growth_.seeds[tree], growth_.ends[tree] + 1 + level, key);
+      add_noise(logits, network_.num_columns, network_.target_ids, growth_.temperature[tree], key);
+    }
+    if (network_.output_rows) {
+      const float temperature = is_sampled ? growth_.temperature[tree] : 1.0f;
+      correct_likeliest(output, logits, is_sampled ? before.data() : logits, temperature);
+    }
+    const int64_t first = int64_t(r) * growth_.topk;
+    likeliest(logits, network_.num_columns, growth_.topk, probs_.data() + first, ids_.data() + first);
+  }
+
+  const float* probs(int r) const { return probs_.data() + int64_t(r) * growth_.topk; }
+  const int64_t* ids(int r) const { return ids_.data() + int64_t(r) * growth_.topk; }
+
+ private:
+  // Computes the largest of a row's logits again, from the precise output matrix. `before` are the logits before noise
+  // and temperature.
+  void correct_likeliest(const float* output, float* logits, const float* before, float temperature) const {
+    constexpr int CANDIDATES = 4;  // for each child
+    const int count = std::min(CANDIDATES * growth_.topk, network_.num_columns), size = network_.sizes.hidden;
+    std::vector<float> values(count), row(size);
+    std::vector<int64_t> ids(count);
+    largest_logits(logits, network_.num_columns, count, values.data(), ids.data());
+    for (const int64_t id : ids) {
+      read_row(network_.output_rows, network_.rows_type, id * size, size, row.data());
+      logits[id] += (dot(output, row.data(), size) - before[id]) / temperature;
+    }
+  }
+
+  const DraftNetwork& network_;
+  const Growth& growth_;
+  Rows outputs_;
+  std::vector<float> logits_, probs_;
+  std::vector<int64_t> ids_;
+};
+
+// Writes a tree to where `growth` says.
+inline void write_tree(const Growth& growth, int tree, const Candidates& candidates) {
+  const int64_t first = int64_t(tree) * (1 + growth.num_drafts);
+  candidates.write_tree(growth.roots[tree], growth.num_drafts, growth.tokens + first, growth.parents + first,
+                        growth.scores + first, growth.num_nodes + tree);
+}
+
+// Trees of one shape from the outputs of masks: the tokens below a node are the same for all nodes of its level. All
+// members of a team call `grow`.
+class MaskedGrowth {
+ public:
+  MaskedGrowth(const DraftNetwork& network, const Growth& growth)
+      : network_(network), growth_(growth), count_(growth.num_trees * growth.num_levels),
+        children_(network, growth, count_), outputs_(int64_t(count_) * network.sizes.hidden) {}
+
+  static constexpr int NUM_PHASES = 4;
+
+  void grow(Member& member) {
+    const int size = network_.sizes.hidden, num_levels = growth_.num_levels;
+    member.share(count_, [&](int r) {
+      float* output = outputs_.data() + int64_t(r) * size;
+      std::copy_n(growth_.output + int64_t(r) * size, size, output);
+      if (network_.norm && !network_.output_is_normed) norm(output, network_.norm, size, network_.sizes.eps, output);
+      children_.set(r, output);
+    });
+    children_.compute_logits(count_, member);
+    member.share(count_, [&](int r) {
+      children_.choose(r, outputs_.data() + int64_t(r) * size, r / num_levels, r % num_levels);
+    });
+    member.share(growth_.num_trees, [&](int tree) {
+      Candidates candidates(growth_.topk, level_width(growth_), num_levels);
+      for (int level = 0; level < num_levels; ++level) {
+        const int r = tree * num_levels + level;
+        candidates.add_level(level, children_.probs(r), children_.ids(r), network_.target_ids, true);
+      }
+      write_tree(growth_, tree, candidates);
+    });
+  }
+
+ private:
+  const DraftNetwork& network_;
+  const Growth& growth_;
+  const int count_;
+  Children children_;
+  std::vector<float> outputs_;
+};
+
+// Trees of one shape as they grow level by level, with the buffers of a level. All members of a team call `grow`.
 class TreeGrowth {
  public:
   TreeGrowth(const DraftNetwork& network, const Growth& growth)
@@ -200,10 +314,9 @@ class TreeGrowth {
         x_width_(network.reads_states ? 2 * size_ : size_), columns_(width_ * (growth.num_levels - 1)),
         stack_(network.layers, network.num_layers, network.sizes, count_),
         to_project_(form_of(network.project.kind), network.project.data ? count_ : 0, network.project.ins),
-        to_output_(form_of(network.output.kind), count_, network.output.ins),
+        children_(network, growth, count_),
         trees_(growth.num_trees, Candidates(growth.topk, width_, growth.num_levels)), stream_(int64_t(count_) * size_),
         states_(int64_t(count_) * size_), next_states_(int64_t(count_) * size_), first_input_(int64_t(count_) * x_width_),
-        logits_(int64_t(count_) * network.num_columns), probs_(int64_t(count_) * growth.topk), ids_(probs_.size()),
         positions_(count_), written_(count_), query_lens_(growth.num_trees, width_), kv_lens_(growth.num_trees),
         tree_sizes_(2 * growth.num_trees), mask_(int64_t(count_) * columns_),
         slots_width_(growth.slots_width + columns_), slots_(int64_t(growth.num_trees) * slots_width_),
@@ -223,14 +336,11 @@ class TreeGrowth {
       will_read(network_.output, member);
       member.share(count, [&](int r) { finish(level, r); });
       will_read(network_.project.data ? network_.project : network_.layers[0].qkv, member);
-      multiply(network_.output, to_output_, count, member, [&](int r, int channel, const float* values) {
-        const int columns = std::min(LANES, network_.num_columns - channel);
-        if (columns > 0) std::copy(values, values + columns, logits_.data() + int64_t(r) * network_.num_columns + channel);
-      });
-      member.share(count, [&](int r) { select_children(level, r, width); });
+      children_.compute_logits(count, member);
+      member.share(count, [&](int r) { children_.choose(r, stream_.data() + int64_t(r) * size_, r / width, level); });
       member.share(growth.num_trees, [&](int tree) {
-        const int64_t first = int64_t(tree) * width * growth.topk;
-        trees_[tree].add_level(level, probs_.data() + first, ids_.data() + first, network_.target_ids);
+        const int r = tree * width;
+        trees_[tree].add_level(level, children_.probs(r), children_.ids(r), network_.target_ids);
       });
       member.share(1, [&](int) {
         std::swap(states_, next_states_);
@@ -240,11 +350,7 @@ class TreeGrowth {
       });
       if (is_grown_[level]) break;
     }
-    member.share(growth.num_trees, [&](int tree) {
-      const int64_t first = int64_t(tree) * (1 + growth.num_drafts);
-      trees_[tree].write_tree(growth.roots[tree], growth.num_drafts, growth.tokens + first, growth.parents + first,
-                              growth.scores + first, growth.num_nodes + tree);
-    });
+    member.share(growth.num_trees, [&](int tree) { write_tree(growth, tree, trees_[tree]); });
   }
 
  private:
@@ -303,49 +409,18 @@ class TreeGrowth {
     if (network_.norm && (level || !network_.output_is_normed))
       norm(output, network_.norm, size_, network_.sizes.eps, output);
     if (network_.state_is_normed) std::copy_n(output, size_, next);
-    to_output_.set(r, output);
-  }
-
-  // The likeliest tokens below a row, under noise where its request is sampled.
-  void select_children(int level, int r, int width) {
-    float* logits = logits_.data() + int64_t(r) * network_.num_columns;
-    const int tree = r / width, topk = growth_.topk;
-    const bool is_sampled = growth_.seeds && growth_.temperature[tree] > 0;
-    std::vector<float> before;  // the noise
-    if (is_sampled) {
-      if (network_.output_rows) before.assign(logits, logits + network_.num_columns);
-      int32_t key[2];
-      noise_key(growth_.seeds[tree], growth_.ends[tree] + 1 + level, key);
-      add_noise(logits, network_.num_columns, network_.target_ids, growth_.temperature[tree], key);
-    }
-    if (network_.output_rows)
-      correct_likeliest(r, logits, is_sampled ? before.data() : logits, is_sampled ? growth_.temperature[tree] : 1.0f);
-    likeliest(logits, network_.num_columns, topk, probs_.data() + int64_t(r) * topk, ids_.data() + int64_t(r) * topk);
-  }
-
-  // Computes the largest of a row's logits again, from the precise output matrix. `before` are the logits before noise
-  // and temperature.
-  void correct_likeliest(int r, float* logits, const float* before, float temperature) {
-    constexpr int CANDIDATES = 4;  // for each child
-    const int count = std::min(CANDIDATES * growth_.topk, network_.num_columns);
-    std::vector<float> values(count), row(size_);
-    std::vector<int64_t> ids(count);
-    largest_logits(logits, network_.num_columns, count, values.data(), ids.data());
-    const float* output = stream_.data() + int64_t(r) * size_;
-    for (const int64_t id : ids) {
-      read_row(network_.output_rows, network_.rows_type, id * size_, size_, row.data());
-      logits[id] += (dot(output, row.data(), size_) - before[id]) / temperature;
-    }
+    children_.set(r, output);
   }
 
   const DraftNetwork& network_;
   const Growth& growth_;
   const int width_, count_, size_, x_width_, columns_;
   Stack stack_;
-  Rows to_project_, to_output_;
+  Rows to_project_;
+  Children children_;
   std::vector<Candidates> trees_;
-  std::vector<float> stream_, states_, next_states_, first_input_, logits_, probs_;
-  std::vector<int64_t> ids_, positions_, written_;
+  std::vector<float> stream_, states_, next_states_, first_input_;
+  std::vector<int64_t> positions_, written_;
   std::vector<int32_t> query_lens_, kv_lens_, tree_sizes_;
   std::vector<uint8_t> mask_;
   const int slots_width_;

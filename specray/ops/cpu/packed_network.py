@@ -103,3 +103,12 @@ class PackedNetwork:
             target_ids=pointer(self._target_ids),
         )
         self._level_bytes = layers.num_bytes + matrix.num_bytes
+
+    def use_mask(self, token_id: int, state: Tensor) -> None:
+        """Predict all levels of trees in one pass, from masks after the first; only of a network that `fuses`.
+
+        A mask reads this token and this state, float32 [H], where others read those before it.
+        """
+        assert self.fuses
+        self._mask_state = state.contiguous()
+        self._struct.mask_state, self._struct.mask_token = pointer(self._mask_state), token_id

@@ -202,6 +202,8 @@ class DraftNetwork(ctypes.Structure):
         ("output_rows", c_void_p),
         ("rows_type", c_int32),
         ("target_ids", c_void_p),
+        ("mask_state", c_void_p),
+        ("mask_token", c_int64),
     )
 
 

@@ -11,7 +11,7 @@ from specray.ops.cpu.packed_network import CoarseOutput
 from specray.ops.cpu.trees import GrownTrees, TreeLimits, TreeNetwork, TreeOptions, TreeRequests
 from specray.ops.noise import gumbel, noise_keys
 from specray.sampling_params import SamplingParams
-from specray.spec_decode.fused_growth import FusedTreeGrower
+from specray.spec_decode.fused_growth import FusedDrafts
 from tests.support.engine import make_llm
 from tests.support.methods import eagle
 
@@ -58,7 +58,7 @@ def test_the_likeliest_are_computed_again(
 
     monkeypatch.setattr(TreeNetwork, "grow", recorded)
     # So that the outputs that the trees grow from can be seen, which they cannot where two plans are in flight either.
-    monkeypatch.setattr(FusedTreeGrower, "extend_and_grow", lambda *_: None)
+    monkeypatch.setattr(FusedDrafts, "extend_and_grow", lambda *_: None)
     speculative = eagle(3, shape=(1, 4, 4), draft_vocab_size=40)(toy, tmp_path)
     params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)
     speculative = speculative.model_copy(update={"draft_model_quantization": "int8"})

@@ -128,12 +128,21 @@ def test_trees_equal_the_reference_with_and_without_a_cached_prefix(head: str, s
     assert_checked(drafter, at_least=40)
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", HEADS | PARALLEL)
 def test_trees_that_torch_grows_equal_the_reference(head: str, start: Start) -> None:
     """The kernels grow all levels in one call; elsewhere torch does, level by level."""
     llm, drafter = start(head, page_size=4)
-    assert isinstance(drafter._drafter, EagleDrafter)
-    drafter._drafter._grower._model.network = None
+    drafter._drafter._fused._network = None
+    drafter._drafter._extends_in_kernels = False  # of an EagleDrafter
+    with llm:
+        run(llm)
+    assert_checked(drafter, at_least=20)
+
+
+@pytest.mark.skipif(kernels() is None, reason="torch makes the trees")
+def test_the_kernels_make_all_trees_of_masks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ParallelDrafter, "_tree")
+    llm, drafter = start("PARALLEL", page_size=4)
     with llm:
         run(llm)
     assert_checked(drafter, at_least=20)
@@ -203,7 +212,7 @@ def test_no_requests_give_no_trees(start: Start) -> None:
 def test_levels_beyond_every_limit_are_not_computed(start: Start) -> None:
     llm, drafter = start("EAGLE3", page_size=4)
     assert isinstance(drafter._drafter, EagleDrafter)
-    grower = drafter._drafter._grower
+    grower, fused = drafter._drafter._grower, drafter._drafter._fused
     levels: list[int] = []
 
     def recorded(grow: Callable[..., DraftTree | None]) -> Callable[..., Any]:
@@ -216,7 +225,7 @@ def test_levels_beyond_every_limit_are_not_computed(start: Start) -> None:
         return record
 
     grower.grow = recorded(grower.grow)  # type: ignore[method-assign]
-    grower.extend_and_grow = recorded(grower.extend_and_grow)  # type: ignore[method-assign]
+    fused.extend_and_grow = recorded(fused.extend_and_grow)  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with llm:
         for num_steps, most in ((1, 1), (2, 2), (9, 3)):

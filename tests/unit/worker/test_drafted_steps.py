@@ -123,7 +123,7 @@ SAMPLING = {
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("method", ["EAGLE3", "EAGLE3-chain", "EAGLE3-wide"])
+@pytest.mark.parametrize("method", ["EAGLE3", "EAGLE3-chain", "EAGLE3-wide", "PARALLEL"])
 def test_the_drafts_and_their_verification_are_the_same(
     method: str, batch_size: int, sampling: str, toy: Path, tmp_path: Path, num_threads: int
 ) -> None:
