@@ -99,8 +99,11 @@ def head_config(head: TrainedHead, target: Target, aux_hidden_state_layers: list
     }
 
 
-def load_exported(head: TrainedModel, folder: Path) -> None:
-    """Load an exported head into `head`, which keeps its draft vocabulary: output rows are matched by target id."""
+def load_exported(head: TrainedModel, folder: Path) -> bool:
+    """Load an exported head into `head`, which keeps its draft vocabulary: output rows are matched by target id.
+
+    Returns whether the folder has a mask, which only P-EAGLE heads have.
+    """
     path = folder / WEIGHTS
     if not path.is_file():
         raise ConfigError(f"--init-head {folder} has no {WEIGHTS}; give a folder that this trainer wrote")
@@ -111,14 +114,16 @@ def load_exported(head: TrainedModel, folder: Path) -> None:
     if isinstance(head, Eagle3Head):
         _move_output_rows(head, tensors, path)
         _match_layers(head, tensors, folder)
+    has_mask = "mask_hidden" in tensors
     if isinstance(head, ParallelHead):
-        tensors.setdefault("mask_hidden", head.mask_hidden.detach())  # an EAGLE-3 head has none
+        tensors.setdefault("mask_hidden", head.mask_hidden.detach())
     own = head.state_dict()
     for name, tensor in own.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
             seen = list(tensors[name].shape) if name in tensors else "missing"
             raise ConfigError(f"{path}: tensor {name} is {seen}, the head to train has {list(tensor.shape)}")
     head.load_state_dict({name: tensors[name].to(tensor.dtype) for name, tensor in own.items()})
+    return has_mask
 
 
 def _check_trainable(folder: Path) -> None:

@@ -22,7 +22,7 @@ _RIDGE = 0.03  # added to the inputs' mean squares, which are 1
 @torch.no_grad()
 def start_linear(head: TrainedHead, target: Target, folder: AnswerFolder, collate: Collate) -> None:
     """Set fc to the best linear prediction of the target's final hidden state one position ahead."""
-    pairs = [_pairs(head, target, collate([answer])) for answer in islice(_training_answers(folder), _ANSWERS)]
+    pairs = [_pairs(head, target, collate([answer])) for answer in islice(training_answers(folder), _ANSWERS)]
     inputs, wanted = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
     weight = _ridge(inputs, wanted)
     head.fc.weight.copy_(weight)
@@ -42,7 +42,8 @@ def _pairs(head: TrainedHead, target: Target, batch: Batch) -> tuple[Tensor, Ten
     return head.normed_hidden_states(aux_hidden_states), wanted
 
 
-def _training_answers(folder: AnswerFolder) -> Iterator[Answer]:
+def training_answers(folder: AnswerFolder) -> Iterator[Answer]:
+    """Those that are not held out, without the shortest."""
     for name in folder.names():
         shard = folder[name]
         yield from (shard[i] for i in range(len(shard)) if shard.lengths[i] > 2 and not shard.is_held_out(i))

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,8 @@ import torch
 
 from specray.cli.main import main
 from specray.train.batches import AnswerFolder
-from specray.train.heads import Eagle2Head
+from specray.train.heads import Eagle2Head, ParallelHead
+from specray.train.mask_start import aim_masks
 from specray.train.settings import TrainSettings
 from specray.train.trainer import Trainer
 from tests.support.training_data import write_answers
@@ -38,6 +40,54 @@ def first_error(trainer: Trainer, folder: AnswerFolder) -> float:
     else:
         guess = head.outputs(head.enter(aux_hidden_states))
     return float((guess - batch.final[:, 1:-1]).square().mean())
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_masks_start_by_attending_to_the_last_position(
+    num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = TrainSettings(
+        kind="parallel", tokens=1000, unroll=3, num_layers=num_layers, draft_vocab_size=40, dtype="float32"
+    )
+    trainer = Trainer(settings, write_answers(tmp_path), tmp_path / "run", CPU)
+    head = trainer.head
+    assert isinstance(head, ParallelHead)
+    attention = (head.midlayer if num_layers == 1 else head.layers[0]).self_attn
+    for projection in (attention.q_proj, attention.k_proj):  # so that attention is not even, as in a trained head
+        projection.weight.data *= 20
+    before = {name: weight.clone() for name, weight in head.state_dict().items()}
+    weights = [log_weight_of_last(trainer, mask, monkeypatch) for mask in (1, 2)]
+    aim_masks(head, trainer._target, trainer._folder, trainer._collate, num_masks=2)
+    for mask, weight in zip((1, 2), weights, strict=True):
+        assert log_weight_of_last(trainer, mask, monkeypatch) > weight / 2
+    changed = [name for name, weight in head.state_dict().items() if not torch.equal(weight, before[name])]
+    assert changed == ["mask_hidden"]
+
+
+def test_a_mask_that_was_trained_is_kept(tmp_path: Path) -> None:
+    answers, run = write_answers(tmp_path), tmp_path / "first"
+    settings = TrainSettings(
+        kind="parallel", tokens=500, unroll=3, draft_vocab_size=40, dtype="float32", batch_tokens=256
+    )
+    first = Trainer(settings, answers, run, CPU)
+    first.run()
+    second = Trainer(replace(settings, init_head=str(run / "head"), seed=7), answers, tmp_path / "second", CPU)
+    mask, kept = first.head.state_dict()["mask_hidden"], second.head.state_dict()["mask_hidden"]
+    torch.testing.assert_close(kept, mask, rtol=1e-2, atol=1e-2)  # it was stored in bfloat16
+
+
+@torch.no_grad()
+def log_weight_of_last(trainer: Trainer, mask: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The mean, over one answer, of the logarithm of the last known position's weight for a mask, in the first layer."""
+    head, target, folder = trainer.head, trainer._target, trainer._folder
+    assert isinstance(head, ParallelHead)
+    batch = trainer._collate([folder[folder.names()[0]][0]])
+    softmax, weights = torch.Tensor.softmax, []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "softmax", lambda *args: weights.append(softmax(*args)) or weights[-1])
+        list(head.rollout(target, batch, mask + 1))
+    of_mask = weights[mask * head.shape.num_layers]  # [1, kv_heads, group, chains, positions and masks]
+    return float(of_mask.diagonal(offset=batch.start, dim1=-2, dim2=-1).log().mean())
 
 
 def test_train_command_stops_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
