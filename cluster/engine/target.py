@@ -1,5 +1,6 @@
 """The process of one target rank: a `specray` worker and the loop that passes it the router's plans."""
 
+import contextlib
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import ConfigError, EngineDeadError
+from specray.step import StepPlan
 from specray.step_wire import pack, unpack_plan
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 
@@ -79,11 +81,41 @@ class TargetActor:
             )
 
     def _serve(self, channel: Channel) -> None:
-        while True:
-            try:
-                plan = unpack_plan(channel.recv())
-                result = self._worker.execute(plan)
-                channel.send(pack(result))
-            except ChannelClosedError:
-                return
-            self._worker.propose()
+        """Run steps; each begins before the one before is finished, if its plan is there and the worker can."""
+        worker, next_plan = self._worker, _NextPlan(channel)
+        overlaps = worker.starts_passes and not self._config.disable_overlap_schedule
+        plan: StepPlan | None = None  # that waits
+        with contextlib.suppress(ChannelClosedError):
+            while True:
+                if plan is None and not worker.num_started:
+                    plan = next_plan.receive()
+                if plan is not None and worker.can_begin(plan):
+                    worker.begin(plan)
+                    plan = None
+                if overlaps and plan is None and worker.may_be_followed and next_plan.comes_soon():
+                    plan = next_plan.receive()
+                    continue
+                channel.send(pack(worker.finish()))
+                worker.propose()
+
+
+class _NextPlan:
+    """The plan after the one that runs. The router makes it once it has the result of the step before."""
+
+    _MOST_S = 0.002  # to wait for it; the pass computes meanwhile, without this thread, whose core the router needs
+    _NUM_SKIPPED = 8
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._num_skipped = self._NUM_SKIPPED
+
+    def comes_soon(self) -> bool:
+        """Whether it is there, or comes within moments. After one that did not come, some are not waited for."""
+        waits = self._num_skipped >= self._NUM_SKIPPED
+        comes = self._channel.has_frame(self._MOST_S if waits else 0.0)
+        self._num_skipped = 0 if waits and not comes else self._num_skipped + 1
+        return comes
+
+    def receive(self) -> StepPlan:
+        """Waits for it as long as it takes. Raises as Channel.recv does."""
+        return unpack_plan(self._channel.recv())
