@@ -78,7 +78,7 @@ def test_a_mask_that_was_trained_is_kept(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def log_weight_of_last(trainer: Trainer, mask: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """The mean, over one answer, of the logarithm of the last known position's weight for a mask, in the first layer."""
+    """The mean logarithm of the last known position's weight for a mask, in the first layer, over one answer."""
     head, target, folder = trainer.head, trainer._target, trainer._folder
     assert isinstance(head, ParallelHead)
     batch = trainer._collate([folder[folder.names()[0]][0]])
