@@ -34,6 +34,7 @@ AHEAD = [
     f"tests/unit/worker/test_drafted_steps.py::{test}"
     for test in (
         "test_the_drafts_and_their_verification_are_the_same[2 threads-EAGLE3-wide-3-both]",
+        "test_the_drafts_and_their_verification_are_the_same[2 threads-PARALLEL-3-both]",
         "test_the_head_has_read_all_of_a_request_that_ended[2 threads-with another request]",
         "test_logits_that_are_not_finite_end_their_request_alone[2 threads-0]",
     )
@@ -41,7 +42,7 @@ AHEAD = [
 READ_ROWS = [f"tests/unit/worker/test_read_rows.py::test_a_{what}_computes_what_is_read" for what in ("pass", "head")]
 TREES = [
     f"tests/unit/spec_decode/test_eagle.py::test_trees_equal_the_reference_with_and_without_a_cached_prefix[{head}]"
-    for head in ("EAGLE3", "EAGLE3-deep", "EAGLE3-sliding", "EAGLE-map", "EAGLE-flat", "MTP")
+    for head in ("EAGLE3", "EAGLE3-deep", "EAGLE3-sliding", "EAGLE-map", "EAGLE-flat", "MTP", "PARALLEL-sliding")
 ]
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 # Counts of many draws show no more than equal tokens do, and neither Triton's interpreter nor torch's attention (and

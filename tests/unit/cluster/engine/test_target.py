@@ -97,11 +97,9 @@ def expected(folder: Path, tmp_path: Path, method: str | None, limit: DraftLimit
 
 
 @pytest.mark.skipif(kernels() is None, reason="only the kernels begin steps early")
-@pytest.mark.parametrize("method", [None, "EAGLE3", "PARALLEL"])
-def test_steps_whose_plans_are_there_begin_early_with_the_same_results(
-    method: str | None, toy: Path, tmp_path: Path
-) -> None:
-    limit = DraftLimit(0, 0) if method is None else DraftLimit(20, 20)
+@pytest.mark.parametrize("method", ["EAGLE3", "PARALLEL"])
+def test_steps_whose_plans_are_there_begin_early_with_the_same_results(method: str, toy: Path, tmp_path: Path) -> None:
+    limit = DraftLimit(20, 20)
     rank = Rank(toy, tmp_path, method)
     try:
         results = rank.run(list(plans(limit)), most=2)
