@@ -4,7 +4,6 @@ An epoch identifies one start of the target's ranks. Frames of another epoch are
 read as a reply to the current step. Payloads are opaque here.
 """
 
-import select
 import socket
 import struct
 
@@ -23,8 +22,6 @@ class Channel:
         self._socket = connection
         self._epoch = epoch
         self._buffer = bytearray()
-        self._readable = select.poll()
-        self._readable.register(connection, select.POLLIN)
 
     def send(self, payload: bytes, timeout: float | None = None) -> None:
         """ChannelClosedError if the connection is closed or the frame is not sent within `timeout` seconds."""
@@ -45,10 +42,6 @@ class Channel:
             epoch, payload = self._frame()
             if epoch == self._epoch:
                 return payload
-
-    def has_frame(self, timeout: float) -> bool:
-        """Whether `recv` would begin to read a frame, or find the connection closed, within `timeout` seconds."""
-        return bool(self._buffer) or bool(self._readable.poll(1000 * timeout))
 
     def close(self) -> None:
         self._socket.close()

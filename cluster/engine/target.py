@@ -1,6 +1,5 @@
 """The process of one target rank: a `specray` worker and the loop that passes it the router's plans."""
 
-import contextlib
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import ConfigError, EngineDeadError
-from specray.step import StepPlan
 from specray.step_wire import pack, unpack_plan
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 
@@ -81,48 +79,11 @@ class TargetActor:
             )
 
     def _serve(self, channel: Channel) -> None:
-        """Run steps. One with drafts is followed before it is finished, if the next plan is there and the worker can.
-
-        Without drafts nothing would be gained where cores are few: router, ingress and client need them for each token.
-        """
-        worker, next_plan = self._worker, _NextPlan(channel)
-        overlaps = worker.starts_passes and not self._config.disable_overlap_schedule
-        plan: StepPlan | None = None  # that waits
-        has_drafts = False  # the step that was begun last
-        with contextlib.suppress(ChannelClosedError):
-            while True:
-                if plan is None and not worker.num_started:
-                    plan = next_plan.receive()
-                if plan is not None and worker.can_begin(plan):
-                    worker.begin(plan)
-                    has_drafts = any(row.draft_limit.num_tokens for row in plan.rows)
-                    plan = None
-                if overlaps and plan is None and has_drafts and worker.may_be_followed and next_plan.comes_soon():
-                    plan = next_plan.receive()
-                    continue
-                channel.send(pack(worker.finish()))
-                worker.propose()
-
-
-class _NextPlan:
-    """The plan after the one that runs. The router makes it once it has the result of the step before."""
-
-    _MOST_S = 0.002  # to wait for it; the pass computes meanwhile, without this thread, whose core the router needs
-    _MOST_MISSES = 2  # in a row, before only one plan of eight is waited for
-    _EVERY = 8
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._num_misses = self._num_asked = 0
-
-    def comes_soon(self) -> bool:
-        """Whether it is there, or comes within moments."""
-        self._num_asked += 1
-        waits = self._num_misses < self._MOST_MISSES or self._num_asked % self._EVERY == 0
-        comes = self._channel.has_frame(self._MOST_S if waits else 0.0)
-        self._num_misses = 0 if comes else self._num_misses + 1
-        return comes
-
-    def receive(self) -> StepPlan:
-        """Waits for it as long as it takes. Raises as Channel.recv does."""
-        return unpack_plan(self._channel.recv())
+        while True:
+            try:
+                plan = unpack_plan(channel.recv())
+                result = self._worker.execute(plan)
+                channel.send(pack(result))
+            except ChannelClosedError:
+                return
+            self._worker.propose()

@@ -135,18 +135,6 @@ class Worker:
         """Steps that were started and not finished."""
         return len(self._started)
 
-    @property
-    def may_be_followed(self) -> bool:
-        """Whether `can_begin` may be true of some plan though a step is not finished."""
-        if len(self._started) != 1 or self._group.size > 1:
-            return False
-        before = self._started[0]
-        batch, computed = before.batch, before.computed
-        if batch is None or computed is None or not batch.rows.are_all_sampling:
-            return False
-        drafts_here = isinstance(self.drafts, InlineDrafts) or self._drafts_nothing(before.plan)
-        return drafts_here and not any(map(needs_result, batch.rows.states))
-
     def can_begin(self, plan: StepPlan) -> bool:
         """Whether `begin` may start this step now, though another one may not be finished.
 
@@ -156,13 +144,14 @@ class Worker:
         self._drafts_to_make = None
         if not self._started:
             return True
-        if not self.may_be_followed or plan.new_requests or plan.freed_slots:
+        before, *others = self._started
+        if others or self._group.size > 1 or plan.new_requests or plan.freed_slots:
             return False
-        before = self._started[0]
         batch, computed = before.batch, before.computed
-        assert batch is not None
-        assert computed is not None
-        if [row.slot for row in plan.rows] != [state.slot for state in batch.rows.states]:
+        if batch is None or computed is None or not batch.rows.are_all_sampling:
+            return False
+        states = batch.rows.states
+        if [row.slot for row in plan.rows] != [state.slot for state in states] or any(map(needs_result, states)):
             return False
         if not self._drafts_nothing(before.plan, plan):
             self._drafts_to_make = self._plan_drafts(before.plan, batch, computed, plan)
