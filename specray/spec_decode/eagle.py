@@ -76,9 +76,7 @@ class EagleDrafter:
 
     def record_ahead(self, context: ProposeContext) -> None:
         """See DraftsAhead."""
-        self._written.forget(context.unread_kv_slots)
-        requests = context.requests + context.unfinished
-        self._written.update(context.table, requests, [request.start for request in requests])
+        self._written.read(context)
 
     @torch.inference_mode()
     def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
@@ -101,11 +99,10 @@ class EagleDrafter:
         """The only state is KV in the requests' blocks."""
 
     def _propose(self, context: ProposeContext) -> DraftTree:
-        self._written.forget(context.unread_kv_slots)
+        self._written.read(context)
         requests = context.requests + context.unfinished
         if not requests:
             return DraftTree.from_lists([], context.table.device)
-        self._written.update(context.table, requests, [request.start for request in requests])
         if context.replay is not None and self._written.are_all(context.table, requests):
             return context.replay()
         if self._extends_in_kernels and self._written.are_all(context.table, requests):

@@ -1,8 +1,8 @@
 """Draft extend and trees in one call of the CPU kernels, where these have the drafter's model; elsewhere in parts."""
 
 from collections.abc import Callable
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from specray.ops.attention import AttentionBackend
@@ -13,7 +13,7 @@ from specray.ops.cpu.trees import CommittedTokens, GrownTrees, TreeLimits, TreeN
 from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.propose_context import ProposeContext
-from specray.spec_decode.tree_growth import TreeGrower, TreeModel, TreePrefix
+from specray.spec_decode.tree_growth import TreeGrower, TreePrefix
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
 
@@ -100,18 +100,10 @@ class FusedDrafts:
 class FusedTreeGrower(TreeGrower):
     """Grows trees in one call of the kernels where it can; see TreeGrower."""
 
-    def __init__(
-        self,
-        model: TreeModel,
-        shape: TreeShape,
-        attention: AttentionBackend,
-        scratch: Tensor,
-        last_position: int,
-        device: torch.device,
-        window: int | None = None,
-    ) -> None:
-        super().__init__(model, shape, attention, scratch, last_position, device, window)
-        self.fused = FusedDrafts(model.network, shape, attention, scratch, last_position, window)
+    @cached_property
+    def fused(self) -> FusedDrafts:
+        scratch, last_position = self._scratch, self._last_position
+        return FusedDrafts(self._model.network, self._shape, self._attention, scratch, last_position, self._window)
 
     def grow(self, context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
         """Trees below the last known tokens; `output` [B, H] predicts the roots' children."""

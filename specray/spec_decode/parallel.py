@@ -59,11 +59,10 @@ class ParallelDrafter:
 
     @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:
-        self._written.forget(context.unread_kv_slots)
+        self._written.read(context)
         requests = context.requests + context.unfinished
         if not requests:
             return DraftTree.from_lists([], context.table.device)
-        self._written.update(context.table, requests, [request.start for request in requests])
         if self._written.are_all(context.table, requests):
             if context.replay is not None:
                 return context.replay()
@@ -84,9 +83,7 @@ class ParallelDrafter:
 
     def record_ahead(self, context: ProposeContext) -> None:
         """See DraftsAhead."""
-        self._written.forget(context.unread_kv_slots)
-        requests = context.requests + context.unfinished
-        self._written.update(context.table, requests, [request.start for request in requests])
+        self._written.read(context)
 
     @torch.inference_mode()
     def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:

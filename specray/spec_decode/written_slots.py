@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specray.spec_decode.propose_context import DraftRequest
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 
@@ -48,6 +48,12 @@ class WrittenSlots:
             complete = min(known.num_complete, request.start)
             complete = request.end if complete == start else complete
             self._requests[request.slot] = _Request(state, complete, request.end, state.num_kv_slots)
+
+    def read(self, context: ProposeContext) -> None:
+        """Record what a drafter has written once it has read all tokens that the step of `context` committed."""
+        self.forget(context.unread_kv_slots)
+        requests = context.requests + context.unfinished
+        self.update(context.table, requests, [request.start for request in requests])
 
     def forget(self, kv_slots: Collection[int]) -> None:
         """Record these as not written: others have got them."""

@@ -1,7 +1,7 @@
 """Initialization of a P-EAGLE head's mask: masks attend to the last token that is known.
 
-A random mask attends to no token in particular. What it predicts then is the likeliest token of any text, and most of a
-short run is over before it has learnt where to look. The fit takes seconds.
+With a random mask, attention is spread over all positions, and its predictions hardly depend on the text. In a short
+run it stays so for most of the steps. The fit takes seconds.
 """
 
 from itertools import islice
@@ -20,7 +20,7 @@ _ITERATIONS = 120
 _RATE = 0.1
 
 
-def aim_masks(head: ParallelHead, target: Target, folder: AnswerFolder, collate: Collate, num_masks: int) -> None:
+def fit_mask(head: ParallelHead, target: Target, folder: AnswerFolder, collate: Collate, num_masks: int) -> None:
     """Fit `mask_hidden` so that the first layer's attention from each of `num_masks` masks goes to the last position.
 
     Maximizes the mean logarithm of its weight. All else of the head stays as it is.

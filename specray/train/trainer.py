@@ -38,7 +38,7 @@ from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, ParallelHead
 from specray.train.hidden_states import HiddenStateComputer
 from specray.train.interrupts import Interrupts
 from specray.train.learner import Learner, autocast
-from specray.train.mask_start import aim_masks
+from specray.train.mask_start import fit_mask
 from specray.train.plot import plot_run
 from specray.train.settings import Counters, TrainSettings
 from specray.train.start import start_linear
@@ -172,7 +172,7 @@ class Trainer:
         if self._settings.init_head:
             has_mask = load_exported(self.head, Path(self._settings.init_head))
         if isinstance(self.head, ParallelHead) and not has_mask:
-            aim_masks(self.head, self._target, self._folder, self._collate, self._settings.unroll - 1)
+            fit_mask(self.head, self._target, self._folder, self._collate, self._settings.unroll - 1)
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self.head.load_state_dict(saved["head"])

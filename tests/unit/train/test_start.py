@@ -8,7 +8,7 @@ import torch
 from specray.cli.main import main
 from specray.train.batches import AnswerFolder
 from specray.train.heads import Eagle2Head, ParallelHead
-from specray.train.mask_start import aim_masks
+from specray.train.mask_start import fit_mask
 from specray.train.settings import TrainSettings
 from specray.train.trainer import Trainer
 from tests.support.training_data import write_answers
@@ -57,7 +57,7 @@ def test_masks_start_by_attending_to_the_last_position(
         projection.weight.data *= 20
     before = {name: weight.clone() for name, weight in head.state_dict().items()}
     weights = [log_weight_of_last(trainer, mask, monkeypatch) for mask in (1, 2)]
-    aim_masks(head, trainer._target, trainer._folder, trainer._collate, num_masks=2)
+    fit_mask(head, trainer._target, trainer._folder, trainer._collate, num_masks=2)
     for mask, weight in zip((1, 2), weights, strict=True):
         assert log_weight_of_last(trainer, mask, monkeypatch) > weight / 2
     changed = [name for name, weight in head.state_dict().items() if not torch.equal(weight, before[name])]
