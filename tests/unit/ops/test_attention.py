@@ -16,7 +16,7 @@ from specray.ops.attention_torch import _BATCH_BYTES, _SHORT, _grouped
 from specray.ops.backends import check_int8_kv, make_backend
 from specray.ops.cpu.library import kernels
 
-NUM_SLOTS = 460  # at most 432 of a batch, and 16 that stay free
+NUM_SLOTS = 464  # 29 pages: at most 432 slots of a batch, and the first page, which stays free
 DIM, LAYERS = 8, 2
 KV_HEADS, FOLD = 2, 3
 # auto: the compiled kernels, where there are any; triton: in its interpreter

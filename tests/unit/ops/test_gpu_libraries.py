@@ -21,7 +21,7 @@ from specray.ops.gpu.page_index import block_table, packed_mask, slot_pages
 from tests.support import attention_libraries
 from tests.support.fake_cuda import fake_cuda
 from tests.support.signatures import recorded, signature, signature_in
-from tests.unit.ops.test_attention import RequestShape, make_rows, row_shapes, sees, slots_of
+from tests.unit.ops.test_attention import NUM_SLOTS, RequestShape, make_rows, row_shapes, sees, slots_of
 
 pytest.importorskip("triton")
 
@@ -31,7 +31,7 @@ from specray.ops.gpu.flashinfer_attention import FlashInferReader
 from specray.ops.gpu.routed_attention import RoutedAttention
 
 KV_HEADS, FOLD, DIM = 2, 3, 8
-SLOTS, PAGE = 416, 16
+PAGE = 16
 LIBRARY: Any = attention_libraries
 CHUNK = RequestShape(num_past=5, num_known=9, parents=[-1])
 DECODING = RequestShape(num_past=20, num_known=1, parents=[-1])
@@ -44,7 +44,7 @@ shapes = st.lists(row_shapes(longest=20), min_size=1, max_size=4)
 drafted = shapes.map(lambda rows: [row for row in rows if len(row.parents) > 1]).filter(bool)
 
 
-def run(backend: Any, rows: AttentionBatch, num_slots: int = SLOTS) -> tuple[Tensor, Tensor]:
+def run(backend: Any, rows: AttentionBatch, num_slots: int = NUM_SLOTS) -> tuple[Tensor, Tensor]:
     """Results of `backend` and of the torch kernels, which test_attention compares with the definition."""
     torch.manual_seed(len(rows.query_lens))
     pool = torch.randn(2, num_slots, 2, KV_HEADS, DIM)
@@ -104,7 +104,7 @@ def test_flash_attention_sees_what_the_batch_says(sizes: list[tuple[int, int]], 
 
 def paged_batch(query_lens: list[int], kv_slots: list[np.ndarray]) -> AttentionBatch:
     width = max(len(slots) for slots in kv_slots) + 3
-    table = np.stack([np.pad(slots, (0, width - len(slots)), constant_values=SLOTS - 1) for slots in kv_slots])
+    table = np.stack([np.pad(slots, (0, width - len(slots)), constant_values=NUM_SLOTS - 1) for slots in kv_slots])
     written = np.concatenate([slots[-count:] for slots, count in zip(kv_slots, query_lens, strict=True)])
     return AttentionBatch(
         query_lens,
@@ -186,7 +186,7 @@ def test_chains_are_causal(backend: Any) -> None:
 
 
 def test_only_the_latest_plan_can_be_read() -> None:
-    pool = torch.zeros(2, SLOTS, 2, KV_HEADS, DIM)
+    pool = torch.zeros(2, NUM_SLOTS, 2, KV_HEADS, DIM)
     reader = FlashInferReader(LIBRARY, pool, KV_HEADS * FOLD, masks_trees=False)
     rows = make_rows([DECODING], scattered=False)
     first, second = reader.plan(rows), reader.plan(rows)
@@ -219,8 +219,8 @@ def test_every_choice_computes_the_same(name: str, page_size: int | None, mode: 
     if name == "fa":
         rows = in_pages(rows)
     choice = lambda pool: backends.make_backend(name, pool, KV_HEADS * FOLD, page_size, mode)  # noqa: E731
-    assert isinstance(choice(torch.zeros(2, SLOTS, 2, KV_HEADS, DIM)), RoutedAttention)
-    torch.testing.assert_close(*run(choice, rows, SLOTS * 2), atol=1e-4, rtol=1e-4)
+    assert isinstance(choice(torch.zeros(2, NUM_SLOTS, 2, KV_HEADS, DIM)), RoutedAttention)
+    torch.testing.assert_close(*run(choice, rows, NUM_SLOTS * 2), atol=1e-4, rtol=1e-4)
 
 
 def in_pages(rows: AttentionBatch) -> AttentionBatch:
@@ -268,13 +268,13 @@ def test_few_queries_have_flashattention_2s_kernels(
 @pytest.mark.usefixtures("on_a_gpu")
 def test_rows_with_holes_are_not_flash_attentions() -> None:
     """A drafter's KV slots are not in whole blocks, so Triton's kernels read them."""
-    pool = torch.zeros(1, SLOTS, 2, KV_HEADS, DIM)
+    pool = torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     assert isinstance(backends.make_backend("fa", pool, KV_HEADS * FOLD), TritonAttention)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_sizes_without_a_kernel_are_refused() -> None:
-    pool = torch.zeros(1, SLOTS, 2, 1, 576)
+    pool = torch.zeros(1, NUM_SLOTS, 2, 1, 576)
     with pytest.raises(ConfigError, match=r"attention_backend=flashinfer has kernels for heads of 8, and .* 576"):
         backends.make_backend("flashinfer", pool, 4)
     with pytest.raises(ConfigError, match=r"attention_backend=fa has kernels for heads of up to 256, and .* 576"):
@@ -288,12 +288,12 @@ def test_sizes_without_a_kernel_are_refused() -> None:
 @pytest.mark.parametrize("name", ["flashinfer", "fa"])
 def test_a_cpu_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"attention_backend={name} needs an NVIDIA GPU, and the device is cpu"):
-        backends.make_backend(name, torch.zeros(1, SLOTS, 2, KV_HEADS, DIM), KV_HEADS * FOLD)
+        backends.make_backend(name, torch.zeros(1, NUM_SLOTS, 2, KV_HEADS, DIM), KV_HEADS * FOLD)
 
 
 @pytest.mark.parametrize(("name", "package"), [("flashinfer", "flashinfer-python"), ("fa", "vllm")])
 def test_a_missing_package_is_named(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, SLOTS, 2, 1, 64))
+    pool: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, NUM_SLOTS, 2, 1, 64))
     monkeypatch.setattr(backends, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"attention_backend={name} needs the package {package} .*specray\[{name}\]"):
         backends.make_backend(name, pool, 1, PAGE)
@@ -348,7 +348,7 @@ def test_the_arrays_are_made_on_the_gpu_without_reading_it() -> None:
             seen.append(part)
             return lambda _pool, q: q.flatten(1)
 
-        pool = torch.zeros(2, SLOTS, 2, KV_HEADS, DIM, device=gpu)
+        pool = torch.zeros(2, NUM_SLOTS, 2, KV_HEADS, DIM, device=gpu)
         q = torch.zeros(sum(rows.query_lens), KV_HEADS * FOLD, DIM, device=gpu)
         kv = torch.zeros(len(q), 2, KV_HEADS, DIM, device=gpu)
         padded: Any = None  # no graph
