@@ -6,11 +6,16 @@ has a shape that depends on data.
 
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import specray
+
+PACKAGE = f"{Path(specray.__file__).parent}/"  # in whatever folder it has been cloned into
 
 # torch's attention on a CPU looks for contiguous KV there, where reading is free. It has no such code on a GPU.
 CPU_ONLY = "ops/attention_torch.py"
@@ -63,9 +68,9 @@ class HostReads(TorchDispatchMode):
         return read
 
     def _record(self) -> None:
-        frames = [frame for frame in traceback.extract_stack() if "/specray/" in frame.filename]
+        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
         if frames:
-            place = f"{frames[-1].filename.rpartition('/specray/')[2]}:{frames[-1].lineno}"
+            place = f"{frames[-1].filename.removeprefix(PACKAGE)}:{frames[-1].lineno}"
             if not place.startswith(CPU_ONLY):
                 self.places.append(place)
 
