@@ -88,7 +88,12 @@ METRICS = (
     ),
     # Only with several drafters.
     Metric("specray_drafter_requests_total", "counter", "Requests that were given this drafter.", "drafter"),
-    Metric("specray_drafter_verify_steps_total", "counter", "Trees of this drafter's requests verified.", "drafter"),
+    Metric(
+        "specray_drafter_verify_steps_total",
+        "counter",
+        "Steps in which a request of this drafter could have drafts.",
+        "drafter",
+    ),
     Metric("specray_drafter_draft_tokens_total", "counter", "Draft tokens verified of this drafter.", "drafter"),
     Metric("specray_drafter_accepted_tokens_total", "counter", "Draft tokens accepted of this drafter.", "drafter"),
     Metric("specray_drafter_seconds_total", "counter", "Time spent in this drafter, shadow included.", "drafter"),

@@ -151,6 +151,7 @@ class Router:
         refusal = await asyncio.to_thread(self._reconciler.apply, desired)
         self._info = self._info._replace(max_draft_tokens=self._reconciler.max_draft_tokens)
         self._connections.broadcast(self._info)
+        self._send_heartbeat(self._engine.stats())  # the next change at another ingress begins with this drafter
         return refusal
 
     async def drain(self, to: str | None = None) -> None:

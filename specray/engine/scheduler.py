@@ -122,7 +122,7 @@ class Scheduler:
         request.num_computed_tokens += emitted.num_tokens
         if result.token_ids:
             num_drafts = result.num_draft_tokens
-            if self.budget.learns and request.spec.params.grammar is None:  # a grammar changes the drafter's trees
+            if self.budget.learns and _teaches(request):
                 self.budget.record_tree(request.acceptance, num_drafts, result.accepted_nodes, result.draft_scores)
             request.count_verify(num_drafts, num_kept - 1)
             request.num_computed_tokens += num_kept - 1
@@ -170,11 +170,11 @@ class Scheduler:
         """(limits for each request, whether the drafter is called after the step)."""
         samples = [num_tokens == request.num_pending_tokens for request, num_tokens, _ in work]
         requests = [
-            Drafting(self._most_drafts(request), request.acceptance)
+            Drafting(self._most_drafts(request), request.acceptance, _teaches(request))
             for (request, *_), does in zip(work, samples, strict=True)
             if does
         ]
-        chosen = self.budget.shares(requests)
+        chosen = self.budget.shares(requests, len(work) - len(requests))
         # A prompt is read although its own request takes no drafts: others may share it.
         needs_drafter = any(r.spec.draft_limit.allows_drafts or num_tokens > 1 for r, num_tokens, _ in work)
         runs_drafter = chosen.runs_drafter and needs_drafter
@@ -265,4 +265,10 @@ class Scheduler:
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot, request.num_computed_tokens = -1, 0
+        request.acceptance.num_unread_tokens = 0  # a preempted request is computed, and read, again
         request.block_ids, request.shared_path, request.in_flight = [], [], []
+
+
+def _teaches(request: Request) -> bool:
+    """Whether a budget can learn from a request's trees. A grammar changes them."""
+    return request.spec.params.grammar is None

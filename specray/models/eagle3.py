@@ -28,6 +28,7 @@ class Eagle3Head:
     """EAGLE-3: the first state is `fc` of several aux hidden states; the layer reads [norm(embedding), norm(state)]."""
 
     reason_without_graphs: str | None = None
+    has_mask = False  # for rows whose token is not known
 
     def __init__(
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices

@@ -46,6 +46,7 @@ def load_eagle3_head(
 ) -> Eagle3Layout:
     """Load a head of EAGLE-3's layout as `kind`. `token_map` is ignored."""
     with _opened(speculative, shared, 3) as (config, shape, loader, names):
+        _check_mask(loader.folder, config, names, kind.has_mask)
         if token_map is not None or speculative.token_map is not None:
             logger.warning("speculative.token_map is ignored: an EAGLE-3 head has a vocabulary of its own")
         return kind(config, shape, loader, names, shared)
@@ -64,7 +65,7 @@ def _opened(
     )
     try:
         names = TensorNames.of(folder, loader.names())
-        _check_version(folder, names, version)
+        _check_version(folder, names, version, speculative)
         shape = head_shape(config, folder, names)
         yield config, shape, loader, names
         check_rest(loader, names, shape)
@@ -72,17 +73,40 @@ def _opened(
         loader.close()
 
 
-def check_head_files(speculative: SpeculativeConfig, target: ModelShape, version: Literal[2, 3]) -> None:
-    """ConfigError if `speculative.draft_model_path` is not a head of this version for the target. Reads no weights."""
+def check_head_files(
+    speculative: SpeculativeConfig, target: ModelShape, version: Literal[2, 3], has_mask: bool = False
+) -> None:
+    """ConfigError if `speculative.draft_model_path` is not a head of this version for the target. Reads no weights.
+
+    `has_mask`: a P-EAGLE head, which has EAGLE-3's layout.
+    """
     folder = resolve_draft(speculative, progress=False)
-    HeadConfig.read(folder).check_target(folder, target)
+    config = HeadConfig.read(folder)
+    config.check_target(folder, target)
     with WeightReader(folder, speculative.draft_load_format) as reader:
-        _check_version(folder, TensorNames.of(folder, reader.names()), version)
+        names = TensorNames.of(folder, reader.names())
+    _check_version(folder, names, version, speculative)
+    _check_mask(folder, config, names, has_mask)
 
 
-def _check_version(folder: Path, names: TensorNames, version: Literal[2, 3]) -> None:
+def _check_version(folder: Path, names: TensorNames, version: Literal[2, 3], speculative: SpeculativeConfig) -> None:
     if names.kind != version:
         raise ConfigError(
-            f"{folder} holds an EAGLE-{names.kind} head, but speculative.algorithm={ALGORITHMS[version]} expects an "
+            f"{folder} holds an EAGLE-{names.kind} head, but speculative.algorithm={speculative.algorithm} expects an "
             f"EAGLE-{version} one; set speculative.algorithm: {ALGORITHMS[names.kind]} or choose another head"
+        )
+
+
+def _check_mask(folder: Path, config: HeadConfig, names: TensorNames, wanted: bool) -> None:
+    """ConfigError if a head has no mask although one is `wanted`, or the other way round."""
+    if not wanted and names.has("mask_hidden"):
+        raise ConfigError(
+            f"{folder} holds a P-EAGLE head (a tensor mask_hidden); set speculative.algorithm: PARALLEL or choose "
+            "another head"
+        )
+    token, size = config.ptd_token_id, config.vocab_size
+    if wanted and (token is None or token >= size or not names.has("mask_hidden")):
+        raise ConfigError(
+            f"{folder} is not a P-EAGLE head: it needs a tensor mask_hidden and a ptd_token_id below {size} in "
+            f"config.json (found {token}); choose another head, or set speculative.algorithm: EAGLE3"
         )

@@ -4,7 +4,6 @@ A position whose token and hidden states are not known yet reads a mask instead:
 learned state. The layout is that of vLLM's parallel drafting (vllm-project/vllm#32887).
 """
 
-from specray.errors import ConfigError
 from specray.models.eagle3 import Eagle3Head
 from specray.models.eagle_files import HeadConfig, TensorNames
 from specray.models.llama_shape import LlamaShape
@@ -15,20 +14,16 @@ from specray.models.target_matrices import TargetMatrices
 class ParallelHead(Eagle3Head):
     """An EAGLE-3 head with a mask."""
 
+    has_mask = True
+
     def __init__(
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
     ) -> None:
         super().__init__(config, shape, loader, names, shared)
-        name = names.of_plain("mask_hidden")
-        if config.ptd_token_id is None or config.ptd_token_id >= shape.vocab_size or not names.has("mask_hidden"):
-            raise ConfigError(
-                f"{loader.folder} is not a P-EAGLE head: it needs a tensor mask_hidden and a ptd_token_id below "
-                f"{shape.vocab_size} in config.json (found {config.ptd_token_id}); choose another head, or set "
-                "speculative.algorithm: EAGLE3"
-            )
+        assert config.ptd_token_id is not None, "see check_mask"
         self.mask_token_id = config.ptd_token_id
         columns = len(self.aux_hidden_state_layers) * shared.shape.hidden_size
-        self.mask_state = self.fuse(loader.tensor(name, (1, columns)))  # [1, H]
+        self.mask_state = self.fuse(loader.tensor(names.of_plain("mask_hidden"), (1, columns)))  # [1, H]
         if self.network is not None and not self.network.fuses:
             self.network = None
         if self.network is not None:

@@ -92,6 +92,12 @@ def _check_eagle3(config: SpeculativeConfig, target: "TargetFiles") -> None:
     check_head_files(config, target.shape, version=3)
 
 
+def _check_parallel(config: SpeculativeConfig, target: "TargetFiles") -> None:
+    from specray.models.eagle_loading import check_head_files
+
+    check_head_files(config, target.shape, version=3, has_mask=True)
+
+
 def _check_eagle_or_mtp(config: SpeculativeConfig, target: "TargetFiles") -> None:
     from specray.spec_decode.mtp import check_eagle_or_mtp
 
@@ -128,7 +134,7 @@ DRAFTERS: dict[str, Method] = {
     "EAGLE": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree, _check_eagle_or_mtp),
     "NEXTN": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree, _check_eagle_or_mtp),
     "MTP": Method(_mtp, _HEAD | _TREE | {"token_map"}, check_tree, _check_mtp),
-    "PARALLEL": Method(_parallel, _HEAD | _TREE, check_tree_drafter, _check_eagle3),
+    "PARALLEL": Method(_parallel, _HEAD | _TREE, check_tree_drafter, _check_parallel),
     "STANDALONE": Method(_standalone, _HEAD | _TREE | {"token_map"}, check_tree_drafter, _check_standalone),
     "NGRAM": Method(_ngram, NGRAM_OPTIONS | {"num_draft_tokens"}, check_ngram),
 }

@@ -7,6 +7,8 @@ shows which of its tokens would have been accepted.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from specray.spec_decode.draft_tree import ROOT, DraftTree, TreeLists
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 
@@ -26,11 +28,18 @@ class ShadowTrees:
         self._waiting: dict[int, list[tuple[int, TreeLists]]] = {}  # with the position of the root
 
     def keep(self, requests: Sequence[DraftRequest], tree: DraftTree) -> None:
-        """Trees of `requests`, in their order; copied to the host. Nodes beyond a request's limit would not count."""
-        for request, lists in zip(requests, tree.to_lists(), strict=True):
-            size = 1 + request.draft_limit.num_tokens
+        """Trees of `requests`, in their order; copied to the host.
+
+        What would not be verified, because of a request's limit, does not count. A tree without drafts does, where
+        drafts are allowed: the verified drafters' steps without drafts count too.
+        """
+        scores = torch.ones(tree.tokens.shape) if tree.scores is None else tree.scores
+        for request, lists, known in zip(requests, tree.to_lists(), scores.tolist(), strict=True):
+            limit, num_nodes = request.draft_limit, len(lists.tokens)
+            num_likely = sum(score >= limit.min_score for score in known[:num_nodes])
+            size = min(1 + limit.num_tokens, num_likely)
             cut = TreeLists(lists.tokens[:size], lists.parents[:size])
-            if len(cut.tokens) > 1:
+            if limit.num_tokens and cut.tokens:
                 self._waiting.setdefault(request.slot, []).append((request.end, cut))
 
     def compare(self, context: ProposeContext) -> Compared:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specray.config import SpeculativeConfig
 from specray.engine.request import EngineRequest
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter
+from specray.spec_decode.drafter import Drafter, TargetView
 from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DrafterUse
 from specray.testing.conformance import PROMPTS, SAMPLED
@@ -80,6 +81,46 @@ def test_a_batch_with_mixed_drafters_generates_the_text_of_plain_decoding(
         assert all(seconds[name] > 0 for name in names)
         if remote is not None:
             remote.close()
+
+
+class NotFinite:
+    """A drafter whose logits are not finite."""
+
+    max_draft_tokens = 3
+    aux_hidden_state_layers = ()
+    reads_next_token = False
+
+    def __init__(self, config: SpeculativeConfig, target: TargetView) -> None:
+        """As drafters that are named by their import path."""
+
+    def propose(self, context: ProposeContext) -> DraftTree:
+        roots = context.roots()
+        return DraftTree.roots(roots)._replace(num_nodes=torch.zeros_like(roots))
+
+    def release(self, slots: Sequence[int]) -> None:
+        """It has no state."""
+
+
+@pytest.mark.parametrize("placement", ["inline", "colocated"])
+def test_a_drafter_whose_logits_are_not_finite_does_not_end_the_others(
+    placement: str, toy: Path, tmp_path: Path, plain: dict[str, list[int]]
+) -> None:
+    broken = {"name": "broken", "algorithm": f"{__name__}:{NotFinite.__name__}"}
+    speculative = SpeculativeConfig.model_validate({"drafters": [{"name": "n-gram", "algorithm": "NGRAM"}, broken]})
+    with make_llm(toy, speculative=speculative, max_running_requests=6) as llm:
+        remote = None
+        if placement == "colocated":
+            remote = Colocated(llm, tmp_path)
+            remote.start()
+        assert finish(llm, requests_for(["n-gram", "broken"])) == plain
+        counts = llm.engine.stats.labelled
+        if remote is not None:
+            assert remote.drafts.max_draft_tokens > 0, "its process is still connected"
+            remote.close()
+    drafted = counts["specray_drafter_draft_tokens_total"]
+    assert drafted["n-gram"] > 0
+    assert drafted["broken"] == 0
+    assert counts["specray_draft_faults_total"]["nan"] > 0
 
 
 def test_a_request_that_moves_to_an_engine_without_its_drafter_continues(

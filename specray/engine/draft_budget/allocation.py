@@ -1,32 +1,20 @@
 """The choice of a step's drafts, as a pure function."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 # Nodes that bring less are never worth a row of a forward: with a step of one row taking as long as a plain step, they
 # would have to cost less than a hundredth of it.
 LEAST_GAIN = 0.01
 
 
-class Allocation(NamedTuple):
-    """Draft tokens for each request, and what the step is expected to generate in a second."""
-
-    num_drafts: list[int]
-    tokens_per_second: float
-
-
 def allocate(
-    gains: Sequence[Sequence[float]],
-    step_seconds: Callable[[int, int], float],
-    most_drafts: int,
-    least_drafts: int = 0,
-) -> Allocation:
-    """Choose drafts in descending order of gain, up to the number that generates the most tokens per second.
+    gains: Sequence[Sequence[float]], step_seconds: Callable[[int, int], float], most_drafts: int
+) -> list[int]:
+    """Draft tokens for each request, in descending order of gain, as many as generate the most tokens per second.
 
     `gains[i][k]` are the tokens that draft k + 1 of request i is expected to bring, never rising in k.
     `step_seconds(n, m)` is the time of a step with n drafts in all, and with m for the request that has most.
-    The number of drafts is between `least_drafts` and `most_drafts`, or all if there are fewer; ties go to fewer
-    drafts, older requests and earlier nodes.
+    At most `most_drafts` are chosen; ties go to fewer drafts, older requests and earlier nodes.
     """
     offers = sorted(
         (-gain, place, row)
@@ -39,9 +27,9 @@ def allocate(
     for count, (negative_gain, place, _) in enumerate(offers, start=1):
         tokens, most = tokens - negative_gain, max(most, place + 1)
         rate = tokens / step_seconds(count, most)
-        if rate > best_rate or best_count < min(least_drafts, count):
+        if rate > best_rate:
             best_rate, best_count = rate, count
     num_drafts = [0] * len(gains)
     for _, _, row in offers[:best_count]:
         num_drafts[row] += 1
-    return Allocation(num_drafts, best_rate)
+    return num_drafts

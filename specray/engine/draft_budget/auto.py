@@ -62,14 +62,15 @@ class AutoBudget:
         self._num_without_drafts = 0  # steps in a row
         self._num_timed = 0
 
-    def shares(self, requests: Sequence[Drafting]) -> Shares:
+    def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:
         if not any(request.most for request in requests):  # says nothing about drafts, which nobody may have
-            return Shares([0] * len(requests), self._num_without_drafts <= DRAFTER_OFF_AFTER)
+            return Shares([0] * len(requests), self._runs_drafter(len(requests), num_reading))
         if self._num_steps % STEPS_PER_UPDATE == 0:
             self._count_new_trees()
             self._cuts.clear()
         self._num_steps += 1
-        if any(self._num_trees_of(request.acceptance) < NUM_FIRST_TREES for request in requests):
+        learns = [request for request in requests if request.most and request.teaches]
+        if any(self._num_trees_of(request.acceptance) < NUM_FIRST_TREES for request in learns):
             everything = [LEAST_SCORE] * len(requests)
             return Shares(equal_shares([request.most for request in requests], self._most), min_scores=everything)
         num_drafts, min_scores = self._best(requests)
@@ -84,14 +85,23 @@ class AutoBudget:
             wider = [count * quarters // 4 + 1 for count in num_drafts]
             wanted = [min(request.most, count) for request, count in zip(requests, wider, strict=True)]
             return Shares(equal_shares(wanted, self._most), min_scores=min_scores)
-        return Shares(num_drafts, self._num_without_drafts <= DRAFTER_OFF_AFTER, min_scores)
+        return Shares(num_drafts, self._runs_drafter(len(requests), num_reading), min_scores)
+
+    def _runs_drafter(self, num_requests: int, num_reading: int) -> bool:
+        """Whether it drafted lately, or has to read prompts whose requests will get drafts."""
+        if self._num_without_drafts <= DRAFTER_OFF_AFTER:
+            return True
+        together = num_requests + num_reading
+        return num_reading > 0 and any(self._best_cut(name, together)[0] for name in self._scores)
 
     def record_tree(
         self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
     ) -> None:
-        if (request.drafter in self._scores or scores) and not is_read(request):
+        # Beside a draft model's trees, those of drafters without scores have scores of 1.
+        has_scores = request.drafter in self._scores or any(score < 1.0 for score in scores)
+        if has_scores and not is_read(request):
             return  # says nothing about the drafter
-        if scores:
+        if has_scores and scores:
             trees = self._new_trees.setdefault(request.drafter, [])
             trees.append((request, VerifiedTree(scores, num_drafts, accepted_nodes)))
         elif num_drafts:
@@ -148,14 +158,15 @@ class AutoBudget:
         if not requests:
             return []
         most = max(request.most for request in requests)
-        usual = {name: nodes.gains(most) for name, nodes in self._nodes.items()}
+        names = {request.acceptance.drafter for request in requests}
+        usual = {name: self._nodes.get(name, NodeAcceptance()).gains(most) for name in names}
         gains = [request.acceptance.gains(usual[request.acceptance.drafter][: request.most]) for request in requests]
 
         def step_seconds(num_drafts: int, most_drafts: int) -> float:
             seconds = self._costs.seconds(StepShape(len(requests), num_drafts, most_drafts))
             return seconds * DRAFTING_MARGIN if num_drafts else seconds
 
-        return allocate(gains, step_seconds, self._most).num_drafts
+        return allocate(gains, step_seconds, self._most)
 
     def _num_trees_of(self, request: RequestAcceptance) -> int:
         """Trees that were seen of the request's drafter."""

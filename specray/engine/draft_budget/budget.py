@@ -12,6 +12,7 @@ class Drafting(NamedTuple):
 
     most: int  # draft tokens that may be verified for it: the drafter's tree, the client's limit, the tokens left
     acceptance: RequestAcceptance
+    teaches: bool = True  # its trees are the drafter's own, so `record_tree` will be called with them
 
 
 class Shares(NamedTuple):
@@ -27,8 +28,11 @@ class DraftBudget(Protocol):
 
     learns: bool  # whether `record_tree` and `record_step` are called
 
-    def shares(self, requests: Sequence[Drafting]) -> Shares:
-        """Draft tokens for each of the requests that sample in the next step, oldest first."""
+    def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:
+        """Draft tokens for each of the requests that sample in the next step, oldest first.
+
+        `num_reading` more requests compute a part of their prompts that is not the last one.
+        """
 
     def record_tree(
         self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()

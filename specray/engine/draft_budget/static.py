@@ -15,7 +15,7 @@ class StaticBudget:
     def __init__(self, max_step_draft_tokens: int | None) -> None:
         self._most = max_step_draft_tokens
 
-    def shares(self, requests: Sequence[Drafting]) -> Shares:
+    def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:  # noqa: ARG002
         wanted = [request.most for request in requests]
         return Shares(wanted if self._most is None else equal_shares(wanted, self._most))
 
@@ -29,6 +29,13 @@ class StaticBudget:
 
 
 def equal_shares(wanted: Sequence[int], most: int) -> list[int]:
-    """At most `most` drafts in all, in equal shares; the oldest requests get the remainder of the division."""
-    share, num_more = divmod(most, max(1, len(wanted)))
-    return [min(count, share + (place < num_more)) for place, count in enumerate(wanted)]
+    """At most `most` drafts in all, in equal shares; the oldest requests get the remainder of the division.
+
+    Requests that want none have no share.
+    """
+    drafting = [place for place, count in enumerate(wanted) if count]
+    share, num_more = divmod(most, max(1, len(drafting)))
+    shares = [0] * len(wanted)
+    for number, place in enumerate(drafting):
+        shares[place] = min(wanted[place], share + (number < num_more))
+    return shares

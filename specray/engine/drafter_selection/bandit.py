@@ -13,6 +13,7 @@ from math import exp, log, sqrt
 REQUEST_TOKENS = 128  # a unit of experience: the tokens of one request differ far less than those of two
 MEMORY_TOKENS = 64 * REQUEST_TOKENS  # after this many tokens of its kind, a measurement counts e times less
 OPTIMISM = 0.3  # relative error of an estimate from one unit of experience
+LEAST_TOKENS = 1.0  # experience that has faded to less is none; its numbers would end as zeros
 PRIOR_TOKENS = 2 * REQUEST_TOKENS  # of all tenants' experience, for a tenant without its own
 MAX_TENANTS = 1024  # the one that was not seen for the longest time is forgotten
 
@@ -98,11 +99,11 @@ def _estimate(own: Experience, of_all: Experience) -> tuple[float, float]:
 
     Requests that still run count as experience to come, so that a burst is spread over the drafters.
     """
-    if not (of_all.tokens and of_all.seconds):
+    if of_all.tokens < LEAST_TOKENS or not of_all.seconds:
         return float("inf"), REQUEST_TOKENS * float(of_all.num_running)
-    shared = min(PRIOR_TOKENS, of_all.tokens)
-    seconds = own.seconds + shared * of_all.seconds / of_all.tokens
-    return (own.tokens + shared) / seconds, own.tokens + shared + REQUEST_TOKENS * own.num_running
+    share = min(1.0, PRIOR_TOKENS / of_all.tokens)
+    tokens, seconds = own.tokens + share * of_all.tokens, own.seconds + share * of_all.seconds
+    return tokens / seconds, tokens + REQUEST_TOKENS * own.num_running
 
 
 def _optimistic(rate: float, tokens: float, total: float) -> tuple[float, float]:

@@ -87,9 +87,11 @@ class DrafterSelector:
             choice, num_tokens = part.request.drafter, min(len(part.result.token_ids), room)
             if choice is None or not num_tokens or part.num_tokens > 1:
                 continue  # the end of a prompt has no drafts
-            if not part.request.spec.is_probe:
+            if not _is_typical(part.request):
+                continue
+            if part.request.in_flight[0].num_drafts:  # the step's limit: a shadow's trees count where drafts may be
                 count_drafter_tree(self._stats, choice.name, part.result.num_draft_tokens, num_tokens - 1)
-            if usual is not None and _is_typical(part.request):
+            if usual is not None:
                 choice.tokens, choice.time = choice.tokens + num_tokens, choice.time + share / usual
                 if choice.tokens >= OBSERVED_TOKENS:
                     self._observe(part.request, choice)

@@ -104,7 +104,8 @@ class RemoteDrafts:
         self._admit()
         if self._peer is not None:
             with self._recorded_faults():
-                self._peer.collect(self._pending)
+                if self._peer.collect(self._pending):
+                    self._faults.append(DraftFault.NOT_A_NUMBER)  # of one of several drafters, so the peer stays
         tree, num_nodes, _ = self._pending.read(self._pending.take(slots, roots, draft_limits))
         return tree, num_nodes
 
@@ -232,8 +233,12 @@ class _Peer:
         self._unanswered.append(_Sent(self._number, region, slots, set(), time.monotonic()))
         self._channel.send(pack(order), SEND_S)
 
-    def collect(self, pending: PendingTrees) -> None:
-        """Put the last order's trees into `pending` once they arrive, waiting at most `_reply_timeout_s`."""
+    def collect(self, pending: PendingTrees) -> bool:
+        """Put the last order's trees into `pending` once they arrive, waiting at most `_reply_timeout_s`.
+
+        Returns whether one of several drafters is broken.
+        """
+        is_broken = False
         while self._unanswered:
             # While replies to earlier orders are missing, the step does not wait; otherwise every step would time out.
             # The last order is too recent to count as late.
@@ -245,8 +250,9 @@ class _Peer:
                 self._check_frozen()
                 self._is_late = True
                 raise DraftFaultError(DraftFault.LATE) from None
-            self._receive(data, pending)
+            is_broken |= self._receive(data, pending)
         self._is_late = False
+        return is_broken
 
     def release(self, slots: Sequence[int]) -> None:
         self._encoder.release(slots)
@@ -261,7 +267,8 @@ class _Peer:
         self._channel.close()
         self._ring.close()
 
-    def _receive(self, data: bytes, pending: PendingTrees) -> None:
+    def _receive(self, data: bytes, pending: PendingTrees) -> bool:
+        """See `collect`."""
         sent = self._unanswered.popleft()
         try:
             reply = unpack_reply(data)
@@ -279,6 +286,7 @@ class _Peer:
         if sent.slots and not self._unanswered:
             pending.put(torch.tensor(sent.slots, dtype=torch.int64).to(self._table.device), tree.to(self._table.device))
             pending.drop(list(sent.freed))
+        return reply.num_broken > 0
 
     def _reply_timeout_s(self) -> float:
         if not self._recent:

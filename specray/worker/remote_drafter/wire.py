@@ -6,7 +6,7 @@ memory (`ring`).
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgpack
@@ -68,14 +68,26 @@ class Reply(NamedTuple):
     fault: DraftFault | None = None
     uses: Sequence[DrafterUse] = ()  # of several drafters
     scores: Sequence[list[float]] = ()  # of each tree's nodes, or empty where they are not known
+    num_broken: int = 0  # trees that are only roots because their drafter's logits are not finite
 
     @classmethod
-    def of(cls, number: int, seconds: float, tree: DraftTree) -> "Reply":
-        """At most one copy to the host."""
+    def of(cls, number: int, seconds: float, tree: DraftTree, roots: Callable[[], Tensor] | None = None) -> "Reply":
+        """At most one copy to the host.
+
+        A tree without nodes is that of a drafter whose logits are not finite. It becomes its root, one of `roots`
+        int64 [B], because the other trees may be those of other drafters. Without `roots` the reply is a fault.
+        """
         trees, scores = _lists(tree)
-        if not all(each.tokens for each in trees):
+        num_broken = sum(not each.tokens for each in trees)
+        if num_broken and roots is None:
             return cls.failed(number, seconds, DraftFault.NOT_A_NUMBER)
-        return cls(number, seconds, trees, scores=scores)
+        if num_broken and roots is not None:
+            tokens = roots().tolist()
+            trees = [
+                each if each.tokens else TreeLists([root], [NONE]) for root, each in zip(tokens, trees, strict=True)
+            ]
+            scores = [known or [1.0] for known in scores]
+        return cls(number, seconds, trees, scores=scores, num_broken=num_broken)
 
     @classmethod
     def failed(cls, number: int, seconds: float, fault: DraftFault) -> "Reply":
@@ -127,6 +139,7 @@ def unpack_reply(data: bytes) -> Reply:
     lists = (reply.trees, reply.scores)
     if (
         type(reply.number) is not int
+        or type(reply.num_broken) is not int
         or type(reply.seconds) is not float
         or any(type(part) is not list for part in lists)
     ):

@@ -207,6 +207,21 @@ def test_a_preempted_request_waits_before_later_ones() -> None:
     assert [request.request_id for request in run.engine.scheduler.waiting] == ["second", "third"]
 
 
+def test_a_preempted_request_will_be_read_again() -> None:
+    """Steps whose drafter was not called count against its drafts, and all of them are computed again."""
+    config = EngineConfig(page_size=4, max_running_requests=2, disable_radix_cache=True)
+    run = Run(Case(config, 11, 0, seed=1))
+    for request_id in ("first", "second"):
+        run.engine.add_request(EngineRequest(request_id, [5, 6], SamplingParams(seed=1, max_tokens=30)))
+    run.engine.step()
+    for request in run.engine.scheduler.running:
+        request.acceptance.num_unread_tokens = 99
+    while not run.engine.scheduler.num_preemptions:
+        run.engine.step()
+    [preempted] = run.engine.scheduler.waiting
+    assert preempted.acceptance.num_unread_tokens == 0
+
+
 def test_running_requests_get_a_token_in_every_step_of_a_long_prompt() -> None:
     config = EngineConfig(page_size=4, chunked_prefill_size=4, max_prefill_tokens=4)
     run = Run(Case(config, 60, 0, seed=1))

@@ -43,6 +43,10 @@ def eagle3(folder: Path, target: Path) -> None:
     write_random_head(folder, target, 3)
 
 
+def parallel(folder: Path, target: Path) -> None:
+    write_random_head(folder, target, 3, is_parallel=True)
+
+
 def wide(folder: Path, target: Path) -> None:
     eagle3(folder, target)
     change(folder, hidden_size=64)
@@ -69,6 +73,9 @@ def no_weights(folder: Path, target: Path) -> None:  # noqa: ARG001
     [
         ("EAGLE3", eagle2, "holds an EAGLE-2 head"),
         ("EAGLE", eagle3, "holds an EAGLE-3 head"),
+        ("PARALLEL", eagle2, "algorithm=PARALLEL expects an EAGLE-3 one"),
+        ("PARALLEL", eagle3, "not a P-EAGLE head: it needs a tensor mask_hidden"),
+        ("EAGLE3", parallel, "holds a P-EAGLE head .*set speculative.algorithm: PARALLEL"),
         ("EAGLE3", wide, "hidden_size=64, but the target's is 32"),
         ("EAGLE3", large_vocabulary, "vocab_size=128, but the target's is 64"),
         ("EAGLE3", no_weights, "model.safetensors"),

@@ -1,6 +1,7 @@
 """What the target would have accepted of a tree follows from the text."""
 
 import pytest
+import torch
 
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.propose_context import DraftRequest
@@ -39,9 +40,12 @@ def test_a_tree_without_drafts_is_known_at_once() -> None:
     assert accepted_path(TreeLists([9], [NONE]), [1]) == (0, True)
 
 
-def kept(limit: DraftLimit = UNLIMITED) -> ShadowTrees:
+def kept(limit: DraftLimit = UNLIMITED, tree: TreeLists = TREE, scores: list[float] | None = None) -> ShadowTrees:
     trees = ShadowTrees()
-    trees.keep([DraftRequest(0, 0, 2, limit)], DraftTree.from_lists([TREE]))
+    drafted = DraftTree.from_lists([tree])
+    if scores is not None:
+        drafted = drafted._replace(scores=torch.tensor([scores]))
+    trees.keep([DraftRequest(0, 0, 2, limit)], drafted)
     return trees
 
 
@@ -55,6 +59,20 @@ def test_trees_wait_until_the_text_is_long_enough() -> None:
 
 def test_nodes_that_would_not_have_been_verified_do_not_count() -> None:
     assert kept(DraftLimit(2, 9)).compare(make_context([Tokens(0, [1, 2, 9, 7, 4])])) == Compared(1, 2, 1)
+
+
+def test_unlikely_nodes_would_not_have_been_verified() -> None:
+    scores, text = [1.0, 0.8, 0.5, 0.4, 0.2, 0.1], make_context([Tokens(0, [1, 2, 9, 7, 4])])
+    assert kept(DraftLimit(9, 9, 0.4), scores=scores).compare(text) == Compared(1, 3, 1)
+    assert kept(DraftLimit(9, 9, 0.2), scores=scores).compare(text) == Compared(1, 4, 2)
+
+
+def test_a_tree_without_drafts_counts_where_drafts_are_allowed() -> None:
+    """Otherwise a drafter that rarely finds anything would look better than it is."""
+    root, text = TreeLists([9], [NONE]), make_context([Tokens(0, [1, 2, 9, 7, 4])])
+    assert kept(tree=root).compare(text) == Compared(1, 0, 0)
+    assert kept(DraftLimit(0, 9), root).compare(text) == Compared(0, 0, 0)
+    assert kept(tree=TreeLists([], [])).compare(text) == Compared(0, 0, 0), "its logits were not finite"
 
 
 def test_a_new_request_in_the_slot_is_not_compared() -> None:

@@ -23,24 +23,24 @@ def test_no_other_choice_generates_more_tokens_per_second(
 
     chosen = allocate(rows, seconds, most_drafts=100)
     best = max(rate(counts) for counts in product(*(range(len(row) + 1) for row in rows)))
-    assert rate(tuple(chosen.num_drafts)) >= best * (1 - 1e-9)
+    assert rate(tuple(chosen)) >= best * (1 - 1e-9)
 
 
 def test_a_request_that_accepts_more_gets_more() -> None:
     rows = [[0.9, 0.8, 0.7, 0.6], [0.3, 0.1, 0.05]]
-    assert allocate(rows, lambda num_drafts, _: 1 + 0.2 * num_drafts, most_drafts=100).num_drafts == [4, 0]
+    assert allocate(rows, lambda num_drafts, _: 1 + 0.2 * num_drafts, most_drafts=100) == [4, 0]
 
 
 def test_drafts_that_cost_more_than_they_bring_are_not_bought() -> None:
-    assert allocate([[0.5, 0.4]] * 8, lambda num_drafts, _: 8.0 + num_drafts, most_drafts=100).num_drafts == [0] * 8
+    assert allocate([[0.5, 0.4]] * 8, lambda num_drafts, _: 8.0 + num_drafts, most_drafts=100) == [0] * 8
 
 
 def test_a_bend_of_the_costs_is_looked_past() -> None:
     """The first draft alone does not pay, because calling the drafter costs; four do."""
     chosen = allocate([[0.9, 0.8, 0.7, 0.6]], lambda num_drafts, _: 1.0 + (1.2 if num_drafts else 0), most_drafts=100)
-    assert chosen.num_drafts == [4]
+    assert chosen == [4]
 
 
 def test_the_limit_of_a_step_holds() -> None:
     chosen = allocate([[0.9, 0.8], [0.85, 0.1]], lambda num_drafts, _: 1.0, most_drafts=2)  # noqa: ARG005
-    assert chosen.num_drafts == [1, 1]
+    assert chosen == [1, 1]

@@ -211,3 +211,53 @@ def test_a_trial_without_drafts_stops_the_drafter_only_to_measure_what_it_costs(
     costs.observe(StepShape(1, 0, 0), 0.01, 0.001)
     costs.observe(StepShape(1, 1, 1), 0.01, 0.001)
     assert trial(costs).runs_drafter
+
+
+def test_prompts_are_read_where_as_many_requests_will_draft() -> None:
+    """The parts of a long prompt come before its request drafts, and a request that was not read never would."""
+
+    def seconds(shape: StepShape) -> float:
+        return (5 + 4 * max(0, shape.num_requests + shape.num_drafts - 16)) / 1000
+
+    budget, _ = drafting_budget(StepCosts())
+    for num_requests in (1, 32):
+        requests = [Drafting(MOST, RequestAcceptance()) for _ in range(num_requests)]
+        for _ in range(200):
+            num_drafts = budget.shares(requests).num_drafts
+            shape = StepShape(num_requests, sum(num_drafts), max(num_drafts))
+            budget.record_step(shape, seconds(shape), 0.0005)
+    assert not budget.shares([]).runs_drafter
+    assert [budget.shares([], num_reading=count).runs_drafter for count in (1, 32)] == [True, False]
+    others = [Drafting(MOST, RequestAcceptance()) for _ in range(31)]
+    assert not budget.shares(others, num_reading=1).runs_drafter
+
+
+def test_trees_whose_scores_are_all_1_are_those_of_a_drafter_without_scores() -> None:
+    """Of several drafters, a draft model has scores, so the others' trees are given 1."""
+    budget, request = AutoBudget(None), RequestAcceptance(drafter="n-gram")
+    for _ in range(40):
+        budget.record_tree(request, 3, [1, 2, 3], scores=[1.0, 1.0, 1.0])
+    assert request.repeats
+    unread = RequestAcceptance(drafter="n-gram", num_unread_tokens=99)
+    assert budget.shares([Drafting(MOST, unread)]).num_drafts[0] > 0, "n-grams have nothing to read"
+
+
+def test_requests_whose_trees_teach_nothing_do_not_draft_whole_trees_for_ever() -> None:
+    """A server whose requests all have a grammar assumes the usual acceptance."""
+    budget, machine = AutoBudget(None), MACHINES["slow drafter"]
+    counts = []
+    for _ in range(200):
+        num_drafts = budget.shares([Drafting(MOST, RequestAcceptance(), teaches=False) for _ in range(16)]).num_drafts
+        shape = StepShape(16, sum(num_drafts), max(num_drafts))
+        budget.record_step(shape, *machine.seconds(shape))
+        counts.append(sum(num_drafts))
+    assert mean(counts[-100:]) < 16 * MOST / 4
+
+
+def test_equal_shares_go_to_those_that_want_drafts() -> None:
+    assert StaticBudget(8).shares([Drafting(most, RequestAcceptance()) for most in (0, 5, 0, 9)]).num_drafts == [
+        0,
+        4,
+        0,
+        4,
+    ]

@@ -108,3 +108,12 @@ def test_a_dropped_drafter_leaves_no_experience_to_one_of_its_name() -> None:
     assert bandit.choose("", "chat", NAMES) == HEAD
     bandit.forget(LOOKUP)
     assert bandit.choose("", "chat", NAMES) == LOOKUP, "the unknown one is tried"
+
+
+def test_experience_that_has_faded_away_is_none() -> None:
+    """Tokens and seconds end as numbers that a float cannot divide."""
+    bandit = DrafterBandit()
+    bandit.observe("one", "chat", LOOKUP, REQUEST_TOKENS, 100.0)
+    for _ in range(25_000):
+        bandit.observe("one", "chat", HEAD, REQUEST_TOKENS, 100.0)
+    assert bandit.choose("another", "chat", NAMES) == LOOKUP, "as unknown as at the start"

@@ -130,3 +130,24 @@ def test_kinds_are_those_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(selector._bandit, "start", lambda _, kind, __: kinds.append(kind))
     run(engine, [request(1, [2, 3, 4, 5], 3), request(2, [2, 3, 4, 5] * 5, 3)])
     assert kinds == [TextKind.CHAT, TextKind.COPY]
+
+
+def test_steps_in_which_a_request_may_not_draft_do_not_count() -> None:
+    """The shadow's trees do not count there either, and both accept lengths are compared."""
+    engine, _ = make_engine(default_drafter="fast")
+    counts = engine.stats.labelled["specray_drafter_verify_steps_total"]
+    run(engine, [replace(request(1, [2, 3], 9), draft_limit=DraftLimit(0, 0))])
+    run(engine, [replace(request(2, [2, 3], 9), predicted_token_ids=[4, 5, 6])])
+    assert counts["fast"] == 0
+    run(engine, [request(3, [2, 3], 9)])
+    assert counts["fast"] > 0
+
+
+def test_what_a_budget_has_learnt_outlives_another_choice_among_the_same_drafters() -> None:
+    engine, _ = make_engine(default_drafter="fast", budget="auto")
+    before = engine.config.speculative
+    budget = engine.scheduler.budget
+    engine.draft_with(before.model_copy(update={"default_drafter": "slow"}), 5)
+    assert engine.scheduler.budget is budget
+    engine.draft_with(before.model_copy(update={"drafters": before.drafters[:1], "default_drafter": "fast"}), 5)
+    assert engine.scheduler.budget is not budget

@@ -12,7 +12,7 @@ import torch
 
 from specray.config import MAX_DRAFTERS
 from specray.spec_decode.draft_tree import DraftTree
-from specray.step import DrafterUse
+from specray.step import DrafterUse, DraftFault
 from specray.worker.remote_drafter.wire import (
     DeltaEncoder,
     Reply,
@@ -52,6 +52,23 @@ def test_one_copy_to_the_host_keeps_all_of_a_tree(scores: torch.Tensor | None) -
     received = Reply.of(1, 0.5, tree).tree(2, vocab_size=10, max_draft_tokens=2)
     assert torch.equal(received.tokens, tokens)
     assert torch.equal(received.parents, parents)
+
+
+def test_of_several_drafters_one_that_is_broken_leaves_the_others_trees() -> None:
+    tree = DraftTree(torch.tensor([[9, 3], [-1, -1]]), torch.tensor([[-1, 0], [-1, -1]]), torch.tensor([2, 0]), 1)
+    tree = tree._replace(scores=torch.tensor([[1.0, 0.3], [0.0, 0.0]]))
+    assert Reply.of(1, 0.5, tree).fault is DraftFault.NOT_A_NUMBER
+    reply = unpack_reply(pack(Reply.of(1, 0.5, tree, lambda: torch.tensor([9, 8]))))
+    received = reply.tree(2, vocab_size=10, max_draft_tokens=1)
+    assert (reply.fault, reply.num_broken) == (None, 1)
+    assert received.num_nodes.tolist() == [2, 1]
+    assert received.tokens[0].tolist() == [9, 3]
+    assert received.tokens[1, 0] == 8
+
+
+def test_a_count_of_broken_trees_that_is_none_is_no_reply() -> None:
+    with pytest.raises(ValueError, match="not a reply"):
+        unpack_reply(msgpack.packb(REPLY._replace(num_broken=None)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scores", [[[1.0]], [[1.0, 0.5, 0.2]], [[1.0, 0.5], [1.0, 0.5]]])
