@@ -7,6 +7,7 @@ applies again. One engine's part lives in `cluster.engine.reconciler`.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,11 @@ from cluster.routing.client import NOT_READY, RequestRefusedError, RouterClient,
 from cluster.tasks import Tasks
 from specray.config import SpeculativeConfig
 from specray.errors import EngineDeadError
+
+RETRY_S = 5.0
+INVALID = 400
+
+logger = logging.getLogger("ray.serve")
 
 
 class DrafterRollout:
@@ -63,7 +69,17 @@ class DrafterRollout:
             is_behind = client.desired is not None and client.desired.set_at < desired.set_at
             if is_behind and self._sent.get(client) != desired:
                 self._sent[client] = desired
-                self._tasks.spawn(client.apply(desired))
+                self._tasks.spawn(self._send(client, desired))
+
+    async def _send(self, client: RouterClient, desired: DesiredDrafter) -> None:
+        """Bring one router up to date. One that fails is tried again, unless it refuses the options themselves."""
+        try:
+            await client.apply(desired)
+        except (RequestRefusedError, RouterLostError) as error:
+            logger.warning("the engine %s has not taken the drafter that others have: %s", client.replica_id, error)
+            if not isinstance(error, RequestRefusedError) or error.status != INVALID:
+                await asyncio.sleep(RETRY_S)
+                self._sent.pop(client, None)
 
     async def _change(self, change: Callable[[SpeculativeConfig], SpeculativeConfig]) -> None:
         async with self._replacing:

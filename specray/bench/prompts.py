@@ -31,7 +31,7 @@ def load_prompts(path: Path | None = None, limit: int | None = None) -> list[Pro
         text, name = files("specray.bench").joinpath("prompts.jsonl").read_text(encoding="utf-8"), "prompts.jsonl"
     else:
         text, name = path.read_text(encoding="utf-8"), str(path)
-    numbered = enumerate(text.splitlines(), start=1)
+    numbered = enumerate(text.split("\n"), start=1)  # strings may hold other line breaks
     prompts = [_parse(f"{name}, line {number}", line) for number, line in numbered if line.strip()]
     if not prompts:
         raise ConfigError(f"{name} holds no prompts; write one JSON object with id, category and turns on each line")

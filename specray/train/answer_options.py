@@ -30,7 +30,7 @@ class AnswerOptions:
     def of(cls, options: argparse.Namespace) -> "AnswerOptions":
         return cls(
             options.answers,
-            options.model,
+            options.model or EMBEDDED_MODEL,
             tuple(options.prompts),
             options.samples,
             options.self_prompts,
@@ -54,10 +54,10 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="folder of the target's answers; an interrupted run resumes, and another process may add to the folder "
-        "meanwhile",
+        help="folder of the target's answers; an interrupted run resumes, and another command may add answers while "
+        "this one trains",
     )
-    add("--model", default=EMBEDDED_MODEL, help="the target: name, folder or hub name (default: %(default)s)")
+    add("--model", help=f"the target: name, folder or hub name (default: {EMBEDDED_MODEL}, or that of the answers)")
     add(
         "--prompts",
         type=Path,

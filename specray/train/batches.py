@@ -91,8 +91,11 @@ class BatchStream:
         Random(f"{self._seed} {progress.round}").shuffle(least)
         progress.round, progress.names, progress.batch = progress.round + 1, sorted(least[:_ROUND_SHARDS]), 0
         self._batches = self._plan()
-        if not self._batches and len(names) <= _ROUND_SHARDS:
-            raise ConfigError(f"{self._folder.path} has no sequence to train on yet; wait for more answers")
+        if not self._batches and not any(map(self._usable, names)):
+            raise ConfigError(
+                f"{self._folder.path} has no sequence to train on yet: all have no answer within the first "
+                f"{self._max_length} tokens, or are held out; raise --max-length, or wait for more answers"
+            )
 
     def _plan(self) -> list[list[tuple[str, int]]]:
         """This round's batches: shuffled, each of sequences of similar lengths."""

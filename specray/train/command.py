@@ -57,11 +57,18 @@ def run(options: argparse.Namespace) -> int:
 
 def _answers(options: argparse.Namespace) -> Path:
     """The folder of answers, after generating missing ones if the options ask for it."""
+    from specray.train.shards import read_description
+
     folder: Path = options.answers
     if options.prompts or options.self_prompts:
         from specray.train.answers import make_answers
 
         make_answers(AnswerOptions.of(options))
+    elif options.model is not None and (made := read_description(folder)["model"]) != options.model:
+        raise ConfigError(
+            f"--model {options.model}: the answers in {folder} are those of {made}; leave --model out, or give "
+            "--prompts or --self-prompts and another folder"
+        )
     return folder
 
 

@@ -5,6 +5,7 @@ is served.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from specray.train.shards import Answer
 
 _POSITIONS = 16_384  # of the KV pool; longer batches are computed in turns
 _ROWS = 1024  # of one forward pass
+_AT_ONCE = 64  # queued requests, far fewer than an engine takes
 
 
 class HiddenStateComputer:
@@ -37,15 +39,19 @@ class HiddenStateComputer:
 
     def __call__(self, answers: Sequence[Answer]) -> list[Tensor]:
         """bfloat16 [n, columns] of each answer; the last row is zeros, as in a shard."""
-        engine = self._llm.engine
-        for number, answer in enumerate(answers):
-            # The last token's states are never used; the one generated token stands in for it.
-            params = SamplingParams(max_tokens=1, temperature=0.0, seed=number, ignore_eos=True)
-            engine.add_request(EngineRequest(str(number), answer.token_ids[:-1].tolist(), params))
-        while engine.has_work:
+        engine, waiting, num_queued = self._llm.engine, enumerate(answers), 0
+        while True:
+            for number, answer in islice(waiting, _AT_ONCE - num_queued):
+                # The last token's states are never used; the one generated token stands in for it.
+                params = SamplingParams(max_tokens=1, temperature=0.0, seed=number, ignore_eos=True)
+                engine.add_request(EngineRequest(str(number), answer.token_ids[:-1].tolist(), params))
+                num_queued += 1
+            if not engine.has_work:
+                break
             for output in engine.step():
                 if output.finish_reason is FinishReason.ERROR:
                     raise EngineDeadError(f"the target failed to compute hidden states: {output.error}")
+                num_queued -= output.finish_reason is not None
         return [self._computed.pop(number) for number in range(len(answers))]
 
     def _take(self, recording: Recording) -> None:

@@ -1,4 +1,4 @@
-"""Defers Ctrl-C and SIGTERM until the current training step is complete."""
+"""Defers Ctrl-C and SIGTERM until the current step is complete."""
 
 import signal
 from types import FrameType, TracebackType

@@ -47,7 +47,7 @@ def read_prompt_file(path: Path, max_bad_rows: int) -> PromptFile:
     """
     file = PromptFile(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # strings may hold other line breaks
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error}); convert it to one JSON object per line") from None
     for number, line in enumerate(lines, start=1):

@@ -3,6 +3,20 @@
 from dataclasses import dataclass
 from typing import Any
 
+# Options that are used before the first step, or that shape the head.
+_FIXED = (
+    "kind",
+    "seed",
+    "bias",
+    "optimizer",
+    "draft_vocab_size",
+    "intermediate_size",
+    "num_layers",
+    "layers",
+    "start",
+    "init_head",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
@@ -40,7 +54,7 @@ class TrainSettings:
         return next(
             (
                 name
-                for name in ("kind", "seed", "bias", "optimizer", "intermediate_size", "num_layers", "layers")
+                for name in _FIXED
                 if saved.get(name, getattr(self, name)) != getattr(self, name)  # older checkpoints have fewer options
             ),
             None,

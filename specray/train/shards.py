@@ -10,6 +10,8 @@ shards, `shard-PART-NUMBER.safetensors`, which are written atomically. A shard h
     aux_hidden_states  bfloat16 [T, len(aux_hidden_state_layers) * hidden_size], columns in that order; absent if the
                        target computes them during training (see `hidden_states`)
 
+`skipped-PART.txt` lists the requests that have no answer: the target's own prompt for them is unfinished or too long.
+
 `aux_hidden_state_layers` are those of EAGLE-3, then `num_layers`: the hidden states after the final norm. The last
 position of every sequence is zeros, because its hidden states were not computed.
 """
@@ -90,6 +92,17 @@ def written_indexes(folder: Path) -> set[int]:
         except (SafetensorError, OSError) as error:
             raise _unreadable(folder / name, error) from error
     return indexes
+
+
+def write_skipped(folder: Path, indexes: Sequence[int], part: int) -> None:
+    """Note requests of process `part` that have no answer, so that a resumed run does not try them again."""
+    with (folder / f"skipped-{part:02d}.txt").open("a", encoding="utf-8") as file:
+        file.write("".join(f"{index}\n" for index in indexes))
+
+
+def skipped_indexes(folder: Path) -> set[int]:
+    """Requests of the run that were noted by `write_skipped`."""
+    return {int(line) for path in folder.glob("skipped-*.txt") for line in path.read_text(encoding="utf-8").split()}
 
 
 def read_description(folder: Path) -> dict[str, Any]:

@@ -6,13 +6,12 @@ all smaller depths agree, so 1 + the sum over depths is the accept length of a d
 
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specray.train.batches import AnswerFolder, Collate
-from specray.train.shards import Answer
 from specray.train.target import Target
 from specray.train.unroll import Batch, DraftHead, LabeledPositions, labeled_positions, unroll
 
@@ -43,6 +42,13 @@ class Validation:
         return asdict(self)
 
 
+class Place(NamedTuple):
+    """A sequence of a folder of answers."""
+
+    shard: str
+    row: int
+
+
 class Validator:
     """Up to 100 held-out sequences of a folder, and the target's best tokens on them."""
 
@@ -50,34 +56,37 @@ class Validator:
         self._folder = folder
         self._target = target
         self._collate = collate
-        self._best: dict[int, Tensor] = {}  # by the number of the sequence
+        self._best: dict[Place, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, head: DraftHead, depths: int = DEPTHS) -> Validation | None:
         """The metrics, or None if no sequence is held out yet."""
         hits = [
-            self._hits(number, self._collate([answer]), head, depths) for number, answer in enumerate(self._held_out())
+            self._hits(place, self._collate([self._folder[place.shard][place.row]]), head, depths)
+            for place in self._held_out()
         ]
         # All depths are measured on the same chains: those with all depths before their sequence ends.
         rows = [part[(part >= 0).all(1)] for part in hits]
         return _figures(torch.cat(rows), len(rows)) if any(len(part) for part in rows) else None
 
-    def _held_out(self) -> list[Answer]:
+    def _held_out(self) -> list[Place]:
+        """The folder may grow, and its new shards may come first."""
         longest = self._collate.max_length
         found = (
-            shard[index]
-            for shard in map(self._folder.__getitem__, self._folder.names())
+            Place(name, index)
+            for name in self._folder.names()
+            for shard in (self._folder[name],)
             for index in range(len(shard))
             if shard.is_held_out(index) and min(shard.lengths[index], longest) > max(shard.prompt_lengths[index] + 1, 3)
         )
         return list(islice(found, _MAX_SEQUENCES))
 
-    def _hits(self, number: int, batch: Batch, head: DraftHead, depths: int) -> Tensor:
+    def _hits(self, place: Place, batch: Batch, head: DraftHead, depths: int) -> Tensor:
         """int64 [chains, depths]: rank of the target's token among the draft's; -1 past the end of the sequence."""
         labeled = labeled_positions(batch)
-        if number not in self._best:
-            self._best[number] = _best_tokens(labeled, self._target.head)
-        best = self._best[number]
+        if place not in self._best:
+            self._best[place] = _best_tokens(labeled, self._target.head)
+        best = self._best[place]
         chains = batch.token_ids.shape[1] - batch.start
         ranks = torch.full((chains, depths), -1, device=best.device)
         output_weight = head.output_weight.to(batch.aux_hidden_states.dtype)

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +17,10 @@ from safetensors.torch import load_file
 
 from specray.errors import ConfigError
 from specray.train.answer_options import AnswerOptions
-from specray.train.answers import aux_hidden_state_layers, make_answers
+from specray.train.answers import _only_one_at, aux_hidden_state_layers, make_answers
 from specray.train.batches import AnswerFolder
 from specray.train.hidden_states import HiddenStateComputer
-from specray.train.shards import Shard, list_shards, written_indexes
+from specray.train.shards import Shard, list_shards, skipped_indexes, written_indexes
 from tests.support.processes import has_ended, wait_until
 from tests.support.processes import read as read_text
 
@@ -144,3 +146,68 @@ def test_shallow_target_is_refused() -> None:
     with pytest.raises(ConfigError, match="2 layers"):
         aux_hidden_state_layers(2)
     assert aux_hidden_state_layers(30) == [2, 15, 27, 30]
+
+
+class SoonInterrupted:
+    """Interrupts after 40 steps."""
+
+    def __init__(self) -> None:
+        self._left = 40
+
+    def __enter__(self) -> "SoonInterrupted":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to restore."""
+
+    @property
+    def requested(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+def test_what_is_finished_when_a_run_is_interrupted_is_written(
+    options: AnswerOptions, complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("specray.train.answers.Interrupts", SoonInterrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make_answers(replace(options, folder=tmp_path, concurrency=1, self_prompts=0), progress=False)
+    assert 0 < len(written_indexes(tmp_path)) < len(written_indexes(complete))
+    make_answers(replace(options, folder=tmp_path), progress=False)
+    assert_same(read(tmp_path), read(complete))
+
+
+def test_a_finished_folder_is_not_worked_on_again(
+    options: AnswerOptions, complete: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of the target's own that are not used are not generated a second time either."""
+    monkeypatch.setattr("specray.train.answers._Generator", lambda *_: pytest.fail("an engine is loaded"))
+    assert make_answers(replace(options, folder=complete), progress=False) == complete
+    assert written_indexes(complete) | skipped_indexes(complete) == set(range(9))
+
+
+def test_commands_that_generate_into_one_folder_take_turns(
+    options: AnswerOptions, complete: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown = ""
+    thread = threading.Thread(target=make_answers, args=(replace(options, folder=complete), False))
+    with _only_one_at(complete):
+        thread.start()
+        while "waiting for another command" not in shown:
+            shown += capfd.readouterr().out
+            time.sleep(0.01)
+        assert thread.is_alive()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_more_answers_than_an_engine_queues_have_their_hidden_states_computed(
+    options: AnswerOptions, complete: Path
+) -> None:
+    folder = AnswerFolder(complete)
+    compute = HiddenStateComputer(str(options.model), "float32", folder.aux_hidden_state_layers, max_length=64)
+    answer = folder[folder.names()[0]][0]
+    states = compute([answer] * 320)
+    assert len(states) == 320
+    assert all(each.shape == states[0].shape for each in states)

@@ -79,3 +79,10 @@ def test_model_without_chat_template_gets_the_bare_text(stories: Path) -> None:
     assert tokenizer.chat_template is None
     assert chat_prompt(tokenizer, "Once") == tokenizer.encode("Once")
     assert user_header(tokenizer) == [tokenizer.bos_token_id]
+
+
+def test_line_breaks_of_other_kinds_are_part_of_a_prompt(tmp_path: Path) -> None:
+    """JSON allows them in strings."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a\u2028b\u0085c"}\r\n{"prompt": "d"}\r\n', encoding="utf-8", newline="")
+    assert read_prompt_file(path, max_bad_rows=0).texts == ["a\u2028b\u0085c", "d"]

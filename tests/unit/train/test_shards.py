@@ -121,3 +121,20 @@ def test_error_for_a_folder_without_shards_says_what_to_do(tmp_path: Path) -> No
     (tmp_path / "answers.json").write_text(json.dumps(description))
     with pytest.raises(ConfigError, match="make answers first"):
         AnswerFolder(tmp_path).names()
+
+
+def test_sequences_without_a_usable_answer_are_an_error_and_not_an_endless_search(tmp_path: Path) -> None:
+    """Their prompts are longer than the training length."""
+    path = write_answers(tmp_path, shards=9, sequences=3)
+    with pytest.raises(ConfigError, match=r"within the first 5 tokens.*--max-length"):
+        next(BatchStream(AnswerFolder(path), Progress(), 0, 256, max_length=5))
+
+
+def test_a_new_shard_without_a_usable_answer_does_not_end_a_run(tmp_path: Path) -> None:
+    path = write_answers(tmp_path)
+    stream = BatchStream(AnswerFolder(path), Progress(), 0, 256, max_length=100)
+    for _ in range(20):
+        next(stream)
+    write_shard(path, [TokenSequence([5, 6], 1, torch.zeros(2, 4 * HIDDEN), 99)])
+    for _ in range(20):
+        next(stream)

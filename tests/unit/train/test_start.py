@@ -121,3 +121,10 @@ def test_missing_answers_are_a_one_line_error(tmp_path: Path, capsys: pytest.Cap
     status = main(["train", "eagle3", "--answers", str(tmp_path / "no"), "--run", str(tmp_path), "--tokens", "1"])
     assert status == 2
     assert "answers.json cannot be read" in capsys.readouterr().err
+
+
+def test_another_target_than_that_of_the_answers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = write_answers(tmp_path)
+    command = ["train", "eagle2", "--answers", str(answers), "--run", str(tmp_path / "run"), "--tokens", "1"]
+    assert main([*command, "--model", "another"]) == 2
+    assert f"--model another: the answers in {answers} are those of {tmp_path / 'target'}" in capsys.readouterr().err

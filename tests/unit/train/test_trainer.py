@@ -13,9 +13,10 @@ from specray.models.eagle_files import HeadConfig
 from specray.train.checkpoint import read_log
 from specray.train.learner import Learner
 from specray.train.settings import TrainSettings
+from specray.train.shards import write_shard
 from specray.train.trainer import Trainer
 from tests.support.toy import EOS, VOCAB_SIZE
-from tests.support.training_data import HIDDEN, write_answers
+from tests.support.training_data import HIDDEN, a_sequence, write_answers
 
 CPU = torch.device("cpu")
 
@@ -288,3 +289,23 @@ def test_run_with_init_head_continues_its_log_and_token_count(tmp_path: Path) ->
     assert second.counters.tokens_before == first.counters.tokens
     assert both[-1]["tokens"] == first.counters.tokens + second.counters.tokens
     assert f"tokens seen: {both[-1]['tokens']:,}" in (tmp_path / "second" / "head" / "README.md").read_text()
+
+
+def test_a_folder_that_grows_at_the_front_does_not_change_what_is_validated(tmp_path: Path) -> None:
+    """Shards of the first process come before those of the second."""
+    answers = write_answers(tmp_path, sequences=4)
+    generator = torch.Generator().manual_seed(5)
+    write_shard(answers, [a_sequence(generator, index) for index in range(200)], part=1)
+    trainer = Trainer(settings(), answers, tmp_path / "run", CPU)
+    trainer._validator(trainer.head)
+    write_shard(answers, [a_sequence(generator, index) for index in range(100)], part=0)
+    fresh = Trainer(settings(), answers, tmp_path / "fresh", CPU)
+    assert trainer._validator(trainer.head) == fresh._validator(trainer.head)
+
+
+@pytest.mark.parametrize("changes", [{"draft_vocab_size": 30}, {"init_head": "elsewhere"}, {"start": "random"}])
+def test_options_that_a_resumed_run_would_ignore_are_refused(changes: dict[str, object], tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    Trainer(settings(), answers, tmp_path / "run", CPU).run()
+    with pytest.raises(ConfigError, match=f"made with {next(iter(changes))}="):
+        Trainer(settings(**changes), answers, tmp_path / "run", CPU)

@@ -249,3 +249,18 @@ def test_the_shadow_of_loaded_drafters_starts_and_ends() -> None:
     assert (started.shadow.drafter, started.shadow.share) == ("short", 0.2)
     ended = group_after(BOTH | {"shadow": {"drafter": "short"}}, action="shadow", name=None)
     assert ended.shadow.drafter is None
+
+
+def test_a_drafter_is_added_while_drafting_is_off(serve: Serve, admin: dict[str, Any]) -> None:
+    """The options that are not a drafter's own are those of the configuration: an action cannot name them."""
+
+    async def scenario() -> None:
+        configured = {**BOTH, "verification": "rejection", "max_step_draft_tokens": 9}
+        async with serve(**admin, speculative=configured) as server:
+            off = {"algorithm": None}
+            assert (await server.http.post("/admin/drafter", json=off, headers=AUTHORIZED)).status_code == 200
+            assert list(await drafters_of(server, await act(server, action="add", drafter=NEW))) == ["new"]
+            speculative = server.ranks.drafter.state.speculative
+            assert (speculative.verification, speculative.max_step_draft_tokens) == ("rejection", 9)
+
+    asyncio.run(scenario())

@@ -8,6 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+import cluster.routing.rollout
+from cluster.messages import DesiredDrafter
+from cluster.routing.client import RouterClient, RouterLostError
 from cluster.routing.router_pool import RouterPool
 from specray.config import SpeculativeConfig
 from specray.engine.draft_budget.acceptance import RequestAcceptance
@@ -201,5 +204,27 @@ def test_admin_routes_are_closed_without_admin_keys(serve: Serve) -> None:
             reply = await replace(server, NGRAM)
             assert reply.status_code in (401, 404)
             assert loaded(server) == [[]]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_fails_to_load_the_new_drafter_is_asked_again(
+    serve: Serve, admin: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.routing.rollout, "RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        async with serve(**admin, speculative=SMALL) as server:
+            await replace(server, NGRAM)
+            apply, failures = RouterClient.apply, iter([EngineDeadError("out of memory")])
+
+            async def failing_once(client: RouterClient, desired: DesiredDrafter) -> None:
+                for error in failures:
+                    raise RouterLostError(str(error))
+                await apply(client, desired)
+
+            monkeypatch.setattr(RouterClient, "apply", failing_once)
+            await server.add_replica()
+            await server.until(lambda: loaded(server) == [[NGRAM], [NGRAM]])
 
     asyncio.run(scenario())
