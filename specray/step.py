@@ -14,14 +14,18 @@ from specray.outputs import TokenLogprob
 
 
 class DraftFault(StrEnum):
-    """Why a step had no drafts. A remote drafter is dropped for every fault except LATE and NO_HANDSHAKE."""
+    """Why a step had no drafts, or too few. A remote drafter is dropped for all of these except TOLERATED_FAULTS."""
 
     LATE = "late"
     FROZEN = "frozen"  # no reply for seconds
     GONE = "gone"  # the connection was closed
     NONSENSE = "nonsense"  # the reply is malformed; a label value of a public metric
     NOT_A_NUMBER = "nan"  # the drafter's own logits are not finite
+    MEMBER_NOT_A_NUMBER = "member_nan"  # the same of one of several drafters in a process, which drafts for the others
     NO_HANDSHAKE = "no_handshake"  # a process connected but sent no valid handshake
+
+
+TOLERATED_FAULTS = {DraftFault.LATE, DraftFault.MEMBER_NOT_A_NUMBER, DraftFault.NO_HANDSHAKE}
 
 
 class DrafterUse(NamedTuple):

@@ -34,12 +34,11 @@ from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import EngineDeadError
 from specray.private_folders import PREFIX, own, remove_leftovers
-from specray.step import DraftFault, StepPlan, StepResult
+from specray.step import TOLERATED_FAULTS, StepPlan, StepResult
 from specray.step_wire import pack, unpack_result
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 
 POLL_INTERVAL_S = 0.2  # between checks for dead ranks while waiting
-TOLERATED_FAULTS = {DraftFault.LATE, DraftFault.NO_HANDSHAKE}  # the target keeps its drafter
 EXIT_REASON_TIMEOUT_S = 2.0  # for the exit reason of a rank that closed its socket
 
 

@@ -18,8 +18,7 @@ from cluster.tasks import Tasks
 from specray.config import SpeculativeConfig
 from specray.errors import EngineDeadError
 
-RETRY_S = 5.0
-INVALID = 400
+RETRY_S, LONGEST_RETRY_S = 5.0, 300.0  # between attempts to bring an engine up to date; the time doubles
 
 logger = logging.getLogger("ray.serve")
 
@@ -72,14 +71,21 @@ class DrafterRollout:
                 self._tasks.spawn(self._send(client, desired))
 
     async def _send(self, client: RouterClient, desired: DesiredDrafter) -> None:
-        """Bring one router up to date. One that fails is tried again, unless it refuses the options themselves."""
-        try:
-            await client.apply(desired)
-        except (RequestRefusedError, RouterLostError) as error:
-            logger.warning("the engine %s has not taken the drafter that others have: %s", client.replica_id, error)
-            if not isinstance(error, RequestRefusedError) or error.status != INVALID:
-                await asyncio.sleep(RETRY_S)
-                self._sent.pop(client, None)
+        """Bring one router up to date, in as many attempts as it takes while this is what is desired."""
+        wait_s = RETRY_S
+        while self._sent.get(client) == desired:
+            try:
+                await client.apply(desired)
+                return
+            except (RequestRefusedError, RouterLostError) as error:
+                logger.warning(
+                    "the engine %s has not taken the drafter that others have, and is asked again in %g s: %s",
+                    client.replica_id,
+                    wait_s,
+                    error,
+                )
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
 
     async def _change(self, change: Callable[[SpeculativeConfig], SpeculativeConfig]) -> None:
         async with self._replacing:

@@ -40,7 +40,6 @@ class Engine:
         self._record = StatsRecorder(self.stats, config.speculative)
         self._tokenizer = tokenizer
         self._texts: dict[str, TextStream] = {}
-        self._speculative = config.speculative
         self._selector = self._make_selector(config.speculative)  # None until there are several drafters
         self._tracers: dict[str, DraftTracer] = {}  # of the requests that ask for a trace
         self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
@@ -110,9 +109,7 @@ class Engine:
         """Plan for another drafter. The worker may switch earlier or later, because it truncates trees to the plan."""
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
-        if speculative.members != self._speculative.members:  # otherwise what was learnt still holds
-            self.scheduler.budget = make_budget(self.config, speculative, self.capacity)
-        self._speculative = speculative
+        self.scheduler.budget = make_budget(self.config, speculative, self.capacity)
         self._timer = StepTimer()
         self._record.drafter(speculative.drafter_name)
         if self._selector is None:

@@ -233,6 +233,8 @@ class Scheduler:
             return False
         request.shared_path = path
         request.num_computed_tokens = len(path) * self.block_size
+        acceptance = request.acceptance  # what a preempted request computes again is read again
+        acceptance.num_unread_tokens = min(acceptance.num_unread_tokens, request.num_computed_tokens)
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
         request.slot = self._free_slots.pop()
@@ -265,7 +267,6 @@ class Scheduler:
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot, request.num_computed_tokens = -1, 0
-        request.acceptance.num_unread_tokens = 0  # a preempted request is computed, and read, again
         request.block_ids, request.shared_path, request.in_flight = [], [], []
 
 

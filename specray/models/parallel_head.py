@@ -20,7 +20,7 @@ class ParallelHead(Eagle3Head):
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
     ) -> None:
         super().__init__(config, shape, loader, names, shared)
-        assert config.ptd_token_id is not None, "see check_mask"
+        assert config.ptd_token_id is not None, "load_eagle3_head checks it"
         self.mask_token_id = config.ptd_token_id
         columns = len(self.aux_hidden_state_layers) * shared.shape.hidden_size
         self.mask_state = self.fuse(loader.tensor(names.of_plain("mask_hidden"), (1, columns)))  # [1, H]

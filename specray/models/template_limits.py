@@ -4,7 +4,9 @@ A template is a program of the model's folder. The sandbox keeps it from the int
 and a long conversation can make a harmless one slow. Rendering itself is in `specray.models.tokenizer`.
 """
 
+import gc
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +26,21 @@ class TemplateLimitError(Exception):
 def cpu_limit(seconds: float) -> Iterator[None]:
     """Raise TemplateLimitError inside the block once this thread has computed for `seconds`.
 
-    Counts CPU time, so that a busy machine refuses nothing. Works by tracing lines: a single operation in C, such as a
-    regular expression, is not interrupted.
+    Counts CPU time, so that a busy machine refuses nothing, and leaves out the garbage collector, which may look
+    through all of a large process in any thread. Works by tracing lines: a single operation in C, such as a regular
+    expression, is not interrupted.
     """
     give_up = time.thread_time() + seconds
-    num_lines = 0
+    num_lines, thread, started = 0, threading.get_ident(), 0.0
+
+    def leave_out(phase: str, _info: dict[str, int]) -> None:
+        nonlocal give_up, started
+        if threading.get_ident() != thread:
+            return
+        if phase == "start":
+            started = time.thread_time()
+        else:
+            give_up += time.thread_time() - started
 
     def check(_frame: FrameType, _event: str, _argument: Any) -> Any:
         nonlocal num_lines
@@ -38,11 +50,13 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         return check
 
     before = sys.gettrace()
+    gc.callbacks.append(leave_out)
     sys.settrace(check)
     try:
         yield
     finally:
         sys.settrace(before)
+        gc.callbacks.remove(leave_out)
 
 
 def check_length(text: str) -> str:

@@ -11,7 +11,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftsAhead, composite_of
 from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
-from specray.spec_decode.tree_edits import limit_depth
+from specray.spec_decode.tree_edits import limited
 from specray.step import DrafterUse, DraftFault, DraftLimit
 
 
@@ -53,7 +53,7 @@ class InlineDrafts:
             return
         start = time.perf_counter()
         try:
-            tree = limited(self.drafter.propose(context), context)
+            tree = limited(self.drafter.propose(context), context.requests)
         except DraftFaultError as fault:
             self._faults.append(fault.kind)
             return
@@ -85,11 +85,3 @@ class InlineDrafts:
 
     def take_uses(self) -> Sequence[DrafterUse]:
         return () if self._several is None else self._several.take_uses()
-
-
-def limited(tree: DraftTree, context: ProposeContext) -> DraftTree:
-    """A drafter's trees without levels beyond its requests' limits."""
-    steps = [request.draft_limit.num_steps for request in context.requests]
-    if not steps or min(steps) >= tree.max_depth:
-        return tree
-    return limit_depth(tree, torch.tensor(steps).to(tree.tokens.device))

@@ -27,7 +27,7 @@ from specray.spec_decode.fused_growth import FusedDrafts, limited, noise_of
 from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.tree_config import configured_shape
+from specray.spec_decode.tree_config import check_width, configured_shape
 from specray.spec_decode.tree_growth import candidates, with_draft_probs
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
@@ -45,6 +45,7 @@ class ParallelDrafter:
     reads_next_token = True
 
     def __init__(self, head: ParallelHead, shape: TreeShape, target: TargetView) -> None:
+        check_width(shape, head.vocab_size)
         self.max_draft_tokens = shape.num_draft_tokens - 1
         self.aux_hidden_state_layers = head.aux_hidden_state_layers
         self._head = head
@@ -101,7 +102,7 @@ class ParallelDrafter:
             self._attention.plan_padded(self._with_masks(read.attention, commit.slots, read.ends, num_masks)),
         )
         first, masked = output.index_select(0, read.last), output[count * width :]
-        levels = torch.cat((first[:, None], masked.view(count, num_masks, -1)), 1)
+        levels = torch.cat((first[:, None], masked.view(count, num_masks, output.shape[1])), 1)
         noise = TreeNoise.padded(table, commit.slots, read.ends, shape.num_steps) if is_sampled else None
         return self._tree(read.roots, shape, noise, levels)
 

@@ -11,6 +11,7 @@ import torch
 
 from specray.spec_decode.draft_tree import ROOT, DraftTree, TreeLists
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
+from specray.spec_decode.tree_edits import limited
 
 
 class Compared(NamedTuple):
@@ -33,6 +34,7 @@ class ShadowTrees:
         What would not be verified, because of a request's limit, does not count. A tree without drafts does, where
         drafts are allowed: the verified drafters' steps without drafts count too.
         """
+        tree = limited(tree, requests)
         scores = torch.ones(tree.tokens.shape) if tree.scores is None else tree.scores
         for request, lists, known in zip(requests, tree.to_lists(), scores.tolist(), strict=True):
             limit, num_nodes = request.draft_limit, len(lists.tokens)

@@ -52,6 +52,15 @@ def configured_shape(config: SpeculativeConfig, architecture: str) -> TreeShape:
     return replace(shape, num_draft_tokens=most)
 
 
+def check_width(shape: TreeShape, vocab_size: int) -> None:
+    """ConfigError if a drafter of `vocab_size` tokens has too few children for a node."""
+    if shape.topk > vocab_size:
+        raise ConfigError(
+            f"speculative.eagle_topk={shape.topk} is more than the drafter's {vocab_size} tokens; set it to at most "
+            f"{vocab_size}"
+        )
+
+
 def check_tree(config: SpeculativeConfig) -> None:
     """ConfigError for sizes that are invalid for every target."""
     configured_shape(config, architecture="")

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
+from specray.spec_decode.propose_context import DraftRequest
 
 
 def replace_trees(others: DraftTree, places: Tensor, trees: DraftTree) -> DraftTree:
@@ -56,6 +57,14 @@ def limit_depth(tree: DraftTree, num_steps: Tensor) -> DraftTree:
         probs = probs.gather(1, order[:, :, None].expand(-1, -1, probs.shape[-1]))
     scores = None if tree.scores is None else tree.scores.gather(1, order)
     return DraftTree(tokens, parents.masked_fill(is_past, NONE), num_nodes, tree.max_depth, probs, scores=scores)
+
+
+def limited(tree: DraftTree, requests: Sequence[DraftRequest]) -> DraftTree:
+    """A drafter's trees for `requests` without levels beyond their limits."""
+    steps = [request.draft_limit.num_steps for request in requests]
+    if not steps or min(steps) >= tree.max_depth:
+        return tree
+    return limit_depth(tree, torch.tensor(steps).to(tree.tokens.device))
 
 
 def merge_trees(roots: Tensor, parts: Sequence[tuple[Tensor, DraftTree]]) -> DraftTree:

@@ -28,6 +28,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.propose_context import DraftRequest
 from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.tree_config import check_width
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
 
@@ -98,7 +99,7 @@ class TreeGrower:
         device: torch.device,
         window: int | None = None,
     ) -> None:
-        assert shape.topk <= model.vocab_size
+        check_width(shape, model.vocab_size)
         self._model = model
         self._shape = shape
         self._attention = attention

@@ -214,12 +214,15 @@ class _Generator:
         self._texts = [text for path in options.prompts for text in read_prompt_file(path, options.max_bad_rows).texts]
 
     def run(self, progress: bool) -> bool:
-        """Generate what is missing. False if a signal ended it before; what is finished is written in any case."""
+        """Generate what is missing. False if a signal ended it before; the finished answers are written in any case.
+
+        The last one of each slot may miss: its hidden states arrive one step later.
+        """
         indexes = self._indexes()
         waiting = iter(indexes)
         engine = self._llm.engine
         bar = tqdm(total=len(indexes), desc="answers", unit="request", position=self._part, disable=not progress)
-        with self._written(), bar, Interrupts() as interrupts:
+        with Interrupts() as interrupts, self._written(), bar:
             while not interrupts.requested:
                 while len(self._running) < self._options.concurrency and (index := next(waiting, None)) is not None:
                     bar.update(not self._ask(self._first_task(index)))

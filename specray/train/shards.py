@@ -10,7 +10,8 @@ shards, `shard-PART-NUMBER.safetensors`, which are written atomically. A shard h
     aux_hidden_states  bfloat16 [T, len(aux_hidden_state_layers) * hidden_size], columns in that order; absent if the
                        target computes them during training (see `hidden_states`)
 
-`skipped-PART.txt` lists the requests that have no answer: the target's own prompt for them is unfinished or too long.
+`skipped-PART.txt` lists the requests that have no answer: their prompts are too long, or unfinished if they are the
+target's own.
 
 `aux_hidden_state_layers` are those of EAGLE-3, then `num_layers`: the hidden states after the final norm. The last
 position of every sequence is zeros, because its hidden states were not computed.

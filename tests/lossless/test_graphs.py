@@ -20,7 +20,7 @@ from tests.support.colocated import Colocated, worker_of
 from tests.support.engine import generate, make_llm
 from tests.support.graph_cases import NAMES, plain_output, require_plain_output
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
-from tests.support.methods import METHODS, several
+from tests.support.methods import METHODS, eagle, several
 
 LEAST_SCORE = 0.1  # of random heads
 HALF = slice(0, None, 2)  # of the prompts, short and long ones
@@ -96,12 +96,15 @@ def test_a_step_is_launched_before_its_trees_and_the_outcome_before_are_read(
     assert steps == [with_prompt, next_one, *[others] * 2, with_prompt, next_one, *[others] * 3]
 
 
-@pytest.mark.parametrize("name", ["EAGLE3", "EAGLE-map", "MTP-stack", "STANDALONE-tree", "EAGLE3-ngram", "PARALLEL"])
+@pytest.mark.parametrize(
+    "name", ["EAGLE3", "EAGLE-map", "MTP-stack", "STANDALONE-tree", "EAGLE3-ngram", "PARALLEL", "PARALLEL-one-level"]
+)
 def test_drafts_do_not_depend_on_graphs(name: str, toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]) -> None:
     """As many of them are accepted, at every depth."""
     usages = []
     for disabled in (True, False):
-        options = {"speculative": METHODS[name](toy, tmp_path), "disable_cuda_graph": disabled}
+        make = METHODS.get(name) or eagle(3, shape=(1, 3, 4), is_parallel=True)
+        options = {"speculative": make(toy, tmp_path), "disable_cuda_graph": disabled}
         choices = generate(toy, PROMPTS[HALF], GREEDY[HALF], max_running_requests=3, **options)
         usages.append([choice.usage for choice in choices])
     assert usages[0] == usages[1]

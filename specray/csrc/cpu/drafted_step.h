@@ -66,9 +66,11 @@ class DraftedPass {
     const char* rows = static_cast<const char*>(drafted_.hidden_states);
     starts_.resize(count);
     ends_.resize(count);
+    is_broken_.resize(count);
     for (int r = 0; r < count; ++r) {
       const int64_t length = before.arena.row(before.slots[r])[before.arena.length_column];
       const int64_t kept = std::max<int64_t>(outcome.num_kept(r), 1);
+      is_broken_[r] = outcome.num_kept(r) == 0;
       starts_[r] = length - outcome.num_emitted(r) - 1;
       ends_[r] = starts_[r] + kept;
       for (int64_t i = 0; i < kept; ++i) {
@@ -139,6 +141,9 @@ class DraftedPass {
     take_trees(
         grown, count, places.data(), roots.data(), drafted_.most, drafted_.least, model_.num_columns, drafted_.tokens,
         drafted_.parents, drafted_.numbers);
+    // The drafter is not to blame for a request whose own logits are not finite: it ends without this tree.
+    for (int r = 0; r < count; ++r)
+      if (is_broken_[r]) drafted_.numbers[count + r] = 1;
     constexpr int NUM_COUNTS = 3;  // rows of the report before the scores
     for (int i = 0; i < NUM_COUNTS * count; ++i) drafted_.report[i] = float(drafted_.numbers[count + i]);
     for (int r = 0; r < count; ++r)
@@ -160,7 +165,7 @@ class DraftedPass {
   std::vector<int64_t> starts_, ends_, grown_tokens_, grown_parents_, num_grown_, numbers_;
   std::vector<int32_t> query_lens_, kv_lens_, tree_sizes_;
   std::vector<float> grown_scores_;
-  std::vector<uint8_t> ancestors_;
+  std::vector<uint8_t> ancestors_, is_broken_;
   std::vector<char> hidden_states_;
   std::unique_ptr<Drafting> drafting_;
   std::unique_ptr<ForwardPass> forward_;

@@ -7,7 +7,7 @@ drafter reports, and chooses the lowest probability that is worth verifying. For
 changes a request's text.
 """
 
-from specray.config import EngineConfig, ShadowOptions, SpeculativeConfig
+from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.draft_budget.auto import AutoBudget
 from specray.engine.draft_budget.budget import DraftBudget, Drafting
 from specray.engine.draft_budget.static import StaticBudget
@@ -26,7 +26,5 @@ def make_budget(config: EngineConfig, speculative: SpeculativeConfig, capacity: 
         kind = "auto" if capacity.learns_budget and has_one_text and speculative.has_drafter else "static"
     if kind == "static":
         return StaticBudget(most)
-    # Costs do not depend on which of several drafters requests get.
-    alike = speculative.model_copy(update={"default_drafter": None, "shadow": ShadowOptions()})
-    store = CostStore.of(config.model_copy(update={"speculative": alike}), capacity)
+    store = CostStore.of(config.model_copy(update={"speculative": speculative}), capacity)
     return AutoBudget(most, store.load(), store.save)

@@ -12,7 +12,7 @@ class Drafting(NamedTuple):
 
     most: int  # draft tokens that may be verified for it: the drafter's tree, the client's limit, the tokens left
     acceptance: RequestAcceptance
-    teaches: bool = True  # its trees are the drafter's own, so `record_tree` will be called with them
+    teaches: bool = True  # `record_tree` will be called with its trees
 
 
 class Shares(NamedTuple):

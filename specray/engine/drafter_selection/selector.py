@@ -61,8 +61,8 @@ class DrafterSelector:
             wanted = self._bandit.choose(spec.tenant, kind, [name for name in self._names if name != self._shadow])
         else:
             self._bandit.start(spec.tenant, kind, wanted)
-        is_plain = spec.params.grammar is None and spec.draft_limit.allows_drafts and not spec.is_probe
-        is_shadowed = self._shadow not in (None, wanted) and is_plain and self._random.random() < self._share
+        may_have_shadow = self._shadow not in (None, wanted) and _is_typical(request)
+        is_shadowed = may_have_shadow and self._random.random() < self._share
         request.acceptance.drafter = wanted
         shadow = self._shadow if is_shadowed else None
         most = max(self._most[name] for name in (wanted, shadow) if name is not None)

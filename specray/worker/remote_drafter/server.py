@@ -25,9 +25,9 @@ from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, composite_of, padded_drafter
-from specray.spec_decode.inline_drafts import limited
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
+from specray.spec_decode.tree_edits import limited
 from specray.spec_decode.verifier import is_padded
 from specray.worker.devices import choose_device
 from specray.worker.draft_graphs import DraftGraphs, graphs_of_members
@@ -80,7 +80,7 @@ class DraftServer:
         if self._graphs is not None:
             context = replace(context, replay=self._graphs.replay(context))
         try:
-            tree = limited(self._drafter.propose(context), context)
+            tree = limited(self._drafter.propose(context), context.requests)
         except DraftFaultError as fault:
             return Reply.failed(order.number, time.perf_counter() - start, fault.kind)
         roots = None if self._composite is None else context.roots  # one that is broken must not end the others

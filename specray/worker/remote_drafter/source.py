@@ -105,7 +105,7 @@ class RemoteDrafts:
         if self._peer is not None:
             with self._recorded_faults():
                 if self._peer.collect(self._pending):
-                    self._faults.append(DraftFault.NOT_A_NUMBER)  # of one of several drafters, so the peer stays
+                    self._faults.append(DraftFault.MEMBER_NOT_A_NUMBER)
         tree, num_nodes, _ = self._pending.read(self._pending.take(slots, roots, draft_limits))
         return tree, num_nodes
 

@@ -72,7 +72,7 @@ class Reply(NamedTuple):
 
     @classmethod
     def of(cls, number: int, seconds: float, tree: DraftTree, roots: Callable[[], Tensor] | None = None) -> "Reply":
-        """At most one copy to the host.
+        """At most one copy to the host, and one more if a tree has no nodes.
 
         A tree without nodes is that of a drafter whose logits are not finite. It becomes its root, one of `roots`
         int64 [B], because the other trees may be those of other drafters. Without `roots` the reply is a fault.

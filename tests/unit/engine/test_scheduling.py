@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.executor import Capacity
-from specray.engine.request import EngineRequest
+from specray.engine.request import EngineRequest, Status
 from specray.errors import InvalidRequestError, QueueFullError
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
@@ -207,9 +207,10 @@ def test_a_preempted_request_waits_before_later_ones() -> None:
     assert [request.request_id for request in run.engine.scheduler.waiting] == ["second", "third"]
 
 
-def test_a_preempted_request_will_be_read_again() -> None:
-    """Steps whose drafter was not called count against its drafts, and all of them are computed again."""
-    config = EngineConfig(page_size=4, max_running_requests=2, disable_radix_cache=True)
+@pytest.mark.parametrize("reuses", [False, True])
+def test_what_a_preempted_request_computes_again_will_be_read(reuses: bool) -> None:
+    """Steps whose drafter was not called count against a request's drafts. Its cached blocks stay unread."""
+    config = EngineConfig(page_size=4, max_running_requests=2, disable_radix_cache=not reuses)
     run = Run(Case(config, 11, 0, seed=1))
     for request_id in ("first", "second"):
         run.engine.add_request(EngineRequest(request_id, [5, 6], SamplingParams(seed=1, max_tokens=30)))
@@ -219,7 +220,10 @@ def test_a_preempted_request_will_be_read_again() -> None:
     while not run.engine.scheduler.num_preemptions:
         run.engine.step()
     [preempted] = run.engine.scheduler.waiting
-    assert preempted.acceptance.num_unread_tokens == 0
+    while preempted.status is not Status.RUNNING:
+        run.engine.step()
+    num_unread = preempted.acceptance.num_unread_tokens
+    assert 0 < num_unread <= len(preempted.token_ids) if reuses else num_unread == 0
 
 
 def test_running_requests_get_a_token_in_every_step_of_a_long_prompt() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
 from specray.llm import LLM
 from specray.ops.cpu.library import kernels
 from specray.sampling_params import SamplingParams
@@ -201,6 +202,13 @@ def test_nearly_all_drafts_are_accepted_at_a_very_high_temperature(head: str, st
         choices = run(llm, PROMPTS[:3], max_tokens=41, temperatures=[100.0] * 3)
     assert total(choices, "num_accepted") > 2 * total(choices, "num_verify_steps")
     assert_checked(drafter, at_least=20)
+
+
+@pytest.mark.parametrize("is_parallel", [False, True], ids=["EAGLE3", "PARALLEL"])
+def test_more_children_than_the_head_has_tokens_are_refused(is_parallel: bool, toy: Path, tmp_path: Path) -> None:
+    speculative = eagle(3, shape=(2, 9, 12), draft_vocab_size=8, is_parallel=is_parallel)(toy, tmp_path)
+    with pytest.raises(ConfigError, match=r"eagle_topk=9 is more than the drafter's 8 tokens; set it to at most 8"):
+        make_llm(toy, speculative=speculative)
 
 
 def test_no_requests_give_no_trees(start: Start) -> None:

@@ -58,6 +58,7 @@ def test_trees_wait_until_the_text_is_long_enough() -> None:
 
 
 def test_nodes_that_would_not_have_been_verified_do_not_count() -> None:
+    assert kept(DraftLimit(9, 1)).compare(make_context([Tokens(0, [1, 2, 9, 7, 4])])) == Compared(1, 2, 1)
     assert kept(DraftLimit(2, 9)).compare(make_context([Tokens(0, [1, 2, 9, 7, 4])])) == Compared(1, 2, 1)
 
 

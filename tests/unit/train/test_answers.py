@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,13 +189,16 @@ def test_a_finished_folder_is_not_worked_on_again(
 def test_commands_that_generate_into_one_folder_take_turns(
     options: AnswerOptions, complete: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    shown = ""
+    shown: list[str] = []
+
+    def is_waiting() -> bool:
+        shown.append(capfd.readouterr().out)
+        return "waiting for another command" in "".join(shown)
+
     thread = threading.Thread(target=make_answers, args=(replace(options, folder=complete), False))
     with _only_one_at(complete):
         thread.start()
-        while "waiting for another command" not in shown:
-            shown += capfd.readouterr().out
-            time.sleep(0.01)
+        wait_until(is_waiting, seconds=60)
         assert thread.is_alive()
     thread.join(60)
     assert not thread.is_alive()

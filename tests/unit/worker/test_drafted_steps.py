@@ -50,6 +50,7 @@ class Driver:
     num_ahead: int = 0
     results: list[list[RequestResult]] = field(default_factory=list)
     uses: list[list[DrafterUse]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
     broken: int | None = None  # a slot whose KV is NaN after its prompt
 
     def run(
@@ -87,6 +88,7 @@ class Driver:
         result = self.worker.finish()
         self.results.append(result.rows)
         self.uses.append(list(result.drafters))
+        self.faults += result.draft_faults
         self.worker.propose()
 
     def emitted(self, slot: int) -> list[int]:
@@ -233,6 +235,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(
     errors = [rows[broken].error for rows in ahead.results if rows[broken].error]
     assert len(errors) == 1
     assert "NaN" in str(errors[0])
+    assert ahead.faults == [], "the head is not to blame for what it read"
     for slot in {0, 1, 2} - {broken}:
         count = min(len(ahead.emitted(slot)), len(whole.emitted(slot)))
         assert count > 6

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,8 @@ from cluster.config import AppConfig
 from cluster.engine.executor import RayExecutor, rank_threads
 from specray.channel import Channel
 from specray.errors import EngineDeadError
+from specray.step import DraftFault, StepResult, StepTimes
+from specray.step_wire import pack
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,17 @@ def test_a_step_that_exceeds_its_timeout_fails_the_engine() -> None:
         executor.collect()
     assert time.monotonic() - start >= 0.5
     assert executor.failure() is not None
+
+
+@pytest.mark.parametrize("kind", DraftFault)
+def test_a_fault_after_which_the_target_keeps_its_drafter_does_not_replace_it(kind: DraftFault) -> None:
+    """One of several drafters that is broken must not end the process of the others, again and again."""
+    ours, theirs = socket.socketpair()
+    executor, reports = object.__new__(RayExecutor), []
+    executor._channel, executor._step_timeout_s = Channel(ours, 1), 5.0
+    executor._drafter = SimpleNamespace(report_fault=lambda: reports.append(kind))  # type: ignore[assignment]
+    with ours, theirs:
+        Channel(theirs, 1).send(pack(StepResult(1, [], StepTimes(0.0, 0.0, 0.0, 0.0), [kind])))
+        executor.collect()
+    kept = {DraftFault.LATE, DraftFault.MEMBER_NOT_A_NUMBER, DraftFault.NO_HANDSHAKE}
+    assert bool(reports) == (kind not in kept)

@@ -98,6 +98,14 @@ def test_the_share_of_requests_has_a_shadow() -> None:
     assert executor.chosen[-1] == ("slow", ""), "nothing is its own shadow"
 
 
+def test_a_request_with_a_prediction_has_no_shadow() -> None:
+    """Its verified trees are the client's, and its text is easy to predict."""
+    engine, executor = make_engine(default_drafter="fast", shadow={"drafter": "slow", "share": 1.0})
+    run(engine, [replace(request(1, [2, 3], 5), predicted_token_ids=[4, 5])])
+    run(engine, [request(2, [2, 3], 5)])
+    assert executor.chosen == [("fast", ""), ("fast", "slow")]
+
+
 def test_the_bandit_does_not_choose_a_shadow() -> None:
     engine, _ = make_engine(shadow={"drafter": "slow"})
     assert run(engine, [request(seed, [2, 3], 5) for seed in range(4)]) == ["fast"] * 4
@@ -141,13 +149,3 @@ def test_steps_in_which_a_request_may_not_draft_do_not_count() -> None:
     assert counts["fast"] == 0
     run(engine, [request(3, [2, 3], 9)])
     assert counts["fast"] > 0
-
-
-def test_what_a_budget_has_learnt_outlives_another_choice_among_the_same_drafters() -> None:
-    engine, _ = make_engine(default_drafter="fast", budget="auto")
-    before = engine.config.speculative
-    budget = engine.scheduler.budget
-    engine.draft_with(before.model_copy(update={"default_drafter": "slow"}), 5)
-    assert engine.scheduler.budget is budget
-    engine.draft_with(before.model_copy(update={"drafters": before.drafters[:1], "default_drafter": "fast"}), 5)
-    assert engine.scheduler.budget is not budget
