@@ -47,7 +47,7 @@ class RandomBudget(StaticBudget):
         super().__init__(None)
         self._random = Random(seed)
 
-    def shares(self, requests: Sequence[Drafted]) -> Shares:
+    def shares(self, requests: Sequence[Drafted], num_reading: int = 0) -> Shares:  # noqa: ARG002
         counts = [self._random.choice((0, 1, 2, request.most)) for request in requests]
         return Shares(
             [min(count, request.most) for count, request in zip(counts, requests, strict=True)],

@@ -36,7 +36,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(DraftTree, "from_lists", lambda trees, *_: trees)
     count(DraftTree, "to_lists", lambda tree: len(tree.num_nodes))
-    count(Reply, "of", lambda _number, _seconds, tree: len(tree.num_nodes))
+    count(Reply, "of", lambda _number, _seconds, tree, *_: len(tree.num_nodes))
     count(Reply, "tree", lambda _reply, num_requests, *_: num_requests)
     return counts
 

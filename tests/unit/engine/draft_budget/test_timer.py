@@ -19,7 +19,7 @@ class Recorded:
     def __init__(self) -> None:
         self.steps: list[tuple[StepShape, float, float | None]] = []
 
-    def shares(self, requests: Sequence[Drafting]) -> Shares:
+    def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:
         raise NotImplementedError
 
     def record_tree(
