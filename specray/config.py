@@ -244,6 +244,11 @@ class SpeculativeConfig(DrafterOptions):
         """Whether there is anything to draft with."""
         return self.algorithm is not None or bool(self.drafters)
 
+    def without_drafters(self) -> "SpeculativeConfig":
+        """Only the options that are not a drafter's own. Drafting is off."""
+        own: dict[str, object] = {name: field.get_default() for name, field in DrafterOptions.model_fields.items()}
+        return self.model_copy(update=own | {"drafters": (), "default_drafter": None, "shadow": ShadowOptions()})
+
     @property
     def members(self) -> dict[str, "SpeculativeConfig"]:
         """Each drafter's options, as those of the only drafter, by name. The name of a single one is its algorithm's.
@@ -252,10 +257,10 @@ class SpeculativeConfig(DrafterOptions):
         """
         if self.algorithm is not None:
             return {re.sub(r"[^a-z0-9]+", "-", self.algorithm.lower()).strip("-")[:64]: self}
-        apart: dict[str, object] = {"drafters": (), "default_drafter": None, "shadow": ShadowOptions()}
+        shared = self.without_drafters()
         return {
-            drafter.name: self.model_copy(
-                update=apart | {name: getattr(drafter, name) for name in DrafterOptions.model_fields}
+            drafter.name: shared.model_copy(
+                update={name: getattr(drafter, name) for name in DrafterOptions.model_fields}
             )
             for drafter in self.drafters
         }

@@ -21,7 +21,7 @@ class DraftFault(StrEnum):
     GONE = "gone"  # the connection was closed
     NONSENSE = "nonsense"  # the reply is malformed; a label value of a public metric
     NOT_A_NUMBER = "nan"  # the drafter's own logits are not finite
-    MEMBER_NOT_A_NUMBER = "member_nan"  # the same of one of several drafters in a process, which drafts for the others
+    MEMBER_NOT_A_NUMBER = "member_nan"  # the same, of one of several drafters; the others go on
     NO_HANDSHAKE = "no_handshake"  # a process connected but sent no valid handshake
 
 

@@ -15,7 +15,7 @@ from cluster.api.drafter_actions import changed_group, parse_action
 from cluster.api.errors import ApiError, from_validation
 from cluster.config import AppConfig
 from cluster.routing.rollout import DrafterRollout
-from specray.config import DrafterOptions, ShadowOptions, SpeculativeConfig
+from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 
 Json = dict[str, Any]
@@ -35,7 +35,10 @@ def add_admin_routes(app: FastAPI, config: AppConfig, rollout: DrafterRollout) -
         body = parsed(await request.body())
         if "action" in body:
             action = parse_action(body)
-            await rollout.change(lambda now: new_options(config, changed_group(_group(config, now), action)))
+            off = config.speculative.without_drafters()  # where drafting has been turned off, these options remain
+            await rollout.change(
+                lambda now: new_options(config, changed_group(now if now.has_drafter else off, action))
+            )
         else:
             await rollout.replace(new_options(config, body))
         options = rollout.speculative.model_dump(exclude_defaults=True)
@@ -69,15 +72,6 @@ def new_options(config: AppConfig, group: Json) -> SpeculativeConfig:
     except ConfigError as error:
         raise ApiError(400, str(error)) from None
     return speculative
-
-
-def _group(config: AppConfig, now: SpeculativeConfig) -> SpeculativeConfig:
-    """The present options. While drafting is off: the configured ones that are not a drafter's own."""
-    if now.has_drafter:
-        return now
-    own = {name: field.get_default() for name, field in DrafterOptions.model_fields.items()}
-    apart = {"drafters": (), "default_drafter": None, "shadow": ShadowOptions()}
-    return config.speculative.model_copy(update=own | apart)
 
 
 def _error(error: ValidationError) -> ApiError:

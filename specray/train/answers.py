@@ -69,7 +69,7 @@ def _make_answers(options: AnswerOptions, progress: bool) -> Path:
         raise ConfigError("there are no prompts; give --prompts FILE or --self-prompts N")
     _write_description(options, files)
     total = _num_requests(options, sum(len(file.texts) for file in files))
-    if len(_finished_indexes(options.folder) & set(range(total))) == total:
+    if _finished_indexes(options.folder).issuperset(range(total)):
         return options.folder
     if options.generators == 1:
         _generate(options, 0, progress)
@@ -216,13 +216,14 @@ class _Generator:
     def run(self, progress: bool) -> bool:
         """Generate what is missing. False if a signal ended it before; the finished answers are written in any case.
 
-        The last one of each slot may miss: its hidden states arrive one step later.
+        The last one of each slot may be missing, because its hidden states arrive one step later.
         """
         indexes = self._indexes()
         waiting = iter(indexes)
         engine = self._llm.engine
         bar = tqdm(total=len(indexes), desc="answers", unit="request", position=self._part, disable=not progress)
-        with Interrupts() as interrupts, self._written(), bar:
+        with Interrupts() as interrupts, contextlib.ExitStack() as at_end, bar:
+            at_end.callback(self._flush)
             while not interrupts.requested:
                 while len(self._running) < self._options.concurrency and (index := next(waiting, None)) is not None:
                     bar.update(not self._ask(self._first_task(index)))
@@ -233,13 +234,6 @@ class _Generator:
                 if sum(len(sequence.token_ids) for sequence in self._sequences) >= SHARD_TOKENS:
                     self._flush()
         return not interrupts.requested
-
-    @contextlib.contextmanager
-    def _written(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._flush()
 
     def _indexes(self) -> list[int]:
         """This part's remaining requests in random order."""

@@ -19,6 +19,8 @@ from specray.train.unroll import Batch
 
 HiddenStates = Callable[[Sequence[Answer]], list[Tensor]]  # bfloat16 [n, columns] of each answer
 
+Place = tuple[str, int]  # a sequence: its shard's name, and its row there
+
 _ROUND_SHARDS = 8  # read together in random order
 _POOL_BATCHES = 32  # batches whose sequences are sorted by length together
 
@@ -52,6 +54,15 @@ class AnswerFolder:
             self._shards[name] = Shard(self.path / name, columns)
         return self._shards[name]
 
+    def usable(self, name: str, max_length: int, *, held_out: bool) -> list[Place]:
+        """A shard's sequences with an answer within `max_length` tokens: those held out, or those to train on."""
+        shard = self[name]
+        return [
+            (name, row)
+            for row, prompt in enumerate(shard.prompt_lengths)
+            if min(shard.lengths[row], max_length) > max(prompt + 1, 3) and shard.is_held_out(row) == held_out
+        ]
+
 
 @dataclass(slots=True)
 class Progress:
@@ -72,7 +83,7 @@ class BatchStream:
         self._seed = seed
         self._batch_tokens = batch_tokens
         self._max_length = max_length
-        self._batches: list[list[tuple[str, int]]] = self._plan() if progress.names else []
+        self._batches: list[list[Place]] = self._plan() if progress.names else []
 
     def __next__(self) -> list[Answer]:
         while self.progress.batch >= len(self._batches):
@@ -97,7 +108,7 @@ class BatchStream:
                 f"{self._max_length} tokens, or are held out; raise --max-length, or wait for more answers"
             )
 
-    def _plan(self) -> list[list[tuple[str, int]]]:
+    def _plan(self) -> list[list[Place]]:
         """This round's batches: shuffled, each of sequences of similar lengths."""
         random = Random(f"{self._seed} {self.progress.round} batches")
         pool = [place for name in self.progress.names for place in self._usable(name)]
@@ -108,17 +119,12 @@ class BatchStream:
         random.shuffle(batches)
         return batches
 
-    def _usable(self, name: str) -> list[tuple[str, int]]:
-        shard = self._folder[name]
-        return [
-            (name, index)
-            for index, prompt in enumerate(shard.prompt_lengths)
-            if min(shard.lengths[index], self._max_length) > max(prompt + 1, 3) and not shard.is_held_out(index)
-        ]
+    def _usable(self, name: str) -> list[Place]:
+        return self._folder.usable(name, self._max_length, held_out=False)
 
-    def _cut(self, places: Sequence[tuple[str, int]]) -> list[list[tuple[str, int]]]:
+    def _cut(self, places: Sequence[Place]) -> list[list[Place]]:
         """Places in ascending length, in batches of at most `batch_tokens` padded positions (or one sequence)."""
-        batches: list[list[tuple[str, int]]] = []
+        batches: list[list[Place]] = []
         for place in places:
             if batches and (len(batches[-1]) + 1) * self._length(place) <= self._batch_tokens:
                 batches[-1].append(place)
@@ -126,7 +132,7 @@ class BatchStream:
                 batches.append([place])
         return batches
 
-    def _length(self, place: tuple[str, int]) -> int:
+    def _length(self, place: Place) -> int:
         return min(self._folder[place[0]].lengths[place[1]], self._max_length)
 
 

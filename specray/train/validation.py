@@ -5,13 +5,13 @@ all smaller depths agree, so 1 + the sum over depths is the accept length of a d
 """
 
 from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import Any, NamedTuple
+from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specray.train.batches import AnswerFolder, Collate
+from specray.train.batches import AnswerFolder, Collate, Place
 from specray.train.target import Target
 from specray.train.unroll import Batch, DraftHead, LabeledPositions, labeled_positions, unroll
 
@@ -42,13 +42,6 @@ class Validation:
         return asdict(self)
 
 
-class Place(NamedTuple):
-    """A sequence of a folder of answers."""
-
-    shard: str
-    row: int
-
-
 class Validator:
     """Up to 100 held-out sequences of a folder, and the target's best tokens on them."""
 
@@ -62,8 +55,8 @@ class Validator:
     def __call__(self, head: DraftHead, depths: int = DEPTHS) -> Validation | None:
         """The metrics, or None if no sequence is held out yet."""
         hits = [
-            self._hits(place, self._collate([self._folder[place.shard][place.row]]), head, depths)
-            for place in self._held_out()
+            self._hits((name, row), self._collate([self._folder[name][row]]), head, depths)
+            for name, row in self._held_out()
         ]
         # All depths are measured on the same chains: those with all depths before their sequence ends.
         rows = [part[(part >= 0).all(1)] for part in hits]
@@ -71,15 +64,8 @@ class Validator:
 
     def _held_out(self) -> list[Place]:
         """The folder may grow, and its new shards may come first."""
-        longest = self._collate.max_length
-        found = (
-            Place(name, index)
-            for name in self._folder.names()
-            for shard in (self._folder[name],)
-            for index in range(len(shard))
-            if shard.is_held_out(index) and min(shard.lengths[index], longest) > max(shard.prompt_lengths[index] + 1, 3)
-        )
-        return list(islice(found, _MAX_SEQUENCES))
+        found = (self._folder.usable(name, self._collate.max_length, held_out=True) for name in self._folder.names())
+        return list(islice(chain.from_iterable(found), _MAX_SEQUENCES))
 
     def _hits(self, place: Place, batch: Batch, head: DraftHead, depths: int) -> Tensor:
         """int64 [chains, depths]: rank of the target's token among the draft's; -1 past the end of the sequence."""

@@ -79,9 +79,9 @@ class Reply(NamedTuple):
         """
         trees, scores = _lists(tree)
         num_broken = sum(not each.tokens for each in trees)
-        if num_broken and roots is None:
-            return cls.failed(number, seconds, DraftFault.NOT_A_NUMBER)
-        if num_broken and roots is not None:
+        if num_broken:
+            if roots is None:
+                return cls.failed(number, seconds, DraftFault.NOT_A_NUMBER)
             tokens = roots().tolist()
             trees = [
                 each if each.tokens else TreeLists([root], [NONE]) for root, each in zip(tokens, trees, strict=True)
