@@ -65,7 +65,7 @@ OPTIONS = ["-q", "-x", "--capture=sys", "-p", "no:cacheprovider"]
 
 
 # The usual build sees a hundred random cases of each property. Here they only have to reach all code.
-FEWER_CASES = {"SPECRAY_TEST_EXAMPLES": "15"}
+FEWER_CASES = {"SPECRAY_TEST_EXAMPLES": "30"}
 
 
 def run_tests(tests: list[str], **environment: str) -> str:
