@@ -2,7 +2,7 @@
 
     python examples/training_prompts.py 2000 > prompts.jsonl
     python examples/training_prompts.py 9000 --words-of smollm2-135m-instruct >> prompts.jsonl
-    specray train eagle3 --prompts prompts.jsonl --answers work/answers --run work/eagle3
+    specray train eagle3 --prompts prompts.jsonl --answers work/answers --run work/eagle3 --tokens 3000000
 
 Prompts that a model makes up by itself (`--self-prompts`) are much alike. A head that has seen few answers about
 science, history or law drafts badly there. With `--words-of`, prompts are about words of a model's own vocabulary, so

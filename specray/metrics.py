@@ -82,7 +82,8 @@ METRICS = (
     Metric(
         "specray_draft_faults_total",
         "counter",
-        "Steps without drafts because the drafter was late, frozen, gone or sent invalid data.",
+        "Steps in which drafts were missing because a drafter was late, frozen, gone, sent invalid data or had logits "
+        "that are not finite.",
         "kind",
         FAULTS,
     ),

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from pydantic import ValidationError
 
 from cluster.api.auth import ADMIN
-from cluster.api.drafter_actions import changed_group, parse_action
+from cluster.api.drafter_actions import Add, changed_group, parse_action
 from cluster.api.errors import ApiError, from_validation
 from cluster.config import AppConfig
 from cluster.routing.rollout import DrafterRollout
@@ -37,7 +37,9 @@ def add_admin_routes(app: FastAPI, config: AppConfig, rollout: DrafterRollout) -
             action = parse_action(body)
             off = config.speculative.without_drafters()  # where drafting has been turned off, these options remain
             await rollout.change(
-                lambda now: new_options(config, changed_group(now if now.has_drafter else off, action))
+                lambda now: new_options(
+                    config, changed_group(off if isinstance(action, Add) and not now.has_drafter else now, action)
+                )
             )
         else:
             await rollout.replace(new_options(config, body))

@@ -59,11 +59,11 @@ class DrafterRollout:
         return {client.replica_id: report for client, report in pairs if not isinstance(report, BaseException)}
 
     def propagate(self) -> None:
-        """Send the desired drafter to routers that are behind, once to each."""
+        """Send the desired drafter to routers that are behind, until they have it."""
         if self._replacing.locked():
             return
         desired = self._latest()
-        self._sent = {client: sent for client, sent in self._sent.items() if client.replica_id in self._clients}
+        self._sent = {client: sent for client, sent in self._sent.items() if self._is_known(client)}
         for client in self._connected():
             is_behind = client.desired is not None and client.desired.set_at < desired.set_at
             if is_behind and self._sent.get(client) != desired:
@@ -107,6 +107,10 @@ class DrafterRollout:
         known = [client.desired for client in self._clients.values() if client.desired is not None]
         self._desired = max([self._desired, *known], key=lambda desired: desired.set_at)
         return self._desired
+
+    def _is_known(self, client: RouterClient) -> bool:
+        """Whether it is its replica's present connection."""
+        return self._clients.get(client.replica_id) is client
 
     def _connected(self) -> list[RouterClient]:
         """In the same order at every ingress."""

@@ -407,8 +407,8 @@ FAULTS = Row(
         Panel(
             "Drafter faults",
             PER_MINUTE,
-            "Steps without drafts, by reason. All reasons but `late`, `no_handshake` and `member_nan` (one of several "
-            "drafters) end the drafter, and a new one is started.",
+            "Steps in which drafts were missing, by reason. All reasons but `late`, `no_handshake` and `member_nan` "
+            "(one of several drafters) end the drafter, and a new one is started.",
             (Query(f"60 * {rate('specray_draft_faults_total', 'kind')}", "{{kind}}"),),
         ),
         Panel(

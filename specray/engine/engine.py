@@ -97,6 +97,8 @@ class Engine:
             assert result.step_id == plan.step_id, "a step failed, and the engine was used again"
             if is_timed:
                 self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
+            if result.drafter_is_new:
+                self.scheduler.forget_read()
             computed = self.scheduler.emitted(plan, result)
             if self._selector is not None:
                 self._selector.record_step(computed, result, self._timer.seconds)

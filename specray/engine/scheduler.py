@@ -142,6 +142,11 @@ class Scheduler:
         if not self.running and not self.waiting.num_waiting:
             self._mixed_until = 0  # the next prompt delays no other request
 
+    def forget_read(self) -> None:
+        """Count all that was computed of the running requests as unread: another drafter has taken over."""
+        for request in self.running:
+            request.acceptance.num_unread_tokens = request.num_computed_tokens
+
     def _limit_prefill(self) -> tuple[int, int]:
         """The limits of this step. Few prompt tokens also follow the end of a request: its client may send the next."""
         if any(request.num_pending_tokens == 1 for request in self.running):
@@ -170,8 +175,8 @@ class Scheduler:
         """(limits for each request, whether the drafter is called after the step)."""
         samples = [num_tokens == request.num_pending_tokens for request, num_tokens, _ in work]
         requests = [
-            Drafting(self._most_drafts(request), request.acceptance, _teaches(request))
-            for (request, *_), does in zip(work, samples, strict=True)
+            Drafting(self._most_drafts(request), request.acceptance, _teaches(request), num_tokens > 1)
+            for (request, num_tokens, _), does in zip(work, samples, strict=True)
             if does
         ]
         chosen = self.budget.shares(requests, len(work) - len(requests))

@@ -31,7 +31,8 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     expression, is not interrupted.
     """
     give_up = time.thread_time() + seconds
-    num_lines, thread, started = 0, threading.get_ident(), 0.0
+    num_lines, thread = 0, threading.get_ident()
+    started: float | None = None
 
     def leave_out(phase: str, _info: dict[str, int]) -> None:
         nonlocal give_up, started
@@ -39,11 +40,14 @@ def cpu_limit(seconds: float) -> Iterator[None]:
             return
         if phase == "start":
             started = time.thread_time()
-        else:
+        elif started is not None:  # the collector skips a callback where another thread removes its own
             give_up += time.thread_time() - started
+            started = None
 
-    def check(_frame: FrameType, _event: str, _argument: Any) -> Any:
+    def check(frame: FrameType, _event: str, _argument: Any) -> Any:
         nonlocal num_lines
+        if frame.f_code is leave_out.__code__:
+            return None  # the collector would swallow the error, and the tracing would end with it
         num_lines += 1
         if num_lines % LINES_PER_CHECK == 0 and time.thread_time() > give_up:
             raise TemplateLimitError(f"it ran for more than {seconds:g} s")

@@ -39,7 +39,11 @@ class CombinedDrafter:
     def propose(self, context: ProposeContext) -> DraftTree:
         tree = self.drafter.propose(context)  # for all requests, so that its state stays up to date
         found = self._ngrams.draft(context)
-        places = [place for place, ngram in enumerate(found) if ngram.match_length >= self._min_match]
+        places = [
+            place
+            for place, ngram in enumerate(found)
+            if ngram.match_length >= self._min_match and len(ngram.tree.tokens) > 1
+        ]
         if not places:
             return tree
         device = context.table.device

@@ -195,3 +195,6 @@ class DraftSource(Protocol):
 
     def take_uses(self) -> Sequence[DrafterUse]:
         """What each of several drafters did since the last call; empty with a single drafter."""
+
+    def take_is_new(self) -> bool:
+        """Whether a drafter in another process, which has read nothing, took over since the last call."""

@@ -85,3 +85,6 @@ class InlineDrafts:
 
     def take_uses(self) -> Sequence[DrafterUse]:
         return () if self._several is None else self._several.take_uses()
+
+    def take_is_new(self) -> bool:
+        return False

@@ -42,3 +42,6 @@ class NoDrafts:
 
     def take_uses(self) -> Sequence[DrafterUse]:
         return ()
+
+    def take_is_new(self) -> bool:
+        return False

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.cpu.drafted_step import PlannedDrafts
+from specray.ops.host_copy import HostCopy
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftsAhead, SharesKVSlots
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
@@ -50,7 +51,7 @@ class SeveralDrafters:
         self._unseen: dict[tuple[str, int], _Unseen] = {}  # by shadow and slot, until it gets a context
         self._num_put_off = 0  # steps since then
         self._clock = clock
-        self._uses: list[DrafterUse] = []
+        self._uses: list[tuple[DrafterUse, HostCopy | None]] = []  # with the numbers of nodes of the trees
 
     def propose(self, context: ProposeContext) -> DraftTree:
         self._num_put_off = 0
@@ -108,8 +109,8 @@ class SeveralDrafters:
                 self._unseen.pop((name, slot), None)
 
     def take_uses(self) -> list[DrafterUse]:
-        uses, self._uses = self._uses, []
-        return uses
+        made, self._uses = self._uses, []
+        return [use._replace(num_faults=1) if nodes and 0 in nodes.wait().tolist() else use for use, nodes in made]
 
     def _part(self, name: str, context: ProposeContext) -> "_Part":
         """What `name` sees of a step."""
@@ -140,7 +141,7 @@ class SeveralDrafters:
         try:
             tree = drafter.propose(seen)
         except DraftFaultError:
-            self._uses.append(DrafterUse(name, self._clock() - start, 0.0, *compared, num_faults=1))
+            self._uses.append((DrafterUse(name, self._clock() - start, 0.0, *compared, num_faults=1), None))
             return None
         device, is_own = context.table.device, part.is_own
         if not all(is_own):
@@ -148,7 +149,8 @@ class SeveralDrafters:
             shadow.keep([seen.requests[row] for row in rows], tree.select(torch.tensor(rows, device=device)))
         seconds = self._clock() - start
         own_seconds = seconds * (sum(is_own) / len(is_own) if is_own else 1.0)
-        self._uses.append(DrafterUse(name, own_seconds, seconds - own_seconds, *compared))
+        use = DrafterUse(name, own_seconds, seconds - own_seconds, *compared)
+        self._uses.append((use, HostCopy(tree.num_nodes)))
         rows = [row for row, owns in enumerate(is_own) if owns]
         if not rows:
             return None

@@ -38,7 +38,7 @@ class ShadowTrees:
         scores = torch.ones(tree.tokens.shape) if tree.scores is None else tree.scores
         for request, lists, known in zip(requests, tree.to_lists(), scores.tolist(), strict=True):
             limit, num_nodes = request.draft_limit, len(lists.tokens)
-            num_likely = sum(score >= limit.min_score for score in known[:num_nodes])
+            num_likely = max(1, sum(score >= limit.min_score for score in known[:num_nodes]))
             size = min(1 + limit.num_tokens, num_likely)
             cut = TreeLists(lists.tokens[:size], lists.parents[:size])
             if limit.num_tokens and cut.tokens:

@@ -57,7 +57,10 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the target's answers; an interrupted run resumes, and another command may add answers while "
         "this one trains",
     )
-    add("--model", help=f"the target: name, folder or hub name (default: {EMBEDDED_MODEL}, or that of the answers)")
+    add(
+        "--model",
+        help=f"the target: name, folder or hub name (default: {EMBEDDED_MODEL}; without prompts, that of the answers)",
+    )
     add(
         "--prompts",
         type=Path,
@@ -87,7 +90,8 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="processes that share the work, at most one per core; 1 on a GPU (default: %(default)s)",
+        help="processes that share the work, each with an engine of its own; set 1 on a GPU (default: the number of "
+        "cores, %(default)s)",
     )
     add("--answer-seed", type=int, default=0, metavar="N", help="seed of all answers (default: %(default)s)")
     add(

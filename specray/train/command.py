@@ -232,9 +232,12 @@ def _add_train_vocab(parser: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace, answers: Path) -> int:
     import torch  # takes seconds, which --help does not need
 
+    from specray.train.plot import NO_PLOT, can_plot
     from specray.train.settings import TrainSettings
     from specray.train.trainer import Trainer
 
+    if not can_plot():
+        print(NO_PLOT)
     if options.threads:
         torch.set_num_threads(options.threads)
     names = TrainSettings.__dataclass_fields__

@@ -1,29 +1,33 @@
 """Plots a run's validation metrics over training tokens."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specray.errors import ConfigError
 from specray.train.checkpoint import read_log
 
 PLOT = "plot.png"
+NO_PLOT = "there will be no plot, because matplotlib is not installed; `pip install 'specray[train]'` brings it"
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
 
 
 def plot_run(run: Path) -> None:
-    """Draw `plot.png` from the run's log. ConfigError if matplotlib is not installed."""
+    """Draw `plot.png` from the run's log, where matplotlib is installed."""
     points = [line for line in read_log(run) if line["validation"]]
-    if points:
+    if points and can_plot():
         _draw(points, run / PLOT)
 
 
 def _draw(points: list[dict[str, Any]], path: Path) -> None:
-    try:
-        import matplotlib
+    import matplotlib
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigError(f"the plot needs matplotlib ({error}); run `pip install specray[train]`") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     millions = [point["tokens"] / 1e6 for point in points]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for name, label in (("accept_length", "chain"), ("accept_length_top4", "in the best 4")):

@@ -34,7 +34,7 @@ from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_shards
 from specray.spec_decode.verifier import can_verify_padded, needs_walk, reads_largest_logit, verify, verify_largest
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
-from specray.step import DrafterUse, DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
+from specray.step import DrafterUse, DraftFault, DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
 from specray.structured_output.matchers import GrammarTable
 from specray.worker.broadcast import DraftSizes, broadcast_output, broadcast_tree, follow
@@ -360,10 +360,11 @@ class Worker:
             results = [withheld.get(slot) or next(ready) for slot in slots]
         verified = time.perf_counter()
         times = StepTimes(prepare_seconds, forward_seconds, verified - forwarded, draft_seconds)
-        uses = self.drafts.take_uses()
+        uses, faults = self.drafts.take_uses(), self.drafts.take_faults()
         if computed.drafted is not None and computed.drafted.drafter:
-            uses = [*uses, DrafterUse(computed.drafted.drafter, draft_seconds)]
-        return StepResult(plan.step_id, results, times, self.drafts.take_faults(), uses)
+            is_broken = DraftFault.NOT_A_NUMBER in faults
+            uses = [*uses, DrafterUse(computed.drafted.drafter, draft_seconds, num_faults=int(is_broken))]
+        return StepResult(plan.step_id, results, times, faults, uses, self.drafts.take_is_new())
 
     def _collect(self, plan: StepPlan, rows: ScheduledBatch, can_replay: bool) -> StepBatch:
         """The draft trees of the rows that sample, and what grammars allow at their nodes.

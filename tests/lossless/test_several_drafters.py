@@ -4,6 +4,7 @@ test_conformance runs the checks of all drafting methods with several drafters, 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,26 @@ def test_a_drafter_whose_logits_are_not_finite_does_not_end_the_others(
     drafted = counts["specray_drafter_draft_tokens_total"]
     assert drafted["n-gram"] > 0
     assert drafted["broken"] == 0
+    faults = counts["specray_drafter_faults_total"]
+    assert faults["broken"] > faults["n-gram"] == 0
     kind = DraftFault.NOT_A_NUMBER if placement == "inline" else DraftFault.MEMBER_NOT_A_NUMBER
     assert {name for name, count in counts["specray_draft_faults_total"].items() if count} == {kind}
+
+
+def test_a_colocated_drafter_that_has_no_others_beside_it_is_dropped_when_its_logits_are_not_finite(
+    toy: Path, tmp_path: Path, plain: dict[str, list[int]]
+) -> None:
+    """So that a new process takes its place, as for `algorithm`."""
+    broken = {"name": "broken", "algorithm": f"{__name__}:{NotFinite.__name__}"}
+    speculative = SpeculativeConfig.model_validate({"drafters": [broken]})
+    with make_llm(toy, speculative=speculative, max_running_requests=6) as llm:
+        remote = Colocated(llm, tmp_path)
+        remote.start()
+        assert finish(llm, requests_for(["broken"])) == plain
+        assert remote.drafts.max_draft_tokens == 0
+        remote.close()
+        counts = llm.engine.stats.labelled["specray_draft_faults_total"]
+    assert {name for name, count in counts.items() if count} == {DraftFault.NOT_A_NUMBER}
 
 
 def test_a_request_that_moves_to_an_engine_without_its_drafter_continues(
@@ -163,6 +182,31 @@ def test_drafters_change_while_requests_run(toy: Path, tmp_path: Path, plain: di
                 break
         remote.close()
     assert tokens == plain
+
+
+def test_a_new_process_has_read_nothing_of_running_requests(toy: Path, tmp_path: Path) -> None:
+    """Their drafts would say nothing good of it, and a budget would turn it off for all."""
+    with make_llm(toy, speculative=configured(("EAGLE3", "NGRAM"), toy, tmp_path), page_size=4) as llm:
+        remote = Colocated(llm, tmp_path)
+        remote.start()
+        params = SamplingParams(temperature=0.0, seed=1, max_tokens=40, ignore_eos=True)
+        before, after = (replace(request, params=params) for request in requests_for([])[:2])
+        llm.engine.add_request(before)
+        for _ in range(4):
+            llm.engine.step()
+        [running] = llm.engine.scheduler.running
+        assert running.acceptance.num_unread_tokens == 0
+        remote.start()
+        llm.engine.add_request(after)
+        for _ in range(2):
+            llm.engine.step()
+        counts = [request.acceptance.num_unread_tokens for request in llm.engine.scheduler.running]
+        assert counts[0] >= len(before.prompt_token_ids)
+        assert counts[1] == 0
+        llm.engine.abort([before.request_id, after.request_id])
+        while llm.engine.has_work:
+            llm.engine.step()
+        remote.close()
 
 
 class Spy:

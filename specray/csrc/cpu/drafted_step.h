@@ -143,7 +143,7 @@ class DraftedPass {
         drafted_.parents, drafted_.numbers);
     // The drafter is not to blame for a request whose own logits are not finite: it ends without this tree.
     for (int r = 0; r < count; ++r)
-      if (is_broken_[r]) drafted_.numbers[count + r] = 1;
+      if (is_broken_[r]) drafted_.numbers[count + r] = drafted_.numbers[r];
     constexpr int NUM_COUNTS = 3;  // rows of the report before the scores
     for (int i = 0; i < NUM_COUNTS * count; ++i) drafted_.report[i] = float(drafted_.numbers[count + i]);
     for (int r = 0; r < count; ++r)

@@ -69,16 +69,23 @@ class AutoBudget:
             self._count_new_trees()
             self._cuts.clear()
         self._num_steps += 1
-        learns = [request for request in requests if request.most and request.teaches]
-        if any(self._num_trees_of(request.acceptance) < NUM_FIRST_TREES for request in learns):
+        unknown = {request.acceptance.drafter for request in requests if self._can_teach_first_trees(request)}
+        if unknown and all(request.acceptance.drafter in unknown for request in requests):
             everything = [LEAST_SCORE] * len(requests)
             return Shares(equal_shares([request.most for request in requests], self._most), min_scores=everything)
         num_drafts, min_scores = self._best(requests)
+        for place, request in enumerate(requests):
+            if request.acceptance.drafter in unknown:
+                num_drafts[place], min_scores[place] = request.most, LEAST_SCORE
+        num_drafts = equal_shares(num_drafts, self._most)
         self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
         self._advance_trial(len(requests), any(num_drafts))
         if self._trial is Trial.NO_DRAFTS:
             # Calling the drafter does not change the target's time, and later drafts need what it reads meanwhile.
-            reads_along = self._costs.knows_rest_without_drafts(len(requests))
+            # Steps that read prompts are not timed.
+            is_reading = num_reading > 0 or any(request.is_reading for request in requests)
+            reads_along = is_reading or self._costs.knows_rest_without_drafts(len(requests))
+            reads_along |= any(_would_be_unread(request.acceptance) for request in requests)
             return Shares([0] * len(requests), runs_drafter=reads_along)
         if self._trial is not None:
             quarters = 5 if self._trial is Trial.MORE_DRAFTS else 8
@@ -144,7 +151,7 @@ class AutoBudget:
             else:
                 num_drafts.append(min(request.most, cut[0]) if is_read(request.acceptance) else 0)
                 min_scores.append(max(LEAST_SCORE, cut[1] / request.acceptance.factor))
-        return equal_shares(num_drafts, self._most), min_scores
+        return num_drafts, min_scores
 
     def _best_cut(self, name: str, num_requests: int) -> tuple[int, float]:
         """See `best_cut`."""
@@ -168,10 +175,12 @@ class AutoBudget:
 
         return allocate(gains, step_seconds, self._most)
 
-    def _num_trees_of(self, request: RequestAcceptance) -> int:
-        """Trees that were seen of the request's drafter."""
-        known = self._scores.get(request.drafter) or self._nodes.get(request.drafter)
-        return 0 if known is None else known.num_trees
+    def _can_teach_first_trees(self, request: Drafting) -> bool:
+        """Whether too few trees were seen of its drafter, and its own would count."""
+        if not request.most or not request.teaches or not is_read(request.acceptance):
+            return False
+        known = self._scores.get(request.acceptance.drafter) or self._nodes.get(request.acceptance.drafter)
+        return known is None or known.num_trees < NUM_FIRST_TREES
 
     def _advance_trial(self, num_requests: int, drafts: bool) -> None:
         """Go on with a trial, or start one when it is time; nothing but the best choice otherwise."""
@@ -186,6 +195,11 @@ class AutoBudget:
 def is_read(request: RequestAcceptance) -> bool:
     """Whether a draft model has read enough of a request to draft for it."""
     return request.num_unread_tokens <= MAX_UNREAD_TOKENS
+
+
+def _would_be_unread(request: RequestAcceptance) -> bool:
+    """Whether a draft model that misses the steps of a trial has missed too much of the request then."""
+    return is_read(request) and request.num_unread_tokens + TRIAL_STEPS > MAX_UNREAD_TOKENS
 
 
 class TrialSchedule:

@@ -51,7 +51,7 @@ class ScoreAcceptance:
         lengths = [len(tree.scores) for tree in trees]
         first = np.cumsum([0, *lengths])
         scores = np.fromiter(chain.from_iterable(tree.scores for tree in trees), np.float64, int(first[-1]))
-        classes = np.searchsorted(EDGES, scores, side="right") - 1
+        classes = np.maximum(np.searchsorted(EDGES, scores, side="right") - 1, 0)
         places = np.arange(len(scores)) - np.repeat(first[:-1], lengths)
         is_verified = places < np.repeat([tree.num_verified for tree in trees], lengths)
         accepted = [

@@ -29,13 +29,13 @@ class StaticBudget:
 
 
 def equal_shares(wanted: Sequence[int], most: int) -> list[int]:
-    """At most `most` drafts in all, in equal shares; the oldest requests get the remainder of the division.
+    """At most `most` drafts in all: each request as many as it wants, but no more than an equal share of what is left.
 
-    Requests that want none have no share.
+    The oldest requests get the remainder of the division.
     """
-    drafting = [place for place, count in enumerate(wanted) if count]
-    share, num_more = divmod(most, max(1, len(drafting)))
-    shares = [0] * len(wanted)
-    for number, place in enumerate(drafting):
-        shares[place] = min(wanted[place], share + (number < num_more))
+    shares, left = [0] * len(wanted), most
+    by_want = sorted(range(len(wanted)), key=lambda place: (wanted[place], -place))
+    for num_before, place in enumerate(by_want):
+        shares[place] = min(wanted[place], left // (len(wanted) - num_before))
+        left -= shares[place]
     return shares

@@ -38,6 +38,6 @@ class CostStore:
     def save(self, costs: StepCosts) -> None:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_suffix(".partial")
+            partial = self.path.with_suffix(f".{os.getpid()}.partial")  # engines of one configuration share the file
             partial.write_text(json.dumps(costs.to_json()), encoding="utf-8")
             partial.replace(self.path)

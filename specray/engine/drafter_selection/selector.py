@@ -35,30 +35,31 @@ class DrafterSelector:
         self._random = random
         self._bandit = DrafterBandit()
         self._usual = UsualTimes()
-        self._names: list[str] = []
+        self._members: dict[str, SpeculativeConfig] = {}
         self.use(speculative)
 
     def use(self, speculative: SpeculativeConfig) -> None:
         """Choose among other drafters from now on, or by another rule. Requests keep theirs."""
-        names = [drafter.name for drafter in speculative.drafters]
-        for dropped in set(self._names) - set(names):
-            self._bandit.forget(dropped)
-        self._names, self._default = names, speculative.default_drafter
+        members = speculative.members if speculative.drafters else {}
+        for name, member in self._members.items():
+            if members.get(name) != member:
+                self._bandit.forget(name)
+        self._members, self._default = members, speculative.default_drafter
         self._shadow, self._share = speculative.shadow.drafter, speculative.shadow.share
-        sizes = {name: member.num_draft_tokens for name, member in speculative.members.items()}
+        sizes = {name: member.num_draft_tokens for name, member in members.items()}
         self._most = {name: MAX_TREE_NODES if size is None else size - 1 for name, size in sizes.items()}
-        name_drafters(self._stats, names)
+        name_drafters(self._stats, members)
 
     def assign(self, request: Request) -> None:
         """Choose the drafter of a new request."""
-        if not self._names:
+        if not self._members:
             return
         spec = request.spec
         tail = spec.prompt_token_ids[-NUM_TOKENS:]
         kind = text_kind(tail, self._decode(tail))
-        wanted = spec.drafter if spec.drafter in self._names else self._default
+        wanted = spec.drafter if spec.drafter in self._members else self._default
         if wanted is None:
-            wanted = self._bandit.choose(spec.tenant, kind, [name for name in self._names if name != self._shadow])
+            wanted = self._bandit.choose(spec.tenant, kind, [name for name in self._members if name != self._shadow])
         else:
             self._bandit.start(spec.tenant, kind, wanted)
         may_have_shadow = self._shadow not in (None, wanted) and _is_typical(request)
@@ -102,11 +103,11 @@ class DrafterSelector:
             return
         if choice.tokens:
             self._observe(request, choice)
-        if choice.name in self._names:
+        if choice.name in self._members:
             self._bandit.end(request.spec.tenant, choice.kind, choice.name)
 
     def _observe(self, request: Request, choice: DrafterChoice) -> None:
-        if choice.name in self._names:  # it may have been dropped
+        if choice.name in self._members:  # it may have been dropped
             self._bandit.observe(request.spec.tenant, choice.kind, choice.name, choice.tokens, choice.time)
         choice.tokens, choice.time = 0, 0.0
 

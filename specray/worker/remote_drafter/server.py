@@ -83,7 +83,8 @@ class DraftServer:
             tree = limited(self._drafter.propose(context), context.requests)
         except DraftFaultError as fault:
             return Reply.failed(order.number, time.perf_counter() - start, fault.kind)
-        roots = None if self._composite is None else context.roots  # one that is broken must not end the others
+        has_others = self._composite is not None and len(self._composite.members) > 1
+        roots = context.roots if has_others else None  # one that is broken must not end the others
         reply = Reply.of(order.number, 0.0, tree, roots)  # waits for the device
         uses = () if self._composite is None else self._composite.take_uses()
         return reply._replace(seconds=time.perf_counter() - start, uses=uses)

@@ -23,7 +23,7 @@ from specray.spec_decode.drafter import DraftFaultError
 from specray.spec_decode.pending_trees import PendingTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
-from specray.step import DrafterUse, DraftFault, DraftLimit
+from specray.step import TOLERATED_FAULTS, DrafterUse, DraftFault, DraftLimit
 from specray.worker.remote_drafter.device_ring import DeviceRing
 from specray.worker.remote_drafter.handshake import (
     NO_DRAFTER,
@@ -72,6 +72,7 @@ class RemoteDrafts:
         self._table = table
         self._pending = PendingTrees(table.num_slots, table.vocab_size, table.device)
         self._peer: _Peer | None = None
+        self._is_new = False
         self._faults: list[DraftFault] = []
         self._server = listen(endpoint.address)
 
@@ -121,6 +122,10 @@ class RemoteDrafts:
     def take_uses(self) -> Sequence[DrafterUse]:
         return self._peer.take_uses() if self._peer else ()
 
+    def take_is_new(self) -> bool:
+        is_new, self._is_new = self._is_new, False
+        return is_new
+
     def close(self) -> None:
         self._server.close()
         self._drop()
@@ -140,7 +145,7 @@ class RemoteDrafts:
             self._faults.append(DraftFault.NO_HANDSHAKE)
             return
         self._drop()
-        self._peer = peer
+        self._peer, self._is_new = peer, peer is not None
         if peer is None:
             channel.close()
 
@@ -155,7 +160,7 @@ class RemoteDrafts:
 
     def _record_fault(self, kind: DraftFault) -> None:
         self._faults.append(kind)
-        if kind != DraftFault.LATE:
+        if kind not in TOLERATED_FAULTS:
             logger.warning("dropped the drafter (%s); decoding continues without drafts until one connects", kind)
             self._drop()
 

@@ -146,6 +146,8 @@ def unpack_reply(data: bytes) -> Reply:
         raise ValueError("not a reply: its fields have other types")
     if any(type(scores) is not list or not set(map(type, scores)) <= {float} for scores in reply.scores):
         raise ValueError("not a reply: its scores are not numbers")
+    if not all(score >= 0.0 for scores in reply.scores for score in scores):
+        raise ValueError("not a reply: its scores are not probabilities")
     return reply._replace(trees=_trees(reply.trees), fault=fault, uses=_uses(reply.uses))
 
 

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specray.config import EMBEDDED_MODEL
 from specray.errors import ConfigError, InvalidRequestError
+from specray.models import template_limits
 from specray.models.files import resolve_model
-from specray.models.template_limits import LINES_PER_CHECK, MAX_CPU_S, cpu_limit
+from specray.models.template_limits import LINES_PER_CHECK, MAX_CPU_S, TemplateLimitError, cpu_limit
 from specray.models.tokenizer import _ChatEncoder, eos_token_ids, load_tokenizer, render_chat
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
@@ -163,6 +164,19 @@ def test_the_garbage_collector_does_not_use_up_the_limit_of_a_template() -> None
             gc.collect()
         render()
     assert len(gc.callbacks) == callbacks
+
+
+def test_a_garbage_collection_does_not_end_the_limit_of_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector swallows what is raised in a callback, and the interpreter then ends the tracing."""
+    monkeypatch.setattr(template_limits, "LINES_PER_CHECK", 1)
+
+    def render() -> None:
+        with cpu_limit(0.0):
+            gc.collect()
+            toy_tokenizer(CHATML)
+
+    with pytest.raises(TemplateLimitError):
+        render()
 
 
 def test_the_limit_of_a_template_ends_with_it() -> None:

@@ -1,6 +1,7 @@
 """N-gram drafts replace those of the model where the match is long enough. The model still reads every step."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode import check_speculative
-from specray.spec_decode.combined import with_override
+from specray.spec_decode.combined import CombinedDrafter, with_override
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import Drafter, DraftFaultError
 from specray.spec_decode.propose_context import ProposeContext
@@ -58,6 +59,15 @@ def test_a_long_match_overrides_the_model() -> None:
         [2, 7, 8, 0],
         [4, 50, 50],
     ]
+
+
+def test_a_match_without_likely_continuations_leaves_the_models_drafts() -> None:
+    """With SUFFIX, all of them can be below ngram_min_token_prob."""
+    drafter = combined(RecordingDrafter())
+    assert isinstance(drafter, CombinedDrafter)
+    nothing = SimpleNamespace(match_length=5, tree=TreeLists([2], [NONE]))
+    drafter._ngrams.draft = lambda _: [nothing]  # type: ignore[assignment, method-assign, list-item, return-value]
+    assert propose(drafter, MATCH_OF_3) == [[2, 50, 50]]
 
 
 def test_n_gram_drafts_are_limited_to_the_models_maximum() -> None:

@@ -126,6 +126,16 @@ def test_a_drafter_that_faults_leaves_the_others_drafts() -> None:
     assert [(use.drafter, use.num_faults) for use in several.take_uses()] == [("a", 1), ("b", 0)]
 
 
+@pytest.mark.parametrize("place", ["own", "shadow"])
+def test_a_drafter_whose_logits_are_not_finite_is_named(place: str) -> None:
+    broken = RecordingDrafter(50, 1)
+    broken.propose = lambda context: DraftTree.from_lists([TreeLists([], [])] * len(context.requests))  # type: ignore[method-assign]
+    several = SeveralDrafters({"a": broken, "b": RecordingDrafter(60, 1)}, clock=iter(range(9)).__next__)
+    own = {0: "a", 1: "b"} if place == "own" else {0: "b", 1: "b"}
+    several.propose(context_with(own, shadows={} if place == "own" else {0: "a"}))
+    assert [(use.drafter, use.num_faults) for use in several.take_uses()] == [("a", 1), ("b", 0)]
+
+
 def test_a_shadow_drafts_without_being_verified_and_is_compared_with_the_text() -> None:
     shadow = RecordingDrafter(60, 2)
     several = SeveralDrafters({"a": RecordingDrafter(50, 1), "b": shadow}, clock=iter(range(99)).__next__)

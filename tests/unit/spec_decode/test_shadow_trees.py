@@ -73,6 +73,7 @@ def test_a_tree_without_drafts_counts_where_drafts_are_allowed() -> None:
     root, text = TreeLists([9], [NONE]), make_context([Tokens(0, [1, 2, 9, 7, 4])])
     assert kept(tree=root).compare(text) == Compared(1, 0, 0)
     assert kept(DraftLimit(0, 9), root).compare(text) == Compared(0, 0, 0)
+    assert kept(DraftLimit(9, 9, 1.1), scores=[1.0, 0.8, 0.5, 0.4, 0.2, 0.1]).compare(text) == Compared(1, 0, 0)
     assert kept(tree=TreeLists([], [])).compare(text) == Compared(0, 0, 0), "its logits were not finite"
 
 

@@ -16,6 +16,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, composite_of
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.inline_drafts import InlineDrafts
+from specray.spec_decode.parallel import ParallelDrafter
 from specray.spec_decode.predicted_output import PredictionDrafter
 from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DrafterUse, DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRequest, StepPlan
@@ -52,6 +53,7 @@ class Driver:
     uses: list[list[DrafterUse]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     broken: int | None = None  # a slot whose KV is NaN after its prompt
+    broken_token: int | None = None  # one that the target cannot read after the prompts
 
     def run(
         self, count: int, options: Sequence[SamplingOptions], limits: Sequence[DraftLimit] = (), **plan: Any
@@ -79,6 +81,8 @@ class Driver:
             self.finish()
         if plan.step_id == 2 and self.broken is not None:
             self.worker._runner.kv.pool[:, PAGE * (1 + NUM_PAGES * self.broken)] = torch.nan
+        if plan.step_id == 2 and self.broken_token is not None:
+            self.worker._runner.model.embedding.weight[self.broken_token] = torch.nan
         self.num_ahead += self.worker.num_started
         self.worker.begin(plan)
         if self.worker.num_started > 1:
@@ -95,11 +99,11 @@ class Driver:
         return [token for rows in self.results for token in rows[slot].token_ids]
 
     @property
-    def drafter(self) -> EagleDrafter:
+    def drafter(self) -> EagleDrafter | ParallelDrafter:
         drafts = self.worker.drafts
         assert isinstance(drafts, InlineDrafts)
         assert isinstance(drafts.drafter, PredictionDrafter)
-        assert isinstance(drafts.drafter.drafter, EagleDrafter)
+        assert isinstance(drafts.drafter.drafter, EagleDrafter | ParallelDrafter)
         return drafts.drafter.drafter
 
     @property
@@ -240,6 +244,34 @@ def test_logits_that_are_not_finite_end_their_request_alone(
         count = min(len(ahead.emitted(slot)), len(whole.emitted(slot)))
         assert count > 6
         assert ahead.emitted(slot)[:count] == whole.emitted(slot)[:count]
+
+
+def test_a_draft_whose_logits_are_not_finite_leaves_the_others_their_hidden_states(
+    toy: Path, tmp_path: Path, num_threads: int
+) -> None:
+    """It is accepted, and its request ends; the next step has begun with a tree of that request before the others'.
+
+    The head is one that does not read the tokens that it drafts.
+    """
+    options = [GREEDY._replace(temperature=1.0, seed=200 + row) for row in range(3)]
+    whole = make(toy, tmp_path, num_threads, ahead=False, method="PARALLEL")
+    whole.run(10, options)
+    accepted = [rows[0].token_ids[0] for rows in whole.results[2:] if rows[0].accepted_nodes]
+    known = {*PROMPTS[0], *whole.emitted(1), *whole.emitted(2)}
+    drivers = [make(toy, tmp_path, num_threads, ahead=ahead, method="PARALLEL") for ahead in (False, True)]
+    for driver in drivers:
+        driver.broken_token = next(token for token in accepted if token not in known)
+        driver.run(10, options)
+    one_by_one, ahead = drivers
+    assert ahead.num_ahead > 1
+    assert [rows[0].error for rows in ahead.results if rows[0].error]
+    assert ahead.faults == one_by_one.faults == []
+    for slot in (1, 2):
+        count = min(len(driver.emitted(slot)) for driver in drivers)
+        assert count > 6
+        first = PAGE * (1 + NUM_PAGES * slot)
+        same = slice(first, first + len(PROMPTS[slot]) + count - 3)
+        torch.testing.assert_close(ahead.head_kv[:, same], one_by_one.head_kv[:, same], rtol=0, atol=0)
 
 
 class Watched:

@@ -264,3 +264,14 @@ def test_a_drafter_is_added_while_drafting_is_off(serve: Serve, admin: dict[str,
             assert (speculative.verification, speculative.max_step_draft_tokens) == ("rejection", 9)
 
     asyncio.run(scenario())
+
+
+def test_nothing_is_promoted_or_shadowed_while_drafting_is_off(serve: Serve, admin: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with serve(**admin, speculative={**BOTH, "verification": "rejection"}) as server:
+            off = {"algorithm": None}
+            assert (await server.http.post("/admin/drafter", json=off, headers=AUTHORIZED)).status_code == 200
+            for action in ("promote", "shadow"):
+                assert (await act(server, action=action, name=None)).status_code == 200
+
+    asyncio.run(scenario())

@@ -11,7 +11,9 @@ import pytest
 import cluster.routing.rollout
 from cluster.messages import DesiredDrafter
 from cluster.routing.client import RouterClient, RouterLostError
+from cluster.routing.rollout import DrafterRollout
 from cluster.routing.router_pool import RouterPool
+from cluster.tasks import Tasks
 from specray.config import SpeculativeConfig
 from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.draft_budget.budget import Drafting
@@ -204,6 +206,40 @@ def test_admin_routes_are_closed_without_admin_keys(serve: Serve) -> None:
             reply = await replace(server, NGRAM)
             assert reply.status_code in (401, 404)
             assert loaded(server) == [[]]
+
+    asyncio.run(scenario())
+
+
+def test_only_the_present_connection_of_an_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.routing.rollout, "RETRY_S", 0.01)
+    monkeypatch.setattr(cluster.routing.rollout, "LONGEST_RETRY_S", 0.01)
+
+    class Client:
+        info = object()
+
+        def __init__(self, replica_id: str, set_at: int) -> None:
+            self.replica_id, self.desired, self.num_asked = replica_id, DesiredDrafter(set_at, SMALL), 0
+
+        async def apply(self, _desired: DesiredDrafter) -> None:
+            self.num_asked += 1
+            raise RouterLostError("the connection is closed")
+
+    async def scenario() -> None:
+        old, new = Client("late", 1), Client("late", 1)
+        clients: dict[str, Any] = {"early": Client("early", 2), "late": old}
+        tasks = Tasks()
+        rollout = DrafterRollout(SMALL, clients, tasks)
+        rollout.propagate()
+        await asyncio.sleep(0.05)
+        clients["late"] = new
+        rollout.propagate()
+        await asyncio.sleep(0.05)
+        asked = old.num_asked
+        assert asked > 0
+        await asyncio.sleep(0.1)
+        assert old.num_asked == asked
+        assert new.num_asked > 1
+        await tasks.close()
 
     asyncio.run(scenario())
 

@@ -201,13 +201,20 @@ def test_trees_of_a_request_that_was_not_read_say_nothing_about_the_draft_model(
 
 
 def test_a_trial_without_drafts_stops_the_drafter_only_to_measure_what_it_costs() -> None:
-    def trial(costs: StepCosts) -> Shares:
+    def trial(
+        costs: StepCosts, num_reading: int = 0, *, is_reading: bool = False, num_unread_tokens: int = 0
+    ) -> Shares:
         budget, request = drafting_budget(costs)
-        shares = [budget.shares([Drafting(MOST, request)]) for _ in range(FIRST_TRIAL_STEP + 2)]
+        request.num_unread_tokens = num_unread_tokens
+        drafting = Drafting(MOST, request, is_reading=is_reading)
+        shares = [budget.shares([drafting], num_reading) for _ in range(FIRST_TRIAL_STEP + 2)]
         return next(each for each in shares if each.num_drafts == [0])
 
     costs = StepCosts()
     assert not trial(costs).runs_drafter
+    assert trial(costs, num_reading=1).runs_drafter, "such steps are not timed, and an unread prompt gets no drafts"
+    assert trial(costs, is_reading=True).runs_drafter, "the same"
+    assert trial(costs, num_unread_tokens=MAX_UNREAD_TOKENS - 1).runs_drafter, "it would get no drafts after the trial"
     costs.observe(StepShape(1, 0, 0), 0.01, 0.001)
     costs.observe(StepShape(1, 1, 1), 0.01, 0.001)
     assert trial(costs).runs_drafter
@@ -252,6 +259,25 @@ def test_requests_whose_trees_teach_nothing_do_not_draft_whole_trees_for_ever() 
         budget.record_step(shape, *machine.seconds(shape))
         counts.append(sum(num_drafts))
     assert mean(counts[-100:]) < 16 * MOST / 4
+
+
+def test_a_drafter_that_makes_no_trees_leaves_the_others_their_best_choice() -> None:
+    """Its logits are not finite, say, so that it never has a first tree to learn from."""
+    costs = StepCosts()
+    for num_drafts in (0, 4, 40):
+        costs.observe(StepShape(2, num_drafts, num_drafts), 0.01 * (1 + num_drafts), 0.001)
+    budget, request = drafting_budget(costs)
+    both = [Drafting(MOST, request), Drafting(MOST, RequestAcceptance(drafter="broken"))]
+    assert budget.shares(both).num_drafts == [0, MOST]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [([13, 1, 1, 1], [13, 1, 1, 1]), ([9, 1, 9, 2], [7, 1, 6, 2]), ([9, 9, 9, 0], [6, 5, 5, 0])],
+)
+def test_shares_that_are_not_wanted_go_to_the_others(wanted: list[int], expected: list[int]) -> None:
+    requests = [Drafting(most, RequestAcceptance()) for most in wanted]
+    assert StaticBudget(16).shares(requests).num_drafts == expected
 
 
 def test_equal_shares_go_to_those_that_want_drafts() -> None:

@@ -106,3 +106,10 @@ def test_requests_whose_drafts_are_accepted_less_need_likelier_drafts() -> None:
         budget.record_step(shape, 1.0 + 0.1 * shape.num_tokens, 0.0)
     assert shares.min_scores is not None
     assert shares.min_scores[1] > 2 * shares.min_scores[0]
+
+
+def test_scores_that_are_no_probabilities_do_no_harm() -> None:
+    """A drafter of a user's own, in the target's process, may return any."""
+    acceptance = ScoreAcceptance()
+    acceptance.observe([VerifiedTree([-2.0, float("nan"), 3.0], 3, [1])])
+    assert np.isfinite(acceptance.gains()).all()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specray.config import EngineConfig
+from specray.engine.drafter_selection.bandit import DrafterBandit
 from specray.engine.drafter_selection.selector import DrafterSelector
 from specray.engine.drafter_selection.text_kind import TextKind
 from specray.engine.engine import Engine
@@ -128,6 +129,17 @@ def test_a_running_request_keeps_its_drafter_when_the_drafters_change() -> None:
     assert {output.usage.drafter for output in run_to_end(engine)} == {"slow"}
     assert run(engine, [request(2, [2, 3], 9)]) == ["fast"]
     assert len(executor.chosen) == 2
+
+
+def test_another_model_under_the_same_name_starts_without_experience(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make_engine({"slow": 1.0})
+    forgotten: list[str] = []
+    monkeypatch.setattr(DrafterBandit, "forget", lambda _, name: forgotten.append(name))
+    group = engine.config.speculative.model_dump(exclude_defaults=True)
+    for drafters, default in (([FAST, SLOW], "fast"), ([FAST, SLOW | {"num_draft_tokens": 9}], None)):
+        group |= {"drafters": drafters, "default_drafter": default}
+        engine.draft_with(type(engine.config.speculative).model_validate(group), 5)
+    assert forgotten == ["slow"]
 
 
 def test_kinds_are_those_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

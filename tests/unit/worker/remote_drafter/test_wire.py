@@ -77,6 +77,13 @@ def test_scores_of_another_number_of_nodes_are_no_trees(scores: list[list[float]
         REPLY._replace(scores=scores).tree(1, vocab_size=10, max_draft_tokens=1)
 
 
+@pytest.mark.parametrize("score", [-0.5, float("nan")])
+def test_scores_that_are_no_probabilities_are_no_reply(score: float) -> None:
+    """A budget sorts them into classes, and there is none for log-probabilities."""
+    with pytest.raises(ValueError, match="not probabilities"):
+        unpack_reply(pack(REPLY._replace(scores=[[1.0, score]])))
+
+
 def test_a_fault_that_cannot_be_printed_is_no_reply() -> None:
     parts = [msgpack.packb(part) for part in REPLY]
     parts[Reply._fields.index("fault")] = b"\x91" * 1010 + b"\x90"  # a list in a list in a list …
