@@ -117,11 +117,13 @@ class SeveralDrafters:
         states = context.table.states
         owners = {request.slot: self._owner(states[request.slot]) for request in _all(context)}
         own = {slot for slot, owner in owners.items() if owner == name}
-        drafted = own | {slot for slot in owners if states[slot].shadow == name}
+        shadowed = {slot for slot in owners if states[slot].shadow == name} - own
+        drafted = own | shadowed
         is_reader = name in self._sharing
         read = {r.slot for r in _all(context) if is_reader and r.start < states[r.slot].num_prompt_tokens}
         places = [place for place, request in enumerate(context.requests) if request.slot in drafted]
-        return _Part(drafted | read, places, [context.requests[place].slot in own for place in places])
+        is_own = [context.requests[place].slot in own for place in places]
+        return _Part(drafted | read, places, is_own, own, shadowed)
 
     def _owner(self, state: RequestState) -> str:
         """The name of a request's drafter."""
@@ -148,8 +150,13 @@ class SeveralDrafters:
             rows = [row for row, owns in enumerate(is_own) if not owns]
             shadow.keep([seen.requests[row] for row in rows], tree.select(torch.tensor(rows, device=device)))
         seconds = self._clock() - start
-        own_seconds = seconds * (sum(is_own) / len(is_own) if is_own else 1.0)
-        use = DrafterUse(name, own_seconds, seconds - own_seconds, *compared)
+        # By tokens read. The prompts of other drafters' requests are neither's: they are part of the step's rest.
+        num_tokens = {request.slot: request.end - request.start for request in _all(seen)}
+        own_share, shadow_share = (
+            sum(num_tokens[slot] for slot in slots) / max(1, sum(num_tokens.values()))
+            for slots in (part.own_slots, part.shadow_slots)
+        )
+        use = DrafterUse(name, seconds * own_share, seconds * shadow_share, *compared)
         self._uses.append((use, HostCopy(tree.num_nodes)))
         rows = [row for row, owns in enumerate(is_own) if owns]
         if not rows:
@@ -234,6 +241,8 @@ class _Part(NamedTuple):
     slots: set[int]  # its own and those that it shadows, and of a drafter that reads prompts, those with such tokens
     places: list[int]  # of those that get a tree, in the context's `requests`
     is_own: list[bool]  # of each place: its tree is verified
+    own_slots: set[int]  # all of its own, those that are read only included
+    shadow_slots: set[int]  # the same of those that it shadows
 
 
 class _Unseen(NamedTuple):

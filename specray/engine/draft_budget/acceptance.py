@@ -50,7 +50,8 @@ class RequestAcceptance:
         A request that repeats accepts far more than any factor of the usual gains of deep nodes, so it is expected to
         accept twice as many drafts as the last time.
         """
-        gains = [min(1.0, gain * self.factor) for gain in usual]
+        factor = self.factor
+        gains = [min(1.0, gain * factor) for gain in usual]
         sure = 2 * self.num_last if self.repeats else 0
         return [max(SURE, gain) for gain in gains[:sure]] + gains[sure:]
 

@@ -7,8 +7,10 @@ for a few steps each.
 from collections.abc import Callable, Sequence
 from enum import Enum
 
+import numpy as np
+
 from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAcceptance
-from specray.engine.draft_budget.allocation import allocate
+from specray.engine.draft_budget.allocation import Floats, allocate
 from specray.engine.draft_budget.budget import Drafting, Shares
 from specray.engine.draft_budget.costs import StepCosts, StepShape, size_class
 from specray.engine.draft_budget.scores import ScoreAcceptance, VerifiedTree, best_cut
@@ -158,7 +160,7 @@ class AutoBudget:
         key = (name, num_requests)
         if key not in self._cuts:
             margin = DRAFTING_MARGIN if name in self._paying else RETURN_MARGIN
-            self._cuts[key] = best_cut(self._scores[name], num_requests, self._costs, margin)
+            self._cuts[key] = best_cut(self._scores[name], num_requests, self._most, self._costs, margin)
         return self._cuts[key]
 
     def _best_by_place(self, requests: Sequence[Drafting]) -> list[int]:
@@ -169,9 +171,9 @@ class AutoBudget:
         usual = {name: self._nodes.get(name, NodeAcceptance()).gains(most) for name in names}
         gains = [request.acceptance.gains(usual[request.acceptance.drafter][: request.most]) for request in requests]
 
-        def step_seconds(num_drafts: int, most_drafts: int) -> float:
-            seconds = self._costs.seconds(StepShape(len(requests), num_drafts, most_drafts))
-            return seconds * DRAFTING_MARGIN if num_drafts else seconds
+        def step_seconds(num_drafts: Floats, most_drafts: Floats) -> Floats:
+            seconds = self._costs.target(len(requests) + num_drafts) + self._costs.rest(len(requests), most_drafts)
+            return np.where(num_drafts > 0, DRAFTING_MARGIN * seconds, seconds)
 
         return allocate(gains, step_seconds, self._most)
 

@@ -97,15 +97,20 @@ class ScoreAcceptance:
         self._spread = before + weights * (counts / np.maximum(seen, 1) - before) * (seen > 0)
 
 
-def best_cut(acceptance: ScoreAcceptance, num_requests: int, costs: StepCosts, margin: float) -> tuple[int, float]:
+def best_cut(
+    acceptance: ScoreAcceptance, num_requests: int, most_drafts: int, costs: StepCosts, margin: float
+) -> tuple[int, float]:
     """(drafts of each request, least score to verify) with the most tokens per second; (0, 0.0): no drafts.
 
-    A step with drafts counts as `margin` times its measured time. Ties go to fewer drafts.
+    A step has at most `most_drafts`, so with more requests than that only as many draft. A step with drafts counts as
+    `margin` times its measured time. Ties go to fewer drafts.
     """
-    accepted, verified = acceptance.gains()
-    drafting = costs.rest(num_requests, np.arange(1.0, 1 + acceptance.num_places))
-    seconds = costs.target(num_requests * (1 + verified)) + drafting[:, None]
-    rates = num_requests * (1 + accepted) / (margin * seconds)
+    num_drafting = min(num_requests, most_drafts)
+    num_places = min(acceptance.num_places, most_drafts // num_drafting)
+    accepted, verified = (num_drafting * nodes[:num_places] for nodes in acceptance.gains())
+    drafting = costs.rest(num_requests, np.arange(1.0, 1 + num_places))
+    seconds = costs.target(num_requests + verified) + drafting[:, None]
+    rates = (num_requests + accepted) / (margin * seconds)
     plain = num_requests / costs.seconds(StepShape(num_requests, 0, 0))
     if not rates.size or rates.max() <= plain:
         return 0, 0.0

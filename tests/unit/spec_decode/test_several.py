@@ -111,9 +111,11 @@ def test_prompts_of_others_are_read_by_drafters_with_kv_in_the_targets_slots() -
     for slot in (0, 3):
         context.table.states[slot].num_prompt_tokens = 1  # the only computed token is the prompt's
     states = torch.arange(4 * WIDTH, dtype=torch.float32).view(4, WIDTH)
-    several = SeveralDrafters({"a": first, "b": second})
+    several = SeveralDrafters({"a": first, "b": second}, clock=iter(range(9)).__next__)
     tree = several.propose(replace(context, gather_aux_hidden_states=lambda: states))
     assert trees_of(tree) == [[9, 60], [9, 50], [9, 60]]
+    uses = several.take_uses()
+    assert [(use.seconds, use.shadow_seconds) for use in uses] == [(pytest.approx(1 / 3), 0.0), (1.0, 0.0)]
     assert (first.seen, first.unfinished, first.forgotten) == ([[1]], [[0, 3]], [[2]])
     assert first.states == [states[[1, 0, 3]].tolist()]
     assert (second.seen, second.unfinished) == ([[0, 2]], [[3]])

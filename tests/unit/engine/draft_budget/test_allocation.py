@@ -2,10 +2,11 @@
 
 from itertools import product
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specray.engine.draft_budget.allocation import allocate
+from specray.engine.draft_budget.allocation import Floats, allocate
 
 gains = st.lists(st.floats(0.02, 1.0), max_size=3).map(lambda row: sorted(row, reverse=True))
 
@@ -14,7 +15,7 @@ gains = st.lists(st.floats(0.02, 1.0), max_size=3).map(lambda row: sorted(row, r
 def test_no_other_choice_generates_more_tokens_per_second(
     rows: list[list[float]], step: float, per_draft: float, fixed: float
 ) -> None:
-    def seconds(num_drafts: int, most: int) -> float:
+    def seconds(num_drafts: Floats, most: Floats) -> Floats:
         return step + per_draft * num_drafts + fixed * (most > 0)
 
     def rate(counts: tuple[int, ...]) -> float:
@@ -37,10 +38,10 @@ def test_drafts_that_cost_more_than_they_bring_are_not_bought() -> None:
 
 def test_a_bend_of_the_costs_is_looked_past() -> None:
     """The first draft alone does not pay, because calling the drafter costs; four do."""
-    chosen = allocate([[0.9, 0.8, 0.7, 0.6]], lambda num_drafts, _: 1.0 + (1.2 if num_drafts else 0), most_drafts=100)
+    chosen = allocate([[0.9, 0.8, 0.7, 0.6]], lambda num_drafts, _: 1.0 + 1.2 * (num_drafts > 0), most_drafts=100)
     assert chosen == [4]
 
 
 def test_the_limit_of_a_step_holds() -> None:
-    chosen = allocate([[0.9, 0.8], [0.85, 0.1]], lambda num_drafts, _: 1.0, most_drafts=2)  # noqa: ARG005
+    chosen = allocate([[0.9, 0.8], [0.85, 0.1]], lambda num_drafts, _: np.ones_like(num_drafts), most_drafts=2)
     assert chosen == [1, 1]
