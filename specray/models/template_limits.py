@@ -32,35 +32,39 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     """
     give_up = time.thread_time() + seconds
     num_lines, thread = 0, threading.get_ident()
-    started: float | None = None
+    collecting_since: float | None = None
 
-    def leave_out(phase: str, _info: dict[str, int]) -> None:
-        nonlocal give_up, started
-        if threading.get_ident() != thread:
-            return
-        if phase == "start":
-            started = time.thread_time()
-        elif started is not None:  # the collector skips a callback where another thread removes its own
-            give_up += time.thread_time() - started
-            started = None
+    def begin_collection(phase: str, _info: dict[str, int]) -> None:
+        nonlocal collecting_since
+        if phase == "start" and threading.get_ident() == thread:
+            collecting_since = time.thread_time()
+
+    def end_collection(phase: str, _info: dict[str, int]) -> None:
+        nonlocal give_up, collecting_since
+        if phase == "stop" and threading.get_ident() == thread and collecting_since is not None:
+            give_up += time.thread_time() - collecting_since
+            collecting_since = None
 
     def check(frame: FrameType, _event: str, _argument: Any) -> Any:
         nonlocal num_lines
-        if frame.f_code is leave_out.__code__:
-            return None  # the collector would swallow the error, and the tracing would end with it
+        # The collector runs others' callbacks and finalizers. It would swallow the error, and the tracing would end.
+        if collecting_since is not None or frame.f_code is begin_collection.__code__:
+            return None
         num_lines += 1
         if num_lines % LINES_PER_CHECK == 0 and time.thread_time() > give_up:
             raise TemplateLimitError(f"it ran for more than {seconds:g} s")
         return check
 
     before = sys.gettrace()
-    gc.callbacks.append(leave_out)
+    gc.callbacks.insert(0, begin_collection)
+    gc.callbacks.append(end_collection)
     sys.settrace(check)
     try:
         yield
     finally:
         sys.settrace(before)
-        gc.callbacks.remove(leave_out)
+        gc.callbacks.remove(begin_collection)
+        gc.callbacks.remove(end_collection)
 
 
 def check_length(text: str) -> str:

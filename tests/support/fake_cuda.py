@@ -22,7 +22,8 @@ from specray.models import weights
 
 LOADERS = ("eagle_files.py",)  # loading a head checks that its ids are those of the target
 TREES = "pending_trees.py"
-READERS = (TREES, "step_output.py", "broadcast.py", "wire.py")  # what a step may read on the host
+# What a step may read on the host; several.py reads whether trees are missing once their step is over.
+READERS = (TREES, "step_output.py", "broadcast.py", "wire.py", "several.py")
 
 
 @contextmanager
