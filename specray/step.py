@@ -156,4 +156,4 @@ class StepResult(NamedTuple):
     times: StepTimes
     draft_faults: Sequence[str] = ()  # values of DraftFault
     drafters: Sequence[DrafterUse] = ()  # of several drafters, those that drafted for this step
-    drafter_is_new: bool = False  # it took over since the step before, and has read nothing of the requests
+    drafter_is_new: bool = False  # it took over since the step before, and hidden states before that are lost to it

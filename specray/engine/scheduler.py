@@ -143,9 +143,12 @@ class Scheduler:
             self._mixed_until = 0  # the next prompt delays no other request
 
     def forget_read(self) -> None:
-        """Count all that was computed of the running requests as unread: another drafter has taken over."""
+        """Count all that was computed of the requests as unread: another drafter has taken over."""
         for request in self.running:
             request.acceptance.num_unread_tokens = request.num_computed_tokens
+        for request in self.waiting:
+            if request.num_preemptions:  # what is still cached of them
+                request.acceptance.num_unread_tokens = len(request.token_ids)
 
     def _limit_prefill(self) -> tuple[int, int]:
         """The limits of this step. Few prompt tokens also follow the end of a request: its client may send the next."""

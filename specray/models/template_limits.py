@@ -48,13 +48,14 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     def check(frame: FrameType, _event: str, _argument: Any) -> Any:
         nonlocal num_lines
         # The collector runs others' callbacks and finalizers. It would swallow the error, and the tracing would end.
-        if collecting_since is not None or frame.f_code is begin_collection.__code__:
+        if collecting_since is not None or frame.f_code in own_callbacks:
             return None
         num_lines += 1
         if num_lines % LINES_PER_CHECK == 0 and time.thread_time() > give_up:
             raise TemplateLimitError(f"it ran for more than {seconds:g} s")
         return check
 
+    own_callbacks = (begin_collection.__code__, end_collection.__code__)  # those of other threads run in this one, too
     before = sys.gettrace()
     gc.callbacks.insert(0, begin_collection)
     gc.callbacks.append(end_collection)

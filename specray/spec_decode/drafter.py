@@ -197,4 +197,7 @@ class DraftSource(Protocol):
         """What each of several drafters did since the last call; empty with a single drafter."""
 
     def take_is_new(self) -> bool:
-        """Whether a drafter in another process, which has read nothing, took over since the last call."""
+        """Whether a drafter that reads hidden states, in a new process, took over since the last call.
+
+        Those of earlier steps are lost to it. A draft model that reads tokens alone catches up.
+        """

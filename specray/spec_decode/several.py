@@ -144,6 +144,8 @@ class SeveralDrafters:
             tree = drafter.propose(seen)
         except DraftFaultError:
             self._uses.append((DrafterUse(name, self._clock() - start, 0.0, *compared, num_faults=1), None))
+            if len(self.members) == 1:
+                raise
             return None
         device, is_own = context.table.device, part.is_own
         if not all(is_own):

@@ -209,6 +209,23 @@ def test_a_new_process_has_read_nothing_of_running_requests(toy: Path, tmp_path:
         remote.close()
 
 
+def test_a_new_process_of_a_draft_model_reads_running_requests_again(toy: Path, tmp_path: Path) -> None:
+    with make_llm(toy, speculative=METHODS["STANDALONE"](toy, tmp_path), page_size=4) as llm:
+        remote = Colocated(llm, tmp_path)
+        params = SamplingParams(temperature=0.0, seed=1, max_tokens=40, ignore_eos=True)
+        llm.engine.add_request(replace(requests_for([])[0], params=params))
+        for _ in range(2):
+            remote.start()
+            for _ in range(3):
+                llm.engine.step()
+        [running] = llm.engine.scheduler.running
+        assert running.acceptance.num_unread_tokens == 0
+        llm.engine.abort([running.request_id])
+        while llm.engine.has_work:
+            llm.engine.step()
+        remote.close()
+
+
 class Spy:
     """Records the position and the tokens of each tree that a drafter makes."""
 

@@ -74,11 +74,12 @@ class AutoBudget:
         unknown = {request.acceptance.drafter for request in requests if self._can_teach_first_trees(request)}
         if unknown and all(request.acceptance.drafter in unknown for request in requests):
             everything = [LEAST_SCORE] * len(requests)
-            return Shares(equal_shares([request.most for request in requests], self._most), min_scores=everything)
+            whole = [self._whole_tree(request) for request in requests]
+            return Shares(equal_shares(whole, self._most), min_scores=everything)
         num_drafts, min_scores = self._best(requests)
         for place, request in enumerate(requests):
             if request.acceptance.drafter in unknown:
-                num_drafts[place], min_scores[place] = request.most, LEAST_SCORE
+                num_drafts[place], min_scores[place] = self._whole_tree(request), LEAST_SCORE
         num_drafts = equal_shares(num_drafts, self._most)
         self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
         self._advance_trial(len(requests), any(num_drafts))
@@ -108,8 +109,9 @@ class AutoBudget:
     ) -> None:
         # Beside a draft model's trees, those of drafters without scores have scores of 1.
         has_scores = request.drafter in self._scores or any(score < 1.0 for score in scores)
-        if has_scores and not is_read(request):
-            return  # says nothing about the drafter
+        if has_scores and not is_read(request):  # says nothing about the drafter, but that it knows scores
+            self._scores.setdefault(request.drafter, ScoreAcceptance())
+            return
         if has_scores and scores:
             trees = self._new_trees.setdefault(request.drafter, [])
             trees.append((request, VerifiedTree(scores, num_drafts, accepted_nodes)))
@@ -176,6 +178,10 @@ class AutoBudget:
             return np.where(num_drafts > 0, DRAFTING_MARGIN * seconds, seconds)
 
         return allocate(gains, step_seconds, self._most)
+
+    def _whole_tree(self, request: Drafting) -> int:
+        """Drafts of a request before enough is known of its drafter; none by a draft model that has not read it."""
+        return 0 if request.acceptance.drafter in self._scores and not is_read(request.acceptance) else request.most
 
     def _can_teach_first_trees(self, request: Drafting) -> bool:
         """Whether too few trees were seen of its drafter, and its own would count."""

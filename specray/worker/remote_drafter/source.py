@@ -145,7 +145,7 @@ class RemoteDrafts:
             self._faults.append(DraftFault.NO_HANDSHAKE)
             return
         self._drop()
-        self._peer, self._is_new = peer, peer is not None
+        self._peer, self._is_new = peer, peer is not None and bool(peer.handshake.aux_hidden_state_layers)
         if peer is None:
             channel.close()
 

@@ -128,6 +128,14 @@ def test_a_drafter_that_faults_leaves_the_others_drafts() -> None:
     assert [(use.drafter, use.num_faults) for use in several.take_uses()] == [("a", 1), ("b", 0)]
 
 
+def test_a_fault_of_a_single_member_is_that_of_all() -> None:
+    """So that its process is replaced, as for a drafter without others."""
+    several = SeveralDrafters({"a": RecordingDrafter(50, 1, fault=DraftFault.NOT_A_NUMBER)})
+    with pytest.raises(DraftFaultError):
+        several.propose(context_with({0: "a"}))
+    assert [(use.drafter, use.num_faults) for use in several.take_uses()] == [("a", 1)]
+
+
 @pytest.mark.parametrize("place", ["own", "shadow"])
 def test_a_drafter_whose_logits_are_not_finite_is_named(place: str) -> None:
     broken = RecordingDrafter(50, 1)

@@ -193,6 +193,14 @@ def test_a_request_that_the_draft_model_did_not_read_gets_no_drafts() -> None:
     assert (first > 0, second) == (True, 0)
 
 
+def test_a_new_draft_model_that_has_read_no_running_request_soon_drafts_for_none() -> None:
+    budget, unread = AutoBudget(None), RequestAcceptance(num_unread_tokens=99)
+    assert budget.shares([Drafting(MOST, unread)]).num_drafts[0] > 0, "it may be a drafter that reads nothing"
+    budget.record_tree(unread, 3, [], scores=[0.9, 0.7, 0.4])
+    assert budget.shares([Drafting(MOST, unread)]).num_drafts == [0]
+    assert budget.shares([Drafting(MOST, unread), Drafting(MOST, RequestAcceptance())]).num_drafts == [0, MOST]
+
+
 def test_trees_of_a_request_that_was_not_read_say_nothing_about_the_draft_model() -> None:
     budget, read = drafting_budget(StepCosts())
     for _ in range(400):
