@@ -36,11 +36,12 @@ def add_admin_routes(app: FastAPI, config: AppConfig, rollout: DrafterRollout) -
         if "action" in body:
             action = parse_action(body)
             off = config.speculative.without_drafters()  # where drafting has been turned off, these options remain
-            await rollout.change(
-                lambda now: new_options(
-                    config, changed_group(off if isinstance(action, Add) and not now.has_drafter else now, action)
-                )
-            )
+
+            def changed(now: SpeculativeConfig) -> SpeculativeConfig:
+                before = off if isinstance(action, Add) and not now.has_drafter else now
+                return new_options(config, changed_group(before, action))
+
+            await rollout.change(changed)
         else:
             await rollout.replace(new_options(config, body))
         options = rollout.speculative.model_dump(exclude_defaults=True)
