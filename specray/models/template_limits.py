@@ -48,14 +48,16 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     def check(frame: FrameType, _event: str, _argument: Any) -> Any:
         nonlocal num_lines
         # The collector runs others' callbacks and finalizers. It would swallow the error, and the tracing would end.
-        if collecting_since is not None or frame.f_code in own_callbacks:
+        if collecting_since is not None or frame.f_code is begin_code or frame.f_code is end_code:
             return None
         num_lines += 1
         if num_lines % LINES_PER_CHECK == 0 and time.thread_time() > give_up:
             raise TemplateLimitError(f"it ran for more than {seconds:g} s")
         return check
 
-    own_callbacks = (begin_collection.__code__, end_collection.__code__)  # those of other threads run in this one, too
+    # Shared with the callbacks of other threads, which run in this one, too. Compared as objects: to compare two code
+    # objects by value near the limit of recursion is a SystemError in Python 3.11.
+    begin_code, end_code = begin_collection.__code__, end_collection.__code__
     before = sys.gettrace()
     gc.callbacks.insert(0, begin_collection)
     gc.callbacks.append(end_collection)

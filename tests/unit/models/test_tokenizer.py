@@ -127,6 +127,9 @@ def test_messages_that_the_template_cannot_render_are_invalid_requests(messages:
         "{{ messages[7].content }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ unclosed",
+        "{% for" + "{" * 2000,  # exceeds the limit of recursion while the template is traced
+        "{{" + "(" * 2000,
+        "{{" + "[" * 2000,
         None,
     ],
 )
