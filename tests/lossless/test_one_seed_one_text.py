@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from specray.engine.draft_budget.auto import AutoBudget
 from specray.engine.draft_budget.budget import Drafting as Drafted
 from specray.engine.draft_budget.budget import Shares
+from specray.engine.draft_budget.costs import StepCosts
 from specray.engine.draft_budget.static import StaticBudget
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
@@ -111,6 +113,19 @@ def test_output_does_not_depend_on_the_budget(
         llm.engine.scheduler.budget = RandomBudget(7)
         choices = [generation.choices[0] for generation in llm.generate(PROMPTS, SAMPLED)]
     require_equal(choices, plain)
+
+
+@pytest.mark.parametrize("name", SOME_DRAFTERS)
+def test_output_does_not_depend_on_what_a_budget_learns(
+    name: str, toy: Path, plain: list[Completion], drafting: Drafting
+) -> None:
+    with make_llm(toy, None, **drafting(name)) as llm:
+        costs = StepCosts()
+        llm.engine.scheduler.budget = AutoBudget(None, costs)
+        for _ in range(3):  # the second and third time with what the first ones cost and accepted
+            choices = [generation.choices[0] for generation in llm.generate(PROMPTS, SAMPLED)]
+            require_equal(choices, plain)
+    assert costs.to_json()["target"], "no step was timed"
 
 
 @pytest.mark.parametrize("name", ["right", "right-last"])

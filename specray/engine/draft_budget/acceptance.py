@@ -4,14 +4,16 @@ Drafters put the likeliest nodes first, so the first n nodes are their best tree
 often than node k - 1. The rate of each place is measured over all requests. A request's own acceptance scales them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 UNKNOWN_FIRST, UNKNOWN_RATIO = 0.6, 0.8  # assumed until measured: of the first node, and of a node to the one before
 LEARNING_RATE = 1 / 256  # of a tree, once more than this many were measured
 MEMORY_TREES = 64  # of a request's own acceptance
+MEMORY_WITHOUT_DRAFTS = 256  # steps without drafts that it outlasts: then the request is tried again
 SURE_AFTER, SURE = 8, 0.9  # after so many drafts without a rejected one, a draft is accepted with this chance
 PRIOR_TOKENS = 4.0  # accepted tokens at the average rate that a request starts with
+PRIOR_TOKENS_TOGETHER = 16.0  # the same of all requests of a step, whose drafts are turned on and off together
 
 
 @dataclass(slots=True)
@@ -26,8 +28,15 @@ class RequestAcceptance:
     num_last: int = 0  # drafts of the last tree that had any
 
     def add(self, accepted: int, expected: float) -> None:
+        """Count a tree."""
         keep = 1 - 1 / MEMORY_TREES
         self.accepted, self.expected = self.accepted * keep + accepted, self.expected * keep + expected
+
+    def fade(self) -> None:
+        """Count a step without drafts, which shows nothing, and makes what is known older."""
+        keep = 1 - 1 / MEMORY_WITHOUT_DRAFTS
+        self.accepted, self.expected = self.accepted * keep, self.expected * keep
+        self.num_in_row = max(0, self.num_in_row - 1)  # may have been luck
 
     @property
     def factor(self) -> float:
@@ -54,6 +63,14 @@ class RequestAcceptance:
         gains = [min(1.0, gain * factor) for gain in usual]
         sure = 2 * self.num_last if self.repeats else 0
         return [max(SURE, gain) for gain in gains[:sure]] + gains[sure:]
+
+
+def factor_together(requests: Iterable[RequestAcceptance]) -> float:
+    """The acceptance of several requests relative to the average."""
+    accepted = expected = PRIOR_TOKENS_TOGETHER
+    for request in requests:
+        accepted, expected = accepted + request.accepted, expected + request.expected
+    return accepted / expected
 
 
 class NodeAcceptance:

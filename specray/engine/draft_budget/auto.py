@@ -9,7 +9,7 @@ from enum import Enum
 
 import numpy as np
 
-from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAcceptance
+from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAcceptance, factor_together
 from specray.engine.draft_budget.allocation import Floats, allocate
 from specray.engine.draft_budget.budget import Drafting, Shares
 from specray.engine.draft_budget.costs import StepCosts, StepShape, size_class
@@ -23,6 +23,7 @@ TRIAL_STEPS = 4  # the first shows little: its trees were drafted under the limi
 DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer called
 MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
 MOST_STEP_DRAFTS = 1024  # without a configured limit
+STEPS_PER_SAVE, FIRST_SAVES = 1024, (64, 256)  # of the costs, in steps that were timed
 STEPS_PER_UPDATE = 4  # of what was learnt from trees; every step, it would take as long as all other choices
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 # A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
@@ -55,7 +56,7 @@ class AutoBudget:
         self._nodes: dict[str, NodeAcceptance] = {}  # by the name of one of several drafters
         self._scores: dict[str, ScoreAcceptance] = {}  # the same; only of draft models, which know their scores
         self._new_trees: dict[str, list[tuple[RequestAcceptance, VerifiedTree]]] = {}  # that _scores do not count yet
-        self._cuts: dict[tuple[str, int], tuple[int, float]] = {}  # the best, by drafter and number of requests
+        self._cuts: dict[tuple[str, int, int], tuple[int, float]] = {}  # the best, by arguments of `_best_cut`
         self._num_steps = 0
         self._paying: set[str] = set()  # draft models whose drafts paid in the step before
         self._schedules: dict[int, TrialSchedule] = {}  # by the batch's size, in powers of two
@@ -102,7 +103,7 @@ class AutoBudget:
         if self._num_without_drafts <= DRAFTER_OFF_AFTER:
             return True
         together = num_requests + num_reading
-        return num_reading > 0 and any(self._best_cut(name, together)[0] for name in self._scores)
+        return num_reading > 0 and any(self._best_cut(name, together, together)[0] for name in self._scores)
 
     def record_tree(
         self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
@@ -123,7 +124,7 @@ class AutoBudget:
                 nodes.observe(num_drafts, accepted_nodes)
             request.count_in_row(num_drafts, len(accepted_nodes))
         else:
-            request.add(0, 0.0)  # older trees count less, so a request that got no drafts for a while is tried again
+            request.fade()
 
     def _count_new_trees(self) -> None:
         """Learn from the trees of the last steps, all at once."""
@@ -137,47 +138,59 @@ class AutoBudget:
     def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
         self._costs.observe(shape, target_seconds, rest_seconds)
         self._num_timed += 1
-        if self._num_timed % 1024 == 0:
+        if self._num_timed % STEPS_PER_SAVE == 0 or self._num_timed in FIRST_SAVES:
             self._keep(self._costs)
 
     def _best(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:
         """(drafts, least scores) of each request: by scores where its drafter knows them, by place otherwise."""
-        cuts = {name: self._best_cut(name, len(requests)) for name in self._scores}
-        self._paying = {name for name, (num_drafts, _) in cuts.items() if num_drafts}
-        by_place = iter(
-            self._best_by_place([request for request in requests if request.acceptance.drafter not in cuts])
-        )
-        num_drafts, min_scores = [], []
+        # Requests that their draft model has not read count among those that draft: others will soon take their place.
+        own: dict[str, list[RequestAcceptance]] = {name: [] for name in self._scores}
         for request in requests:
+            if request.most and request.acceptance.drafter in own:
+                own[request.acceptance.drafter].append(request.acceptance)
+        factors = {name: factor_together(drafting) for name, drafting in own.items()}
+        cuts = {name: self._best_cut(name, len(requests), len(own[name]), factors[name]) for name in own}
+        self._paying = {name for name, (num_drafts, _) in cuts.items() if num_drafts}
+        num_drafts, min_scores = [0] * len(requests), [LEAST_SCORE] * len(requests)
+        by_place = []
+        for place, request in enumerate(requests):
             if (cut := cuts.get(request.acceptance.drafter)) is None:
-                num_drafts.append(next(by_place))
-                min_scores.append(LEAST_SCORE)
-            else:
-                num_drafts.append(min(request.most, cut[0]) if is_read(request.acceptance) else 0)
-                min_scores.append(max(LEAST_SCORE, cut[1] / request.acceptance.factor))
+                by_place.append(place)
+                continue
+            score = cut[1] * factors[request.acceptance.drafter] / request.acceptance.factor
+            if is_read(request.acceptance) and score < 1.0:  # no node has a higher one
+                num_drafts[place] = min(request.most, cut[0])
+            min_scores[place] = max(LEAST_SCORE, score)
+        chosen = self._best_by_place([requests[place] for place in by_place], len(requests), num_drafts)
+        for place, count in zip(by_place, chosen, strict=True):
+            num_drafts[place] = count
         return num_drafts, min_scores
 
-    def _best_cut(self, name: str, num_requests: int) -> tuple[int, float]:
-        """See `best_cut`."""
-        key = (name, num_requests)
+    def _best_cut(self, name: str, num_requests: int, num_drafting: int, factor: float = 1.0) -> tuple[int, float]:
+        """See `best_cut`. The factor is that of the first of STEPS_PER_UPDATE steps."""
+        key = (name, num_requests, num_drafting)
         if key not in self._cuts:
             margin = DRAFTING_MARGIN if name in self._paying else RETURN_MARGIN
-            self._cuts[key] = best_cut(self._scores[name], num_requests, self._most, self._costs, margin)
+            acceptance = self._scores[name]
+            self._cuts[key] = best_cut(acceptance, num_requests, num_drafting, self._most, self._costs, margin, factor)
         return self._cuts[key]
 
-    def _best_by_place(self, requests: Sequence[Drafting]) -> list[int]:
+    def _best_by_place(self, requests: Sequence[Drafting], num_all: int, others: Sequence[int]) -> list[int]:
+        """Drafts of requests whose drafters know no scores, in a step of `num_all`; `others` are the drafts so far."""
         if not requests:
             return []
         most = max(request.most for request in requests)
         names = {request.acceptance.drafter for request in requests}
         usual = {name: self._nodes.get(name, NodeAcceptance()).gains(most) for name in names}
         gains = [request.acceptance.gains(usual[request.acceptance.drafter][: request.most]) for request in requests]
+        first, deepest = sum(others), max(others)
 
         def step_seconds(num_drafts: Floats, most_drafts: Floats) -> Floats:
-            seconds = self._costs.target(len(requests) + num_drafts) + self._costs.rest(len(requests), most_drafts)
+            rest = self._costs.rest(num_all, np.maximum(most_drafts, deepest))
+            seconds = self._costs.target(num_all + first + num_drafts) + rest
             return np.where(num_drafts > 0, DRAFTING_MARGIN * seconds, seconds)
 
-        return allocate(gains, step_seconds, self._most)
+        return allocate(gains, step_seconds, self._most, num_others=num_all - len(requests))
 
     def _whole_tree(self, request: Drafting) -> int:
         """Drafts of a request before enough is known of its drafter; none by a draft model that has not read it."""

@@ -12,7 +12,7 @@ pace would settle where the table still rises, and what is measured often would 
 """
 
 from collections.abc import Iterable, Sequence
-from math import exp
+from math import exp, isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 MEMORY = 64  # steps that an average remembers
 PACE_MEMORY = 8  # the same for the pace; short beside MEMORY, so that a slower machine changes the pace and no table
 CLIP = 1.5  # a step that takes longer than this many times what is expected was disturbed, and counts as this
+KNOWN_AFTER = 8  # measurements of a step that is seldom measured: one of the first may have been disturbed
 
 
 class StepShape(NamedTuple):
@@ -68,9 +69,9 @@ class StepCosts:
             curve.observe(count, counted * seconds / pace)
 
     def knows_rest_without_drafts(self, num_requests: int) -> bool:
-        """Whether a step of this size whose drafter is not called was measured."""
+        """Whether steps of this size whose drafter is not called were measured often enough."""
         curve = self._rest.get(size_class(num_requests))
-        return curve is not None and curve.measured(0) is not None
+        return curve is not None and curve.num_measured(0) >= KNOWN_AFTER
 
     def seconds(self, shape: StepShape) -> float:
         """The expected time of a step of this shape."""
@@ -89,9 +90,10 @@ class StepCosts:
         return self._pace * self._rest[nearest].at(most_drafts)
 
     def to_json(self) -> dict[str, Any]:
+        """The tables at a pace of 1, with which the next start begins."""
         return {
-            "target": self._target.points(),
-            "rest": [(size, curve.points()) for size, curve in sorted(self._rest.items())],
+            "target": self._target.points(self._pace),
+            "rest": [(size, curve.points(self._pace)) for size, curve in sorted(self._rest.items())],
         }
 
     @classmethod
@@ -113,18 +115,26 @@ class Curve:
         self._seconds: dict[int, float] = {}
         self._weights: dict[int, int] = {}  # measurements, as far as they are remembered
         for count, seconds, weight in points:
+            if not isfinite(seconds):
+                raise ValueError(f"a step of {count} took {seconds} seconds")
             self._seconds[int(count)], self._weights[int(count)] = float(seconds), int(weight)
         self._fit: tuple[list[int], list[float]] | None = None  # sorted counts and their fitted seconds
 
     def observe(self, count: int, seconds: float) -> None:
-        usual = self._seconds.setdefault(count, seconds)
+        usual = self._seconds.get(count, seconds)
         weight = self._weights[count] = min(MEMORY, self._weights.get(count, 0) + 1)
-        self._seconds[count] += (seconds - usual) / weight
+        if weight == 2:  # nothing told yet whether the first one was disturbed
+            usual = min(usual, CLIP * seconds)
+        self._seconds[count] = usual + (seconds - usual) / weight
         self._fit = None
 
     def measured(self, count: int) -> float | None:
         """The average at a count; None if it was never measured."""
         return self._seconds.get(count)
+
+    def num_measured(self, count: int) -> int:
+        """Measurements at a count, as far as they are remembered."""
+        return self._weights.get(count, 0)
 
     def at(self, count: float | NDArray[np.float64]) -> NDArray[np.float64]:
         """Linear between neighbours, constant below the lowest count, extrapolated above the highest.
@@ -142,8 +152,8 @@ class Curve:
         seconds_at: NDArray[np.float64] = np.interp(np.asarray(count), counts, seconds) + slope * beyond
         return seconds_at
 
-    def points(self) -> list[tuple[int, float, int]]:
-        return [(count, self._seconds[count], self._weights[count]) for count in sorted(self._seconds)]
+    def points(self, pace: float) -> list[tuple[int, float, int]]:
+        return [(count, pace * self._seconds[count], self._weights[count]) for count in sorted(self._seconds)]
 
 
 def rising(values: Sequence[tuple[float, int]]) -> list[float]:

@@ -98,19 +98,26 @@ class ScoreAcceptance:
 
 
 def best_cut(
-    acceptance: ScoreAcceptance, num_requests: int, most_drafts: int, costs: StepCosts, margin: float
+    acceptance: ScoreAcceptance,
+    num_requests: int,
+    num_drafting: int,
+    most_drafts: int,
+    costs: StepCosts,
+    margin: float,
+    factor: float = 1.0,
 ) -> tuple[int, float]:
     """(drafts of each request, least score to verify) with the most tokens per second; (0, 0.0): no drafts.
 
-    A step has at most `most_drafts`, so with more requests than that only as many draft. A step with drafts counts as
-    `margin` times its measured time. Ties go to fewer drafts.
+    `num_drafting` of the `num_requests` requests may have drafts of this drafter. A step has at most `most_drafts`, so
+    with more requests than that only as many draft. They accept `factor` times as much as usual. A step with drafts
+    counts as `margin` times its measured time. Ties go to fewer drafts.
     """
-    num_drafting = min(num_requests, most_drafts)
-    num_places = min(acceptance.num_places, most_drafts // num_drafting)
+    num_drafting = min(num_drafting, most_drafts)
+    num_places = min(acceptance.num_places, most_drafts // max(1, num_drafting))
     accepted, verified = (num_drafting * nodes[:num_places] for nodes in acceptance.gains())
     drafting = costs.rest(num_requests, np.arange(1.0, 1 + num_places))
     seconds = costs.target(num_requests + verified) + drafting[:, None]
-    rates = (num_requests + accepted) / (margin * seconds)
+    rates = (num_requests + np.minimum(factor * accepted, verified)) / (margin * seconds)
     plain = num_requests / costs.seconds(StepShape(num_requests, 0, 0))
     if not rates.size or rates.max() <= plain:
         return 0, 0.0

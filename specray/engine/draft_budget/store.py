@@ -1,8 +1,8 @@
 """Step costs on disk, so that a restarted server does not measure them again."""
 
-import contextlib
 import hashlib
 import json
+import logging
 import os
 import platform
 from pathlib import Path
@@ -12,7 +12,9 @@ from specray.config import EngineConfig
 from specray.engine.draft_budget.costs import StepCosts
 from specray.engine.executor import Capacity
 
-VERSION = 2  # in the first one, times of different shapes had drifted apart
+logger = logging.getLogger(__name__)
+
+VERSION = 3  # until the second one, steps after prompts were counted, whose drafting takes longer
 
 
 class CostStore:
@@ -20,6 +22,7 @@ class CostStore:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._has_failed = False
 
     @classmethod
     def of(cls, config: EngineConfig, capacity: Capacity) -> "CostStore":
@@ -32,12 +35,16 @@ class CostStore:
         """The stored costs, or none."""
         try:
             return StepCosts.from_json(json.loads(self.path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return StepCosts()
 
     def save(self, costs: StepCosts) -> None:
-        with contextlib.suppress(OSError):
+        partial = self.path.with_suffix(f".{os.getpid()}.partial")  # engines of one configuration share the file
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_suffix(f".{os.getpid()}.partial")  # engines of one configuration share the file
             partial.write_text(json.dumps(costs.to_json()), encoding="utf-8")
             partial.replace(self.path)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("the costs of steps are not kept for the next start: %s", error)
+            self._has_failed = True

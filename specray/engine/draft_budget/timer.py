@@ -29,10 +29,12 @@ class StepTimer:
         self._since = now
         allowed = max((row.draft_limit.num_tokens for row in plan.rows), default=0)
         kind, before = (len(plan.rows), allowed, plan.runs_drafter), self._last
-        self._last = kind
         decodes = all(row.num_tokens == 1 for row in plan.rows) and all(row.token_ids for row in result.rows)
-        # Drafts of a step are made after the step before, under its limits: both steps have to be alike.
-        if not plan.rows or plan.new_requests or not decodes or kind != before:
+        only_decodes = bool(plan.rows) and not plan.new_requests and decodes and not result.draft_faults
+        # Drafts of a step are made after the step before, under its limits and with the prompts that it read: both
+        # steps have to be alike.
+        self._last = kind if only_decodes else None
+        if not only_decodes or kind != before:
             return
         drafts = [row.num_draft_tokens for row in result.rows]
         target = min(seconds, result.times.forward + result.times.verify)  # the next pass may run during verification

@@ -42,6 +42,17 @@ def test_a_bend_of_the_costs_is_looked_past() -> None:
     assert chosen == [4]
 
 
+def test_one_request_with_a_long_certain_tree_does_not_keep_the_others_from_one_draft() -> None:
+    """Levels cost time for all: the first draft of each pays, and the long tree does not."""
+    rows = [[0.9] * 8] + [[0.7, 0.1]] * 15
+
+    def seconds(num_drafts: Floats, most: Floats) -> Floats:
+        return 16.0 + 0.3 * num_drafts + 2.0 * most
+
+    assert allocate(rows, seconds, most_drafts=100) == [1] * 16
+    assert allocate(rows[:1], lambda num_drafts, _: 16.0 + 0.3 * num_drafts, 100) == [8]
+
+
 def test_the_limit_of_a_step_holds() -> None:
     chosen = allocate([[0.9, 0.8], [0.85, 0.1]], lambda num_drafts, _: np.ones_like(num_drafts), most_drafts=2)
     assert chosen == [1, 1]

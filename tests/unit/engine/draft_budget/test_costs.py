@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specray.engine.draft_budget.costs import StepCosts, StepShape, rising
+from specray.engine.draft_budget.costs import KNOWN_AFTER, StepCosts, StepShape, rising
 from specray.engine.draft_budget.store import CostStore
+
+NOT_FINITE = ['{"target": [[1, NaN, 1]], "rest": []}', '{"target": [[1e999, 0.1, 1]], "rest": []}']
 
 
 def shape(num_requests: int, num_drafts: int) -> StepShape:
@@ -94,11 +96,22 @@ def test_a_restarted_server_knows_its_costs(tmp_path: Path) -> None:
     assert store.load().seconds(shape(1, 7)) == learnt().seconds(shape(1, 7))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"target": [[1]], "rest": {}}', '{"target": 3, "rest": null}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"target": [[1]], "rest": {}}', '{"target": 3, "rest": null}', *NOT_FINITE]
+)
 def test_a_damaged_file_is_ignored(tmp_path: Path, text: str) -> None:
     store = CostStore(tmp_path / "costs.json")
     store.path.write_text(text)
     assert store.load().to_json() == json.loads(json.dumps(StepCosts().to_json()))
+
+
+def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a container whose file system is read-only."""
+    (tmp_path / "costs").write_text("not a folder")
+    store = CostStore(tmp_path / "costs" / "of.json")
+    for _ in range(3):
+        store.save(learnt())
+    assert [record.message.count("not kept for the next start") for record in caplog.records] == [1]
 
 
 def test_a_step_whose_rest_is_not_typical_still_shows_the_targets_time() -> None:
@@ -106,5 +119,22 @@ def test_a_step_whose_rest_is_not_typical_still_shows_the_targets_time() -> None
     costs.observe(StepShape(2, 0, 0), 0.010, None)
     assert costs.target(2) == pytest.approx(0.010)
     assert not costs.knows_rest_without_drafts(2)
-    costs.observe(StepShape(2, 0, 0), 0.010, 0.001)
+    for _ in range(KNOWN_AFTER):
+        assert not costs.knows_rest_without_drafts(2)
+        costs.observe(StepShape(2, 0, 0), 0.010, 0.001)
     assert costs.knows_rest_without_drafts(2)
+
+
+def test_a_disturbed_first_step_is_forgotten_with_the_second() -> None:
+    costs = StepCosts()
+    costs.observe(shape(1, 0), 0.5, 0.5)
+    costs.observe(shape(1, 0), 0.010, 0.001)
+    assert costs.target(1) < 0.015
+
+
+def test_stored_costs_do_not_depend_on_the_pace_of_the_moment() -> None:
+    """The next start begins with a pace of 1, and moves what it measures first."""
+    costs = learnt()
+    for _ in range(50):
+        costs.observe(shape(1, 2), 0.024, 0.004)  # twice as long as before
+    assert StepCosts.from_json(costs.to_json()).seconds(shape(1, 9)) == pytest.approx(costs.seconds(shape(1, 9)))

@@ -72,16 +72,16 @@ def test_trees_of_different_sizes_are_counted_together() -> None:
 
 def test_cheap_nodes_are_all_verified_and_dear_ones_only_if_likely() -> None:
     acceptance = learnt()
-    assert best_cut(acceptance, 1, 99, costs(1.0, 1e-5), 1.0) == (MOST, 0.0)
-    num_drafts, score = best_cut(acceptance, 1, 99, costs(1.0, 0.25), 1.0)
+    assert best_cut(acceptance, 1, 1, 99, costs(1.0, 1e-5), 1.0) == (MOST, 0.0)
+    num_drafts, score = best_cut(acceptance, 1, 1, 99, costs(1.0, 0.25), 1.0)
     assert num_drafts > 2
     assert score >= 0.1
-    assert best_cut(acceptance, 1, 99, costs(0.0, 1.0), 1.0) == (0, 0.0)
+    assert best_cut(acceptance, 1, 1, 99, costs(0.0, 1.0), 1.0) == (0, 0.0)
 
 
 @pytest.mark.filterwarnings("error")
 def test_whole_trees_are_verified_until_costs_are_known() -> None:
-    assert best_cut(learnt(), 1, 99, StepCosts(), 1.0) == (MOST, 0.0)
+    assert best_cut(learnt(), 1, 1, 99, StepCosts(), 1.0) == (MOST, 0.0)
 
 
 def test_a_limit_below_the_number_of_requests_counts_the_drafts_that_it_leaves() -> None:
@@ -89,16 +89,16 @@ def test_a_limit_below_the_number_of_requests_counts_the_drafts_that_it_leaves()
     acceptance, seconds = learnt(), StepCosts()
     for num_drafts in (0, 1, 16, 128):
         seconds.observe(StepShape(16, num_drafts, min(num_drafts, 8)), 0.01, 0.002 if num_drafts else 0.0)
-    assert best_cut(acceptance, 16, 128, seconds, 1.0)[0] > 0
-    assert best_cut(acceptance, 16, 1, seconds, 1.0) == (0, 0.0)
-    assert best_cut(acceptance, 16, 34, seconds, 1.0)[0] <= 2
+    assert best_cut(acceptance, 16, 16, 128, seconds, 1.0)[0] > 0
+    assert best_cut(acceptance, 16, 16, 1, seconds, 1.0) == (0, 0.0)
+    assert best_cut(acceptance, 16, 16, 34, seconds, 1.0)[0] <= 2
 
 
 def test_a_cut_generates_more_than_every_number_of_drafts() -> None:
     """Half of the trees are hopeless: only their scores tell which."""
     acceptance, seconds = learnt(), costs(1.0, 0.25)
     accepted, verified = acceptance.gains()
-    num_drafts, score = best_cut(acceptance, 1, 99, seconds, 1.0)
+    num_drafts, score = best_cut(acceptance, 1, 1, 99, seconds, 1.0)
     cut = int(np.searchsorted(EDGES, score))
     chosen = (1 + accepted[num_drafts - 1, cut]) / seconds.target(1 + verified[num_drafts - 1, cut])
     fixed = max((1 + accepted[place, 0]) / seconds.target(1 + verified[place, 0]) for place in range(MOST))

@@ -49,6 +49,23 @@ def test_a_step_has_the_targets_part_and_the_rest() -> None:
     assert budget.steps == [(StepShape(1, 2, 3), 0.75, 1.25)]
 
 
+def test_the_first_step_after_a_prompt_is_not_timed() -> None:
+    """Its drafts were made by a pass that also read the prompt."""
+    timer, budget = StepTimer(), Recorded()
+    prompt = StepPlan(1, [], [], [ScheduledRequest(0, 400, DraftLimit(3, 3), [])], runs_drafter=True)
+    timer.end(10.0, prompt, result(0, 0.5, 0.25), budget)
+    for end in (11.0, 12.0):
+        timer.end(end, plan(3), result(3, 0.5, 0.25), budget)
+    assert len(budget.steps) == 1
+
+
+def test_steps_without_the_drafters_answer_are_not_timed() -> None:
+    timer, budget = StepTimer(), Recorded()
+    for end in (10.0, 11.0, 12.0):
+        timer.end(end, plan(3), result(0, 0.5, 0.25)._replace(draft_faults=["late"]), budget)
+    assert budget.steps == []
+
+
 def test_the_targets_part_is_never_longer_than_the_step() -> None:
     """While one step is verified, the pass of the next one may run."""
     timer, budget = StepTimer(), Recorded()
