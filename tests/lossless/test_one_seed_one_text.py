@@ -119,7 +119,8 @@ def test_output_does_not_depend_on_the_budget(
 def test_output_does_not_depend_on_what_a_budget_learns(
     name: str, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
-    with make_llm(toy, None, **drafting(name)) as llm:
+    options = drafting(name)
+    with make_llm(toy, options.pop("drafter", None), **options) as llm:
         costs = StepCosts()
         llm.engine.scheduler.budget = AutoBudget(None, costs)
         for _ in range(3):  # the second and third time with what the first ones cost and accepted
