@@ -144,6 +144,8 @@ heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two 
 	$(BIN)/specray train token-map $(HEADS_ANSWERS) --size 8192 --out $(HEADS_DIR)/frequent-8192.json
 	cp $(HEADS_DIR)/eagle3/head/* specray/heads/smollm2-135m-instruct-eagle3/
 	cp $(HEADS_DIR)/eagle2/head/* specray/heads/smollm2-135m-instruct-eagle2/
+	if test -f $(HEADS_DIR)/eagle3/plot.png; then \
+		cp $(HEADS_DIR)/eagle3/plot.png specray/heads/smollm2-135m-instruct-eagle3/acceptance.png; fi
 	cp $(HEADS_DIR)/frequent-8192.json specray/heads/smollm2-135m-instruct-frequent-8192.json
 
 # 92 MB with its copy of the embeddings: too large for the package.

@@ -26,6 +26,7 @@ class DesiredDrafter(NamedTuple):
 
     set_at: int  # nanoseconds since 1970; 0 for the configured drafter
     speculative: SpeculativeConfig
+    made_from: int | None = None  # `set_at` of the one that this is a change of; None: a whole new one
 
 
 class Refusal(NamedTuple):

@@ -253,16 +253,18 @@ class SpeculativeConfig(DrafterOptions):
     def members(self) -> dict[str, "SpeculativeConfig"]:
         """Each drafter's options, as those of the only drafter, by name. The name of a single one is its algorithm's.
 
-        The options that are not a drafter's own stay as they are.
+        The options that are not a drafter's own stay as they are. The first one takes over the requests of one that is
+        dropped: the default if there is one, and no shadow if there is another.
         """
         if self.algorithm is not None:
             return {re.sub(r"[^a-z0-9]+", "-", self.algorithm.lower()).strip("-")[:64]: self}
-        shared = self.without_drafters()
+        shared, default, shadow = self.without_drafters(), self.default_drafter, self.shadow.drafter
+        ordered = sorted(self.drafters, key=lambda drafter: (drafter.name != default, drafter.name == shadow))
         return {
             drafter.name: shared.model_copy(
                 update={name: getattr(drafter, name) for name in DrafterOptions.model_fields}
             )
-            for drafter in self.drafters
+            for drafter in ordered
         }
 
     @property

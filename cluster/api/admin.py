@@ -53,7 +53,7 @@ def parsed(body: bytes) -> Json:
     """A whole `speculative` group, or an action. ApiError if the body is neither."""
     try:
         fields = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict) or not fields.keys() & {"algorithm", "drafters", "action"}:
         raise ApiError(

@@ -59,10 +59,14 @@ class SpeculationCapabilities:
         return DraftLimit(num_tokens, options.num_steps or UNLIMITED.num_steps)
 
     def drafter(self, options: Speculation | None) -> str:
-        """The name of the drafter that a request's valid options ask for; empty if the server may choose."""
+        """The name of the drafter that a request's valid options ask for; empty if the server may choose.
+
+        Of several drafters with an algorithm, it is the default one, or the first that is not only a shadow.
+        """
         if options is None:
             return ""
-        same = [name for name, algorithm in self.drafters.items() if algorithm == options.algorithm]
+        members = self._speculative.members
+        same = [name for name in members if self.drafters.get(name) == options.algorithm]
         return options.drafter or next(iter(same), "")
 
     def capabilities(self) -> Json:

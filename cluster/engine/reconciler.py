@@ -44,9 +44,18 @@ class DrafterReconciler:
         self._applying = threading.Lock()
 
     def apply(self, desired: DesiredDrafter) -> Refusal | None:
-        """Apply a desired drafter unless a later one has been applied. Returns a refusal if it cannot be loaded."""
+        """Apply a desired drafter unless a later one has been applied.
+
+        Returns a refusal if it cannot be loaded, or is a change of another one than there is.
+        """
         with self._applying:
-            if desired.set_at <= self.desired.set_at:
+            if desired.set_at == self.desired.set_at:
+                return None
+            if desired.made_from is not None and desired.made_from < self.desired.set_at:
+                return Refusal(
+                    409, "another change of the drafters came first; repeat this one if it is still wanted", None
+                )
+            if desired.set_at < self.desired.set_at:
                 return None
             if desired.speculative != self.desired.speculative:
                 try:

@@ -243,9 +243,10 @@ async function pollReplicas() {
 /** Show the model's name and drafting method, once an engine is connected. */
 async function connect() {
   try {
-    const { model, algorithm, output } = await (await call("v1/speculation/capabilities")).json();
+    const { model, algorithm, drafters, output } = await (await call("v1/speculation/capabilities")).json();
     isExact = output.one_seed_one_text;
-    $("model").textContent = `${model}, ${algorithm ? `drafts by ${algorithm}` : "no drafter"}`;
+    const names = algorithm ?? Object.keys(drafters ?? {}).join(", ");
+    $("model").textContent = `${model}, ${names ? `drafts by ${names}` : "no drafter"}`;
   } catch (error) {
     $("model").textContent = error.message;
     setTimeout(connect, POLL_MS);

@@ -43,11 +43,14 @@ class DrafterRollout:
 
         Cancelling the caller does not stop it.
         """
-        await self.change(lambda _: speculative)
+        await asyncio.shield(self._tasks.spawn(self._change(lambda _: speculative, is_whole=True)))
 
     async def change(self, change: Callable[[SpeculativeConfig], SpeculativeConfig]) -> None:
-        """The same with options made from the present ones. Raises what `change` raises."""
-        await asyncio.shield(self._tasks.spawn(self._change(change)))
+        """The same with options made from the present ones. Raises what `change` raises.
+
+        It is refused if another ingress has changed them at the same time.
+        """
+        await asyncio.shield(self._tasks.spawn(self._change(change, is_whole=False)))
 
     async def report(self) -> dict[str, Any]:
         """A report of each connected router's drafter, by replica ID."""
@@ -87,16 +90,19 @@ class DrafterRollout:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
 
-    async def _change(self, change: Callable[[SpeculativeConfig], SpeculativeConfig]) -> None:
+    async def _change(self, change: Callable[[SpeculativeConfig], SpeculativeConfig], *, is_whole: bool) -> None:
         async with self._replacing:
             if not (clients := self._connected()):
                 raise EngineDeadError(NOT_READY)
             before = self._latest()
-            desired = DesiredDrafter(max(time.time_ns(), before.set_at + 1), change(before.speculative))
+            set_at, made_from = max(time.time_ns(), before.set_at + 1), None if is_whole else before.set_at
+            desired = DesiredDrafter(set_at, change(before.speculative), made_from)
             # Try one engine first: if it refuses the drafter, the others need not load it.
             for group in (clients[:1], clients[1:]):
                 answers = await asyncio.gather(*(client.apply(desired) for client in group), return_exceptions=True)
                 refusals = [answer for answer in answers if isinstance(answer, RequestRefusedError)]
+                if refusals and group == clients[:1]:
+                    raise refusals[0]  # nothing has changed
                 if refusals or (group and all(isinstance(answer, RouterLostError) for answer in answers)):
                     # Propagated to the engines that have already changed.
                     self._desired = DesiredDrafter(desired.set_at + 1, before.speculative)

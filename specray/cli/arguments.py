@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from math import inf, nan
 
 KEY_VARIABLE = "SPECRAY_API_KEY"
 
@@ -11,6 +12,41 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def not_negative(text: str) -> int:
+    """A whole number, or 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or 0")
+    return int(text)
+
+
+def number_above_0(text: str) -> float:
+    """A finite number above 0."""
+    if not 0 < (number := _number(text)) < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def number_from_0(text: str) -> float:
+    """A finite number, or 0."""
+    if not 0 <= (number := _number(text)) < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, or 0")
+    return number
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= (number := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return nan
 
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,8 @@ ALERTS = (
         "SpecRayShadowIsBetter",
         f"{shadow_accept_length('drafter, replica', '30m')} > on (replica) group_left () "
         f"1.05 * ({own_accept_length('replica', '30m')})"
-        f" and {own_rate('specray_shadow_trees_total', 'drafter, replica', '30m')} > 0.2",
+        f" and {own_rate('specray_shadow_trees_total', 'drafter, replica', '30m')} > 0.2"
+        f" and {own_rate('specray_shadow_trees_total', 'drafter, replica', '5m')} > 0",
         "15m",
         "info",
         "The shadow drafter {{ $labels.drafter }} of {{ $labels.replica }} would be accepted more: accept length "

@@ -1,15 +1,17 @@
 """Several drafters that act as one: each drafts for the requests that the engine has given to it.
 
 A request names its drafter in the request table. A request without a name, or with the name of a drafter that was
-dropped, gets the first one. A drafter sees its own requests and keeps its own state. One with KV in the target's slots
-also reads the prompts of the others: prompts share their beginnings in the prefix cache, and a draft head that has not
-read the header of a chat template drafts worse and more slowly. `forget_kv` notifies it of the slots of all other
-tokens. The trees of all drafters become one batch for the verifier.
+dropped, gets the first one. A drafter that fails leaves its requests without drafts, and the others theirs. A drafter
+sees its own requests and keeps its own state. One with KV in the target's slots also reads the prompts of the others:
+prompts share their beginnings in the prefix cache, and a draft head that has not read the header of a chat template
+drafts worse and more slowly. `forget_kv` notifies it of the slots of all other tokens. The trees of all drafters
+become one batch for the verifier.
 
 Where steps begin before the one before is finished, the work of a shadow would make the next one late. So a shadow sees
 only every fourth of these steps, together with the tokens of the three before it.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +31,8 @@ from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.shadow_trees import ShadowTrees
 from specray.spec_decode.tree_edits import merge_trees
 from specray.step import DrafterUse
+
+logger = logging.getLogger(__name__)
 
 MOST_PUT_OFF = 3  # steps in a row that a shadow sees together with the next one
 
@@ -50,6 +54,7 @@ class SeveralDrafters:
         self._shadow_trees = {name: ShadowTrees() for name in drafters}
         self._unseen: dict[tuple[str, int], _Unseen] = {}  # by shadow and slot, until it gets a context
         self._num_put_off = 0  # steps since then
+        self._failing: set[str] = set()  # that did not draft the last time
         self._clock = clock
         self._uses: list[tuple[DrafterUse, HostCopy | None]] = []  # with the numbers of nodes of the trees
 
@@ -135,29 +140,31 @@ class SeveralDrafters:
         seen = self._with_unseen(name, self._context(part, drafter.aux_hidden_state_layers, context))
         if unread := self._unread.get(name):
             seen = replace(seen, unread_kv_slots=unread)
-            self._unread[name] = set()
-        if (replay := self.replays.get(name)) is not None:
-            seen = replace(seen, replay=replay(seen))
         compared = shadow.compare(context)
         start = self._clock()
         try:
+            if (replay := self.replays.get(name)) is not None:
+                seen = replace(seen, replay=replay(seen))
             tree = drafter.propose(seen)
-        except DraftFaultError:
-            self._uses.append((DrafterUse(name, self._clock() - start, 0.0, *compared, num_faults=1), None))
+        except Exception as error:  # a new head that is only measured must not end the others' drafts
+            own, shadowed = part.shares(seen)
+            seconds = self._clock() - start
+            self._uses.append((DrafterUse(name, seconds * own, seconds * shadowed, *compared, num_faults=1), None))
             if len(self.members) == 1:
                 raise
+            if name not in self._failing and not isinstance(error, DraftFaultError):
+                logger.exception("the drafter %s failed; its requests go on without drafts", name)
+            self._failing.add(name)
             return None
+        self._failing.discard(name)
+        if unread:
+            self._unread[name] = set()
         device, is_own = context.table.device, part.is_own
         if not all(is_own):
             rows = [row for row, owns in enumerate(is_own) if not owns]
             shadow.keep([seen.requests[row] for row in rows], tree.select(torch.tensor(rows, device=device)))
         seconds = self._clock() - start
-        # By tokens read. The prompts of other drafters' requests are neither's: they are part of the step's rest.
-        num_tokens = {request.slot: request.end - request.start for request in _all(seen)}
-        own_share, shadow_share = (
-            sum(num_tokens[slot] for slot in slots) / max(1, sum(num_tokens.values()))
-            for slots in (part.own_slots, part.shadow_slots)
-        )
+        own_share, shadow_share = part.shares(seen)
         use = DrafterUse(name, seconds * own_share, seconds * shadow_share, *compared)
         self._uses.append((use, HostCopy(tree.num_nodes)))
         rows = [row for row, owns in enumerate(is_own) if owns]
@@ -245,6 +252,18 @@ class _Part(NamedTuple):
     is_own: list[bool]  # of each place: its tree is verified
     own_slots: set[int]  # all of its own, those that are read only included
     shadow_slots: set[int]  # the same of those that it shadows
+
+    def shares(self, seen: ProposeContext) -> tuple[float, float]:
+        """The parts of its time that were for its own requests and for those that it shadows, by tokens read.
+
+        The prompts of other drafters' requests are neither's: they are part of the step's rest.
+        """
+        num_tokens = {request.slot: request.end - request.start for request in _all(seen)}
+        total = max(1, sum(num_tokens.values()))
+        own, shadowed = (
+            sum(num_tokens[slot] for slot in slots) / total for slots in (self.own_slots, self.shadow_slots)
+        )
+        return own, shadowed
 
 
 class _Unseen(NamedTuple):

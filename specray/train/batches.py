@@ -51,7 +51,7 @@ class AnswerFolder:
     def __getitem__(self, name: str) -> Shard:
         if name not in self._shards:
             columns = self.hidden_size * len(self.aux_hidden_state_layers) if self.stores_hidden_states else None
-            self._shards[name] = Shard(self.path / name, columns)
+            self._shards[name] = Shard(self.path / name, columns, self.description.get("num_asked", 0))
         return self._shards[name]
 
     def usable(self, name: str, max_length: int, *, held_out: bool) -> list[Place]:

@@ -38,9 +38,19 @@ def append_log(run: Path, line: dict[str, Any]) -> None:
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """The lines of the log, oldest first."""
+    """The lines of the log, oldest first. The last one is left out if it was not written to its end."""
     path = run / LOG
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def cut_log(run: Path, num_tokens: int) -> None:
+    """Remove what a killed run logged after its last checkpoint, which had seen `num_tokens`: it is learnt again."""
+    kept = [line for line in read_log(run) if line["tokens"] <= num_tokens]
+    if (run / LOG).is_file():
+        unfinished = run / f".{LOG}.tmp"
+        unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(unfinished, run / LOG)
 
 
 def last_validation(run: Path) -> dict[str, Any] | None:

@@ -7,13 +7,16 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specray.cli.arguments import positive
+from specray.cli.arguments import not_negative, number_above_0, number_from_0, positive, share
+from specray.config import EMBEDDED_MODEL
 from specray.errors import ConfigError
 from specray.train.answer_options import AnswerOptions, add_answer_arguments
 from specray.train.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
+
+    from specray.train.settings import TrainSettings
 
 HEADS = {
     "eagle3": "an EAGLE-3 head",
@@ -49,10 +52,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     keep_freed_memory()
-    answers = _answers(options)
     if options.kind == "token-map":
-        return _make_token_map(options, answers)
-    return _train(options, answers)
+        return _make_token_map(options, _answers(options))
+    _check_training(options)  # generating answers may take hours
+    return _train(options, _answers(options))
+
+
+def _check_training(options: argparse.Namespace) -> None:
+    """ConfigError if no answers could make these options of training valid."""
+    from specray.models.files import resolve_model
+    from specray.models.registry import load_config
+    from specray.train.checkpoint import read_checkpoint
+    from specray.train.draft_model import kept_layers
+    from specray.train.export import init_head_width
+    from specray.train.token_map import check_draft_vocab_size
+    from specray.train.trainer import check_resumable
+
+    settings = _settings(options)
+    if options.kind == "parallel" and settings.unroll < 2:
+        raise ConfigError(
+            f"--unroll {settings.unroll} trains no mask, of which a P-EAGLE head has one for each level "
+            "after the first; give 2 or more"
+        )
+    if settings.weight_decay and settings.optimizer != "muon":
+        raise ConfigError(
+            f"--weight-decay {settings.weight_decay:g} is an option of Muon; leave it out, or set --optimizer muon"
+        )
+    if settings.init_head and settings.start != "identity":
+        raise ConfigError(f"--start {settings.start} has no effect with --init-head; leave one of them out")
+    _device(options.device)
+    init_head_width(settings)
+    if (saved := read_checkpoint(options.run_folder)) is not None:
+        check_resumable(settings, saved, options.run_folder)
+    if not (options.prompts or options.self_prompts):
+        return  # no answers are generated, so the trainer will say the rest at once
+    config = load_config(resolve_model(options.model or EMBEDDED_MODEL, None, "auto", progress=True))
+    if options.kind == "draft":
+        kept_layers(settings.layers, config.num_hidden_layers)
+    check_draft_vocab_size(settings.draft_vocab_size, config.vocab_size)
 
 
 def _answers(options: argparse.Namespace) -> Path:
@@ -89,7 +126,7 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
         metavar="N",
         help="total training positions; may change when a run resumes",
     )
-    add("--max-minutes", type=float, metavar="M", help="save a checkpoint and stop after M minutes")
+    add("--max-minutes", type=number_from_0, metavar="M", help="save a checkpoint and stop after M minutes")
     if kind == "draft":
         _add_draft_options(parser)
     else:
@@ -102,7 +139,13 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
         metavar="N",
         help="truncate longer sequences (default: %(default)s)",
     )
-    add("--learning-rate", type=float, default=1e-3, metavar="X", help="highest learning rate (default: %(default)s)")
+    add(
+        "--learning-rate",
+        type=number_above_0,
+        default=1e-3,
+        metavar="X",
+        help="highest learning rate (default: %(default)s)",
+    )
     add(
         "--optimizer",
         choices=("adamw", "muon"),
@@ -111,20 +154,20 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
     )
     add(
         "--weight-decay",
-        type=float,
+        type=number_from_0,
         default=0.0,
         metavar="X",
         help="weight decay of Muon's matrices (default: %(default)s)",
     )
-    add("--warmup", type=float, default=0.02, metavar="X", help="warm-up as a share of --tokens (default: %(default)s)")
+    add("--warmup", type=share, default=0.02, metavar="X", help="warm-up as a share of --tokens (default: %(default)s)")
     add(
         "--decay",
-        type=float,
+        type=share,
         default=0.25,
         metavar="X",
         help="decay as the last share of --tokens (default: %(default)s)",
     )
-    add("--clip", type=float, default=1.0, metavar="X", help="maximum gradient norm (default: %(default)s)")
+    add("--clip", type=number_above_0, default=1.0, metavar="X", help="maximum gradient norm (default: %(default)s)")
     add("--init-head", metavar="FOLDER", help="start from this head's weights")
     add(
         "--dtype",
@@ -134,11 +177,16 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--threads", type=positive, metavar="N", help="CPU threads (default: all cores)")
-    add("--seed", type=int, default=0, help="seed of the initialization and of the data order (default: %(default)s)")
+    add(
+        "--seed",
+        type=not_negative,
+        default=0,
+        help="seed of the initialization and of the data order (default: %(default)s)",
+    )
     add("--validate-every", type=positive, default=500_000, metavar="N", help="in tokens (default: %(default)s)")
     add(
         "--checkpoint-minutes",
-        type=float,
+        type=number_from_0,
         default=10.0,
         metavar="M",
         help="minutes between checkpoints (default: %(default)s)",
@@ -170,14 +218,14 @@ def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
     )
     add(
         "--step-decay",
-        type=float,
+        type=number_above_0,
         default=0.8,
         metavar="X",
         help="weight of each draft step relative to the previous one (default: %(default)s)",
     )
     add(
         "--total-variation",
-        type=float,
+        type=share,
         default=0.0,
         metavar="X",
         help="weight of the total variation distance in the loss; the rest is cross-entropy (default: %(default)s)",
@@ -202,7 +250,12 @@ def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
         _add_train_vocab(parser)
     if kind == "eagle2":
         add("--bias", action="store_true", help="give fc a bias")
-    add("--intermediate-size", type=positive, metavar="N", help="width of the feed-forward (default: the target's)")
+    add(
+        "--intermediate-size",
+        type=positive,
+        metavar="N",
+        help="width of the feed-forward (default: that of --init-head, or the target's)",
+    )
     add(
         "--weights",
         choices=("bfloat16", "int8"),
@@ -233,15 +286,13 @@ def _train(options: argparse.Namespace, answers: Path) -> int:
     import torch  # takes seconds, which --help does not need
 
     from specray.train.plot import NO_PLOT, can_plot
-    from specray.train.settings import TrainSettings
     from specray.train.trainer import Trainer
 
     if not can_plot():
         print(NO_PLOT)
     if options.threads:
         torch.set_num_threads(options.threads)
-    names = TrainSettings.__dataclass_fields__
-    settings = TrainSettings(**{name: value for name, value in vars(options).items() if name in names})
+    settings = _settings(options)
     trainer = Trainer(settings, answers, options.run_folder, _device(options.device))
     if trainer.run():
         print(f"done: the {'model' if options.kind == 'draft' else 'head'} is in {options.run_folder / 'head'}")
@@ -249,6 +300,13 @@ def _train(options: argparse.Namespace, answers: Path) -> int:
         seen = trainer.counters.tokens
         print(f"stopped after {seen:,} of {settings.tokens:,} tokens; run the same command again to resume")
     return 0
+
+
+def _settings(options: argparse.Namespace) -> "TrainSettings":
+    from specray.train.settings import TrainSettings
+
+    names = TrainSettings.__dataclass_fields__
+    return TrainSettings(**{name: value for name, value in vars(options).items() if name in names})
 
 
 def _device(name: str) -> "torch.device":

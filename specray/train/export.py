@@ -51,7 +51,8 @@ def export_head(
         config = head_config(head, target, answers.aux_hidden_state_layers[:-1])
         if settings.weights == "int8":
             config["quantization_config"] = QUANTIZATION_CONFIG
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    unfinished.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, folder / "config.json")
     card = model_card(config, settings, answers.description | answers.size(), counters, validation)
     (folder / "README.md").write_text(card, encoding="utf-8")
     if (folder.parent / LOG).is_file():  # a run that starts from this head continues the log
@@ -97,6 +98,27 @@ def head_config(head: TrainedHead, target: Target, aux_hidden_state_layers: list
             "use_aux_hidden_state": True,
         },
     }
+
+
+def init_head_width(settings: TrainSettings) -> int | None:
+    """The width of the feed-forward of --init-head. ConfigError if it is no head, or --intermediate-size differs."""
+    if settings.init_head is None or settings.kind == "draft":
+        return None
+    folder = Path(settings.init_head)
+    if not (folder / WEIGHTS).is_file() or not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"--init-head {folder} has no {WEIGHTS} and config.json; give a folder that this trainer wrote"
+        )
+    try:
+        width = json.loads((folder / "config.json").read_text(encoding="utf-8"))["intermediate_size"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} is not a head's configuration ({error!r})") from None
+    if settings.intermediate_size not in (None, width):
+        raise ConfigError(
+            f"--intermediate-size {settings.intermediate_size}: the feed-forward of --init-head {folder} is {width} "
+            "wide; leave the option out"
+        )
+    return int(width)
 
 
 def load_exported(head: TrainedModel, folder: Path) -> bool:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-# Options that are used before the first step, or that shape the head.
+# Options that are used before the first step, or that shape the head or the order of the data.
 _FIXED = (
+    "batch_tokens",
+    "max_length",
     "kind",
     "seed",
     "bias",

@@ -127,14 +127,19 @@ def list_shards(folder: Path) -> list[str]:
 class Shard:
     """One memory-mapped shard. Hidden states are read when a sequence is used."""
 
-    def __init__(self, path: Path, columns: int | None) -> None:
-        """ConfigError if the file is damaged or its hidden states do not have `columns` columns; None: not stored."""
+    def __init__(self, path: Path, columns: int | None, num_asked: int = 0) -> None:
+        """ConfigError if the file is damaged or its hidden states do not have `columns` columns; None: not stored.
+
+        The first `num_asked` requests of the run have prompts of files, which have several answers each.
+        """
         self.path = path
+        self._num_asked = num_asked
         tensors = _open(path)
         self._token_ids = tensors["token_ids"]
         self._aux_hidden_states = tensors.get("aux_hidden_states")
         self.lengths: list[int] = tensors["lengths"].tolist()
         self.prompt_lengths: list[int] = tensors["prompt_lengths"].tolist()
+        self._indexes: list[int] = tensors["indexes"].tolist()
         self._starts = [0]
         for length in self.lengths:
             self._starts.append(self._starts[-1] + length)
@@ -163,9 +168,11 @@ class Shard:
     def is_held_out(self, index: int) -> bool:
         """Whether this sequence is for validation only.
 
-        Depends on the prompt alone, so that no other answer to it is trained on.
+        Depends on the prompt alone, so that no other answer to it is trained on. A prompt that the target wrote follows
+        a header that all of them share.
         """
-        key = self.tokens_of(index)[: max(self.prompt_lengths[index], _KEY_TOKENS)]
+        is_asked, length = self._indexes[index] < self._num_asked, self.prompt_lengths[index]
+        key = self.tokens_of(index)[: length if is_asked else max(length, _KEY_TOKENS)]
         return zlib.crc32(key.numpy().tobytes()) % 100 < _HELD_OUT_PERCENT
 
     def _check(self, columns: int | None) -> None:
@@ -193,7 +200,7 @@ def _open(path: Path) -> dict[str, Tensor]:
     opener: Any = safe_open  # untyped in its package
     try:
         with opener(path, framework="pt") as file:
-            names = ["token_ids", "lengths", "prompt_lengths"]
+            names = ["token_ids", "lengths", "prompt_lengths", "indexes"]
             names += ["aux_hidden_states"] if "aux_hidden_states" in file.keys() else []  # noqa: SIM118 — not a dict
             return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:

@@ -13,15 +13,23 @@ from specray.train.batches import AnswerFolder
 
 def frequent_ids(folder: AnswerFolder, count: int, vocab_size: int, forced: Sequence[int]) -> Tensor:
     """int64 [count]: the most frequent ids in descending order, ties by id. `forced` ids are always included."""
+    check_draft_vocab_size(count, vocab_size)
+    counts = token_counts(folder, vocab_size)
+    order = counts.sort(descending=True, stable=True).indices
+    first = torch.tensor(list(dict.fromkeys(forced)), dtype=torch.int64)
+    missing = first[~torch.isin(first, order[:count])]
+    is_forced = torch.isin(order, first)
+    others = order[~is_forced][: max(count - len(first), 0)]  # so many have room beside all forced ids
+    kept = order[is_forced | torch.isin(order, others)]
+    return torch.cat((kept[~torch.isin(kept, missing)], missing))[:count]
+
+
+def check_draft_vocab_size(count: int, vocab_size: int) -> None:
+    """ConfigError if the target has fewer ids."""
     if not 1 <= count <= vocab_size:
         raise ConfigError(
             f"a draft vocabulary of {count} does not fit the target's {vocab_size}; give 1 … {vocab_size}"
         )
-    counts = token_counts(folder, vocab_size)
-    order = counts.sort(descending=True, stable=True).indices
-    missing = [token for token in dict.fromkeys(forced) if not bool((order[:count] == token).any())]
-    kept = order[: max(count - len(missing), 0)]
-    return torch.cat((kept, torch.tensor(missing, dtype=torch.int64)))[:count]
 
 
 def token_counts(folder: AnswerFolder, vocab_size: int) -> Tensor:

@@ -27,13 +27,14 @@ from specray.train.checkpoint import (
     CHECKPOINT,
     LOG,
     append_log,
+    cut_log,
     last_validation,
     read_checkpoint,
     read_log,
     write_checkpoint,
 )
 from specray.train.draft_model import DraftModel, TrainedModel, kept_layers
-from specray.train.export import export_head, load_exported
+from specray.train.export import export_head, init_head_width, load_exported
 from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, ParallelHead
 from specray.train.hidden_states import HiddenStateComputer
 from specray.train.interrupts import Interrupts
@@ -65,12 +66,8 @@ class Trainer:
         self._collate = Collate(columns, self._folder.hidden_size, settings.max_length, dtype, device, source)
         run.mkdir(parents=True, exist_ok=True)
         saved = read_checkpoint(run)
-        if saved is not None and (name := settings.changed(saved["settings"])):
-            raise ConfigError(
-                f"{run / CHECKPOINT} was made with {name}={saved['settings'][name]!r}, and now it is "
-                f"{getattr(settings, name)!r}; use the same option to resume, or another run folder"
-            )
         if saved is not None:
+            check_resumable(settings, saved, run)
             _check_same_answers(self._folder, saved["answers"], run)
         torch.manual_seed(settings.seed)
         self.head = _build_head(settings, self._folder, self._target, saved["draft_ids"] if saved else None)
@@ -79,6 +76,7 @@ class Trainer:
         self._learner = Learner(self.head, self._target, settings, self._collate)
         self._validator = Validator(self._folder, self._target, self._collate)
         self.counters = Counters(**saved["counters"]) if saved else Counters(tokens_before=self._tokens_before())
+        cut_log(run, self.counters.all_tokens)
         progress = Progress(**saved["progress"]) if saved else Progress()
         if saved is not None:
             self._restore(saved)
@@ -109,11 +107,13 @@ class Trainer:
         return counters.tokens >= total
 
     def _tokens_before(self) -> int:
-        """Training tokens of the head that this run starts from. Copies its log to the run."""
+        """Training tokens of the head that this new run starts from. Copies its log to the run."""
+        (self._run / LOG).unlink(missing_ok=True)  # of a run that was killed before its first checkpoint
         if self._settings.init_head is None or not (Path(self._settings.init_head) / LOG).is_file():
             return 0
         shutil.copyfile(Path(self._settings.init_head) / LOG, self._run / LOG)
-        return int(read_log(self._run)[-1]["tokens"])
+        lines = read_log(self._run)
+        return int(lines[-1]["tokens"]) if lines else 0
 
     def _step(self) -> int:
         count, figures = self._learner.learn(next(self._stream), self._settings.rate(self.counters.tokens))
@@ -176,8 +176,23 @@ class Trainer:
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self.head.load_state_dict(saved["head"])
-        self._learner.optimizer.load_state_dict(saved["optimizer"])
+        try:
+            self._learner.optimizer.load_state_dict(saved["optimizer"])
+        except ValueError as error:
+            raise ConfigError(
+                f"{self._run / CHECKPOINT} is of another version of the trainer ({error}); to continue, use another "
+                f"run folder and --init-head {self._run / HEAD}"
+            ) from None
         torch.set_rng_state(saved["rng"].cpu())
+
+
+def check_resumable(settings: TrainSettings, saved: dict[str, Any], run: Path) -> None:
+    """ConfigError if the content of the run's checkpoint does not continue with these settings."""
+    if name := settings.changed(saved["settings"]):
+        raise ConfigError(
+            f"{run / CHECKPOINT} was made with {name}={saved['settings'][name]!r}, and now it is "
+            f"{getattr(settings, name)!r}; use the same option to resume, or another run folder"
+        )
 
 
 class _Clock:
@@ -219,7 +234,8 @@ def _build_head(
     settings: TrainSettings, folder: AnswerFolder, target: Target, draft_ids: Tensor | None
 ) -> TrainedModel:
     """An initialized head. Unless `draft_ids` is given, its draft vocabulary is counted from the current answers."""
-    ffn_size = settings.intermediate_size or target.shape.ffn_size
+    width = init_head_width(settings)
+    ffn_size = settings.intermediate_size or width or target.shape.ffn_size
     shape = replace(target.shape, ffn_size=ffn_size, num_layers=settings.num_layers)
     if draft_ids is None:
         draft_ids = frequent_ids(folder, settings.draft_vocab_size, shape.vocab_size, target.eos_ids)

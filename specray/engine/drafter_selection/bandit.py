@@ -8,13 +8,14 @@ starts from the measurements of all tenants. There is no randomness: equal measu
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 
 REQUEST_TOKENS = 128  # a unit of experience: the tokens of one request differ far less than those of two
 MEMORY_TOKENS = 64 * REQUEST_TOKENS  # after this many tokens of its kind, a measurement counts e times less
 OPTIMISM = 0.3  # relative error of an estimate from one unit of experience
 LEAST_TOKENS = 1.0  # experience that has faded to less is none; its numbers would end as zeros
 PRIOR_TOKENS = 2 * REQUEST_TOKENS  # of all tenants' experience, for a tenant without its own
+UNKNOWN_SHARE = 0.25  # of the running requests: a new drafter, which may be slow, has no more beside known ones
 MAX_TENANTS = 1024  # the one that was not seen for the longest time is forgotten
 
 
@@ -58,6 +59,10 @@ class DrafterBandit:
         """The drafter for a new request. The first of `drafters` wins ties. `end` must follow."""
         own, of_all = self._cells(tenant, kind)
         estimates = {name: _estimate(own.of(name), of_all.of(name)) for name in drafters}
+        known = {name for name in drafters if estimates[name][0] != inf}
+        if known:
+            most = UNKNOWN_SHARE * sum(of_all.of(name).num_running for name in drafters)
+            drafters = [name for name in drafters if name in known or of_all.of(name).num_running <= most]
         total = sum(tokens for _, tokens in estimates.values()) / REQUEST_TOKENS
         chosen = max(drafters, key=lambda name: _optimistic(*estimates[name], total))
         self.start(tenant, kind, chosen)
@@ -100,7 +105,7 @@ def _estimate(own: Experience, of_all: Experience) -> tuple[float, float]:
     Requests that still run count as experience to come, so that a burst is spread over the drafters.
     """
     if of_all.tokens < LEAST_TOKENS or not of_all.seconds:
-        return float("inf"), REQUEST_TOKENS * float(of_all.num_running)
+        return inf, REQUEST_TOKENS * float(of_all.num_running)
     share = min(1.0, PRIOR_TOKENS / of_all.tokens)
     tokens, seconds = own.tokens + share * of_all.tokens, own.seconds + share * of_all.seconds
     return tokens / seconds, tokens + REQUEST_TOKENS * own.num_running
@@ -109,6 +114,6 @@ def _estimate(own: Experience, of_all: Experience) -> tuple[float, float]:
 def _optimistic(rate: float, tokens: float, total: float) -> tuple[float, float]:
     """Compares drafters: by their optimistic rate; unknown ones first, those with the fewest requests before others."""
     units = tokens / REQUEST_TOKENS
-    if rate == float("inf"):
+    if rate == inf:
         return rate, -units
     return rate * (1 + OPTIMISM * sqrt(log(1 + total) / max(units, 1e-3))), 0.0

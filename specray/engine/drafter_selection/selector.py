@@ -78,7 +78,7 @@ class DrafterSelector:
             draft_seconds[use.drafter] = draft_seconds.get(use.drafter, 0.0) + use.seconds
             count_drafter_use(self._stats, use)
         shadow_seconds = sum(use.shadow_seconds for use in result.drafters)
-        rows = [StepRow(_name(part), part.num_tokens + part.result.num_draft_tokens) for part in emitted]
+        rows = [StepRow(self._drafter(part), part.num_tokens + part.result.num_draft_tokens) for part in emitted]
         shares = step_shares(rows, max(0.0, seconds - shadow_seconds), draft_seconds)
         if emitted and all(part.num_tokens == 1 and part.result.token_ids for part in emitted):
             self._usual.observe(len(emitted), sum(len(part.result.token_ids) for part in emitted), seconds)
@@ -86,12 +86,12 @@ class DrafterSelector:
         for part, share in zip(emitted, shares, strict=True):
             room = part.request.max_length - len(part.request.token_ids)  # the output ends there
             choice, num_tokens = part.request.drafter, min(len(part.result.token_ids), room)
-            if choice is None or not num_tokens or part.num_tokens > 1:
+            if choice is None or not num_tokens or part.num_tokens > 1 or not part.request.num_output_tokens:
                 continue  # the end of a prompt has no drafts
             if not _is_typical(part.request):
                 continue
             if part.request.in_flight[0].num_drafts:  # the step's limit: a shadow's trees count where drafts may be
-                count_drafter_tree(self._stats, choice.name, part.result.num_draft_tokens, num_tokens - 1)
+                count_drafter_tree(self._stats, self._drafter(part), part.result.num_draft_tokens, num_tokens - 1)
             if usual is not None:
                 choice.tokens, choice.time = choice.tokens + num_tokens, choice.time + share / usual
                 if choice.tokens >= OBSERVED_TOKENS:
@@ -106,14 +106,15 @@ class DrafterSelector:
         if choice.name in self._members:
             self._bandit.end(request.spec.tenant, choice.kind, choice.name)
 
+    def _drafter(self, part: Emitted) -> str:
+        """The drafter that drafts for a request: the first one if the request's own was dropped."""
+        name = "" if part.request.drafter is None else part.request.drafter.name
+        return name if name in self._members else next(iter(self._members), name)
+
     def _observe(self, request: Request, choice: DrafterChoice) -> None:
         if choice.name in self._members:  # it may have been dropped
             self._bandit.observe(request.spec.tenant, choice.kind, choice.name, choice.tokens, choice.time)
         choice.tokens, choice.time = 0, 0.0
-
-
-def _name(part: Emitted) -> str:
-    return "" if part.request.drafter is None else part.request.drafter.name
 
 
 def _is_typical(request: Request) -> bool:

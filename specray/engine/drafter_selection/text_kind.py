@@ -17,6 +17,9 @@ PASTED_CHARACTERS = 200  # after a blank line: a text below an instruction
 CODE_SHARE = 0.04  # characters that are frequent in code and rare in prose
 INDENTED_SHARE = 0.5  # of lines
 _CODE = re.compile(r"[{}()\[\];=<>_]")
+# Of a chat, the last turn is read. A template names the speaker on a line of its own, in some with a blank line after
+# it. Special tokens before the name are not in the text, so it may follow the turn before directly.
+_USER = re.compile(r"user\n+")
 
 
 class TextKind(Enum):
@@ -27,9 +30,10 @@ class TextKind(Enum):
 
 def text_kind(token_ids: Sequence[int], text: str) -> TextKind:
     """The kind of a prompt whose last tokens are `token_ids` and spell `text`, without special tokens."""
-    pasted = text.partition("\n\n")[2]
+    turn = _USER.split(text)[-1]
+    pasted = turn.partition("\n\n")[2].removesuffix("assistant\n\n")
     has_pasted = len(pasted) >= PASTED_CHARACTERS
-    read = pasted if has_pasted else text  # a template's header and the instruction are prose even for code
+    read = pasted if has_pasted else turn  # a template's header and the instruction are prose even for code
     if "```" in text or _is_code(read):
         return TextKind.CODE
     if has_pasted or len(token_ids) >= LONG_PROMPT or repeated_share(token_ids) > REPEATED_SHARE:

@@ -128,6 +128,21 @@ def test_a_drafter_that_faults_leaves_the_others_drafts() -> None:
     assert [(use.drafter, use.num_faults) for use in several.take_uses()] == [("a", 1), ("b", 0)]
 
 
+def test_a_shadow_that_raises_leaves_the_others_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    """A new head is measured without a user noticing, whatever is wrong with it. Its process used to end."""
+    broken = RecordingDrafter(50, 1)
+    broken.propose = lambda _: [][0]  # type: ignore[method-assign]
+    several = SeveralDrafters({"b": RecordingDrafter(60, 1), "a": broken}, clock=iter(range(99)).__next__)
+    for _ in range(3):
+        assert trees_of(several.propose(context_with({0: "b", 1: "b"}, shadows={0: "a"}))) == [[9, 60], [9, 60]]
+    uses = [use for use in several.take_uses() if use.drafter == "a"]
+    assert [(use.num_faults, use.seconds, use.shadow_seconds) for use in uses] == [(1, 0.0, 1.0)] * 3
+    assert [record.exc_info is not None for record in caplog.records] == [True], "logged once"
+    single = SeveralDrafters({"a": broken})
+    with pytest.raises(IndexError):
+        single.propose(context_with({0: "a"}))
+
+
 def test_a_fault_of_a_single_member_is_that_of_all() -> None:
     """So that its process is replaced, as for a drafter without others."""
     several = SeveralDrafters({"a": RecordingDrafter(50, 1, fault=DraftFault.NOT_A_NUMBER)})

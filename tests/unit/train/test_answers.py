@@ -125,6 +125,26 @@ def test_a_killed_run_leaves_no_process_behind(options: AnswerOptions, tmp_path:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
+def test_sigterm_to_a_run_of_several_processes_writes_what_is_finished(options: AnswerOptions, tmp_path: Path) -> None:
+    """As `kill` and `docker stop` send it, to the first process alone."""
+    command = [sys.executable, "-m", "specray.cli.main", "train", "token-map", "--size", "64"]
+    command += ["--out", str(tmp_path / "map"), "--model", options.model, "--prompts", str(options.prompts[0])]
+    command += ["--samples", "1000000", "--answer-tokens", "12", "--answers", str(tmp_path), "--generators", "2"]
+    run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: len(generators_of(run.pid)) == 2, seconds=60)
+        assert run.stderr is not None
+        for line in run.stderr:  # progress bars end with carriage returns, which are line ends in text mode
+            if "request" in line and " 0/" not in line:
+                break
+        run.terminate()
+        assert run.wait(60) == 130
+    finally:
+        run.kill()
+    assert written_indexes(tmp_path)
+
+
 def generators_of(pid: int) -> list[int]:
     """Child processes that generate answers."""
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -134,6 +154,19 @@ def generators_of(pid: int) -> list[int]:
 def test_changed_options_for_the_same_folder_are_refused(options: AnswerOptions, complete: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_tokens=12, and now max_tokens=13 is asked for"):
         make_answers(replace(options, folder=complete, max_tokens=13), progress=False)
+
+
+def test_fewer_self_prompts_than_before_are_refused(options: AnswerOptions, complete: Path) -> None:
+    with pytest.raises(ConfigError, match="--self-prompts 3, which can only be raised; 2 is less"):
+        make_answers(replace(options, folder=complete, self_prompts=2), progress=False)
+
+
+def test_answers_that_leave_no_room_for_a_prompt_are_refused_before_the_folder_has_options(
+    options: AnswerOptions, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"--answer-tokens 500 leaves 12 of the model's 512 tokens.*at most 448"):
+        make_answers(replace(options, folder=tmp_path, max_tokens=500), progress=False)
+    assert not (tmp_path / "answers.json").exists()
 
 
 def test_no_prompts_are_refused(options: AnswerOptions, tmp_path: Path) -> None:

@@ -51,3 +51,14 @@ def test_a_run_continues_in_the_other_type(dtypes: tuple[torch.dtype, torch.dtyp
     train(model, first, 4)
     train(other, second, 4)
     assert distance(model, other) < 0.02 * distance(start, model)
+
+
+def test_the_state_of_a_mask_moves_by_its_gradient() -> None:
+    """Muon would move every element of a matrix of one row equally far, and a mask hardly at all."""
+    head = nn.Module()
+    head.mask_hidden = nn.Parameter(torch.zeros(1, 64))
+    optimizer = Optimizer(head, "muon", 0.1, torch.float32)
+    for _ in range(5):
+        (head.mask_hidden - 1).square().sum().backward()
+        optimizer.step(RATE, CLIP)
+    torch.testing.assert_close(head.mask_hidden.detach(), torch.full((1, 64), 5 * RATE), atol=1e-3, rtol=0.05)

@@ -69,13 +69,23 @@ def test_missing_or_malformed_description_is_refused(content: str | None, reason
 
 
 def test_held_out_sequences_depend_only_on_the_prompt(tmp_path: Path) -> None:
-    prompt = list(range(60))
+    """Prompts of files have several answers each, of which none may be trained on if another one is held out."""
 
-    def answers(token: int) -> TokenSequence:
-        return TokenSequence([*prompt, token, token], 60, torch.zeros(62, COLUMNS), token)
+    def answer(prompt: int, sample: int) -> TokenSequence:
+        token_ids = [*range(prompt, prompt + 20), *range(sample, sample + 60)]
+        return TokenSequence(token_ids, 20, torch.zeros(80, COLUMNS), 10 * prompt + sample)
 
-    shard = Shard(write_shard(tmp_path, [answers(token) for token in range(20)]), COLUMNS)
-    assert len({shard.is_held_out(index) for index in range(20)}) == 1
+    rows = [answer(prompt, sample) for prompt in range(200) for sample in range(10)]
+    shard = Shard(write_shard(tmp_path, rows), COLUMNS, num_asked=2000)
+    held_out = [[shard.is_held_out(10 * prompt + sample) for sample in range(10)] for prompt in range(200)]
+    assert all(len(set(samples)) == 1 for samples in held_out)
+    assert 0 < sum(samples[0] for samples in held_out) < 20
+
+
+def test_prompts_that_the_target_wrote_are_told_apart_by_what_follows_their_header(tmp_path: Path) -> None:
+    rows = [TokenSequence([1, 2, *range(i, i + 60)], 2, torch.zeros(62, COLUMNS), i) for i in range(300)]
+    shard = Shard(write_shard(tmp_path, rows), COLUMNS, num_asked=0)
+    assert 0 < sum(map(shard.is_held_out, range(300))) < 30
 
 
 def test_about_two_percent_are_held_out_of_batches(tmp_path: Path) -> None:
@@ -85,11 +95,13 @@ def test_about_two_percent_are_held_out_of_batches(tmp_path: Path) -> None:
     assert 5 <= len(held_out) <= 45
     stream = BatchStream(folder, Progress(), 0, 512, 100)
     seen: list[int] = []
-    while stream.progress.round < 2:
-        seen += [len(answer.token_ids) for answer in next(stream)]
+    while True:
+        batch = next(stream)
+        if stream.progress.round == 2:
+            break
+        seen += [len(answer.token_ids) for answer in batch]
     trained = [folder[name].lengths[index] for index in range(1000) if index not in held_out]
-    assert sorted(seen)[: len(trained)] != []
-    assert abs(len(seen) - len(trained)) <= 8  # the last batch belongs to the next round
+    assert sorted(seen) == sorted(trained)
 
 
 def test_new_shards_come_before_old_ones_repeat(tmp_path: Path) -> None:

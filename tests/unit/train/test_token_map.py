@@ -28,6 +28,7 @@ def test_ids_are_ordered_by_frequency_in_answers(answers: Path) -> None:
 
 def test_forced_ids_replace_the_rarest(answers: Path) -> None:
     assert frequent_ids(AnswerFolder(answers), 3, VOCAB_SIZE, [EOS, 7]).tolist() == [7, 5, EOS]
+    assert frequent_ids(AnswerFolder(answers), 3, VOCAB_SIZE, [6, EOS]).tolist() == [7, 6, EOS]
 
 
 def test_more_ids_than_the_vocabulary_are_refused(answers: Path) -> None:

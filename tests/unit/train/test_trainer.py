@@ -137,13 +137,45 @@ def test_eagle3_is_exported_in_the_public_layout(tmp_path: Path) -> None:
 
 def test_a_parallel_head_starts_from_an_eagle3_head_and_is_exported_with_its_mask(tmp_path: Path) -> None:
     answers, first, second = write_answers(tmp_path), tmp_path / "eagle3", tmp_path / "parallel"
-    Trainer(settings(), answers, first, CPU).run()
-    Trainer(settings(kind="parallel", init_head=str(first / "head")), answers, second, CPU).run()
+    made = Trainer(settings(intermediate_size=24), answers, first, CPU)
+    made.run()
+    trainer = Trainer(settings(kind="parallel", init_head=str(first / "head")), answers, second, CPU)
+    for name in ("fc.weight", "midlayer.mlp.up_proj.weight", "lm_head.weight"):
+        expected = made.head.get_parameter(name).bfloat16().float()
+        torch.testing.assert_close(trainer.head.get_parameter(name), expected, msg=name)
+    trainer.run()
     config = json.loads((second / "head" / "config.json").read_text())
     assert (config["parallel_drafting"], config["ptd_token_id"]) == (True, EOS)
     tensors = load_file(second / "head" / "model.safetensors")
     assert tensors["mask_hidden"].shape == (1, 3 * HIDDEN)
     assert HeadConfig.read(second / "head").ptd_token_id == EOS
+
+
+def test_the_width_of_an_initial_head_is_not_changed(tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    Trainer(settings(intermediate_size=24), answers, tmp_path / "run", CPU).run()
+    head = str(tmp_path / "run" / "head")
+    with pytest.raises(ConfigError, match=r"--intermediate-size 48: the feed-forward of .* is 24 wide; leave"):
+        Trainer(settings(init_head=head, intermediate_size=48), answers, tmp_path / "next", CPU)
+
+
+def test_what_was_logged_after_the_last_checkpoint_is_removed_when_a_run_resumes(tmp_path: Path) -> None:
+    """The process was killed, maybe within a line."""
+    answers, run = write_answers(tmp_path), tmp_path / "run"
+    Trainer(settings(), answers, run, CPU).run()
+    kept = (run / "log.jsonl").read_text()
+    later = json.dumps(json.loads(kept.splitlines()[-1]) | {"tokens": 10**9})
+    (run / "log.jsonl").write_text(kept + later + "\n" + later[:20])
+    Trainer(settings(), answers, run, CPU)
+    assert (run / "log.jsonl").read_text() == kept
+
+
+def test_a_new_run_does_not_continue_the_log_of_one_that_was_killed_early(tmp_path: Path) -> None:
+    answers, run = write_answers(tmp_path), tmp_path / "run"
+    run.mkdir()
+    (run / "log.jsonl").write_text('{"tokens": 100, "validation": {"accept_length": 9.0}}\n')
+    Trainer(settings(), answers, run, CPU)
+    assert read_log(run) == []
 
 
 @pytest.mark.parametrize("bias", [False, True])

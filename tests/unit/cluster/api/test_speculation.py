@@ -157,6 +157,17 @@ def test_one_seed_one_text_is_reported_only_where_logits_do_not_depend_on_the_ba
     assert "float32" in rounded["rounding"]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, "old"), ({"default_drafter": "newer"}, "newer"), ({"default_drafter": "copy"}, "old")],
+)
+def test_an_algorithm_in_a_request_is_not_the_shadow_but_the_default(options: dict[str, Any], expected: str) -> None:
+    heads = [{"name": name, "algorithm": "EAGLE3", "draft_model_path": name} for name in ("shadow", "old", "newer")]
+    group = {"drafters": [*heads, {"name": "copy", "algorithm": "NGRAM"}], "shadow": {"drafter": "shadow"}, **options}
+    capabilities = SpeculationCapabilities(SpeculativeConfig.model_validate(group), 5, "float32", True)
+    assert capabilities.drafter(Speculation(algorithm="EAGLE3")) == expected
+
+
 def test_capabilities_follow_a_replaced_drafter() -> None:
     before, after = (
         SpeculationCapabilities(NGRAM, 2, "float32", True).capabilities(),

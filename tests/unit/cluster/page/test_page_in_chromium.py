@@ -84,6 +84,12 @@ def test_an_answer_shows_where_its_tokens_came_from(browser: "Browser", running:
         assert float(page.text_content("#speed") or "") > 0
 
 
+def test_several_drafters_are_named(browser: "Browser", running: Running) -> None:
+    drafters = [{"name": name, "algorithm": "NGRAM", "num_draft_tokens": 3} for name in ("long", "short")]
+    with running(speculative={"drafters": drafters}) as (url, _), opened(browser, url) as page:
+        expect(page.locator("#model")).to_have_text("toy, drafts by long, short")
+
+
 def test_the_tree_of_each_pass_can_be_seen(browser: "Browser", running: Running) -> None:
     with running(speculative=NGRAM) as (url, _), opened(browser, url) as page:
         ask(page)

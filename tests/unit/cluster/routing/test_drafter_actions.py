@@ -273,5 +273,25 @@ def test_nothing_is_promoted_or_shadowed_while_drafting_is_off(serve: Serve, adm
             assert (await server.http.post("/admin/drafter", json=off, headers=AUTHORIZED)).status_code == 200
             for action in ("promote", "shadow"):
                 assert (await act(server, action=action, name=None)).status_code == 200
+            assert not server.ranks.drafter.state.speculative.has_drafter
+
+    asyncio.run(scenario())
+
+
+def test_the_first_drafter_is_the_default_and_no_shadow() -> None:
+    """It takes over the requests of one that is dropped."""
+    three = {"drafters": [LONG, SHORT, NEW]}
+    members = SpeculativeConfig.model_validate(
+        {**three, "shadow": {"drafter": "long"}, "default_drafter": "new"}
+    ).members
+    assert list(members) == ["new", "short", "long"]
+    assert list(SpeculativeConfig.model_validate(three).members) == ["long", "short", "new"]
+
+
+def test_a_body_of_nothing_but_brackets_is_refused(serve: Serve, admin: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with serve(**admin, speculative=BOTH) as server:
+            reply = await server.http.post("/admin/drafter", content="[" * 100_000, headers=AUTHORIZED)
+            assert reply.status_code == 400
 
     asyncio.run(scenario())

@@ -117,3 +117,12 @@ def test_experience_that_has_faded_away_is_none() -> None:
     for _ in range(25_000):
         bandit.observe("one", "chat", HEAD, REQUEST_TOKENS, 100.0)
     assert bandit.choose("another", "chat", NAMES) == LOOKUP, "as unknown as at the start"
+
+
+def test_a_burst_does_not_all_go_to_a_new_drafter() -> None:
+    bandit = DrafterBandit()
+    for _ in range(60):
+        bandit.observe("", "chat", HEAD, REQUEST_TOKENS, 1.0)
+    chosen = [bandit.choose("", "chat", [HEAD, "new"]) for _ in range(64)]
+    assert chosen[0] == "new"
+    assert 1 < chosen.count("new") < 40

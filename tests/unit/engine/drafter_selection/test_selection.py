@@ -8,6 +8,9 @@ from specray.engine.drafter_selection.text_kind import LONG_PROMPT, TextKind, re
 
 PROSE = "Tell me about the rivers of Europe, please, and which of them is the longest."
 INDENTED = "for river in rivers:" + "\n    print the name of the river" * 8
+# Templates without their special tokens.
+LLAMA = "system\n\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\nuser\n\n{}assistant\n\n"
+CHATML = "system\nYou are a helpful assistant\nuser\n{}\nassistant\n"
 BRACKETS = "rivers[0] = length(sea);\n" * 10
 
 
@@ -24,6 +27,10 @@ BRACKETS = "rivers[0] = length(sea);\n" * 10
         (f"{PROSE}\n\n{INDENTED}", range(60), TextKind.CODE),
         (f"{PROSE * 20}\n\n{BRACKETS}", range(90), TextKind.CODE),
         (f"{INDENTED}\n\n{PROSE * 3}", range(90), TextKind.COPY),
+        (LLAMA.format(PROSE * 3), range(90), TextKind.CHAT),
+        (LLAMA.format(f"Repeat this text:\n\n{PROSE * 3}"), range(90), TextKind.COPY),
+        (LLAMA.format(f"{PROSE}assistant\n\nTwo.\n\n{PROSE * 3}user\n\nAnd the shortest?"), range(90), TextKind.CHAT),
+        (CHATML.format(PROSE * 3), range(90), TextKind.CHAT),
         ("", [], TextKind.CHAT),
         ("x", [3], TextKind.CHAT),
     ],

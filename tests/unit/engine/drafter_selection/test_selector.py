@@ -131,6 +131,32 @@ def test_a_running_request_keeps_its_drafter_when_the_drafters_change() -> None:
     assert len(executor.chosen) == 2
 
 
+def test_what_a_dropped_drafters_requests_take_is_that_of_the_one_that_took_over() -> None:
+    """Its time is shared by all that it drafts for, and its trees are its own."""
+    engine, executor = make_engine(default_drafter="slow")
+    executor.max_lengths[1] = 32
+    engine.add_request(request(1, [2, 3], 30))
+    engine.step()
+    engine.step()
+    group = engine.config.speculative.model_dump(exclude_defaults=True) | {"drafters": [FAST], "default_drafter": None}
+    engine.draft_with(type(engine.config.speculative).model_validate(group), 5)
+    steps = engine.stats.labelled["specray_drafter_verify_steps_total"]
+    before = dict(steps)
+    run_to_end(engine)
+    assert steps["slow"] == before["slow"]
+    assert steps["fast"] > before["fast"]
+
+
+def test_the_step_of_the_first_token_verifies_nothing() -> None:
+    """It computes one token if all but the last one of a prompt were cached, as a step of decoding does."""
+    engine, executor = make_engine(default_drafter="fast")
+    executor.max_lengths[1] = 31
+    engine.add_request(request(1, [2], 30))
+    last = run_to_end(engine)[-1]
+    steps = engine.stats.labelled["specray_drafter_verify_steps_total"]["fast"]
+    assert 0 < steps <= last.usage.num_verify_steps
+
+
 def test_another_model_under_the_same_name_starts_without_experience(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = make_engine({"slow": 1.0})
     forgotten: list[str] = []
