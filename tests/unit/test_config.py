@@ -161,8 +161,8 @@ def test_contradictions_of_several_drafters_are_refused(options: dict[str, Any],
 
 def test_each_of_several_drafters_has_its_own_options_and_the_shared_ones() -> None:
     config = SpeculativeConfig.model_validate({"drafters": [LOOKUP, COPY], "budget": "auto", "default_drafter": "copy"})
-    assert list(config.members) == ["lookup", "copy"]
-    assert [member.num_draft_tokens for member in config.members.values()] == [None, 20]
+    assert list(config.members) == ["copy", "lookup"]  # the default first
+    assert [member.num_draft_tokens for member in config.members.values()] == [20, None]
     assert {(member.budget, member.algorithm) for member in config.members.values()} == {("auto", "NGRAM")}
     assert config.max_num_nodes == 20
     assert config.drafter_name == "lookup+copy"
