@@ -140,7 +140,7 @@ class Engine:
         if plan.is_empty:
             return False
         running = self.scheduler.running  # those that start are the last ones
-        self._record.planned(plan, running[len(running) - len(plan.new_requests) :])
+        self._record.started(running[len(running) - len(plan.new_requests) :])
         self.executor.submit(plan)
         self._in_flight.append(plan)
         return True
@@ -167,9 +167,9 @@ class Engine:
         if not result.token_ids:
             self.scheduler.commit(emitted, 0)
             return _empty_output(request)
-        cut = self._texts[request.request_id].feed(result.token_ids)
+        cut, num_allowed = self._texts[request.request_id].feed(result.token_ids), request.in_flight[0].num_drafts
         self.scheduler.commit(emitted, cut.num_kept)
-        self._record.emitted(emitted, cut.num_kept)
+        self._record.emitted(emitted, cut.num_kept, num_allowed)
         output = RequestOutput(
             request.request_id,
             result.token_ids[: cut.num_kept],

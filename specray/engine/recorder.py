@@ -9,7 +9,7 @@ from specray.engine.request import Emitted, Request
 from specray.engine.scheduler import Scheduler
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason
-from specray.step import StepPlan, StepResult
+from specray.step import StepResult
 
 
 class StatsRecorder:
@@ -25,9 +25,8 @@ class StatsRecorder:
     def queued(self, request: Request) -> None:
         self._stats_of(request).add("specray_prompt_tokens_total", request.num_prompt_tokens)
 
-    def planned(self, plan: StepPlan, started: Sequence[Request]) -> None:
-        """A step was planned, in which the requests `started` have their first tokens computed."""
-        self._stats.add("specray_draft_budget_tokens_total", sum(row.draft_limit.num_tokens for row in plan.rows))
+    def started(self, started: Sequence[Request]) -> None:
+        """A step was planned, in which these requests have their first tokens computed."""
         for request in started:
             if request.num_preemptions == 0:
                 stats, request.started = self._stats_of(request), time.monotonic()
@@ -35,11 +34,15 @@ class StatsRecorder:
                 stats.add("specray_prefix_cache_queries_total", request.num_prompt_tokens)
                 stats.add("specray_prefix_cache_hits_total", request.num_cached_tokens)
 
-    def emitted(self, emitted: Emitted, num_kept: int) -> None:
-        """A request has new tokens, of which its stop conditions kept the first `num_kept`."""
+    def emitted(self, emitted: Emitted, num_kept: int, num_allowed: int) -> None:
+        """A request has new tokens, of which its stop conditions kept the first `num_kept`.
+
+        Its step was allowed `num_allowed` drafts for it.
+        """
         request, stats = emitted.request, self._stats_of(emitted.request)
         stats.add("specray_generation_tokens_total", num_kept)
         if request.first_token is not None:
+            stats.add("specray_draft_budget_tokens_total", num_allowed)
             stats.accepted(emitted.result.num_draft_tokens, num_kept - 1)
             return
         request.first_token = time.monotonic()

@@ -55,6 +55,8 @@ def check(engine: Engine, executor: FakeExecutor, prompts: list[list[int]], outp
     preemptions = {seed: entries - 1 for seed, entries in counts.entries.items()}
     reasons = Counter(output.finish_reason.value for output in outputs if output.finish_reason)
     assert stats["specray_prompt_tokens_total"] == sum(map(len, prompts))
+    # The dashboard shows it for each verified tree.
+    assert stats["specray_draft_budget_tokens_total"] <= 5 * stats["specray_verify_steps_total"]
     assert stats["specray_generation_tokens_total"] == sum(len(output.token_ids) for output in outputs)
     assert stats["specray_prefix_cache_queries_total"] == sum(len(prompts[seed]) for seed in counts.cached)
     assert stats["specray_prefix_cache_hits_total"] == sum(counts.cached.values())
