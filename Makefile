@@ -140,7 +140,7 @@ gpu-report:  ## check the kernels on this machine's GPU and measure decode steps
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; resumes
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 16384 --weights int8 --run $(HEADS_DIR)/eagle3
-	$(BIN)/specray train eagle2 $(HEADS_ANSWERS) $(HEADS_TRAINING) --run $(HEADS_DIR)/eagle2
+	$(BIN)/specray train eagle2 $(HEADS_ANSWERS) $(HEADS_TRAINING) --weights int8 --run $(HEADS_DIR)/eagle2
 	$(BIN)/specray train token-map $(HEADS_ANSWERS) --size 8192 --out $(HEADS_DIR)/frequent-8192.json
 	cp $(HEADS_DIR)/eagle3/head/* specray/heads/smollm2-135m-instruct-eagle3/
 	cp $(HEADS_DIR)/eagle2/head/* specray/heads/smollm2-135m-instruct-eagle2/
@@ -156,8 +156,9 @@ parallel: $(INSTALLED)  ## make the P-EAGLE head of configs/parallel.yaml, from 
 	$(BIN)/specray train parallel $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 16384 --weights int8 \
 		--init-head specray/heads/smollm2-135m-instruct-eagle3 --run $(HEADS_DIR)/parallel
 
-mtp: $(INSTALLED)  ## make the MTP layer of configs/mtp.yaml: hours on two cores; resumes
-	$(BIN)/specray train mtp $(HEADS_ANSWERS) $(HEADS_TRAINING) --start linear --run $(HEADS_DIR)/mtp
+mtp: $(INSTALLED)  ## make the package's MTP layer again: hours on two cores; resumes
+	$(BIN)/specray train mtp $(HEADS_ANSWERS) $(HEADS_TRAINING) --start linear --unroll 1 --weights int8 --run $(HEADS_DIR)/mtp
+	cp $(HEADS_DIR)/mtp/head/* specray/heads/smollm2-135m-instruct-mtp/
 
 $(DOCS_INSTALLED): $(INSTALLED)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'

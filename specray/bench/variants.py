@@ -25,7 +25,11 @@ PLAIN = "plain"
 TRANSFORMERS = "transformers"
 ALIASES = {"eagle2": "EAGLE"}  # other names of methods, and their keys in DRAFTERS
 # Heads of the package for the embedded model: the default for these methods.
-EMBEDDED_HEADS = {"EAGLE3": f"{EMBEDDED_MODEL}-eagle3", "EAGLE": f"{EMBEDDED_MODEL}-eagle2"}
+EMBEDDED_HEADS = {
+    "EAGLE3": f"{EMBEDDED_MODEL}-eagle3",
+    "EAGLE": f"{EMBEDDED_MODEL}-eagle2",
+    "MTP": f"{EMBEDDED_MODEL}-mtp",
+}
 VARIANT = re.compile(
     r"(?P<method>[a-z0-9]+)(@(?P<head>[^+]+?))?(\+(?P<token_map>.+?))?(:(?P<tree>[^:]*))?", re.IGNORECASE | re.DOTALL
 )

@@ -15,6 +15,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.eagle_files import HeadConfig
 from specray.models.files import embedded_heads, resolve_draft, resolve_token_map
 from specray.models.llama_shape import LlamaShape
+from specray.models.mtp import check_mtp_files
 from specray.models.registry import MODELS
 from specray.spec_decode.fr_spec import load_token_map
 from specray.spec_decode.tree_config import configured_shape
@@ -22,7 +23,7 @@ from specray.spec_decode.tree_shape import TreeShape
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-NEEDS_TRAINING = ("standalone", "mtp", "parallel")  # need `make draft`, `make mtp` or `make parallel` first
+NEEDS_TRAINING = ("standalone", "parallel")  # need `make draft` or `make parallel` first
 # Need nothing but packages.
 EMBEDDED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in NEEDS_TRAINING)
 
@@ -47,7 +48,7 @@ LLAMA_8B = {
 
 def test_every_method_has_a_config_for_the_embedded_model() -> None:
     names = {path.stem for path in EMBEDDED}
-    assert {"plain", "ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", "several-drafters"} <= names
+    assert {"plain", "ngram", "eagle3", "eagle2", "eagle2-frspec", "eagle3-ngram", "mtp", "several-drafters"} <= names
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -96,7 +97,11 @@ def test_files_of_embedded_configs_are_in_the_package(path: Path) -> None:
     for drafter in engine_of(path).speculative.members.values():
         if drafter.draft_model_path is not None:
             assert drafter.draft_model_path in embedded_heads()
-            HeadConfig.read(resolve_draft(drafter, progress=False)).check_target(path, shape_of(SMOLLM2))
+            head = resolve_draft(drafter, progress=False)
+            if drafter.algorithm == "MTP":
+                check_mtp_files(head, "auto", shape_of(SMOLLM2))
+            else:
+                HeadConfig.read(head).check_target(path, shape_of(SMOLLM2))
         if drafter.token_map is not None:
             ids = load_token_map(resolve_token_map(drafter.token_map), 49152, [2])
             assert len(ids) == 8192
