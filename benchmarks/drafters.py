@@ -74,9 +74,7 @@ def _shadow(session: Session, prompts: Sequence[tuple[str, Prompt]], settings: S
     # Of one request at a time, one in twenty is shadowed.
     what = f"shadow drafter (EAGLE-3) at {SHARE:.0%} of the requests, cost in tokens/s, one request at a time"
     yield Figure(what, SHARE * cost, 0.02, "{:.1%}", at_most=True)
-    many = Settings(
-        CONCURRENCY, settings.max_tokens, repeats=3 * settings.repeats, cache_salt="many-", ignore_eos=True
-    )
+    many = Settings(CONCURRENCY, settings.max_tokens, repeats=3 * settings.repeats, cache_salt="many-", ignore_eos=True)
     records = session.compare([ALONE, SOME_SHADOWED], parts * 2, many, progress=True, title="eight at once, shadow")
     cost = 1 - median(speed_ratios(records, SOME_SHADOWED, ALONE, full_speed))
     # A step costs more if any of its requests is shadowed, and of those that are, more are with the larger share.
