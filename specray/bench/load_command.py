@@ -8,7 +8,7 @@ from math import inf
 from specray.bench.exchange import exchange, request_bytes
 from specray.bench.ledger import Outcome
 from specray.bench.open_loop import Load, Report, idle_after, run
-from specray.cli.arguments import KEY_VARIABLE, add_api_key, positive
+from specray.cli.arguments import KEY_VARIABLE, add_api_key, number_above_0, positive, share
 from specray.errors import ConfigError
 from specray.tables import format_table
 
@@ -22,22 +22,28 @@ SHOWN = 10  # violations that are printed
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="URL of the server, without a path (default: %(default)s)")
-    add("--rate", type=_above_zero, default=1.0, metavar="R", help="requests per second (default: %(default)s)")
-    add("--seconds", type=_above_zero, default=10.0, metavar="S", help="duration (default: %(default)s)")
+    add("--rate", type=number_above_0, default=1.0, metavar="R", help="requests per second (default: %(default)s)")
+    add("--seconds", type=number_above_0, default=10.0, metavar="S", help="duration (default: %(default)s)")
     add("--max-tokens", type=positive, default=32, metavar="N", help="tokens per answer (default: %(default)s)")
     add("--prompt", default="Once upon a time", help="prompt of all requests (default: %(default)s)")
     add("--whole", action="store_true", help="ask for one JSON body instead of a stream")
-    add("--timeout", type=_above_zero, default=60.0, metavar="S", help="time limit per request (default: %(default)s)")
+    add(
+        "--timeout",
+        type=number_above_0,
+        default=60.0,
+        metavar="S",
+        help="time limit per request (default: %(default)s)",
+    )
     add(
         "--cut",
-        type=_share,
+        type=share,
         default=0.0,
         metavar="SHARE",
         help="share of requests, 0 to 1, that disconnect at a random byte (default: %(default)s)",
     )
     add(
         "--slow",
-        type=_share,
+        type=share,
         default=0.0,
         metavar="SHARE",
         help="share of requests, 0 to 1, that read one byte per second (default: %(default)s)",
@@ -88,15 +94,3 @@ async def _run(load: Load) -> tuple[Report, float]:
 
 def _by_number(statuses: dict[int | None, int]) -> dict[int, int]:
     return {status or 0: count for status, count in statuses.items()}
-
-
-def _above_zero(text: str) -> float:
-    if (value := float(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return value

@@ -167,7 +167,8 @@ class Engine:
         if not result.token_ids:
             self.scheduler.commit(emitted, 0)
             return _empty_output(request)
-        cut, num_allowed = self._texts[request.request_id].feed(result.token_ids), request.in_flight[0].num_drafts
+        num_allowed = request.in_flight[0].num_drafts
+        cut = self._texts[request.request_id].feed(result.token_ids)
         self.scheduler.commit(emitted, cut.num_kept)
         self._record.emitted(emitted, cut.num_kept, num_allowed)
         output = RequestOutput(

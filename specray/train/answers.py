@@ -33,6 +33,7 @@ from specray.models.registry import context_length, load_config
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.train.answer_options import AnswerOptions
+from specray.train.files import replace_text
 from specray.train.interrupts import Interrupts
 from specray.train.prompts import PromptFile, chat_prompt, read_prompt_file, user_header
 from specray.train.recorder import HiddenStateRecorder, Recording
@@ -182,9 +183,7 @@ def _write_description(options: AnswerOptions, files: list[PromptFile]) -> None:
         description |= {"num_asked": old["num_asked"]} if "num_asked" in old else {}
     else:
         description["num_asked"] = sum(len(file.texts) for file in files) * options.samples
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    replace_text(path, json.dumps(description, indent=2) + "\n")
 
 
 def _check_same(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:

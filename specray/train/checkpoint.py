@@ -9,6 +9,7 @@ import torch
 
 from specray.errors import ConfigError
 from specray.models.weights import read_torch_file
+from specray.train.files import replace_text
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -48,9 +49,7 @@ def cut_log(run: Path, num_tokens: int) -> None:
     """Remove what a killed run logged after its last checkpoint, which had seen `num_tokens`: it is learnt again."""
     kept = [line for line in read_log(run) if line["tokens"] <= num_tokens]
     if (run / LOG).is_file():
-        unfinished = run / f".{LOG}.tmp"
-        unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(unfinished, run / LOG)
+        replace_text(run / LOG, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def last_validation(run: Path) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from specray.train.card import model_card
 from specray.train.checkpoint import LOG
 from specray.train.draft_export import copy_side_files, draft_config, draft_tensors
 from specray.train.draft_model import DraftModel, TrainedModel
+from specray.train.files import replace_text
 from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, ParallelHead, TrainedHead
 from specray.train.int8_weights import QUANTIZATION_CONFIG, packed
 from specray.train.settings import Counters, TrainSettings
@@ -51,8 +52,7 @@ def export_head(
         config = head_config(head, target, answers.aux_hidden_state_layers[:-1])
         if settings.weights == "int8":
             config["quantization_config"] = QUANTIZATION_CONFIG
-    unfinished.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, folder / "config.json")
+    replace_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     card = model_card(config, settings, answers.description | answers.size(), counters, validation)
     (folder / "README.md").write_text(card, encoding="utf-8")
     if (folder.parent / LOG).is_file():  # a run that starts from this head continues the log

@@ -7,7 +7,7 @@ from torch import nn
 
 from specray.train.muon import Float32Muon
 
-_NO_MATRICES = ("lm_head.weight", "mask_hidden")
+_ADAMW_ONLY = ("lm_head.weight", "mask_hidden")
 
 
 class Optimizer:
@@ -17,7 +17,7 @@ class Optimizer:
         trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
         # Muon is for matrices between hidden states, so the output matrix uses AdamW, and so does the state of a mask:
         # a matrix of one row would move equally far whatever its gradient is.
-        turned = [p for n, p in trained.items() if name == "muon" and p.ndim == 2 and n not in _NO_MATRICES]
+        turned = [p for n, p in trained.items() if name == "muon" and p.ndim == 2 and n not in _ADAMW_ONLY]
         others = [p for p in trained.values() if all(p is not other for other in turned)]
         self._parameters = list(trained.values())
         self._parts: list[torch.optim.Optimizer] = [
