@@ -156,8 +156,9 @@ parallel: $(INSTALLED)  ## make the P-EAGLE head of configs/parallel.yaml, from 
 	$(BIN)/specray train parallel $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 16384 --weights int8 \
 		--init-head specray/heads/smollm2-135m-instruct-eagle3 --run $(HEADS_DIR)/parallel
 
-mtp: $(INSTALLED)  ## make an MTP layer for the package: hours on two cores; resumes
-	$(BIN)/specray train mtp $(HEADS_ANSWERS) $(HEADS_TRAINING) --start linear --unroll 1 --weights int8 --run $(HEADS_DIR)/mtp
+mtp: $(INSTALLED)  ## make the package's MTP layer again, from its EAGLE-2 head: hours on two cores; resumes
+	$(BIN)/specray train mtp $(HEADS_ANSWERS) $(HEADS_TRAINING) --unroll 1 --weights int8 \
+		--init-head specray/heads/smollm2-135m-instruct-eagle2 --run $(HEADS_DIR)/mtp
 	cp $(HEADS_DIR)/mtp/head/* specray/heads/smollm2-135m-instruct-mtp/
 
 $(DOCS_INSTALLED): $(INSTALLED)

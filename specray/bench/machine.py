@@ -3,11 +3,11 @@
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from specray import __version__
+from specray.ops.cpu.processor import cpu_name
 from specray.ops.cpu.threads import num_threads
 
 PACKAGES = ("torch", "transformers", "ray")
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "transformers", "ray")
 
 def describe_machine() -> dict[str, str | int]:
     facts: dict[str, str | int] = {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
@@ -33,15 +33,6 @@ def one_line() -> str:
     facts = describe_machine()
     device = facts.get("gpu") or f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
     return f"{device}, {facts['memory_gib']} GiB; " + ", ".join(f"{name} {v}" for name, v in versions().items())
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown CPU"
 
 
 def _version(package: str) -> str:

@@ -15,6 +15,7 @@ class Capacity(NamedTuple):
     eos_token_ids: list[int]
     reads_next_token: bool = False  # the draft KV of a block also depends on the token after it
     dtype: str = "float32"  # of the target's weights and KV
+    hardware: str = ""  # that the target runs on; equal where steps take equally long
     is_batch_invariant: bool = True  # a token's logits have the same bits in any batch, tree or prompt chunk
     without_graphs: tuple[str, ...] = ()  # on a GPU, what has no CUDA graphs though they are wanted, and why
     mixed_prefill_tokens: int = 1024  # prompt tokens of a step in which other requests decode

@@ -168,7 +168,8 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
         help="decay as the last share of --tokens (default: %(default)s)",
     )
     add("--clip", type=number_above_0, default=1.0, metavar="X", help="maximum gradient norm (default: %(default)s)")
-    add("--init-head", metavar="FOLDER", help="start from this head's weights")
+    other = {"parallel": "; it may be an EAGLE-3 head", "mtp": "; it may be an EAGLE-2 head"}.get(kind, "")
+    add("--init-head", metavar="FOLDER", help=f"start from this head's weights{other}")
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),

@@ -40,6 +40,7 @@ from specray.train.hidden_states import HiddenStateComputer
 from specray.train.interrupts import Interrupts
 from specray.train.learner import Learner, autocast
 from specray.train.mask_start import fit_mask
+from specray.train.mtp_start import is_eagle2, start_from_eagle2
 from specray.train.plot import plot_run
 from specray.train.settings import Counters, TrainSettings
 from specray.train.start import start_linear
@@ -169,8 +170,11 @@ class Trainer:
         if self._settings.start == "linear" and not isinstance(self.head, DraftModel):
             start_linear(self.head, self._target, self._folder, self._collate)
         has_mask = False
-        if self._settings.init_head:
-            has_mask = load_exported(self.head, Path(self._settings.init_head))
+        if source := self._settings.init_head and Path(self._settings.init_head):
+            if isinstance(self.head, MtpHead) and is_eagle2(source):
+                start_from_eagle2(self.head, source, self._target, self._folder, self._collate)
+            else:
+                has_mask = load_exported(self.head, source)
         if isinstance(self.head, ParallelHead) and not has_mask:
             fit_mask(self.head, self._target, self._folder, self._collate, self._settings.unroll - 1)
 

@@ -12,7 +12,8 @@ from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_model
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
-from specray.ops.cpu.threads import use_threads
+from specray.ops.cpu.processor import cpu_identity
+from specray.ops.cpu.threads import num_threads, use_threads
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
@@ -95,6 +96,7 @@ def start_worker(
         eos_token_ids=eos_ids,
         reads_next_token=drafts.reads_next_token,
         dtype=str(target.model.embedding.weight.dtype).removeprefix("torch."),
+        hardware=_hardware(device),
         is_batch_invariant=target.is_batch_invariant,
         without_graphs=tuple(without_graphs),
         mixed_prefill_tokens=mixed_prefill_tokens(config, is_gpu=device.type == "cuda"),
@@ -109,6 +111,13 @@ def start_worker(
         graphs=graphs,
         capacity=capacity,
     )
+
+
+def _hardware(device: torch.device) -> str:
+    """What the speed of `device` depends on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{num_threads()} threads; {cpu_identity()}"
 
 
 def mixed_prefill_tokens(config: EngineConfig, is_gpu: bool) -> int:

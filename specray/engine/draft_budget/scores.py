@@ -36,6 +36,7 @@ class ScoreAcceptance:
         self._verified = np.zeros(len(EDGES))  # nodes of each class
         self._accepted = np.zeros(len(EDGES))
         self._spread = np.zeros((0, len(EDGES)))  # [places, classes]: share of the trees, each row sums to 1
+        self._num_seen = np.zeros((0, 1))  # [places, 1]: trees that had a node there
         self.num_trees = 0
 
     @property
@@ -61,7 +62,7 @@ class ScoreAcceptance:
         keep = (1 - 1 / MEMORY_TREES) ** len(trees)
         self._verified = keep * self._verified + np.bincount(classes[is_verified], minlength=len(EDGES))
         self._accepted = keep * self._accepted + np.bincount(classes[accepted], minlength=len(EDGES))
-        self._observe_spread(places, classes, len(trees))
+        self._observe_spread(places, classes)
         self.num_trees += len(trees)
         return [float(end - start) for start, end in pairwise(expected)]
 
@@ -82,19 +83,19 @@ class ScoreAcceptance:
 
         return sums(self._spread * self.rates()), sums(self._spread)
 
-    def _observe_spread(self, places: NDArray[np.int64], classes: NDArray[np.int64], num_trees: int) -> None:
+    def _observe_spread(self, places: NDArray[np.int64], classes: NDArray[np.int64]) -> None:
         """Count the classes of some trees' nodes, by their places."""
         if not len(places):
             return
         num_places = max(len(self._spread), int(places.max()) + 1)
         counts = np.bincount(places * len(EDGES) + classes, minlength=num_places * len(EDGES)).reshape(num_places, -1)
-        seen = counts.sum(1, keepdims=True)  # trees that have a node at each place
-        before = np.zeros((num_places, len(EDGES)))
+        seen = counts.sum(1, keepdims=True)
+        before, num_seen = np.zeros((num_places, len(EDGES))), seen.astype(np.float64)
         before[: len(self._spread)] = self._spread
-        rate = max(1 / MEMORY_TREES, 1 / (self.num_trees + num_trees))
-        weights = 1 - (1 - min(rate, 1.0)) ** seen
-        weights[len(self._spread) :] = 1.0  # places that were never seen before
-        self._spread = before + weights * (counts / np.maximum(seen, 1) - before) * (seen > 0)
+        num_seen[: len(self._num_seen)] += self._num_seen
+        weights = np.maximum(1 - (1 - 1 / MEMORY_TREES) ** seen, seen / np.maximum(num_seen, 1))
+        self._spread = before + weights * (counts / np.maximum(seen, 1) - before)
+        self._num_seen = num_seen
 
 
 def best_cut(

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 from pathlib import Path
 
 from specray.caches import cache_root
@@ -18,7 +17,7 @@ VERSION = 3  # until the second one, steps after prompts were counted, whose dra
 
 
 class CostStore:
-    """One file for each machine, model and configuration. Files that cannot be read or written are ignored."""
+    """One file for each kind of machine, model and configuration. Files that cannot be read or written are ignored."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -26,8 +25,7 @@ class CostStore:
 
     @classmethod
     def of(cls, config: EngineConfig, capacity: Capacity) -> "CostStore":
-        num_cores = len(os.sched_getaffinity(0))
-        described = (VERSION, platform.node(), platform.machine(), num_cores, capacity.dtype, config.model_dump_json())
+        described = (VERSION, capacity.hardware, capacity.dtype, config.model_dump_json())
         name = hashlib.sha256(repr(described).encode()).hexdigest()[:24]
         return cls(cache_root() / "step-costs" / f"{name}.json")
 

@@ -12,7 +12,7 @@ from specray.engine.drafter_selection.step_share import StepRow, step_shares
 from specray.engine.drafter_selection.text_kind import NUM_TOKENS, text_kind
 from specray.engine.request import Emitted, Request
 from specray.engine.stats import EngineStats
-from specray.step import StepResult
+from specray.step import UNLIMITED, StepResult
 
 OBSERVED_TOKENS = 32  # a request's tokens are passed to the bandit in portions of this size, and at its end
 
@@ -120,5 +120,5 @@ class DrafterSelector:
 def _is_typical(request: Request) -> bool:
     """Whether what the request generates says something about its drafter alone."""
     spec = request.spec
-    is_drafted = spec.draft_limit.allows_drafts and not spec.predicted_token_ids and spec.params.grammar is None
-    return is_drafted and not spec.is_probe
+    has_own_trees = spec.draft_limit != UNLIMITED or spec.predicted_token_ids or spec.params.grammar is not None
+    return not has_own_trees and not spec.is_probe

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from specray.caches import kernel_cache
+from specray.ops.cpu.processor import cpu_features
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "cpu"
 # Without reassociation GCC keeps the sums of integers in registers: up to a third faster.
@@ -80,15 +81,6 @@ def _key(compiler: str, flags: list[str]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     digest.update(repr((version, flags, platform.machine(), cpu_features())).encode())
     return digest.hexdigest()[:24]
-
-
-def cpu_features() -> str:
-    """The line of /proc/cpuinfo that lists this CPU's instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specray.ops.cpu.build import cpu_features
 from specray.ops.cpu.library import kernels
+from specray.ops.cpu.processor import cpu_features
 from tests.support.forked import call, run_pytest
 
 ROOT = Path(__file__).parents[3]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from specray.cli.main import main
 from specray.train.batches import AnswerFolder
@@ -11,6 +12,7 @@ from specray.train.heads import Eagle2Head, ParallelHead
 from specray.train.mask_start import fit_mask
 from specray.train.settings import TrainSettings
 from specray.train.trainer import Trainer
+from specray.train.unroll import labeled_positions, unroll
 from tests.support.training_data import write_answers
 
 CPU = torch.device("cpu")
@@ -62,6 +64,31 @@ def test_masks_start_by_attending_to_the_last_position(
         assert log_weight_of_last(trainer, mask, monkeypatch) > weight / 2
     changed = [name for name, weight in head.state_dict().items() if not torch.equal(weight, before[name])]
     assert changed == ["mask_hidden"]
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@torch.no_grad()
+def test_an_mtp_layer_that_starts_from_an_eagle2_head_predicts_what_it_does(weights: str, tmp_path: Path) -> None:
+    answers, source = write_answers(tmp_path), tmp_path / "eagle2"
+    settings = TrainSettings(kind="eagle2", tokens=1, draft_vocab_size=40, dtype="float32", weights=weights)
+    eagle2 = Trainer(settings, answers, source, CPU)
+    torch.manual_seed(3)
+    for name, parameter in eagle2.head.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1)
+    eagle2._save()
+    started = replace(settings, kind="mtp", init_head=str(source / "head"))
+    mtp = Trainer(started, answers, tmp_path / "started", CPU)
+    without = Trainer(replace(started, init_head=None), answers, tmp_path / "without", CPU)
+    wanted = first_outputs(eagle2)
+    assert torch.cosine_similarity(first_outputs(mtp), wanted, dim=-1).mean() > 0.95
+    assert torch.cosine_similarity(first_outputs(without), wanted, dim=-1).mean() < 0.7
+
+
+def first_outputs(trainer: Trainer) -> Tensor:
+    """What the head predicts for one answer without drafts of its own."""
+    batch = trainer._collate([trainer._folder[trainer._folder.names()[0]][0]])
+    [step] = unroll(trainer.head, trainer._target, batch, labeled_positions(batch), 1)
+    return step.outputs
 
 
 def test_a_mask_that_was_trained_is_kept(tmp_path: Path) -> None:

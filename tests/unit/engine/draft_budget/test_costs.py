@@ -1,6 +1,7 @@
 """Costs of steps: what was measured is predicted, and what lies between or beyond is guessed sensibly."""
 
 import json
+import platform
 from operator import mul
 from pathlib import Path
 from random import Random
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specray.config import EngineConfig
 from specray.engine.draft_budget.costs import KNOWN_AFTER, StepCosts, StepShape, rising
 from specray.engine.draft_budget.store import CostStore
+from specray.engine.executor import Capacity
 
 NOT_FINITE = ['{"target": [[1, NaN, 1]], "rest": []}', '{"target": [[1e999, 0.1, 1]], "rest": []}']
 
@@ -94,6 +97,16 @@ def test_a_restarted_server_knows_its_costs(tmp_path: Path) -> None:
     store = CostStore(tmp_path / "costs" / "of.json")
     store.save(learnt())
     assert store.load().seconds(shape(1, 7)) == learnt().seconds(shape(1, 7))
+
+
+def test_costs_are_kept_by_hardware() -> None:
+    """A host name says nothing about it: containers get a new one each time, and runners share one."""
+    config, capacity = EngineConfig(), Capacity(40, 6, 100, 50, [1], hardware="2 threads; a")
+    first = CostStore.of(config, capacity)
+    assert CostStore.of(config, capacity._replace(hardware="2 threads; b")).path != first.path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "node", lambda: "another")
+        assert CostStore.of(config, capacity).path == first.path
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,18 @@ def test_trees_of_different_sizes_are_counted_together() -> None:
     assert accepted[0, 0] > 0.9  # both first nodes were accepted
 
 
+def test_the_first_score_at_a_new_place_weighs_no_more_than_the_next_ones() -> None:
+    """As when trees become larger after long."""
+    acceptance = ScoreAcceptance()
+    for _ in range(600):
+        acceptance.observe([VerifiedTree([0.9], 1, [])])
+    for score in (0.01, *[0.9] * 9):
+        acceptance.observe([VerifiedTree([0.9, score], 2, [])])
+    _, verified = acceptance.gains()
+    likely = int(np.searchsorted(EDGES, 0.5))
+    assert verified[1, likely] == pytest.approx(1.9)
+
+
 def test_cheap_nodes_are_all_verified_and_dear_ones_only_if_likely() -> None:
     acceptance = learnt()
     assert best_cut(acceptance, 1, 1, 99, costs(1.0, 1e-5), 1.0) == (MOST, 0.0)

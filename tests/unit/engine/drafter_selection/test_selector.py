@@ -178,12 +178,13 @@ def test_kinds_are_those_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None
     assert kinds == [TextKind.CHAT, TextKind.COPY]
 
 
-def test_steps_in_which_a_request_may_not_draft_do_not_count() -> None:
+def test_steps_of_requests_with_limits_of_their_own_do_not_count() -> None:
     """The shadow's trees do not count there either, and both accept lengths are compared."""
     engine, _ = make_engine(default_drafter="fast")
     counts = engine.stats.labelled["specray_drafter_verify_steps_total"]
     run(engine, [replace(request(1, [2, 3], 9), draft_limit=DraftLimit(0, 0))])
     run(engine, [replace(request(2, [2, 3], 9), predicted_token_ids=[4, 5, 6])])
+    run(engine, [replace(request(3, [2, 3], 9), draft_limit=DraftLimit(1, 1))])  # smaller trees than its drafter's
     assert counts["fast"] == 0
-    run(engine, [request(3, [2, 3], 9)])
+    run(engine, [request(4, [2, 3], 9)])
     assert counts["fast"] > 0
