@@ -47,7 +47,7 @@ def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         best = max(to_plain, key=to_plain.__getitem__)
         if to_plain[best] < 1.0:
             best = PLAIN
-        judging = replace(settings, repeats=effort.rounds + 1, cache_salt=f"{load}-again-")
+        judging = replace(settings, repeats=3 * effort.rounds, cache_salt=f"{load}-again-")
         names = list(dict.fromkeys([PLAIN, best, AUTO]))
         judged = session.compare(names, part, judging, progress=True, title=f"{load} at once")
         to_plain |= {name: median(speed_ratios(judged, name, PLAIN, full_speed)) for name in names}

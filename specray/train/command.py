@@ -81,9 +81,10 @@ def _check_training(options: argparse.Namespace) -> None:
     if settings.init_head and settings.start != "identity":
         raise ConfigError(f"--start {settings.start} has no effect with --init-head; leave one of them out")
     _device(options.device)
-    init_head_width(settings)
     if (saved := read_checkpoint(options.run_folder)) is not None:
         check_resumable(settings, saved, options.run_folder)
+    else:
+        init_head_width(settings)
     if not (options.prompts or options.self_prompts):
         return  # no answers are generated, so the trainer will say the rest at once
     config = load_config(resolve_model(options.model or EMBEDDED_MODEL, None, "auto", progress=True))

@@ -71,7 +71,7 @@ class Trainer:
             check_resumable(settings, saved, run)
             _check_same_answers(self._folder, saved["answers"], run)
         torch.manual_seed(settings.seed)
-        self.head = _build_head(settings, self._folder, self._target, saved["draft_ids"] if saved else None)
+        self.head = _build_head(settings, self._folder, self._target, saved)
         if saved is None:
             self._start()
         self._learner = Learner(self.head, self._target, settings, self._collate)
@@ -235,14 +235,19 @@ def _check_same_answers(folder: AnswerFolder, saved: dict[str, Any], run: Path) 
 
 
 def _build_head(
-    settings: TrainSettings, folder: AnswerFolder, target: Target, draft_ids: Tensor | None
+    settings: TrainSettings, folder: AnswerFolder, target: Target, saved: dict[str, Any] | None
 ) -> TrainedModel:
-    """An initialized head. Unless `draft_ids` is given, its draft vocabulary is counted from the current answers."""
-    width = init_head_width(settings)
+    """An initialized head, as large as that of the checkpoint `saved`.
+
+    Without one, its draft vocabulary is counted from the current answers.
+    """
+    width = init_head_width(settings) if saved is None else _ffn_size(saved["head"])
     ffn_size = settings.intermediate_size or width or target.shape.ffn_size
     shape = replace(target.shape, ffn_size=ffn_size, num_layers=settings.num_layers)
-    if draft_ids is None:
+    if saved is None:
         draft_ids = frequent_ids(folder, settings.draft_vocab_size, shape.vocab_size, target.eos_ids)
+    else:
+        draft_ids = saved["draft_ids"]
     ids = draft_ids.cpu().sort().values
     head: TrainedModel
     if settings.kind == "draft":
@@ -258,6 +263,10 @@ def _build_head(
     head.to(target.device)
     head.start_from(target)
     return head
+
+
+def _ffn_size(weights: dict[str, Tensor]) -> int:
+    return next(len(weight) for name, weight in weights.items() if name.endswith("mlp.gate_proj.weight"))
 
 
 def _head_columns(kind: str, folder: AnswerFolder) -> slice:

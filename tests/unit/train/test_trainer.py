@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,16 @@ def test_the_width_of_an_initial_head_is_not_changed(tmp_path: Path) -> None:
     head = str(tmp_path / "run" / "head")
     with pytest.raises(ConfigError, match=r"--intermediate-size 48: the feed-forward of .* is 24 wide; leave"):
         Trainer(settings(init_head=head, intermediate_size=48), answers, tmp_path / "next", CPU)
+
+
+def test_a_run_resumes_without_the_head_that_it_began_with(tmp_path: Path) -> None:
+    answers = write_answers(tmp_path)
+    Trainer(settings(intermediate_size=24), answers, tmp_path / "first", CPU).run()
+    second = settings(init_head=str(tmp_path / "first" / "head"))
+    Trainer(second, answers, tmp_path / "second", CPU).run()
+    shutil.rmtree(tmp_path / "first")
+    resumed = Trainer(second, answers, tmp_path / "second", CPU)
+    assert resumed.head.shape.ffn_size == 24
 
 
 def test_what_was_logged_after_the_last_checkpoint_is_removed_when_a_run_resumes(tmp_path: Path) -> None:
