@@ -30,6 +30,7 @@ class Settings:
     repeats: int = 1
     seed: int = 0
     ignore_eos: bool = False
+    length_spread: float = 0.0  # requests' max_tokens differ by up to this share of `max_tokens`
     cache_salt: str = ""  # runs with different salts share no prefix cache
 
 
@@ -116,11 +117,17 @@ class ConversationRunner:
         settings = self._settings
         params = SamplingParams(
             temperature=settings.temperature,
-            max_tokens=settings.max_tokens,
+            max_tokens=_spread(settings.max_tokens, settings.length_spread, number),
             ignore_eos=settings.ignore_eos,
             seed=settings.seed + number,
         )
         return BenchRequest(render_chat(self._tokenizer, conversation), params)
+
+
+def _spread(mean: int, spread: float, number: int) -> int:
+    """A value for each number, evenly around the mean; those of successive numbers are far from each other."""
+    place = number * 0.618034 % 1  # the golden ratio
+    return max(1, round(mean * (1 + spread * (2 * place - 1))))
 
 
 def _chunks(prompts: Sequence[Prompt], concurrency: int) -> Iterator[Chunk]:

@@ -27,8 +27,10 @@ STEPS_PER_SAVE, FIRST_SAVES = 1024, (64, 256)  # of the costs, in steps that wer
 STEPS_PER_UPDATE = 4  # of what was learnt from trees; every step, it would take as long as all other choices
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 # A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
-# The second holds while a draft model is off, because requests that it has not read continue without drafts.
-DRAFTING_MARGIN, RETURN_MARGIN = 1.02, 1.03
+DRAFTING_MARGIN = 1.02
+# Added for requests that a draft model has not read, by their share: they continue without drafts, so drafts of all pay
+# only when others have taken their place. Without it, drafts that hardly pay are turned off and on all the time.
+UNREAD_MARGIN = 0.08
 
 
 class Trial(Enum):
@@ -58,7 +60,6 @@ class AutoBudget:
         self._new_trees: dict[str, list[tuple[RequestAcceptance, VerifiedTree]]] = {}  # that _scores do not count yet
         self._cuts: dict[tuple[str, int, int], tuple[int, float]] = {}  # the best, by arguments of `_best_cut`
         self._num_steps = 0
-        self._paying: set[str] = set()  # draft models whose drafts paid in the step before
         self._schedules: dict[int, TrialSchedule] = {}  # by the batch's size, in powers of two
         self._trial: Trial | None = None
         self._trial_steps_left = 0
@@ -102,8 +103,8 @@ class AutoBudget:
         """Whether it drafted lately, or has to read prompts whose requests will get drafts."""
         if self._num_without_drafts <= DRAFTER_OFF_AFTER:
             return True
-        together = num_requests + num_reading
-        return num_reading > 0 and any(self._best_cut(name, together, together)[0] for name in self._scores)
+        together, margin = num_requests + num_reading, DRAFTING_MARGIN + UNREAD_MARGIN
+        return num_reading > 0 and any(self._best_cut(name, together, together, margin)[0] for name in self._scores)
 
     def record_tree(
         self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
@@ -143,14 +144,15 @@ class AutoBudget:
 
     def _best(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:
         """(drafts, least scores) of each request: by scores where its drafter knows them, by place otherwise."""
-        # Requests that their draft model has not read count among those that draft: others will soon take their place.
+        # Requests that their draft model has not read count among those that draft: others will take their place.
         own: dict[str, list[RequestAcceptance]] = {name: [] for name in self._scores}
         for request in requests:
             if request.most and request.acceptance.drafter in own:
                 own[request.acceptance.drafter].append(request.acceptance)
         factors = {name: factor_together(drafting) for name, drafting in own.items()}
-        cuts = {name: self._best_cut(name, len(requests), len(own[name]), factors[name]) for name in own}
-        self._paying = {name for name, (num_drafts, _) in cuts.items() if num_drafts}
+        cuts = {
+            name: self._best_cut(name, len(requests), len(own[name]), _margin(own[name]), factors[name]) for name in own
+        }
         num_drafts, min_scores = [0] * len(requests), [LEAST_SCORE] * len(requests)
         by_place = []
         for place, request in enumerate(requests):
@@ -166,11 +168,12 @@ class AutoBudget:
             num_drafts[place] = count
         return num_drafts, min_scores
 
-    def _best_cut(self, name: str, num_requests: int, num_drafting: int, factor: float = 1.0) -> tuple[int, float]:
-        """See `best_cut`. The factor is that of the first of STEPS_PER_UPDATE steps."""
+    def _best_cut(
+        self, name: str, num_requests: int, num_drafting: int, margin: float, factor: float = 1.0
+    ) -> tuple[int, float]:
+        """See `best_cut`. Margin and factor are those of the first of STEPS_PER_UPDATE steps."""
         key = (name, num_requests, num_drafting)
         if key not in self._cuts:
-            margin = DRAFTING_MARGIN if name in self._paying else RETURN_MARGIN
             acceptance = self._scores[name]
             self._cuts[key] = best_cut(acceptance, num_requests, num_drafting, self._most, self._costs, margin, factor)
         return self._cuts[key]
@@ -216,6 +219,12 @@ class AutoBudget:
 def is_read(request: RequestAcceptance) -> bool:
     """Whether a draft model has read enough of a request to draft for it."""
     return request.num_unread_tokens <= MAX_UNREAD_TOKENS
+
+
+def _margin(requests: Sequence[RequestAcceptance]) -> float:
+    """How many times its measured time a step with drafts counts as."""
+    num_unread = sum(not is_read(request) for request in requests)
+    return DRAFTING_MARGIN + UNREAD_MARGIN * num_unread / max(1, len(requests))
 
 
 def _would_be_unread(request: RequestAcceptance) -> bool:

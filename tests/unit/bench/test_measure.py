@@ -96,3 +96,16 @@ def test_a_prompts_seed_does_not_depend_on_concurrency() -> None:
         return {tuple(request.token_ids): request.params.seed for request in variant.requests}
 
     assert seeds(1) == seeds(3)
+
+
+def test_lengths_spread_around_the_mean_and_are_those_of_the_prompt() -> None:
+    variants = [NotingVariant("x", []), NotingVariant("y", [])]
+    compare(variants, PROMPTS, Tokenizer(), Settings(max_tokens=100, length_spread=0.5, repeats=2))
+    requests = [request for variant in variants for request in variant.requests[1:]]  # after the warm-up
+    by_seed: dict[int | None, set[int]] = {}
+    for request in requests:
+        by_seed.setdefault(request.params.seed, set()).add(request.params.max_tokens)
+    assert all(len(lengths) == 1 for lengths in by_seed.values()), "equal in every variant and repeat"
+    lengths = [length for [length] in by_seed.values()]
+    assert len(set(lengths)) == len(lengths) == len(PROMPTS)
+    assert all(50 <= length <= 150 for length in lengths)

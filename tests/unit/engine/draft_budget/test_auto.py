@@ -199,6 +199,18 @@ def test_a_request_that_the_draft_model_did_not_read_gets_no_drafts() -> None:
     assert (first > 0, second) == (True, 0)
 
 
+def test_drafts_that_hardly_pay_are_not_begun_for_the_few_requests_that_were_read() -> None:
+    """The drafter's time is the same for few requests as for all, and others are read only when they are new."""
+    costs = StepCosts()
+    for num_drafts, seconds in ((0, 1.0), (8, 1.9), (16, 2.8)):
+        costs.observe(StepShape(8, num_drafts, num_drafts // 8), seconds, 0.0)
+    budget, read = drafting_budget(costs)
+    assert all(budget.shares([Drafting(MOST, read)] * 8).num_drafts), "5 % more tokens a second"
+    budget, read = drafting_budget(costs)
+    unread = RequestAcceptance(num_unread_tokens=MAX_UNREAD_TOKENS + 1)
+    assert not any(budget.shares([Drafting(MOST, read)] + [Drafting(MOST, unread)] * 7).num_drafts)
+
+
 def test_a_new_draft_model_that_has_read_no_running_request_soon_drafts_for_none() -> None:
     budget, unread = AutoBudget(None), RequestAcceptance(num_unread_tokens=99)
     assert budget.shares([Drafting(MOST, unread)]).num_drafts[0] > 0, "it may be a drafter that reads nothing"
