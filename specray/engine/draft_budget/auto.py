@@ -24,7 +24,7 @@ DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer cal
 MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
 MOST_STEP_DRAFTS = 1024  # without a configured limit
 STEPS_PER_SAVE, FIRST_SAVES = 1024, (64, 256)  # of the costs, in steps that were timed
-STEPS_PER_UPDATE = 4  # of what was learnt from trees; every step, it would take as long as all other choices
+STEPS_PER_UPDATE = 8  # of what was learnt from trees; every step, it would take as long as all other choices
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 # A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
 DRAFTING_MARGIN = 1.02
@@ -38,6 +38,7 @@ class Trial(Enum):
 
     NO_DRAFTS = "no drafts"
     MORE_DRAFTS = "more drafts"  # by a quarter, to find the next bend of the costs
+    FEWER_DRAFTS = "fewer drafts"  # the same
     TWICE_THE_DRAFTS = "twice the drafts"
 
 
@@ -93,9 +94,8 @@ class AutoBudget:
             reads_along |= any(_would_be_unread(request.acceptance) for request in requests)
             return Shares([0] * len(requests), runs_drafter=reads_along)
         if self._trial is not None:
-            quarters = 5 if self._trial is Trial.MORE_DRAFTS else 8
-            wider = [count * quarters // 4 + 1 for count in num_drafts]
-            wanted = [min(request.most, count) for request, count in zip(requests, wider, strict=True)]
+            tried = [_tried(self._trial, count) for count in num_drafts]
+            wanted = [min(request.most, count) for request, count in zip(requests, tried, strict=True)]
             return Shares(equal_shares(wanted, self._most), min_scores=min_scores)
         return Shares(num_drafts, self._runs_drafter(len(requests), num_reading), min_scores)
 
@@ -221,6 +221,13 @@ def is_read(request: RequestAcceptance) -> bool:
     return request.num_unread_tokens <= MAX_UNREAD_TOKENS
 
 
+def _tried(trial: Trial, num_drafts: int) -> int:
+    """The drafts of a request during a trial with drafts, instead of `num_drafts`."""
+    if trial is Trial.FEWER_DRAFTS:
+        return max(min(1, num_drafts), num_drafts * 3 // 4)
+    return num_drafts * (5 if trial is Trial.MORE_DRAFTS else 8) // 4 + 1
+
+
 def _margin(requests: Sequence[RequestAcceptance]) -> float:
     """How many times its measured time a step with drafts counts as."""
     num_unread = sum(not is_read(request) for request in requests)
@@ -246,6 +253,7 @@ class TrialSchedule:
             return None
         most = STEPS_BETWEEN_TRIALS if drafts else STEPS_BETWEEN_TRIALS_OF_DRAFTS
         self._steps_left = self._distance = min(2 * self._distance, most)
-        order = (Trial.NO_DRAFTS, Trial.MORE_DRAFTS, Trial.TWICE_THE_DRAFTS) if drafts else (Trial.MORE_DRAFTS,)
+        with_drafts = (Trial.NO_DRAFTS, Trial.MORE_DRAFTS, Trial.FEWER_DRAFTS, Trial.TWICE_THE_DRAFTS)
+        order = with_drafts if drafts else (Trial.MORE_DRAFTS,)
         self._num_trials += 1
         return order[(self._num_trials - 1) % len(order)]

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MEMORY = 64  # steps that an average remembers
+HALF_LIFE = 512  # measurements of others after which an average counts half: it may be of another time of the machine
 PACE_MEMORY = 8  # the same for the pace; short beside MEMORY, so that a slower machine changes the pace and no table
 CLIP = 1.5  # a step that takes longer than this many times what is expected was disturbed, and counts as this
 KNOWN_AFTER = 8  # measurements of a step that is seldom measured: one of the first may have been disturbed
@@ -111,19 +112,24 @@ class Curve:
     More work never takes less time, so averages that fall are noise: neighbours are averaged until they rise.
     """
 
-    def __init__(self, points: Iterable[tuple[int, float, int]] = ()) -> None:
+    def __init__(self, points: Iterable[tuple[int, float, float]] = ()) -> None:
         self._seconds: dict[int, float] = {}
-        self._weights: dict[int, int] = {}  # measurements, as far as they are remembered
+        self._weights: dict[int, float] = {}  # measurements, as far as they are remembered
+        self._measured_at: dict[int, int] = {}  # of each count, the number of measurements until its last one
+        self._num_observed = 0
         for count, seconds, weight in points:
             if not isfinite(seconds):
                 raise ValueError(f"a step of {count} took {seconds} seconds")
-            self._seconds[int(count)], self._weights[int(count)] = float(seconds), int(weight)
+            self._seconds[int(count)], self._weights[int(count)] = float(seconds), float(weight)
         self._fit: tuple[list[int], list[float]] | None = None  # sorted counts and their fitted seconds
 
     def observe(self, count: int, seconds: float) -> None:
         usual = self._seconds.get(count, seconds)
-        weight = self._weights[count] = min(MEMORY, self._weights.get(count, 0) + 1)
-        if weight == 2:  # nothing told yet whether the first one was disturbed
+        self._num_observed += 1
+        age = self._num_observed - 1 - self._measured_at.get(count, 0)
+        weight = self._weights[count] = min(MEMORY, 1 + self._weights.get(count, 0) * 0.5 ** (age / HALF_LIFE))
+        self._measured_at[count] = self._num_observed
+        if 1 < weight <= 2:  # nothing told yet whether the first one was disturbed
             usual = min(usual, CLIP * seconds)
         self._seconds[count] = usual + (seconds - usual) / weight
         self._fit = None
@@ -132,7 +138,7 @@ class Curve:
         """The average at a count; None if it was never measured."""
         return self._seconds.get(count)
 
-    def num_measured(self, count: int) -> int:
+    def num_measured(self, count: int) -> float:
         """Measurements at a count, as far as they are remembered."""
         return self._weights.get(count, 0)
 
@@ -152,13 +158,13 @@ class Curve:
         seconds_at: NDArray[np.float64] = np.interp(np.asarray(count), counts, seconds) + slope * beyond
         return seconds_at
 
-    def points(self, pace: float) -> list[tuple[int, float, int]]:
+    def points(self, pace: float) -> list[tuple[int, float, float]]:
         return [(count, pace * self._seconds[count], self._weights[count]) for count in sorted(self._seconds)]
 
 
-def rising(values: Sequence[tuple[float, int]]) -> list[float]:
+def rising(values: Sequence[tuple[float, float]]) -> list[float]:
     """The never falling sequence next to weighted values, in the sense of least squares (pool adjacent violators)."""
-    pools: list[tuple[float, int, int]] = []  # mean, weight, length
+    pools: list[tuple[float, float, int]] = []  # mean, weight, length
     for value, weight in values:
         pool = (value, weight, 1)
         while pools and pools[-1][0] > pool[0]:

@@ -199,6 +199,20 @@ def test_a_request_that_the_draft_model_did_not_read_gets_no_drafts() -> None:
     assert (first > 0, second) == (True, 0)
 
 
+def test_fewer_drafts_are_tried_as_well_as_more_and_none() -> None:
+    """A cost that was measured too high would otherwise keep a number of drafts from ever being measured again."""
+    costs = StepCosts()
+    for num_drafts, rest in ((0, 0.1), (3, 2.6), (4, 2.6), (5, 9.0)):
+        for _ in range(KNOWN_AFTER):
+            costs.observe(StepShape(1, num_drafts, num_drafts), 9.0, rest)
+    budget, request = AutoBudget(None, costs), RequestAcceptance()
+    for _ in range(40):
+        budget.record_tree(request, 5, [1, 2, 3, 4], scores=[0.99, 0.98, 0.97, 0.96, 0.95])
+    counts = [budget.shares([Drafting(MOST, request)]).num_drafts[0] for _ in range(2000)]
+    assert max(set(counts), key=counts.count) == 4
+    assert {0, 3, 6, 9} <= set(counts)
+
+
 def test_drafts_that_hardly_pay_are_not_begun_for_the_few_requests_that_were_read() -> None:
     """The drafter's time is the same for few requests as for all, and others are read only when they are new."""
     costs = StepCosts()

@@ -6,6 +6,7 @@ from operator import mul
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +98,21 @@ def test_a_restarted_server_knows_its_costs(tmp_path: Path) -> None:
     store = CostStore(tmp_path / "costs" / "of.json")
     store.save(learnt())
     assert store.load().seconds(shape(1, 7)) == learnt().seconds(shape(1, 7))
+
+
+def test_an_average_that_was_not_measured_for_long_soon_follows_new_measurements() -> None:
+    def after(num_others: int) -> float:
+        costs = StepCosts()
+        for _ in range(100):
+            costs.observe(StepShape(1, 3, 3), 1.0, 0.6)
+            costs.observe(StepShape(1, 4, 4), 1.0, 0.6)
+        for _ in range(num_others):
+            costs.observe(StepShape(1, 4, 4), 1.0, 0.6)
+        for _ in range(8):
+            costs.observe(StepShape(1, 3, 3), 1.0, 0.4)
+        return float(costs.rest(1, np.array([3.0]))[0])
+
+    assert after(2000) < 0.5 < after(0)
 
 
 def test_costs_are_kept_by_hardware() -> None:
