@@ -37,7 +37,7 @@ def fake_cuda(read: int = 1, num_nodes: int | None = None) -> Iterator[FakeTenso
         for name, value in (("device_count", 1), ("is_available", True), ("set_device", None)):
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
         stack.enter_context(mock.patch("torch.Event"))
-        properties = SimpleNamespace(multi_processor_count=132, major=9)
+        properties = SimpleNamespace(name="a fake GPU", multi_processor_count=132, major=9)
         stack.enter_context(mock.patch("torch.cuda.get_device_properties", return_value=properties))
         get = weights._SafetensorsShard.get
 
