@@ -170,7 +170,8 @@ class Trainer:
         if self._settings.start == "linear" and not isinstance(self.head, DraftModel):
             start_linear(self.head, self._target, self._folder, self._collate)
         has_mask = False
-        if source := self._settings.init_head and Path(self._settings.init_head):
+        if self._settings.init_head:
+            source = Path(self._settings.init_head)
             if isinstance(self.head, MtpHead) and is_eagle2(source):
                 start_from_eagle2(self.head, source, self._target, self._folder, self._collate)
             else:
