@@ -1,6 +1,7 @@
 """Figures of `speculative.budget: auto`: against the best fixed tree and plain decoding, at several loads.
 
-The best of several noisy figures is biased upwards, so the fixed tree is chosen in one comparison and judged in another.
+The best of several noisy figures is biased upwards, so the fixed tree is chosen in one comparison and judged in
+another.
 
 Speeds are those while all requests of a load run. Answers differ in length, as users' do. With equal lengths requests
 of plain decoding all end together and the next prompts are read in one large step, while those with drafts end one by

@@ -115,17 +115,20 @@ class Curve:
     def __init__(self, points: Iterable[tuple[int, float, float]] = ()) -> None:
         self._seconds: dict[int, float] = {}
         self._weights: dict[int, float] = {}  # measurements, as far as they are remembered
+        self._counts: dict[int, int] = {}  # measurements, however old
         self._measured_at: dict[int, int] = {}  # of each count, the number of measurements until its last one
         self._num_observed = 0
         for count, seconds, weight in points:
             if not isfinite(seconds):
                 raise ValueError(f"a step of {count} took {seconds} seconds")
             self._seconds[int(count)], self._weights[int(count)] = float(seconds), float(weight)
+            self._counts[int(count)] = int(weight)
         self._fit: tuple[list[int], list[float]] | None = None  # sorted counts and their fitted seconds
 
     def observe(self, count: int, seconds: float) -> None:
         usual = self._seconds.get(count, seconds)
         self._num_observed += 1
+        self._counts[count] = self._counts.get(count, 0) + 1
         age = self._num_observed - 1 - self._measured_at.get(count, 0)
         weight = self._weights[count] = min(MEMORY, 1 + self._weights.get(count, 0) * 0.5 ** (age / HALF_LIFE))
         self._measured_at[count] = self._num_observed
@@ -138,9 +141,9 @@ class Curve:
         """The average at a count; None if it was never measured."""
         return self._seconds.get(count)
 
-    def num_measured(self, count: int) -> float:
-        """Measurements at a count, as far as they are remembered."""
-        return self._weights.get(count, 0)
+    def num_measured(self, count: int) -> int:
+        """Measurements at a count."""
+        return self._counts.get(count, 0)
 
     def at(self, count: float | NDArray[np.float64]) -> NDArray[np.float64]:
         """Linear between neighbours, constant below the lowest count, extrapolated above the highest.

@@ -115,6 +115,17 @@ def test_an_average_that_was_not_measured_for_long_soon_follows_new_measurements
     assert after(2000) < 0.5 < after(0)
 
 
+def test_steps_without_the_drafter_stay_known_though_their_average_fades() -> None:
+    """Trials would otherwise stop the drafter each time, and it would miss tokens."""
+    costs = StepCosts()
+    for _ in range(KNOWN_AFTER):
+        costs.observe(StepShape(1, 0, 0), 1.0, 0.1)
+    for _ in range(5000):
+        costs.observe(StepShape(1, 4, 4), 1.0, 0.6)
+    costs.observe(StepShape(1, 0, 0), 1.0, 0.1)
+    assert costs.knows_rest_without_drafts(1)
+
+
 def test_costs_are_kept_by_hardware() -> None:
     """A host name says nothing about it: containers get a new one each time, and runners share one."""
     config, capacity = EngineConfig(), Capacity(40, 6, 100, 50, [1], hardware="2 threads; a")
