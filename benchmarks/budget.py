@@ -24,7 +24,7 @@ from specray.bench.variants import PLAIN, Run, with_tree
 LOADS = (1, 2, 4, 8, 16, 32)
 TREES = ("1-1-2", "3-2-4", "4-3-6", "5-4-10")  # fixed for every step and request
 AUTO, AUTO_TREE = "auto", "5-4-12"
-LEAST_PROMPTS = 8
+LEAST_PROMPTS = 16
 SPREAD = 0.5  # answers have half to one and a half times the usual length
 ANSWERS_EACH = 3  # one after the other, so that most of a turn has all its requests at once
 

@@ -6,6 +6,7 @@ for a few steps each.
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,7 @@ DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer cal
 MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
 MOST_STEP_DRAFTS = 1024  # without a configured limit
 STEPS_PER_SAVE, FIRST_SAVES = 1024, (64, 256)  # of the costs, in steps that were timed
-STEPS_PER_UPDATE = 8  # of what was learnt from trees; every step, it would take as long as all other choices
+STEPS_PER_UPDATE = 16  # of what was learnt from trees; every step, it would take as long as all other choices
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 # A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
 DRAFTING_MARGIN = 1.02
@@ -40,6 +41,15 @@ class Trial(Enum):
     MORE_DRAFTS = "more drafts"  # by a quarter, to find the next bend of the costs
     FEWER_DRAFTS = "fewer drafts"  # the same
     TWICE_THE_DRAFTS = "twice the drafts"
+
+
+class LastBest(NamedTuple):
+    """The best choice for the requests of the last step."""
+
+    requests: list[Drafting]
+    are_read: list[bool]  # by a draft model, see `is_read`
+    num_drafts: list[int]
+    min_scores: list[float]
 
 
 class AutoBudget:
@@ -60,6 +70,7 @@ class AutoBudget:
         self._scores: dict[str, ScoreAcceptance] = {}  # the same; only of draft models, which know their scores
         self._new_trees: dict[str, list[tuple[RequestAcceptance, VerifiedTree]]] = {}  # that _scores do not count yet
         self._cuts: dict[tuple[str, int, int], tuple[int, float]] = {}  # the best, by arguments of `_best_cut`
+        self._last_best: LastBest | None = None
         self._num_steps = 0
         self._schedules: dict[int, TrialSchedule] = {}  # by the batch's size, in powers of two
         self._trial: Trial | None = None
@@ -73,6 +84,7 @@ class AutoBudget:
         if self._num_steps % STEPS_PER_UPDATE == 0:
             self._count_new_trees()
             self._cuts.clear()
+            self._last_best = None
         self._num_steps += 1
         unknown = {request.acceptance.drafter for request in requests if self._can_teach_first_trees(request)}
         if unknown and all(request.acceptance.drafter in unknown for request in requests):
@@ -143,7 +155,14 @@ class AutoBudget:
             self._keep(self._costs)
 
     def _best(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:
-        """(drafts, least scores) of each request: by scores where its drafter knows them, by place otherwise."""
+        """(drafts, least scores) of each request: by scores where its drafter knows them, by place otherwise.
+
+        Nothing that scores depend on changes before the next update, so the requests of the last step get the same.
+        """
+        are_read = [is_read(request.acceptance) for request in requests]
+        last = self._last_best
+        if last and last.requests == requests and last.are_read == are_read:
+            return list(last.num_drafts), list(last.min_scores)
         # Requests that their draft model has not read count among those that draft: others will take their place.
         own: dict[str, list[RequestAcceptance]] = {name: [] for name in self._scores}
         for request in requests:
@@ -160,12 +179,14 @@ class AutoBudget:
                 by_place.append(place)
                 continue
             score = cut[1] * factors[request.acceptance.drafter] / request.acceptance.factor
-            if is_read(request.acceptance) and score < 1.0:  # no node has a higher one
+            if are_read[place] and score < 1.0:  # no node has a higher one
                 num_drafts[place] = min(request.most, cut[0])
             min_scores[place] = max(LEAST_SCORE, score)
         chosen = self._best_by_place([requests[place] for place in by_place], len(requests), num_drafts)
         for place, count in zip(by_place, chosen, strict=True):
             num_drafts[place] = count
+        if not by_place:  # those learn from every tree
+            self._last_best = LastBest(list(requests), are_read, list(num_drafts), list(min_scores))
         return num_drafts, min_scores
 
     def _best_cut(

@@ -197,6 +197,16 @@ def test_a_request_that_the_draft_model_did_not_read_gets_no_drafts() -> None:
     unread = RequestAcceptance(num_unread_tokens=MAX_UNREAD_TOKENS + 1)
     first, second = budget.shares([Drafting(MOST, read), Drafting(MOST, unread)]).num_drafts
     assert (first > 0, second) == (True, 0)
+    read.num_unread_tokens = MAX_UNREAD_TOKENS + 1
+    assert budget.shares([Drafting(MOST, read), Drafting(MOST, unread)]).num_drafts == [0, 0]
+
+
+def test_a_choice_that_is_kept_for_the_next_step_follows_its_requests() -> None:
+    budget, request = drafting_budget(StepCosts())
+    whole = budget.shares([Drafting(MOST, request)]).num_drafts
+    assert budget.shares([Drafting(MOST, request)]).num_drafts == whole
+    assert budget.shares([Drafting(1, request)]).num_drafts == [1] != whole
+    assert len(budget.shares([Drafting(MOST, request)] * 2).num_drafts) == 2
 
 
 def test_fewer_drafts_are_tried_as_well_as_more_and_none() -> None:
