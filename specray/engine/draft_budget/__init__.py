@@ -1,10 +1,10 @@
 """How many tokens are drafted for each request of a step.
 
-`static` shares a fixed number among the requests. `auto` verifies drafts while they raise the tokens per second.
-`costs` estimates the time of a step. `scores` estimates how many drafts are accepted from the probabilities that a
-drafter reports, and chooses the lowest probability that is worth verifying. For drafters without probabilities,
-`acceptance` estimates it from each node's place in the tree, and `allocation` chooses the number of drafts. No choice
-changes a request's text.
+`static` shares a fixed number among the requests. `auto` verifies drafts while they raise the tokens per second, and
+`trials` says when it tries other numbers. `costs` estimates the time of a step. `scores` estimates how many drafts are
+accepted from the probabilities that a drafter reports, and chooses the lowest probability that is worth verifying. For
+drafters without probabilities, `acceptance` estimates it from each node's place in the tree, and `allocation` chooses
+the number of drafts. No choice changes a request's text.
 """
 
 from specray.config import EngineConfig, SpeculativeConfig

@@ -12,6 +12,7 @@ LEARNING_RATE = 1 / 256  # of a tree, once more than this many were measured
 MEMORY_TREES = 64  # of a request's own acceptance
 MEMORY_WITHOUT_DRAFTS = 256  # steps without drafts that it outlasts: then the request is tried again
 SURE_AFTER, SURE = 8, 0.9  # after so many drafts without a rejected one, a draft is accepted with this chance
+MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
 PRIOR_TOKENS = 4.0  # accepted tokens at the average rate that a request starts with
 PRIOR_TOKENS_TOGETHER = 16.0  # the same of all requests of a step, whose drafts are turned on and off together
 
@@ -37,6 +38,11 @@ class RequestAcceptance:
         keep = 1 - 1 / MEMORY_WITHOUT_DRAFTS
         self.accepted, self.expected = self.accepted * keep, self.expected * keep
         self.num_in_row = max(0, self.num_in_row - 1)  # may have been luck
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a draft model has read enough of this request to draft for it."""
+        return self.num_unread_tokens <= MAX_UNREAD_TOKENS
 
     @property
     def factor(self) -> float:

@@ -1,28 +1,25 @@
-"""The budget that generates the most tokens per second under the costs and acceptance measured so far.
-
-A choice that is never made is never measured, so steps without drafts or with larger trees are tried from time to time,
-for a few steps each.
-"""
+"""The budget that generates the most tokens per second under the costs and acceptance measured so far."""
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 
-from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAcceptance, factor_together
+from specray.engine.draft_budget.acceptance import (
+    MAX_UNREAD_TOKENS,
+    NodeAcceptance,
+    RequestAcceptance,
+    factor_together,
+)
 from specray.engine.draft_budget.allocation import Floats, allocate
 from specray.engine.draft_budget.budget import Drafting, Shares
-from specray.engine.draft_budget.costs import StepCosts, StepShape, size_class
+from specray.engine.draft_budget.costs import StepCosts, StepShape
 from specray.engine.draft_budget.scores import ScoreAcceptance, VerifiedTree, best_cut
 from specray.engine.draft_budget.static import equal_shares
+from specray.engine.draft_budget.trials import TRIAL_STEPS, Trial, Trials
 
 NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
-# At first the steps between two trials double from trial to trial. A trial without drafts costs less than one with.
-FIRST_TRIAL_STEP, STEPS_BETWEEN_TRIALS, STEPS_BETWEEN_TRIALS_OF_DRAFTS = 24, 192, 384
-TRIAL_STEPS = 4  # the first shows little: its trees were drafted under the limits of the step before
 DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer called
-MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
 MOST_STEP_DRAFTS = 1024  # without a configured limit
 STEPS_PER_SAVE, FIRST_SAVES = 1024, (64, 256)  # of the costs, in steps that were timed
 STEPS_PER_UPDATE = 16  # of what was learnt from trees; every step, it would take as long as all other choices
@@ -34,20 +31,11 @@ DRAFTING_MARGIN = 1.02
 UNREAD_MARGIN = 0.08
 
 
-class Trial(Enum):
-    """What is tried out instead of the best known choice."""
-
-    NO_DRAFTS = "no drafts"
-    MORE_DRAFTS = "more drafts"  # by a quarter, to find the next bend of the costs
-    FEWER_DRAFTS = "fewer drafts"  # the same
-    TWICE_THE_DRAFTS = "twice the drafts"
-
-
 class LastBest(NamedTuple):
     """The best choice for the requests of the last step."""
 
     requests: list[Drafting]
-    are_read: list[bool]  # by a draft model, see `is_read`
+    are_read: list[bool]  # by a draft model, see RequestAcceptance.is_read
     num_drafts: list[int]
     min_scores: list[float]
 
@@ -72,9 +60,7 @@ class AutoBudget:
         self._cuts: dict[tuple[str, int, int], tuple[int, float]] = {}  # the best, by arguments of `_best_cut`
         self._last_best: LastBest | None = None
         self._num_steps = 0
-        self._schedules: dict[int, TrialSchedule] = {}  # by the batch's size, in powers of two
-        self._trial: Trial | None = None
-        self._trial_steps_left = 0
+        self._trials = Trials()
         self._num_without_drafts = 0  # steps in a row
         self._num_timed = 0
 
@@ -97,16 +83,16 @@ class AutoBudget:
                 num_drafts[place], min_scores[place] = self._whole_tree(request), LEAST_SCORE
         num_drafts = equal_shares(num_drafts, self._most)
         self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
-        self._advance_trial(len(requests), any(num_drafts))
-        if self._trial is Trial.NO_DRAFTS:
+        trial = self._trials.next(len(requests), drafts=any(num_drafts))
+        if trial is Trial.NO_DRAFTS:
             # Calling the drafter does not change the target's time, and later drafts need what it reads meanwhile.
             # Steps that read prompts are not timed.
             is_reading = num_reading > 0 or any(request.is_reading for request in requests)
             reads_along = is_reading or self._costs.knows_rest_without_drafts(len(requests))
             reads_along |= any(_would_be_unread(request.acceptance) for request in requests)
             return Shares([0] * len(requests), runs_drafter=reads_along)
-        if self._trial is not None:
-            tried = [_tried(self._trial, count) for count in num_drafts]
+        if trial is not None:
+            tried = map(trial.drafts, num_drafts)
             wanted = [min(request.most, count) for request, count in zip(requests, tried, strict=True)]
             return Shares(equal_shares(wanted, self._most), min_scores=min_scores)
         return Shares(num_drafts, self._runs_drafter(len(requests), num_reading), min_scores)
@@ -123,7 +109,7 @@ class AutoBudget:
     ) -> None:
         # Beside a draft model's trees, those of drafters without scores have scores of 1.
         has_scores = request.drafter in self._scores or any(score < 1.0 for score in scores)
-        if has_scores and not is_read(request):  # says nothing about the drafter, but that it knows scores
+        if has_scores and not request.is_read:  # says nothing about the drafter, but that it knows scores
             self._scores.setdefault(request.drafter, ScoreAcceptance())
             return
         if has_scores and scores:
@@ -159,7 +145,7 @@ class AutoBudget:
 
         Nothing that scores depend on changes before the next update, so the requests of the last step get the same.
         """
-        are_read = [is_read(request.acceptance) for request in requests]
+        are_read = [request.acceptance.is_read for request in requests]
         last = self._last_best
         if last and last.requests == requests and last.are_read == are_read:
             return list(last.num_drafts), list(last.min_scores)
@@ -218,63 +204,22 @@ class AutoBudget:
 
     def _whole_tree(self, request: Drafting) -> int:
         """Drafts of a request before enough is known of its drafter; none by a draft model that has not read it."""
-        return 0 if request.acceptance.drafter in self._scores and not is_read(request.acceptance) else request.most
+        return 0 if request.acceptance.drafter in self._scores and not request.acceptance.is_read else request.most
 
     def _can_teach_first_trees(self, request: Drafting) -> bool:
         """Whether too few trees were seen of its drafter, and its own would count."""
-        if not request.most or not request.teaches or not is_read(request.acceptance):
+        if not request.most or not request.teaches or not request.acceptance.is_read:
             return False
         known = self._scores.get(request.acceptance.drafter) or self._nodes.get(request.acceptance.drafter)
         return known is None or known.num_trees < NUM_FIRST_TREES
 
-    def _advance_trial(self, num_requests: int, drafts: bool) -> None:
-        """Go on with a trial, or start one when it is time; nothing but the best choice otherwise."""
-        self._trial_steps_left -= 1
-        if self._trial_steps_left > 0:
-            return
-        schedule = self._schedules.setdefault(size_class(num_requests), TrialSchedule())
-        self._trial = schedule.next(drafts=drafts)
-        self._trial_steps_left = 0 if self._trial is None else TRIAL_STEPS
-
-
-def is_read(request: RequestAcceptance) -> bool:
-    """Whether a draft model has read enough of a request to draft for it."""
-    return request.num_unread_tokens <= MAX_UNREAD_TOKENS
-
-
-def _tried(trial: Trial, num_drafts: int) -> int:
-    """The drafts of a request during a trial with drafts, instead of `num_drafts`."""
-    if trial is Trial.FEWER_DRAFTS:
-        return max(min(1, num_drafts), num_drafts * 3 // 4)
-    return num_drafts * (5 if trial is Trial.MORE_DRAFTS else 8) // 4 + 1
-
 
 def _margin(requests: Sequence[RequestAcceptance]) -> float:
     """How many times its measured time a step with drafts counts as."""
-    num_unread = sum(not is_read(request) for request in requests)
+    num_unread = sum(not request.is_read for request in requests)
     return DRAFTING_MARGIN + UNREAD_MARGIN * num_unread / max(1, len(requests))
 
 
 def _would_be_unread(request: RequestAcceptance) -> bool:
     """Whether a draft model that misses the steps of a trial has missed too much of the request then."""
-    return is_read(request) and request.num_unread_tokens + TRIAL_STEPS > MAX_UNREAD_TOKENS
-
-
-class TrialSchedule:
-    """When to try what, counted in steps outside of trials."""
-
-    def __init__(self) -> None:
-        self._num_trials = 0
-        self._steps_left = self._distance = FIRST_TRIAL_STEP
-
-    def next(self, *, drafts: bool) -> Trial | None:
-        """The trial that begins now; `drafts` is whether the best known choice drafts."""
-        self._steps_left -= 1
-        if self._steps_left > 0:
-            return None
-        most = STEPS_BETWEEN_TRIALS if drafts else STEPS_BETWEEN_TRIALS_OF_DRAFTS
-        self._steps_left = self._distance = min(2 * self._distance, most)
-        with_drafts = (Trial.NO_DRAFTS, Trial.MORE_DRAFTS, Trial.FEWER_DRAFTS, Trial.TWICE_THE_DRAFTS)
-        order = with_drafts if drafts else (Trial.MORE_DRAFTS,)
-        self._num_trials += 1
-        return order[(self._num_trials - 1) % len(order)]
+    return request.is_read and request.num_unread_tokens + TRIAL_STEPS > MAX_UNREAD_TOKENS
